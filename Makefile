@@ -18,6 +18,7 @@ ARGS   ?=
 VENV   := .venv
 OLDEST := .venv-oldest
 WHEEL  := .venv-wheel
+FRESH  := .venv-fresh
 PINS   := constraints.txt
 BUILD  := pip hatchling editables build
 PIP    := -m pip --disable-pip-version-check --quiet
@@ -31,7 +32,7 @@ CORE_TESTS   := tests/families $(CORE_STEP) $(CORE_TRAINER) tests/test_traps.py 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-full test-exhaustive mutants bench lint format docs wheel test-oldest constraints clean
+.PHONY: help demo test test-full test-exhaustive mutants bench lint format docs wheel wheel-fresh dist test-oldest constraints clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,11 +55,13 @@ mutants: $(VENV)/.test ## Break one line of the package at a time and see that t
 bench: $(VENV)/.demo ## Measure packed against padded on this machine (ARGS="pack collate", "gpu", "report a.json b.json", "--help")
 	$(VENV)/bin/python -m benchmarks $(ARGS)
 
-lint: $(VENV)/.dev ## Check style, types and who imports whom
+lint: $(VENV)/.dev ## Check style, types (a user's script too), who imports whom, and versions of extras
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/mypy --python-executable $(VENV)/bin/python --cache-dir $(VENV)/mypy tests/typed_script.py
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/python -m pip check
 
 format: $(VENV)/.dev ## Rewrite the files in the house style
 	$(VENV)/bin/ruff check --fix .
@@ -67,13 +70,20 @@ format: $(VENV)/.dev ## Rewrite the files in the house style
 docs: $(VENV)/.docs ## Build the documentation site in build/site, offline; a link that leads nowhere fails
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 
-wheel: $(VENV)/.torch $(WHEEL)/.torch ## Build the wheel and the sdist, and try the wheel in an empty environment, outside the repository
+wheel: dist $(VENV)/.demo ## Build the wheel and the sdist, and try the wheel with its base requirements alone, linked from .venv
+	$(VENV)/bin/python tests/linked_environment.py $(WHEEL) dist/*.whl
+	$(WHEEL)/bin/python -I tests/installed_wheel.py
+
+wheel-fresh: dist $(FRESH)/.torch ## The same in an empty environment, into which pip installs the wheel and what it requires
+	grep -v "^torch==" $(PINS) > $(FRESH)/pins.txt
+	$(FRESH)/bin/python $(PIP) install --force-reinstall --no-deps dist/*.whl
+	$(FRESH)/bin/python $(PIP) install -c $(FRESH)/pins.txt dist/*.whl
+	$(FRESH)/bin/python -m pip check
+	$(FRESH)/bin/python -I tests/installed_wheel.py
+
+dist: $(VENV)/.torch
 	rm -rf dist
 	$(VENV)/bin/python -m build --no-isolation --outdir dist . > /dev/null
-	grep -v "^torch==" $(PINS) > $(WHEEL)/pins.txt
-	$(WHEEL)/bin/python $(PIP) install --force-reinstall --no-deps dist/*.whl
-	$(WHEEL)/bin/python $(PIP) install -c $(WHEEL)/pins.txt dist/*.whl
-	cd $(WHEEL) && bin/python $(CURDIR)/tests/installed_wheel.py
 
 test-oldest: $(OLDEST)/.test ## Run the core rooms' tests with the oldest supported transformers
 	$(OLDEST)/bin/python -m pytest $(PYTEST) $(CORE_TESTS) $(ARGS)
@@ -87,7 +97,7 @@ constraints: $(VENV)/.dev ## Work out constraints.txt anew, for every supported 
 	mv $(VENV)/pins.new $(PINS)
 
 clean: ## Remove the environments, caches and whatever the demo wrote
-	rm -rf $(VENV) $(OLDEST) $(WHEEL) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist demo-output results
+	rm -rf $(VENV) $(OLDEST) $(WHEEL) $(FRESH) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist demo-output results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------- environments
@@ -95,7 +105,7 @@ clean: ## Remove the environments, caches and whatever the demo wrote
 
 # An environment that was made with another interpreter or torch than is now asked for is made anew.
 ifneq ($(origin PYTHON) $(origin TORCH),file file)
-$(shell for env in $(VENV) $(OLDEST) $(WHEEL); do [ "$$(cat $$env/.torch 2>&1)" = "$(PYTHON) $(TORCH)" ] || rm -f $$env/.torch; done)
+$(shell for env in $(VENV) $(OLDEST) $(FRESH); do [ "$$(cat $$env/.torch 2>&1)" = "$(PYTHON) $(TORCH)" ] || rm -f $$env/.torch; done)
 endif
 
 %/.torch:

@@ -6,11 +6,25 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 
+from vlmpack.families import registry
 from vlmpack.testing import tiny_processor
+from vlmpack.testing.family_processors import RECIPES
 
+BEYOND = tuple(family for family in RECIPES if family in registry.FAMILIES)
+"""Families beyond Qwen with a tiny processor."""
+CHATTING = tuple(family for family in BEYOND if RECIPES[family].template is not None)
+"""Those of them with a chat template."""
+SHOWN = ("gemma3", "internvl", "idefics3")
+"""Those of them in the short tier: texts around images and crops, tiles, row and column markers."""
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
+
+
+def needs(family: str) -> pytest.MarkDecorator:
+    """Skip a test about one family beyond Qwen where this version has no such family."""
+    return pytest.mark.skipif(family not in BEYOND, reason=f"{family} is no family")
 
 
 @lru_cache

@@ -1,27 +1,45 @@
-"""Try what a wheel installs, without extras, outside the repository: `make wheel` runs this in an empty environment.
+"""Try what a wheel installs, without extras, outside the repository: `make wheel` runs this in an environment that has
+the wheel's base requirements and nothing else.
 
-No test of pytest: nothing but the wheel and what it brings is there.
+No test of pytest: nothing but the wheel and what it requires is there.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
+import os
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
-HEAVY = {"accelerate", "datasets", "matplotlib", "peft", "ray", "torchvision", "starlette", "pyarrow"}
+HEAVY = {"accelerate", "datasets", "matplotlib", "peft", "ray", "torchvision", "starlette", "pyarrow", "trl", "av"}
 """Packages that only extras bring."""
+SECONDS = 0.05
+"""Most that `import vlmpack` may take."""
 
 
-def command(*words: str, status: int = 0) -> str:
-    """Run the installed command, and return what it prints."""
+def script(*words: str) -> str:
+    """Run the installed script, and return what it prints."""
     path = Path(sys.executable).with_name("vlmpack")
     done = subprocess.run([path, *words], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == status, (words, done.returncode, done.stdout, done.stderr)
+    assert done.returncode == 0, (words, done.returncode, done.stdout, done.stderr)
+    return done.stdout
+
+
+def verb(*words: str, status: int = 0) -> str:
+    """Run a verb in this process, and return what it prints."""
+    from typer.testing import CliRunner
+
+    from vlmpack.cli import app
+
+    done = CliRunner().invoke(app, list(words))
+    assert done.exit_code == status, (words, done.exit_code, done.output)
     return done.stdout + done.stderr
 
 
@@ -30,60 +48,99 @@ def check_import() -> None:
     code = "import sys, time; start = time.perf_counter(); import vlmpack; " + (
         "print(time.perf_counter() - start, 'torch' in sys.modules)"
     )
-    seconds, torch = min(
+    runs = [
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-        for _ in range(3)
-    )
-    assert torch == "False"
-    assert float(seconds) < 0.05, seconds
-
-
-def check_base() -> None:
-    """The base installation has no heavy extras, and says which one a missing part needs."""
-    present = {package for package in HEAVY if importlib.util.find_spec(package)}
-    assert not present, f"a base installation brings {present}"
-    from vlmpack.data import open_dataset
-    from vlmpack.errors import ConfigError
-
-    Path("rows.parquet").write_bytes(b"")
-    try:
-        open_dataset("rows.parquet")
-    except ConfigError as error:
-        assert "pip install 'vlmpack[data]'" in str(error), error
-    else:
-        raise AssertionError("a parquet file was opened without the extra")
+        for _ in range(5)
+    ]
+    assert {torch for _, torch in runs} == {"False"}
+    assert min(float(seconds) for seconds, _ in runs) < SECONDS, runs
 
 
 def check_step() -> None:
-    """A packed row, and the loss of each sample."""
-    from vlmpack import PackedStep, VLMCollator
+    """A packed row, and the loss of each sample, with enable_packing and the step."""
+    from vlmpack import PackedStep, VLMCollator, enable_packing
     from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
 
     processor = tiny_processor()
     collate = VLMCollator(processor, layout="packed").collate
     receipts = list(receipt_conversations(num=2, scale=0.35))
-    step = PackedStep(tiny_model(processor=processor))
+    model = enable_packing(tiny_model(processor=processor))
+    step = PackedStep(model)
     packed = step(collate(receipts)).sample_losses
     alone = [step(collate([receipt])).sample_losses for receipt in receipts]
     assert all(abs(float(a - b)) < 1e-5 for a, (b,) in zip(packed, alone, strict=True))
+    model(**collate(receipts).to_hf()).loss.backward()
+
+
+def check_extras() -> None:
+    """The base has no heavy packages, and each part that needs one says which extra brings it."""
+    from vlmpack.errors import ConfigError
+
+    present = {package for package in HEAVY if importlib.util.find_spec(package)}
+    assert not present, f"a base installation brings {present}"
+    for extra, use in {
+        "data": _parquet,
+        "train": _trainer,
+        "plots": lambda: importlib.import_module("vlmpack.plots"),
+        "rl": lambda: importlib.import_module("vlmpack.trainer").PackedGRPOTrainer,
+        "measures": _measures,
+    }.items():
+        _refused(extra, use, ConfigError)
+    for extra, words in {
+        "demo": ["demo"],
+        "serve": ["serve", "--demo"],
+        "data": ["pack", "synthetic", "rows", "--processor", "tiny", "--capacity", "900"],
+        "plots": ["analyze", "synthetic", "--processor", "tiny", "--out", "figures"],
+    }.items():
+        assert f"pip install 'vlmpack[{extra}]'" in verb(*words, status=2)
+
+
+def _refused(extra: str, use: Callable[[], Any], error: type[Exception]) -> None:
+    try:
+        use()
+    except error as refusal:
+        assert f"pip install 'vlmpack[{extra}]'" in str(refusal), refusal
+    else:
+        raise AssertionError(f"{extra} is not needed by {use}")
+
+
+def _parquet() -> None:
+    from vlmpack.data import open_dataset
+
+    Path("rows.parquet").write_bytes(b"")
+    open_dataset("rows.parquet")
+
+
+def _trainer() -> None:
+    from vlmpack import PackedTrainer
+
+    PackedTrainer()
+
+
+def _measures() -> None:
+    from vlmpack.testing.measures import Tree, tree_edit_distance
+
+    tree_edit_distance(Tree("a"), Tree("a"))
 
 
 def main() -> None:
     """Run every check."""
-    assert "vlmpack" not in {path.name for path in Path.cwd().iterdir()}, "run this outside the repository"
+    import vlmpack
+
     version = importlib.metadata.version("vlmpack")
-    assert version in command("--version")
+    assert Path(vlmpack.__file__).is_relative_to(Path(sys.prefix).resolve()), f"{vlmpack.__file__} is not the wheel's"
+    assert script("--version") == f"vlmpack {version}\n"
     assert files("vlmpack").joinpath("py.typed").is_file()
     check_import()
-    check_base()
+    check_extras()
     check_step()
-    assert "sdpa_segments" in command("doctor")
-    assert "exact" in command("doctor", "--probe")
-    assert "vlmpack[" in command("demo", "--steps", "1", status=2)  # accelerate comes with an extra
-    assert "tokens" in command("analyze", "synthetic", "--num", "5", "--processor", "tiny")
+    report = json.loads(script("doctor", "--probe", "tiny:qwen3", "--json"))
+    assert report["healthy"] and report["probes"][0]["attention"] == "sdpa_segments"
+    assert json.loads(verb("analyze", "synthetic", "--num", "5", "--processor", "tiny", "--json"))["samples"] == 5
     print(f"vlmpack {version}: the wheel works outside the repository")
 
 
 if __name__ == "__main__":
-    started = time.perf_counter()
-    main()
+    with TemporaryDirectory() as folder:
+        os.chdir(folder)
+        main()

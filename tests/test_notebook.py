@@ -20,6 +20,10 @@ NO_WIDGETS = "ignore::Warning:tqdm.auto"
 """tqdm asks for ipywidgets whenever it finds itself in a notebook."""
 
 
+def notebook_of(number: str) -> Path:
+    return next(path for path in NOTEBOOKS if path.name.startswith(number))
+
+
 def executed(notebook: Path, where: Path) -> Any:
     """The notebook after a run that knows nothing of the machine's Jupyter and reaches no hub."""
     target = where / notebook.name
@@ -46,6 +50,14 @@ def outputs(notebook: Any) -> list[Any]:
     return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
 
 
+def pictures(notebook: Any) -> list[Any]:
+    return [output for output in outputs(notebook) if "image/png" in output.get("data", {})]
+
+
+def stderr(notebook: Any) -> list[str]:
+    return [output.text for output in outputs(notebook) if output.get("name") == "stderr"]
+
+
 def printed(notebook: Any) -> str:
     return "".join(output.text for output in outputs(notebook) if output.output_type == "stream")
 
@@ -57,31 +69,82 @@ def numbers_after(start: str, text: str) -> list[float]:
 
 
 def test_there_is_a_notebook() -> None:
-    names = ["01_pack_receipts.ipynb", "05_step_service.ipynb", "06_grpo_shared_prefixes.ipynb"]
-    assert [path.name for path in NOTEBOOKS] == names
+    assert [path.name for path in NOTEBOOKS] == [
+        "01_pack_receipts.ipynb",
+        "02_inside_a_row.ipynb",
+        "03_plan_an_epoch.ipynb",
+        "04_own_loop.ipynb",
+        "05_step_service.ipynb",
+        "06_grpo_shared_prefixes.ipynb",
+    ]
 
 
 @pytest.mark.full
 @pytest.mark.slow
 def test_it_runs_and_shows_receipts_rows_training_and_a_prediction(tmp_path: Path) -> None:
-    notebook = executed(NOTEBOOKS[0], tmp_path)
-    pictures = [output for output in outputs(notebook) if "image/png" in output.get("data", {})]
-    assert len(pictures) >= 3
+    notebook = executed(notebook_of("01"), tmp_path)
+    assert len(pictures(notebook)) >= 3
     said = printed(notebook)
     losses = [float(line.split()[-1]) for line in said.splitlines() if line.startswith("step")]
     assert len(losses) >= 2
     assert losses[-1] < losses[0] / 2
     for text in ("padded", "packed", "prediction", "truth", "field F1"):
         assert text in said
-    stderr = [output.text for output in outputs(notebook) if output.get("name") == "stderr"]
-    assert stderr == []
+    assert stderr(notebook) == []
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_leak_made_on_purpose_is_named(tmp_path: Path) -> None:
+    notebook = executed(notebook_of("02"), tmp_path)
+    assert len(pictures(notebook)) == 5
+    said = printed(notebook)
+    lost, packed = (float(number) for number in re.findall(r"boundaries lost (\S+), packed (\S+)", said)[0])
+    assert packed < 1e-5 < 0.1 < lost
+    assert "exact\n" in said
+    assert "verdict leaks\ncause mask\nmask: layer" in said
+    routers = {line[:25].strip(): line.split()[-1] for line in said.splitlines() if "load-balancing loss" in line}
+    assert routers["tight row"] == routers["row with padding"] != routers["padding taken for tokens"]
+    assert stderr(notebook) == []
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_rows_are_full_and_prefixes_are_saved(tmp_path: Path) -> None:
+    notebook = executed(notebook_of("03"), tmp_path)
+    assert len(pictures(notebook)) == 4
+    said = printed(notebook)
+    fills = {kind: float(part) for kind, part in re.findall(r"^(padded|rows, exact).*?([\d.]+)%", said, re.MULTILINE)}
+    assert fills["padded"] < 70 < 99.9 <= fills["rows, exact"]
+    assert {line.split()[0] for line in said.splitlines() if "%" in line} >= {"12,288", "16,384", "20,480"}
+    for kind in ("tokens computed", "patches of the tower"):
+        alone, shared = (int(number.replace(",", "")) for number in re.findall(rf"{kind} +(\S+) and (\S+)", said)[0])
+        assert shared < alone / 2
+    assert stderr(notebook) == []
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_loop_of_ones_own_learns_and_rows_take_less(tmp_path: Path) -> None:
+    notebook = executed(notebook_of("04"), tmp_path)
+    assert len(pictures(notebook)) == 2
+    said = printed(notebook)
+    summed, averaged = (float(number) for number in re.findall(r"(\S+) over one count, (\S+) as a mean", said)[0])
+    assert summed < 1e-5 < 0.01 < averaged
+    epochs = [line.split() for line in said.splitlines() if line.startswith("epoch")]
+    losses, f1 = [float(words[3]) for words in epochs], [float(words[-1]) for words in epochs]
+    assert losses[-1] < 0.1 < losses[0]
+    assert f1[0] < 0.3 < max(f1)
+    (memory,) = re.findall(r"(\d+)% of the memory", said)
+    assert int(memory) < 80
+    assert stderr(notebook) == []
 
 
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the client of the service needs Python 3.11")
 def test_the_step_service_trains_samples_and_improves(tmp_path: Path) -> None:
-    notebook = executed(NOTEBOOKS[1], tmp_path)
+    notebook = executed(notebook_of("05"), tmp_path)
     said = printed(notebook)
     losses, rewards = (
         next(x for x in said.splitlines() if x.startswith(start)) for start in ("loss a token", "mean reward")
@@ -91,15 +154,14 @@ def test_the_step_service_trains_samples_and_improves(tmp_path: Path) -> None:
     first, best = (float(word) for word in rewards.split() if word[0].isdigit())
     assert best > first
     assert "the server ended with 0" in said
-    assert [output.text for output in outputs(notebook) if output.get("name") == "stderr"] == []
+    assert stderr(notebook) == []
 
 
 @pytest.mark.full
 @pytest.mark.slow
 def test_a_group_is_a_tree_equal_to_its_samples_and_grpo_improves(tmp_path: Path) -> None:
-    notebook = executed(NOTEBOOKS[2], tmp_path)
-    pictures = [output for output in outputs(notebook) if "image/png" in output.get("data", {})]
-    assert len(pictures) == 3  # receipts, the tree, rewards
+    notebook = executed(notebook_of("06"), tmp_path)
+    assert len(pictures(notebook)) == 3  # receipts, the tree, rewards
     said = printed(notebook)
     for start in ("largest difference of a log-probability", "largest difference of the gradient"):
         (difference,) = numbers_after(start, said)
@@ -108,7 +170,7 @@ def test_a_group_is_a_tree_equal_to_its_samples_and_grpo_improves(tmp_path: Path
     assert shared < alone / 2
     first, best = numbers_after("mean reward", said)
     assert best > first
-    assert [output.text for output in outputs(notebook) if output.get("name") == "stderr"] == []
+    assert stderr(notebook) == []
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)

@@ -67,9 +67,32 @@ READ_QWEN = (
 reach, full attention in every layer, counted FLOPs. Families that others show have tests of their own."""
 
 
+TAKE_TILES = (
+    "tests/collate/test_answers.py",
+    "tests/collate/test_by_processor.py",
+    "tests/collate/test_families_beyond.py",
+    "tests/collate/test_processor_images.py",
+    "tests/data/test_family_processors.py",
+    "tests/families/test_tiles.py",
+    "tests/model/test_equality",
+    "tests/model/test_generation.py",
+    "tests/model/test_image_spans.py",
+    "tests/model/test_vision_families.py",
+    "tests/testing/test_models.py",
+)
+"""Tests that samples of families with other images than Qwen's go through: others read grids or videos."""
+
+
 def without_others(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The tests, but for those of `READ_QWEN` with families that others show."""
-    return [item for item in items if not (item.nodeid.startswith(READ_QWEN) and _is_shown_by_others(item))]
+    """The tests, but for those of `READ_QWEN` with families that others show, and for those that read Qwen's images
+    with families that have others."""
+    return [item for item in items if not _reads_qwen(item)]
+
+
+def _reads_qwen(item: pytest.Item) -> bool:
+    if not item.nodeid.startswith(TAKE_TILES) and _has_family(item, other_vision()):
+        return True
+    return item.nodeid.startswith(READ_QWEN) and _is_shown_by_others(item)
 
 
 def mark_families(items: Iterable[pytest.Item]) -> None:
@@ -95,18 +118,31 @@ def _family_of(item: pytest.Item) -> str:
 
 def _is_shown_by_others(item: pytest.Item) -> bool:
     """Return whether a test is about one of those families."""
+    return not item.get_closest_marker("every_family") and _has_family(item, shown_by_others())
+
+
+def _has_family(item: pytest.Item, families: frozenset[str]) -> bool:
+    """Return whether a parameter of a test is one of these families."""
     parameters = getattr(item, "callspec", None)
-    if parameters is None or item.get_closest_marker("every_family"):
-        return False
-    return any(isinstance(value, str) and value in shown_by_others() for value in parameters.params.values())
+    values = () if parameters is None else parameters.params.values()
+    return any(isinstance(value, str) and value in families for value in values)
 
 
 @cache
 def shown_by_others() -> frozenset[str]:
-    """Text models beside Qwen's: what they bring is shown once each in `tests/model/test_text_families.py`.
+    """Text models beside Qwen's, and families with other images: what they bring is shown once each, in
+    `tests/model/test_text_families.py` and `tests/model/test_vision_families.py`.
 
     Imported here: whoever breaks a copy of the package imports this file before there is one.
     """
     from vlmpack.families.text import TEXT
 
-    return frozenset(family.model_type for family in TEXT)
+    return frozenset(family.model_type for family in TEXT) | other_vision()
+
+
+@cache
+def other_vision() -> frozenset[str]:
+    """Families with vision beside Qwen's."""
+    from vlmpack.families import FAMILIES
+
+    return frozenset(name for name, family in FAMILIES.items() if family.has_vision and not name.startswith("qwen"))

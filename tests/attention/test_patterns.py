@@ -132,6 +132,7 @@ CALL = AttentionCall(device="cuda", dtype=torch.bfloat16, head_dim=64, num_heads
     ("pattern", "refused_by"),
     [
         (("window",), []),
+        (("window", "spans"), []),
         (("softcap",), ["torch_varlen"]),
         (("sinks",), ["torch_varlen", "flash_attn"]),
         (("window", "softcap"), ["torch_varlen"]),
@@ -149,7 +150,8 @@ def test_what_a_kernel_does_not_compute_is_refused_by_name(pattern, refused_by):
 
 
 def test_every_part_of_a_pattern_has_a_back_end():
-    assert BACKENDS["sdpa_segments"].patterns == BACKENDS["eager_mask"].patterns == {"window", "softcap", "sinks"}
+    parts = {"window", "softcap", "sinks", "spans"}
+    assert BACKENDS["sdpa_segments"].patterns == BACKENDS["eager_mask"].patterns == parts
 
 
 def test_values_wider_than_keys_are_refused_by_kernels():

@@ -74,6 +74,11 @@ class TestCommand:
         assert [one["sample"] for one in found["packed"][0]["oversize"]] == [1]
         assert found["padded"]["samples_per_update"] == 16
 
+    def test_targets_are_those_that_are_trained_on(self, chats: str) -> None:
+        answers, everything = (numbers(chats, "--train-on", train_on) for train_on in ("assistant", "all"))
+        totals = [each["columns"]["targets"]["total"] for each in (answers, everything)]
+        assert 0 < totals[0] < totals[1] <= everything["columns"]["text"]["total"]
+
     def test_by_default_three_capacities_are_tried(self, chats: str) -> None:
         assert [one["capacity"] for one in numbers(chats)["packed"]] == [12_000, 16_000, 20_000]
 

@@ -26,7 +26,7 @@ HEAVY = ("torch", "transformers", "numpy", "matplotlib", "PIL")
 def test_help_names_every_verb() -> None:
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    for verb in ("analyze", "show", "pack", "demo", "serve", "doctor"):
+    for verb in ("analyze", "show", "pack", "demo", "serve", "doctor", "schema", "completion"):
         assert verb in result.stdout
 
 
@@ -90,7 +90,7 @@ def test_help_is_wrapped_by_the_terminal_alone() -> None:
     group = get_command(app)
     assert isinstance(group, TyperGroup)
     texts = [verb.help or "" for verb in group.commands.values()]
-    assert len(texts) == 6
+    assert len(texts) == 8
     assert all(text and "\n" not in text.replace("\n\n", "") for text in texts)
 
 

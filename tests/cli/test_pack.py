@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,9 +14,11 @@ from typer.testing import CliRunner, Result
 
 from vlmpack import plan
 from vlmpack.cli import app
-from vlmpack.cli.options import OVERLENGTH
-from vlmpack.cli.pack import IMAGES, ON_BAD, OVERSIZE, TRAIN_ON
+from vlmpack.cli.inputs import limit_pixels
+from vlmpack.cli.options import OVERLENGTH, STRATEGIES, TRAIN_ON
+from vlmpack.cli.pack import IMAGES, ON_BAD, OVERSIZE
 from vlmpack.collate.collator import OnBad, Overlength, TrainOn
+from vlmpack.errors import ConfigError
 from vlmpack.store import IMAGES as STORED_IMAGES
 from vlmpack.store import Manifest, PackedDataset
 from vlmpack.terminal import format_bytes
@@ -67,6 +70,22 @@ def test_it_writes_a_store_and_tells_what_is_in_it(source: Path, tmp_path: Path)
     assert "sample 7 (id 's7'): it exceeds a row by itself" in done.output
 
 
+def test_smaller_pictures_and_another_strategy_are_written_down(source: Path, tmp_path: Path) -> None:
+    smaller = ("--max-pixels", 4096, "--strategy", "next_fit")
+    shutil.copy(source, tmp_path / source.name)
+    for n in range(8):
+        (tmp_path / f"{n}.png").write_bytes(encoded(picture(90 + n, 90, seed=n)))
+    source = tmp_path / source.name
+    done = [pack(source, tmp_path / name, *GOOD, *more) for name, more in (("a", ()), ("b", smaller))]
+    assert [each.exit_code for each in done] == [0, 0], done[1].output
+    large, small = (Manifest.load(tmp_path / name) for name in "ab")
+    assert 0 < small.counts.patches < large.counts.patches
+    assert (large.settings["strategy"], small.settings["strategy"]) == ("exact_fill", "next_fit")
+    with pytest.raises(ConfigError, match="max_pixels"):
+        PackedDataset(tmp_path / "b", processor_of())
+    assert PackedDataset(tmp_path / "b", limit_pixels(processor_of(), 4096))[0]["input_ids"].shape[0] == 1
+
+
 def test_what_it_writes_can_be_trained_on(source: Path, tmp_path: Path) -> None:
     assert pack(source, tmp_path / "rows", *GOOD, "--images", "reference").exit_code == 0
     rows = list(PackedDataset(tmp_path / "rows", processor_of(), pad_to_max_length=True))
@@ -101,6 +120,8 @@ def test_the_plan_counts_multiples_of_slots_and_of_rows(source: Path, tmp_path: 
         (("--oversize", "keep"), "vlmpack: --oversize keep: choose error, drop or own_row"),
         (("--images", "pixels"), "vlmpack: --images pixels: choose bytes or reference"),
         (("--on-bad", "ignore"), "vlmpack: --on-bad ignore: choose raise or skip"),
+        (("--strategy", "tetris"), "vlmpack: there is no strategy 'tetris'; choose from exact_fill,"),
+        (("--max-pixels", 9), "vlmpack: --max-pixels 9: the processor enlarges images to"),
         (("--train-on", "user"), "vlmpack: --train-on user: choose assistant or all"),
         (("--pad-seq-to-mult", 7), "vlmpack: a capacity of 64 tokens is no multiple of 7"),
         (("--processor", "nowhere"), "vlmpack: --processor nowhere"),
@@ -153,6 +174,7 @@ def test_pictures_in_no_file_are_refused_before_any_is_measured(
 
 def test_the_words_of_options_are_those_of_the_library() -> None:
     assert OVERSIZE == plan.OVERSIZE
+    assert tuple(plan.STRATEGIES) == STRATEGIES
     assert IMAGES == STORED_IMAGES
     assert get_args(OnBad) == ON_BAD
     assert get_args(TrainOn) == TRAIN_ON

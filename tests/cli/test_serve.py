@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
 from vlmpack.cli import app
+from vlmpack.cli.schemas import SCHEMAS
+from vlmpack.cli.serve import announcement
 
 SECONDS = 120.0
 
@@ -63,7 +67,7 @@ def serving(state: Path, *arguments: str, **environment: str) -> Iterator[tuple[
     assert process.stdout is not None
     lines: list[str] = []
     try:
-        while not lines or not lines[-1].startswith("training = "):
+        while not lines or not (lines[-1].startswith("training = ") or lines[-1] == "}\n"):
             line = process.stdout.readline()
             assert line, process.communicate()
             lines.append(line)
@@ -94,11 +98,24 @@ def test_from_start_to_sigterm(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_key_of_the_environment_is_printed_nowhere(tmp_path: Path) -> None:
-    with serving(tmp_path, VLMPACK_API_KEY="tml-from-outside") as (process, said):
-        assert "tml-from-outside" not in said
-        assert "VLMPACK_API_KEY" in said
-        assert not (tmp_path / "key").exists()
+def test_a_key_of_the_environment_is_printed_nowhere_and_json_fits_its_schema(tmp_path: Path) -> None:
+    with serving(tmp_path, "--json", "--quiet", VLMPACK_API_KEY="tml-from-outside") as (process, printed):
+        facts = json.loads(printed)
+        Draft202012Validator(SCHEMAS["serve"]).validate(facts)
+        assert facts["key_file"] is None and not (tmp_path / "key").exists()
+        with urllib.request.urlopen(f"{facts['address']}/healthz") as reply:
+            assert reply.status == 200
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=SECONDS)
-        assert process.returncode == 0
+        _, log = process.communicate(timeout=SECONDS)
+        assert (process.returncode, log) == (0, "")
+        assert "tml-from-outside" not in printed
+
+
+def test_an_announcement_has_the_key_only_if_it_is_in_a_file() -> None:
+    limits = {"datum_tokens": 9, "row_tokens": 9, "row_patches": 9, "models": 9, "rank": 9, "body_bytes": 9 << 20}
+    facts = {"address": "http://a", "model": "m", "architecture": "qwen3", "takes_images": False, "state": "s"}
+    facts |= {"limits": limits}
+    in_file = announcement({**facts, "key_file": "/k"}, "tml-secret")
+    assert "key       tml-secret" in in_file and 'api_key=open("/k").read().strip()' in in_file
+    outside = announcement({**facts, "key_file": None}, "tml-secret")
+    assert "tml-secret" not in outside and 'os.environ["VLMPACK_API_KEY"]' in outside

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from chats import chat, processor_of
 
+from vlmpack.collate.chat_template import ChatTemplate
 from vlmpack.collate.conversation import read_conversation
-from vlmpack.collate.encode import ChatTemplate
 from vlmpack.errors import ConfigError, Refusal
 from vlmpack.testing import CHAT_TEMPLATE, tiny_processor
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import open_dataset, to_conversation
+from vlmpack.data.json_files import JsonRows, json_rows
 from vlmpack.data.open import OpenDataset
-from vlmpack.data.readers import JsonRows, json_rows
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.testing import SyntheticReceipts, receipt_conversations, tiny_processor
 
@@ -71,7 +71,7 @@ class TestJson:
         assert found(path) == ROWS
 
     def test_lines_are_found_across_chunks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("vlmpack.data.readers.CHUNK", 10)
+        monkeypatch.setattr("vlmpack.data.json_files.CHUNK", 10)
         path = tmp_path / "rows.jsonl"
         path.write_bytes(FORMS["blank lines"])
         assert found(path) == ROWS
@@ -462,7 +462,7 @@ class TestOpening:
         [
             ("nowhere.jsonl", "is no file or folder here and no hub id"),
             (".", "holds no CORD data or table"),
-            ("rows.jsonl.gz", r"is a .gz file; give .json, .jsonl, .ndjson or .parquet, unpacked"),
+            ("rows.jsonl.gz", r"is a .gz file; give .json, .jsonl, .ndjson, .parquet or .tar, unpacked"),
         ],
     )
     def test_what_is_no_data_set_is_refused(self, source: str, expected: str, tmp_path: Path) -> None:

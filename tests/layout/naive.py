@@ -149,7 +149,8 @@ def _grow(
     while all(len(samples[i]) > stop and samples[i][stop] == samples[members[0]][stop] for i in members):
         stop += 1
     are_twins = all(len(samples[i]) == stop for i in members)
-    if are_twins or stop - start >= min_shared:
+    repeated = [symbol for i in members[1:] for symbol in samples[i][start:stop]]
+    if are_twins or stop - start >= min_shared or (parent != -1 and len(repeated) >= min_shared):
         tree.parents.append(parent)
         tree.nodes.append(list(samples[members[0]][start:stop]))
         parent, start = len(tree.nodes) - 1, stop

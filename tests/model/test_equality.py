@@ -18,6 +18,7 @@ from equality import (
     check_outputs,
     check_work,
     gradients,
+    kinds_in,
     limits_of,
     poisoned,
 )
@@ -36,7 +37,7 @@ from vlmpack.model.mechanisms import attention, experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.per_sample import PerSample
 from vlmpack.model.mechanisms.vision import VisionRow
-from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
+from vlmpack.testing import VISION, mixed_samples, padded, sample_like, tiny_model
 
 KINDS = {
     "text": ("text", "text", "text", "text"),
@@ -45,8 +46,9 @@ KINDS = {
     "video": ("video", "video"),
     "mixed": ("text", "video", "image", "text", "images_and_video", "images"),
 }
-CELLS = [(family, kind) for family in FAMILIES for kind in (KINDS if family in VISION else ["text"])]
-MOST = {family: "mixed" if family in VISION else "text" for family in FAMILIES}
+BATCHES = {family: kinds_in(family, KINDS) for family in FAMILIES}
+CELLS = [(family, kind) for family, kinds in BATCHES.items() for kind in kinds]
+MOST = {family: "mixed" if "mixed" in kinds else "text" for family, kinds in BATCHES.items()}
 """For each family the kind of batch that has the most in it."""
 BY_SAMPLE = [family for family in FAMILIES if FAMILIES[family].has("per_sample")]
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -61,7 +63,7 @@ def fresh(family, implementation="sdpa"):
 @functools.cache
 def truth(family, kind, implementation="sdpa"):
     model = fresh(family, implementation)
-    return alone_through(model, mixed_samples(model.config, seed=5, kinds=KINDS[kind], text=(1, 12)))
+    return alone_through(model, mixed_samples(model.config, seed=5, kinds=BATCHES[family][kind], text=(1, 12)))
 
 
 def cell(family, kind, *, multiple=4, backend="auto", mode="train"):
@@ -107,11 +109,13 @@ def test_reentrant_checkpointing_equals_alone(family, multiple):
 
 @every_family
 def test_the_matrix_has_every_kind_of_input_and_sees_the_vision_tower(family):
-    for kind in KINDS if family in VISION else ["text"]:
+    descriptor = FAMILIES[family]
+    for kind in BATCHES[family]:
         own = truth(family, kind)
-        assert any(name.startswith("model.visual.") for name in own.gradients) == (kind != "text")
+        assert any(name.startswith(f"{descriptor.vision_path}.") for name in own.gradients) == (kind != "text")
         images, videos = (any(name in s for s in own.samples) for name in ("pixel_values", "pixel_values_videos"))
-        assert (images, videos) == (kind in ("image", "images", "mixed"), kind in ("video", "mixed"))
+        assert images == (kind in ("image", "images", "mixed"))
+        assert videos == (descriptor.has_videos and kind in ("video", "mixed"))
         assert len(set(own.lengths)) == len(own.lengths) > 1
 
 
@@ -140,6 +144,8 @@ def test_however_the_samples_are_given_packed_equals_alone(family, multiple, giv
 def test_a_padded_step_is_what_hugging_face_computes_on_the_padded_batch(family):
     own, limits, model = truth(family, MOST[family]), limits_of(family), fresh(family)
     batch = padded(own.samples).to_hf()
+    if (name := FAMILIES[family].token_types) is not None:
+        batch[name] = FAMILIES[family].media_types(batch["input_ids"], model.config)
     theirs = model(**{name: x for name, x in batch.items() if name != "vlmpack"}, num_items_in_batch=11)
     enable_packing(model)
     ours = model(**batch, num_items_in_batch=11, output_logits=True)
@@ -171,10 +177,10 @@ def test_in_float64_nothing_is_left_of_the_difference(family):
     """So that what float32 leaves is rounding. Gated delta rules, routers, norms and eager softmaxes compute in float32
     whatever they are given: where their input differs in its last bit, so does what they round it to."""
     model = fresh(family).double()
-    if FAMILIES[family].has("experts"):
+    if FAMILIES[family].has("experts") or family == "gemma4":
         model.set_experts_implementation("eager")  # grouped products know no float64
     samples = [
-        {name: x.double() if x.dtype == torch.float32 else x for name, x in sample.items()}
+        sample_like(sample, {name: x.double() if x.dtype == torch.float32 else x for name, x in sample.items()})
         for sample in truth(family, MOST[family]).samples
     ]
     own = alone_through(model, samples)

@@ -12,6 +12,7 @@ from equality import (
     alone_through,
     check_low_precision,
     gradients,
+    kinds_in,
     poisoned,
 )
 
@@ -21,7 +22,7 @@ from vlmpack.families import FAMILIES
 from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig
 from vlmpack.model.mechanisms.vision import VisionRow
-from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
+from vlmpack.testing import mixed_samples, padded, sample_like, tiny_model
 from vlmpack.testing.comparison import distance, tower_errors
 
 KINDS = {
@@ -30,7 +31,8 @@ KINDS = {
     "video": ("video", "video"),
     "mixed": ("text", "video", "image", "text", "images_and_video"),
 }
-CELLS = [(family, kind) for family in FAMILIES for kind in (KINDS if family in VISION else ["text"])]
+BATCHES = {family: kinds_in(family, KINDS) for family in FAMILIES}
+CELLS = [(family, kind) for family, kinds in BATCHES.items() for kind in kinds]
 RULE = SlotRule(multiple=8)
 LOW = torch.bfloat16
 
@@ -40,10 +42,10 @@ def fresh(family, attention="sdpa"):
 
 
 def cast(samples, dtype, device="cpu"):
-    return [
-        {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in sample.items()}
-        for sample in samples
-    ]
+    def moved(x):
+        return x.to(device, dtype if x.is_floating_point() else None)
+
+    return [sample_like(sample, {name: moved(x) for name, x in sample.items()}) for sample in samples]
 
 
 @functools.cache
@@ -51,7 +53,7 @@ def truth(family, kind):
     """The samples alone in float32, from weights and pixels that bfloat16 can hold."""
     model = tiny_model(family, seed=3, layers=3)
     model.load_state_dict({name: x.float() for name, x in fresh(family).state_dict().items()})
-    samples = mixed_samples(model.config, seed=5, kinds=KINDS[kind], text=(1, 12))
+    samples = mixed_samples(model.config, seed=5, kinds=BATCHES[family][kind], text=(1, 12))
     return alone_through(model, cast(cast(samples, LOW), torch.float32))
 
 

@@ -65,7 +65,7 @@ def ignored(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """A back-end that is not given this part of the pattern."""
     own = attention.run_on_row
 
-    def without(*qkv_and_row: Any, pattern: Pattern = attention.CAUSAL, layer: Any = None, **settings: Any) -> Any:
+    def without(*qkv_and_row: Any, pattern: Pattern = attention.CAUSAL, module: Any = None, **settings: Any) -> Any:
         return own(*qkv_and_row, pattern=Pattern(**{**vars(pattern), part: None}), **settings)
 
     monkeypatch.setattr(attention, "run_on_row", without)

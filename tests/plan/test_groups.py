@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from plan.naive import fewest_rows, naive_pairs, naive_tokens
@@ -269,3 +270,12 @@ def test_keys_become_groups():
         PrefixGroups.of_keys(["a", None, "b", "a"], [4, 0, 7, 5])
     with pytest.raises(ConfigError, match="2 keys, but 1 shared_tokens"):
         PrefixGroups.of_keys(["a", "a"], [4])
+
+
+def test_keys_of_an_array_or_tensor_are_their_values_and_what_cannot_be_compared_is_refused():
+    shared, expected = [4, 4, 7], flat([0, 0, 1], [4, 7])
+    assert PrefixGroups.of_keys(torch.tensor([3, 3, 5]), shared) == expected
+    assert PrefixGroups.of_keys(np.array(["a", "a", "b"]), shared) == expected
+    for keys in ([[1], [1], [2]], list(torch.tensor([3, 3, 5]))):
+        with pytest.raises(ConfigError, match=r"is no key of a group: give numbers, texts or tuples, or None"):
+            PrefixGroups.of_keys(keys, shared)

@@ -57,7 +57,7 @@ def test_each_sample_is_named_once_in_each_panel(batch):
 
 
 def test_curves_that_agree_both_stay_visible():
-    (axes,) = plot_losses({"padded": [3.0, 2.0, 1.0], "packed": [3.0, 2.0, 1.0]}).axes
+    axes, _ = plot_losses({"padded": [3.0, 2.0, 1.0], "packed": [3.0, 2.0, 1.0]}).axes
     broad, thin = axes.lines
     assert broad.get_linewidth() > 2 * thin.get_linewidth()
     assert thin.get_zorder() >= broad.get_zorder()
@@ -65,6 +65,28 @@ def test_curves_that_agree_both_stay_visible():
     legend = axes.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["padded", "packed"]
+
+
+def test_how_far_curves_are_apart_is_drawn_on_a_log_axis():
+    _, axes = plot_losses({"padded": [3.0, 2.0, 1.0], "packed": [3.0, 2.0 + 2e-6, 1.0 - 1e-8]}).axes
+    (line,) = axes.lines
+    drawn = np.asarray(line.get_ydata())
+    assert np.isnan(drawn[0])  # equal to the last bit
+    np.testing.assert_allclose(drawn[1:], [2e-6, 1e-8], rtol=1e-6)
+    assert axes.get_yscale() == "log"
+    low, high = axes.get_ylim()
+    assert low <= 1e-8 < 2e-6 <= high
+    assert axes.get_title(loc="right") == "at most 2.0e-06"
+
+
+def test_curves_that_are_equal_to_the_last_bit_say_so():
+    _, axes = plot_losses({"padded": [3.0, 2.0], "packed": [3.0, 2.0]}).axes
+    assert axes.get_title(loc="right") == "none: equal to the last bit"
+
+
+def test_one_curve_has_no_differences():
+    (axes,) = plot_losses({"packed": [3.0, 2.0, 1.0]}).axes
+    assert len(axes.lines) == 1
 
 
 def test_a_histogram_counts_every_sample_once():

@@ -163,6 +163,8 @@ def test_no_row_is_a_step_of_loss_0_and_two_rows_are_no_batch(dataset):
     assert dataset.collate([])["vlmpack"].num_targets == 0
     row = dataset[0]
     assert dataset.collate([row]) is row
+    loader = DataLoader(dataset, batch_size=None, collate_fn=dataset.collate)
+    assert next(iter(loader))["input_ids"].equal(row["input_ids"])
     with pytest.raises(ConfigError, match=r"2 rows were put into one batch.*per_device_train_batch_size=1"):
         dataset.collate([row, row])
 

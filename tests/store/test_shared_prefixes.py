@@ -80,6 +80,13 @@ def test_groups_are_looked_for_only_when_asked() -> None:
         measured(questions(), 0)
 
 
+def test_groups_that_the_collator_would_repeat_are_refused() -> None:
+    collator = VLMCollator(processor_of(), layout="packed", share_prefixes=True)
+    with pytest.raises(ConfigError, match=r"min_shared is 8, .* less than 64 .* give min_shared=64, .*min_shared=8\)"):
+        measure_lengths(questions(), collator, min_shared=8)
+    assert measure_lengths(questions(), collator, min_shared=64).groups is not None
+
+
 def test_a_cache_gives_the_same_groups_and_keeps_images_of_one_size_apart(tmp_path: Path) -> None:
     first = measured(questions(), cache=tmp_path / "cache")
     assert measured(questions(), cache=tmp_path / "cache") == first == measured(questions())

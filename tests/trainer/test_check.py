@@ -19,7 +19,7 @@ from vlmpack.model import enable_packing, packing_state
 from vlmpack.testing import tiny_model
 from vlmpack.text import RowCollator, pack_dataset
 from vlmpack.trainer import PackedTrainer, check_trainer, loss_metrics
-from vlmpack.trainer.trl import DEFAULTS
+from vlmpack.trainer.check_trl import DEFAULTS
 
 
 def refusal(run) -> str:
@@ -226,9 +226,9 @@ def of_trl(name):
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("SFTTrainer", "compute_loss = Trainer.compute_loss and prediction_step = Trainer.prediction_step"),
-        ("DPOTrainer", "leave enable_packing out"),
-        ("GRPOTrainer", "use PackedGRPOTrainer of vlmpack.trainer"),
+        ("SFTTrainer", "from vlmpack.trainer.trl import PackedSFTTrainer, which takes the same arguments"),
+        ("GRPOTrainer", "from vlmpack.trainer.trl import PackedGRPOTrainer"),
+        ("CPOTrainer", "nothing of it is packed, so leave enable_packing out"),
     ],
 )
 def test_a_loss_that_goes_past_the_packed_forward(name, remedy, layout, tmp_path):

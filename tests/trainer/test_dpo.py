@@ -1,20 +1,26 @@
-"""TRL's DPOTrainer on an enabled model: what it computes on the plain one, with all its padding."""
+"""Trainers of preferences against TRL's own, padded: the same losses, metrics, gradients and weights."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from chats import picture
+from peft import LoraConfig
 from training import distance
-from trl_runs import arguments, finish, processor_of, saved, trl
+from trl_runs import arguments, finish, processor_of, prompts, reward, saved, trl
 
+from vlmpack.collate import SharePrefixes
 from vlmpack.errors import ConfigError
-from vlmpack.model import enable_packing
+from vlmpack.model import enable_packing, is_packing
 from vlmpack.trainer import check_trainer
+from vlmpack.trainer.trl import PackedDPOTrainer, PackedKTOTrainer, PackedRLOOTrainer
 
 pytestmark = [
     pytest.mark.full,
     pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore:nothing is packed in this training step:UserWarning"),  # once a process
+    pytest.mark.filterwarnings("ignore:.*SwigPy:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Unsupported layer type.*Conv3d:UserWarning"),
+    pytest.mark.filterwarnings("ignore:nothing is packed in this training step:UserWarning"),  # of the padded runs
 ]
 
 
@@ -32,24 +38,143 @@ def preferences():
     return Dataset.from_list(samples)
 
 
-def dpo(model, tmp_path, **settings):
-    args = arguments("DPOConfig", tmp_path, per_device_train_batch_size=2, **settings)
-    return trl.DPOTrainer(model, args=args, train_dataset=preferences(), processing_class=processor_of())
+def ratings():
+    """The same answers, each by itself."""
+    from datasets import Dataset
+
+    pairs = [(pair, name) for pair in preferences() for name in ("chosen", "rejected")]
+    rated = [
+        {"prompt": pair["prompt"], "images": pair["images"], "completion": pair[name], "label": name == "chosen"}
+        for pair, name in pairs
+    ]
+    return Dataset.from_list(rated)
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
-def test_losses_gradients_and_weights_are_those_without_packing(loss_type, tmp_path):
-    plain, reference = finish(dpo(saved(tmp_path), tmp_path, loss_type=loss_type))
-    run = dpo(enable_packing(saved(tmp_path)), tmp_path, loss_type=loss_type)
-    ours, weights = finish(run)
+SHARED = {"share_prefixes": SharePrefixes(min_shared=4)}  # these prompts are short
+
+
+def dpo(trainer, model, tmp_path, *, dataset=None, peft_config=None, **settings):
+    defaults = {"per_device_train_batch_size": 2, "max_steps": 10, "beta": 0.5, "learning_rate": 0.005}
+    kind = "KTOConfig" if trainer.__name__.endswith("KTOTrainer") else "DPOConfig"
+    return trainer(
+        model,
+        args=arguments(kind, tmp_path, **{**defaults, **settings}),
+        train_dataset=preferences() if dataset is None else dataset,
+        processing_class=processor_of(model.config.model_type),
+        peft_config=peft_config,
+        **(SHARED if trainer.__name__.startswith("Packed") else {}),
+    )
+
+
+def compared(tmp_path, *, family="qwen3_vl", trainers=(trl.DPOTrainer, PackedDPOTrainer), run=dpo, **settings):
+    """Both trainers' runs, compared; the packed one is returned."""
+    finished, runs = [], []
+    for trainer in trainers:
+        runs.append(run(trainer, saved(tmp_path, family), tmp_path, **settings))
+        finished.append(finish(runs[-1]))
+    check_trainer(runs[1])
+    (padded, reference), (packed, weights) = finished
+    assert len(padded.losses) == settings.get("max_steps", 10)
+    assert packed.losses == pytest.approx(padded.losses, rel=1e-4, abs=1e-5)
+    assert max(float(gradient.abs().max()) for truth in padded.gradients for gradient in truth.values()) > 1e-3
+    assert distance(padded.gradients[0], packed.gradients[0]) < 1e-5
+    assert distance(reference, weights) < 1e-4
+    same_metrics(*(run.state.log_history for run in runs))
+    assert runs[1].state.log_history[0]["packing/computed"] < 0.9
+    return runs[1]
+
+
+def same_metrics(truth, ours):
+    """All that TRL logs of every step: rewards, margins, log-probabilities, logits, entropy, accuracy."""
+    for expected, metrics in zip(truth[:-1], ours[:-1], strict=True):
+        assert "entropy" in expected or "kl" in expected
+        expected = {name: value for name, value in expected.items() if name != "step_time"}
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def test_ten_steps_are_those_of_the_padded_trainer(tmp_path):
+    run = compared(tmp_path)
+    assert is_packing(run.ref_model)
+    assert run.state.log_history[0]["packing/computed"] < 0.65  # the prompt of each pair once
+
+
+LOSSES = ("ipo", "sft", "aot")
+OTHER_LOSSES = ("sigmoid", "hinge", "robust", "bco_pair", "sppo_hard", "apo_zero", "sigmoid_norm")
+
+
+@pytest.mark.parametrize(
+    "loss_type", [*LOSSES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHER_LOSSES)]
+)
+def test_losses(loss_type, tmp_path):
+    smoothing = {"label_smoothing": 0.1} if loss_type == "robust" else {}
+    compared(tmp_path, max_steps=2, loss_type=loss_type, **smoothing)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_weighting": True},
+        {"ld_alpha": 0.5},
+        {"gradient_accumulation_steps": 2},
+        {"sync_ref_model": True, "ref_model_sync_steps": 1},
+        {"gradient_checkpointing": True},
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_of_the_loss(settings, tmp_path):
+    compared(tmp_path, max_steps=3, **settings)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "qwen3_vl_moe"])
+def test_families(family, tmp_path):
+    settings = {"router_aux_loss_coef": 0.1} if family.endswith("moe") else {}
+    compared(tmp_path, family=family, max_steps=2, **settings)
+
+
+def test_an_adapter_whose_reference_is_the_policy_without_it(tmp_path):
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights="gaussian", lora_alpha=64)
+    run = compared(tmp_path, max_steps=3, peft_config=config, learning_rate=0.1)
+    assert run.ref_model is None
+
+
+def test_texts_whose_reference_is_computed_ahead(tmp_path):
+    compared(tmp_path, max_steps=3, dataset=preferences().remove_columns("images"), precompute_ref_log_probs=True)
+
+
+def test_ratings(tmp_path):
+    trainers = (trl.KTOTrainer, PackedKTOTrainer)
+    settings = {"per_device_train_batch_size": 4, "max_steps": 3}
+    compared(tmp_path, trainers=trainers, dataset=ratings(), **settings)
+
+
+def rloo(trainer, model, tmp_path, **settings):
+    sampling = {"suppress_tokens": [model.config.image_token_id, model.config.video_token_id]}
+    groups = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 7}
+    return trainer(
+        model,
+        reward_funcs=reward,
+        args=arguments("RLOOConfig", tmp_path, generation_kwargs=sampling, **groups, **settings),
+        train_dataset=prompts(),
+        processing_class=processor_of(),
+        **(SHARED if trainer is PackedRLOOTrainer else {}),
+    )
+
+
+def test_leave_one_out(tmp_path):
+    torch.manual_seed(0)
+    compared(tmp_path, trainers=(trl.RLOOTrainer, PackedRLOOTrainer), run=rloo, max_steps=3, beta=0.1)
+
+
+def test_the_check_of_settings_names_the_packed_trainer(tmp_path):
+    plain = dpo(trl.DPOTrainer, enable_packing(saved(tmp_path)), tmp_path)
+    with pytest.raises(ConfigError, match=r"TRL's DPOTrainer computes the loss itself.*import PackedDPOTrainer"):
+        check_trainer(plain)
+
+
+def test_an_enabled_model_in_trls_own_trainer_has_its_losses(tmp_path):
+    """With all its padding: nothing is packed there, and nothing is wrong."""
+    plain, reference = finish(dpo(trl.DPOTrainer, saved(tmp_path), tmp_path, max_steps=3))
+    ours, weights = finish(dpo(trl.DPOTrainer, enable_packing(saved(tmp_path)), tmp_path, max_steps=3))
     assert ours.losses == plain.losses
-    assert len(plain.gradients) == 3
-    for truth, gradients in zip(plain.gradients, ours.gradients, strict=True):
-        assert max(float(gradient.abs().max()) for gradient in truth.values()) > 1e-3
-        assert distance(truth, gradients) == 0
     assert distance(reference, weights) == 0
-
-
-def test_the_check_of_settings_names_it(tmp_path):
-    with pytest.raises(ConfigError, match=r"TRL's DPOTrainer computes the loss itself.*nothing of it is packed"):
-        check_trainer(dpo(enable_packing(saved(tmp_path)), tmp_path))

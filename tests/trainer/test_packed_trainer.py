@@ -12,15 +12,15 @@ from trainer.packed_runs import fingerprint, fresh, plan_of, planned, scene, str
 from training import Samples, Stream, arguments, collator, lengths_of, loss_sums, receipts
 from transformers import Trainer
 
-from vlmpack.collate import VLMCollator
+from vlmpack.collate import SharePrefixes, VLMCollator
 from vlmpack.errors import ConfigError
 from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.model import enable_packing
 from vlmpack.plan import LengthTable, PrefixGroups, plan_bins
 from vlmpack.store import PackedDataset, StoreSettings, measure_lengths, write_rows
-from vlmpack.testing import tiny_model
+from vlmpack.testing import tiny_model, tiny_processor
 from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
-from vlmpack.trainer.evaluation import EvaluationRows
+from vlmpack.trainer.evaluation import EvaluationRows, check_sharing
 
 # ---------------------------------------------------------------------- training on a plan
 
@@ -414,3 +414,14 @@ def test_rows_that_share_prefixes_need_a_collator_that_does(tmp_path):
         run.train()
     with pytest.raises(ConfigError, match=r"the rows of this plan share prefixes"):
         evaluate(run.model, run.train_dataset, run.data_collator, plan=run.plan)
+
+
+def test_rows_whose_short_prefixes_the_collator_repeats_are_refused():
+    groups = PrefixGroups(of_samples=[1, 1, 1, 1], parents=[-1, 0], tokens=[64, 70])
+    plan = plan_bins([80] * 4, 110, groups=groups)
+    sharing = [SharePrefixes(min_shared=least) for least in (6, 7)]
+    shares = [VLMCollator(tiny_processor(), layout="packed", share_prefixes=settings) for settings in sharing]
+    check_sharing(plan, shares[0])
+    with pytest.raises(ConfigError, match=r"row 0 would compute 128 tokens, .* of 110.*min_shared=7, .*min_shared=6\)"):
+        check_sharing(plan, shares[1])
+    check_sharing(plan_bins([80] * 4, 128, groups=groups), shares[1])

@@ -113,3 +113,58 @@ def test_an_adapter_that_is_activated_by_tokens_is_refused(first):
         else:
             model = get_peft_model(enable_packing(tiny_model()), settings)
             model(**collator("packed")(receipts(model)[:2]))
+
+
+# ---------------------------------------------------------------------- ten steps of each recipe, saved and merged
+
+
+def kept(model, folder):
+    """Save the adapter, and return (its model loaded again, the merged model)."""
+    model.save_pretrained(folder / "adapter")
+    return PeftModel.from_pretrained(tiny_model(), folder / "adapter"), model.merge_and_unload()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [{}, {"use_dora": True}, {"use_rslora": True}], ids=["lora", "dora", "rslora"])
+def test_ten_steps_equal_the_padded_run_and_survive_saving_and_merging(kind, tmp_path):
+    reference, model = lora(tiny_model(), LANGUAGE, **kind), enable_packing(lora(tiny_model(), LANGUAGE, **kind))
+    samples = receipts(model.get_base_model())[:4]
+    batch = {"per_device_train_batch_size": 4, "max_steps": 10}
+    padded, packed = (
+        train(each, samples, tmp_path, layout, **batch) for each, layout in ((reference, "padded"), (model, "packed"))
+    )
+    assert len(padded.losses) == 10
+    assert packed.losses == pytest.approx(padded.losses, rel=1e-5)
+    assert distance(weights(reference), weights(model)) < 1e-4
+    row, loss = collator("packed")(samples), None
+    loss = model(**row).loss.item()
+    for again in kept(model, tmp_path):
+        assert enable_packing(again)(**row).loss.item() == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_adapters_of_quantised_layers(tmp_path):
+    """QLoRA: 4-bit weights under the adapters, packed and padded."""
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install bitsandbytes")
+    from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
+
+    tiny_model(hidden=64).save_pretrained(tmp_path / "plain")
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["visual", "lm_head"]
+    )
+    models = [
+        lora(AutoModelForImageTextToText.from_pretrained(tmp_path / "plain", quantization_config=settings), LANGUAGE)
+        for _ in range(2)
+    ]
+    assert any(type(module).__name__ == "Linear4bit" for module in models[0].modules())
+    samples = receipts(models[0].get_base_model())[:4]
+    enable_packing(models[1])
+    batch = {"per_device_train_batch_size": 4, "max_steps": 4}
+    padded, packed = (
+        train(each, samples, tmp_path, layout, **batch)
+        for each, layout in zip(models, ("padded", "packed"), strict=True)
+    )
+    assert packed.losses == pytest.approx(padded.losses, rel=1e-3)
+    assert padded.losses[-1] < padded.losses[0]
+    assert distance(padded.gradients[0], packed.gradients[0]) < 1e-2

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from vlmpack.attention.backends import AUTO, BACKENDS, AttentionCall, Backend, EagerMask, choose, explain
-from vlmpack.attention.patterns import CAUSAL, Pattern, attended_pairs
+from vlmpack.attention.patterns import CAUSAL, Pattern, attended_pairs, visible_keys
+from vlmpack.attention.spans import Spans
 
 __all__ = [
     "AUTO",
@@ -13,7 +14,9 @@ __all__ = [
     "Backend",
     "EagerMask",
     "Pattern",
+    "Spans",
     "attended_pairs",
     "choose",
     "explain",
+    "visible_keys",
 ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from inspect import signature
@@ -24,7 +24,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vlmpack.attention.patterns import CAUSAL, Pattern, causal_mask, windowed, with_sinks, written_out
+from vlmpack.attention.patterns import (
+    CAUSAL,
+    Pattern,
+    all_visible,
+    causal_mask,
+    visible_keys,
+    windowed,
+    with_sinks,
+    written_out,
+)
 from vlmpack.errors import BackendError
 from vlmpack.layout import Segments, ranges
 
@@ -84,7 +93,7 @@ class Softmax(NamedTuple):
     dropout: float
     """Probability of dropping an attention weight."""
     pattern: Pattern = CAUSAL
-    """What the layer does beside causal attention; with others it is `CAUSAL`."""
+    """What the layer does beside causal attention; in a span's call, without the causal limit, its window too."""
 
 
 class Backend(ABC):
@@ -93,6 +102,8 @@ class Backend(ABC):
     name: ClassVar[str]
     patterns: ClassVar[frozenset[str]] = frozenset(Pattern.__dataclass_fields__)
     """The parts of a pattern that it computes."""
+    masks_spans: ClassVar[bool] = False
+    """True if spans are in its mask; False: they are computed by a second call."""
 
     def unsupported(self, call: AttentionCall) -> list[str]:
         """Why this back-end cannot serve `call`: one sentence a reason; empty: it can, as plain PyTorch can any."""
@@ -128,8 +139,19 @@ class Backend(ABC):
                 neither kind with gaps or empty segments; the last query of each is at the place of its last key.
             pattern: what a layer with causal attention does beside it, among the `patterns` of this back-end.
         """
-        softmax = Softmax(causal, scale, dropout, pattern)
-        return self.attend(q_TNH, k_TKH, v_TKH, segments, keys or segments, softmax)
+        keys, spans = keys or segments, pattern.spans
+        if spans is None or self.masks_spans:
+            return self.attend(q_TNH, k_TKH, v_TKH, segments, keys, Softmax(causal, scale, dropout, pattern))
+        part = pattern.causal_part
+        out_TNH = self.attend(q_TNH, k_TKH, v_TKH, segments, keys, Softmax(causal, scale, dropout, part))
+        if not spans.runs:
+            return out_TNH
+        call = spans.cut(segments, keys, pattern.window)
+        index_R, index_S = call.query_index(q_TNH.device), call.key_index(q_TNH.device)
+        q_RNH, k_SKH, v_SKH = (x.index_select(0, i) for x, i in ((q_TNH, index_R), (k_TKH, index_S), (v_TKH, index_S)))
+        both_ways = Softmax(False, scale, dropout, replace(part, window=call.window))
+        out_RNH = self.attend(q_RNH, k_SKH, v_SKH, call.segments, call.keys, both_ways)
+        return out_TNH.index_copy(0, index_R, out_RNH)
 
     @abstractmethod
     def attend(
@@ -147,7 +169,7 @@ AMPERE = (8, 0)
 class VarlenKernel(Backend):
     """FlashAttention 2, which is given the boundaries of `Segments.kernel`."""
 
-    patterns = frozenset({"window"})
+    patterns = frozenset({"window", "spans"})
 
     def unsupported(self, call: AttentionCall) -> list[str]:
         """FlashAttention's limits on device, dtype, heads and patterns."""
@@ -244,7 +266,7 @@ class FlashAttn(VarlenKernel):
     """The package `flash-attn`: FlashAttention 2, with attention dropout."""
 
     name = "flash_attn"
-    patterns = frozenset({"window", "softcap"})
+    patterns = frozenset({"window", "softcap", "spans"})
 
     def unsupported(self, call: AttentionCall) -> list[str]:
         """FlashAttention's limits, and the package's absence."""
@@ -304,10 +326,13 @@ class SdpaSegments(Backend):
 
         def attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
             """n segments of one length."""
-            is_whole = softmax.pattern.window is None and q_nLNH.shape[1] == k_nLKH.shape[1]
-            if is_whole or not softmax.causal:
+            window, queries, visible = softmax.pattern.window, q_nLNH.shape[1], k_nLKH.shape[1]
+            if not softmax.causal:
+                mask = all_visible(queries, visible, window, q_nLNH.device)
+                return _attend(q_nLNH, k_nLKH, v_nLKH, mask, softmax)
+            if window is None and queries == visible:
                 return _attend(q_nLNH, k_nLKH, v_nLKH, None, softmax)
-            return windowed(q_nLNH, k_nLKH, v_nLKH, softmax.pattern.window, partial(_attend, softmax=softmax))
+            return windowed(q_nLNH, k_nLKH, v_nLKH, window, partial(_attend, softmax=softmax))
 
         run = _by_length if len(segments.lengths) >= MANY else _one_by_one
         return run(attend, q_TNH, k_TKH, v_TKH, segments, keys)
@@ -316,10 +341,12 @@ class SdpaSegments(Backend):
 def _attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
     """[n, L, N, H] of n segments under one mask, bool [L, L']; None: all of L' = L keys, or those that are causal."""
     causal, scale, dropout, pattern = softmax
-    if pattern.softcap is not None:
-        visible = causal_mask(q_nLNH.shape[1], k_nLKH.shape[1], q_nLNH.device) if mask is None else mask
-        return written_out(q_nLNH, k_nLKH, v_nLKH, visible, scale=scale, dropout=dropout, pattern=pattern)
-    if pattern.sinks is not None:
+    if mask is None and not (pattern.softcap is None and pattern.sinks is None):
+        sizes = q_nLNH.shape[1], k_nLKH.shape[1]
+        mask = causal_mask(*sizes, q_nLNH.device) if causal else q_nLNH.new_ones(sizes, dtype=torch.bool)
+    if mask is not None and pattern.softcap is not None:
+        return written_out(q_nLNH, k_nLKH, v_nLKH, mask, scale=scale, dropout=dropout, pattern=pattern)
+    if mask is not None and pattern.sinks is not None:
         q_nLNH, k_nLKH, v_nLKH, mask = with_sinks(q_nLNH, k_nLKH, v_nLKH, mask, sinks=pattern.sinks, scale=scale)
     q_nNLH, k_nKLH, v_nKLH = (x.transpose(1, 2) for x in (q_nLNH, k_nLKH, v_nLKH))
     with _kernels(q_nNLH.device):
@@ -413,6 +440,7 @@ class EagerMask(Backend):
     """softmax over a [T, T'] score matrix, written out; memory and work grow with T squared."""
 
     name = "eager_mask"
+    masks_spans = True
 
     def attend(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments, softmax: Softmax
@@ -423,31 +451,9 @@ class EagerMask(Backend):
             x.masked_fill(whose.padding_mask(x.device)[:, None, None], 0)[None]
             for x, whose in ((q_TNH, segments), (k_TKH, keys), (v_TKH, keys))
         )
-        visible_TT = _may_attend(segments, keys, q_TNH.device, softmax)
-        _, scale, dropout, pattern = softmax
+        causal, scale, dropout, pattern = softmax
+        visible_TT = visible_keys(segments, keys, q_TNH.device, causal=causal, pattern=pattern)
         return written_out(q_1TNH, k_1TKH, v_1TKH, visible_TT, scale=scale, dropout=dropout, pattern=pattern)[0]
-
-
-def _may_attend(segments: Segments, keys: Segments, device: torch.device, softmax: Softmax) -> Tensor:
-    """bool [T, T']: query (row) may read key (column)."""
-    query_T, key_T = segments.seq_idx(device), keys.seq_idx(device)
-    real_T1, real_1T = ~segments.padding_mask(device)[:, None], ~keys.padding_mask(device)[None, :]
-    mask_TT = (query_T[:, None] == key_T[None, :]) & real_T1 & real_1T
-    if not softmax.causal:
-        return mask_TT
-    before_TT = _places_from_end(segments, device)[:, None] - _places_from_end(keys, device)[None, :]
-    window = softmax.pattern.window
-    return mask_TT & (before_TT >= 0) & (True if window is None else before_TT < window)
-
-
-def _places_from_end(segments: Segments, device: torch.device) -> Tensor:
-    """int64 [T]: offset from the segment's end (last token: -1); arbitrary on padding."""
-
-    def make() -> np.ndarray:
-        lengths = np.asarray((*segments.lengths, 0))
-        return segments.position_in_segment().numpy() - lengths[segments.seq_idx().numpy()]
-
-    return segments.derived("places from end", device, make)
 
 
 # ---------------------------------------------------------------------- the choice

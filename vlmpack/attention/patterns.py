@@ -4,6 +4,7 @@
     window        of these the nearest `window`                    Mistral, Gemma, Olmo 3, Cohere 2, gpt-oss
     softcap       scores s become softcap * tanh(s / softcap)      Gemma 2
     sinks         one more key a head, with a score and no value   gpt-oss
+    spans         later tokens of the same span (`spans.py`)       Gemma 3 and 4, PaliGemma
 
 **Windows by blocks.** A segment longer than two windows is cut into blocks of W queries, each of which has 2 W keys: so
 work grows with L W and masks are [W, 2 W]. W = 3, a segment of 11 tokens:
@@ -26,11 +27,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlmpack.layout import Segments
+from vlmpack.attention.spans import Spans
+from vlmpack.layout import Segments, to_device
 
 SINK_CHANNELS = 8
 """Channels that sinks add to queries and keys: two are used, the others keep kernels' alignment."""
@@ -47,11 +50,18 @@ class Pattern:
     """The bound of scores; None: they have none."""
     sinks: Tensor | None = None
     """[N]: of each head the score of a key without value; None: there is none."""
+    spans: Spans | None = None
+    """Runs of tokens of the row that see each other in both directions; None: there are none."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """The parts that a back-end has to compute."""
         return tuple(name for name, value in vars(self).items() if value is not None)
+
+    @property
+    def causal_part(self) -> Pattern:
+        """The pattern without spans."""
+        return self if self.spans is None else replace(self, spans=None)
 
     def of_heads(self, first: int, count: int) -> Pattern:
         """The pattern of `count` heads from head `first` on."""
@@ -70,6 +80,46 @@ def attended_pairs(segments: Segments, window: int | None) -> int:
         return segments.attended_pairs
     beyond = (max(length - window, 0) for length in segments.lengths)
     return segments.attended_pairs - sum(n * (n + 1) // 2 for n in beyond)
+
+
+# ---------------------------------------------------------------------- the dense mask
+
+
+def visible_keys(
+    segments: Segments, keys: Segments, device: torch.device, *, causal: bool, pattern: Pattern = CAUSAL
+) -> Tensor:
+    """The mask of a whole row, bool [T, T']: query (row) may read key (column); False on padding.
+
+    Args:
+        segments: the boundaries of the queries.
+        keys: those of the keys; the last query of each segment is at the place of its last key.
+        device: where the mask is made.
+        causal: False if a token sees all of its segment, whatever the pattern.
+        pattern: window and spans of the layer.
+    """
+    query_T, key_T = segments.seq_idx(device), keys.seq_idx(device)
+    real_T1, real_1T = ~segments.padding_mask(device)[:, None], ~keys.padding_mask(device)[None, :]
+    mask_TT = (query_T[:, None] == key_T[None, :]) & real_T1 & real_1T
+    if not causal:
+        return mask_TT
+    before_TT = _places_from_end(segments, device)[:, None] - _places_from_end(keys, device)[None, :]
+    visible_TT, in_window_TT = before_TT >= 0, True if pattern.window is None else before_TT < pattern.window
+    if (spans := pattern.spans) is None:
+        return mask_TT & visible_TT & in_window_TT
+    of_queries, of_keys = (to_device(numbers, device) for numbers in spans.numbers(segments, keys))
+    in_span_TT = (of_queries[:, None] == of_keys[None, :]) & (of_queries >= 0)[:, None]
+    visible_TT = (visible_TT | in_span_TT) & in_window_TT
+    return mask_TT & (visible_TT | in_span_TT if spans.beyond_window else visible_TT)
+
+
+def _places_from_end(segments: Segments, device: torch.device) -> Tensor:
+    """int64 [T]: offset from the segment's end (last token: -1); arbitrary on padding."""
+
+    def make() -> np.ndarray:
+        lengths = np.asarray((*segments.lengths, 0))
+        return segments.position_in_segment().numpy() - lengths[segments.seq_idx().numpy()]
+
+    return segments.derived("places from end", device, make)
 
 
 # ---------------------------------------------------------------------- n segments of a length
@@ -112,6 +162,13 @@ def _by_blocks(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, window: int, atte
     return torch.cat(out, 1)
 
 
+def all_visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """The mask of a span's queries, the last L of L' places, which see later ones too; None: all see all."""
+    if window is None or keys <= window:
+        return None
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(keys - queries - window + 1)
+
+
 def _last_queries(queries: int, keys: int, device: torch.device) -> Tensor | None:
     """The causal mask; None where attention needs none."""
     return None if queries in (1, keys) else causal_mask(queries, keys, device)
@@ -131,17 +188,15 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 def with_sinks(
-    q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor | None, *, sinks: Tensor, scale: float
+    q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor, *, sinks: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries, keys, values and a mask with sinks as one more key, before the others."""
-    n, queries, keys = *q_nLNH.shape[:2], k_nLKH.shape[1]
+    n, queries = q_nLNH.shape[:2]
     score = sinks / scale
     rounded = score.to(q_nLNH.dtype)
     rest = (score - rounded).to(q_nLNH.dtype).detach()  # what a channel in bfloat16 leaves of a sink in float32
     channels = torch.stack([rounded, rest], -1).expand(n, queries, -1, 2)
     sink = F.pad(k_nLKH.new_ones(n, 1, k_nLKH.shape[2], 2), (k_nLKH.shape[3], SINK_CHANNELS - 2))
-    if mask is None:
-        mask = causal_mask(queries, keys, q_nLNH.device)
     return (
         F.pad(torch.cat([q_nLNH, channels], -1), (0, SINK_CHANNELS - 2)),
         torch.cat([sink, F.pad(k_nLKH, (0, SINK_CHANNELS))], 1),

@@ -53,23 +53,26 @@ def analyze(
     accumulation: Annotated[int | None, typer.Option(min=1, help="Padded batches that are added up.")] = None,
     samples_per_update: SamplesPerUpdate = None,
     rows_per_device: Annotated[int, typer.Option(min=1, help="Packed rows of a batch, on each rank.")] = 1,
-    strategy: Annotated[str, typer.Option(help="How samples are placed: exact_fill, rolling_fill, ...")] = "exact_fill",
+    strategy: options.Strategy = "exact_fill",
     max_patches: options.MaxPatches = None,
     max_images: options.MaxImages = None,
     split: options.Split = "train",
     num: options.Num = None,
     image_root: options.ImageRoot = None,
     branches: options.Branches = "conversation",
+    columns: options.Columns = None,
     seed: options.Seed = 0,
     max_length: options.MaxLength = None,
     overlength: options.Overlength = "error",
     max_pixels: options.MaxPixels = None,
+    train_on: options.TrainOn = "assistant",
     min_shared: options.MinShared = 64,
     estimate: Estimate = False,
     workers: options.Workers = 0,
     cache: options.Cache = None,
     out: Annotated[Path | None, typer.Option(help="Folder for a PNG of the histograms, and all numbers.")] = None,
     as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Measure how long samples are, and simulate packing them: what it saves, and the gradient accumulation to set.
 
@@ -91,13 +94,13 @@ def analyze(
     )  # fmt: skip
     inputs = open_inputs(InputOptions(
         dataset=dataset, processor=processor, split=split, num=num, seed=seed, max_length=max_length,
-        overlength=overlength, max_pixels=max_pixels, image_root=image_root, branches=branches,
-    ))  # fmt: skip
+        overlength=overlength, max_pixels=max_pixels, image_root=image_root, branches=branches, columns=columns,
+    ), train_on=train_on)  # fmt: skip
     if out is not None:
         options.make_folder("--out", out)
     console = Console(quiet=as_json)
     least = min_shared or None
-    table = measure(inputs, console, workers=workers, cache=cache, estimate=estimate, min_shared=least)
+    table = measure(inputs, quiet=quiet, workers=workers, cache=cache, estimate=estimate, min_shared=least)
     analysis = Analysis(source=dataset, table=table, packing=packing, is_estimate=estimate, min_shared=least)
     print_analysis(analysis, console)
     for path in _save(analysis, out) if out is not None else ():

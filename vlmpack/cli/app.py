@@ -1,28 +1,47 @@
-"""The `vlmpack` command: its verbs, its errors and its exit statuses."""
+"""The `vlmpack` command: its verbs, its errors, its exit statuses and its end by Ctrl-C."""
 
 from __future__ import annotations
 
 import errno
 import inspect
 import io
+import os
+import signal
 import sys
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from vlmpack import __version__
-from vlmpack.cli import analyze, demo, doctor, pack, serve, show
+from vlmpack.cli import analyze, completion, demo, doctor, pack, schemas, serve, show
 from vlmpack.errors import VlmpackError
 
 SYSTEM_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO})
 """Refusals of the system: missing rights, a read-only file system, a full or a broken disk."""
+REFUSED = 2
+INTERRUPTED = 128 + signal.SIGINT
+AGAIN = "run it again"
+LENGTHS = "nothing was written; with --cache FILE the lengths that are measured are kept for the next run"
+VERBS: Mapping[Callable[..., None], str] = {
+    analyze.analyze: LENGTHS,
+    show.show: LENGTHS,
+    pack.pack: "run the same command again: it goes on where it was, and the files will be the same",
+    demo.demo: "nothing was written; run it again, with fewer --steps if it takes long",
+    doctor.doctor: "nothing was changed; run it again, or probe one family: vlmpack doctor --probe tiny:qwen3_vl",
+    serve.serve: "run it again: requests that were accepted are in the journal, and go on",
+    schemas.schema: AGAIN,
+    completion.completion: AGAIN,
+}
+"""Verbs, with what is printed after Ctrl-C: how to go on."""
 
 
 class OneLineErrors(TyperGroup):
-    """Print an error of vlmpack or of the system as one line with exit status 2; any other keeps its traceback.
+    """Print an error of vlmpack or of the system, and the end by Ctrl-C, as one line; a bug keeps its traceback.
 
-    2 is the status of an option that does not exist, too. 1 is a verb's result, such as that of a probe with a leak.
+    The exit status of an error is 2, as of an option that does not exist. 1 is a verb's result, such as that of a probe
+    with a leak. 130 is the end by Ctrl-C.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -38,11 +57,17 @@ class OneLineErrors(TyperGroup):
             raise _exit(
                 f"{place}{error.strerror}; get the right to read and write there, or see to the disk"
             ) from error
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # once more ends it at once, without a traceback
+            if os.environ.get("LOCAL_RANK", "0") != "0":
+                raise typer.Exit(INTERRUPTED) from None  # rank 0 prints it for all
+            hints = {verb.__name__: hint for verb, hint in VERBS.items()}
+            raise _exit(f"interrupted; {hints[ctx.invoked_subcommand]}", INTERRUPTED) from None
 
 
-def _exit(message: str) -> typer.Exit:
+def _exit(message: str, status: int = REFUSED) -> typer.Exit:
     typer.secho(f"vlmpack: {message}", err=True, fg=typer.colors.RED)
-    return typer.Exit(2)
+    return typer.Exit(status)
 
 
 app = typer.Typer(
@@ -51,7 +76,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-for verb in (analyze.analyze, show.show, pack.pack, demo.demo, doctor.doctor, serve.serve):
+for verb in VERBS:
     paragraphs = inspect.cleandoc(verb.__doc__ or "").split("\n\n")
     app.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(verb)
 

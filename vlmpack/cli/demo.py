@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.markup import escape
 from rich.table import Table
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import quiet_transformers
+from vlmpack.cli.progress import progress_bars, waiting
 from vlmpack.errors import check_extra
 from vlmpack.files import write_text
-from vlmpack.terminal import make_table, number_columns, print_table
+from vlmpack.terminal import make_table, number_columns, print_table, print_text
 
 if TYPE_CHECKING:
     from vlmpack.cli.training import Run, Setup
+    from vlmpack.collate import BatchLayout
     from vlmpack.testing import GradientCosine
 
 ROWS, LOSSES, NUMBERS = "rows.png", "losses.png", "demo.json"
@@ -45,6 +49,8 @@ def demo(
     batch_size: Annotated[int, typer.Option(min=2, help="Samples in a step.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, receipts and their order.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for pictures and numbers.")] = Path("demo-output"),
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Train on receipts with Hugging Face Trainer, padded and packed in turn, and compare the two.
 
@@ -60,49 +66,52 @@ def demo(
 
     from vlmpack.cli.training import Setup, packed_against_alone
 
-    console = Console()
+    console = Console(quiet=as_json)
     options.torch_device(device)
     options.make_folder("--out", out)
     setup = Setup(model=model, data=data, device=device, dtype=dtype, steps=steps, batch_size=batch_size, seed=seed)
     with quiet_transformers():
-        with console.status("reading processor and receipts"):
+        with waiting("reading processor and receipts", quiet=quiet):
             samples, processor = setup.first_batch(), setup.processor
-        console.print(f"[bold]{setup.title}[/], on {data} receipts, {device}", highlight=False)
-        padded, packed, trained = _train_both(setup, console)
-        with console.status("comparing gradients: packed, and each sample alone"):
+        print_text(console, f"[bold]{escape(setup.title)}[/], on {escape(data)} receipts, {device}")
+        padded, packed, trained = _train_both(setup, quiet=quiet)
+        with waiting("comparing gradients: packed, and each sample alone", quiet=quiet):
             agreement = packed_against_alone(trained, processor, samples)
+    parts = {"padded": padded, "packed": packed, "gradients": agreement}
+    numbers = {"settings": {**asdict(setup), "out": str(out)}, **{name: asdict(part) for name, part in parts.items()}}
+    _save(setup, padded, packed, out)
+    write_text(out / NUMBERS, json.dumps(numbers, indent=2) + "\n")
     console.print()
     print_comparison(padded, packed, agreement, console, device=device)
-    _save(setup, padded, packed, agreement, out)
-    pictures = f"{out / ROWS}, {out / LOSSES}"
-    console.print(f"Pictures: {pictures}\nNumbers:  {out / NUMBERS}", highlight=False)
+    print_text(console, escape(f"Pictures: {out / ROWS}, {out / LOSSES}\nNumbers:  {out / NUMBERS}"))
+    if as_json:
+        typer.echo(json.dumps(numbers, indent=2))
 
 
-def _train_both(setup: Setup, console: Console) -> tuple[Run, Run, Any]:
+def _train_both(setup: Setup, *, quiet: bool) -> tuple[Run, Run, Any]:
     """Train padded, then packed; returns both runs and the packed model."""
     from vlmpack.cli.training import train
 
-    columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     runs: list[Run] = []
     model: Any = None
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
-    ):
-        for layout in ("padded", "packed"):
-            bar = progress.add_task(layout, total=setup.steps)
+    layouts: tuple[BatchLayout, ...] = ("padded", "packed")
+    stages = {layout: f"training, {layout}" for layout in layouts}
+    with tempfile.TemporaryDirectory() as scratch, progress_bars(stages, quiet=quiet) as progress:
+        for layout in layouts:
+            steps = count(1)
 
-            def tick(loss: float, layout: str = layout, bar: Any = bar) -> None:
-                progress.update(bar, advance=1, description=f"{layout}, loss {loss:.4f}")
+            def tick(loss: float, layout: str = layout, steps: Iterator[int] = steps) -> None:
+                progress(layout, next(steps), setup.steps)
 
+            progress(layout, 0, setup.steps)
             model = None  # before the next one is made: two may not fit
             model = setup.make_model()
             runs.append(train(layout, model, setup, scratch=scratch, tick=tick))
     return runs[0], runs[1], model
 
 
-def _save(setup: Setup, padded: Run, packed: Run, agreement: GradientCosine, out: Path) -> None:
-    """Write the pictures of rows and losses, and the numbers."""
+def _save(setup: Setup, padded: Run, packed: Run, out: Path) -> None:
+    """Write the pictures of rows and losses."""
     from vlmpack.collate import VLMCollator
     from vlmpack.layout import PaddedBatch
     from vlmpack.plots import plot_losses, plot_rows, save
@@ -111,15 +120,13 @@ def _save(setup: Setup, padded: Run, packed: Run, agreement: GradientCosine, out
     assert isinstance(batch, PaddedBatch)
     save(plot_rows(batch), out / ROWS)
     save(plot_losses({"padded, unmodified model": padded.losses, "packed": packed.losses}), out / LOSSES)
-    parts = {"padded": padded, "packed": packed, "gradients": agreement}
-    numbers = {"settings": {**asdict(setup), "out": str(out)}, **{name: asdict(part) for name, part in parts.items()}}
-    write_text(out / NUMBERS, json.dumps(numbers, indent=2) + "\n")
 
 
 def print_comparison(padded: Run, packed: Run, agreement: GradientCosine, console: Console, *, device: str) -> None:
     """Print the table, and the meaning of its numbers."""
     print_table(console, comparison(padded, packed, agreement, device=device))
-    console.print(notes(padded, packed, agreement, device=device), highlight=False)
+    for line in notes(padded, packed, agreement, device=device):
+        print_text(console, line)
 
 
 def comparison(padded: Run, packed: Run, agreement: GradientCosine, *, device: str) -> Table:
@@ -150,17 +157,17 @@ def loss_differences(padded: Run, packed: Run) -> tuple[float, float]:
     return differences[-1], max(differences)
 
 
-def notes(padded: Run, packed: Run, agreement: GradientCosine, *, device: str) -> str:
+def notes(padded: Run, packed: Run, agreement: GradientCosine, *, device: str) -> list[str]:
     """Explain the table's numbers, and sum them up."""
     lengths = [length for step in packed.lengths for length in step]
     lines = [
         f"[dim]{len(packed.losses)} steps of {len(packed.lengths[0])} samples, {min(lengths)} to {max(lengths)} tokens "
-        "each; step times are medians.",
-        f"cosine: one packed batch against each of its samples alone, in float32, the worst of "
-        f"{agreement.parameters} parameters, vision tower included ({agreement.parameter}).",
+        "each; step times are medians.[/]",
+        f"[dim]cosine: one packed batch against each of its samples alone, in float32, the worst of "
+        f"{agreement.parameters} parameters, vision tower included ({agreement.parameter}).[/]",
     ]
     if device != "cuda":
-        lines.append("* tensors alive at one time in the forward and backward pass of one batch.")
+        lines.append("[dim]* tensors alive at one time in the forward and backward pass of one batch.[/]")
     speed, memory = padded.step_seconds / packed.step_seconds, packed.peak_bytes / padded.peak_bytes
     result = f"[bold]{speed:.2f} times as fast[/] with [bold]{memory:.2f} times the memory[/]"
-    return "\n".join([*lines, f"[/]\nThe same training, {result}."])
+    return [*lines, "", f"The same training, {result}."]

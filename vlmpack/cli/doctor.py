@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import named_processor, quiet_transformers, tiny_family
+from vlmpack.cli.progress import waiting
 from vlmpack.errors import ConfigError
 from vlmpack.terminal import make_table, print_table, print_text, text_column
 
@@ -72,6 +73,7 @@ def doctor(
         bool, typer.Option("--tiny", help="Probe a tiny copy of the configuration even if the weights fit.")
     ] = False,
     as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Report versions, devices and attention back-ends; with --probe, compare packed samples with each sample alone.
 
@@ -85,7 +87,7 @@ def doctor(
     if probe:
         from vlmpack.cli.probe_tables import print_reports
 
-        reports = _probe(model, console, device=device, dtype=dtype, attention=attention, tiny=tiny)
+        reports = _probe(model, quiet=quiet, device=device, dtype=dtype, attention=attention, tiny=tiny)
         is_exact = all(report.verdict == "exact" for report in reports)
         answer: dict[str, Any] = {"probes": [report.to_dict() for report in reports], "healthy": is_exact}
         print_reports(reports, console, summarise=model is None or attention == ALL)
@@ -94,7 +96,8 @@ def doctor(
         unused = [name for name, value in values.items() if value is not None] + ["--tiny"] * tiny
         if unused:
             raise ConfigError(f"{', '.join(unused)} only matters to a probe; add --probe, or leave it out")
-        is_exact, parts = True, environment()
+        with waiting("importing what is installed", quiet=quiet):
+            is_exact, parts = True, environment()
         answer = {name: [entry._asdict() for entry in entries] for name, entries in parts.items()}
         print_environment(parts, console)
     if as_json:
@@ -243,7 +246,7 @@ def _serving_row(entry: Serving) -> tuple[str, ...]:
 
 
 def _probe(
-    model: str | None, console: Console, *, device: str | None, dtype: str | None, attention: str | None, tiny: bool
+    model: str | None, *, quiet: bool, device: str | None, dtype: str | None, attention: str | None, tiny: bool
 ) -> list[Report]:
     """Probe one model, or every family.
 
@@ -254,17 +257,19 @@ def _probe(
     if model is not None:
         options.refuse_file("", model)
     from vlmpack.attention import BACKENDS
+    from vlmpack.families import FAMILIES
     from vlmpack.probing import backends_for, probe
 
-    choices = ("auto", *BACKENDS, ALL)
-    if attention is not None and attention not in choices:  # before a model is read
-        raise ConfigError(f"--attention {attention}: choose {', '.join(choices[:-1])} or {choices[-1]}")
+    if attention is not None:  # before a model is read
+        options.check_word("--attention", attention, ("auto", *BACKENDS, ALL))
     if model is None and attention is None:
         attention = ALL
     reports: list[Report] = []
     place = options.torch_device(device)
-    with quiet_transformers(), console.status("reading the model") as status:
-        for loaded in _models(model, place, dtype, tiny=tiny):
+    dtypes = _dtypes(model, place, dtype)
+    total = len(dtypes) * len(FAMILIES) if model is None else None
+    with quiet_transformers(), waiting("reading the model", quiet=quiet, total=total) as progress:
+        for done, loaded in enumerate(_models(model, place, dtypes, tiny=tiny)):
             for backend in backends_for(loaded.model) if attention == ALL else [attention]:
                 family = loaded.model.config.model_type
                 what = f"{family}, {backend}" if backend else family
@@ -273,36 +278,39 @@ def _probe(
                     loaded.processor,
                     attention=backend,
                     plain=not reports or reports[-1].family != family,
-                    progress=lambda part, what=what: status.update(f"probing {what}: {part}"),
+                    progress=lambda part, what=what, done=done: progress(f"{what}: {part}", done),
                 )
                 reports.append(replace(report, weights=loaded.weights))
     return reports
 
 
-def _models(name: str | None, device: torch.device, dtype: str | None, *, tiny: bool) -> Iterator[Loaded]:
+def _dtypes(name: str | None, device: torch.device, dtype: str | None) -> list[torch.dtype]:
+    """List the element types to be probed: the one of this name, or float32, of every family on CUDA both."""
+    import torch
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if dtype is not None:
+        return [dtypes[dtype]]
+    return [torch.float32] if name is not None or device.type == "cpu" else list(dtypes.values())
+
+
+def _models(name: str | None, device: torch.device, dtypes: Sequence[torch.dtype], *, tiny: bool) -> Iterator[Loaded]:
     """Load or make the models to be probed: the one of this name, or one of every family.
 
     Raises:
         ConfigError: the model cannot be read. FamilyError: the family cannot be packed exactly, or is unknown.
     """
-    import torch
-
     from vlmpack.families import FAMILIES, family_named
     from vlmpack.probing import Loaded, load
     from vlmpack.testing import tiny_model
 
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if dtype is not None:
-        dtypes = {dtype: dtypes[dtype]}
-    elif name is not None or device.type == "cpu":
-        del dtypes["bfloat16"]
     tiny_name = None if name is None else tiny_family(name)
     if name is not None and tiny_name is None:
-        for each in dtypes.values():
+        for each in dtypes:
             yield load(name, device=device, dtype=each, tiny=tiny)
         return
     for family in FAMILIES if tiny_name is None else [tiny_name]:
         processor = named_processor(name) if name and family_named(family).has_vision else None
-        for each in dtypes.values():
+        for each in dtypes:
             model = tiny_model(family, dtype=each, processor=processor).to(device)
             yield Loaded(model=model, processor=processor, weights="made here with random weights")

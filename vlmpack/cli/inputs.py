@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from vlmpack.cli.options import refuse_file
+from vlmpack.cli.progress import progress_bars
 from vlmpack.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from vlmpack.collate import VLMCollator
     from vlmpack.data import OpenDataset
     from vlmpack.plan import LengthTable
@@ -52,6 +49,8 @@ class InputOptions:
     """Folder at which paths of images start; None: that of the file that names them."""
     branches: str = "conversation"
     """What a sample is: one of `BRANCHES`."""
+    columns: str | None = None
+    """Names of columns as JSON, or a file that describes them; None: they have known names."""
 
 
 class Inputs(NamedTuple):
@@ -79,7 +78,7 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
     _check(options)
     dataset = open_samples(
         options.dataset, split=options.split, num=options.num, seed=options.seed, image_root=options.image_root,
-        branches=options.branches, small=tiny_family(options.processor) is not None,
+        branches=options.branches, columns=options.columns, small=tiny_family(options.processor) is not None,
     )  # fmt: skip
     processor = limit_pixels(named_processor(options.processor), options.max_pixels)
     limits: dict[str, Any] = {"max_length": options.max_length, "overlength": options.overlength}
@@ -95,6 +94,7 @@ def open_samples(
     small: bool,
     image_root: Path | None = None,
     branches: str = "conversation",
+    columns: str | None = None,
 ) -> OpenDataset:
     """Open a data set, or draw receipts for "synthetic".
 
@@ -106,6 +106,7 @@ def open_samples(
         small: draw receipts small: images of a built-in processor have at most 256 tokens.
         image_root: folder at which paths of images start; None: that of the file that names them.
         branches: "turns" makes a sample of each question and its answer.
+        columns: for `open_dataset`.
 
     Raises:
         ConfigError: it cannot be read, has fewer samples, names no paths for `image_root`, or has no questions to tell
@@ -116,9 +117,11 @@ def open_samples(
 
     if source != SYNTHETIC:
         return open_dataset(
-            source, split=split, num=num, image_root=image_root,
+            source, split=split, num=num, image_root=image_root, columns=columns,
             branches=branches,  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
+    if columns is not None:
+        raise ConfigError(f"--columns: {SYNTHETIC} receipts have the names that are read; leave it out")
     if branches != "conversation":
         raise ConfigError(f"--branches {branches}: {SYNTHETIC} receipts have one question each; leave it out")
     if image_root is not None:
@@ -171,8 +174,8 @@ def check_finished(source: str) -> None:
 
 def measure(
     inputs: Inputs,
-    console: Console,
     *,
+    quiet: bool = False,
     workers: int = 0,
     cache: str | None = None,
     estimate: bool = False,
@@ -182,7 +185,7 @@ def measure(
 
     Args:
         inputs: data set and collator.
-        console: where the bar is drawn.
+        quiet: draw no bar.
         workers: processes; 0: this one alone.
         cache: a file that keeps lengths; None: every length is measured again.
         estimate: count `ceil(H/32) * ceil(W/32)` tokens an image.
@@ -193,19 +196,10 @@ def measure(
     """
     from vlmpack.store import measure_lengths
 
-    with progress_bars(console, {"measure": "reading samples"}) as progress:
+    with progress_bars({"measure": "measuring samples"}, quiet=quiet) as progress:
         settings: dict[str, Any] = {"workers": workers, "cache": cache, "estimate": estimate}
         settings["min_shared"] = min_shared
         return measure_lengths(*inputs, progress=partial(progress, "measure"), **settings)
-
-
-@contextmanager
-def progress_bars(console: Console, stages: Mapping[str, str]) -> Iterator[Callable[[str, int, int | None], None]]:
-    """Draw a bar for each stage, with its title; yields the function for progress: stage, done, and how many in all."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bars = {stage: progress.add_task(title, total=None, visible=False) for stage, title in stages.items()}
-        yield lambda stage, done, total: progress.update(bars[stage], completed=done, total=total, visible=True)
 
 
 # ---------------------------------------------------------------------- processors and models
@@ -269,7 +263,13 @@ def limit_pixels(processor: Any, max_pixels: int | None) -> Any:
     images = parts_of(processor).image_processor
     if images is None:
         raise ConfigError(f"--max-pixels {max_pixels}: a text model has no images; leave it out")
-    least = images.size["shortest_edge"]
+    size = {name: value for name, value in dict(images.size).items() if value}
+    if set(size) != {"shortest_edge", "longest_edge"}:
+        raise ConfigError(
+            f"--max-pixels {max_pixels}: a {type(images).__name__} sizes images by {size} and not by their area; set "
+            "the size in its preprocessor_config.json"
+        )
+    least = size["shortest_edge"]
     if max_pixels < least:
         raise ConfigError(f"--max-pixels {max_pixels}: the processor enlarges images to {least} pixels at least")
     images.size = type(images.size)(shortest_edge=least, longest_edge=max_pixels)

@@ -5,6 +5,7 @@ A wrong value is refused before a library is loaded or a sample is measured.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,16 @@ if TYPE_CHECKING:
     import torch
 
 OVERLENGTH = ("error", "drop", "truncate")
+TRAIN_ON = ("assistant", "all")
 BRANCHES = ("conversation", "turns")
+STRATEGIES = (
+    "exact_fill",
+    "best_fit_decreasing",
+    "first_fit_decreasing",
+    "worst_fit_decreasing",
+    "rolling_fill",
+    "next_fit",
+)
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 
@@ -29,11 +39,21 @@ def word(*choices: str, help: str) -> Any:
     """
 
     def checked(param: typer.CallbackParam, value: str | None) -> str | None:
-        if value is not None and value not in choices:
-            raise ConfigError(f"{param.opts[0]} {value}: choose {', '.join(choices[:-1])} or {choices[-1]}")
+        if value is not None:
+            check_word(param.opts[0], value, choices)
         return value
 
-    return typer.Option(callback=checked, help=help)
+    return typer.Option(callback=checked, help=help, autocompletion=lambda: list(choices))
+
+
+def check_word(option: str, value: str, choices: Sequence[str]) -> None:
+    """Refuse a value that is none of these words.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    if value not in choices:
+        raise ConfigError(f"{option} {value}: choose {', '.join(choices[:-1])} or {choices[-1]}")
 
 
 Dataset = Annotated[
@@ -56,6 +76,14 @@ Overlength = Annotated[
     str,
     word(*OVERLENGTH, help="A sample longer than --max-length: error, drop (left out) or truncate (between messages)."),
 ]
+TrainOn = Annotated[str, word(*TRAIN_ON, help="Tokens with a loss: assistant (its turns) or all.")]
+Strategy = Annotated[
+    str,
+    typer.Option(
+        help="How samples are placed: exact_fill (fewest rows), rolling_fill (long beside short), ...",
+        autocompletion=lambda: list(STRATEGIES),
+    ),
+]
 Workers = Annotated[int, typer.Option(min=0, help="Processes that read samples; 0: this one alone.")]
 Cache = Annotated[str | None, typer.Option(help="File that keeps the lengths, so that they are measured once.")]
 ImageRoot = Annotated[
@@ -65,6 +93,13 @@ ImageRoot = Annotated[
 Branches = Annotated[
     str, word(*BRANCHES, help="A conversation is a sample; or each of its turns (a question and its answer) is one.")
 ]
+Columns = Annotated[
+    str | None,
+    typer.Option(
+        help='Names of columns as they are read, {"question": "query", "answer": "response"}; or the path of a '
+        "LLaMA-Factory dataset_info.json."
+    ),
+]
 MaxPatches = Annotated[int | None, typer.Option(min=1, help="Most vision patches in a row.")]
 MaxImages = Annotated[int | None, typer.Option(min=1, help="Most images and videos in a row.")]
 MinShared = Annotated[
@@ -72,7 +107,10 @@ MinShared = Annotated[
     typer.Option(min=0, help="Find samples that begin alike with so many tokens, by the bytes of images; 0: do not."),
 ]
 Device = Annotated[str | None, word(*DEVICES, help="cpu or cuda; by default cuda where there is one.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object in place of tables; vlmpack schema VERB describes it.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Draw no progress.")]
 
 
 def make_folder(option: str, folder: Path) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,18 +15,17 @@ from rich.markup import escape
 from rich.text import Text
 
 from vlmpack.cli import options
-from vlmpack.cli.inputs import InputOptions, open_inputs, progress_bars
+from vlmpack.cli.inputs import InputOptions, open_inputs
+from vlmpack.cli.progress import progress_bars
 from vlmpack.errors import check_extra
 from vlmpack.terminal import format_bytes, make_table, number_columns, print_table, print_text, sample_name, text_column
 
 if TYPE_CHECKING:
     from vlmpack.store import Manifest
 
-TRAIN_ON = ("assistant", "all")
 ON_BAD = ("raise", "skip")
 OVERSIZE = ("error", "drop", "own_row")
 IMAGES = ("bytes", "reference")
-TrainOn = Annotated[str, options.word(*TRAIN_ON, help="Tokens with a loss: assistant (its turns) or all.")]
 OnBad = Annotated[str, options.word(*ON_BAD, help="A bad sample: raise (stop) or skip (leave out, and list).")]
 Oversize = Annotated[
     str, options.word(*OVERSIZE, help="A sample that exceeds a row by itself: error, drop (and list) or own_row.")
@@ -54,13 +54,16 @@ def pack(
     num: options.Num = None,
     image_root: options.ImageRoot = None,
     branches: options.Branches = "conversation",
+    columns: options.Columns = None,
     seed: options.Seed = 0,
     max_length: options.MaxLength = None,
     overlength: options.Overlength = "error",
-    train_on: TrainOn = "assistant",
+    max_pixels: options.MaxPixels = None,
+    train_on: options.TrainOn = "assistant",
     on_bad: OnBad = "raise",
     max_bad_fraction: MaxBadFraction = None,
     oversize: Oversize = "error",
+    strategy: options.Strategy = "exact_fill",
     max_patches: options.MaxPatches = None,
     max_images: options.MaxImages = None,
     max_segments: Annotated[int | None, typer.Option(min=1, help="Most samples in a row.")] = None,
@@ -73,6 +76,8 @@ def pack(
     workers: options.Workers = 0,
     ray: Annotated[bool, typer.Option("--ray", help="Measure and write as tasks of Ray instead of --workers.")] = False,
     cache: options.Cache = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Plan which samples share a row, and write the rows: token ids, labels, and images still encoded.
 
@@ -89,14 +94,15 @@ def pack(
     from vlmpack.store import StoreSettings, write_rows
 
     settings = StoreSettings(
-        capacity=capacity, max_patches=max_patches, max_images=max_images, seed=shuffle, rows_multiple=rows_multiple,
+        capacity=capacity, max_patches=max_patches, max_images=max_images, strategy=strategy, seed=shuffle,
+        rows_multiple=rows_multiple,
         oversize=oversize,  # pyright: ignore[reportArgumentType]
         images=images,  # pyright: ignore[reportArgumentType]
         shard_rows=shard_rows,
     )  # fmt: skip
     source = InputOptions(
         dataset=dataset, processor=processor, split=split, num=num, seed=seed, max_length=max_length,
-        overlength=overlength, image_root=image_root, branches=branches,
+        overlength=overlength, max_pixels=max_pixels, image_root=image_root, branches=branches, columns=columns,
     )  # fmt: skip
     slots = SlotRule(multiple=pad_seq_to_mult, max_segments=max_segments)
     skip_limit = None if max_bad_fraction is None else SkipLimit(max_bad_fraction=max_bad_fraction)
@@ -104,12 +110,32 @@ def pack(
     inputs = open_inputs(
         source, train_on=train_on, on_bad=on_bad, skip_limit=skip_limit, slots=slots, share_prefixes=sharing
     )
-    with progress_bars(Console(stderr=True), STAGES) as progress:
+    with progress_bars(STAGES, quiet=quiet) as progress:
         manifest = write_rows(
             inputs.dataset, out, inputs.collator, settings, workers=workers, executor="ray" if ray else "local",
             cache=cache, progress=progress,
         )  # fmt: skip
-    print_store(out, manifest, Console())
+    print_store(out, manifest, Console(quiet=as_json))
+    if as_json:
+        typer.echo(json.dumps(numbers(out, manifest), indent=2))
+
+
+def numbers(out: Path, manifest: Manifest) -> dict[str, Any]:
+    """Return the numbers of the store in the folder `out`, for JSON."""
+    from vlmpack.store import LEFT_OUT
+
+    has_left_out = manifest.counts.refused + manifest.counts.dropped
+    return {
+        "out": str(out),
+        "capacity": manifest.capacity,
+        "fill_ratio": manifest.fill_ratio,
+        "counts": asdict(manifest.counts),
+        "sizes": asdict(manifest.sizes),
+        "files": len(manifest.shards),
+        "bytes": manifest.bytes,
+        "reasons": dict(manifest.reasons),
+        "left_out": str(out / LEFT_OUT) if has_left_out else None,
+    }
 
 
 def print_store(out: Path, manifest: Manifest, console: Console) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, final
+from typing import TYPE_CHECKING, Annotated, Any, final
 
 import typer
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import quiet_transformers
+from vlmpack.cli.progress import waiting
 from vlmpack.errors import ConfigError, check_extra
 
 if TYPE_CHECKING:
@@ -24,6 +27,12 @@ DEMO_PIXELS = 256 * 32 * 32
 SAMPLERS = ("exact", "fast", "vllm")
 DEMO_FOLDER = "demo-model"
 KEY_VARIABLE = "VLMPACK_API_KEY"
+Shard = Annotated[bool, typer.Option("--shard", help="Shard the base model over the workers (FSDP2); adapters only.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings and errors, no requests.")]
+GradientCheckpointing = Annotated[
+    bool, typer.Option("--gradient-checkpointing", help="Less memory: layers are computed again for gradients.")
+]
+LoraOnly = Annotated[bool, typer.Option("--lora-only", help="Refuse training of all weights.")]
 NO_KEY = ""
 """Of settings whose key is not read yet."""
 
@@ -51,10 +60,8 @@ def serve(
         str | None,
         options.word(*options.DTYPES, help="float32 or bfloat16; by default float32 on cpu, bfloat16 on cuda."),
     ] = None,
-    lora_only: Annotated[bool, typer.Option("--lora-only", help="Refuse training of all weights.")] = False,
-    gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Less memory: layers are computed again for gradients.")
-    ] = False,
+    lora_only: LoraOnly = False,
+    gradient_checkpointing: GradientCheckpointing = False,
     share_rows: Annotated[bool, typer.Option("--share-rows", help="Datums of several adapters share rows.")] = False,
     share_prefixes: Annotated[
         bool, typer.Option(help="Compute once what datums of a request begin with alike (prefix tree).")
@@ -70,9 +77,9 @@ def serve(
         options.word(*SAMPLERS, help="exact; fast: rounding may change tokens of a seed; vllm: fast on a GPU."),
     ] = "exact",
     workers: Annotated[int, typer.Option(min=1, help="Data-parallel processes on this machine.")] = 1,
-    shard: Annotated[
-        bool, typer.Option("--shard", help="Shard the base model over the workers (FSDP2); adapters only.")
-    ] = False,
+    shard: Shard = False,
+    as_json: options.Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Serve packed training steps and sampling to the tinker client, on one base model.
 
@@ -106,7 +113,8 @@ def serve(
     source = ModelSource(
         model=model, folder=folder / DEMO_FOLDER, name=served, device=chosen, dtype=dtype, is_sharded=shard
     )
-    place = Place(key_file=(key_file or folder / "key").expanduser(), host=host, port=port)
+    key_file = (key_file or folder / "key").expanduser()
+    place = Place(key_file=key_file, host=host, port=port, as_json=as_json, quiet=quiet)
     _serve(source, settings, place, launched)
 
 
@@ -149,6 +157,10 @@ class Place:
     """Address."""
     port: int
     """Port; 0: any that is free."""
+    as_json: bool
+    """Announce the service as a JSON object."""
+    quiet: bool
+    """Log no requests."""
 
 
 def _serve(source: ModelSource, settings: ServiceSettings, place: Place, launched: Launched | None) -> None:
@@ -156,7 +168,7 @@ def _serve(source: ModelSource, settings: ServiceSettings, place: Place, launche
     from vlmpack.service import Service, bind, check_key, end, follow_rank_0, join, read_key
 
     ranks = join(launched)
-    _log_to_stderr()
+    _log_to_stderr(logging.WARNING if place.quiet else logging.INFO)
     if ranks is not None and ranks.rank > 0:
         try:
             ranks.receive()  # when rank 0 has made the demo's model
@@ -173,9 +185,11 @@ def _serve(source: ModelSource, settings: ServiceSettings, place: Place, launche
                 make_demo(source.folder)
         if ranks is not None:
             ranks.send(None)
-        service = Service(source.load(), settings, ranks=ranks)
+        with waiting("reading the model", quiet=place.quiet):
+            service = Service(source.load(), settings, ranks=ranks)
         address = f"http://{_shown(place.host)}:{listening.getsockname()[1]}"
-        text = announcement(service, address, None if key else place.key_file)
+        facts = described(service, address, None if key else place.key_file)
+        text = json.dumps(facts, indent=2) if place.as_json else announcement(facts, settings.key)
         service.run(listening, on_start=lambda: _print(text))
     if launched is not None:
         launched.wait()
@@ -201,29 +215,56 @@ def make_demo(folder: Path) -> None:
     (folder / "complete").touch()
 
 
-def announcement(service: Service, address: str, key_file: Path | None) -> str:
-    """Return what is printed when the service is up.
+def described(service: Service, address: str, key_file: Path | None) -> dict[str, Any]:
+    """Return where a service is and what it serves, for JSON.
 
     Args:
-        service: it.
+        service: the service.
         address: of the service.
         key_file: where the key is; None: in the environment.
     """
-    base, limits, key = service.engine.base, service.settings.limits, service.settings.key
-    source = f'open("{key_file.resolve()}").read().strip()' if key_file else f'os.environ["{KEY_VARIABLE}"]'
+    base, limits = service.engine.base, service.settings.limits
+    return {
+        "address": address,
+        "key_file": str(key_file.resolve()) if key_file else None,
+        "model": base.name,
+        "architecture": base.arch,
+        "takes_images": base.is_vision,
+        "state": str(service.settings.state.resolve()),
+        "limits": {
+            "datum_tokens": base.max_context,
+            "row_tokens": limits.row_tokens,
+            "row_patches": limits.patches,
+            "models": limits.models,
+            "rank": limits.rank,
+            "body_bytes": limits.body_bytes,
+        },
+    }
+
+
+def announcement(facts: Mapping[str, Any], key: str) -> str:
+    """Format `described` for people, with the lines that a client begins with.
+
+    Args:
+        facts: from `described`.
+        key: of the service; printed unless it comes from the environment.
+    """
+    address, key_file, limits = facts["address"], facts["key_file"], facts["limits"]
+    source = f'open("{key_file}").read().strip()' if key_file else f'os.environ["{KEY_VARIABLE}"]'
     imports = "import tinker" if key_file else "import os, tinker"
-    place = [f"key file  {key_file.resolve()}", f"key       {key}"] if key_file else [f"key       {KEY_VARIABLE}"]
+    place = [f"key file  {key_file}", f"key       {key}"] if key_file else [f"key       {KEY_VARIABLE}"]
     lines = [
         f"address   {address}",
         *place,
-        f"model     {base.name} ({base.arch}{', text and images' if base.is_vision else ', text'})",
-        f"state     {service.settings.state.resolve()}",
-        f"limits    {base.max_context:,} tokens a datum, rows of {limits.row_tokens:,} tokens and {limits.patches:,} "
-        f"patches, {limits.models} models of rank {limits.rank} at most, bodies of {limits.body_bytes >> 20} MiB",
+        f"model     {facts['model']} ({facts['architecture']}, text{' and images' if facts['takes_images'] else ''})",
+        f"state     {facts['state']}",
+        f"limits    {limits['datum_tokens']:,} tokens a datum, rows of {limits['row_tokens']:,} tokens and "
+        f"{limits['row_patches']:,} patches, {limits['models']} models of rank {limits['rank']} at most, bodies of "
+        f"{limits['body_bytes'] >> 20} MiB",
         "",
         imports,
         f'client = tinker.ServiceClient(base_url="{address}", api_key={source})',
-        f'training = client.create_lora_training_client(base_model="{base.name}").result()',
+        f'training = client.create_lora_training_client(base_model="{facts["model"]}").result()',
         "",
     ]
     return "\n".join(lines)
@@ -239,9 +280,9 @@ def _print(text: str) -> None:
     sys.stdout.flush()
 
 
-def _log_to_stderr() -> None:
+def _log_to_stderr(level: int) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     for logger in (logging.getLogger("vlmpack.service"), logging.getLogger("uvicorn.error")):
         logger.addHandler(handler)
-        logger.setLevel(logging.INFO if logger.name.startswith("vlmpack") else logging.WARNING)
+        logger.setLevel(level if logger.name.startswith("vlmpack") else logging.WARNING)

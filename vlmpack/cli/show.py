@@ -50,6 +50,7 @@ def show(
     num: options.Num = None,
     image_root: options.ImageRoot = None,
     branches: options.Branches = "conversation",
+    columns: options.Columns = None,
     seed: options.Seed = 0,
     max_length: options.MaxLength = None,
     overlength: options.Overlength = "error",
@@ -58,6 +59,7 @@ def show(
     workers: options.Workers = 0,
     cache: options.Cache = None,
     as_json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Draw packed rows: which samples share a row, where their images are, and what is padding.
 
@@ -74,10 +76,10 @@ def show(
         inputs = InputOptions(
             dataset=source, processor=_checked_processor(source, processor), split=split, num=num, seed=seed,
             max_length=max_length, overlength=overlength, max_pixels=max_pixels, image_root=image_root,
-            branches=branches,
+            branches=branches, columns=columns,
         )  # fmt: skip
         rows = planned_rows(
-            inputs, Console(quiet=as_json), numbers=numbers, capacity=capacity, workers=workers, cache=cache,
+            inputs, quiet=quiet, numbers=numbers, capacity=capacity, workers=workers, cache=cache,
             min_shared=min_shared or None,
         )  # fmt: skip
     if as_json:
@@ -255,8 +257,8 @@ def stored_rows(source: str) -> Rows:
 
 def planned_rows(
     source: InputOptions,
-    console: Console,
     *,
+    quiet: bool = False,
     numbers: Sequence[int],
     capacity: int,
     workers: int = 0,
@@ -267,7 +269,7 @@ def planned_rows(
 
     Args:
         source: the data set and its processor.
-        console: for the progress.
+        quiet: draw no progress.
         numbers: of the rows that will be drawn: impossible ones are refused before a sample is measured.
         capacity: of a row, in tokens.
         workers: processes that read samples.
@@ -284,7 +286,7 @@ def planned_rows(
     inputs = open_inputs(source)
     for number in numbers:
         check_row(number, len(inputs.dataset), most="at most ")
-    table = measure(inputs, console, workers=workers, cache=cache, min_shared=min_shared)
+    table = measure(inputs, quiet=quiet, workers=workers, cache=cache, min_shared=min_shared)
     if not len(table):
         raise ConfigError(
             f"none of {table.measured} samples can be used: {table.reasons}; `vlmpack analyze` lists the reasons"

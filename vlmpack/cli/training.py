@@ -25,7 +25,7 @@ from vlmpack.families import family_of
 from vlmpack.layout import METADATA_KEY, HostMetadata
 from vlmpack.machine import peak_bytes
 from vlmpack.model import disable_packing, enable_packing
-from vlmpack.testing import GradientCosine, run_alone, run_packed, smallest_cosine, tiny_model, tiny_processor
+from vlmpack.testing import GradientCosine, Sample, run_alone, run_packed, smallest_cosine, tiny_model, tiny_processor
 
 TINY_RATE, PRETRAINED_RATE = 1e-3, 1e-5
 """Learning rates of AdamW."""
@@ -278,7 +278,9 @@ def packed_against_alone(
     collate, pack = VLMCollator(processor), VLMCollator(processor, layout="packed")
     batches = [collate([conversation]) for conversation in conversations]
     samples = [
-        {name: batch[name][0] if name in TOKENS else batch[name] for name in batch if name not in NOT_OF_SAMPLES}
+        Sample(
+            {name: batch[name][0] if name in TOKENS else batch[name] for name in batch if name not in NOT_OF_SAMPLES}
+        )
         for batch in batches
     ]
     alone = run_alone(disable_packing(model), samples)

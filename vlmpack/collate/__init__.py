@@ -9,7 +9,7 @@ from vlmpack.collate.columns import CONVERSATION_COLUMNS, MEDIA_COLUMNS, MediaRe
 from vlmpack.collate.conversation import read_conversation
 from vlmpack.collate.encoded import OVERLENGTH, Encoded, Visual
 from vlmpack.collate.frame_sampling import FrameSampling
-from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
+from vlmpack.collate.processor_metadata import TEMPLATE_FIELDS, ProcessorMetadata, parts_of
 from vlmpack.collate.skipped import SkipLimit, SkipLog, read_skip_log
 from vlmpack.collate.vision_keys import VIDEO_KEYS
 
@@ -17,6 +17,7 @@ __all__ = [
     "CONVERSATION_COLUMNS",
     "MEDIA_COLUMNS",
     "OVERLENGTH",
+    "TEMPLATE_FIELDS",
     "VIDEO_KEYS",
     "BatchLayout",
     "Encoded",

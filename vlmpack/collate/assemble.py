@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import final
@@ -10,15 +10,17 @@ from typing import final
 import numpy as np
 import torch
 
-from vlmpack.collate.buffers import PixelBuffers
+from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.errors import check_whole_number
+from vlmpack.families import Join
 from vlmpack.layout import (
     IGNORE,
     IMAGE,
     MIN_SHARED,
     TEXT,
+    Grid,
     HostMetadata,
     Media,
     PackedRow,
@@ -35,6 +37,8 @@ from vlmpack.layout import (
 NO_BUFFERS = PixelBuffers(0)
 """New memory for every batch."""
 
+PATCHES: Mapping[str, Join] = {}
+"""No joins: images are patches with grids, one after the other."""
 
 DEFAULT_SECONDS = 1.0
 """Seconds per video grid where a sample has none: what Qwen2.5-VL's model assumes."""
@@ -46,7 +50,8 @@ class SharePrefixes:
     """How samples of a row that begin alike are laid out as a tree."""
 
     min_shared: int = MIN_SHARED
-    """Tokens of a shared beginning, counted from the last branching, below which it is repeated in each branch."""
+    """Tokens of a shared beginning, counted from the last branching, below which it is repeated in each branch; and the
+    repetitions, in tokens, from which a shorter one behind a shared beginning is laid out once after all."""
 
     def __post_init__(self) -> None:
         """Refuse a number below 1: a ConfigError."""
@@ -59,8 +64,9 @@ def to_padded(
     pad_token_id: int,
     pixel_dtype: torch.dtype | None = None,
     buffers: PixelBuffers = NO_BUFFERS,
+    joins: Mapping[str, Join] = PATCHES,
 ) -> PaddedBatch:
-    """Pad samples on the right to [B, S]; S is the longest one.
+    """Pad samples on the right to [B, S]; S is the longest one. `joins`: of `Family.media`, for images without grids.
 
     Raises:
         NotFinite: pixels of a sample are not finite.
@@ -76,7 +82,7 @@ def to_padded(
         attention_mask=batch([np.ones_like(s.input_ids) for s in samples], 0),
         labels=batch([s.labels for s in samples], IGNORE),
         mm_token_type_ids=batch([s.types for s in samples], 0),
-        media=_media(_images(samples), _videos(samples), pixel_dtype, buffers),
+        media=_media(_images(samples), _videos(samples), pixel_dtype, buffers, joins),
         metadata=_metadata(samples),
     )
 
@@ -88,6 +94,7 @@ def to_packed(
     pad_token_id: int,
     pixel_dtype: torch.dtype | None = None,
     buffers: PixelBuffers = NO_BUFFERS,
+    joins: Mapping[str, Join] = PATCHES,
     sharing: SharePrefixes | None = None,
 ) -> PackedRow:
     """Pack samples into a row [1, T]: equal to `pack(to_padded(samples), rule=rule)`.
@@ -116,7 +123,7 @@ def to_packed(
     if tree is not None:
         packed = with_tree(packed, tree)
         images, videos = [images[at] for at in tree.images], [videos[at] for at in tree.videos]
-    return replace(packed, media=_media(images, videos, pixel_dtype, buffers))
+    return replace(packed, media=_media(images, videos, pixel_dtype, buffers, joins))
 
 
 def _tree(
@@ -159,8 +166,9 @@ def _metadata(samples: Sequence[Encoded]) -> HostMetadata:
     videos = tuple(len(sample.videos) for sample in samples)
     return HostMetadata(
         lengths=tuple(sample.num_tokens for sample in samples),
-        image_grids=tuple(image.grid for image in _images(samples)),
-        video_grids=tuple(video.grid for video in _videos(samples)),
+        image_grids=_grids(_images(samples)),
+        video_grids=_grids(_videos(samples)),
+        image_tokens=tuple(sum(image.runs) for image in _images(samples) if image.grid is None),
         images_per_sample=images if any(images) else (),
         videos_per_sample=videos if any(videos) else (),
         seconds_per_grid=_seconds(_videos(samples)),
@@ -178,15 +186,21 @@ def _videos(samples: Sequence[Encoded]) -> list[Visual]:
 
 
 def _media(
-    images: Sequence[Visual], videos: Sequence[Visual], dtype: torch.dtype | None, buffers: PixelBuffers
+    images: Sequence[Visual],
+    videos: Sequence[Visual],
+    dtype: torch.dtype | None,
+    buffers: PixelBuffers,
+    joins: Mapping[str, Join],
 ) -> Media:
-    seconds = _seconds(videos)
+    seconds, grids = _seconds(videos), _grids(images)
+    names = [name for name in joins if images and name in images[0].tensors]
     return Media(
-        pixel_values=_join(images, dtype, buffers),
-        image_grid_thw=_grids(images),
-        pixel_values_videos=_join(videos, dtype, buffers),
-        video_grid_thw=_grids(videos),
+        pixel_values=_join(images, dtype, buffers, joins.get("pixel_values", Join())),
+        image_grid_thw=_table(grids),
+        pixel_values_videos=_join(videos, dtype, buffers, Join()),
+        video_grid_thw=_table(_grids(videos)),
         second_per_grid_ts=torch.tensor(seconds) if seconds else None,
+        tensors={name: joins[name]([image.tensors[name] for image in images]) for name in names},
     )
 
 
@@ -198,16 +212,27 @@ def _seconds(videos: Sequence[Visual]) -> tuple[float, ...]:
     return tuple(DEFAULT_SECONDS if second is None else second for second in seconds)
 
 
-def _grids(visuals: Sequence[Visual]) -> torch.Tensor | None:
-    return torch.tensor([visual.grid for visual in visuals], dtype=torch.int64) if visuals else None
+def _grids(visuals: Sequence[Visual]) -> tuple[Grid, ...]:
+    return tuple(visual.grid for visual in visuals if visual.grid is not None)
 
 
-def _join(visuals: Sequence[Visual], dtype: torch.dtype | None, buffers: PixelBuffers) -> torch.Tensor | None:
-    """Join pixels into [P, C] of this type, or of the widest that they have."""
+def _table(grids: Sequence[Grid]) -> torch.Tensor | None:
+    return torch.tensor(grids, dtype=torch.int64) if grids else None
+
+
+def _join(
+    visuals: Sequence[Visual], dtype: torch.dtype | None, buffers: PixelBuffers, join: Join
+) -> torch.Tensor | None:
+    """Join pixels, along the first axis in reused memory, into this type or the widest that they have."""
     if not visuals:
         return None
     parts = [pixels.detach() for pixels in _pixels(visuals)]
-    return buffers.join(parts, dtype or reduce(torch.promote_types, (part.dtype for part in parts)))
+    dtype = dtype or reduce(torch.promote_types, (part.dtype for part in parts))
+    if join.axis == 0 and len({part.shape[1:] for part in parts}) == 1:
+        return buffers.join(parts, dtype)
+    if not all(finite := [is_finite(part) for part in parts]):
+        raise NotFinite(finite.index(False))
+    return join([part.to(dtype) for part in parts])
 
 
 def _pixels(visuals: Sequence[Visual]) -> list[torch.Tensor]:

@@ -88,7 +88,7 @@ class PixelBuffers:
         return len(self._blocks)
 
     def join(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """[P, C]: the parts [P_i, C] one after the other, as `dtype`; one copy, or none for a part that stays as it is.
+        """[P, ...]: parts [P_i, ...] one after the other, as `dtype`; one copy, or none for a part that stays as it is.
 
         Args:
             parts: at least one tensor, on the CPU.
@@ -102,14 +102,14 @@ class PixelBuffers:
             joined = parts[0].detach().to(dtype)
             finite = [is_finite(parts[0].detach())]
         else:
-            joined = self._take((sum(map(len, parts)), parts[0].shape[1]), dtype, shared=in_worker)
+            joined = self._take((sum(map(len, parts)), *parts[0].shape[1:]), dtype, shared=in_worker)
             places = joined.split([len(part) for part in parts])
             finite = [_copy(part.detach(), place) for part, place in zip(parts, places, strict=True)]
         if not all(finite):
             raise NotFinite(finite.index(False))
         return joined
 
-    def _take(self, shape: tuple[int, int], dtype: torch.dtype, *, shared: bool) -> torch.Tensor:
+    def _take(self, shape: tuple[int, ...], dtype: torch.dtype, *, shared: bool) -> torch.Tensor:
         if self._owner != os.getpid():  # forked: these blocks belong to the parent, which cannot see what we do to them
             self.__init__(self.most)
         with self._taking:  # of two threads that find the same block free, one would overwrite the other's pixels
@@ -195,7 +195,7 @@ def _is_free(block: torch.Tensor) -> bool:
     return not block[: RECEIVER + 1].any()
 
 
-def _lend(block: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, *, shared: bool) -> torch.Tensor:
+def _lend(block: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, shared: bool) -> torch.Tensor:
     pixels = _hold(block, shape, dtype, holder=OWNER)
     if not shared:
         return pixels
@@ -204,7 +204,7 @@ def _lend(block: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, *, sh
     return lent
 
 
-def _hold(block: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, *, holder: int) -> torch.Tensor:
+def _hold(block: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, holder: int) -> torch.Tensor:
     """A tensor in the block, which marks it as held until the memory is referred to by nothing any more.
 
     The tensor is made from an array, so that its memory is the array's: it is let go, the array with it, when the last
@@ -232,7 +232,7 @@ def _send(lent: Lent) -> tuple[Any, ...]:
     return _receive, (block, tuple(lent.shape), lent.dtype)
 
 
-def _receive(block: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+def _receive(block: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return _hold(block, shape, dtype, holder=RECEIVER)
 
 

@@ -12,14 +12,14 @@ from typing import Any, Literal, final, get_args
 
 import torch
 
-from vlmpack.collate.assemble import SharePrefixes, filler, to_packed, to_padded
+from vlmpack.collate.assemble import PATCHES, SharePrefixes, to_packed, to_padded
 from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.columns import Markers
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import OVERLENGTH, Encoded, Overlength, TrainOn, check_labels_are_ids, fit
 from vlmpack.collate.frame_sampling import FrameSampling
 from vlmpack.collate.media import BatchMedia
-from vlmpack.collate.processor_metadata import read_processor
+from vlmpack.collate.processor_metadata import ProcessorMetadata, read_processor
 from vlmpack.collate.skipped import SkipLimit, SkipLog
 from vlmpack.collate.video_file import file_rules_of
 from vlmpack.data import ImageLimits, VideoLimits
@@ -32,6 +32,7 @@ from vlmpack.errors import (
     check_kind,
     check_whole_number,
 )
+from vlmpack.families import family_of_processor
 from vlmpack.layout import PackedRow, PaddedBatch, SlotRule, round_up
 
 _ROOM = Path(__file__).parent
@@ -109,7 +110,6 @@ class VLMCollator:
             check_kind("skip_limit", skip_limit, SkipLimit, "SkipLimit(max_bad_fraction=0.05)")
         self.layout = layout
         self.slots = slots or SlotRule()
-        self.share_prefixes = _sharing(share_prefixes, layout, self.slots)
         self.max_length = max_length
         self.overlength: Overlength = overlength
         self.on_bad = on_bad
@@ -120,6 +120,8 @@ class VLMCollator:
         self.buffers = PixelBuffers(pixel_buffers)
         self.processor = processor
         self.metadata = read_processor(processor, vocab_size=vocab_size)
+        self.share_prefixes = _sharing(share_prefixes, layout, self.slots, self.metadata)
+        self._joins = family_of_processor(processor).media if _is_whole(self.metadata) else PATCHES
         self.file_rules = file_rules_of(processor, self.metadata, sampling=sampling, limits=video_limits)
         self.skip_log = SkipLog(skip_log, limit=skip_limit)
         """Counts of received, used and refused samples, by reason."""
@@ -225,12 +227,12 @@ class VLMCollator:
     def _lay_out(self, outcomes: list[Encoded | SampleError]) -> PaddedBatch | PackedRow:
         """Join samples into a batch; those whose pixels are not finite become errors in `outcomes`."""
         usable = [(at, sample) for at, sample in enumerate(outcomes) if isinstance(sample, Encoded)]
-        samples = [_with_id(sample, at) for at, sample in usable] or [filler(self.metadata)]
+        samples = [_with_id(sample, at) for at, sample in usable] or [self._encoder.filler]
         to_row = partial(to_packed, rule=self.slots, sharing=self.share_prefixes)
         to_batch = to_row if self.layout == "packed" else to_padded
-        pad_token_id = self.metadata.pad_token_id
+        memory = {"pixel_dtype": self.pixel_dtype, "buffers": self.buffers}
         try:
-            return to_batch(samples, pad_token_id=pad_token_id, pixel_dtype=self.pixel_dtype, buffers=self.buffers)
+            return to_batch(samples, pad_token_id=self.metadata.pad_token_id, joins=self._joins, **memory)
         except NotFinite:
             for at, sample in usable:
                 visuals = (*sample.images, *sample.videos)
@@ -353,7 +355,14 @@ def _check_lengths(layout: BatchLayout, slots: SlotRule | None, max_length: int 
         check_whole_number("max_length", max_length, at_least=2)
 
 
-def _sharing(share_prefixes: bool | SharePrefixes, layout: BatchLayout, slots: SlotRule) -> SharePrefixes | None:
+def _is_whole(metadata: ProcessorMetadata) -> bool:
+    """Return whether images are made by a family's own processor as a whole."""
+    return metadata.by_processor and metadata.has_vision
+
+
+def _sharing(
+    share_prefixes: bool | SharePrefixes, layout: BatchLayout, slots: SlotRule, metadata: ProcessorMetadata
+) -> SharePrefixes | None:
     """Return how samples share prefixes; None: not at all.
 
     Raises:
@@ -366,6 +375,11 @@ def _sharing(share_prefixes: bool | SharePrefixes, layout: BatchLayout, slots: S
     if layout != "packed":
         raise ConfigError(
             f"share_prefixes lays the samples of a row out as a tree, but layout={layout!r}; choose layout='packed'"
+        )
+    if _is_whole(metadata):
+        raise ConfigError(
+            "share_prefixes computes an image that samples share once, by its grid, which it knows of Qwen-VL's "
+            "processors and of text models; leave it out of a collator with another processor"
         )
     if slots != SlotRule():
         raise ConfigError(

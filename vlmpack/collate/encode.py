@@ -5,19 +5,17 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, final
 
 import numpy as np
-from jinja2 import Environment, TemplateError
-from jinja2.ext import Extension
-from jinja2.meta import find_undeclared_variables
-from jinja2.nodes import Node
-from jinja2.parser import Parser
 
-from vlmpack.collate.columns import Kind, Markers, MediaRef, check_unread, is_empty
-from vlmpack.collate.conversation import Conversation, read_conversation, text_of
+from vlmpack.collate.assemble import filler
+from vlmpack.collate.by_processor import ProcessorEncoder
+from vlmpack.collate.chat_template import ChatTemplate, check_characters
+from vlmpack.collate.columns import Kind, Markers, check_unread
+from vlmpack.collate.conversation import Conversation, read_conversation
 from vlmpack.collate.encoded import (
     Encoded,
     TrainOn,
@@ -28,14 +26,12 @@ from vlmpack.collate.encoded import (
     tokens_of,
 )
 from vlmpack.collate.media import BatchMedia, MediaReader
+from vlmpack.collate.processor_images import ProcessorImages
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.collate.video_file import DEFAULT_RULES, FileRules
 from vlmpack.data import ImageLimits
-from vlmpack.errors import ConfigError, Refusal
-
-SHOWN = 20
-"""Characters on either side of one that cannot be used, in an error."""
+from vlmpack.errors import Refusal
 
 
 @final
@@ -82,8 +78,7 @@ class Encoder:
             Refusal: the sample cannot be used, as far as can be seen without decoding its media.
             ConfigError: no sample can be used, or images cannot be measured, with this processor.
         """
-        read = self.media.estimate if estimate else self.media.measure
-        return self._encode(feature, partial(_each, read))
+        return self._encode(feature, partial(self.media.measure_each, estimate=estimate))
 
     def _encode(self, feature: Any, read: Callable[..., tuple[Visual, ...]]) -> Encoded:
         if not isinstance(feature, Mapping):
@@ -114,6 +109,11 @@ class Encoder:
             )
         images, videos = read(conversation.images, kind="image"), read(conversation.videos, kind="video")
         if conversation.plain:
+            prompt, completion = conversation.plain
+            conversation = replace(conversation, plain=(self._marked(prompt, images, videos), completion))
+        if self.metadata.by_processor:
+            return self._by_processor.encode(conversation, images)
+        if conversation.plain:
             ids, spans = self._plain(conversation.plain, images, videos)
         else:
             ids, spans = self._chat(conversation, images, videos)
@@ -126,16 +126,38 @@ class Encoder:
         )
 
     @cached_property
-    def media(self) -> MediaReader:
+    def media(self) -> MediaReader | ProcessorImages:
         """Reads images and videos, measured ones included."""
+        if self.metadata.by_processor:
+            return self._by_processor.images
         image_processor = parts_of(self.processor).image_processor
         return MediaReader(
             image_processor=image_processor, metadata=self.metadata, limits=self.limits, file_rules=self.file_rules
         )
 
     @cached_property
+    def filler(self) -> Encoded:
+        """The sample of a batch without samples: see `assemble.filler`."""
+        return self._by_processor.filler if self.metadata.by_processor else filler(self.metadata)
+
+    @cached_property
+    def _by_processor(self) -> ProcessorEncoder:
+        return ProcessorEncoder(
+            processor=self.processor,
+            metadata=self.metadata,
+            template=self._template,
+            images=ProcessorImages(processor=self.processor, metadata=self.metadata, limits=self.limits),
+            train_on=self.train_on,
+            max_length=self.max_length,
+        )
+
+    @cached_property
     def _template(self) -> ChatTemplate:
-        return ChatTemplate(processor=self.processor, takes_parts=self.metadata.has_vision)
+        return ChatTemplate(
+            processor=self.processor,
+            takes_parts=self.metadata.has_vision,
+            end_tokens=self.metadata.special_tokens,
+        )
 
     # ------------------------------------------------------------------ text
 
@@ -182,7 +204,7 @@ class Encoder:
         self, plain: tuple[str, str], images: Sequence[Visual], videos: Sequence[Visual]
     ) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """(ids, learnt span) of prompt and completion, tokenised apart as generation will do it; the end is learnt."""
-        prompt, completion = self._marked(plain[0], images, videos), plain[1]
+        prompt, completion = plain
         if not completion.rstrip().endswith(self.metadata.eos_token):
             completion += self.metadata.eos_token
         before, after = self._expand(prompt, images, videos), self._ids(completion)
@@ -206,7 +228,7 @@ class Encoder:
 
     def _ids(self, text: str) -> np.ndarray:
         """Tokenise any text that goes into a sample, its characters checked: those that the template writes too."""
-        _check_characters(text)
+        check_characters(text)
         return np.asarray(parts_of(self.processor).tokenizer(text)["input_ids"], np.int64)
 
     # ------------------------------------------------------------------ placeholders
@@ -241,138 +263,3 @@ class Encoder:
                 f"its text has {text.count(metadata.video_token)} video placeholder(s) for {len(videos)} video(s)",
             )
         return re.sub(re.escape(metadata.video_token), lambda _: next(written), text)
-
-
-def _each(read: Callable[..., Visual], refs: Sequence[MediaRef], *, kind: Kind) -> tuple[Visual, ...]:
-    return tuple(read(ref, kind=kind, at=at) for at, ref in enumerate(refs))
-
-
-def _check_characters(text: str) -> None:
-    """JSON can write half a character, one of two surrogates, which is legal in a `str` and in no text."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        context = text[max(error.start - SHOWN, 0) : error.end + SHOWN]
-        raise Refusal(
-            "bad_text",
-            f"its text holds {text[error.start]!r}, half of a surrogate pair, in {context!r}: it is no character, and "
-            "no tokenizer takes it; remove it, or put '?' in its place with text.encode(errors='replace').decode()",
-        ) from error
-
-
-_TOOL = {
-    "type": "function",
-    "function": {"name": "tried", "description": "-", "parameters": {"type": "object", "properties": {}}},
-}
-_CALL = {"type": "function", "function": {"name": "tried", "arguments": {}}}
-
-_OFF = ("add_generation_prompt", "continue_final_message")
-"""Options that no sample may turn on: a turn would have no answer, or no end."""
-_NOT_OPTIONS = {*_OFF, "messages", "tools", "raise_exception", "strftime_now", "dict", "namespace"}
-"""Variables of a template that no sample chooses: those that transformers sets, and those that no sample may set."""
-
-
-class _Generation(Extension):
-    """The grammar of `{% generation %}`, by which templates mark the assistant's text, as transformers reads it."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja's own annotation is a set)
-
-    def parse(self, parser: Parser) -> list[Node]:
-        """The statements inside the block."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class ChatTemplate:
-    """Writes conversations as text."""
-
-    processor: Any
-    """The processor, or the tokenizer of a text model."""
-    takes_parts: bool
-    """True if the content of a message may be a list of parts: templates of text models take none."""
-
-    def render(self, conversation: Conversation) -> str:
-        """The text of its messages.
-
-        Raises:
-            Refusal: the template cannot write them (`template_error`), or leaves out what they hold
-                (`template_ignores`).
-            ConfigError: the processor has no template.
-        """
-        if self.processor.chat_template is None:
-            raise ConfigError(
-                "the processor has no chat template, so messages cannot become text; load the instruction-tuned "
-                "model's processor, set processor.chat_template, or give prompt and completion as strings"
-            )
-        self._check_written(conversation)
-        messages = [dict(message) for message in conversation.messages]
-        if not self.takes_parts:
-            messages = [{**message, "content": text_of(message)} for message in messages]
-        try:
-            return self._write(messages, **conversation.template_options)
-        except Exception as error:  # a template can fail in any way on messages it rejects
-            raise Refusal(
-                "template_error",
-                f"the chat template cannot write its messages ({type(error).__name__}: {error}); "
-                "compare roles and content with what the template expects",
-            ) from error
-
-    def _check_written(self, conversation: Conversation) -> None:
-        holders = (*conversation.messages, conversation.template_options)
-        used = {key for holder in holders for key, value in holder.items() if not is_empty(value)}
-        if ignored := sorted(used & self._ignored):
-            raise Refusal(
-                "template_ignores",
-                f"it has {' and '.join(ignored)}, which the chat template does not write: the model would learn an "
-                "answer without it; give the processor a chat template that does, or write it into the content",
-            )
-        options = {name for name, value in conversation.template_options.items() if name not in _OFF or value}
-        if unread := sorted(options - {"tools"} - (self._variables if options else frozenset())):
-            raise Refusal(
-                "template_ignores",
-                f"chat_template_kwargs has {' and '.join(unread)}, which the chat template does not read; it reads "
-                f"{', '.join(sorted(self._variables)) or 'none'}: see how it is spelt there, or leave it out",
-            )
-
-    @cached_property
-    def _ignored(self) -> frozenset[str]:
-        """Which of tools, tool calls and thoughts never come into the text: each is tried once."""
-        plain = self._try()
-        trials = {
-            "tools": self._try(tools=[_TOOL]),
-            "tool_calls": self._try({"tool_calls": [_CALL]}),
-            "reasoning_content": self._try({"reasoning_content": "tried"}),
-        }
-        return frozenset(key for key, text in trials.items() if text is not None and text == plain)
-
-    def _try(self, answer: Mapping[str, Any] | None = None, **options: Any) -> str | None:
-        """A short conversation as text; None: the template cannot write it."""
-        question, reply = ([{"type": "text", "text": text}] if self.takes_parts else text for text in "?!")
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": reply, **(answer or {})}]
-        try:
-            return self._write(turns, **options)
-        except Exception:  # see `render`
-            return None
-
-    @cached_property
-    def _variables(self) -> frozenset[str]:
-        """The options that the template reads: its undeclared variables, but for those that are not a sample's choice.
-
-        Raises:
-            ConfigError: the template is no Jinja template.
-        """
-        template = self.processor.chat_template
-        sources = template.values() if isinstance(template, Mapping) else [template]
-        grammar = Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
-        try:
-            read = {name for source in sources for name in find_undeclared_variables(grammar.parse(source))}
-        except TemplateError as error:
-            raise ConfigError(
-                f"the processor's chat template cannot be read ({type(error).__name__}: {error}); repair it"
-            ) from error
-        return frozenset(read - _NOT_OPTIONS)
-
-    def _write(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        return self.processor.apply_chat_template(messages, tokenize=False, **options)

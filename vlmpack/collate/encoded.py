@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, zip_longest
 from typing import Literal, final
@@ -20,12 +20,25 @@ from vlmpack.layout import IGNORE, IMAGE, TEXT, VIDEO, Grid
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Visual:
-    """One image or one video, cut into patches or only measured."""
+    """One image or one video, cut into patches or tiles, or only measured."""
 
-    grid: Grid
-    """(frames, rows, columns) of patches."""
+    grid: Grid | None = None
+    """(frames, rows, columns) of patches; None: a family whose images have no grid, or one measured by its tokens."""
     pixels: torch.Tensor | None
-    """[P, C] floats, P = frames * rows * columns of `grid`; None: only measured."""
+    """Floats: [P, C], P = frames * rows * columns of `grid`, or of any shape without a grid; None: only measured."""
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Further tensors of an image under the model's names (`image_sizes`, `pixel_attention_mask`, ...)."""
+    runs: tuple[int, ...] = ()
+    """Tokens of each of its runs of placeholders, as its processor wrote them; (): as many as its grid needs."""
+    written: str = ""
+    """The text with which its processor replaces the placeholder of the template; "": it is in the ids already."""
+
+    @property
+    def patch_grid(self) -> Grid:
+        """The grid of an image or video of a family whose images have one."""
+        assert self.grid is not None, "an image without a grid"
+        return self.grid
+
     seconds: float | None = None
     """Seconds from one grid of a video to the next; None: an image, or a family that takes none."""
     timestamps: tuple[float, ...] = ()
@@ -49,6 +62,8 @@ class Encoded:
     """In the order of their placeholders."""
     videos: tuple[Visual, ...] = ()
     """In the order of their placeholders."""
+    cuts: tuple[int, ...] = ()
+    """Tokens before which it may be cut, of a sample longer than `max_length` whose template may not be ChatML."""
     sample_id: int | str | None = None
     """The sample's own id, where it has one."""
 
@@ -68,7 +83,8 @@ def check_sample(sample: Encoded, metadata: ProcessorMetadata) -> None:
     check_ids(sample.input_ids, metadata)
     _check_labels(sample, metadata)
     for visual in (*sample.images, *sample.videos):
-        _check_grid(visual, metadata)
+        if visual.grid is not None:
+            _check_grid(visual.grid, metadata)
         check_pixels(visual, metadata)
     highest = sample.types.max(initial=0)  # most samples have no video, and many no image: nothing to look for
     if sample.images or highest >= IMAGE:
@@ -100,7 +116,7 @@ def check_runs(input_ids: np.ndarray, visuals: Sequence[Visual], metadata: Proce
     """Each unbroken run of placeholders has the length that its own image or frame needs, in order."""
     lengths = run_lengths(input_ids, metadata.token_id(kind))
     needed = [n for visual in visuals for n in tokens_of(visual, metadata, kind=kind)]
-    if lengths == needed:
+    if lengths == needed or (metadata.by_processor and lengths == _joined(needed, lengths)):
         return
     if not visuals:
         raise Refusal(
@@ -113,12 +129,29 @@ def check_runs(input_ids: np.ndarray, visuals: Sequence[Visual], metadata: Proce
             f"it has the pixels of {len(visuals)} {kind}(s) but no {kind} token; is the placeholder missing?",
         )
     at = next(i for i, (a, b) in enumerate(zip_longest(lengths, needed)) if a != b)
+    if metadata.by_processor:
+        raise Refusal(
+            f"{kind}_token_mismatch",
+            f"its runs of {kind} tokens are {_some(lengths)} long but its processor writes {_some(needed)} for its "
+            f"{len(visuals)} {kind}(s) (first difference at run {at}); do not truncate inside an image",
+        )
     raise Refusal(
         f"{kind}_token_mismatch",
         f"its runs of {kind} tokens are {_some(lengths)} long but its grids need {_some(needed)} (first difference at "
         f"run {at}); each {kind} needs frames * rows * columns / {metadata.merge_size**2} tokens in a run of its own: "
         "tokenise and cut into patches with the same processor settings, and do not truncate inside an image",
     )
+
+
+def _joined(needed: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """Join needed runs that may stand side by side in the text, as far as the runs that are there reach."""
+    joined, remaining = [], iter(needed)
+    for length in lengths:
+        total = 0
+        while total < length and (run := next(remaining, None)) is not None:
+            total += run
+        joined.append(total)
+    return [*joined, *remaining]
 
 
 def run_lengths(input_ids: np.ndarray, token_id: int) -> list[int]:
@@ -136,6 +169,8 @@ def runs(input_ids: np.ndarray, token_id: int) -> list[tuple[int, int]]:
 
 def tokens_of(visual: Visual, metadata: ProcessorMetadata, *, kind: Kind) -> list[int]:
     """The runs of placeholders that one image or video is written as."""
+    if visual.grid is None or visual.runs:
+        return list(visual.runs)
     frames, rows, columns = visual.grid
     merged = rows * columns // metadata.merge_size**2
     return [merged] * frames if kind == "video" and metadata.frame_timestamps else [frames * merged]
@@ -174,21 +209,28 @@ def check_pixels(visual: Visual, metadata: ProcessorMetadata) -> None:
     """Patches, where they were cut, are floats of the grid's shape; that they are finite is seen as they are joined."""
     if visual.pixels is None:
         return
-    frames, rows, columns = visual.grid
-    expected = (frames * rows * columns, metadata.patch_dim)
-    if tuple(visual.pixels.shape) != expected:
-        raise Refusal(
-            "pixel_shape",
-            f"the grid {frames} x {rows} x {columns} needs pixels of shape {list(expected)}, got "
-            f"{list(visual.pixels.shape)}; pixels and grid must come from one call of this processor",
-        )
+    if visual.grid is not None:
+        _check_patches(visual.pixels, visual.grid, metadata)
     if not visual.pixels.is_floating_point():
         raise Refusal("pixel_dtype", f"pixels are {visual.pixels.dtype}; give the processor's normalised floats")
 
 
-def _check_grid(visual: Visual, metadata: ProcessorMetadata) -> None:
-    frames, rows, columns = visual.grid
-    if min(visual.grid) < 1 or rows % metadata.merge_size or columns % metadata.merge_size:
+def _check_patches(pixels: torch.Tensor, grid: Grid, metadata: ProcessorMetadata) -> None:
+    """Compare the shape of patches with their grid; the axes of a patch are the processor's where it made them."""
+    frames, rows, columns = grid
+    axes = 1 if metadata.by_processor else 2
+    expected = (frames * rows * columns, metadata.patch_dim)[:axes]
+    if tuple(pixels.shape[:axes]) != expected or (axes == 2 and pixels.ndim != axes):
+        raise Refusal(
+            "pixel_shape",
+            f"the grid {frames} x {rows} x {columns} needs pixels of shape {list(expected)}, got "
+            f"{list(pixels.shape)}; pixels and grid must come from one call of this processor",
+        )
+
+
+def _check_grid(grid: Grid, metadata: ProcessorMetadata) -> None:
+    frames, rows, columns = grid
+    if min(grid) < 1 or rows % metadata.merge_size or columns % metadata.merge_size:
         raise Refusal(
             "bad_grid",
             f"the grid {frames} x {rows} x {columns} (frames, rows, columns of patches) cannot be merged: rows and "
@@ -306,6 +348,12 @@ def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int) -
     videos = _whole(sample.videos, ids, metadata, kind="video")
     labels, types = sample.labels[:cut], sample.types[:cut]
     shorter = replace(sample, input_ids=ids, labels=labels, types=types, images=images, videos=videos)
+    if metadata.images_together and len(images) < len(sample.images):
+        raise Refusal(
+            "truncated_away",
+            f"cut within max_length={max_length} it would keep {len(images)} of its {len(sample.images)} images, which "
+            "its processor cuts otherwise without the others; raise max_length, or choose overlength='drop'",
+        )
     if shorter.num_targets == 0:
         raise Refusal(
             "truncated_away",
@@ -318,6 +366,8 @@ def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int) -
 def boundaries(sample: Encoded, metadata: ProcessorMetadata) -> list[int]:
     """Where the sample may be cut, in tokens: after a message, before and after an image; never inside a video."""
     ids = sample.input_ids
+    if metadata.by_processor:
+        return sorted({*sample.cuts, len(ids)})
     cuts = [_after_newline(ids, end + 1, metadata) for end in np.flatnonzero(ids == metadata.turn_end_id).tolist()]
     for start, stop in runs(ids, metadata.image_token_id):
         before = start - 1 if start and ids[start - 1] == metadata.vision_start_id else start
@@ -335,6 +385,6 @@ def _whole(
     visuals: tuple[Visual, ...], ids: np.ndarray, metadata: ProcessorMetadata, *, kind: Kind
 ) -> tuple[Visual, ...]:
     """The leading images (or videos) whose placeholders are all among `ids`."""
-    num_runs = len(runs(ids, metadata.token_id(kind)))
-    ends = accumulate(len(tokens_of(visual, metadata, kind=kind)) for visual in visuals)
-    return tuple(visual for visual, end in zip(visuals, ends, strict=True) if end <= num_runs)
+    num_tokens = np.count_nonzero(ids == metadata.token_id(kind))
+    ends = accumulate(sum(tokens_of(visual, metadata, kind=kind)) for visual in visuals)
+    return tuple(visual for visual, end in zip(visuals, ends, strict=True) if end <= num_tokens)

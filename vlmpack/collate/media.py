@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 from weakref import WeakValueDictionary
 
 from PIL import Image
@@ -31,6 +31,7 @@ from vlmpack.data import ImageError, ImageLimits, load_image, read_size
 from vlmpack.errors import ConfigError, Refusal, VlmpackError
 from vlmpack.layout import Grid
 
+Result = TypeVar("Result")
 _TRIAL = (371, 223)
 """Height and width of the image on which the processor's rule is tried."""
 _TRIAL_TOKENS = 12
@@ -76,6 +77,22 @@ def _key(source: Any) -> Hashable | None:
     return None
 
 
+def read_named(read: Callable[[MediaRef], Result], ref: MediaRef, kind: Kind, at: int) -> Result:
+    """Read an image or video; `at`, its place among those of its sample, names it in a refusal.
+
+    Raises:
+        Refusal: it cannot be used.
+    """
+    try:
+        return read(ref)
+    except ImageError as error:
+        raise Refusal(error.reason, f"{kind} {at}: {error.detail}") from error
+    except VlmpackError:  # the processor's fault, not this image's
+        raise
+    except (ValueError, TypeError, ArithmeticError, OSError) as error:
+        raise Refusal("image_processing", f"{kind} {at}: the image processor refused it: {error}") from error
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class MediaReader:
@@ -100,7 +117,7 @@ class MediaReader:
         """
         cut_video = partial(self._video, read=load_video, read_file=load_video_file)
         cut = self._cut_image if kind == "image" else cut_video
-        return self._read(ref, kind, at, partial((batch or BatchMedia()).cut_once, kind=kind, cut=cut))
+        return read_named(partial((batch or BatchMedia()).cut_once, kind=kind, cut=cut), ref, kind, at)
 
     def cut_each(
         self, refs: Sequence[MediaRef], *, kind: Kind, batch: BatchMedia | None = None, max_tokens: int | None = None
@@ -130,7 +147,16 @@ class MediaReader:
             Refusal: its header shows that it cannot be used.
             ConfigError: the image processor resizes by a rule of its own.
         """
-        return self._read(ref, kind, at, self._measurer(kind, self._by_processor))
+        return read_named(self._measurer(kind, self._by_processor), ref, kind, at)
+
+    def measure_each(self, refs: Sequence[MediaRef], *, kind: Kind, estimate: bool = False) -> tuple[Visual, ...]:
+        """Measure, or estimate, the media of one kind of a sample, in their order.
+
+        Raises:
+            Refusal, ConfigError: as `measure`.
+        """
+        read = self.estimate if estimate else self.measure
+        return tuple(read(ref, kind=kind, at=at) for at, ref in enumerate(refs))
 
     def estimate(self, ref: MediaRef, *, kind: Kind, at: int) -> Visual:
         """About the same as `measure`: an image has one token for each square of its own pixels, begun ones included.
@@ -140,7 +166,7 @@ class MediaReader:
         Raises:
             Refusal: its header shows that it cannot be used.
         """
-        return self._read(ref, kind, at, self._measurer(kind, self._by_squares))
+        return read_named(self._measurer(kind, self._by_squares), ref, kind, at)
 
     def decode(self, sample: Encoded, batch: BatchMedia | None = None) -> Encoded:
         """A sample that was only measured, with the patches of all its media.
@@ -156,17 +182,6 @@ class MediaReader:
     def _measurer(self, kind: Kind, rule: Callable[[int, int], Grid]) -> Callable[[MediaRef], Visual]:
         by_header = partial(self._measure_image, rule=rule)
         return by_header if kind == "image" else partial(self._video, read=measure_video, read_file=measure_video_file)
-
-    def _read(self, ref: MediaRef, kind: Kind, at: int, read: Callable[[MediaRef], Visual]) -> Visual:
-        """Read, and name the image or video of the sample in a refusal."""
-        try:
-            return read(ref)
-        except ImageError as error:
-            raise Refusal(error.reason, f"{kind} {at}: {error.detail}") from error
-        except VlmpackError:  # the processor's fault, not this image's
-            raise
-        except (ValueError, TypeError, ArithmeticError, OSError) as error:
-            raise Refusal("image_processing", f"{kind} {at}: the image processor refused it: {error}") from error
 
     def _filled(self, visuals: tuple[Visual, ...], kind: Kind, batch: BatchMedia | None) -> tuple[Visual, ...]:
         return tuple(self._fill(visual, kind, at, batch) for at, visual in enumerate(visuals))
@@ -266,7 +281,7 @@ class MediaReader:
     def _try_rule(self, shape: Size, rule: Callable[[int, int], Grid], **options: Any) -> None:
         """Raise a ConfigError unless the processor cuts a black image of this height and width by `rule`."""
         height, width = shape
-        grid = self._patches(Image.new("RGB", (width, height)), **options).grid
+        grid = self._patches(Image.new("RGB", (width, height)), **options).patch_grid
         if grid != (expected := rule(height, width)):
             raise ConfigError(
                 f"the image processor ({type(self.image_processor).__name__}) cuts {height} x {width} pixels into "
@@ -283,4 +298,4 @@ def _shape(visual: Visual) -> str:
     """All that decides where a medium's tokens lie, in words."""
     times = "" if visual.seconds is None else f", {visual.seconds:g} s each"
     stamps = f", at {', '.join(f'{stamp:g}' for stamp in visual.timestamps)} s" if visual.timestamps else ""
-    return f"{_shown(visual.grid)} patches (frames x rows x columns{times}{stamps})"
+    return f"{_shown(visual.patch_grid)} patches (frames x rows x columns{times}{stamps})"

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 from vlmpack.collate.columns import Kind
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families import family_of_processor, run_per_frame, timed_run
 
 CHANNELS = 3
+
+QWEN = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
+"""Classes of processors whose parts are called one by one; any other is called as a whole."""
+
+_VISION = ("<|vision_start|>", "<|vision_end|>")
+BORDERS: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(QWEN, _VISION),
+    **dict.fromkeys(("Glm4vProcessor", "Glm46VProcessor"), ("<|begin_of_image|>", "<|end_of_image|>")),
+    "PaddleOCRVLProcessor": ("<|IMAGE_START|>", "<|IMAGE_END|>"),
+}
+"""Tokens that templates write around images, by the class of the processor; those that it writes itself are known."""
+IMAGES_TOGETHER = ("LlavaOnevisionProcessor",)
+"""Classes of processors that cut an image otherwise when others stand in the same sample."""
 
 NO_ID = -1
 """In place of an id: there is no such token."""
@@ -63,6 +77,14 @@ class ProcessorMetadata:
     """True if a video is written frame by frame with timestamps (from Qwen3-VL on), or as one run of placeholders."""
     seconds_per_grid: bool = False
     """True if the model takes the seconds from one video grid to the next (Qwen2.5-VL)."""
+    by_processor: bool = False
+    """True if samples are encoded by the processor itself and its template, False by the rules of Qwen's."""
+    images_together: bool = False
+    """True if the processor cuts an image otherwise when others stand in the same sample."""
+    border_ids: tuple[int, ...] = ()
+    """Ids of the tokens beside `image_token_id` that are written around images and never learnt."""
+    special_tokens: tuple[str, ...] = ()
+    """The tokenizer's special tokens, where the template may write any of them."""
 
     @property
     def has_vision(self) -> bool:
@@ -79,20 +101,29 @@ class ProcessorMetadata:
         return CHANNELS * self.temporal_patch_size * self.patch_size**2
 
     @property
-    def media_ids(self) -> tuple[int, int, int, int]:
+    def media_ids(self) -> tuple[int, ...]:
         """The ids that are never learnt."""
-        return self.image_token_id, self.video_token_id, self.vision_start_id, self.vision_end_id
+        ids = self.image_token_id, self.video_token_id, self.vision_start_id, self.vision_end_id
+        return *ids, *self.border_ids
 
     @property
     def reserved(self) -> tuple[str, ...]:
         """Tokens that the processor and the chat template write; in a person's text they would be taken for theirs."""
+        if self.by_processor:
+            return self.special_tokens
         return *self.reserved_media, "<|im_start|>", "<|im_end|>"
 
     @property
     def reserved_media(self) -> tuple[str, ...]:
         """Reserved tokens of images and videos."""
+        if self.by_processor:
+            return self.special_tokens
         tokens = self.image_token, self.video_token, self.vision_start, self.vision_end
         return tokens if self.has_vision else ()
+
+
+TEMPLATE_FIELDS = ("by_processor", "images_together", "border_ids", "special_tokens")
+"""Fields of `ProcessorMetadata` beside the rules of Qwen's processors."""
 
 
 @final
@@ -117,25 +148,39 @@ def parts_of(processor: Any) -> ProcessorParts:
     return ProcessorParts(
         tokenizer=processor.tokenizer,
         image_processor=processor.image_processor,
-        video_processor=processor.video_processor,
+        video_processor=processor.video_processor if "video_processor" in processor.get_attributes() else None,
     )
 
 
 def read_processor(processor: Any, *, vocab_size: int | None = None) -> ProcessorMetadata:
-    """Read the metadata of a `Qwen2VLProcessor`, a `Qwen2_5_VLProcessor`, or the later families' `Qwen3VLProcessor`.
+    """Read the metadata of the processor of any family, or of a text model's tokenizer.
 
     Args:
-        processor: the processor, as `AutoProcessor` or `vlmpack.data.tiny_processor` make it; of a text model (Qwen3,
-            Qwen3-Next) its tokenizer.
+        processor: the processor, as `AutoProcessor` or `vlmpack.testing.tiny_processor` make it; of a text model its
+            tokenizer.
         vocab_size: ids are below this; None: the tokenizer's number of entries.
 
     Raises:
-        FamilyError: a processor of another class.
+        FamilyError: a processor of no supported family.
         ConfigError: the tokenizer lacks a token that every Qwen-VL has, or a token to end a text with.
     """
     from transformers import PreTrainedTokenizerBase
 
-    vision = {} if isinstance(processor, PreTrainedTokenizerBase) else _vision_metadata(processor)
+    if isinstance(processor, PreTrainedTokenizerBase):
+        settings = {} if _is_chatml(processor) else _template_settings(processor, ())
+    elif type(processor).__name__ in QWEN:
+        settings = _qwen_settings(processor)
+    else:
+        settings = processor_settings(processor)
+    return metadata_of(processor, settings, vocab_size=vocab_size)
+
+
+def metadata_of(processor: Any, settings: Mapping[str, Any], *, vocab_size: int | None = None) -> ProcessorMetadata:
+    """Read the tokenizer's part of the metadata; `settings` are those of images and of the path of encoding.
+
+    Raises:
+        ConfigError: the tokenizer has no token to end a text with.
+    """
     tokenizer = parts_of(processor).tokenizer
     if tokenizer.eos_token is None:
         raise ConfigError("the tokenizer has no eos_token, with which a text ends; set tokenizer.eos_token")
@@ -148,11 +193,11 @@ def read_processor(processor: Any, *, vocab_size: int | None = None) -> Processo
         eos_token=tokenizer.eos_token,
         pad_token_id=tokenizer.pad_token_id or 0,
         vocab_size=len(tokenizer) if vocab_size is None else vocab_size,
-        **vision,
+        **settings,
     )
 
 
-def _vision_metadata(processor: Any) -> dict[str, Any]:
+def _qwen_settings(processor: Any) -> dict[str, Any]:
     videos, parts = family_of_processor(processor).videos, parts_of(processor)
     tokens = {
         "image_token": processor.image_token,
@@ -177,3 +222,49 @@ def _id(vocab: dict[str, int], token: str) -> int:
     if token not in vocab:
         raise ConfigError(f"the processor's tokenizer has no token {token!r}; use the tokenizer of a Qwen-VL model")
     return vocab[token]
+
+
+# ---------------------------------------------------------------------- encoding by the processor itself
+
+
+def processor_settings(processor: Any) -> dict[str, Any]:
+    """Read what encoding by a `ProcessorMixin` itself needs, of any family with images.
+
+    Raises:
+        FamilyError: a processor of no supported family, or that does not write images as text.
+    """
+    family, tokenizer = family_of_processor(processor), parts_of(processor).tokenizer
+    try:
+        image_token, image_ids = processor.image_token, list(processor.image_token_ids)
+    except AttributeError as error:
+        raise FamilyError(
+            f"the installed transformers has a {type(processor).__name__} without {error.name}, so that it cannot be "
+            "asked how it writes an image; use transformers 5.23 or later"
+        ) from error
+    vocab = tokenizer.get_vocab()
+    start, end = BORDERS.get(type(processor).__name__, ("", ""))
+    placeholder = tokenizer.convert_ids_to_tokens(image_ids[0])
+    return {
+        **_template_settings(tokenizer, (image_token, placeholder)),
+        "image_token": image_token,
+        "image_token_id": image_ids[0],
+        "images_together": type(processor).__name__ in IMAGES_TOGETHER,
+        "border_ids": tuple(image_ids[1:]),
+        "vision_start": start,
+        "vision_end": end,
+        "vision_start_id": vocab.get(start, NO_ID),
+        "vision_end_id": vocab.get(end, NO_ID),
+        "merge_size": parts_of(processor).image_processor.merge_size if family.has_grids else 1,
+    }
+
+
+def _template_settings(tokenizer: Any, more: Sequence[str]) -> dict[str, Any]:
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    special = dict.fromkeys((*tokenizer.all_special_tokens, *added, *more))
+    return {"by_processor": True, "special_tokens": tuple(special)}
+
+
+def _is_chatml(tokenizer: Any) -> bool:
+    """Return whether turns can be found by `<|im_start|>` and `<|im_end|>`, which the template writes."""
+    has_tokens = {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys()
+    return has_tokens and (tokenizer.chat_template is None or "<|im_start|>" in str(tokenizer.chat_template))

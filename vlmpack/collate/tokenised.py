@@ -57,6 +57,8 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
         )
     types = token_types(ids, metadata)
     _check_types(feature, types, keep)
+    if metadata.by_processor:
+        _check_text_alone(feature, train_on)
     return Encoded(
         input_ids=ids,
         labels=_labels(feature, ids, keep, metadata, train_on),
@@ -64,6 +66,24 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
         images=_visuals(feature, "pixel_values", "image_grid_thw"),
         videos=_visuals(feature, "pixel_values_videos", "video_grid_thw"),
     )
+
+
+def _check_text_alone(feature: Mapping[str, Any], train_on: TrainOn) -> None:
+    """Refuse what cannot be told from token ids of other templates and processors than Qwen's."""
+    if feature.get("pixel_values") is not None:
+        raise Refusal(
+            "bad_row",
+            "it has input_ids and pixel_values, whose images cannot be told apart in this family; give messages and "
+            "images, so that both are made here",
+            of_all=True,
+        )
+    if train_on == "assistant" and all(feature.get(name) is None for name in LABEL_COLUMNS):
+        raise Refusal(
+            "turn_mismatch",
+            f"its turns cannot be found in token ids, as its template is not ChatML; give {', '.join(LABEL_COLUMNS)}, "
+            "or messages, or choose train_on='all'",
+            of_all=True,
+        )
 
 
 def _check_read(feature: Mapping[str, Any]) -> None:

@@ -90,7 +90,7 @@ def file_rules_of(
         check_kind("sampling", sampling, FrameSampling, "FrameSampling(fps=1.0)")
     if limits is not None:
         check_kind("video_limits", limits, VideoLimits, "VideoLimits(max_frames=10_000)")
-    video_processor = parts_of(processor).video_processor
+    video_processor = None if metadata.by_processor else parts_of(processor).video_processor
     rules = DEFAULT_RULES if video_processor is None else _rules(video_processor.to_dict())
     return replace(
         rules,

@@ -6,9 +6,18 @@ from vlmpack.data.archive import parse_lines
 from vlmpack.data.branches import BRANCH_COLUMN, PAIRS_COLUMN, Branches, branch_turns
 from vlmpack.data.cord import CordDataset, json2token, load_cord, to_conversation, token2json
 from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_encoded, read_size
+from vlmpack.data.json_files import JSON_FILES
+from vlmpack.data.mixed import MixedDataset, mix_datasets
 from vlmpack.data.open import OpenDataset, open_dataset
-from vlmpack.data.processor import is_saved_alone, load_processor, save_processor, without_video
-from vlmpack.data.readers import JSON_FILES, StoredRows
+from vlmpack.data.processor import (
+    is_saved_alone,
+    load_processor,
+    save_processor,
+    settings_of,
+    without_parts,
+    without_video,
+)
+from vlmpack.data.readers import StoredRows
 from vlmpack.data.videos import (
     DEFAULT_VIDEO_LIMITS,
     VideoHeader,
@@ -28,6 +37,7 @@ __all__ = [
     "CordDataset",
     "ImageError",
     "ImageLimits",
+    "MixedDataset",
     "OpenDataset",
     "StoredRows",
     "VideoHeader",
@@ -39,6 +49,7 @@ __all__ = [
     "load_cord",
     "load_image",
     "load_processor",
+    "mix_datasets",
     "open_dataset",
     "open_video",
     "parse_lines",
@@ -46,7 +57,9 @@ __all__ = [
     "read_size",
     "read_video_header",
     "save_processor",
+    "settings_of",
     "to_conversation",
     "token2json",
+    "without_parts",
     "without_video",
 ]

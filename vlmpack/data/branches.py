@@ -15,6 +15,7 @@ from typing import Any, Literal, final
 
 import numpy as np
 
+from vlmpack.data.foreign import ForeignRows
 from vlmpack.data.readers import Rows, StoredRows
 from vlmpack.errors import ConfigError, SampleError
 
@@ -77,7 +78,12 @@ class BranchedRows:
             ConfigError: no record has a conversation.
         """
         each = (_count_in(rows, at) for at in range(len(rows)))
-        counts = _stored_counts(rows) if isinstance(rows, StoredRows) else list(each)
+        if isinstance(rows, StoredRows):
+            counts = _stored_counts(rows)
+        elif isinstance(rows, ForeignRows) and isinstance(rows.rows, StoredRows):
+            counts = [_num_answers(row) for row in rows.batches()]
+        else:
+            counts = list(each)
         if not any(counts):
             raise ConfigError(
                 f"branches='turns' makes a sample of each question of a conversation, and {name} holds none of "

@@ -1,8 +1,9 @@
 """Any data set for fine-tuning, as samples for `VLMCollator`: nothing is decoded, and nothing but the index is kept.
 
     CORD from anywhere    hub id, folder, parquet: `sources`                      ───▶ to_conversation ──┐
-    file of JSON, JSONL   messages, conversations, prompt + completion, input_ids ─┐                     ├──▶ samples
-    the same, stored      parquet, `save_to_disk` folder, hub id: `sources`       ─┴──▶ as it stands ────┘
+    file of JSON, JSONL   messages, conversations, prompt + completion, input_ids ─┐                     │
+    the same, stored      parquet, tar shards, `save_to_disk` folder, hub id      ─┼──▶ as it stands ────┼──▶ samples
+    of other libraries    Alpaca, query + response, any names by `columns=`       ─┴──▶ as messages ─────┘
 
 Paths of images and videos that are not absolute are meant from the folder of the file that names them, or from
 `image_root`.
@@ -24,21 +25,22 @@ from torch.utils.data import Dataset
 
 from vlmpack.data.archive import ImageFolder
 from vlmpack.data.branches import PAIRS_COLUMN, BranchedRows, Branches
+from vlmpack.data.column_names import Columns, read_columns
 from vlmpack.data.cord import to_conversation
+from vlmpack.data.foreign import ColumnMap, with_columns
+from vlmpack.data.json_files import JSON_FILES, JsonRows, json_rows
 from vlmpack.data.readers import (
     COLUMNS,
-    JSON_FILES,
     FirstRows,
-    JsonRows,
     Rows,
     Source,
     StoredRows,
     check_source,
     complete_row,
     find_stored,
-    json_rows,
     readable,
 )
+from vlmpack.data.shards import COMPRESSED
 from vlmpack.errors import ConfigError, SampleError, check_choice
 
 CONVERSATIONS = ("messages", "conversations", "conversation", "prompt", "completion")
@@ -89,6 +91,7 @@ def open_dataset(
     num: int | None = None,
     image_root: str | Path | None = None,
     branches: Branches = "conversation",
+    columns: Columns | None = None,
 ) -> OpenDataset:
     """Open samples as a map-style data set: `len()`, and `[i]` -> a mapping that `VLMCollator` takes.
 
@@ -102,20 +105,25 @@ def open_dataset(
         branches: "conversation" makes a record one sample; "turns" makes each of its questions, with its answer and the
             record's images, a sample of its own (`branch_turns`), and `num` counts those. All conversations are read
             once to count them.
+        columns: columns of the data set -> the names that are read, such as `{"question": "query", "answer":
+            "response"}`; as JSON, as ms-swift's `--columns` has it; or the path of a LLaMA-Factory `dataset_info.json`
+            that describes the source. None: the columns have known names.
 
     Raises:
         ConfigError: the source, split or number do not fit what is there; it cannot be read, or holds no samples;
-            `image_root` is no folder, or the source names no paths; there are no questions to tell apart; or an extra
-            is missing.
+            `image_root` is no folder, or the source names no paths; there are no questions to tell apart; a column of
+            `columns` is not there, or read as a name that nothing reads; or an extra is missing.
     """
     check_source(source)
     check_choice("branches", branches, get_args(Branches))
-    root = None if image_root is None else _root(image_root)
+    foreign = None if columns is None else read_columns(columns, source)
+    root = (foreign.folder if foreign else None) if image_root is None else _root(image_root)
     with readable(source):
-        dataset = _find(source, split, root)
+        dataset = _find(source, split, root, foreign)
         are_receipts = _are_receipts(dataset.rows, dataset.name)
-    if root is not None and isinstance(dataset.rows, ImageFolder):
-        raise ConfigError(f"image_root is where paths in samples start, and {dataset.name} has no paths; leave it out")
+    if isinstance(dataset.rows, ImageFolder) and (image_root is not None or foreign is not None):
+        setting = "columns=" if image_root is None else "image_root"
+        raise ConfigError(f"{setting} is of samples with paths and columns, and {dataset.name} has none; leave it out")
     rows = BranchedRows.of(dataset.rows, dataset.name) if branches == "turns" else dataset.rows
     return replace(dataset, rows=rows, folder=root or dataset.folder, num=num, are_receipts=are_receipts)
 
@@ -188,8 +196,10 @@ class OpenDataset(FirstRows, Dataset[dict[str, Any]]):
 class JoinedRows:
     """Rows of several files of JSON, one file after the other; paths start at each file's own folder, or at one."""
 
-    files: tuple[JsonRows, ...]
+    files: tuple[Rows, ...]
     """In the order given."""
+    paths: tuple[Path, ...]
+    """Of the files."""
     root: Path | None
     """Where paths of all of them start; None: at the folder of each."""
 
@@ -213,32 +223,52 @@ class JoinedRows:
             row = file[index - self._starts[which]]
         except SampleError as error:
             raise SampleError(error.detail, index=index, reason=error.reason) from error
-        return from_folder(row, self.root or file.path.parent)
+        return from_folder(row, self.root or self.paths[which].parent)
 
 
-def _find(source: Source, split: str, root: Path | None) -> OpenDataset:
+def _find(source: Source, split: str, root: Path | None, columns: ColumnMap | None) -> OpenDataset:
     if not isinstance(source, str | os.PathLike):
-        return _find_list(source, split, root)
+        return _find_list(source, split, root, columns)
     path = Path(source).expanduser().absolute()
     if path.suffix in JSON_FILES and path.is_file():
-        return OpenDataset(rows=json_rows(path), name=str(source), folder=path.parent)
-    if path.is_file() and path.suffix not in ("", ".parquet"):
-        raise ConfigError(f"{source} is a {path.suffix} file; give {', '.join(JSON_FILES)} or .parquet, unpacked")
+        return OpenDataset(
+            rows=with_columns(json_rows(path), str(source), columns), name=str(source), folder=path.parent
+        )
+    if path.is_file() and path.suffix not in ("", ".parquet", ".tar") and not path.name.endswith(COMPRESSED):
+        raise ConfigError(f"{source} is a {path.suffix} file; {_conversion(path)}")
     rows, name = find_stored(source, split)
+    rows = rows if isinstance(rows, ImageFolder) else with_columns(rows, name, columns)
     return OpenDataset(rows=rows, name=name, folder=path if path.is_dir() else path.parent if path.is_file() else None)
 
 
-def _find_list(source: Sequence[str | os.PathLike[str]], split: str, root: Path | None) -> OpenDataset:
+def _find_list(
+    source: Sequence[str | os.PathLike[str]], split: str, root: Path | None, columns: ColumnMap | None
+) -> OpenDataset:
     paths = [Path(path).expanduser().absolute() for path in source]
     json_files = [path for path in paths if path.suffix in JSON_FILES]
     if not json_files:
         rows, name = find_stored(source, split)
+        rows = rows if isinstance(rows, ImageFolder) else with_columns(rows, name, columns)
         return OpenDataset(rows=rows, name=name, folder=paths[0].parent)
     if no_json := next((path for path in paths if path.suffix not in JSON_FILES), None):
         raise ConfigError(f"a list holds {json_files[0].name} and {no_json.name}; give files of JSON, or parquet files")
     if absent := [str(path) for path in paths if not path.is_file()]:
         raise ConfigError(f"no such file: {', '.join(absent)}; check the path")
-    return OpenDataset(rows=JoinedRows(files=tuple(map(json_rows, paths)), root=root), name=f"{len(paths)} files")
+    files = tuple(with_columns(json_rows(path), str(path), columns) for path in paths)
+    return OpenDataset(rows=JoinedRows(files=files, paths=tuple(paths), root=root), name=f"{len(paths)} files")
+
+
+def _conversion(path: Path) -> str:
+    """The way to a file that can be read."""
+    if path.suffix in (".csv", ".tsv", ".arrow", ".txt"):
+        kind = {".tsv": "csv", ".txt": "text"}.get(path.suffix, path.suffix[1:])
+        return (
+            f"write it as parquet: datasets.load_dataset({kind!r}, data_files={path.name!r})['train'].to_parquet("
+            f"{path.stem + '.parquet'!r}), and open that, with columns= for its names"
+        )
+    if path.suffix in (".yaml", ".yml"):
+        return "open each data set that it names, and mix them with vlmpack.data.mix_datasets"
+    return f"give {', '.join(JSON_FILES)}, .parquet or .tar, unpacked"
 
 
 def _root(image_root: str | Path) -> Path:
@@ -255,7 +285,8 @@ def _are_receipts(rows: Rows, name: str) -> bool:
     if isinstance(rows, ImageFolder):
         return True
     if isinstance(rows, JoinedRows):
-        kinds = {str(file.path): _are_receipts(file, str(file.path)) for file in rows.files}
+        named = zip(map(str, rows.paths), rows.files, strict=True)
+        kinds = {path: _are_receipts(file, path) for path, file in named}
         if len(set(kinds.values())) > 1:
             receipts = ", ".join(path for path, are_receipts in kinds.items() if are_receipts)
             raise ConfigError(f"of {name}, these hold receipts and the others do not: {receipts}; open them apart")
@@ -278,4 +309,7 @@ def _remedy(rows: Rows) -> str:
     lists = [name for name, value in rows[0].items() if isinstance(value, list)] if isinstance(rows, JsonRows) else []
     if len(rows) == 1 and lists:
         return f"if the samples are the list under its key {lists[0]!r}, write that list alone into a file"
-    return f"rename the column with the conversation, or give receipts as {' and '.join(COLUMNS)}"
+    return (
+        "name its columns with columns={'your column': 'messages'} (or query and response, prompt and completion), or "
+        f"give receipts as {' and '.join(COLUMNS)}"
+    )

@@ -1,9 +1,12 @@
-"""Load and save the processor of a Qwen model, with or without torchvision."""
+"""Load and save the processor of a model, with or without torchvision."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from vlmpack.families import FAMILIES
 
 WITH_PROCESSOR = {name: family for name, family in FAMILIES.items() if family.has_vision}
 """Families whose models have a processor; text models have a tokenizer."""
+QWEN = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
+"""Classes of processors that need nothing but their parts: they have no settings of their own."""
 CONFIG = "config.json"
 IMAGE_PROCESSOR = "preprocessor_config.json"
 ALL_PARTS = "processor_config.json"
@@ -20,25 +25,27 @@ TOKENIZER = "tokenizer_config.json"
 
 
 def load_processor(source: str | os.PathLike[str]) -> Any:
-    """The Qwen processor of a hub model or a local folder, for text and images.
+    """The processor of a hub model or a local folder, for text and images.
 
-    `AutoProcessor` cannot load one without torchvision, because every Qwen processor has a video part. This one has
-    none, and its images go through Pillow, so that its output is the same on every machine.
+    `AutoProcessor` cannot load one that has a video part without torchvision. This one has no such part, and its images
+    go through Pillow, so that its output is the same on every machine.
 
     Args:
         source: a hub id, or a folder with a model's configuration, tokenizer and image processor; or with the files
             that `save_pretrained` of a processor wrote, where they name its class.
 
     Raises:
-        FamilyError: the model is of no supported family with a processor.
+        FamilyError: the model is of no supported family with a processor, or its processor needs torchvision.
         ConfigError: a processor that was saved without its model, and may be of several families.
         OSError: nothing is there; transformers' own error.
     """
     from transformers import AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    of_class = _class_saved_in(Path(source)) if is_saved_alone(source) else _class_for_model(source)
+    of_class: Any = _class_saved_in(Path(source)) if is_saved_alone(source) else _class_for_model(source)
     tokenizer = AutoTokenizer.from_pretrained(source)
+    if of_class.__name__ not in QWEN:
+        return _load_parts(of_class, source, tokenizer)
     return without_video(
         of_class,
         image_processor=Qwen2VLImageProcessorPil.from_pretrained(source),
@@ -47,29 +54,56 @@ def load_processor(source: str | os.PathLike[str]) -> Any:
     )
 
 
+def _load_parts(of_class: Any, source: str | os.PathLike[str], tokenizer: Any) -> Any:
+    """A processor beyond Qwen's: its Pillow image processor and settings, without parts for videos and audio."""
+    from transformers import AutoImageProcessor
+
+    if "Placeholder" in of_class.__name__:  # transformers' own, of classes whose modules cannot be imported
+        raise FamilyError(f"the processor of {source} needs torchvision, even for Pillow's images; install it")
+    settings, _ = of_class.get_processor_dict(source)
+    parts = of_class.get_attributes()
+    names = [*inspect.signature(of_class.__init__).parameters]
+    kept = {name: value for name, value in settings.items() if name in names and name not in (*parts, "chat_template")}
+    return without_parts(
+        of_class,
+        absent=[part for part in parts if part not in ("tokenizer", "image_processor")],
+        image_processor=AutoImageProcessor.from_pretrained(source, backend="pil"),
+        tokenizer=tokenizer,
+        chat_template=settings.get("chat_template") or tokenizer.chat_template,
+        **kept,
+    )
+
+
 def without_video(processor_class: Any, *, image_processor: Any, tokenizer: Any, chat_template: str) -> Any:
-    """Make a processor of a shipped class that has no video processor.
+    """Make a processor of a shipped class that has no video processor."""
+    return without_parts(
+        processor_class,
+        absent=("video_processor",),
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+    )
+
+
+def without_parts(processor_class: Any, *, absent: Sequence[str], **parts: Any) -> Any:
+    """Make a processor of a shipped class that has no parts of these names.
 
     The constructor of transformers checks the type of every part. Without torchvision that check fails for a part that
     is None, and so does saving. Only this object gets another check and another `save_pretrained`; its class stays
     unchanged, so that DataLoader workers can unpickle it.
     """
+    if not absent:
+        return processor_class(**parts)
     processor = processor_class.__new__(processor_class)
     processor.check_argument_for_proper_class = _accept
-    processor_class.__init__(
-        processor,
-        image_processor=image_processor,
-        tokenizer=tokenizer,
-        video_processor=None,
-        chat_template=chat_template,
-    )
+    processor_class.__init__(processor, **dict.fromkeys(absent), **parts)
     del processor.check_argument_for_proper_class
     processor.save_pretrained = partial(_save_pretrained, processor)
     return processor
 
 
 def save_processor(processor: Any, folder: str | os.PathLike[str]) -> None:
-    """Write tokenizer, image processor and chat template; the video part is left out.
+    """Write tokenizer, image processor, chat template and settings; parts for videos and audio are left out.
 
     `load_processor` reads them again.
     """
@@ -78,6 +112,17 @@ def save_processor(processor: Any, folder: str | os.PathLike[str]) -> None:
     processor.tokenizer.save_pretrained(folder)
     if isinstance(processor.chat_template, str):  # None, or several by name: the tokenizer has written what it has
         Path(folder, "chat_template.jinja").write_text(processor.chat_template, encoding="utf-8")
+    if type(processor).__name__ not in QWEN:
+        settings = json.dumps(settings_of(processor), indent=2, sort_keys=True)
+        Path(folder, ALL_PARTS).write_text(settings, encoding="utf-8")
+
+
+def settings_of(processor: Any) -> dict[str, Any]:
+    """Read a processor's settings as `ProcessorMixin.to_dict` gives them, without those of its parts."""
+    plain = copy.copy(processor)
+    plain.__dict__ = {name: value for name, value in vars(processor).items() if name != "save_pretrained"}
+    parts = processor.get_attributes()
+    return {name: value for name, value in plain.to_dict().items() if name not in parts}
 
 
 def _save_pretrained(processor: Any, save_directory: str | Path, push_to_hub: bool = False, **_: Any) -> None:
@@ -114,7 +159,7 @@ def _class_saved_in(folder: Path) -> type:
     name = next((part["processor_class"] for part in settings if "processor_class" in part), None)
     if name is None:
         patch = settings[1].get("patch_size")
-        fitting = [processor for processor, family in families.items() if family.patch_size == patch]
+        fitting = [name for name in QWEN if families[name].patch_size == patch]
         if len(fitting) != 1:
             names = " or ".join(sorted(fitting)) or "any supported processor"
             raise ConfigError(f"{folder} may hold {names}: no file names it; copy the config.json of its model into it")

@@ -5,6 +5,8 @@
                                   (a split by the names of folders and files; what names none is of train)
     folder of the CORD archive    train/image/receipt_00000.png, train/json/...   no extra
     parquet files                 one path or a list                              extra [data]
+    tar shards                    one path, a list, shard-{000..012}.tar, a       no extra
+                                  folder of them, or one that Energon prepared
     hub id                        naver-clova-ix/cord-v2                          extra [data], network
 
 Nothing is decoded here, and the network is used for a hub id alone.
@@ -12,7 +14,6 @@ Nothing is decoded here, and the network is used for a hub id alone.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,169 +21,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import index as as_int
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, final
-
-import numpy as np
+from typing import Any, Protocol, final
 
 from vlmpack.data.archive import ALIASES, ImageFolder, archive_in, in_files
+from vlmpack.data.json_files import JSON_FILES, is_array
+from vlmpack.data.shards import COMPRESSED, ShardRows, check_files, energon_rows, expand, shard_rows
 from vlmpack.errors import ConfigError, SampleError, check_extra
-
-CHUNK = 2**24
-"""Bytes of a JSONL file that are read together."""
-HEAD = 256
-"""Bytes of a file by which its kind is recognised."""
-NEWLINE, BRACE = ord("\n"), ord("{")
-WHITE = " \t\r\n"
-MARK = b"\xef\xbb\xbf"
-"""The byte-order mark that some editors put in front of UTF-8."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class JsonRows:
-    """Rows of one file. Opened anew for each row, so that it can be sent to any number of processes."""
-
-    path: Path
-    """The file."""
-    spans: np.ndarray
-    """int64 [N, 2]: first byte of each row, and the one after its last."""
-
-    def __len__(self) -> int:
-        return len(self.spans)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """One row.
-
-        Raises:
-            SampleError: it is no JSON object, or the file cannot be read any more.
-        """
-        start, stop = self.spans[index].tolist()
-        try:
-            with self.path.open("rb") as file:
-                file.seek(start)
-                text = file.read(stop - start)
-        except OSError as error:
-            message = f"{self.path} cannot be read any more: {error}; put it back, or open the data set again"
-            raise SampleError(message, index=int(index), reason="row_unreadable") from error
-        try:
-            row = json.loads(text)
-        except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-            is_deep = isinstance(error, RecursionError)
-            fault = "is nested too deeply to be read" if is_deep else f"is no JSON ({error})"
-            raise self._unreadable(index, fault, text) from error
-        if not isinstance(row, dict):
-            raise self._unreadable(index, f"is a {type(row).__name__}", text)
-        return row
-
-    def _unreadable(self, index: int, fault: str, text: bytes) -> SampleError:
-        start = text.strip()[:40].decode(errors="replace")
-        return SampleError(
-            f"the text at byte {self.spans[index, 0]} of {self.path} {fault}: {start!r}; a sample is a JSON object, "
-            "with a line of its own or in one array with all others",
-            index=int(index),
-            reason="row_unreadable",
-        )
-
-
-def json_rows(path: Path) -> JsonRows:
-    """Find the rows of a file, and read the first one.
-
-    Raises:
-        ConfigError: the file holds no rows, is not JSON, or its first row is no object.
-    """
-    with path.open("rb") as file:
-        head = _head(file)
-        spans = _array_spans(path) if head.startswith(b"[") else _line_spans(file)
-    rows = JsonRows(path=path, spans=spans)
-    if not len(rows):
-        raise ConfigError(f"{path} holds no samples; expected a JSON object a line, or one array of objects")
-    try:
-        rows[0]
-    except SampleError as error:
-        raise ConfigError(f"{error.detail}{_hint(head)}") from error
-    return rows
-
-
-def is_array(path: Path) -> bool:
-    """Return whether a file of JSON begins as a list of rows does."""
-    with path.open("rb") as file:
-        return _head(file).startswith(b"[")
-
-
-def _head(file: BinaryIO) -> bytes:
-    return file.read(HEAD).removeprefix(MARK).lstrip()
-
-
-def _hint(head: bytes) -> str:
-    """Where a file begins like an object of several lines: it is one sample, or all of them under a key."""
-    key = re.match(rb'\{\s*"([^"]+)"\s*:\s*\[', head)
-    if key is None:
-        return ""
-    name = key.group(1).decode(errors="replace")
-    return f". If all samples are the list under its key {name!r}, write that list alone; if it is one, give it a line"
-
-
-def _line_spans(file: BinaryIO) -> np.ndarray:
-    """Every line that is not blank; whole lines at a time, and only those without a brace are read one by one."""
-    spans, at = [np.zeros((0, 2), np.int64)], 0
-    file.seek(0)
-    while chunk := file.read(CHUNK) + file.readline():
-        ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == NEWLINE) + 1
-        if not len(ends) or ends[-1] < len(chunk):
-            ends = np.append(ends, len(chunk))
-        starts = np.concatenate([[0], ends[:-1]])
-        odd = np.flatnonzero(np.frombuffer(chunk, np.uint8)[starts] != BRACE)
-        blank = [i for i in odd.tolist() if not chunk[starts[i] : ends[i]].strip()]
-        spans.append(np.delete(np.stack([starts, ends], 1) + at, blank, axis=0))
-        at += len(chunk)
-    return np.concatenate(spans)
-
-
-def _array_spans(path: Path) -> np.ndarray:
-    """The items of one JSON array: each is parsed once to find its end, and none is kept."""
-    data = path.read_bytes()
-    try:
-        text = data.decode("utf-8-sig")
-        spans = _item_spans(text)
-    except RecursionError as error:
-        message = f"{path} holds a sample that is nested too deeply to be read; write a sample a line, or leave it out"
-        raise ConfigError(message) from error
-    except ValueError as error:
-        raise ConfigError(f"{path} begins like a JSON array and is none ({error}); write it again") from error
-    edges = spans.reshape(-1)
-    if not text.isascii():
-        pieces = (text[a:b] for a, b in zip([0, *edges[:-1]], edges, strict=True))
-        edges = np.cumsum([len(piece.encode()) for piece in pieces], dtype=np.int64)
-    return edges.reshape(-1, 2) + (len(MARK) if data.startswith(MARK) else 0)
-
-
-def _item_spans(text: str) -> np.ndarray:
-    """int64 [N, 2], in characters."""
-    decoder, spans = json.JSONDecoder(), []
-    at = _after_white(text, text.index("[") + 1)
-    while not text.startswith("]", at):
-        _, stop = decoder.raw_decode(text, at)
-        spans.append((at, stop))
-        at = _after_white(text, stop)
-        if text.startswith(",", at):
-            at = _after_white(text, at + 1)
-        elif not text.startswith("]", at):
-            raise ValueError(f"a comma or the end of the array is missing at character {at}")
-    if (rest := _after_white(text, at + 1)) < len(text):
-        raise ValueError(f"the array has ended, but there is more at character {rest}")
-    return np.asarray(spans, np.int64).reshape(-1, 2)
-
-
-def _after_white(text: str, at: int) -> int:
-    while at < len(text) and text[at] in WHITE:
-        at += 1
-    return at
-
 
 COLUMNS = ("image", "ground_truth")
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-JSON_FILES = (".json", ".jsonl", ".ndjson")
 _SHARD = re.compile(r"(?P<split>\w+(\.\w+)*)-\d{5}-of-\d{5}.*")
 _WORDS = re.compile(r"[-._ 0-9]+")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -308,14 +156,18 @@ def check_source(source: Any) -> None:
     )
 
 
-def find_stored(source: Source, split: str) -> tuple[StoredRows | ImageFolder, str]:
+def find_stored(source: Source, split: str) -> tuple[StoredRows | ImageFolder | ShardRows, str]:
     """The rows of a real source, whatever their columns, and its name for messages."""
     check_source(source)
     if not isinstance(source, str | os.PathLike):
-        return _named_rows([Path(path).expanduser() for path in source], split), f"{len(source)} parquet files"
+        paths = [Path(name).expanduser() for pattern in source for name in expand(os.fspath(pattern))]
+        kind = "tar shards" if paths and _is_shard(paths[0]) else "parquet files"
+        return _named_rows(paths, split), f"{len(paths)} {kind}"
     path = Path(source).expanduser()
     if path.is_dir():
         return _folder_rows(path, split), str(source)
+    if _is_shard(path):
+        return _named_rows([Path(name) for name in expand(str(path))], split), str(source)
     if path.is_file() or path.suffix == ".parquet":
         return _named_rows([path], split), str(source)
     if isinstance(source, str) and _HUB_ID.fullmatch(source) and path.suffix not in JSON_FILES:
@@ -340,8 +192,8 @@ def complete_row(row: Mapping[str, Any], name: str, *, index: int) -> Mapping[st
     return row
 
 
-def _folder_rows(folder: Path, split: str) -> StoredRows | ImageFolder:
-    for read in (_saved_in, _parquet_in, archive_in):
+def _folder_rows(folder: Path, split: str) -> StoredRows | ImageFolder | ShardRows:
+    for read in (energon_rows, _saved_in, _parquet_in, _shards_in, archive_in):
         rows = read(folder, split)
         if rows is not None:
             return rows
@@ -353,7 +205,7 @@ def _folder_rows(folder: Path, split: str) -> StoredRows | ImageFolder:
     content = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise ConfigError(
         f"{folder} holds no CORD data or table for split {split!r} (it holds: {content}); expected a dataset saved by "
-        f"datasets, {split}-*.parquet files, or {in_files(split)}/image with {in_files(split)}/json"
+        f"datasets, {split}-*.parquet files, tar shards, or {in_files(split)}/image with {in_files(split)}/json"
     )
 
 
@@ -361,8 +213,27 @@ _SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")
 """Files of which `save_to_disk` writes one or more."""
 
 
+def _is_shard(path: Path) -> bool:
+    return path.name.endswith((".tar", *COMPRESSED))
+
+
 def _parquet_in(folder: Path, split: str) -> StoredRows | None:
-    files = [path for path in sorted(folder.rglob("*.parquet")) if not _is_hidden(path.relative_to(folder))]
+    files = _files_of(folder, split, ".parquet")
+    return None if files is None else _parquet_rows(files)
+
+
+def _shards_in(folder: Path, split: str) -> ShardRows | None:
+    files = _files_of(folder, split, ".tar")
+    return None if files is None else shard_rows(files)
+
+
+def _files_of(folder: Path, split: str, end: str) -> list[Path] | None:
+    """The files of a split, by their names; None: the folder holds none of this kind.
+
+    Raises:
+        ConfigError: there are none of this split, or it is not known which are.
+    """
+    files = [path for path in sorted(folder.rglob(f"*{end}")) if not _is_hidden(path.relative_to(folder))]
     if not files:
         return None
     wanted, splits = ALIASES.get(split, split), {path: _split_of(path.relative_to(folder)) for path in files}
@@ -376,15 +247,15 @@ def _parquet_in(folder: Path, split: str) -> StoredRows | None:
     if not (chosen or unnamed):
         names = ", ".join(sorted({repr(name or "train") for name in splits.values()}))
         raise ConfigError(
-            f"no parquet file of split {split!r} under {folder}; its files are of {names}: {_some(files, folder)}; "
+            f"no {end[1:]} file of split {split!r} under {folder}; its files are of {names}: {_some(files, folder)}; "
             "pass one of these as split, or give the files themselves"
         )
     if json_files := _json_in_folders_of(chosen or unnamed):
         raise ConfigError(
-            f"{folder} holds parquet files and {_some(json_files, folder)}: which of them are samples is not known; "
-            "give a list of the parquet files, or of the files of JSON"
+            f"{folder} holds {end[1:]} files and {_some(json_files, folder)}: which of them are samples is not known; "
+            f"give a list of the {end[1:]} files, or of the files of JSON"
         )
-    return _parquet_rows(chosen or unnamed)
+    return chosen or unnamed
 
 
 def _is_hidden(path: Path) -> bool:
@@ -425,8 +296,13 @@ def _split_of(path: Path) -> str | None:
     return None
 
 
-def _named_rows(paths: list[Path], split: str) -> StoredRows:
-    """Parquet files that were named one by one: their names decide nothing, and may contradict another split."""
+def _named_rows(paths: list[Path], split: str) -> StoredRows | ShardRows:
+    """Files that were named one by one: their names decide nothing, and may contradict another split."""
+    are_shards = [_is_shard(path) for path in paths]
+    if any(are_shards):
+        if not all(are_shards):
+            raise ConfigError("a list holds tar shards and other files; give files of one kind, and mix the data sets")
+        check_files(paths)
     absent = [str(path) for path in paths if not path.is_file()]
     if absent or not paths:
         raise ConfigError(f"no such parquet file: {', '.join(absent) or 'the list is empty'}; check the path")
@@ -437,7 +313,7 @@ def _named_rows(paths: list[Path], split: str) -> StoredRows:
             f"a file named after split {name!r} was given for split {split!r}; files that are named are read whatever "
             "they are called, so leave split= out"
         )
-    return _parquet_rows(paths)
+    return shard_rows(paths) if any(are_shards) else _parquet_rows(paths)
 
 
 def _parquet_rows(paths: list[Path]) -> StoredRows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from math import prod
 from typing import Any, final
 
 import torch
@@ -12,7 +13,9 @@ from torch import nn
 
 from vlmpack.errors import LayoutError
 from vlmpack.families.media import ExpectedRuns, MediaItems, check_runs, media_items, row_positions
-from vlmpack.layout import IMAGE, VIDEO, Grid, HostMetadata, Segments, outside_graph
+from vlmpack.families.spans import ImageSpans
+from vlmpack.families.tiles import QWEN_MEDIA, Join, TileBoundaries, TileTokens, check_tiles, counted_tokens
+from vlmpack.layout import IMAGE, VIDEO, Grid, HostMetadata, Media, Segments, outside_graph
 
 VideoPlacement = Callable[[MediaItems, Sequence[float], Any], MediaItems]
 """Runs of tokens of whole videos, seconds from one grid of each to the next, and the vision configuration, to the runs
@@ -35,6 +38,28 @@ def single_run(videos: MediaItems, seconds: Sequence[float], vision: Any) -> Med
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class MRope:
+    """Multimodal rotary positions, three a token: time, height and width, by the grids of images and videos."""
+
+    axes: int = 3
+    """Rotary positions of a token."""
+    start: int = 0
+    """Position of the first token."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class OneAxis:
+    """One rotary position a token: its place in the sample."""
+
+    axes: int = 1
+    """Rotary positions of a token."""
+    start: int = 0
+    """Position of the first token."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """One model family, as data.
 
@@ -45,17 +70,34 @@ class Family:
     """`config.model_type` of the family."""
     model_class: str
     """Name of the transformers class that is trained."""
+    oldest_transformers: tuple[int, int] = (5, 17)
+    """Oldest version of transformers whose code of the family it was tested with."""
     mechanisms: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
     """The mechanisms of its decoder layers beside plain attention: of each of `vlmpack.model`, by its name, the names
     of its parts."""
+    positions_rule: MRope | OneAxis = MRope()
+    """The rotary positions of its text part."""
     videos: VideoPlacement = single_run
     """The way in which its processor writes videos as tokens."""
+    tile_tokens: TileTokens | None = None
+    """Of a family whose images are rows of a batch, or tiles: the placeholder tokens of each; None: images are patches
+    with a grid each."""
+    tile_boundaries: TileBoundaries | None = None
+    """Of such a family whose tower attends within boundaries: those of each of its blocks; None: it has none."""
+    token_types: str | None = "mm_token_type_ids"
+    """Keyword by which the backbone takes the kind of each token; None: it takes none."""
     processor: str | None = "Qwen3VLProcessor"
     """Name of the transformers class of its processors; None: a text model, which has a tokenizer."""
     patch_size: int = 16
     """Pixels along the side of a patch."""
+    flat_patches: bool = True
+    """True if the values of a patch are one axis of `pixel_values`; False: channels, rows and columns are three."""
     vision_windows: bool = False
     """True if some blocks of the vision tower attend within windows of a frame (`window_size`)."""
+    media_over_ranks: bool = True
+    """True if ranks can compute its images together (`Parallel`), which takes grids."""
+    text_type: str | None = None
+    """`model_type` whose code has its decoder layers; None: its own."""
     backbone_path: str = "model"
     """The model without its head."""
     text_path: str = "model.language_model"
@@ -66,18 +108,31 @@ class Family:
     """The linear layer from hidden states to logits, or to what `logits` makes them of."""
     logits: LogitsRule = plain_logits
     """What the model does to the output of the head."""
-    media: tuple[str, ...] = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-    """Tensors by which the backbone takes images and videos."""
+    sees: ImageSpans | None = None
+    """The tokens that see later ones of their sample; None: none do, attention is causal."""
+    media: Mapping[str, Join] = field(default_factory=lambda: QWEN_MEDIA, hash=False)
+    """Tensors by which the backbone takes images and videos, and how those of samples are joined."""
 
     @property
     def modelling(self) -> str:
         """Module of transformers that holds its layers and the functions that they call."""
-        return f"transformers.models.{self.model_type}.modeling_{self.model_type}"
+        name = self.text_type or self.model_type
+        return f"transformers.models.{name}.modeling_{name}"
 
     @property
     def has_vision(self) -> bool:
         """Return whether it takes images and videos."""
         return self.vision_path is not None
+
+    @property
+    def has_grids(self) -> bool:
+        """Return whether its images are patches with a grid each."""
+        return self.has_vision and self.tile_tokens is None
+
+    @property
+    def has_videos(self) -> bool:
+        """Return whether it takes videos apart from images."""
+        return "pixel_values_videos" in self.media
 
     def has(self, mechanism: str) -> bool:
         """Return whether its layers have this mechanism."""
@@ -130,7 +185,8 @@ class Family:
 
         With the text row beside the others, transformers would look for packed samples by itself, with a sync.
         """
-        return positions[-3:] if self.has_vision else positions[0]
+        rule = self.positions_rule
+        return positions[-3:] if rule.axes == 3 else positions[0] + rule.start if rule.start else positions[0]
 
     def _images(self, grids: Sequence[Grid], config: Any) -> MediaItems:
         """The runs of image tokens that these images stand for."""
@@ -140,14 +196,21 @@ class Family:
     def _videos(self, grids: Sequence[Grid], seconds: Sequence[float], config: Any) -> MediaItems:
         """The runs of video tokens that these videos stand for, and how far apart their frames lie."""
         self._check_takes(grids)
+        if grids and not self.has_videos:
+            raise LayoutError(f"{self.model_type} takes no videos, but the batch has {len(grids)}; leave them out")
         videos = media_items(grids, self.merge(config), "video")
         if not len(grids) and not len(seconds):
             return videos
-        return self.videos(videos, seconds, self.vision_config(config)) if self.has_vision else videos
+        return self.videos(videos, seconds, self.vision_config(config)) if self.has_grids else videos
 
     def _check_takes(self, grids: Sequence[Grid]) -> None:
         if grids and not self.has_vision:
             raise LayoutError(f"{self.model_type} is a text model, but the batch has {len(grids)} images or videos")
+        if grids and not self.has_grids:
+            raise LayoutError(
+                f"images of {self.model_type} have no grids, but the batch has {len(grids)}; use the processor that "
+                "belongs to the model"
+            )
 
     # ------------------------------------------------------------------ tokens
 
@@ -165,13 +228,23 @@ class Family:
         self._check_takes(grids)
         return sum(self.tokens_per_image(grid, self.merge(config)) for grid in grids)
 
+    def image_tokens(self, media: Media, metadata: HostMetadata, config: Any) -> tuple[int, ...]:
+        """Placeholder tokens of each image or tile of a row, in order; () of a family whose images have grids.
+
+        Raises:
+            LayoutError: the metadata counts other tokens than the tensors make.
+        """
+        if self.tile_tokens is None:
+            return ()
+        return counted_tokens(media, metadata.image_tokens, self.tile_tokens, config)
+
     def check_runs(self, types: torch.Tensor, segments: Segments, metadata: HostMetadata, *, config: Any) -> None:
         """Compare each run of placeholders of a row with its grid, in the order of the grids. No host–device sync.
 
         Args:
             types: [1, T], what `media_types` returns.
             segments: the row's samples.
-            metadata: grids, and how many images and videos each sample has, if that was counted.
+            metadata: grids or tokens of images, and how many images and videos each sample has, if that was counted.
             config: the model's configuration.
 
         Raises:
@@ -179,6 +252,9 @@ class Family:
         """
         images, videos = self._images(metadata.image_grids, config), self._videos(metadata.video_grids, (), config)
         if not self.has_vision:
+            return
+        if not self.has_grids:
+            check_tiles(types, segments, metadata)
             return
         expected = (
             ExpectedRuns(kind=IMAGE, name="image", items=images, per_sample=metadata.images_per_sample),
@@ -195,9 +271,17 @@ class Family:
         `mm_token_type_ids`."""
         if not self.has_vision:
             return torch.zeros_like(input_ids)
-        return (input_ids == config.image_token_id).long() + 2 * (input_ids == config.video_token_id).long()
+        types = (input_ids == config.image_token_id).long()
+        return types + 2 * (input_ids == config.video_token_id).long() if self.has_videos else types
 
     # ------------------------------------------------------------------ the vision tower
+
+    def tower_segments(self, media: Media, config: Any) -> Sequence[Segments]:
+        """Every set of boundaries that blocks of the tower attend within, of images without grids; on a device their
+        sizes are read, one host–device sync."""
+        if self.tile_boundaries is None or media.pixel_values is None:
+            return ()
+        return self.tile_boundaries(media.to_hf(), config)
 
     def vision_segments(self, grids: Sequence[Grid], config: Any) -> tuple[Segments, ...]:
         """Every set of boundaries that blocks of the vision tower attend within, for one call with these grids."""
@@ -209,8 +293,21 @@ class Family:
 
     def patch_channels(self, config: Any) -> int:
         """Numbers that make up one patch, C of `pixel_values` [P, C]."""
+        return prod(self.patch_shape(config))
+
+    def patch_shape(self, config: Any) -> tuple[int, ...]:
+        """Shape of one patch in `pixel_values` [P, ...] of images with grids."""
         vision = self.vision_config(config)
-        return vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        if not self.flat_patches:
+            return vision.num_channels, vision.patch_size, vision.patch_size
+        return (vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,)
+
+    def tile_patches(self, media: Media, config: Any) -> int:
+        """Patches of all pixels of a family whose images have no grids: padding of tiles to a common size included."""
+        vision = self.vision_config(config)
+        sides = vision.patch_size if isinstance(vision.patch_size, list | tuple) else (vision.patch_size,) * 2
+        channels = getattr(vision, "num_channels", 3)
+        return 0 if media.pixel_values is None else media.pixel_values.numel() // (channels * prod(sides))
 
     # ------------------------------------------------------------------ parts of the model
 
@@ -223,8 +320,10 @@ class Family:
         return model.get_submodule(self.text_path)
 
     def vision_tower(self, model: nn.Module) -> nn.Module | None:
-        """The vision part: patches in, image features out; None: there is none."""
-        return None if self.vision_path is None else model.get_submodule(self.vision_path)
+        """The vision part, if it attends within boundaries: patches in, image features out; None: there is none."""
+        if self.vision_path is None or not (self.has_grids or self.tile_boundaries):
+            return None
+        return model.get_submodule(self.vision_path)
 
     def head(self, model: nn.Module) -> nn.Module:
         """The linear layer behind the hidden states."""
@@ -246,8 +345,8 @@ class Family:
         return config.vision_config
 
     def merge(self, config: Any) -> int:
-        """Patches merged into one token along each side; 1 of a text model, which has none."""
-        return self.vision_config(config).spatial_merge_size if self.has_vision else 1
+        """Patches merged into one token along each side; 1 of a model whose images have no grids."""
+        return self.vision_config(config).spatial_merge_size if self.has_grids else 1
 
 
 # ---------------------------------------------------------------------- which patches attend to which

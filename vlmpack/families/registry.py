@@ -4,27 +4,60 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 from torch import nn
 
 from vlmpack.errors import FamilyError
 from vlmpack.families.family import Family
+from vlmpack.families.gemma import GEMMA
+from vlmpack.families.grids import GRIDS
 from vlmpack.families.qwen import QWEN
 from vlmpack.families.text import TEXT
+from vlmpack.families.tiled import TILED
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*QWEN, *TEXT)}
-"""The supported families by `config.model_type`."""
+_ALL = (*QWEN, *GRIDS, *TILED, *GEMMA, *TEXT)
+_INSTALLED = tuple(int(part) for part in version("transformers").split(".")[:2])
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL if family.oldest_transformers <= _INSTALLED}
+"""The families that are supported with the installed transformers, by `config.model_type`."""
 
 _ROUTER = "its MoE router statistics count padding as tokens, so the load-balancing loss of a packed row is wrong"
 _OMNI = "its positions interleave audio with video, and its audio tower has boundaries of its own; neither is computed"
+
+_CROSS = "its cross-attention layers take one mask over all images of a call, so samples would see each other's images"
+_ENCODER = "its encoder attends in both directions over a whole call, with padding masks alone between samples"
+_QFORMER = "its Q-Former reads images and instructions of a call as one batch, which a row has no place for"
+_MAMBA = "its Mamba layers carry state along the row, and nothing restarts it at a boundary"
+_DIFFUSION = "its objective is no next-token loss: noise is drawn for whole blocks of a call"
 
 _REFUSED = {
     "qwen2_5_omni": _OMNI,
     "qwen2_5_omni_thinker": _OMNI,
     "qwen3_omni_moe": f"{_OMNI}; and {_ROUTER}",
     "qwen3_omni_moe_thinker": f"{_OMNI}; and {_ROUTER}",
+    "mllama": _CROSS,
+    "idefics": _CROSS,
+    "florence2": _ENCODER,
+    "t5gemma2": _ENCODER,
+    "udop": _ENCODER,
+    "pix2struct": _ENCODER,
+    "vision-encoder-decoder": _ENCODER,
+    "blip-2": _QFORMER,
+    "instructblip": _QFORMER,
+    "instructblipvideo": _QFORMER,
+    "diffusion_gemma": _DIFFUSION,
+    "pi0": _DIFFUSION,
+    "nemotron_h_omni": _MAMBA,
+    "nemotron_h": _MAMBA,
+    "bamba": _MAMBA,
+    "jamba": _MAMBA,
+    "falcon_h1": _MAMBA,
+    "granitemoehybrid": _MAMBA,
+    "zamba2": _MAMBA,
+    "phi4_multimodal": "its rotary frequencies (longrope) change with the longest sample of a call",
 }
+"""Model types that are refused, and the part that would leak."""
 
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
 """transformers' `dynamic_rope_update` looks at the largest position of the whole call."""
@@ -72,6 +105,14 @@ def family_named(model_type: str) -> Family:
     """
     if model_type in _REFUSED:
         raise FamilyError(f"{model_type} cannot be packed exactly yet: {_REFUSED[model_type]} ({_supported()})")
+    newer = next(
+        (family for family in _ALL if family.model_type == model_type and family not in FAMILIES.values()), None
+    )
+    if newer is not None:
+        raise FamilyError(
+            f"{model_type}: transformers {version('transformers')} is installed, but vlmpack supports this family from "
+            f"{'.'.join(map(str, newer.oldest_transformers))} on, with which it was tested; upgrade transformers"
+        )
     if model_type not in FAMILIES:
         raise FamilyError(f"{model_type}: unknown family ({_supported()})")
     return FAMILIES[model_type]
@@ -100,7 +141,7 @@ def check_parts(family: Family, model: Any) -> None:
         FamilyError: the model lacks a part that the descriptor names, or its layers have one that it does not name.
     """
     problems = list(_differences(family, model))
-    if family.has_vision and not problems:
+    if family.has_grids and family.has_videos and not problems:
         merge = family.merge(model.config)
         family.video_runs(
             [(1, merge, merge)], model.config
@@ -118,12 +159,13 @@ def _differences(family: Family, model: Any) -> Iterator[str]:
             yield f"it has no part {path!r}"
             return
     parameters = inspect.signature(type(family.backbone(model)).forward).parameters
-    if missing := [name for name in family.media if name not in parameters]:
+    taken = [*family.media, *([] if family.token_types is None else [family.token_types])]
+    if missing := [name for name in taken if name not in parameters]:
         yield f"its backbone takes no {', '.join(missing)}"
     layers = list(family.language_model(model).get_submodule("layers").children())
     for other in FAMILIES.values():
         for mechanism, parts in other.mechanisms.items():
-            names = [name for name in parts.values() if name not in _IN_EVERY_LAYER]
+            names = [name for part, name in parts.items() if part != "router" and name not in _IN_EVERY_LAYER]
             if not family.has(mechanism) and any(_has(layer, name) for layer in layers for name in names):
                 yield f"its layers have {', '.join(names)}, parts of {mechanism}, which would leak"
                 return

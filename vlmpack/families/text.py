@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vlmpack.families.family import Family
+from vlmpack.families.family import Family, OneAxis
 
 # ---------------------------------------------------------------------- from the head's output to logits
 
@@ -36,7 +36,8 @@ def divided_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
 
 def text_family(model_type: str, model_class: str, **settings: Any) -> Family:
     """A family of text models: no processor, no vision, no media."""
-    text: dict[str, Any] = {"processor": None, "text_path": "model", "vision_path": None, "media": ()}
+    text: dict[str, Any] = {"processor": None, "text_path": "model", "vision_path": None, "media": {}}
+    text |= {"positions_rule": OneAxis(), "token_types": None}
     return Family(model_type=model_type, model_class=model_class, **text, **settings)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vlmpack.layout.batch import (
     IMAGE,
+    MEDIA_KEYS,
     METADATA_KEY,
     TEXT,
     VIDEO,
@@ -54,6 +55,7 @@ from vlmpack.layout.sharing import (
 __all__ = [
     "IGNORE",
     "IMAGE",
+    "MEDIA_KEYS",
     "METADATA_KEY",
     "MIN_SHARED",
     "TEXT",

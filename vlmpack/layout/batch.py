@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, final
 
@@ -37,10 +37,15 @@ class HostMetadata:
     """One grid for each image, in sample order."""
     video_grids: tuple[Grid, ...] = ()
     """One grid for each video, in sample order."""
+    image_tokens: tuple[int, ...] = ()
+    """Placeholder tokens of each image, in sample order, of families whose images are no grids; empty: not counted."""
     images_per_sample: tuple[int, ...] = ()
     """Images of each sample; empty: not known, or no media at all."""
     videos_per_sample: tuple[int, ...] = ()
     """Videos of each sample; empty: not known, or no media at all."""
+    media_runs: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """Of each sample the runs of its media tokens, (start, stop) from its first token on; empty: not known. Models with
+    bidirectional image spans read them; without them a row on an accelerator takes one host-device sync."""
     seconds_per_grid: tuple[float, ...] = ()
     """Seconds from one video grid to the next, one for each video (Qwen2.5-VL)."""
     num_targets: int | None = None
@@ -70,7 +75,7 @@ class Media:
     """Pixels and grids in sample order, under the names that Hugging Face models give them."""
 
     pixel_values: torch.Tensor | None = None
-    """[P, C] patches of all images, one after the other."""
+    """[P, C] patches of all images, one after the other; of families whose images are no grids, of any shape."""
     image_grid_thw: torch.Tensor | None = None
     """[N, 3] int64: frames, rows, columns of patches of each image."""
     pixel_values_videos: torch.Tensor | None = None
@@ -79,6 +84,8 @@ class Media:
     """[N, 3] int64."""
     second_per_grid_ts: torch.Tensor | None = None
     """[N] seconds from one grid of a video to the next (Qwen2.5-VL)."""
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Further tensors under the model's own names (`image_sizes`, `pixel_attention_mask`, ...)."""
 
     def __repr__(self) -> str:
         return f"Media({', '.join(f'{name} {shape_of(value)}' for name, value in self.to_hf().items())})"
@@ -89,15 +96,16 @@ class Media:
 
     def to_hf(self) -> dict[str, torch.Tensor]:
         """The tensors that are there, by name."""
-        return {name: tensor for name, tensor in self.__dict__.items() if tensor is not None}
+        return {name: self.__dict__[name] for name in MEDIA_KEYS if self.__dict__[name] is not None} | {**self.tensors}
 
     @classmethod
-    def from_hf(cls, batch: Mapping[str, Any]) -> Media:
-        """Take the media out of a batch dictionary."""
-        return cls(**{name: batch.get(name) for name in MEDIA_KEYS})
+    def from_hf(cls, batch: Mapping[str, Any], *, names: Collection[str] = ()) -> Media:
+        """Take the media out of a batch dictionary; `names`: further tensors of the model's family."""
+        further = {name: batch[name] for name in names if name not in MEDIA_KEYS and batch.get(name) is not None}
+        return cls(**{name: batch.get(name) for name in MEDIA_KEYS}, tensors=further)
 
 
-MEDIA_KEYS = tuple(f.name for f in fields(Media))
+MEDIA_KEYS = tuple(f.name for f in fields(Media) if f.name != "tensors")
 
 
 @final
@@ -137,12 +145,14 @@ class PaddedBatch:
         return {**tensors, **self.extras, **self.media.to_hf(), **metadata}
 
     @classmethod
-    def from_hf(cls, batch: Mapping[str, Any], *, extras: tuple[str, ...] = ()) -> PaddedBatch:
-        """The inverse of `to_hf`; `extras` names the further tensors to keep."""
+    def from_hf(
+        cls, batch: Mapping[str, Any], *, extras: tuple[str, ...] = (), media: Collection[str] = ()
+    ) -> PaddedBatch:
+        """The inverse of `to_hf`; `extras` and `media` (`Family.media`) name the further tensors to keep."""
         return cls(
             **{name: batch.get(name) for name in TOKEN_KEYS},  # pyright: ignore[reportArgumentType]
             extras={name: batch[name] for name in extras},
-            media=Media.from_hf(batch),
+            media=Media.from_hf(batch, names=media),
             metadata=batch.get(METADATA_KEY),
         )
 

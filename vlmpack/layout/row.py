@@ -10,7 +10,7 @@ Row tensors are rolled to the left inside each segment, and labels are shifted s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -177,8 +177,10 @@ class PackedRow:
         }
 
     @classmethod
-    def from_hf(cls, batch: Mapping[str, Any], *, extras: tuple[str, ...] = ()) -> PackedRow:
-        """The inverse of `to_hf`.
+    def from_hf(
+        cls, batch: Mapping[str, Any], *, extras: tuple[str, ...] = (), media: Collection[str] = ()
+    ) -> PackedRow:
+        """The inverse of `to_hf`; `extras` and `media` (`Family.media`) name the further tensors to keep.
 
         Boundaries come from the metadata on the host where it travels along; otherwise from `cu_seqlens_q` and
         `cu_seqlens_q_padded` (tensors or lists), a host-device sync if they lie on a device.
@@ -201,7 +203,7 @@ class PackedRow:
             position_ids=batch.get("position_ids"),
             mm_token_type_ids=batch.get("mm_token_type_ids"),
             extras={name: batch[name] for name in extras},
-            media=Media.from_hf(batch),
+            media=Media.from_hf(batch, names=media),
             metadata=metadata,
             tree=None if metadata is None else metadata.tree,
         )

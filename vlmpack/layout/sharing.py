@@ -51,7 +51,8 @@ def share(
     Args:
         row: without padding, on the host; one that has a tree gets a new one.
         min_shared: tokens of a shared beginning, from the last branching on, that make it worth a node; a shorter one
-            is repeated in each of its branches. Equal samples are always shared.
+            is repeated in each of its branches, unless it stands behind another one and its samples together would
+            repeat so many tokens. Equal samples are always shared.
         groups: a group of each sample; samples of different groups share nothing. None: all are compared.
         tree: the tree, where it is known; it is compared with the samples. None: it is found.
 
@@ -373,6 +374,11 @@ def _num_distinct_targets(row: PackedRow, tree: PrefixTree) -> int | None:
 
 
 def _check_media(media: Media, metadata: HostMetadata) -> None:
+    if media.tensors or (media.pixel_values is not None and media.image_grid_thw is None and not metadata.image_grids):
+        raise LayoutError(
+            "images of this row have no grids (image_grid_thw), so that those of one sample cannot be found among its "
+            "pixels, and no prefix is shared: leave share_prefixes off for this model"
+        )
     for pixels, grids in (
         (media.pixel_values, metadata.image_grids),
         (media.pixel_values_videos, metadata.video_grids),

@@ -45,6 +45,11 @@ class _Run:
     start: int = 0
     parent: int = -1
 
+    def pays(self, depth: int, min_shared: int) -> bool:
+        """Compare a node that ends at `depth` with the least: its symbols or, below a root, those it saves."""
+        length, repetitions = depth - self.start, self.high - self.low - 1
+        return length >= min_shared or (self.parent >= 0 and length * repetitions >= min_shared)
+
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,7 +101,8 @@ class _Sorted:
 def compressed_trie(samples: Sequence[np.ndarray], groups: Sequence[Hashable], min_shared: int) -> CompressedTrie:
     """Build the trie of samples; those of different groups share nothing.
 
-    A node of less than `min_shared` symbols that has children is left out, and its symbols are repeated in each child.
+    A root of less than `min_shared` symbols that has children is left out, and its symbols are repeated in each child.
+    So is another node, unless all its samples together would repeat `min_shared` symbols or more.
 
     Args:
         samples: int64 [any] of each, at least one symbol.
@@ -112,7 +118,7 @@ def compressed_trie(samples: Sequence[np.ndarray], groups: Sequence[Hashable], m
         ended = ordered.end_of_shortest(run, depth)
         start, node = run.start, run.parent
         pieces = ordered.cut(ended, run.high, depth) if ended < run.high else []
-        if not pieces or depth - start >= min_shared:
+        if not pieces or run.pays(depth, min_shared):
             node = len(trie.parents)
             trie.parents.append(run.parent)
             trie.lengths.append(depth - start)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from vlmpack.model.backbone import pack_backbone
 from vlmpack.model.enable import PackedStep, bind_loss_metrics, disable_packing, enable_packing, is_packing
 from vlmpack.model.engine import PackingState, StepConfig, packing_state
 from vlmpack.model.forward import STEP, StepCall
 from vlmpack.model.head import target_logprobs
 from vlmpack.model.mechanisms import ModelParts
-from vlmpack.model.mechanisms.attention import layer_windows
+from vlmpack.model.mechanisms.attention import layer_windows, spans_in
 from vlmpack.model.mechanisms.experts import RouterStatistics, expert_layers
 from vlmpack.model.mechanisms.gated_delta import FlaCall, uses_fla
 from vlmpack.model.path_attention import attend_along_paths
@@ -38,7 +39,9 @@ __all__ = [
     "find_model",
     "is_packing",
     "layer_windows",
+    "pack_backbone",
     "packing_state",
+    "spans_in",
     "target_logprobs",
     "uses_fla",
 ]

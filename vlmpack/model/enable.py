@@ -16,10 +16,12 @@ from torch import nn
 
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, check_kind
-from vlmpack.families import check_parts, family_of
+from vlmpack.families import Family, check_parts, family_of
 from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch
+from vlmpack.model.backbone import leave_backbone
+from vlmpack.model.columns import COLUMNS, STEP
 from vlmpack.model.engine import PackingState, StepConfig, packing_state, stored_state
-from vlmpack.model.forward import COLUMNS, ENABLED, STEP, StepCall, packed_class
+from vlmpack.model.forward import ENABLED, StepCall, packed_class
 from vlmpack.model.head import Scoring
 from vlmpack.model.mechanisms import Mechanism, ModelParts, base_of, is_subclassed
 from vlmpack.model.mechanisms.attention import Attention
@@ -29,6 +31,7 @@ from vlmpack.model.mechanisms.per_sample import PerSample
 from vlmpack.model.mechanisms.stock import check_logits, check_positions
 from vlmpack.model.mechanisms.vision import Vision
 from vlmpack.model.plain import check_forward, check_is_only_one, find_model
+from vlmpack.model.positions import check_rope_index
 from vlmpack.model.result import LossCount, StepResult
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -81,6 +84,8 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     check_is_only_one(model)
     family = family_of(core)
     check_parts(family, core)
+    if parallel is not None:
+        _check_over_ranks(family)
     config = config or StepConfig()
     check_kind("config", config, StepConfig, 'StepConfig(attention="sdpa_segments")')
     if config.z_loss_coef and not family.has("experts"):
@@ -97,8 +102,10 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     state.check(core, attached=False)  # all of it before anything is changed
     parts = state.parts_of(core)
     check_logits(parts)
-    if not family.has_vision:
+    if family.positions_rule.axes == 1:
         check_positions(parts)
+    else:
+        check_rope_index(parts)
     if before is None:
         core.__class__ = packed_class(type(core))
     core._vlmpack_state = state
@@ -106,6 +113,14 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
         mechanism.attach(parts)
     ENABLED.add(core)
     return model
+
+
+def _check_over_ranks(family: Family) -> None:
+    if family.has_vision and not (family.has_grids and family.media_over_ranks):
+        raise ConfigError(
+            f"the images of {family.model_type} cannot be computed by several ranks together: leave parallel= out, and "
+            "give each rank rows of its own"
+        )
 
 
 def disable_packing(model: Model) -> Model:
@@ -124,6 +139,7 @@ def disable_packing(model: Model) -> Model:
                 base_of(module)
         for mechanism in state.mechanisms:
             mechanism.detach(parts, kept=kept)
+        leave_backbone(state.family.backbone(core))
         del core._vlmpack_state
         core.__class__ = base
     return model
@@ -214,7 +230,9 @@ class PackedStep:
         """
         scoring = Scoring(temperature=temperature, entropy=entropy)
         device = next(self.model.parameters()).device
-        hands_row = isinstance(batch, PackedRow) and not inputs.keys() & COLUMNS
+        state = stored_state(find_model(self.model))
+        columns_of_row = COLUMNS if state is None else COLUMNS | state.family.media.keys() | {state.family.token_types}
+        hands_row = isinstance(batch, PackedRow) and not inputs.keys() & columns_of_row
         row = batch.to(device, non_blocking=True) if isinstance(batch, PackedRow) and hands_row else None
         call = StepCall(row, last_hidden=last_hidden, scoring=scoring)
         columns = {} if hands_row else _inputs_of(batch)

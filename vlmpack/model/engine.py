@@ -166,7 +166,7 @@ def run_row(
         inputs.update(output_hidden_states=hidden_states, return_dict=True)
     output = family.backbone(core)(**inputs)
     hidden = output[0]  # of a tuple where the configuration says return_dict=False
-    work = _finish(setup, state.mechanisms, inputs[CONTEXT].entries)
+    work = finish(setup, state.mechanisms, inputs[CONTEXT].entries)
     routers = None
     if recorded:
         settings = {"per": config.aux_loss, "with_balance": balance, "z_loss_coef": config.z_loss_coef}
@@ -195,13 +195,20 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
     Raises:
         LayoutError: media or token ids that do not fit the row or the model.
     """
-    metadata, media = row.host_metadata(), row.media
+    metadata, media, config = row.host_metadata(), row.media, model.core.config
+    metadata = replace(metadata, image_tokens=model.family.image_tokens(media, metadata, config))
     part = part_of(row, metadata, parallel)
     images, videos = part.media_grids(metadata)
-    _check_pixels(model, media.pixel_values, images, "pixel_values")
-    _check_pixels(model, media.pixel_values_videos, videos, "pixel_values_videos")
-    _check_vocabulary(row, model.family.text_config(model.core.config).vocab_size)
-    types = model.family.media_types(row.input_ids, model.core.config)
+    if row.tree is not None and metadata.image_tokens:
+        raise LayoutError(
+            f"a row with a prefix tree has images of {model.family.model_type}, which have no grids, so that it is not "
+            "known which of them are shared: take the tree away with unshare(row)"
+        )
+    if not model.family.has_vision or model.family.has_grids:
+        _check_pixels(model, media.pixel_values, images, "pixel_values")
+        _check_pixels(model, media.pixel_values_videos, videos, "pixel_values_videos")
+    _check_vocabulary(row, model.family.text_config(config).vocab_size)
+    types = model.family.media_types(row.input_ids, config)
     return RowSetup(model=model, row=row, metadata=metadata, part=part, types=types, backend=backend)
 
 
@@ -262,7 +269,7 @@ def backbone_inputs(
         "position_ids": part.cut(family.rotary_ids(positions)),
         # Whatever the configuration: a cache would be filled and thrown away.
         "use_cache": False,
-        **({"mm_token_type_ids": part.cut(setup.types)} if family.has_vision else {}),
+        **({} if family.token_types is None else {family.token_types: part.cut(setup.types)}),
         CONTEXT: RowContext(segments=row.segments, part=part, entries=entries),
     }
     for mechanism in mechanisms:
@@ -272,19 +279,22 @@ def backbone_inputs(
 
 def _check_pixels(model: ModelParts, pixels: torch.Tensor | None, grids: Sequence[Grid], name: str) -> None:
     """Patches are as many as the grids describe, and were cut for this model."""
-    if pixels is not None and (not isinstance(pixels, torch.Tensor) or pixels.ndim != 2 or pixels.is_complex()):
+    shape = model.family.patch_shape(model.core.config) if model.family.has_vision else (0,)
+    axes = 1 + len(shape)
+    if pixels is not None and (not isinstance(pixels, torch.Tensor) or pixels.ndim != axes or pixels.is_complex()):
         count = f"{pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, torch.Tensor) else type(pixels).__name__
-        raise LayoutError(f"{name} must be a tensor [patches, values], got {count}; keep what the processor gives")
+        values = "values" if axes == 2 else "channels, rows, columns"
+        raise LayoutError(f"{name} must be a tensor [patches, {values}], got {count}; keep what the processor gives")
     expected, count = sum(map(prod, grids)), 0 if pixels is None else pixels.shape[0]
     if expected != count:
         raise LayoutError(
             f"the grids describe {expected} patches, {name} has {count}; pass the media of every sample, and what "
             "samples of a prefix tree share once"
         )
-    if pixels is not None and pixels.shape[1] != (channels := model.family.patch_channels(model.core.config)):
+    if pixels is not None and pixels.shape[1:] != shape:
         raise LayoutError(
-            f"a patch of {name} has {pixels.shape[1]} values, but {channels} in this {model.family.model_type} model; "
-            "use the processor that belongs to the model"
+            f"a patch of {name} has {prod(pixels.shape[1:])} values, but {prod(shape)} in this "
+            f"{model.family.model_type} model; use the processor that belongs to the model"
         )
 
 
@@ -339,7 +349,7 @@ def _check_vocabulary(row: PackedRow, size: int) -> None:
 
 
 @outside_graph
-def _finish(setup: RowSetup, mechanisms: Sequence[Mechanism], entries: Mapping[str, Any]) -> Work:
+def finish(setup: RowSetup, mechanisms: Sequence[Mechanism], entries: Mapping[str, Any]) -> Work:
     """Check that every mechanism ran, and count what was computed."""
     part = setup.part
     counts = {"attended_pairs": part.attended_pairs()}
@@ -349,9 +359,17 @@ def _finish(setup: RowSetup, mechanisms: Sequence[Mechanism], entries: Mapping[s
     return Work(
         real_tokens=setup.row.segments.num_tokens,
         physical_tokens=part.computed.total,
-        vision_patches=sum(prod(grid) for grids in part.media_grids(setup.metadata) for grid in grids),
+        vision_patches=_patches(setup),
         **counts,
     )
+
+
+def _patches(setup: RowSetup) -> int:
+    """Patches that went through the vision tower, or into it as pixels where images have no grids."""
+    family = setup.model.family
+    if family.has_vision and not family.has_grids:
+        return family.tile_patches(setup.row.media, setup.config)
+    return sum(prod(grid) for grids in setup.part.media_grids(setup.metadata) for grid in grids)
 
 
 @outside_graph

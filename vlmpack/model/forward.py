@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from torch import distributed as dist
 from torch import nn
 
 from vlmpack.errors import ConfigError, LayoutError, check_kind
+from vlmpack.families import Family
 from vlmpack.layout import (
     IGNORE,
     METADATA_KEY,
@@ -32,13 +32,13 @@ from vlmpack.layout import (
     to_device,
     whole_numbers,
 )
-from vlmpack.model.engine import PackingState, StepConfig, packing_state, run_row, stored_state
+from vlmpack.model.columns import ROW_KEYS, STEP, check_keys, with_token_types
+from vlmpack.model.engine import PackingState, packing_state, run_row, stored_state
 from vlmpack.model.head import Scoring
 from vlmpack.model.mechanisms import ModelParts, subclass
 from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.experts import wants_balance
 from vlmpack.model.plain import (
-    BOUNDARIES,
     check_boundaries_kept,
     is_generating,
     passed_on,
@@ -47,9 +47,6 @@ from vlmpack.model.plain import (
 )
 from vlmpack.model.positions import rope_segments
 from vlmpack.model.result import PackedOutput, StepResult
-
-STEP = "vlmpack_step"
-"""The keyword of a `StepCall`."""
 
 
 @final
@@ -184,11 +181,12 @@ def plain_forward(model: nn.Module, forward: Callable[..., Any], inputs: dict[st
 @around_graph
 def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> Any:
     """Pack a padded batch, or use a row as it is; see `enable_packing`."""
-    model, is_row = state.parts_of(core), _is_row(inputs)
+    model, is_row = state.parts_of(core), is_row_input(inputs)
     call: StepCall | None = inputs.get(STEP)
     routers = inputs.pop("output_router_logits", None) if state.family.has("experts") else None
-    check_keys(inputs, is_row=is_row)
-    row = _row_of(model, inputs, state, is_row=is_row)
+    check_keys(inputs, state.family, is_row=is_row)
+    inputs = with_token_types(inputs, state.family.token_types)
+    row = row_of(model, inputs, state, is_row=is_row)
     text_config = model.text.config
     if is_row and text_config.output_attentions:
         raise ConfigError("output_attentions, which the configuration asks for, cannot be had of a packed row")
@@ -197,13 +195,12 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
     wants_logits = _wants_logits(inputs, row) or (as_tuple and not is_row)
     by_hidden = keep is not None and state.parallel is None
     _check_counted(inputs, row, is_row=is_row)
-    boundaries = inputs.get("rope_cu_seqlens")
     result = run_row(
         core,
         state,
         row,
         num_items_in_batch=inputs.get("num_items_in_batch"),
-        rope_segments=None if boundaries is None else rope_segments(boundaries, row.segments),
+        rope_segments=None if (at := inputs.get("rope_cu_seqlens")) is None else rope_segments(at, row.segments),
         logits=wants_logits and not by_hidden,
         last_hidden=by_hidden or (call is not None and call.last_hidden),
         hidden_states=_requested(inputs, "output_hidden_states", text_config.output_hidden_states),
@@ -221,17 +218,17 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
     return output.in_order(state.family) if as_tuple else output
 
 
-def _row_of(model: ModelParts, inputs: dict[str, Any], state: PackingState, *, is_row: bool) -> PackedRow:
+def row_of(model: ModelParts, inputs: dict[str, Any], state: PackingState, *, is_row: bool) -> PackedRow:
     """The row that goes through the model: handed over, in a dictionary, or packed of a padded batch."""
     call: StepCall | None = inputs.get(STEP)
     if call is not None and call.row is not None:
         return _checked_row(call.row)
     inputs |= _whole_columns(inputs)
     if is_row:
-        return _row_in(inputs)
+        return _row_in(inputs, state.family)
     slots = state.config.slots if state.parallel is None else state.parallel.slots(state.config.slots)
     pad_token_id = state.family.text_config(model.core.config).pad_token_id
-    return _packed_batch(inputs, slots, state.config, pad_token_id)
+    return _packed_batch(inputs, slots, state, pad_token_id)
 
 
 @outside_graph
@@ -283,7 +280,8 @@ def _check_counted(inputs: dict[str, Any], row: PackedRow, *, is_row: bool) -> N
 _WHOLE = ("input_ids", "labels", "shift_labels")
 
 
-def _is_row(inputs: dict[str, Any]) -> bool:
+def is_row_input(inputs: dict[str, Any]) -> bool:
+    """Return whether the inputs are a packed row."""
     call: StepCall | None = inputs.get(STEP)
     if call is not None and call.row is not None:
         return True
@@ -300,7 +298,7 @@ def unpackable(core: nn.Module, inputs: dict[str, Any], state: PackingState) -> 
     """Why a call goes to the model's own forward, and what would be packed; None: it is packed."""
     if is_generating(core):
         return "this is a step of generate()"
-    if _is_row(inputs):
+    if is_row_input(inputs):
         return None
     missing = [name for name in ("input_ids", "attention_mask") if inputs[name] is None]
     if missing:
@@ -347,7 +345,7 @@ def _check_not_empty(width: int) -> None:
 
 
 @outside_graph
-def _row_in(inputs: dict[str, Any]) -> PackedRow:
+def _row_in(inputs: dict[str, Any], family: Family) -> PackedRow:
     check_is_tensor(inputs["input_ids"], "input_ids of a packed row")
     if (shape := list(inputs["input_ids"].shape))[:-1] != [1]:
         raise LayoutError(
@@ -355,8 +353,8 @@ def _row_in(inputs: dict[str, Any]) -> PackedRow:
             "dispatch_batches=False)?"
         )
     _check_not_empty(shape[-1])
-    row = PackedRow.from_hf(inputs)
-    if (mask := inputs["attention_mask"]) is not None:
+    row, mask = PackedRow.from_hf(inputs, media=family.media), inputs["attention_mask"]
+    if mask is not None:
         raise LayoutError(
             f"a packed row comes without attention_mask, got one of shape {list(mask.shape)}; its boundaries "
             "tell which tokens are real"
@@ -371,7 +369,7 @@ def _row_in(inputs: dict[str, Any]) -> PackedRow:
 
 
 @outside_graph
-def _packed_batch(inputs: dict[str, Any], slots: SlotRule, config: StepConfig, pad_token_id: int | None) -> PackedRow:
+def _packed_batch(inputs: dict[str, Any], slots: SlotRule, state: PackingState, pad_token_id: int | None) -> PackedRow:
     if inputs.get("cu_seqlens_q_padded") is not None:
         raise ConfigError(
             "cu_seqlens_q_padded belongs to a packed row, which has cu_seqlens_q too and no attention_mask; a padded "
@@ -382,8 +380,8 @@ def _packed_batch(inputs: dict[str, Any], slots: SlotRule, config: StepConfig, p
             "shift_labels belong to a packed row; give a padded batch its labels, not shifted: each sample's targets "
             "are shifted when its place in the row is known"
         )
-    batch = PaddedBatch.from_hf(inputs)
-    row = pack(batch, rule=slots, keep_empty=config.keep_empty, pad_token_id=pad_token_id or 0)
+    batch = PaddedBatch.from_hf(inputs, media=state.family.media)
+    row = pack(batch, rule=slots, keep_empty=state.config.keep_empty, pad_token_id=pad_token_id or 0)
     if (mask := inputs.get("moe_padding_mask")) is not None:
         _check_padding_mask(
             mask, batch.attention_mask == 0, "attention_mask; leave moe_padding_mask out, it is derived"
@@ -460,40 +458,3 @@ def _check_was_read(state: PackingState | None) -> None:
             "compute_metrics=loss_metrics(model), without prediction_loss_only, or use PackedTrainer of "
             "vlmpack.trainer. After an evaluation that was interrupted, train again"
         )
-
-
-# ---------------------------------------------------------------------- names of inputs
-
-_TOKENS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "mm_token_type_ids")
-_MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
-
-COLUMNS = frozenset((*_TOKENS, *_MEDIA, "cu_seqlens_q", "cu_seqlens_q_padded", "moe_padding_mask", METADATA_KEY))
-"""The parts of a batch or a row."""
-
-ROW_KEYS = (*BOUNDARIES, METADATA_KEY, "use_cache", "output_logits")
-"""Keywords of a packed row, and requests of a batch, that the model's own forward may not have."""
-
-_WANTED = ("output_logits", "output_hidden_states")
-_BATCH_KEYS = frozenset((*_TOKENS, *_MEDIA, *BOUNDARIES, "num_items_in_batch", *_WANTED, METADATA_KEY, STEP))
-
-_OUTPUTS = ("output_attentions", "output_router_logits")
-_GENERATION = ("past_key_values", "inputs_embeds", "use_cache", "logits_to_keep", "mm_encoder_outputs", "rope_deltas")
-_SETTLED_KEYS = frozenset((*_GENERATION, *_OUTPUTS, "return_dict"))
-"""Arguments of the model's own forward that a packed pass has settled: only their defaults go through it."""
-
-
-def check_keys(inputs: dict[str, Any], *, is_row: bool) -> None:
-    """transformers accepts any keyword and ignores it, or hands it to the vision tower; a packed pass does not.
-
-    Raises:
-        ConfigError: it would; names what may have been meant.
-    """
-    for name, value in inputs.items():
-        if value is None or name in _BATCH_KEYS:
-            continue
-        if name not in _SETTLED_KEYS:
-            close = difflib.get_close_matches(name, _BATCH_KEYS, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else "."
-            raise ConfigError(f"a packed step takes no input {name!r}{hint} It takes {', '.join(sorted(_BATCH_KEYS))}")
-        if is_row and name != "return_dict" and value is not False and not (isinstance(value, int) and value == 0):
-            raise ConfigError(f"{name} cannot be combined with a packed row; leave it out")

@@ -203,6 +203,11 @@ def passed_on() -> Iterator[None]:
         _passed_on.reset(token)
 
 
+def is_passed_on() -> bool:
+    """Return whether the enabled model passes this forward pass on to the model's own."""
+    return _passed_on.get()
+
+
 @outside_graph
 def warn_past_the_forward(mask: Any) -> None:
     """Warn of padding that reaches a layer in training by a call that the enabled model's forward never saw.
@@ -210,7 +215,7 @@ def warn_past_the_forward(mask: Any) -> None:
     Args:
         mask: what the layer's attention was given: [B, S], or [B, 1, S, S] boolean or to be added.
     """
-    if not _passed_on.get():
+    if not is_passed_on():
         warn_of_padding(mask, PAST_THE_FORWARD)
 
 

@@ -18,9 +18,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlmpack.errors import LayoutError
+from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families import Family
-from vlmpack.layout import Segments, checked_boundaries, on_host, outside_graph, require, to_device
+from vlmpack.layout import (
+    IMAGE,
+    TEXT,
+    VIDEO,
+    Segments,
+    checked_boundaries,
+    on_host,
+    outside_graph,
+    require,
+    to_device,
+)
+from vlmpack.model.mechanisms import ModelParts
 
 NAME = "rope_cu_seqlens"
 
@@ -88,6 +99,39 @@ def check_restarts(rope: Segments, segments: Segments, types: torch.Tensor) -> N
 
 
 @outside_graph
+def check_rope_index(model: ModelParts) -> None:
+    """Compare positions of one sample with an image, and a video where the family takes any, with the model's own.
+
+    Raises:
+        FamilyError: its `get_rope_index` places them otherwise than its family is described with.
+    """
+    family, config = model.family, model.core.config
+    merge = family.merge(config)
+    images, videos = [(1, 2 * merge, 3 * merge)], [(2, merge, 2 * merge)] * family.has_videos
+    kinds = [TEXT] * 2 + [IMAGE] * family.media_tokens(images, config) + [TEXT]
+    for tokens in family.video_runs(videos, config):
+        kinds += [VIDEO] * tokens + [TEXT]
+    types = torch.tensor([kinds], device="cpu")
+    expected = family.positions(
+        types, Segments.from_lengths([len(kinds)]), config=config, image_grids=images, video_grids=videos
+    )
+    grids = {"image_grid_thw": torch.tensor(images, device="cpu")}
+    if videos:
+        grids["video_grid_thw"] = torch.tensor(videos, device="cpu")
+    backbone: Any = family.backbone(model.core)
+    # token ids are not read: the types are
+    own, _ = backbone.get_rope_index(torch.zeros_like(types), mm_token_type_ids=types, **grids)
+    if not torch.equal(own.cpu(), expected[1:]):
+        at = int((own.cpu() != expected[1:]).any(0)[0].int().argmax())
+        raise FamilyError(
+            f"token {at} of a sample with {len(images)} image and {len(videos)} videos is at {own[:, 0, at].tolist()} "
+            f"(time, height, width) in the code of this {type(model.core).__name__}, but {family.model_type} is "
+            f"described with {expected[1:, 0, at].tolist()}: rotary positions would be wrong. Use a transformers of "
+            "the supported range, and an unmodified model"
+        )
+
+
+@outside_graph
 def check_positions(
     caller: torch.Tensor, positions: torch.Tensor, family: Family, segments: Segments, *, restarts: Segments | None
 ) -> None:
@@ -133,12 +177,13 @@ def _rows(positions: torch.Tensor, family: Family, total: int) -> torch.Tensor:
     """[1, T] of a text family, [3, T] or [4, T] of others."""
     if not isinstance(positions, torch.Tensor):
         raise LayoutError(f"position_ids must be a tensor, got {type(positions).__name__}")
-    shapes = [(3, 1, total), (4, 1, total)] if family.has_vision else [(1, total), (1, 1, total)]
+    has_axes = family.positions_rule.axes == 3
+    shapes = [(3, 1, total), (4, 1, total)] if has_axes else [(1, total), (1, 1, total)]
     if tuple(positions.shape) not in shapes:
         rows = " (time, height, width; or the text row first: with fewer rows images lose their places)"
         raise LayoutError(
             f"position_ids is {list(positions.shape)}, but {family.model_type} needs "
-            f"{' or '.join(str(list(shape)) for shape in shapes)} for this row{rows if family.has_vision else ''}: "
+            f"{' or '.join(str(list(shape)) for shape in shapes)} for this row{rows if has_axes else ''}: "
             "leave position_ids out, they are computed from the boundaries and the grids"
         )
     return positions.reshape(-1, total)

@@ -13,6 +13,7 @@ T row tokens, t tree tokens, D features, L targets of the row, l distinct ones.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import final
 
@@ -54,6 +55,26 @@ class PrefixTreeRow(RowPart):
         pairs = zip(self.tree.keys.lengths, self.tree.lengths, strict=True)
         before = Segments.from_lengths([total - length for total, length in pairs])
         return attended_pairs(self.tree.keys, window) - attended_pairs(before, window)
+
+    def spans(self, runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        """Runs of tokens of the tree, those that samples share once.
+
+        Raises:
+            LayoutError: a run lies in several nodes: samples share a part of it.
+        """
+        place, starts = self.tree.place().numpy(), [start for start, _ in self.tree.nodes.spans]
+        shared = set()
+        for start, stop in runs:
+            first, last = int(place[start]), int(place[stop - 1])
+            if bisect_right(starts, first) != bisect_right(starts, last):
+                sample = int(self.tree.segments.seq_idx()[start])
+                raise LayoutError(
+                    f"sample {sample} shares only a part of a run of {stop - start} tokens that attend to each other "
+                    "in both directions: share what comes before it, or all of it; or take the tree away with "
+                    "unshare(row)"
+                )
+            shared.add((first, last + 1))
+        return tuple(sorted(shared))
 
     def media_grids(self, metadata: HostMetadata) -> tuple[tuple[Grid, ...], tuple[Grid, ...]]:
         """Those that are computed, in the order of the tree."""

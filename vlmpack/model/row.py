@@ -69,6 +69,10 @@ class RowPart:
         """Query-key pairs of causal attention in one layer, on all ranks together; `window`: that of the layer."""
         return self.computed.attended_pairs if window is None else attended_pairs(self.computed, window)
 
+    def spans(self, runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        """Runs of tokens of the row, (start, stop) of each, as places of what attention gets."""
+        return runs
+
     def media_grids(self, metadata: HostMetadata) -> tuple[tuple[Grid, ...], tuple[Grid, ...]]:
         """(images, videos) that go through the vision tower, on all ranks together."""
         return metadata.image_grids, metadata.video_grids

@@ -91,16 +91,20 @@ class PrefixGroups:
         """Make groups that do not nest, from a key a sample, such as the number of its prompt in GRPO.
 
         Args:
-            keys: N of them, equal for samples of one group; None: the sample shares nothing.
+            keys: N of them, or an array or tensor, equal for samples of one group; None: the sample shares nothing.
             shared_tokens: [N] tokens of the prefix, the same for all samples of a group.
 
         Raises:
             SampleError: two samples of a group have prefixes of different lengths; names the second.
-            ConfigError: there are more or fewer keys than numbers.
+            ConfigError: there are more or fewer keys than numbers, or one cannot be compared.
         """
         shared = whole_numbers(shared_tokens, "shared tokens of a sample")
         if len(keys) != len(shared):
             raise ConfigError(f"{len(keys)} keys, but {len(shared)} shared_tokens; give one of each a sample")
+        keys = keys if isinstance(keys, Sequence) else np.asarray(keys).tolist()
+        wrong = [key for key in keys if not isinstance(key, Hashable) or not isinstance(key == key, bool | np.bool_)]
+        if wrong:  # lists; tensors, which are never equal as keys
+            raise ConfigError(f"{wrong[0]!r:.60} is no key of a group: give numbers, texts or tuples, or None")
         numbers: dict[Hashable, int] = {}
         group = [ALONE if key is None else numbers.setdefault(key, len(numbers)) for key in keys]
         of_samples = np.array(group, np.int64)
@@ -130,6 +134,14 @@ class PrefixGroups:
     def added(self, values: np.ndarray) -> np.ndarray:
         """[K]: something that each group has from the start of a sample, [K], less that of its parent."""
         return values - np.append(values, 0)[self.parents]
+
+    def tokens_shared(self, least: int) -> np.ndarray:
+        """int64 [K]: tokens of each prefix, without what groups of less than `least` tokens add."""
+        shared: list[int] = []
+        for tokens, parent in zip(self.tokens.tolist(), self.parents.tolist(), strict=True):
+            start = shared[parent] if parent >= 0 else 0
+            shared.append(tokens if tokens - start >= least else start)
+        return np.array(shared, np.int64)
 
     @cached_property
     def roots(self) -> np.ndarray:

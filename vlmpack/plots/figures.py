@@ -10,14 +10,14 @@ from typing import final
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from vlmpack.files import atomic_file, writing
 from vlmpack.plan import Summary, histogram, summary
 
 SAMPLES = ("#4C78A8", "#F2A65A", "#59A89C", "#D8697A", "#8E7CC3", "#9AB857", "#C98BB9", "#7FB7D6")
 """One colour a sample, again from the first after the last."""
-PADDING = "#E9E9EC"
+PADDING = GRID = "#E9E9EC"
 INK = "#2B2D33"
 FAINT = "#8A8D96"
 ACCENT = "#C8442F"
@@ -105,9 +105,7 @@ def _mark(axes: Axes, text: str, at: float, ink: str, *, height: float) -> None:
 
 
 def _label(axes: Axes, name: str, numbers: Summary) -> None:
-    bare(axes)
-    axes.set_axisbelow(True)
-    axes.grid(axis="y", color="#E9E9EC", linewidth=0.8)
+    plain(axes)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
     for axis in (axes.xaxis, axes.yaxis):
@@ -123,28 +121,64 @@ def _label(axes: Axes, name: str, numbers: Summary) -> None:
 
 
 def plot_losses(curves: Mapping[str, Sequence[float]], *, title: str = "Training loss") -> Figure:
-    """Draw one loss curve a name.
+    """Draw one loss curve a name, and below them how far each is from the first.
 
-    The first is broad and pale and the others are thin, so that curves which agree all stay visible.
+    The first is broad and pale and the others are thin, so that curves which agree all stay visible. Their differences
+    have a log axis: equality that looks perfect above shows its size there. Steps that are equal to the last bit have
+    no point.
 
     Args:
         curves: name -> loss of each optimiser step, in nats a token.
         title: the heading.
     """
-    figure = Figure(figsize=(7, 3.4), layout="constrained")
-    axes = figure.subplots()
+    several = len(curves) > 1
+    figure = Figure(figsize=(7, 5.0 if several else 3.4), layout="constrained")
+    panels = figure.subplots(1 + several, 1, height_ratios=(1.6, 1)[: 1 + several], sharex=True, squeeze=False)[:, 0]
     for i, (name, losses) in enumerate(curves.items()):
-        broad = i == 0 and len(curves) > 1
-        (line,) = axes.plot(range(1, len(losses) + 1), losses, label=name, color=CURVES[i % len(CURVES)])
+        broad = i == 0 and several
+        (line,) = panels[0].plot(range(1, len(losses) + 1), losses, label=name, color=CURVES[i % len(CURVES)])
         line.set(linewidth=6 if broad else 1.6, alpha=0.35 if broad else 1.0)
-    bare(axes)
-    axes.grid(axis="y", color="#E9E9EC", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("step", fontsize=8.5, color=FAINT, loc="right")
-    axes.legend(frameon=False, fontsize=9, labelcolor=INK)
-    heading(axes, title, "nats a token")
+    plain(panels[0])
+    panels[0].legend(frameon=False, fontsize=9, labelcolor=INK)
+    heading(panels[0], title, "nats a token")
+    if several:
+        _draw_differences(panels[1], curves)
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[-1].set_xlabel("step", fontsize=8.5, color=FAINT, loc="right")
     return figure
+
+
+def plain(axes: Axes) -> None:
+    """Remove the box around the axes, and draw faint lines of equal height behind all else."""
+    bare(axes)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _draw_differences(axes: Axes, curves: Mapping[str, Sequence[float]]) -> None:
+    (first, reference), *others = curves.items()
+    largest = 0.0
+    for i, (_, losses) in enumerate(others, start=1):
+        steps = min(len(losses), len(reference))
+        values = np.abs(np.asarray(losses[:steps], float) - np.asarray(reference[:steps], float))
+        largest = max(largest, float(values.max(initial=0)))
+        drawn = np.where(values > 0, values, np.nan)
+        axes.plot(range(1, steps + 1), drawn, color=CURVES[i % len(CURVES)], linewidth=1.2, marker="o", markersize=2.5)
+    plain(axes)
+    if largest > 0:
+        _log_axis(axes, top=largest)
+    note = f"at most {largest:.1e}" if largest else "none: equal to the last bit"
+    heading(axes, f"Difference from “{first}”", note)
+
+
+def _log_axis(axes: Axes, *, top: float) -> None:
+    """Give the axis whole decades, three at least."""
+    axes.set_yscale("log")
+    decade = int(np.ceil(np.log10(top)))
+    lowest = int(np.floor(np.log10(max(axes.dataLim.minposy, top * 1e-9))))
+    axes.set_ylim(10.0 ** min(lowest, decade - 3), 10.0**decade)
+    axes.yaxis.set_major_locator(LogLocator(numticks=5))
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 # ---------------------------------------------------------------------- ratios

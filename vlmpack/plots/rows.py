@@ -92,19 +92,25 @@ def _head(axes: Axes, name: str, shape: str, pieces: Sequence[Piece]) -> None:
 
 def _draw(axes: Axes, pieces: Sequence[Piece], lines: int, width: int) -> None:
     for piece in pieces:
-        axes.add_patch(_bar(piece))
-    for piece in _first(pieces):
-        if piece.start:  # a seam between neighbours
-            axes.vlines(piece.start, piece.line - BAR / 2, piece.line + BAR / 2, color="white", linewidth=1.5)
-    for piece in _widest(pieces):
-        middle, number = (piece.start + piece.stop) / 2, str(piece.sample)
-        axes.text(middle, piece.line, number, ha="center", va="center", fontsize=8, fontweight="bold", color="white")
+        axes.add_patch(bar_of(piece))
+    seams_and_numbers(axes, pieces)
     axes.set_xlim(-0.002 * width, 1.002 * width)
     axes.set_ylim(lines - 0.5, -0.5)
     axes.set_yticks([])
     axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     bare(axes)
+
+
+def seams_and_numbers(axes: Axes, pieces: Sequence[Piece]) -> None:
+    """Draw a seam in front of each sample, and its number on its longest text."""
+    for piece in _first(pieces):
+        if piece.start:
+            axes.vlines(piece.start, piece.line - BAR / 2, piece.line + BAR / 2, color="white", linewidth=1.5)
+    for piece in _widest(pieces):
+        middle, number = (piece.start + piece.stop) / 2, str(piece.sample)
+        style = {"fontsize": 8, "fontweight": "bold", "color": "white"}
+        axes.text(middle, piece.line, number, ha="center", va="center", clip_on=True, **style)
 
 
 def _first(pieces: Sequence[Piece]) -> list[Piece]:
@@ -126,18 +132,20 @@ def _widest(pieces: Sequence[Piece]) -> list[Piece]:
     return list(widest.values())
 
 
-def _bar(piece: Piece) -> Rectangle:
+def bar_of(piece: Piece) -> Rectangle:
+    """The bar of a piece in its sample's colour; images are hatched, padding is grey."""
     corner, length = (piece.start, piece.line - BAR / 2), piece.stop - piece.start
     if piece.sample is None:
         return Rectangle(corner, length, BAR, facecolor=PADDING, linewidth=0)
     colour = to_rgb(SAMPLES[piece.sample % len(SAMPLES)])
     if piece.kind == "text":
         return Rectangle(corner, length, BAR, facecolor=colour, linewidth=0)
-    return Rectangle(corner, length, BAR, facecolor=_darker(colour), edgecolor=colour, hatch="////", linewidth=0)
+    return Rectangle(corner, length, BAR, facecolor=darker(colour), edgecolor=colour, hatch="////", linewidth=0)
 
 
-def _darker(colour: tuple[float, float, float], keep: float = 0.62) -> tuple[float, float, float]:
-    red, green, blue = colour
+def darker(colour: str | tuple[float, float, float], keep: float = 0.62) -> tuple[float, float, float]:
+    """Return the colour with a part of its brightness."""
+    red, green, blue = to_rgb(colour)
     return keep * red, keep * green, keep * blue
 
 
@@ -145,7 +153,7 @@ def _legend(figure: Figure) -> None:
     colour = to_rgb(SAMPLES[0])
     entries = [
         Patch(facecolor=colour, label="text of a sample"),
-        Patch(facecolor=_darker(colour), edgecolor=colour, hatch="////", linewidth=0, label="its image"),
+        Patch(facecolor=darker(colour), edgecolor=colour, hatch="////", linewidth=0, label="its image"),
         Patch(facecolor=PADDING, label="padding"),
     ]
     figure.legend(handles=entries, loc="outside lower left", ncols=3, frameon=False, fontsize=8.5, labelcolor=INK)

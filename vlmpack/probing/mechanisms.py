@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
+from vlmpack.families import media_runs
 from vlmpack.layout import PackedRow, Segments
-from vlmpack.model import ModelParts, layer_windows
+from vlmpack.model import ModelParts, layer_windows, spans_in
 from vlmpack.probing.report import Cause, Check
 from vlmpack.probing.trace import CACHES, LEAK, ModuleCall, Span, Trace, largest_move, leak_between, perturb_spans
 from vlmpack.testing import Sample, grids_of, media_of
@@ -124,19 +125,48 @@ def check_routing(trace: Trace) -> Check:
 
 
 def check_mask(trace: Trace) -> Check:
-    """Check that others do not move, a last token attends to its sample's first half, and none to a later one."""
+    """Check that others do not move, a last token attends to its sample's first half, and none to a later one but those
+    of an image span, where layers have them."""
     leak, at = _worst_layer(trace.attention, trace, lambda call: lambda hidden: call.rerun(hidden)[0])
     detail = f"{at}: the attention of a sample moves by {leak:.1e} when only another one changes"
     check = Check.of_mechanism("mask", leak, LEAK, detail, finding="leaks")
     if check.is_bad:
         return check
     probed, sparse = trace.probed, trace.probed.family.has("per_sample")
-    windows = {} if sparse else layer_windows(ModelParts(family=probed.family, core=probed.core))
+    parts = ModelParts(family=probed.family, core=probed.core)
+    windows, sees, runs = {} if sparse else layer_windows(parts), spans_in(parts), media_spans(trace)
     for name, call in trace.attention.items():
         window = windows.get(int(name.removeprefix("layer ")))
-        if problem := _causality_problem(call, trace.segments.spans, sparse=sparse, window=window):
+        has_spans = sees is not None and sees.is_in(window)
+        problem = _causality_problem(
+            call, trace.segments.spans, sparse=sparse, window=window, runs=runs if has_spans else []
+        )
+        if problem or (problem := "" if sees is None else _span_problem(call, runs, has_spans=has_spans)):
             return Check.wrong("mask", f"{name}: {problem}")
     return check
+
+
+def media_spans(trace: Trace) -> list[Span]:
+    """The runs of media tokens of a row."""
+    family, config = trace.probed.family, trace.probed.config
+    types = [family.media_types(sample["input_ids"], config).numpy() for sample in trace.samples]
+    spans = zip(trace.segments.spans, types, strict=False)
+    return [(at + start, at + stop) for (at, _), of in spans for start, stop in media_runs(of)]
+
+
+def _span_problem(call: ModuleCall, runs: Sequence[Span], *, has_spans: bool) -> str:
+    """Find out whether the first token of each image attends to its last."""
+    runs = [(start, stop) for start, stop in runs if stop - start > 1]
+    if not runs:
+        return ""
+    before = call.rerun(call.hidden)[0]
+    after = call.rerun(perturb_spans(call.hidden, [(stop - 1, stop) for _, stop in runs], dim=1))[0]
+    moves = [largest_move(after, before, [(start, start + 1)], dim=1) for start, _ in runs]
+    if has_spans and min(moves) == 0:
+        return "the first token of an image does not attend to its last, as it does in the model's own code"
+    if not has_spans and not max(moves) <= LEAK:
+        return "the first token of an image attends to its last, as it does not in the model's own code"
+    return ""
 
 
 def check_delta(trace: Trace) -> list[Check]:
@@ -186,8 +216,11 @@ def _worst_layer(
     return moves[at], at
 
 
-def _causality_problem(call: ModuleCall, spans: Sequence[Span], *, sparse: bool, window: int | None) -> str:
-    """Find what is wrong inside samples. A query of sparse attention may do without a sample's first half."""
+def _causality_problem(
+    call: ModuleCall, spans: Sequence[Span], *, sparse: bool, window: int | None, runs: Sequence[Span]
+) -> str:
+    """Find what is wrong inside samples. A query of sparse attention may do without a sample's first half, and tokens
+    of a span, one of `runs`, attend to its last."""
     long = [(start, stop) for start, stop in spans if stop - start > 1]
     reach = max(stop for _, stop in spans) if window is None else max(window, 2)
     firsts, lasts = (
@@ -206,7 +239,9 @@ def _causality_problem(call: ModuleCall, spans: Sequence[Span], *, sparse: bool,
         if not (move := largest_move(after, before, last, dim=1)) <= LEAK:
             return f"a sample's last token attends beyond its window of {window}: it moves by {move:.1e}"
     after_last = call.rerun(perturb_spans(call.hidden, lasts, dim=1))[0]
-    if not (ahead := largest_move(after_last, before, [(a, b - 1) for a, b in long], dim=1)) <= LEAK:
+    starts = {stop: start for start, stop in runs}
+    earlier = [(a, starts.get(b, b - 1)) for a, b in long]
+    if not (ahead := largest_move(after_last, before, earlier, dim=1)) <= LEAK:
         return f"a sample attends to its own future: it moves by {ahead:.1e} when its last token changes"
     return ""
 

@@ -30,8 +30,8 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from vlmpack.collate import VLMCollator, parts_of, read_conversation
-from vlmpack.data import ImageError, read_size
+from vlmpack.collate import TEMPLATE_FIELDS, VLMCollator, parts_of, read_conversation
+from vlmpack.data import ImageError, read_size, settings_of
 from vlmpack.errors import ConfigError, Refusal
 from vlmpack.store.symbols import content_sums
 
@@ -196,6 +196,10 @@ def settings_key(collator: VLMCollator, *, estimate: bool = False, has_marks: bo
     """Compute the digest of everything besides the samples that decides lengths, and marks if entries have them."""
     parts = parts_of(collator.processor)
     metadata = {**asdict(collator.metadata), "newline_ids": sorted(collator.metadata.newline_ids)}
+    if collator.metadata.by_processor:
+        metadata["settings"] = settings_of(collator.processor) if collator.metadata.has_vision else None
+    else:
+        metadata = {name: value for name, value in metadata.items() if name not in TEMPLATE_FIELDS}
     return _digest(
         {
             "versions": [RULES, version("transformers"), version("tokenizers")],

@@ -21,16 +21,16 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from torch.utils.data import IterableDataset, Subset
 
-from vlmpack.collate import Encoded, VLMCollator, sample_id_of
+from vlmpack.collate import Encoded, Visual, VLMCollator, sample_id_of
 from vlmpack.data import StoredRows
-from vlmpack.errors import SampleError, check_kind, check_whole_number
+from vlmpack.errors import ConfigError, SampleError, check_kind, check_whole_number
 from vlmpack.files import atomic_file, writing
 from vlmpack.loading import MapStyle, check_samples, sample_at
 from vlmpack.plan import LengthTable, PrefixMarks, Refused, divided_up, groups_of_marks
 from vlmpack.store.cache import Entry, LengthCache, sample_key, settings_key
 from vlmpack.store.executors import Start, in_order, in_order_on_ray
 from vlmpack.store.folder import WorkFolder
-from vlmpack.store.symbols import marks_of
+from vlmpack.store.symbols import check_grids, marks_of
 
 SampleProgress = Callable[[int, int | None], None]
 """Is called with the number of samples that are measured and the number of all; None: the data set has no length."""
@@ -80,13 +80,20 @@ def measure_lengths(
         One entry a sample, in the order of the data set, the same whatever the number of workers.
 
     Raises:
-        ConfigError: something else than samples (a path) and a collator, or no sample can be measured so; the workers
-            or the cache fail.
+        ConfigError: something else than samples (a path) and a collator, or no sample can be measured so; the
+            collator shares only longer prefixes than `min_shared`; the workers or the cache fail.
     """
     check_samples(dataset)
     check_kind("collator", collator, VLMCollator, "VLMCollator(processor)")
     if min_shared is not None:
         check_whole_number("min_shared", min_shared, remedy="or None to look for no shared prefixes")
+        check_grids(collator, "min_shared finds images that samples share by their grids")
+        if collator.share_prefixes is not None and min_shared < (least := collator.share_prefixes.min_shared):
+            raise ConfigError(
+                f"min_shared is {min_shared}, but the collator repeats shared prefixes of less than {least} tokens, so "
+                f"planned rows would be too long: give min_shared={least}, or the collator SharePrefixes(min_shared="
+                f"{min_shared})"
+            )
     entries = None if cache is None else LengthCache(cache)
     has_marks = min_shared is not None
     measurer = Measurer(
@@ -132,9 +139,14 @@ def lengths_of(sample: Encoded) -> Entry:
         video_tokens=video,
         images=len(sample.images),
         videos=len(sample.videos),
-        patches=sum(prod(visual.grid) for visual in (*sample.images, *sample.videos)),
+        patches=sum(_patches(visual) for visual in (*sample.images, *sample.videos)),
         targets=sample.num_targets,
     )
+
+
+def _patches(visual: Visual) -> int:
+    """Patches of an image or video; its tokens, of families that are measured by these."""
+    return sum(visual.runs) if visual.grid is None or visual.runs else prod(visual.grid)
 
 
 # ---------------------------------------------------------------------- one part

@@ -29,6 +29,7 @@ from vlmpack.plan import (
 )
 from vlmpack.store.manifest import Counts, FixedSizes
 from vlmpack.store.records import IMAGES, Images
+from vlmpack.store.symbols import check_grids
 
 
 @final
@@ -77,6 +78,7 @@ def check_collator(collator: VLMCollator, settings: StoreSettings) -> None:
     Raises:
         ConfigError: it pads, fixes sizes that are fixed when rows are read, or has slots that do not fit the capacity.
     """
+    check_grids(collator, "stored rows hold images by their grids")
     slots = collator.slots
     if collator.layout != "packed":
         raise ConfigError("rows are stored by VLMCollator(layout='packed'); this one has layout='padded'")

@@ -160,12 +160,16 @@ class PackedDataset(Dataset[dict[str, Any]]):
         samples, limits = [sample for _, sample in self._read(row)], self._limits
         return tree_of(samples, limits=limits, min_shared=self.share_prefixes.min_shared)
 
-    def collate(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def collate(self, rows: Sequence[dict[str, Any]] | dict[str, Any]) -> dict[str, Any]:
         """Return the one row of a list, or a step of loss 0 for an empty list: the `collate_fn` of a loader of rows.
+
+        A loader with `batch_size=None` gives a row by itself, which is returned as it is.
 
         Raises:
             ConfigError: several rows; a row is a whole batch.
         """
+        if isinstance(rows, dict):
+            return rows
         if len(rows) > 1:
             raise ConfigError(
                 f"{len(rows)} rows were put into one batch, and each is a batch by itself: set "

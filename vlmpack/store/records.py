@@ -324,7 +324,7 @@ def _info(visual: Visual, *, is_video: bool = False) -> dict[str, Any]:
     sizing = {key: ref.options[key] for key in OPTION_KEYS if ref.options.get(key) is not None}
     if is_video and not isinstance(ref.source, list | tuple):
         sizing[IS_FILE] = True
-    return {"grid": list(visual.grid), "options": json.dumps(sizing, sort_keys=True, default=_number)}
+    return {"grid": list(visual.patch_grid), "options": json.dumps(sizing, sort_keys=True, default=_number)}
 
 
 def _source(visual: Visual) -> MediaRef:

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vlmpack.collate import Encoded, ProcessorMetadata, Visual
+from vlmpack.collate import Encoded, ProcessorMetadata, Visual, VLMCollator
 from vlmpack.data import ImageError, ImageLimits, load_image, read_encoded
+from vlmpack.errors import ConfigError
 from vlmpack.layout import IMAGE, VIDEO, HostMetadata, PackedRow, PrefixTree, Segments, find_prefix_tree
 from vlmpack.plan import PrefixMarks
 
@@ -76,8 +77,8 @@ def tree_of(samples: Sequence[Encoded], *, limits: ImageLimits, min_shared: int)
     ids, types = (torch.from_numpy(column).view(1, -1) for column in columns)
     metadata = HostMetadata(
         lengths=segments.lengths,
-        image_grids=tuple(image.grid for image in images),
-        video_grids=tuple(video.grid for video in videos),
+        image_grids=tuple(image.patch_grid for image in images),
+        video_grids=tuple(video.patch_grid for video in videos),
         images_per_sample=tuple(len(sample.images) for sample in samples) if images else (),
         videos_per_sample=tuple(len(sample.videos) for sample in samples) if videos else (),
     )
@@ -98,14 +99,27 @@ def marks_of(sample: Encoded, metadata: ProcessorMetadata, limits: ImageLimits) 
     ends, patches = [], []
     for kind, visuals in ((IMAGE, sample.images), (VIDEO, sample.videos)):
         places = np.flatnonzero(sample.types == kind)
-        tokens = [prod(visual.grid) // metadata.merge_size**2 for visual in visuals]
+        tokens = [prod(visual.patch_grid) // metadata.merge_size**2 for visual in visuals]
         symbols[places] = np.repeat(media_numbers(visuals, limits), tokens)
         ends += (places[np.cumsum(tokens) - 1] + 1).tolist() if visuals else []
-        patches += [prod(visual.grid) for visual in visuals]
+        patches += [prod(visual.patch_grid) for visual in visuals]
     media = np.array(sorted(zip(ends, patches, strict=True)), np.int64).reshape(-1, 2)
     learnt = sample.labels >= 0
     turn_ends = np.flatnonzero(learnt[1:] != learnt[:-1]) + 1
     return PrefixMarks.of(symbols, turn_ends, media[:, 0], media[:, 1])
+
+
+def check_grids(collator: VLMCollator, reason: str) -> None:
+    """Refuse a collator whose images have no grids that are known before they are cut.
+
+    Raises:
+        ConfigError: it has the processor of a family beyond Qwen-VL.
+    """
+    if collator.metadata.by_processor and collator.metadata.has_vision:
+        raise ConfigError(
+            f"{reason}, but those of a {type(collator.processor).__name__} are known by their tokens alone; train from "
+            "the data set itself: PackedStream and measure_lengths take every family"
+        )
 
 
 def _number(visual: Visual, limits: ImageLimits) -> int:

@@ -28,7 +28,6 @@ from vlmpack.testing.comparison import (
     target_losses,
     to_host,
     tower_errors,
-    work_problems,
 )
 from vlmpack.testing.measures import field_f1, nted_accuracy
 from vlmpack.testing.models import DEFAULT_FAMILY, TinySizes, tiny_config, tiny_model
@@ -37,6 +36,7 @@ from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts, receip
 from vlmpack.testing.samples import (
     KINDS,
     TEXT_ONLY,
+    TILED,
     TOKEN_KEYS,
     VISION,
     Kind,
@@ -54,10 +54,12 @@ from vlmpack.testing.samples import (
     perturbed,
     processed_samples,
     random_sample,
+    sample_like,
     synthetic_samples,
     with_adversarial_lengths,
     word_ids,
 )
+from vlmpack.testing.work import work_problems
 
 __all__ = [
     "CHAT_TEMPLATE",
@@ -68,6 +70,7 @@ __all__ = [
     "LOW_PRECISION_FACTOR",
     "SMALLEST_LEGIBLE",
     "TEXT_ONLY",
+    "TILED",
     "TOKEN_KEYS",
     "VISION",
     "Branches",
@@ -111,6 +114,7 @@ __all__ = [
     "rms_distance",
     "run_alone",
     "run_packed",
+    "sample_like",
     "smallest_cosine",
     "synthetic_samples",
     "take_gradients",

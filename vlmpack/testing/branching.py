@@ -17,7 +17,8 @@ import torch
 
 from vlmpack.families import family_named
 from vlmpack.layout import IGNORE, IMAGE, VIDEO
-from vlmpack.testing.samples import Sample, build_sample, grids_of, perturbed
+from vlmpack.testing.samples import build_sample, grids_of, perturbed
+from vlmpack.testing.tiles import Sample, sample_like
 
 Span = tuple[int, int]
 
@@ -71,7 +72,7 @@ def branches_of(samples: Sequence[Sample], config: Any) -> Branches:
     """
     first, _, text, long, last = samples[:5]
     pixels = {name: 2.0 - first[name] for name in ("pixel_values", "pixel_values_videos") if name in first}
-    stranger = {**first, **pixels} if pixels else _other_words(_other_words(first, config), config)
+    stranger = sample_like(first, {**first, **pixels}) if pixels else _other_words(_other_words(first, config), config)
     return Branches(
         pieces=(first, text, long, last, build_sample(config, stretches=[1], seed=6), stranger),
         names=("the prefix", "a branch", "an inner node", "a leaf", "one token", "a stranger"),
@@ -83,7 +84,8 @@ def branches_of(samples: Sequence[Sample], config: Any) -> Branches:
 def joined(pieces: Sequence[Sample]) -> Sample:
     """Lay pieces one after the other into one sample, their media in the same order."""
     names = dict.fromkeys(name for piece in pieces for name in piece)
-    return {name: torch.cat([piece[name] for piece in pieces if name in piece]) for name in names}
+    laid = {name: torch.cat([piece[name] for piece in pieces if name in piece]) for name in names}
+    return sample_like(pieces[0], laid)
 
 
 def _other_words(piece: Sample, config: Any) -> Sample:
@@ -92,7 +94,8 @@ def _other_words(piece: Sample, config: Any) -> Sample:
     types = family_named(config.model_type).media_types(piece["input_ids"], config)
     is_behind = (types > 0).cumsum(0) > 0 if types.any() else torch.ones_like(types, dtype=torch.bool)
     ids = torch.where(is_behind, other["input_ids"], piece["input_ids"])
-    return {**other, "input_ids": ids, "labels": torch.where(other["labels"] == IGNORE, IGNORE, ids)}
+    labels = torch.where(other["labels"] == IGNORE, IGNORE, ids)
+    return sample_like(other, {**other, "input_ids": ids, "labels": labels})
 
 
 @final

@@ -10,7 +10,7 @@ Errors are parts of the largest entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -30,12 +30,12 @@ if TYPE_CHECKING:  # the face of the room loads no transformers
 
 Gradients = Mapping[str, torch.Tensor]
 """By name of the parameter; parameters without a gradient are left out."""
-Windows = Collection[int | None]
-"""Tokens that queries attend to, in each kind of layer; None: all before them."""
 
 SMALLEST_GRADIENT = 1e-4
 """A parameter whose gradient is below this part of the model's largest entry is compared with that part instead: times
 the float32 limit it is 1e-8 of that entry, less than one rounding. Gradients that almost cancel are off by as much."""
+ROUNDING = 1e-6
+"""A bias's gradient below this part of its weight's is what rounding leaves of terms that cancel."""
 LOW_PRECISION_FACTOR = 4.0
 """Errors in low precision may be so many times as large as without packing: rounding sends tokens to other experts, and
 kernels round at other places. A leak shows far below that, as nothing may move that is computed again."""
@@ -371,31 +371,6 @@ def problems(errors: Errors, limits: Limits) -> list[str]:
     return [f"{each.name}: {each}" for each in errors.measured(limits) if each.exceeds]
 
 
-def work_problems(
-    work: Work | None, samples: Sequence[Sample], *, multiple: int = 1, sparse: bool = False, windows: Windows = (None,)
-) -> list[str]:
-    """Describe work that a packed step should not have done: equal outputs do not prove that padding was skipped.
-
-    Args (beside the work of a packed step, and its samples):
-        multiple: of the slots of the row.
-        sparse: attention selects among the pairs.
-        windows: of the model's layers.
-    """
-    assert work is not None
-    lengths = [len(sample["input_ids"]) for sample in samples]
-    of_layers = {w: sum(min(at + 1, w or n) for n in lengths for at in range(n)) for w in windows}
-    pairs, window_pairs = max(of_layers.values()), min((of_layers[w] for w in of_layers if w), default=0)
-    counts = {
-        "real tokens": (work.real_tokens, sum(lengths)),
-        "physical tokens": (work.physical_tokens, sum(-(-n // multiple) * multiple for n in lengths)),
-        "pairs in a window": (work.window_pairs, window_pairs),
-    }
-    faults = [f"{count} {name}, expected {right}" for name, (count, right) in counts.items() if count != right]
-    if not (0 < work.attended_pairs <= pairs if sparse else work.attended_pairs == pairs):
-        faults.append(f"{work.attended_pairs} attended pairs, expected {pairs}")
-    return faults
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class GradientCosine:
@@ -412,9 +387,14 @@ class GradientCosine:
 def smallest_cosine(actual: Gradients, truth: Gradients) -> GradientCosine:
     """Find the smallest cosine of any parameter's two gradients.
 
-    A parameter with a gradient on one side only counts as 0, one whose gradient is 0 on both as 1.
+    A parameter with a gradient on one side only counts as 0, one whose gradient is 0 on both as 1, and so does a bias
+    of whose gradient rounding alone is left.
     """
     cosines = {name: _cosine(actual.get(name), truth.get(name)) for name in {**truth, **actual}}
+    for name in cosines.keys() & truth.keys():
+        pair = (truth[name], actual.get(name, truth[name]))
+        if all(float(gradient.abs().max()) < ROUNDING * _largest_of_weight(name, truth) for gradient in pair):
+            cosines[name] = 1.0
     worst = min(cosines, key=cosines.__getitem__)
     return GradientCosine(cosine=cosines[worst], parameter=worst, parameters=len(cosines))
 
@@ -448,13 +428,24 @@ def _gradient_errors(actual: Gradients, truth: Gradients, *, low: bool, smallest
     pairs: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for name, like in {**actual, **truth}.items():
         pair = (actual.get(name, torch.zeros_like(like)), truth.get(name, torch.zeros_like(like)))
-        error, group = distance(*pair, least=smallest * largest), group_of(name)
+        least = max(smallest * largest, _largest_of_weight(name, truth))
+        error, group = distance(*pair, least=least), group_of(name)
         pairs.setdefault(group, []).append(pair)
         if group not in groups or not error <= groups[group].error:
             groups[group] = GradientError(error=error, parameter=name)
     if low:
         return {name: replace(worst, error=rms_distance(pairs[name])) for name, worst in groups.items()}
     return groups
+
+
+def _largest_of_weight(name: str, truth: Gradients) -> float:
+    """The largest entry of the gradient of a bias's weight; 0 for other parameters.
+
+    Both sum the same terms over tokens. In a bias they may cancel: that of keys which are not rotated shifts all scores
+    of a query alike, and its gradient is what rounding leaves.
+    """
+    weight = truth.get(f"{name.removesuffix('bias')}weight") if name.endswith(".bias") else None
+    return 0.0 if weight is None else float(weight.abs().max())
 
 
 def group_of(parameter: str) -> str:

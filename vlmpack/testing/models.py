@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError, FamilyError
+from vlmpack.testing import towers
+from vlmpack.testing.family_processors import tile_sizes
 
 DEFAULT_FAMILY = "qwen3_vl"
 """Of tiny models and processors."""
@@ -141,7 +143,7 @@ def tiny_config(family: str = DEFAULT_FAMILY, *, processor: Any = None, **sizes:
     recipe = RECIPES[family]
     chosen = TinySizes(**{**(_processor_sizes(processor) if processor is not None else {}), **sizes})
     if chosen.patch_size is None:
-        chosen = replace(chosen, patch_size=16 if recipe.since_qwen3 else 14)
+        chosen = replace(chosen, patch_size=recipe.patch_size or (16 if recipe.since_qwen3 else 14))
     _check(chosen, recipe, family)
     return _config(chosen, recipe, family)
 
@@ -150,8 +152,10 @@ def tiny_config(family: str = DEFAULT_FAMILY, *, processor: Any = None, **sizes:
 
 
 def _processor_sizes(processor: Any) -> dict[str, Any]:
-    """Read token ids, vocabulary and patch sizes off a Qwen processor."""
+    """Read token ids, vocabulary and patch sizes off a tiny processor, or a Qwen processor."""
     tokenizer, images = processor.tokenizer, processor.image_processor
+    if (sizes := tile_sizes(processor)) is not None:
+        return sizes
     tokens = {"vision_start": "vision_start", "vision_end": "vision_end", "image": "image_pad", "video": "video_pad"}
     sizes = {"vocab_size": len(tokenizer), "patch_size": images.patch_size, "merge": images.merge_size}
     for name, token in tokens.items():
@@ -190,11 +194,14 @@ def _enliven(model: nn.Module, generator: torch.Generator) -> None:
     Draw in float32 whatever the weights' dtype, so that models of two dtypes round the same numbers.
     """
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Conv3d)):
+        if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
             fan_in = module.weight[0].numel()
             _draw(module.weight, fan_in**-0.5, generator)
         elif isinstance(module, nn.Embedding):
             _draw(module.weight, 1.0, generator)
+        elif vars(module).get("scaling") == 1.0 and "k_norm" in module._modules:
+            weight = module.get_parameter("k_norm.weight")  # Gemma 4's has learnt the scale of scores
+            nn.init.constant_(weight, len(weight) ** -0.5)
         else:  # routers and experts hold their matrices [..., out, in] themselves
             for name, weight in module.named_parameters(recurse=False):
                 if name == "A_log":
@@ -229,6 +236,13 @@ class _Recipe:
 
     vision: Callable[[TinySizes], dict[str, Any]] | None = None
     """Settings of its vision tower; None: a text model."""
+    text_type: str | None = None
+    """`model_type` of its text part, where the family takes any; None: it has one of its own."""
+    mrope: bool = True
+    """The text part of a family with vision has multimodal rotary positions."""
+    whole: Callable[[TinySizes], dict[str, Any]] | None = None
+    """Settings of the whole model that no other family has; None: its images are patches with a grid each, and its
+    tower has the settings of Qwen's."""
     since_qwen3: bool = True
     """Heads of any width, interleaved MRoPE sections, patches of 16 pixels."""
     hybrid: bool = False
@@ -239,6 +253,8 @@ class _Recipe:
     """The configuration has the width of a dense MLP."""
     more: Callable[[TinySizes], dict[str, Any]] | None = None
     """Settings of the text model that no other family has."""
+    patch_size: int | None = None
+    """Side of a patch, where it is neither Qwen2's nor Qwen3's."""
     sdpa: bool = True
     """transformers has sdpa attention for it, not only eager."""
 
@@ -249,6 +265,11 @@ def _config(sizes: TinySizes, recipe: _Recipe, family: str) -> Any:
     text = _text(sizes, recipe)
     if recipe.vision is None:
         return AutoConfig.for_model(family, **text)
+    if recipe.text_type is not None:
+        text["model_type"] = recipe.text_type
+    if recipe.whole is not None:
+        vision, whole = recipe.vision(sizes), sizes.media_tokens | recipe.whole(sizes)
+        return AutoConfig.for_model(family, text_config=text, vision_config=vision, **whole)
     vision = {
         "depth": sizes.vision_depth,
         "num_heads": sizes.vision_heads,
@@ -300,7 +321,7 @@ def _rope(sizes: TinySizes, recipe: _Recipe) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     if recipe.hybrid:
         rope["partial_rotary_factor"] = 0.5
-    if recipe.vision is not None:
+    if recipe.vision is not None and recipe.mrope:
         frequencies = sizes.head_width // (4 if recipe.hybrid else 2)
         rope["mrope_section"] = [frequencies - 2 * (frequencies // 3), frequencies // 3, frequencies // 3]
         if recipe.since_qwen3:
@@ -389,49 +410,77 @@ def _gpt_oss_text(sizes: TinySizes) -> dict[str, Any]:
     return {**_windows(sizes), "num_local_experts": sizes.experts}
 
 
-def _qwen2_vision(sizes: TinySizes) -> dict[str, Any]:
-    return {"embed_dim": sizes.vision_hidden, "hidden_size": sizes.hidden, "mlp_ratio": 2}
-
-
-def _vision(sizes: TinySizes) -> dict[str, Any]:
+def _gemma4_text(sizes: TinySizes) -> dict[str, Any]:
+    """All that its models have, in one: experts, embeddings for each layer, wider heads without a window; keys that are
+    values; from 4 layers on the last two share keys and values of those before."""
+    windows, half = _gemma3_text(sizes), {"partial_rotary_factor": 0.5, "rope_type": "proportional"}
+    windows["rope_parameters"]["full_attention"] |= half
+    windows["layer_types"][-1] = "full_attention"
     return {
-        "hidden_size": sizes.vision_hidden,
-        "intermediate_size": 2 * sizes.vision_hidden,
-        "out_hidden_size": sizes.hidden,
+        **windows,
+        "final_logit_softcapping": 3.0,
+        "use_bidirectional_attention": "vision",
+        "global_head_dim": 2 * sizes.head_width,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 2 if sizes.layers > 3 else 0,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": sizes.vocab_size,
+        "enable_moe_block": True,
+        "top_k_experts": sizes.experts_per_token,
     }
 
 
-def _windowed_vision(sizes: TinySizes) -> dict[str, Any]:
-    """Windows of 4 x 4 tokens as in the released models; the last block sees whole images."""
-    assert sizes.patch_size is not None
-    return {
-        **_vision(sizes),
-        "window_size": 4 * sizes.merge * sizes.patch_size,
-        "fullatt_block_indexes": [sizes.vision_depth - 1],
-        "tokens_per_second": 2,
-    }
+def _glm_moe_text(sizes: TinySizes) -> dict[str, Any]:
+    """Half of a head rotates."""
+    quarter = sizes.head_width // 4
+    sections = [quarter - 2 * (quarter // 3), quarter // 3, quarter // 3]
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": sections}
+    return {**_routed(sizes), "rope_parameters": rope}
 
 
-def _qwen3_vision(sizes: TinySizes) -> dict[str, Any]:
-    return {**_vision(sizes), "num_position_embeddings": 64}
-
-
-def _deepstack_vision(sizes: TinySizes) -> dict[str, Any]:
-    """Deepstack: one text layer for each feature, which is added to the first layers' outputs."""
-    deepstack = list(range(min(sizes.vision_depth, sizes.layers)))[:3]
-    return {**_qwen3_vision(sizes), "deepstack_visual_indexes": deepstack}
-
+TILED: dict[str, Any] = {"mrope": False, "since_qwen3": False, "patch_size": 6}
+"""Parts of recipes of families whose images are tiles."""
+GEMMA = TILED | {"since_qwen3": True}
 
 RECIPES = {
-    "qwen2_vl": _Recipe(vision=_qwen2_vision, since_qwen3=False),
-    "qwen2_5_vl": _Recipe(vision=_windowed_vision, since_qwen3=False),
-    "qwen3_vl": _Recipe(vision=_deepstack_vision),
-    "qwen3_vl_moe": _Recipe(vision=_deepstack_vision, experts=True),
-    "qwen3_5": _Recipe(vision=_qwen3_vision, hybrid=True),
-    "qwen3_5_moe": _Recipe(vision=_qwen3_vision, hybrid=True, experts=True, dense=False),
-    "qwen4_exp": _Recipe(vision=_qwen3_vision, hybrid=True, experts=True, dense=False, more=_qwen4_text),
+    "qwen2_vl": _Recipe(vision=towers.qwen2_vision, since_qwen3=False),
+    "qwen2_5_vl": _Recipe(vision=towers.windowed_vision, since_qwen3=False),
+    "qwen3_vl": _Recipe(vision=towers.deepstack_vision),
+    "qwen3_vl_moe": _Recipe(vision=towers.deepstack_vision, experts=True),
+    "qwen3_5": _Recipe(vision=towers.qwen3_vision, hybrid=True),
+    "qwen3_5_moe": _Recipe(vision=towers.qwen3_vision, hybrid=True, experts=True, dense=False),
+    "qwen4_exp": _Recipe(vision=towers.qwen3_vision, hybrid=True, experts=True, dense=False, more=_qwen4_text),
     "qwen3": _Recipe(),
     "qwen3_next": _Recipe(hybrid=True, experts=True),
+    "glm4v": _Recipe(vision=towers.glm_vision, since_qwen3=False),
+    "glm46v": _Recipe(vision=towers.glm_vision, text_type="glm4v_text", since_qwen3=False),
+    "glm4v_moe": _Recipe(vision=towers.glm_vision, since_qwen3=False, experts=True, more=_glm_moe_text),
+    "glm_ocr": _Recipe(vision=towers.glm_vision, since_qwen3=False, more=lambda sizes: {"head_dim": sizes.head_width}),
+    "paddleocr_vl": _Recipe(
+        vision=towers.paddle_vision,
+        since_qwen3=False,
+        whole=lambda _: {},
+        more=lambda sizes: {"head_dim": sizes.head_width},
+    ),
+    "minicpmv4_6": _Recipe(
+        vision=towers.minicpm_tower,
+        text_type="qwen3_5_text",
+        hybrid=True,
+        whole=lambda _: {"insert_layer_id": 0},
+        patch_size=6,
+    ),
+    "internvl": _Recipe(vision=towers.internvl_tower, text_type="qwen2", whole=towers.internvl_settings, **TILED),
+    "llava": _Recipe(vision=towers.clip_tower, text_type="llama", whole=towers.llava_settings, **TILED),
+    "llava_next": _Recipe(vision=towers.clip_tower, text_type="llama", whole=towers.anyres_settings, **TILED),
+    "llava_onevision": _Recipe(vision=towers.siglip_tower, text_type="qwen2", whole=towers.anyres_settings, **TILED),
+    "smolvlm": _Recipe(vision=towers.tile_tower, text_type="llama", whole=lambda _: {}, **TILED),
+    "idefics3": _Recipe(vision=towers.tile_tower, text_type="llama", whole=lambda _: {}, **TILED),
+    "mistral3": _Recipe(vision=towers.pixtral_tower, text_type="mistral", whole=towers.llava_settings, **TILED),
+    "gemma3": _Recipe(vision=towers.gemma3_tower, more=_gemma3_text, whole=towers.gemma3_settings, **GEMMA),
+    "gemma4": _Recipe(
+        vision=towers.gemma4_tower, more=_gemma4_text, whole=towers.gemma4_settings, experts=True, **GEMMA
+    ),
     "llama": _Recipe(),
     "mistral": _Recipe(more=lambda _: {"sliding_window": WINDOW}),
     "qwen2": _Recipe(since_qwen3=False),

@@ -16,6 +16,7 @@ from typing import Any
 from vlmpack.data import without_video
 from vlmpack.errors import ConfigError
 from vlmpack.families import FAMILIES
+from vlmpack.testing.family_processors import RECIPES, build_processor
 from vlmpack.testing.models import DEFAULT_FAMILY
 
 
@@ -56,25 +57,30 @@ def tiny_processor(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     vocab_size: int = 800,
-    chat_template: str = CHAT_TEMPLATE,
+    chat_template: str | None = None,
 ) -> Any:
-    """Build a real Qwen processor offline.
+    """Build a real processor offline.
 
     It works with and without torchvision, and is the same in both cases: images go through PIL, and there is no
     video processor (`vlmpack.collate` prepares videos itself). Its `save_pretrained` is `save_processor`.
 
     Args:
         family: a vision-language family, such as "qwen2_vl", "qwen2_5_vl", "qwen3_vl" or "qwen3_5".
-        min_pixels: smallest area an image is resized to, in pixels; None: 4 image tokens.
-        max_pixels: largest area an image is resized to, in pixels; None: 256 image tokens.
+        min_pixels: smallest area an image is resized to, in pixels, of Qwen's; None: 4 image tokens.
+        max_pixels: largest area an image is resized to, in pixels, of Qwen's; None: 256 image tokens.
         vocab_size: entries of the trained vocabulary, before the special tokens; at least 256, one for each byte.
-        chat_template: the Jinja template of the conversation.
+        chat_template: the Jinja template of the conversation; None: the family's.
 
     Raises:
         ConfigError: an unknown family, or a vocabulary without room for every byte.
     """
+    if family in RECIPES:
+        processor = build_processor(family, vocab_size, _trained_vocabulary)
+        if chat_template is not None:
+            processor.chat_template = chat_template
+        return processor
     if family not in FAMILIES or FAMILIES[family].processor is None:
-        names = [name for name, descriptor in FAMILIES.items() if descriptor.processor]
+        names = [*(name for name, descriptor in FAMILIES.items() if descriptor.processor), *RECIPES]
         raise ConfigError(f"no processor for family {family!r}; use one of {', '.join(names)}")
     if vocab_size < 256:
         raise ConfigError(f"vocab_size={vocab_size} has no room for the 256 bytes; use at least 256")
@@ -88,7 +94,7 @@ def tiny_processor(
         FAMILIES[family].processor_class,
         image_processor=image_processor,
         tokenizer=_tokenizer(family, vocab_size),
-        chat_template=chat_template,
+        chat_template=CHAT_TEMPLATE if chat_template is None else chat_template,
     )
 
 
@@ -140,7 +146,7 @@ def _trained_vocabulary(vocab_size: int) -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    bpe.train_from_iterator(_corpus(), trainer)
+    bpe.train_from_iterator(corpus(), trainer)
     model = json.loads(bpe.to_str())["model"]
     return json.dumps([model["vocab"], model["merges"]])
 
@@ -169,7 +175,7 @@ _SENTENCES = (
 )
 
 
-def _corpus(*, num_documents: int = 400, seed: int = 0) -> Iterator[str]:
+def corpus(*, num_documents: int = 400, seed: int = 0) -> Iterator[str]:
     """Made-up receipts as printed text, as Donut tokens and as JSON, and the sentences around them."""
     rng = random.Random(seed)
     for _ in range(num_documents):

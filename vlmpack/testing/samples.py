@@ -25,18 +25,23 @@ from torch.nn.utils.rnn import pad_sequence
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import VlmpackError
-from vlmpack.families import FAMILIES, family_named
-from vlmpack.layout import IGNORE, Grid, HostMetadata, Media, PaddedBatch
+from vlmpack.families import FAMILIES, Family, Join, family_named, media_runs
+from vlmpack.layout import IGNORE, MEDIA_KEYS, Grid, HostMetadata, Media, PaddedBatch
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts
+from vlmpack.testing.tiles import TILE_RULES, Sample, TiledImage, sample_like
 
-Sample = dict[str, torch.Tensor]
 Kind = Literal["text", "image", "images", "video", "images_and_video"]
 
 KINDS: tuple[Kind, ...] = ("text", "image", "images", "video", "images_and_video")
-VISION = tuple(name for name, family in FAMILIES.items() if family.has_vision)
+VISION = tuple(name for name, family in FAMILIES.items() if family.has_grids and family.has_videos)
+"""Families that take images and videos as patches with a grid each."""
+TILED = tuple(name for name, family in FAMILIES.items() if family.has_vision and name not in VISION)
+"""Families that take images alone, most of them as rows of a batch or tiles."""
 TEXT_ONLY = tuple(name for name, family in FAMILIES.items() if not family.has_vision)
-TOKEN_KEYS = ("input_ids", "mm_token_type_ids", "labels")
-MEDIA_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+TOKEN_KEYS = ("input_ids", "mm_token_type_ids", "token_type_ids", "labels")
+MEDIA_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+IMAGE_TOKENS_KEY = "image_tokens"
+"""int64 [N]: placeholder tokens of each image of a family whose images have no grids; no model takes it."""
 LONG_TEXT = 140
 """Tokens of a text that exceeds the 128 tokens at which kernels change their way."""
 IMAGE_TOKENS, FRAME_TOKENS = 24, 8
@@ -72,30 +77,50 @@ def build_sample(
     assert len(stretches) == len(image_grids) + len(video_grids) + 1
     family = family_named(config.model_type)
     rng = torch.Generator().manual_seed(seed + 1)
-    images, videos = [_image(config, grid) for grid in image_grids], [_video(config, grid) for grid in video_grids]
+    several = len(image_grids) > 1
+    tiles = [] if family.has_grids else [_tiled(config, grid, rng, several=several) for grid in image_grids]
+    images: list[Sequence[int]] = [tiled.ids for tiled in tiles] or [_image(config, grid) for grid in image_grids]
+    videos: list[Sequence[int]] = [_video(config, grid) for grid in video_grids]
     media = [*(videos + images if videos_first else images + videos), []]
     ids: list[int] = []
     targets: list[bool] = []
     words = word_ids(config)
     for i, (length, placeholders) in enumerate(zip(stretches, media, strict=True)):
-        ids += torch.randint(words.start, words.stop, (length,), generator=rng).tolist() + placeholders
+        ids += [*torch.randint(words.start, words.stop, (length,), generator=rng).tolist(), *placeholders]
         targets += [i in (0, len(stretches) - 1)] * length + [False] * len(placeholders)
     if labelled is not None:
         targets = [i == 0 or i >= len(ids) - labelled for i in range(len(ids))]
     input_ids = torch.tensor(ids)
     sample = {"input_ids": input_ids, "labels": torch.where(torch.tensor(targets), input_ids, IGNORE)}
-    if family.has_vision:
-        sample["mm_token_type_ids"] = family.media_types(input_ids, config)
+    if family.token_types is not None:
+        sample[family.token_types] = family.media_types(input_ids, config)
+    if tiles:
+        return Sample.of(sample | _joined(tiles, family, config), family)
     for name, pixels, grids in (
         ("image_grid_thw", "pixel_values", image_grids),
         ("video_grid_thw", "pixel_values_videos", video_grids),
     ):
         if grids:
             sample[name] = torch.tensor(grids)
-            sample[pixels] = torch.randn(sum(map(prod, grids)), family.patch_channels(config), generator=rng)
+            sample[pixels] = torch.randn(sum(map(prod, grids)), *family.patch_shape(config), generator=rng)
     if video_grids and "tokens_per_second" in config.vision_config.to_dict():
         sample["second_per_grid_ts"] = torch.tensor(seconds, dtype=torch.float32)
-    return sample
+    return Sample.of(sample, family)
+
+
+def _tiled(config: Any, grid: Grid, rng: torch.Generator, *, several: bool) -> TiledImage:
+    rule = TILE_RULES[config.model_type]
+    return rule(config, grid, lambda *sizes: torch.randn(sizes, generator=rng), several=several)
+
+
+def _joined(tiles: Sequence[TiledImage], family: Family, config: Any) -> dict[str, torch.Tensor]:
+    """The images of one sample as one tensor of each name."""
+    names = tiles[0].tensors
+    joined = {name: family.media[name]([tiled.tensors[name] for tiled in tiles]) for name in names}
+    tokens = [sum(token == config.image_token_id for token in tiled.ids) for tiled in tiles]
+    if "batch_num_images" in family.media:
+        joined["batch_num_images"] = torch.tensor([len(tiles)])
+    return {**joined, IMAGE_TOKENS_KEY: torch.tensor(tokens)}
 
 
 def random_sample(
@@ -113,7 +138,7 @@ def random_sample(
     and video frames.
     """
     rng = torch.Generator().manual_seed(seed)
-    merge = family_named(config.model_type).merge(config) if config.model_type in VISION else 1
+    merge = family_named(config.model_type).merge(config)
 
     def pick(bounds: tuple[int, int]) -> int:
         return int(torch.randint(bounds[0], bounds[1] + 1, (), generator=rng))
@@ -133,30 +158,37 @@ def random_sample(
 
 def kinds_of(config: Any) -> tuple[Kind, ...]:
     """The kinds of samples that a model of this configuration takes."""
-    return KINDS if config.model_type in VISION else ("text",)
+    family = family_named(config.model_type)
+    return KINDS if family.has_videos else KINDS[:3] if family.has_vision else KINDS[:1]
 
 
 def mixed_samples(config: Any, *, seed: int = 0, kinds: Sequence[Kind] | None = None, **ranges: Any) -> list[Sample]:
     """Draw one sample of each kind; None: four samples, with images if the model takes any."""
     if kinds is None:
-        kinds = ("image", "text", "images", "image") if config.model_type in VISION else ("text",) * 4
+        has_vision = family_named(config.model_type).has_vision
+        kinds = ("image", "text", "images", "image") if has_vision else ("text",) * 4
     return [random_sample(config, kind, seed=1000 * seed + i, **ranges) for i, kind in enumerate(kinds)]
 
 
 def synthetic_samples(config: Any) -> list[Sample]:
     """Build an image, a text, two images and a video; of a text model three texts. Lengths differ, seeds are fixed."""
-    if config.model_type not in VISION:
+    family = family_named(config.model_type)
+    if not family.has_vision:
         return [build_sample(config, stretches=[2 * n], labelled=n, seed=n) for n in (5, 11, 8)]
-    side = family_named(config.model_type).merge(config)
+    side = family.merge(config)
 
     def grid(rows: int, columns: int, frames: int = 1) -> Grid:
         return frames, rows * side, columns * side
 
+    videos: list[Sample] = []
+    if family.has_videos:
+        clip = {"video_grids": [grid(2, 1, frames=2)], "seconds": [1.5]}
+        videos.append(build_sample(config, stretches=[3, 4], seed=4, **clip))
     return [
         build_sample(config, stretches=[5, 5], image_grids=[grid(2, 3)], seed=1),
         build_sample(config, stretches=[10], labelled=5, seed=2),
         build_sample(config, stretches=[4, 0, 4], image_grids=[grid(5, 2), grid(1, 3)], seed=3),
-        build_sample(config, stretches=[3, 4], video_grids=[grid(2, 1, frames=2)], seconds=[1.5], seed=4),
+        *videos,
     ]
 
 
@@ -185,9 +217,11 @@ def _processed(collator: VLMCollator, question: str, answer: str, *media: dict[s
     user = {"role": "user", "content": [*media, {"type": "text", "text": question}]}
     assistant = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
     batch = collator.collate([{"messages": [user, assistant]}]).to_hf()
-    sample = {name: batch[name][0] for name in TOKEN_KEYS} | {name: batch[name] for name in MEDIA_KEYS if name in batch}
+    sample = {name: batch[name][0] for name in TOKEN_KEYS if name in batch} | {
+        name: batch[name] for name in MEDIA_KEYS if name in batch
+    }
     sample["labels"] = torch.cat([sample["input_ids"][:1], sample["labels"][1:]])
-    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in sample.items()}
+    return Sample({name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in sample.items()})
 
 
 def with_adversarial_lengths(samples: Sequence[Sample], config: Any) -> list[Sample]:
@@ -206,17 +240,17 @@ def perturbed(sample: Sample, config: Any) -> Sample:
     is_word = (ids >= words.start) & (ids < words.stop)
     others = torch.where(is_word, words.start + (ids - words.start + 7) % len(words), ids)
     pixels = {name: 1.0 - sample[name] for name in ("pixel_values", "pixel_values_videos") if name in sample}
-    return {**sample, "input_ids": others, **pixels}
+    return sample_like(sample, {**sample, "input_ids": others, **pixels})
 
 
 def word_ids(config: Any) -> range:
     """The longest run of token ids of which none is special."""
     text = family_named(config.model_type).text_config(config)
     settings = {**text.to_dict(), **config.to_dict()}
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    names = (*MEDIA_TOKENS, "image_token_index", "video_token_index")
     ids = [settings.get(name) for name in (*names, "pad_token_id", "bos_token_id", "eos_token_id")]
     special = {i for value in ids if value is not None for i in (value if isinstance(value, list) else [value])}
-    edges = sorted({-1, *special, text.vocab_size})
+    edges = sorted({-1, *(i for i in special if i < text.vocab_size), text.vocab_size})
     return max((range(start + 1, stop) for start, stop in pairwise(edges)), key=len)
 
 
@@ -226,7 +260,11 @@ def word_ids(config: Any) -> range:
 def alone(sample: Sample, *, labels: bool = True) -> dict[str, torch.Tensor]:
     """Keyword arguments of a Hugging Face model's forward for this sample alone."""
     tokens = {name: sample[name][None] for name in TOKEN_KEYS if name in sample and (labels or name != "labels")}
-    return {**tokens, **{name: sample[name] for name in MEDIA_KEYS if name in sample}}
+    return {**tokens, **_media(sample)}
+
+
+def _media(sample: Sample) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in sample.items() if name not in (*TOKEN_KEYS, IMAGE_TOKENS_KEY)}
 
 
 def padded(
@@ -252,24 +290,40 @@ def padded(
 
 def media_of(samples: Sequence[Sample]) -> Media:
     """Join pixels and grids of all samples, in their order."""
-    parts = {name: [sample[name] for sample in samples if name in sample] for name in MEDIA_KEYS}
-    return Media(**{name: torch.cat(tensors) for name, tensors in parts.items() if tensors})
+    parts: dict[str, list[torch.Tensor]] = {}
+    for sample in samples:
+        for name, tensor in _media(sample).items():
+            parts.setdefault(name, []).append(tensor)
+    families = [sample.family for sample in samples if isinstance(sample, Sample) and sample.family is not None]
+    joins = families[0].media if families else {}
+    assert families or not any(IMAGE_TOKENS_KEY in sample for sample in samples), "changed with Sample.of"
+    joined = {name: joins.get(name, Join())(tensors) for name, tensors in parts.items()}
+    return Media.from_hf(joined, names=joined.keys())
 
 
 def metadata_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> HostMetadata:
     """Derive from the samples the metadata on the host that a collator adds."""
     seconds = [s for sample in samples if "second_per_grid_ts" in sample for s in sample["second_per_grid_ts"].tolist()]
     image_grids, video_grids = ([grids_of(sample, name) for sample in samples] for name in ("image", "video"))
+    tokens = [sample[IMAGE_TOKENS_KEY].tolist() if IMAGE_TOKENS_KEY in sample else [] for sample in samples]
+    images = [len(grids) + len(of_tiles) for grids, of_tiles in zip(image_grids, tokens, strict=True)]
     return HostMetadata(
         lengths=tuple(len(sample["input_ids"]) for sample in samples),
         offsets=offsets if any(offsets) else (),
         image_grids=tuple(grid for grids in image_grids for grid in grids),
         video_grids=tuple(grid for grids in video_grids for grid in grids),
-        images_per_sample=tuple(len(grids) for grids in image_grids) if any(image_grids) else (),
+        image_tokens=tuple(n for of_sample in tokens for n in of_sample),
+        images_per_sample=tuple(images) if any(images) else (),
+        media_runs=tuple(_media_runs(sample) for sample in samples),
         videos_per_sample=tuple(len(grids) for grids in video_grids) if any(video_grids) else (),
         seconds_per_grid=tuple(seconds),
         num_targets=sum(map(num_targets, samples)),
     )
+
+
+def _media_runs(sample: Sample) -> Any:
+    types = [sample[name] for name in ("mm_token_type_ids", "token_type_ids") if name in sample]
+    return media_runs(types[0].cpu().numpy()) if types else ()
 
 
 def num_targets(sample: Sample) -> int:
@@ -286,6 +340,7 @@ def grids_of(sample: Sample, modality: Literal["image", "video"]) -> tuple[Grid,
 def kind_of(sample: Sample) -> str:
     """Name the media of a sample, for people: "text", "image", "2 images", "video", "image and video"."""
     counts = {modality: len(grids_of(sample, modality)) for modality in ("image", "video")}
+    counts["image"] += len(sample.get(IMAGE_TOKENS_KEY, ()))
     return " and ".join(name if n == 1 else f"{n} {name}s" for name, n in counts.items() if n) or "text"
 
 

@@ -11,7 +11,7 @@ from vlmpack.trainer.metrics import loss_metrics
 from vlmpack.trainer.packed_trainer import PackedTrainer
 
 if TYPE_CHECKING:
-    from vlmpack.trainer.grpo import PackedGRPOTrainer
+    from vlmpack.trainer.trl import PackedGRPOTrainer
 
 __all__ = ["Evaluation", "PackedGRPOTrainer", "PackedTrainer", "check_trainer", "evaluate", "loss_metrics"]
 
@@ -25,6 +25,6 @@ def __getattr__(name: str) -> Any:
     if name != "PackedGRPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     check_extra("rl", "trl", needed_by=name)
-    from vlmpack.trainer.grpo import PackedGRPOTrainer
+    from vlmpack.trainer.trl import PackedGRPOTrainer
 
     return PackedGRPOTrainer

@@ -23,7 +23,7 @@ from vlmpack.loading import PackedStream
 from vlmpack.model import find_model, is_packing, packing_state
 from vlmpack.store import PackedDataset
 from vlmpack.text import RowCollator
-from vlmpack.trainer import trl
+from vlmpack.trainer import check_trl
 from vlmpack.trainer.metrics import LossMetrics
 from vlmpack.trainer.packed_trainer import PackedTrainer
 
@@ -41,7 +41,7 @@ def check_trainer(trainer: Trainer) -> None:
     Raises:
         ConfigError: every such setting, what it would do, and the remedy.
     """
-    of_trl = (trl.check_loss, trl.check_settings)
+    of_trl = (check_trl.check_loss, check_trl.check_settings)
     checks = (_model, _settings, _collator, *of_trl, _ranks, _batches, _rows, _metrics, _evaluation)
     problems = [problem for check in checks for problem in check(trainer)]
     if problems:
@@ -83,7 +83,7 @@ def _collator(trainer: Trainer) -> Iterator[str]:
         yield from _processor(collator.metadata, _core(trainer))
     is_ours = isinstance(collator, VLMCollator | RowCollator)
     if is_ours and trainer.args.remove_unused_columns and not _has_rows(trainer):
-        kept, sample = inspect.signature(_core(trainer).forward).parameters, trl.first_sample(trainer) or ()
+        kept, sample = inspect.signature(_core(trainer).forward).parameters, check_trl.first_sample(trainer) or ()
         if lost := ", ".join(repr(name) for name in READ if name in sample and name not in kept):
             reader = type(collator).__name__
             yield f"remove_unused_columns drops {lost} before {reader} reads it: set remove_unused_columns=False"
@@ -94,12 +94,13 @@ def _processor(metadata: ProcessorMetadata, core: Any) -> Iterator[str]:
     family, config = packing_state(core).family, core.config
     if not (metadata.has_vision and family.has_vision):
         return
-    pairs = {
-        "image token": (metadata.image_token_id, config.image_token_id),
-        "video token": (metadata.video_token_id, config.video_token_id),
-        "values of a patch": (metadata.patch_dim, family.patch_channels(config)),
-        "merged side": (metadata.merge_size, family.merge(config)),
-    }
+    pairs = {"image token": (metadata.image_token_id, config.image_token_id)}
+    if not metadata.by_processor:
+        pairs |= {
+            "video token": (metadata.video_token_id, config.video_token_id),
+            "values of a patch": (metadata.patch_dim, family.patch_channels(config)),
+            "merged side": (metadata.merge_size, family.merge(config)),
+        }
     differing = [f"{name} {ours}, the model's {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
     if detail := "; ".join(differing):
         yield f"its collator's processor belongs to another model ({detail}): load both from the same checkpoint"
@@ -186,7 +187,7 @@ def _evaluation(trainer: Trainer) -> Iterator[str]:
     args, model, metrics = trainer.args, trainer.model, trainer.compute_metrics
     if trainer.eval_dataset is None or isinstance(trainer, PackedTrainer) or not _is_enabled(trainer):
         return
-    if trl.loss_of_trl(trainer) is not None:  # its evaluation computes the same loss
+    if check_trl.loss_of_trl(trainer) is not None:  # its evaluation computes the same loss
         return
     try:
         with torch.no_grad():

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from vlmpack.collate import OVERLENGTH, VLMCollator, sample_id_of
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.layout import METADATA_KEY
+from vlmpack.layout import METADATA_KEY, HostMetadata
 from vlmpack.loading import MapStyle, check_samples
 from vlmpack.model import PackedStep, StepResult, Work, disable_packing, is_packing
 from vlmpack.plan import EMPTY, LengthTable, Plan, Refused, balance_rows, plan_bins
@@ -195,16 +195,27 @@ def _measured(dataset: MapStyle, collator: Collator, workers: int) -> LengthTabl
 
 
 def check_sharing(plan: Plan, collator: object) -> None:
-    """Refuse a plan whose rows share prefixes for a collator that does not share them: rows would be too long.
+    """Refuse a plan whose rows share prefixes for a collator that does not share all of them: rows would be too long.
 
     Raises:
         ConfigError: it is one.
     """
-    if plan.groups is not None and not (isinstance(collator, VLMCollator) and collator.share_prefixes is not None):
+    if plan.groups is None:
+        return
+    if not isinstance(collator, VLMCollator) or collator.share_prefixes is None:
         raise ConfigError(
             f"the rows of this plan share prefixes, and hold up to {int(plan.tokens.max(initial=0))} tokens of samples "
             f"for a capacity of {plan.capacity}: collate them with VLMCollator(processor, layout='packed', "
             "share_prefixes=True), or plan without groups="
+        )
+    least = collator.share_prefixes.min_shared
+    computed = plan.sums(plan.lengths, plan.groups.tokens_shared(least))
+    if (wrong := computed > np.maximum(plan.tree_tokens, plan.capacity)).any():
+        raise ConfigError(
+            f"the rows of this plan share prefixes of less than {least} tokens, which this collator repeats: row "
+            f"{int(wrong.argmax())} would compute {int(computed[wrong][0])} tokens, for a capacity of {plan.capacity}. "
+            f"Find the groups with min_shared={least}, or collate with share_prefixes=SharePrefixes(min_shared="
+            f"{int(plan.groups.added(plan.groups.tokens).min())})"
         )
 
 
@@ -333,6 +344,28 @@ class RowLosses:
 
 
 @final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampleLosses:
+    """Losses of the samples of one batch."""
+
+    sample_loss_sums: torch.Tensor
+    """float32 [B]: cross-entropy (nats) summed over each sample's targets."""
+    sample_targets: torch.Tensor
+    """int64 [B]: targets of each sample."""
+
+    @classmethod
+    def of(cls, logprobs: torch.Tensor, is_target: torch.Tensor, metadata: HostMetadata | None) -> SampleLosses:
+        """Sum log-probabilities [B, S - 1] of a padded batch, or [1, T - 1] of a row, by samples."""
+        segments = None if metadata is None else metadata.segments
+        if segments is None:
+            return cls(sample_loss_sums=-logprobs.sum(1), sample_targets=is_target.sum(1))
+        sample_T = segments.seq_idx(logprobs.device)[: logprobs.shape[1]].long().clamp(max=segments.num_samples - 1)
+        zeros = logprobs.new_zeros(segments.num_samples)
+        sums, counts = zeros.index_add(0, sample_T, -logprobs[0]), zeros.index_add(0, sample_T, is_target[0].float())
+        return cls(sample_loss_sums=sums, sample_targets=counts.long())
+
+
+@final
 class BatchLosses:
     """Losses of the samples of Trainer's own batches, as accelerate deals them, each sample counted once.
 
@@ -356,7 +389,7 @@ class BatchLosses:
                 "were evaluated before, and does not report how many: give the evaluation set a length"
             )
 
-    def add(self, result: StepResult | None) -> None:
+    def add(self, result: StepResult | SampleLosses | None) -> None:
         """Store the losses of the next batch, None if it was not packed; all ranks have to call it.
 
         Raises:

@@ -69,6 +69,7 @@ class PackedTrainer(Trainer):
         eval_capacity: int | None = None,
         **kwargs: Any,
     ) -> None:
+        check_extra("train", "accelerate", needed_by="PackedTrainer")
         super().__init__(*args, **kwargs)
         if plan is not None:
             check_kind("plan", plan, Plan, "plan_bins(table, 8192)")

@@ -1,119 +1,251 @@
-"""Check TRL's trainers: a loss that goes past the packed forward, and settings that nothing reads.
+"""TRL's trainers on packed rows: `from vlmpack.trainer.trl import PackedSFTTrainer`, the same arguments.
 
-TRL patches the model's forward with a fused head, which calls the backbone itself, by its own `compute_loss`. That of
-`PackedGRPOTrainer` takes log-probabilities out of packed rows. A subclass with Trainer's `compute_loss` leaves the
-model's forward as it was, and TRL's settings of the loss unread. A collator of ours leaves those of TRL's collator
-unread. TRL is not imported: its classes are recognised by module.
+    samples ──TRL──▶ padded batch ──pack, share──▶ row ──the model──▶ hidden states ──TRL──▶ loss, metrics
+
+Each trainer of TRL computes hidden states in the model's backbone, and scores them by a head of its own. The calls of
+the backbone are packed (`pack_backbone`); samples, head, loss and metrics stay TRL's. So every setting means what it
+means there, and results are those of the padded trainer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch import nn
 from transformers import Trainer
 
-from vlmpack.collate import VLMCollator
-from vlmpack.errors import SampleError
-from vlmpack.text import RowCollator
+from vlmpack.collate import SharePrefixes, VLMCollator
+from vlmpack.errors import ConfigError, check_extra, check_kind
+from vlmpack.layout import METADATA_KEY
+from vlmpack.model import Work, enable_packing, find_model, is_packing, pack_backbone, packing_state
+from vlmpack.trainer.evaluation import SampleLosses
+from vlmpack.trainer.packed_trainer import PackedTrainer
 
-DEFAULTS: Mapping[str, Any] = {
-    "max_length": 1024,
-    "completion_only_loss": None,
-    "assistant_only_loss": False,
-    "packing": False,
-    "padding_free": False,
-    "pad_to_multiple_of": None,
-    "dataset_text_field": "text",
-    "shuffle_dataset": False,
-}
-"""Settings that TRL's collator or its preparation of text would read; images are not prepared."""
+check_extra("rl", "trl", needed_by="vlmpack.trainer.trl")
+
+import trl  # noqa: E402
+from trl.trainer.dpo_trainer import DPOTrainer  # noqa: E402
+from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
+from trl.trainer.kto_trainer import KTOTrainer  # noqa: E402
+from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402
+from trl.trainer.sft_trainer import SFTTrainer  # noqa: E402
+from trl.trainer.utils import FusedCausalLMOutput  # noqa: E402
+
+__all__ = ["PackedDPOTrainer", "PackedGRPOTrainer", "PackedKTOTrainer", "PackedRLOOTrainer", "PackedSFTTrainer"]
 
 
-def check_loss(trainer: Trainer) -> Iterator[str]:
-    """Yield what TRL's own loss does, if the trainer computes it."""
-    if (owner := loss_of_trl(trainer)) is None or _packs_log_probabilities(trainer):
-        return
-    names = {klass.__name__ for klass in type(trainer).__mro__}
-    if "GRPOTrainer" in names:
-        remedy = "nothing of it is packed: use PackedGRPOTrainer of vlmpack.trainer, which takes the same arguments"
-    elif "SFTTrainer" in names:
-        remedy = (
-            "give a subclass of it compute_loss = Trainer.compute_loss and prediction_step = Trainer.prediction_step "
-            "(README of vlmpack.trainer, TRL)"
+class _PackedHead:
+    """Packs the calls that a trainer of TRL makes of the policy's backbone, and of the reference's.
+
+    It logs `packing/computed`: tokens that went through the model, over those of the padded batch.
+
+    Args:
+        model: the policy, or a `PeftModel` of it; not a name, of which TRL would load it. Packing is enabled on it.
+        *args: those of TRL's trainer.
+        share_prefixes: compute what samples of a micro-batch begin with alike, images included, once. Where there is
+            dropout, they have one mask in common there. None: as is usual for this trainer.
+        **kwargs: those of TRL's trainer.
+
+    Raises:
+        ConfigError: no model; or a setting whose results would not be TRL's, with the remedy.
+    """
+
+    shares_prefixes = False
+    """Whether beginnings are shared unless the trainer is told."""
+
+    def __init__(
+        self, model: Any, *args: Any, share_prefixes: bool | SharePrefixes | None = None, **kwargs: Any
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"packing cannot be enabled on {model!r:.60}, which TRL would load: load the model and hand it over, "
+                "AutoModelForImageTextToText.from_pretrained(...)"
+            )
+        share_prefixes = self.shares_prefixes if share_prefixes is None else share_prefixes
+        if not isinstance(share_prefixes, bool):
+            check_kind("share_prefixes", share_prefixes, SharePrefixes, "SharePrefixes(min_shared=64)")
+        self.share_prefixes = SharePrefixes() if share_prefixes is True else share_prefixes or None
+        """How beginnings are shared; None: they are not."""
+        self._packed_calls = 0
+        if not is_packing(model):
+            enable_packing(model)
+        trainer_of_trl: Any = super()
+        trainer_of_trl.__init__(model, *args, **kwargs)
+        trainer: Any = self
+        _check_settings(trainer.args, model)
+        self._pack(trainer.model)
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference model; None: there is none, or it is the policy without its adapter."""
+        return self._packed_ref_model
+
+    @ref_model.setter
+    def ref_model(self, model: Any) -> None:
+        # Packing is enabled as soon as TRL has loaded it: a moment later TRL replaces its forward.
+        trainer: Any = self
+        if isinstance(model, nn.Module) and not is_packing(model):
+            enable_packing(model, packing_state(find_model(trainer.model)).config)
+            self._pack(model)
+        self._packed_ref_model = model
+
+    def _pack(self, model: nn.Module) -> None:
+        min_shared = None if self.share_prefixes is None else self.share_prefixes.min_shared
+        pack_backbone(model, min_shared=min_shared, report=self._count)
+
+    def _count(self, work: Work, tokens: int) -> None:
+        """Count a call that was packed."""
+        trainer: Any = self
+        self._packed_calls += 1
+        if "_metrics" in vars(self):  # not while references are computed ahead
+            mode = "train" if trainer.model.training else "eval"
+            trainer._metrics[mode]["packing/computed"].append(work.physical_tokens / max(tokens, 1))
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Train on a micro-batch as TRL does.
+
+        Raises:
+            ConfigError: nothing of it was packed.
+        """
+        before = self._packed_calls
+        trainer: Any = super()
+        loss = trainer.training_step(*args, **kwargs)
+        if self._packed_calls == before:
+            raise ConfigError(
+                f"{type(self).__name__} packed nothing of a training step: TRL {trl.__version__} computed it past the "
+                "model's backbone, or from embeddings, as prompt tuning does: use LoRA, or TRL's own trainer"
+            )
+        return loss
+
+
+def _check_settings(args: Any, model: nn.Module) -> None:
+    state = packing_state(find_model(model))
+    if state.config.z_loss_coef:
+        raise ConfigError(
+            f"z_loss_coef is {state.config.z_loss_coef}, but TRL's loss has no z-loss of routers: leave it out of "
+            "StepConfig (the load-balancing loss is router_aux_loss_coef of TRL's settings)"
         )
-    else:
-        remedy = (
-            "nothing of it is packed, so leave enable_packing out; for a loop of your own, "
-            "PackedStep(model)(row).logprobs has the log-probabilities of each sample"
+    if state.parallel is not None and state.parallel.ranks > 1:
+        raise ConfigError(
+            f"{state.parallel.ranks} ranks share each row, but TRL gives every rank samples of its own: enable packing "
+            "without parallel="
         )
-    yield (
-        f"TRL's {owner} computes the loss itself, from the model's backbone, past its packed forward: packed rows are "
-        f"refused in the first step, and padded batches are computed with all their padding; {remedy}"
-    )
-
-
-def loss_of_trl(trainer: Trainer) -> str | None:
-    """Return the class of TRL whose `compute_loss` the trainer's calls; None: Trainer's own comes first."""
-    for klass in type(trainer).__mro__:
-        method = vars(klass).get("compute_loss")
-        if method is Trainer.compute_loss:
-            return None
-        if method is not None and method.__module__.partition(".")[0] == "trl":
-            return klass.__name__
-    return None
-
-
-def _packs_log_probabilities(trainer: Trainer) -> bool:
-    """Return whether the log-probabilities of TRL's loss are those of `PackedGRPOTrainer`."""
-    methods = (vars(klass).get("_get_per_token_logps_and_entropies") for klass in type(trainer).__mro__)
-    first = next((method for method in methods if method is not None), None)
-    return first is not None and first.__module__ == "vlmpack.trainer.grpo"
-
-
-def check_settings(trainer: Trainer) -> Iterator[str]:
-    """Yield the settings of TRL's `SFTConfig` that were set, and that neither the collator nor the loss reads."""
-    settings, collator = vars(trainer.args), trainer.data_collator
-    if loss_of_trl(trainer) is not None:
-        return
-    unread = []
-    if settings.get("loss_type", "nll") != "nll":
-        unread.append(f"loss_type={settings['loss_type']!r} (the model's own loss is computed, cross-entropy)")
-    if isinstance(collator, VLMCollator | RowCollator) and not _is_prepared(trainer):
-        read = _read_by(collator)
-        for name in [name for name, default in DEFAULTS.items() if settings.get(name, default) != default]:
-            value, instead = read.get(name, (DEFAULTS[name], ""))
-            if settings[name] != value:
-                unread.append(f"{name}={settings[name]!r}{instead}")
-    if unread:
-        yield (
-            f"it has settings that nothing reads: {'; '.join(unread)}: leave them out of its arguments, and set them "
-            "on the collator"
+    if args.torch_compile:
+        raise ConfigError(
+            "torch_compile=True would be broken off at every row that is packed: hand over compile_layers(model) of "
+            "vlmpack.model, and leave it out"
         )
 
 
-def _read_by(collator: VLMCollator | RowCollator) -> dict[str, tuple[Any, str]]:
-    """Return the settings that a collator has too: (the value that agrees with its own, its own in words)."""
-    if not isinstance(collator, VLMCollator):
-        return {}
-    trains_on = (collator.train_on == "assistant", f" (the collator has train_on={collator.train_on!r})")
-    length = (collator.max_length, f" (the collator's is {collator.max_length})")
-    return {"max_length": length, "completion_only_loss": trains_on, "assistant_only_loss": trains_on}
+# ---------------------------------------------------------------------- preferences
 
 
-def _is_prepared(trainer: Trainer) -> bool:
-    """Return whether TRL prepared the samples, which reads its settings; it does not where there are images."""
-    skips = vars(trainer).get("_skip_prepare_dataset")
-    return "input_ids" in (first_sample(trainer) or ()) if skips is None else not skips
+class PackedDPOTrainer(_PackedHead, DPOTrainer):
+    """TRL's DPOTrainer on packed rows: a pair shares a row, and computes its prompt, with its images, once.
+
+    PackedDPOTrainer(model, args=DPOConfig(...), train_dataset=pairs, processing_class=processor)
+    """
+
+    shares_prefixes = True
 
 
-def first_sample(trainer: Trainer) -> Mapping[str, Any] | None:
-    """Return the first training sample; None: there is none, it cannot be used, or it is no mapping."""
-    dataset: Any = trainer.train_dataset
-    if isinstance(dataset, IterableDataset) or not dataset:
-        return None
+class PackedKTOTrainer(_PackedHead, KTOTrainer):
+    """TRL's KTOTrainer on packed rows."""
+
+
+# ---------------------------------------------------------------------- samples that are drawn
+
+
+class _Sampling(_PackedHead):
+    """Samples without video placeholders, as TRL suppresses those of images: a sample of one is no video."""
+
+    shares_prefixes = True
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+        trainer: Any = self
+        config: Any = find_model(trainer.model).config
+        if not trainer.use_vllm and trainer.generation_config.suppress_tokens:
+            suppressed = sorted({*trainer.generation_config.suppress_tokens, config.video_token_id})
+            trainer.generation_config.suppress_tokens = trainer.generation_kwargs["suppress_tokens"] = suppressed
+
+
+class PackedGRPOTrainer(_Sampling, GRPOTrainer):
+    """TRL's GRPOTrainer on packed rows: samples of a prompt share its computation.
+
+        PackedGRPOTrainer(model, reward_funcs=reward, args=GRPOConfig(...), ...)
+
+    TRL repeats the prompt of a group, with its images, for each of its samples. In the row they begin alike, and are
+    computed once: for the policy, the policy that drew the samples, and the reference.
+    """
+
+
+class PackedRLOOTrainer(_Sampling, RLOOTrainer):
+    """TRL's RLOOTrainer on packed rows: samples of a prompt share its computation."""
+
+
+# ---------------------------------------------------------------------- supervised fine-tuning
+
+
+class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):
+    """TRL's SFTTrainer on packed rows: batches of TRL's collator, or rows of a plan, a stream or `VLMCollator`.
+
+        PackedSFTTrainer(model, args=SFTConfig(...), train_dataset=chats, processing_class=processor)
+        PackedSFTTrainer(model, ..., data_collator=VLMCollator(processor, layout="packed"), plan=plan_bins(...))
+
+    The first is TRL's run, with its settings and metrics, without computing padding. Arguments beyond TRL's are those
+    of `PackedTrainer`. `eval_loss` is exact on any number of ranks.
+
+    Args:
+        *args: SFTTrainer's own.
+        eval_packing: evaluate in planned rows, which have no entropy and no token accuracy; None: if the collator is a
+            `VLMCollator`. False: in TRL's batches, with all of TRL's metrics.
+        **kwargs: SFTTrainer's own and those of `PackedTrainer`.
+    """
+
+    def __init__(self, *args: Any, eval_packing: bool | None = None, **kwargs: Any) -> None:
+        if eval_packing is None:
+            eval_packing = isinstance(kwargs.get("data_collator"), VLMCollator)
+        super().__init__(*args, eval_packing=eval_packing, **kwargs)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss as TRL does; of an evaluation in planned rows as Trainer does."""
+        if self._row_losses is not None:
+            return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+        if METADATA_KEY in inputs and inputs.get("attention_mask") is None:
+            inputs = {**inputs, "attention_mask": (~inputs["moe_padding_mask"]).long()}  # TRL counts tokens by it
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Any, Any, Any]:
+        """Compute a batch of an evaluation, or a planned row, and store its samples' losses."""
+        if self._batch_losses is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        with _scored(model) as scored:
+            predictions = SFTTrainer.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
+        (output,) = scored
+        assert output.log_probs is not None
+        assert output.label_mask is not None
+        self._batch_losses.add(SampleLosses.of(output.log_probs, output.label_mask, inputs.get(METADATA_KEY)))
+        return predictions
+
+
+@contextmanager
+def _scored(model: nn.Module) -> Iterator[list[FusedCausalLMOutput]]:
+    """Collect what TRL's head gives meanwhile."""
+    outputs: list[FusedCausalLMOutput] = []
+
+    def collect(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, FusedCausalLMOutput):
+            outputs.append(output)
+
+    hook = find_model(model).register_forward_hook(collect)
     try:
-        return sample if isinstance(sample := dataset[0], Mapping) else None
-    except SampleError:
-        return None
+        yield outputs
+    finally:
+        hook.remove()

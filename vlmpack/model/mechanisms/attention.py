@@ -7,16 +7,15 @@ batch) goes to the implementation that the model's configuration names.
     vision tower  vlmpack_flash    transformers hands a vision tower's images over in one call only to implementations
                                    with "flash" in their name; others get them one by one
 
-The configuration keeps the name that it has. Each attention module gets a stand-in for it, with the same attributes and
-another name, so other models of the same configuration, and new ones that are made of it, do not change.
+The configuration keeps the name that it has: each attention module gets a stand-in for it (`stand_ins.py`).
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from types import FunctionType
 from typing import Any, ClassVar, final
 from weakref import WeakKeyDictionary
@@ -26,12 +25,13 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vlmpack.attention import CAUSAL, AttentionCall, Pattern, choose
+from vlmpack.attention import CAUSAL, AttentionCall, Pattern, Spans, choose
 from vlmpack.errors import BackendError, ConfigError, FamilyError
-from vlmpack.families import Family
+from vlmpack.families import Family, ImageSpans, runs_of_row
 from vlmpack.layout import Segments, outside_graph
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup, is_subclassed
-from vlmpack.model.mechanisms.stock import measured_windows
+from vlmpack.model.mechanisms.stand_ins import StandIn, plain_config, stand_in
+from vlmpack.model.mechanisms.stock import check_spans, measured_windows
 from vlmpack.model.plain import check_not_bypassed, warn_past_the_forward
 from vlmpack.model.row import CONTEXT, RowContext
 
@@ -44,15 +44,30 @@ OF_VISION = "vision"
 class RowAttention:
     """A row's entry."""
 
-    def __init__(self, backend: str, stock_windows: Mapping[int, int | None] | None = None) -> None:
+    def __init__(
+        self,
+        backend: str,
+        stock_windows: Mapping[int, int | None] | None = None,
+        *,
+        spans: Spans | None = None,
+        in_window: Callable[[int | None], bool] = lambda window: True,
+    ) -> None:
         self.backend = backend
         """Name of the attention back-end, or "auto"."""
+        self.spans = spans
+        """The bidirectional spans of the part of the row on this rank; None: the family has none."""
+        self.in_window = in_window
+        """Returns whether layers with this window have spans."""
         self.calls = 0
         """Calls of packed attention in the text model so far."""
         self.stock_windows = stock_windows
         """The window of each layer in the model's own code, by its number; None: not compared."""
         self.windows: set[int | None] = set()
         """The windows of the text model's layers that were called; None: of those that have none."""
+
+    def spans_of(self, window: int | None) -> Spans | None:
+        """The spans in layers with this window."""
+        return self.spans if self.in_window(window) else None
 
 
 @final
@@ -72,10 +87,10 @@ class Attention(Mechanism):
     def attach(self, model: ModelParts) -> None:
         """Give each a stand-in for its configuration; nothing outside these modules changes."""
         for name, module in _callers(model):
-            if not isinstance(config := module.config, _StandIn):
-                module.config = _stand_in(config, name)
+            if not isinstance(config := module.config, StandIn):
+                module.config = stand_in(config, name)
         if not _has_own_masks(model):
-            layer_windows(model, again=True)
+            check_spans(model, layer_windows(model, again=True), spans_in(model))
 
     def detach(self, model: ModelParts, *, kept: Set[int] = frozenset()) -> None:
         """Restore the configurations."""
@@ -87,7 +102,7 @@ class Attention(Mechanism):
         """A layer in the place of another; or the model would compute something else than causal softmax attention over
         whole samples."""
         callers = list(_callers(model))
-        if attached and not all(isinstance(module.config, _StandIn) for _, module in callers):
+        if attached and not all(isinstance(module.config, StandIn) for _, module in callers):
             return (
                 "an attention layer was exchanged after enable_packing, or given another configuration, so that it no "
                 "longer gets the boundaries of a row; call enable_packing(model) again afterwards"
@@ -95,15 +110,24 @@ class Attention(Mechanism):
         return next(_not_computed(model, callers), None)
 
     def prepare(self, setup: RowSetup) -> RowAttention:
-        """Pass the name of the back-end and the windows of layers on."""
-        return RowAttention(setup.backend, None if _has_own_masks(setup.model) else layer_windows(setup.model))
+        """Pass the name of the back-end, the windows of layers and the spans of the row on."""
+        windows = None if _has_own_masks(setup.model) else layer_windows(setup.model)
+        if (sees := spans_in(setup.model)) is None:
+            return RowAttention(setup.backend, windows)
+        runs = runs_of_row(setup.types, setup.row.segments, setup.metadata.media_runs)
+        spans = Spans(runs=setup.part.spans(runs))
+        return RowAttention(setup.backend, windows, spans=spans, in_window=sees.is_in)
 
     def work(self, setup: RowSetup, entry: RowAttention) -> Mapping[str, int]:
         """Pairs of the layers with a window, and of those without."""
-        pairs = {window: setup.part.attended_pairs(window) for window in entry.windows}
-        if not pairs.keys() - {None}:
+        if entry.spans is None and not entry.windows - {None}:
             return {}
-        return {"attended_pairs": max(pairs.values()), "window_pairs": min(pairs.values())}
+        pairs = {window: setup.part.attended_pairs(window) for window in entry.windows}
+        for window in pairs:
+            if (spans := entry.spans_of(window)) is not None:
+                pairs[window] += spans.further_pairs(window)
+        in_window = [count for window, count in pairs.items() if window is not None]
+        return {"attended_pairs": max(pairs.values()), "window_pairs": min(in_window, default=0)}
 
     def check_ran(self, model: ModelParts, entry: RowAttention) -> None:
         """Look whether every attention layer that has a forward of its own called packed attention.
@@ -121,6 +145,12 @@ class Attention(Mechanism):
                 "its configuration, so that the samples of a row see each other; give it back the forward of "
                 "transformers, or train this model without packing"
             )
+
+
+def spans_in(model: ModelParts) -> ImageSpans | None:
+    """The spans of a model's family, if its configuration has them."""
+    sees = model.family.sees
+    return sees if sees is not None and sees.enabled(model.text.config) else None
 
 
 # ---------------------------------------------------------------------- windows of the model's own code
@@ -163,81 +193,7 @@ def check_window(windows: Mapping[int, int | None], pattern: Pattern, layer: int
         )
 
 
-# ---------------------------------------------------------------------- stand-ins for configurations
-
-
-class _StandIn:
-    """A configuration under another attention name. It shares the attributes of the plain one, in both directions."""
-
-    __slots__ = ()
-    _vlmpack_name: ClassVar[str]
-    _vlmpack_plain: PreTrainedConfig
-
-    @property
-    def _attn_implementation(self) -> str:
-        return self._vlmpack_name
-
-    @_attn_implementation.setter
-    def _attn_implementation(self, value: str) -> None:
-        self._vlmpack_plain._attn_implementation = value
-
-    @property
-    def _attn_implementation_internal(self) -> str | None:
-        return self._vlmpack_plain._attn_implementation_internal
-
-    @_attn_implementation_internal.setter
-    def _attn_implementation_internal(self, value: str | None) -> None:
-        """Store the name of an implementation.
-
-        Raises:
-            ConfigError: it is the stand-in's name, which a new model stores that is made of it.
-        """
-        if value == self._vlmpack_name:
-            raise ConfigError(
-                f"this {type(self).__name__} is that of a layer with packing enabled; make the new model of "
-                "model.config, or of copy.copy(layer.config)"
-            )
-        self._vlmpack_plain._attn_implementation_internal = value
-
-    def __eq__(self, other: object) -> bool:
-        return self._vlmpack_plain == (other._vlmpack_plain if isinstance(other, _StandIn) else other)
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]  # as that of every configuration
-
-    def __copy__(self) -> PreTrainedConfig:
-        return copy.copy(self._vlmpack_plain)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PreTrainedConfig:
-        """A stand-in for a copied module; the plain configuration where only that is copied."""
-        alone = not memo
-        plain = copy.deepcopy(self._vlmpack_plain, memo)
-        return plain if alone else _stand_in(plain, self._vlmpack_name)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _stand_in, (self._vlmpack_plain, self._vlmpack_name)
-
-
-def _stand_in(plain: PreTrainedConfig, name: str) -> PreTrainedConfig:
-    stand_in = object.__new__(_stand_in_class(type(plain), name))
-    object.__setattr__(stand_in, "_vlmpack_plain", plain)
-    object.__setattr__(stand_in, "__dict__", vars(plain))
-    return stand_in
-
-
-@functools.cache
-def _stand_in_class(base: type[PreTrainedConfig], name: str) -> Any:
-    def new(cls: type[PreTrainedConfig], *args: Any, **kwargs: Any) -> PreTrainedConfig:
-        return base(*args, **kwargs)  # `type(config)(...)` makes a configuration of a model without packing
-
-    shown = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    body = {"__new__": new, "__eq__": _StandIn.__eq__, "__slots__": ("_vlmpack_plain",), "_vlmpack_name": name}
-    return type(base.__name__, (_StandIn, base), {**shown, **body})
-
-
-def plain_config(module: Any) -> PreTrainedConfig:
-    """The configuration of a module, without our name."""
-    config = module.config
-    return config._vlmpack_plain if isinstance(config, _StandIn) else config
+# ---------------------------------------------------------------------- the modules that call attention
 
 
 def _callers(model: ModelParts) -> Iterator[tuple[str, Any]]:
@@ -377,9 +333,9 @@ def _vision_attention(
     if row is not None:
         settings = _settings(module, kwargs, causal=False)
         return run_on_row(query, key, value, row, vision=kwargs["cu_seq_lens_q"], **settings), None
-    if "flash" in _original_name(module):
+    if "flash" in _original_name(module) or "cu_seq_lens_q" not in kwargs:
         return _call_original(module, query, key, value, *args, **kwargs)
-    return _image_by_image(module, query, key, value, *args, **kwargs), None
+    return _image_by_image(module, (query, key, value), *args, **kwargs), None
 
 
 AttentionInterface.register(TEXT, _text_attention)
@@ -409,6 +365,7 @@ def run_on_row(
         if entry.stock_windows is not None and module is not None:
             check_window(entry.stock_windows, pattern, module.layer_idx)
         entry.windows.add(pattern.window)
+        pattern = _with_spans(pattern, entry, row, query.shape[1])
     segments = row.segments if vision is None else row.entries[OF_VISION].find(vision, query.shape[2])
     q_TNH, k_TKH, v_TKH = (_in_autocast(x.squeeze(0).transpose(0, 1)) for x in (query, key, value))
     if not segments.num_tokens:  # nothing but padding; the projections keep their place in the graph
@@ -428,6 +385,22 @@ def run_on_row(
     if vision is not None:  # all patches of an image are on one rank
         return attend(q_TNH, k_TKH, v_TKH, segments)[None]
     return row.part.attend(attend, q_TNH, k_TKH, v_TKH, segments)[None]
+
+
+def _with_spans(pattern: Pattern, entry: RowAttention, row: RowContext, heads: int) -> Pattern:
+    """Add the spans of a layer.
+
+    Raises:
+        ConfigError: ranks that do not divide the heads share the row: the keys of a span's later tokens are on others.
+    """
+    if (spans := entry.spans_of(pattern.window)) is None:
+        return pattern
+    if heads % row.part.ranks:
+        raise ConfigError(
+            f"{row.part.ranks} ranks share a row and do not divide the {heads} heads of a layer with bidirectional "
+            "spans, whose tokens also attend to keys of later ranks; use a number of ranks that divides the heads"
+        )
+    return replace(pattern, spans=spans)
 
 
 def _in_autocast(x: torch.Tensor) -> torch.Tensor:
@@ -465,10 +438,10 @@ def _with_plain_config(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _image_by_image(module: nn.Module, *qkv: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def _image_by_image(module: nn.Module, qkv: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     """One call an image, as a vision tower does itself for implementations that take no boundaries."""
     sizes = kwargs.pop("cu_seq_lens_q").diff().tolist()
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
         kwargs.pop(name, None)
     images = zip(*(x.split(sizes, dim=2) for x in qkv), strict=True)
-    return torch.cat([_call_original(module, *image, **kwargs)[0] for image in images], dim=1)
+    return torch.cat([_call_original(module, *image, *args, **kwargs)[0] for image in images], dim=1)

@@ -1,26 +1,33 @@
 """Masks, positions and logits of the model's own code, for comparison with its family's descriptor. No weight is read.
 
     masks        a twin of the text part runs on a few embeddings, with layers that only record
+    spans        the same in a twin of the model without its head, for a sample with images
     logits       a twin of the model runs, with a backbone and a head that return fixed numbers
 
 Twins share everything else with the model, which is not changed, not even while they run.
 
 transformers builds a mask from a function of (batch, head, query, key). Registered under a name of ours, a mask
 function hands that function itself on to each layer: so it is measured how far back a token sees, and no mask is built.
+Spans are compared on a few tokens, as whole masks.
 A descriptor that differs from the model is an error when packing is enabled, or at the first row.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AttentionMaskInterface
 
+from vlmpack.attention import Pattern, Spans, visible_keys
 from vlmpack.errors import FamilyError
+from vlmpack.families import ImageSpans, media_runs
+from vlmpack.layout import Segments
 from vlmpack.model.mechanisms import ModelParts
 
 MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -34,14 +41,21 @@ FAR = 1 << 20
 
 # ---------------------------------------------------------------------- masks of layers
 
-_NAME = "vlmpack_masks"
+_NAME, _DENSE = "vlmpack_masks", "vlmpack_dense_masks"
 
 
 def _mask_function(*_: Any, mask_function: MaskFunction, **__: Any) -> MaskFunction:
     return mask_function
 
 
+def _dense_mask(*_: Any, q_length: int, kv_length: int, mask_function: MaskFunction, device: Any, **__: Any) -> Any:
+    """bool [1, 1, L, L']."""
+    queries, keys = torch.arange(q_length, device=device), torch.arange(kv_length, device=device)
+    return mask_function(0, 0, queries[:, None], keys[None, :]).expand(1, 1, q_length, kv_length)
+
+
 AttentionMaskInterface.register(_NAME, _mask_function)
+AttentionMaskInterface.register(_DENSE, _dense_mask)
 
 
 def measured_windows(text: nn.Module) -> dict[int, int | None]:
@@ -53,7 +67,7 @@ def measured_windows(text: nn.Module) -> dict[int, int | None]:
     Raises:
         FamilyError: a layer's mask is something else than causal within a window.
     """
-    masks = {layer: mask for layer, (mask, _) in _recorded(text).items() if callable(mask)}
+    masks = {layer: mask for layer, (mask, _) in _recorded_of_text(text).items() if callable(mask)}
     windows = {mask: _window(mask, layer) for layer, mask in masks.items()}
     return {layer: windows[mask] for layer, mask in masks.items()}
 
@@ -79,7 +93,7 @@ def check_positions(model: ModelParts) -> None:
         FamilyError: they differ.
     """
     expected = list(range(TOKENS))
-    for layer, (_, positions) in _recorded(model.text).items():
+    for layer, (_, positions) in _recorded_of_text(model.text).items():
         if positions is not None and positions.flatten().tolist() != expected:
             raise FamilyError(
                 f"layer {layer} of this {type(model.core).__name__} gets positions {positions.flatten().tolist()} for "
@@ -109,32 +123,105 @@ class _Recorder(nn.Module):
         return hidden
 
 
-@torch.no_grad()
-def _recorded(text: Any) -> dict[int, tuple[Any, Any]]:
-    """(mask, positions) of each layer, for a sample of a few embeddings."""
-    found: dict[int, tuple[Any, Any]] = {}
-    layers: Any = text.layers
-    count = min(len(layers), text.config.num_hidden_layers)
+@final
+class _TextTwin:
+    """A twin of the text part whose layers record, and what they recorded."""
 
-    def recorder(number: int, layer: nn.Module) -> nn.Module:
+    def __init__(self, text: Any, masks: str, **settings: Any) -> None:
+        """`masks`: the name of its mask function; `settings`: of its configuration."""
+        self.found: dict[int, tuple[Any, Any]] = {}
+        """(mask, positions) of each layer."""
+        self.count = min(len(text.layers), text.config.num_hidden_layers)
+        self.config = copy.copy(text.config)
+        for name, value in {"_attn_implementation_internal": masks, **settings}.items():
+            setattr(self.config, name, value)
+        parameter = next(text.parameters())
+        self.zeros = torch.zeros(1, text.config.hidden_size, dtype=parameter.dtype, device=parameter.device)
+        layers = nn.ModuleList([_Recorder(layer, self._recording(at)) for at, layer in enumerate(text.layers)])
+        without = {name: value for name, value in _PER_TOKEN.items() if name in vars(text)}
+        self.module = _twin(text, {"layers": layers, "embed_tokens": _Fixed(self.zeros)}, config=self.config, **without)
+
+    def _recording(self, number: int) -> Callable[[Any, Any], None]:
         def record(mask: Any, positions: Any) -> None:
-            found[number] = mask, positions
-            if len(found) == count:
+            self.found[number] = mask, positions
+            if len(self.found) == self.count:
                 raise _AllCalledError
 
-        return _Recorder(layer, record)
+        return record
 
-    parameter = next(text.parameters())
-    embeddings = torch.zeros(1, TOKENS, text.config.hidden_size, dtype=parameter.dtype, device=parameter.device)
-    recorders = nn.ModuleList([recorder(number, layer) for number, layer in enumerate(layers)])
-    config = copy.copy(text.config)
-    config._attn_implementation_internal = _NAME
-    twin = _twin(text, {"layers": recorders}, config=config)
-    try:
-        type(text).forward(twin, inputs_embeds=embeddings, use_cache=False)
-    except _AllCalledError:
-        return found
-    raise FamilyError(f"a {type(text).__name__} called {len(found)} of its {count} layers; is its forward its own?")
+    @torch.no_grad()
+    def run(self, forward: Callable[..., Any], tokens: int, **inputs: Any) -> dict[int, tuple[Any, Any]]:
+        """Call a forward with embeddings of so many tokens: (mask, positions) of each layer."""
+        try:
+            forward(inputs_embeds=self.zeros.expand(1, tokens, -1), use_cache=False, **inputs)
+        except _AllCalledError:
+            return self.found
+        name = type(self.module).__name__
+        raise FamilyError(f"a {name} called {len(self.found)} of its {self.count} layers; is its forward its own?")
+
+
+_PER_TOKEN = {"hidden_size_per_layer_input": 0, "first_kv_shared_layer_idx": -1}
+"""Attributes of Gemma 4 as a twin has them: without embeddings for each layer, which need token ids, and without
+leaving tokens out before layers that share keys. Neither changes a mask."""
+
+
+def _recorded_of_text(text: Any) -> dict[int, tuple[Any, Any]]:
+    """(mask, positions) of each layer, for a sample of a few embeddings."""
+    twin = _TextTwin(text, _NAME)
+    return twin.run(functools.partial(type(text).forward, twin.module), TOKENS)
+
+
+# ---------------------------------------------------------------------- spans
+
+TYPES = (0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0)
+"""Types of the tokens of a sample with two images, the first longer than the window."""
+WINDOW = 3
+"""The window of the twin, in place of its own."""
+
+
+def check_spans(model: ModelParts, windows: Mapping[int, int | None], sees: ImageSpans | None) -> None:
+    """Compare masks of a sample with images in the model's own code with those of its family's descriptor.
+
+    Args:
+        model: the model.
+        windows: the window of each layer.
+        sees: the spans that packed rows have; None: none.
+
+    Raises:
+        FamilyError: a token attends to others.
+    """
+    family, tokens = model.family, len(TYPES)
+    if family.token_types is None:
+        return
+    text, backbone = model.text, family.backbone(model.core)
+    settings: dict[str, Any] = {} if set(windows.values()) == {None} else {"sliding_window": WINDOW}
+    if "hidden_size_per_layer_input" in vars(text):
+        settings["hidden_size_per_layer_input"] = 0
+    twin = _TextTwin(text, _DENSE, **settings)
+    config: Any = copy.copy(backbone.config)
+    config.text_config = twin.config
+    whole = _twin(backbone, {family.text_path.removeprefix(f"{family.backbone_path}."): twin.module}, config=config)
+    device = twin.zeros.device
+    segments = Segments.from_lengths([tokens])
+    positions = torch.arange(tokens, device=device).expand(4, 1, -1)
+    types = torch.tensor([TYPES], device=device)
+    inputs = {family.token_types: types, "position_ids": family.rotary_ids(positions)}
+    found = twin.run(functools.partial(type(backbone).forward, whole), tokens, **inputs)
+    runs = Spans(runs=media_runs(np.asarray(TYPES)))
+    for layer, (mask, _) in found.items():
+        if layer not in windows:
+            continue
+        window = None if windows[layer] is None else WINDOW
+        pattern = Pattern(window=window, spans=runs if sees is not None and sees.is_in(windows[layer]) else None)
+        expected = visible_keys(segments, segments, device, causal=True, pattern=pattern)
+        if differs := (mask[0, 0] != expected).nonzero().tolist():
+            query, key = differs[0]
+            shown = "attends" if expected[query, key] else "does not attend"
+            raise FamilyError(
+                f"layer {layer}: as {family.model_type} is described, token {query} of a sample with images "
+                f"({''.join('ti'[kind] for kind in TYPES)}) {shown} to token {key}, but in the model's own code it is "
+                "the other way round; train this model without packing"
+            )
 
 
 def _twin(module: nn.Module, parts: Mapping[str, nn.Module], **attributes: Any) -> Any:

@@ -1,6 +1,9 @@
 """Vision: boundaries of the tower's blocks, and images and videos that ranks compute together.
 
 Blocks attend within a frame of an image, some within a window of it. The host derives these boundaries from the grids.
+Towers whose images are rows of a batch are left as they are: their own code keeps images apart. Towers with boundaries
+that their model gives no keyword of a row (Pixtral, MiniCPM-V) become a subclass that adds it; for the time of the
+model's forward it is in a context variable.
 
 Context parallelism: each image or video is computed by one rank, and its features are sent to its tokens. They lie in
 the row's entry. The model without its head is given a mark in place of pixels, and its class becomes a subclass of
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
@@ -21,7 +25,7 @@ from torch import nn
 
 from vlmpack.context_parallel import MediaShare
 from vlmpack.families import Family
-from vlmpack.layout import IMAGE, VIDEO, Grid, Segments, to_device
+from vlmpack.layout import IMAGE, VIDEO, Grid, Segments, around_graph, to_device
 from vlmpack.model.context_parallel_row import ContextParallelRow
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
 from vlmpack.model.mechanisms.attention import Attention, RowAttention
@@ -72,13 +76,21 @@ class Vision(ClassMechanism):
 
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
         """The model without its head, where ranks compute media together."""
-        return [(model.family.backbone(model.core), features_class)] if model.shares_rows else []
+        family, backbone = model.family, model.family.backbone(model.core)
+        if family.tile_boundaries is not None:
+            tower = family.vision_tower(model.core)
+            assert tower is not None
+            return [(backbone, handing_class), (tower, bounded_class)]
+        return [(backbone, features_class)] if model.shares_rows else []
 
     def prepare(self, setup: RowSetup) -> VisionRow:
         """Boundaries of all images and of all videos; the features of this rank's tokens, or the pixels."""
         family = setup.model.family
         if setup.model.shares_rows:
             return VisionRow((), inputs=dict.fromkeys(_PIXELS, COMPUTED), features=_features_of_part(setup))
+        if not family.has_grids:
+            layouts = family.tower_segments(setup.row.media, setup.config)
+            return VisionRow(layouts, inputs=setup.row.media.to_hf())
         calls = [grids for grids in setup.part.media_grids(setup.metadata) if grids]
         layouts = [segments for grids in calls for segments in family.vision_segments(grids, setup.config)]
         return VisionRow(layouts, inputs=setup.row.media.to_hf())
@@ -86,6 +98,52 @@ class Vision(ClassMechanism):
     def inputs(self, entry: VisionRow) -> Mapping[str, Any]:
         """Pixels and grids, or marks of features."""
         return entry.inputs
+
+
+# ---------------------------------------------------------------------- towers that are given no keyword of a row
+
+_ROW: ContextVar[RowContext | None] = ContextVar("vlmpack_row_of_tower", default=None)
+
+
+@functools.cache
+def handing_class(base: Any) -> type[nn.Module]:
+    """A subclass of the class of a model without its head that hands its row on to its tower; one a base class."""
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        token = _ROW.set(kwargs.get(CONTEXT))
+        try:
+            return base.forward(self, *args, **kwargs)
+        finally:
+            _ROW.reset(token)
+
+    return subclass(base, {"forward": around_graph(forward)}, handing_class)
+
+
+@functools.cache
+def bounded_class(base: Any) -> type[nn.Module]:
+    """A subclass of a tower's class that adds the row, and boundaries where images have sizes; one a base class.
+
+    transformers 5.17 gives blocks of Pixtral's tower none.
+    """
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, pixel_values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes = kwargs.get("image_sizes")
+        if sizes is not None:
+            patches = torch.as_tensor(sizes) // self.patch_size
+            kwargs |= _keywords_of(Segments.from_lengths(patches.prod(-1).tolist()), pixel_values.device)
+        if (row := _ROW.get()) is not None:
+            kwargs[CONTEXT] = row
+        return base.forward(self, pixel_values, *args, **kwargs)
+
+    return subclass(base, {"forward": around_graph(forward)}, bounded_class)
+
+
+def _keywords_of(segments: Segments, device: torch.device) -> dict[str, Any]:
+    """The keywords by which attention of transformers gets boundaries."""
+    edges, longest = segments.cu_seqlens(device), segments.max_length
+    return {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
 
 
 # ---------------------------------------------------------------------- features in place of what a tower computes

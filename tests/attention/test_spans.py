@@ -1,0 +1,243 @@
+"""Bidirectional spans: every sample is what it is alone, in every back-end, and no mask is as wide as a sample."""
+
+from __future__ import annotations
+
+import sys
+import types
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import varlen
+
+from vlmpack.attention import Pattern, Spans, attended_pairs, backends
+from vlmpack.attention.backends import EagerMask, FlashAttn, SdpaSegments, TorchVarlen
+from vlmpack.layout import Segments, SlotRule
+
+HEADS, KV_HEADS, DIM = 6, 3, 11
+SINKS = torch.linspace(-2, 3, HEADS, dtype=torch.float64)
+rules = st.builds(SlotRule, multiple=st.integers(1, 5), row_multiple=st.sampled_from([1, 7]))
+images = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 7)), max_size=3)
+"""Of each image the tokens of text before it, and its own."""
+samples = st.lists(st.tuples(images, st.integers(0, 6)), min_size=1, max_size=4).filter(
+    lambda drawn: any(length(sample) for sample in drawn)
+)
+patterns = st.builds(
+    Pattern,
+    window=st.none() | st.integers(1, 9),
+    softcap=st.none() | st.just(1.5),
+    sinks=st.none() | st.just(SINKS),
+)
+serving = pytest.mark.parametrize("attend", [SdpaSegments(), EagerMask()], ids=lambda backend: backend.name)
+
+
+def length(sample) -> int:
+    drawn, rest = sample
+    return sum(text + image for text, image in drawn) + rest
+
+
+def runs_of(sample, start: int) -> list[tuple[int, int]]:
+    runs = []
+    for text, image in sample[0]:
+        runs.append((start + text, start + text + image))
+        start += text + image
+    return runs
+
+
+def random_qkv(tokens: int) -> Any:
+    rng = torch.Generator().manual_seed(0)
+    shapes = [(tokens, HEADS, DIM), (tokens, KV_HEADS, DIM), (tokens, KV_HEADS, DIM)]
+    return [torch.randn(shape, generator=rng, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def sees(i: int, j: int, runs, window: int | None, *, beyond: bool) -> bool:
+    """Whether token i of a sample sees token j, by the words of transformers: window AND (causal OR span)."""
+    together = any(start <= i < stop and start <= j < stop for start, stop in runs)
+    in_window = window is None or j > i - window
+    return (in_window and (j <= i or together)) or (beyond and together)
+
+
+def alone(q, k, v, runs, pattern: Pattern, *, beyond: bool = False) -> torch.Tensor:
+    """The last queries of one sample, one head and one query at a time."""
+    out, before = q.new_zeros(*q.shape[:2], v.shape[2]), len(k) - len(q)
+    for at in range(len(q)):
+        seen = [j for j in range(len(k)) if sees(before + at, j, runs, pattern.window, beyond=beyond)]
+        for head in range(HEADS):
+            kv = head // (HEADS // KV_HEADS)
+            scores = k[seen, kv] @ q[at, head] * 0.3
+            if pattern.softcap is not None:
+                scores = pattern.softcap * (scores / pattern.softcap).tanh()
+            total = scores.exp().sum() + (0 if pattern.sinks is None else pattern.sinks[head].exp())
+            out[at, head] = (scores.exp() / total) @ v[seen, kv]
+    return out
+
+
+def check_equal(out, truth, *leaves) -> None:
+    torch.testing.assert_close(out, truth, rtol=0, atol=1e-12)
+    ours, expected = (torch.autograd.grad(x.sin().sum(), leaves) for x in (out, truth))
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b.nan_to_num(), rtol=0, atol=1e-12)
+
+
+@serving
+@settings(max_examples=25)
+@given(drawn=samples, rule=rules, pattern=patterns, many=st.sampled_from([1, 256]))
+def test_each_sample_is_what_it_is_alone(attend, drawn, rule, pattern, many):
+    segments = Segments.from_lengths([length(sample) for sample in drawn], rule)
+    within = [runs_of(sample, 0) for sample in drawn]
+    runs = [runs_of(sample, start) for sample, (start, _) in zip(drawn, segments.spans, strict=True)]
+    spread = Spans(runs=tuple(run for of in runs for run in of))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "MANY", many)
+        qkv = random_qkv(segments.total)
+        with torch.no_grad():
+            for x in qkv:
+                x[segments.padding_mask()] = float("nan")
+        out = attend(*qkv, segments, causal=True, scale=0.3, pattern=replace(pattern, spans=spread))
+        truth = out.new_zeros(out.shape)
+        for (start, stop), of in zip(segments.spans, within, strict=True):
+            truth[start:stop] = alone(*(x[start:stop] for x in qkv), of, pattern)
+        check_equal(out, truth, *qkv)
+
+
+@serving
+@settings(max_examples=15)
+@given(
+    drawn=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), min_size=1, max_size=4).filter(
+        lambda drawn: any(sum(sample) for sample in drawn)
+    ),
+    pattern=patterns,
+)
+def test_a_prefix_sees_all_of_itself_beyond_the_window_too(attend, drawn, pattern):
+    segments = Segments.from_lengths([sum(sample) for sample in drawn])
+    runs = [(start, start + prefix) for (start, _), (prefix, _) in zip(segments.spans, drawn, strict=True) if prefix]
+    prefixes = Spans(runs=tuple(runs), beyond_window=True)
+    qkv = random_qkv(segments.total)
+    out = attend(*qkv, segments, causal=True, scale=0.3, pattern=replace(pattern, spans=prefixes))
+    truth = out.new_zeros(out.shape)
+    for (start, stop), (prefix, _) in zip(segments.spans, drawn, strict=True):
+        truth[start:stop] = alone(*(x[start:stop] for x in qkv), [(0, prefix)], pattern, beyond=True)
+    check_equal(out, truth, *qkv)
+
+
+@serving
+@pytest.mark.parametrize("window", [None, 2, 5])
+def test_queries_of_a_part_see_the_spans_among_their_keys(attend, window):
+    """Two nodes of a prefix tree: 4 queries after 3 keys, a span among the queries; 5 queries that are a sample."""
+    queries, keys = Segments.from_lengths([4, 5]), Segments.from_lengths([7, 5])
+    pattern = Pattern(window=window, spans=Spans(runs=((1, 3), (5, 8))))
+    q, k, v = random_qkv(12)
+    places = [*range(3, 7), *range(7, 12)]
+    out = attend(q[places], k, v, queries, causal=True, scale=0.3, keys=keys, pattern=pattern)
+    truth = torch.cat(
+        [
+            alone(q[3:7], k[:7], v[:7], [(4, 6)], pattern),
+            alone(q[7:], k[7:], v[7:], [(1, 4)], pattern),
+        ]
+    )
+    check_equal(out, truth, q, k, v)
+
+
+@pytest.mark.parametrize("beyond", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 3, 20])
+def test_pairs_are_counted(window, beyond):
+    segments = Segments.from_lengths([9, 4])
+    runs = [(0, 5)], [(0, 2)]
+    spread = Spans(runs=((0, 5), (9, 11)), beyond_window=beyond)
+    expected = sum(
+        sees(i, j, of, window, beyond=beyond)
+        for n, of in zip((9, 4), runs, strict=True)
+        for i in range(n)
+        for j in range(n)
+    )
+    assert attended_pairs(segments, window) + spread.further_pairs(window) == expected
+
+
+def test_no_mask_is_wider_than_a_window_and_a_span(monkeypatch):
+    masks = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def seen(*qkv, attn_mask=None, **more):
+        masks.append(None if attn_mask is None else tuple(attn_mask.shape))
+        return plain(*qkv, attn_mask=attn_mask, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    segments, spread = Segments.from_lengths([100, 40]), Spans(runs=((30, 42), (110, 116)))
+    for window, expected in ((None, {None}), (8, {None, (8, 16), (4, 12), (12, 19), (6, 13)})):
+        masks.clear()
+        pattern = Pattern(window=window, spans=spread)
+        SdpaSegments()(*random_qkv(140), segments, causal=True, scale=1.0, pattern=pattern)
+        assert set(masks) == expected
+
+
+def test_a_row_without_spans_takes_no_second_call(monkeypatch):
+    monkeypatch.setattr(Spans, "cut", lambda *_: pytest.fail("there is nothing to cut"))
+    segments, qkv = Segments.from_lengths([5, 3]), random_qkv(8)
+    out = SdpaSegments()(*qkv, segments, causal=True, scale=0.3, pattern=Pattern(spans=Spans(runs=())))
+    assert torch.equal(out, SdpaSegments()(*qkv, segments, causal=True, scale=0.3))
+
+
+# ---------------------------------------------------------------------- kernels
+
+
+def varlen_twin(q, k, v, ends_q, ends_k, scale, window) -> torch.Tensor:
+    """FlashAttention's words: query i of L sees keys i + L' - L - left to i + L' - L + right, -1 being no limit."""
+    out, (left, right) = [], window
+    for (a, b), (c, d) in zip(*(pairwise(ends) for ends in (ends_q, ends_k)), strict=True):
+        i, j = torch.arange(b - a)[:, None] + (d - c) - (b - a), torch.arange(d - c)[None, :]
+        visible = (left < 0) | (j >= i - left)
+        visible = visible & ((right < 0) | (j <= i + right))
+        group = q.shape[1] // k.shape[1]
+        keys, values = (x[c:d].repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+        scores = (q[a:b].transpose(0, 1) @ keys.mT * scale).masked_fill(~visible, float("-inf"))
+        out.append((scores.softmax(-1) @ values).transpose(0, 1))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+def test_varlen_kernels_compute_spans_by_a_second_call_that_is_not_causal(window, monkeypatch):
+    calls = []
+
+    def kernel(q, k, v, ends_q, ends_k, most_q, most_k, *, window_size=(-1, -1), causal=None, **more):
+        calls.append(len(q))
+        scale = more.get("scale") or more["softmax_scale"]
+        left, right = window_size
+        assert (most_q, most_k) == (ends_q.diff().max(), ends_k.diff().max())
+        return varlen_twin(q, k, v, ends_q.tolist(), ends_k.tolist(), scale, (left, 0 if causal else right))
+
+    package: Any = types.ModuleType("flash_attn")
+    package.flash_attn_varlen_func = kernel
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    segments = Segments.from_lengths([12, 3, 9], SlotRule(multiple=4))
+    pattern = Pattern(window=window, spans=Spans(runs=((2, 7), (8, 11), (16, 20))))
+    qkv = random_qkv(segments.total)
+    expected = EagerMask()(*qkv, segments, causal=True, scale=0.3, pattern=pattern)
+    for attend in (TorchVarlen(), FlashAttn()):
+        calls.clear()
+        out = attend(*qkv, segments, causal=True, scale=0.3, pattern=pattern)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+        assert calls == [segments.total, 12]
+
+
+# ---------------------------------------------------------------------- the tests themselves
+
+
+@pytest.mark.parametrize("part", ["dropped", "merged", "shifted"])
+def test_the_comparison_sees_spans_that_are_dropped_or_elsewhere(part, monkeypatch):
+    changed = {
+        "dropped": lambda runs: (),
+        "merged": lambda runs: ((runs[0][0], runs[-1][1]),),
+        "shifted": lambda runs: tuple((start + 1, stop) for start, stop in runs),
+    }[part]
+    segments, qkv = Segments.from_lengths([12]), random_qkv(12)
+    runs = ((2, 5), (7, 11))
+    truth = alone(*qkv, runs, Pattern())
+    pattern = Pattern(spans=Spans(runs=changed(runs)))
+    out = SdpaSegments()(*qkv, segments, causal=True, scale=0.3, pattern=pattern)
+    with pytest.raises(AssertionError):
+        check_equal(out, truth, *qkv)

@@ -1,0 +1,160 @@
+"""What is learnt of a conversation whose template is not ChatML: the answers, their end included."""
+
+import numpy as np
+import pytest
+from chats import BEYOND, CHATTING, SHOWN, learnt, needs, picture
+from tiers import tiers
+
+from vlmpack.collate import VLMCollator
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.testing import tiny_processor
+from vlmpack.testing.family_processors import GEMMA_TEMPLATE, RECIPES
+
+pytestmark = pytest.mark.every_family
+
+ENDS = {
+    "gemma3": "<end_of_turn>",
+    "gemma4": "<turn|>",
+    "internvl": "<|im_end|>",
+    "idefics3": "<end_of_utterance>",
+    "glm4v": "",
+    "glm4v_moe": "",
+    "glm46v": "",
+    "paddleocr_vl": "<eos>",
+}
+"""What ends an answer in families whose templates mark none."""
+MARKED = {"llava": "{} ", "llava_next": "{} ", "llava_onevision": "\n{}"}
+"""What the templates of the others mark (`{% generation %}`)."""
+ASK = {"role": "user", "content": "What is the total?"}
+
+
+def say(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def learnt_of(family, messages, *, processor=None, **settings):
+    processor = processor or tiny_processor(family)
+    columns = {name: settings.pop(name) for name in ("images",) if name in settings}
+    batch = VLMCollator(processor, **settings)([{"messages": messages, **columns}])
+    return learnt(processor, batch["labels"][0].numpy())
+
+
+def expected(family, *answers):
+    if family in MARKED:
+        return "".join(MARKED[family].format(answer) for answer in answers)
+    space = " " if family == "idefics3" else ""
+    return "".join(f"{space}{answer}{ENDS[family]}" for answer in answers)
+
+
+@pytest.mark.parametrize("family", tiers(CHATTING, SHOWN))
+def test_answers_are_learnt_and_nothing_else(family):
+    parts = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    messages = [{"role": "user", "content": parts}, say("A receipt"), ASK, say("75,000 Rp.")]
+    assert learnt_of(family, messages, images=[picture()]) == expected(family, "A receipt", "75,000 Rp.")
+
+
+@pytest.mark.parametrize("family", tiers(CHATTING, SHOWN))
+def test_an_answer_whose_flag_says_so_is_read_and_not_learnt(family):
+    messages = [ASK, say("A receipt", weight=0), ASK, say("75,000 Rp.")]
+    assert learnt_of(family, messages) == expected(family, "75,000 Rp.")
+
+
+@pytest.mark.parametrize("family", [pytest.param(family, marks=needs(family)) for family in MARKED])
+def test_marked_answers_are_those_of_transformers(family):
+    processor = tiny_processor(family)
+    messages = [
+        {"role": role, "content": [{"type": "text", "text": text}]}
+        for role, text in (("user", "2 + 2?"), ("assistant", "It is 4"), ("user", "3?"), ("assistant", "5"))
+    ]
+    out = processor.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
+    )
+    batch = VLMCollator(processor)([{"messages": messages}])
+    assert batch["input_ids"].tolist() == out["input_ids"].tolist()
+    assert (batch["labels"] != -100).long().tolist() == np.asarray(out["assistant_masks"]).tolist()
+    assert (batch["labels"] != -100).any()
+
+
+def test_an_answer_after_a_picture_lies_where_the_picture_s_tokens_end():
+    """The template's places are counted before pictures are written out, hundreds of characters each."""
+    family = next(family for family in ("llava", "internvl") if family in BEYOND)
+    messages = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Which?"}]},
+        say("Both"),
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "And this?"}]},
+        say("It too"),
+    ]
+    pictures = [picture(seed=seed) for seed in range(3)]
+    assert learnt_of(family, messages, images=pictures) == expected(family, "Both", "It too")
+
+
+# ---------------------------------------------------------------------- refused
+
+
+def refusal(messages, template, *, family="internvl", **settings):
+    with pytest.raises((SampleError, ConfigError)) as caught:
+        learnt_of(family, messages, processor=tiny_processor(family, chat_template=template), **settings)
+    return str(caught.value)
+
+
+def test_a_template_that_writes_a_turn_otherwise_when_others_follow_is_refused_by_name():
+    forgetful = (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + ':' }}"
+        "{% if message['role'] == 'assistant' and not loop.last %}{{ 'once said ' }}{% endif %}"
+        "{{ message['content'] }}{{ '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant:' }}{% endif %}"
+    )
+    message = refusal([ASK, say("4"), ASK, say("5")], forgetful)
+    assert "writes messages[:2] otherwise alone than at the beginning of the whole conversation" in message
+    assert "tokens are the answer of messages[1]" in message
+
+
+def test_a_template_whose_prompt_is_no_beginning_of_an_answer_is_refused():
+    thinking = (
+        "{% for message in messages %}{{ message['role'] + ':' + message['content'] + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:<think>' }}{% endif %}"
+    )
+    assert "writes messages[:1] and its prompt otherwise" in refusal([ASK, say("4")], thinking)
+
+
+def test_a_template_that_leaves_out_a_text_is_refused():
+    deaf = (
+        "{% for message in messages if message['role'] != 'system' %}{{ message['role'] + ':' + message['content'] }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    message = refusal([{"role": "system", "content": "Be short."}, ASK, say("4")], deaf)
+    assert "messages[0] (system) says 'Be short.', which the chat template does not write" in message
+
+
+def test_a_template_that_marks_other_turns_than_answers_is_refused():
+    marks_all = (
+        "{% for message in messages %}{{ message['role'] + ':' }}"
+        "{% generation %}{{ message['content'] }}{% endgeneration %}{% endfor %}"
+    )
+    assert "marks 2 answers ({% generation %}) of its 1 assistant messages" in refusal([ASK, say("4")], marks_all)
+
+
+@pytest.mark.parametrize("token", ["<|im_end|>", "<img>", "<IMG_CONTEXT>", "<|endoftext|>"])
+def test_special_tokens_typed_by_a_person_are_refused(token):
+    message = refusal([ASK, say(f"It is {token}")], RECIPES["internvl"].template)
+    assert f"its text holds '{token}', which only the processor and the chat template may write" in message
+
+
+def test_roles_that_a_template_rejects_are_refused_with_its_words():
+    template = GEMMA_TEMPLATE.replace("TURN_START", "'<|im_start|>'").replace("TURN_END", "'<|im_end|>'")
+    message = refusal([ASK, ASK, say("4")], template)
+    assert "the chat template cannot write its messages (TemplateError: Conversation roles must alternate" in message
+
+
+# ---------------------------------------------------------------------- text models without ChatML
+
+
+def test_a_tokenizer_without_chatml_learns_its_answers():
+    processor = tiny_processor("gemma3")
+    tokenizer = processor.tokenizer
+    tokenizer.chat_template = processor.chat_template
+    batch = VLMCollator(tokenizer)([{"messages": [ASK, say("75,000 Rp."), ASK, say("4")]}])
+    labels = [i for i in batch["labels"][0].tolist() if i != -100]
+    assert tokenizer.decode(labels) == "75,000 Rp.<end_of_turn>4<end_of_turn>"
+    truth = tokenizer.apply_chat_template([ASK, say("75,000 Rp."), ASK, say("4")], tokenize=True, return_dict=True)
+    assert batch["input_ids"][0].tolist() == truth["input_ids"]

@@ -1,0 +1,159 @@
+"""Families beyond Qwen: the same tokens and tensors as the model's own processor gives, one sample at a time."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+from chats import CHATTING, SHOWN, needs, picture
+from tiers import tiers
+
+from vlmpack.collate import VLMCollator
+from vlmpack.collate.encode import Encoder
+from vlmpack.collate.encoded import fit
+from vlmpack.collate.processor_metadata import metadata_of, processor_settings, read_processor
+from vlmpack.data.images import ImageLimits
+from vlmpack.families import FAMILIES
+from vlmpack.testing import tiny_processor
+
+pytestmark = [
+    pytest.mark.every_family,
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # transformers' own
+]
+TOKEN_NAMES = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}
+
+
+@lru_cache
+def processor_of(family):
+    return tiny_processor(family)
+
+
+def conversation(count, *, turns=1):
+    """A question with `count` pictures of different shapes, its answer, and further questions without pictures."""
+    parts = [{"type": "image"} for _ in range(count)] + [{"type": "text", "text": "What is the total?"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "The total is 75,000."}]
+    for turn in range(1, turns):
+        messages.append({"role": "user", "content": f"And {turn}?"})
+        messages.append({"role": "assistant", "content": f"It costs {turn},500."})
+    pictures = [picture(61 + 80 * at, 143 + 30 * at, seed=at) for at in range(count)]
+    return {"messages": messages, **({"images": pictures} if count else {})}
+
+
+def by_transformers(family, feature):
+    """The processor's own `apply_chat_template` of a sample, images inside its parts."""
+    pictures = iter(feature.get("images", ()))
+    messages = []
+    for message in feature["messages"]:
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        messages.append(
+            {**message, "content": [p if p["type"] == "text" else {**p, "image": next(pictures)} for p in parts]}
+        )
+    out = processor_of(family).apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
+    return dict(out)
+
+
+def same_tensors(ours, theirs):
+    assert sorted(ours) == sorted(theirs)
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+# ---------------------------------------------------------------------- equal to the processor
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("family", tiers(CHATTING, SHOWN))
+def test_tokens_and_tensors_equal_the_processor_s_own(family, count):
+    feature = conversation(count, turns=2)
+    truth = by_transformers(family, feature)
+    batch = VLMCollator(processor_of(family))([feature])
+    assert batch["input_ids"].tolist() == truth["input_ids"].tolist()
+    media = {name: tensor for name, tensor in truth.items() if name not in TOKEN_NAMES}
+    same_tensors({name: batch[name] for name in batch if name in media or name == "pixel_values"}, media)
+    assert bool(media) == bool(count)
+    metadata = batch["vlmpack"]
+    assert metadata.images_per_sample == ((count,) if count else ())
+    image_id = processor_of(family).image_token_ids[0]
+    if count and FAMILIES[family].has_grids:
+        assert metadata.image_grids == tuple(map(tuple, truth["image_grid_thw"].tolist()))
+    else:
+        assert sum(metadata.image_tokens) == (batch["input_ids"] == image_id).sum()
+    assert (batch["mm_token_type_ids"] == 1).sum() == (batch["input_ids"] == image_id).sum()
+
+
+@needs("paligemma")
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_prompt_and_its_suffix_equal_paligemma_s_own(count):
+    processor, feature = processor_of("paligemma"), conversation(count)
+    prompt = f"{processor.image_token * count}Total?"
+    truth = processor(text=[prompt], images=[feature["images"]], suffix="75,000", return_tensors="pt")
+    batch = VLMCollator(processor)([{"prompt": prompt, "completion": "75,000", "images": feature["images"]}])
+    same_tensors(
+        {name: batch[name] for name in ("input_ids", "labels", "pixel_values")},
+        {name: truth[name] for name in ("input_ids", "labels", "pixel_values")},
+    )
+
+
+@pytest.mark.parametrize("family", ["internvl", "idefics3"])
+def test_no_tokens_of_an_image_are_learnt(family):
+    """Row and column markers and line breaks included, also where everything else is."""
+    feature = conversation(2)
+    batch = VLMCollator(processor_of(family), train_on="all")([feature])
+    text = processor_of(family).tokenizer.decode([i for i in batch["labels"][0].tolist() if i != -100])
+    alone = VLMCollator(processor_of(family), train_on="all")([conversation(0)])
+    without = processor_of(family).tokenizer.decode([i for i in alone["labels"][0].tolist() if i != -100])
+    assert "The total is 75,000." in text
+    assert len(batch["labels"][0]) - (batch["labels"] != -100).sum() > sum(batch["vlmpack"].image_tokens)
+    assert text.replace("\n", "").replace(" ", "") == without.replace("\n", "").replace(" ", "")
+
+
+# ---------------------------------------------------------------------- Qwen by either path
+
+
+QWEN_FAMILIES = ("qwen2_vl", "qwen3_vl", "qwen3_5")
+
+
+def by_either_path(family, feature, **settings):
+    """A Qwen sample by today's path, and by the processor as a whole."""
+    processor = tiny_processor(family)
+    settings = {"train_on": "assistant", "limits": ImageLimits(), **settings}
+    quick = Encoder(processor=processor, metadata=read_processor(processor), **settings)
+    whole = Encoder(processor=processor, metadata=metadata_of(processor, processor_settings(processor)), **settings)
+    assert not quick.metadata.by_processor
+    assert whole.metadata.by_processor
+    return quick, whole
+
+
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+@pytest.mark.parametrize("family", QWEN_FAMILIES)
+def test_both_paths_encode_a_qwen_sample_alike(family, train_on, count):
+    feature = conversation(count, turns=3)
+    feature["messages"].insert(0, {"role": "system", "content": "Be short."})
+    feature["messages"][2]["content"] = "\n\nThe total\n is 75,000.  "
+    feature["messages"][4]["weight"] = 0
+    paths = by_either_path(family, feature, train_on=train_on)
+    quick, whole = (path.encode(feature) for path in paths)
+    assert quick.input_ids.tolist() == whole.input_ids.tolist()
+    assert quick.labels.tolist() == whole.labels.tolist()
+    assert quick.types.tolist() == whole.types.tolist()
+    assert [image.grid for image in quick.images] == [image.grid for image in whole.images]
+    assert len(whole.images) == count
+    for ours, theirs in zip(quick.images, whole.images, strict=True):
+        assert torch.equal(ours.pixels, theirs.pixels)
+    measured = [path.measure(feature) for path in paths]
+    assert measured[0].input_ids.tolist() == measured[1].input_ids.tolist() == quick.input_ids.tolist()
+    assert measured[0].labels.tolist() == measured[1].labels.tolist() == quick.labels.tolist()
+
+
+@pytest.mark.parametrize("max_length", [25, 60, 80, 110])
+def test_both_paths_cut_a_qwen_sample_at_the_same_places(max_length):
+    feature = conversation(3, turns=4)
+    quick, whole = by_either_path("qwen3_vl", feature, train_on="all", max_length=max_length)
+    kept = [
+        fit(path.encode(feature), path.metadata, max_length=max_length, overlength="truncate")
+        for path in (quick, whole)
+    ]
+    assert kept[0].input_ids.tolist() == kept[1].input_ids.tolist()
+    assert kept[0].labels.tolist() == kept[1].labels.tolist()
+    assert len(kept[0].images) == len(kept[1].images) <= 3

@@ -1,0 +1,283 @@
+"""Images by a family's own processor: measured as they are made, compared with the whole processor, refused by name."""
+
+import io
+
+import pytest
+import torch
+from chats import BEYOND, SHOWN, chat, needs, picture
+from tiers import tiers
+
+from vlmpack.cli.inputs import limit_pixels
+from vlmpack.collate import VLMCollator
+from vlmpack.collate.processor_images import TRIALS
+from vlmpack.errors import ConfigError, FamilyError, SampleError
+from vlmpack.loading import PackedStream, RowSettings
+from vlmpack.store import StoreSettings, measure_lengths, write_rows
+from vlmpack.testing import tiny_processor
+
+pytestmark = pytest.mark.every_family
+
+COUNTED = {"gemma3", "gemma4", "internvl", "llava", "llava_next", "llava_onevision", "glm4v", "paligemma"}
+COUNTED |= {"glm4v_moe", "glm46v"}
+"""Families whose processors count an image's tokens as they write them."""
+SIZES = ((40, 30), (61, 143), (400, 90), (90, 400), (257, 256), (33, 31))
+"""Widths and heights."""
+
+
+def feature_of(family, *images, answer="75,000"):
+    if family == "paligemma":
+        return {"prompt": "<image>" * len(images) + "Total?", "completion": answer, "images": list(images)}
+    return chat("Total?", answer, *images)
+
+
+def encoded(image):
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def media_of(batch):
+    return batch.media.to_hf()
+
+
+def collator_of(family, **settings):
+    return VLMCollator(tiny_processor(family), **settings)
+
+
+@pytest.mark.parametrize("family", tiers(BEYOND, SHOWN))
+def test_samples_are_measured_as_they_are_collated(family):
+    collator = collator_of(family, layout="packed")
+    features = [feature_of(family, encoded(picture(*size))) for size in SIZES]
+    features.append(feature_of(family, *(encoded(picture(*size)) for size in SIZES[:3])))
+    measured = [collator.measure(feature) for feature in features]
+    row = collator.collate(features)
+    assert [sample.num_tokens for sample in measured] == list(row.segments.lengths)
+    assert all(image.pixels is None for sample in measured for image in sample.images)
+    decoded = collator.decode(measured)
+    assert torch.equal(decoded.input_ids, row.input_ids)
+    assert torch.equal(decoded.shift_labels, row.shift_labels)
+    assert sorted(media_of(decoded)) == sorted(media_of(row))
+    assert all(torch.equal(media_of(decoded)[name], tensor) for name, tensor in media_of(row).items())
+    assert decoded.metadata == row.metadata
+
+
+@pytest.mark.parametrize("family", tiers(BEYOND, SHOWN))
+def test_a_processor_s_count_is_relied_on_where_trials_confirm_it(family, monkeypatch):
+    collator = collator_of(family)
+    images = collator._encoder.media
+    assert (images._counted is not None) == (family in COUNTED)
+    runs = []
+    process = type(images).process
+    monkeypatch.setattr(
+        type(images), "process", lambda self, pictures: runs.append(len(pictures)) or process(self, pictures)
+    )
+    for size in (*SIZES, *SIZES):
+        (image,) = collator.measure(feature_of(family, encoded(picture(*size)))).images
+        assert sum(image.runs) > 0
+    trials = [] if family in COUNTED else [1] * len(SIZES)
+    confirming = [2] if images.metadata.images_together else [1, 1]
+    assert sorted(runs) == sorted([*confirming, *trials])  # blank images are made once a size
+
+
+def test_a_count_that_the_trials_contradict_is_not_relied_on(monkeypatch):
+    processor = tiny_processor("internvl")
+    counts = type(processor)._get_num_multimodal_tokens
+
+    def one_more_when_wide(self, image_sizes):
+        counted = counts(self, image_sizes=image_sizes)
+        ((_, width),) = image_sizes
+        return {"num_image_tokens": [n + (width > 500) for n in counted["num_image_tokens"]]}
+
+    monkeypatch.setattr(type(processor), "_get_num_multimodal_tokens", one_more_when_wide)
+    collator = VLMCollator(processor)
+    assert collator._encoder.media._counted is None
+    wide = chat("?", "5", encoded(picture(900, 100)))
+    assert collator.measure(wide).num_tokens == collator.collate([wide]).metadata.lengths[0]
+    assert any(width > 500 for _, width in TRIALS)
+
+
+@needs("gemma3")
+def test_crops_of_gemma_3_are_written_and_measured_as_its_processor_writes_them():
+    processor = tiny_processor("gemma3")
+    processor.images_kwargs = {**processor.images_kwargs, "do_pan_and_scan": True}
+    collator = VLMCollator(processor)
+    wide = chat("?", "5", encoded(picture(1100, 300)))
+    sample = collator.measure(wide)
+    assert sample.images[0].runs == (9,) * 5
+    batch = collator([wide])
+    assert len(batch["pixel_values"]) == 5
+    assert "here are some crops to help you see better" in processor.tokenizer.decode(batch["input_ids"][0])
+    assert batch["input_ids"].shape[1] == sample.num_tokens
+
+
+# ---------------------------------------------------------------------- compared with the whole processor
+
+
+def test_a_processor_that_writes_images_otherwise_as_a_whole_is_refused(monkeypatch):
+    processor = tiny_processor("internvl")
+    whole = type(processor).__call__
+
+    def other(self, *args, **options):
+        out = whole(self, *args, **options)
+        return {**out, "pixel_values": out["pixel_values"].flip(0), "image_flags": torch.ones(1)}
+
+    monkeypatch.setattr(type(processor), "__call__", other)
+    with pytest.raises(FamilyError) as caught:
+        VLMCollator(processor)([chat("?", "5", picture())])
+    assert "makes image_flags, which is not in its family's media; other pixel_values of a sample" in str(caught.value)
+    VLMCollator(processor)([chat("?", "5")])  # of a text nothing is asked
+
+
+# ---------------------------------------------------------------------- refused
+
+
+def refusal(feature, *, family="internvl", **settings):
+    with pytest.raises((SampleError, ConfigError)) as caught:
+        collator_of(family, **settings)([feature])
+    return caught.value
+
+
+def test_a_video_is_refused_by_name():
+    film = {"type": "video", "video": [picture(), picture()]}
+    messages = [{"role": "user", "content": [film]}, {"role": "assistant", "content": "A cat"}]
+    error = refusal({"messages": messages})
+    assert error.reason == "no_video"
+    assert "it has 1 video(s), but of a InternVLProcessor only images are read" in str(error)
+
+
+def test_keys_that_size_one_image_are_refused_by_name():
+    parts = [{"type": "image", "image": picture(), "max_pixels": 4096}]
+    error = refusal({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "A cat"}]})
+    assert error.reason == "vision_key"
+    assert "image 0: it has max_pixels beside it" in str(error)
+    assert "change processor.image_processor.size" in str(error)
+
+
+def test_an_estimate_by_squares_of_pixels_is_refused():
+    with pytest.raises(ConfigError, match="estimate=True counts squares of pixels as Qwen's processors do"):
+        collator_of("internvl").measure(chat("?", "5", picture()), estimate=True)
+
+
+def test_shared_prefixes_are_refused():
+    with pytest.raises(ConfigError, match="leave it out of a collator with another processor"):
+        collator_of("internvl", layout="packed", share_prefixes=True)
+
+
+def test_placeholders_that_have_no_image_are_refused():
+    error = refusal({"prompt": "<IMG_CONTEXT> <IMG_CONTEXT>?", "completion": "5", "images": [picture()]})
+    assert error.reason == "placeholder_mismatch"
+    assert "2 image placeholder(s) '<IMG_CONTEXT>' for 1 image(s)" in str(error)
+
+
+def test_an_image_that_has_changed_since_it_was_measured_is_refused(tmp_path):
+    path = tmp_path / "a.png"
+    picture(40, 40).save(path)
+    collator = collator_of("internvl")
+    sample = collator.measure(chat("?", "5", str(path)), 3)
+    picture(400, 40).save(path)
+    with pytest.raises(SampleError, match="image 0 was measured as 20 tokens in 1 run") as caught:
+        collator.decode([sample])
+    assert caught.value.reason == "image_changed"
+    assert caught.value.index == 0
+
+
+def test_a_tokenised_sample_with_pixels_is_refused():
+    feature = {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "pixel_values": torch.zeros(1, 3, 28, 28)}
+    error = refusal(feature)
+    assert "whose images cannot be told apart in this family; give messages and images" in str(error)
+
+
+def test_a_tokenised_sample_without_labels_is_refused():
+    error = refusal({"input_ids": [5, 6, 7]})
+    assert "its turns cannot be found in token ids" in str(error)
+    assert collator_of("internvl")([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])["labels"].tolist() == [
+        [-100, 6, 7]
+    ]
+
+
+# ---------------------------------------------------------------------- skipping
+
+
+@pytest.mark.parametrize("family", tiers(BEYOND, SHOWN))
+def test_a_batch_of_refused_samples_still_has_an_image_and_no_targets(family):
+    collator = collator_of(family, on_bad="skip", layout="packed")
+    row = collator.collate([feature_of(family, b"no image")])
+    assert row.metadata.sample_ids == ()
+    assert row.metadata.num_targets == 0
+    assert row.media.pixel_values is not None
+    assert (row.mm_token_type_ids == 1).any()
+    assert dict(collator.skip_log.reasons) == {"image_undecodable": 1}
+
+
+def test_refused_samples_are_counted_and_the_others_are_kept():
+    collator = collator_of("internvl", on_bad="skip")
+    batch = collator.collate(
+        [chat("?", "5", picture()), chat("?", "5", b"no image"), chat("<img>", "5"), chat("?", "6")]
+    )
+    assert batch.metadata.sample_ids == (0, 3)
+    assert dict(collator.skip_log.reasons) == {"image_undecodable": 1, "reserved_token_in_text": 1}
+    assert batch.metadata.images_per_sample == (1, 0)
+
+
+# ---------------------------------------------------------------------- too long samples
+
+
+@pytest.mark.parametrize("family", tiers(["internvl", "idefics3"], ["idefics3"]))
+def test_a_sample_that_is_too_long_is_cut_beside_an_image_or_after_a_turn(family):
+    processor = tiny_processor(family)
+    parts = [{"type": "text", "text": "One"}, {"type": "image"}, {"type": "text", "text": "and more"}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "A receipt"}]
+    feature = {"messages": turns * 2, "images": [picture(90, 61), picture(90, 61)]}
+    whole = VLMCollator(processor)([feature])["input_ids"][0].tolist()
+    first = VLMCollator(processor)([{"messages": turns, "images": [picture(90, 61)]}])["input_ids"].shape[1]
+    lengths = set()
+    for max_length in range(first, len(whole)):
+        collator = VLMCollator(processor, max_length=max_length, overlength="truncate")
+        batch = collator.collate([feature])
+        ids = batch.input_ids[0].tolist()
+        assert ids == whole[: len(ids)]
+        assert len(ids) <= max_length
+        runs = sum(batch.metadata.image_tokens)
+        assert runs == ids.count(processor.image_token_ids[0])
+        lengths.add((len(ids), len(batch.metadata.image_tokens)))
+    assert min(lengths) == (first, 1)
+    assert {images for _, images in lengths} == {1, 2}
+    assert len(lengths) == 4  # after the first answer, before the second image, after it, after its question
+
+
+@needs("llava_onevision")
+def test_a_sample_whose_images_are_cut_together_keeps_them_all():
+    parts = [{"type": "image"}, {"type": "text", "text": "One"}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "A receipt"}] * 2
+    feature = {"messages": turns, "images": [picture(), picture()]}
+    collator = collator_of("llava_onevision", max_length=40, overlength="truncate", on_bad="skip")
+    collator.collate([feature])
+    assert dict(collator.skip_log.reasons) == {"truncated_away": 1}
+
+
+# ---------------------------------------------------------------------- other rooms
+
+
+def test_a_stream_and_a_table_of_lengths_take_every_family():
+    features = [chat("Total?", "5", encoded(picture(90 + 40 * at, 61))) for at in range(6)]
+    collator = collator_of("internvl", layout="packed")
+    table = measure_lengths(features, collator)
+    stream = PackedStream(features, RowSettings(capacity=120), length=collator.length)
+    rows = [collator.collate(row) for row in stream]
+    lengths = sorted(length for row in rows for length in row.metadata.lengths)
+    assert len(rows) > 1
+    assert lengths == sorted(table.tokens.tolist())
+    assert table.images.sum() == 6
+
+
+def test_stored_rows_and_shared_prefixes_of_them_are_refused(tmp_path):
+    features, collator = [chat("Total?", "5", encoded(picture()))], collator_of("internvl", layout="packed")
+    with pytest.raises(ConfigError, match="min_shared finds images that samples share by their grids, but those of a"):
+        measure_lengths(features, collator, min_shared=64)
+    with pytest.raises(ConfigError, match="stored rows hold images by their grids, but those of a InternVLProcessor"):
+        write_rows(features, tmp_path / "rows", collator, StoreSettings(capacity=512))
+
+
+def test_the_largest_area_of_an_image_is_no_option_of_other_processors():
+    with pytest.raises(ConfigError, match=r"sizes images by \{'height': 28, 'width': 28\} and not by their area"):
+        limit_pixels(tiny_processor("internvl"), 4096)

@@ -1,0 +1,49 @@
+"""Processors beyond Qwen's: saved and loaded without torchvision, with all their settings."""
+
+import pickle
+
+import pytest
+from chats import BEYOND, SHOWN, picture
+from tiers import tiers
+
+from vlmpack.collate import VLMCollator
+from vlmpack.data import load_processor, save_processor
+from vlmpack.testing import tiny_processor
+
+pytestmark = pytest.mark.every_family
+
+
+def sample_of(family):
+    marker = "<image>"
+    if family == "paligemma":
+        return {"prompt": f"{marker}Total?", "completion": "5", "images": [picture(90, 61)]}
+    content = [{"type": "image", "image": picture(90, 61)}, {"type": "text", "text": "Total?"}]
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "5"}]}
+
+
+def same_batches(ours, theirs):
+    assert sorted(ours) == sorted(theirs)
+    tensors = [name for name in ours if name != "vlmpack"]
+    assert tensors
+    assert all(ours[name].tolist() == theirs[name].tolist() for name in tensors)
+
+
+@pytest.mark.parametrize("family", tiers(BEYOND, SHOWN))
+@pytest.mark.parametrize("way", ["save_processor", "save_pretrained"])
+def test_a_saved_processor_is_loaded_with_its_settings(family, way, tmp_path):
+    processor = tiny_processor(family)
+    if way == "save_processor":
+        save_processor(processor, tmp_path)
+    else:
+        processor.save_pretrained(tmp_path)
+    loaded = load_processor(tmp_path)
+    assert type(loaded) is type(processor)
+    assert loaded.chat_template == processor.chat_template
+    same_batches(VLMCollator(loaded)([sample_of(family)]), VLMCollator(processor)([sample_of(family)]))
+
+
+@pytest.mark.parametrize("family", tiers(BEYOND, SHOWN))
+def test_a_processor_and_its_collator_reach_a_worker(family):
+    collator = VLMCollator(tiny_processor(family))
+    copied = pickle.loads(pickle.dumps(collator))
+    same_batches(copied([sample_of(family)]), collator([sample_of(family)]))

@@ -1,0 +1,335 @@
+"""Every format that people have, as its own documentation shows it: opened, and collated with the text and the images.
+
+Each example is written down as in the documentation of the library that is named, with its pictures drawn here.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from vlmpack.collate import VLMCollator
+from vlmpack.data import open_dataset
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.layout import PackedRow
+from vlmpack.testing import tiny_processor
+
+PROCESSOR = tiny_processor()
+COLLATOR = VLMCollator(PROCESSOR, layout="packed")
+
+
+def png(colour: str = "red") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 64), colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def written(rows: Any, folder: Path, name: str = "data.jsonl") -> Path:
+    """The rows in a file, with the pictures that examples name beside it."""
+    for picture in ("0.png", "x.jpg", "x.png", "images/1.jpg", "GCC_train_002582585.jpg"):
+        path = folder / picture
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png())
+    text = json.dumps(rows) if name.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def read(sample: dict[str, Any]) -> tuple[str, int]:
+    """The text that a sample becomes, its image tokens as one, and the number of its images."""
+    row = COLLATOR.collate([sample])
+    assert isinstance(row, PackedRow)
+    ids = row.input_ids[0].tolist()
+    pad = PROCESSOR.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    text = PROCESSOR.tokenizer.decode([i for at, i in enumerate(ids) if i != pad or ids[at - 1] != pad])
+    return text, len(row.host_metadata().image_grids)
+
+
+def chat(*turns: str) -> str:
+    """The text of turns by user and assistant, as the tiny template writes them."""
+    roles = ("user", "assistant")
+    return "".join(f"<|im_start|>{roles[at % 2]}\n{turn}<|im_end|>\n" for at, turn in enumerate(turns))
+
+
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+
+TRL = {
+    # TRL, dataset formats: vision datasets, prompt and completion
+    "prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What color is the sky?"}]}],
+    "completion": [{"role": "assistant", "content": [{"type": "text", "text": "It is blue."}]}],
+    "images": ["0.png"],
+}
+LLAVA = {
+    # LLaVA, Finetune_Custom_Data.md
+    "id": "997bb945-628d-4724-b370-b84de974a19f",
+    "image": "x.jpg",
+    "conversations": [
+        {"from": "human", "value": "<image>\nWrite a prompt for Stable Diffusion to generate this image."},
+        {"from": "gpt", "value": "a beautiful painting of chernobyl"},
+    ],
+}
+SWIFT_IMAGES = {
+    # ms-swift, Custom-dataset.md: multimodal
+    "messages": [
+        {"role": "user", "content": "<image><image>What is the difference between the two images?"},
+        {"role": "assistant", "content": "The first one is a kitten, and the second one is a puppy."},
+    ],
+    "images": ["x.jpg", "x.png"],
+}
+SWIFT_PAIRS = {
+    # ms-swift, Custom-dataset.md: ShareGPT format
+    "system": "<system>",
+    "conversation": [
+        {"human": "<query1>", "assistant": "<response1>"},
+        {"human": "<query2>", "assistant": "<response2>"},
+    ],
+}
+SWIFT_QUERY = {
+    # ms-swift, Custom-dataset.md: Query-Response format
+    "system": "<system>",
+    "query": "<query2>",
+    "response": "<response2>",
+    "history": [["<query1>", "<response1>"]],
+}
+ALPACA = {
+    # LLaMA-Factory, data/README.md: Alpaca format, multimodal
+    "instruction": "human instruction (required)",
+    "input": "human input (optional)",
+    "output": "model response (required)",
+    "images": ["x.jpg"],
+}
+FINEVISION = {
+    # The Cauldron and FineVision, dataset cards
+    "images": ["0.png"],
+    "texts": [{"user": "Where is it?", "assistant": "Here.", "source": "x"}],
+    "source": "chartqa",
+}
+SYSTEM = "<|im_start|>system\n<system><|im_end|>\n"
+
+DOCUMENTED = {
+    "TRL": (TRL, chat(f"{IMAGE}What color is the sky?", "It is blue."), 1),
+    "LLaVA": (
+        LLAVA,
+        chat(
+            f"{IMAGE}Write a prompt for Stable Diffusion to generate this image.", "a beautiful painting of chernobyl"
+        ),
+        1,
+    ),
+    "ms-swift images": (
+        SWIFT_IMAGES,
+        chat(
+            f"{IMAGE}{IMAGE}What is the difference between the two images?",
+            "The first one is a kitten, and the second one is a puppy.",
+        ),
+        2,
+    ),
+    "ms-swift pairs": (SWIFT_PAIRS, SYSTEM + chat("<query1>", "<response1>", "<query2>", "<response2>"), 0),
+    "ms-swift query": (SWIFT_QUERY, SYSTEM + chat("<query1>", "<response1>", "<query2>", "<response2>"), 0),
+    "Alpaca": (
+        ALPACA,
+        chat(f"{IMAGE}human instruction (required)\nhuman input (optional)", "model response (required)"),
+        1,
+    ),
+    "FineVision": (FINEVISION, chat(f"{IMAGE}Where is it?", "Here."), 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:columns that nothing reads")
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_documented_row_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> None:
+    row, text, images = DOCUMENTED[name]
+    assert read(open_dataset(written([row], tmp_path))[0]) == (text, images)
+
+
+def test_foreign_rows_say_the_same_as_messages(tmp_path: Path) -> None:
+    turns = [("user", "<query1>"), ("assistant", "<response1>"), ("user", "<query2>"), ("assistant", "<response2>")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    expected = read({"messages": [{"role": "system", "content": "<system>"}, *messages]})
+    for row in (SWIFT_PAIRS, SWIFT_QUERY):
+        assert read(open_dataset(written([row], tmp_path))[0]) == expected
+
+
+class TestColumns:
+    def test_ms_swifts_option_as_text_and_as_a_mapping(self, tmp_path: Path) -> None:
+        path = written([{"text1": "2 + 2?", "text2": "4", "pic": "0.png"}], tmp_path)
+        names = {"text1": "query", "text2": "response", "pic": "image"}
+        for columns in (names, json.dumps(names)):
+            assert read(open_dataset(path, columns=columns)[0]) == (chat(f"{IMAGE}2 + 2?", "4"), 1)
+
+    def test_files_of_a_list_have_the_same_names(self, tmp_path: Path) -> None:
+        paths = [written([{"q": str(at), "a": "4", "pic": "0.png"}], tmp_path / str(at)) for at in range(2)]
+        samples = open_dataset(paths, columns={"q": "query", "a": "response", "pic": "image"})
+        assert [sample["image"] for sample in samples] == [str(path.parent / "0.png") for path in paths]
+        assert [sample["messages"][0]["content"] for sample in samples] == ["0", "1"]
+
+    def test_an_image_folders_metadata(self, tmp_path: Path) -> None:
+        """The `metadata.jsonl` of `datasets`' ImageFolder, with captions."""
+        path = written([{"file_name": "0.png", "text": "This is a golden retriever"}], tmp_path, "metadata.jsonl")
+        sample = open_dataset(path, columns={"file_name": "image", "text": "response"})[0]
+        assert read(sample) == (chat(IMAGE, "This is a golden retriever"), 1)
+
+    def test_questions_of_foreign_conversations_are_told_apart(self, tmp_path: Path) -> None:
+        rows = [{"talk": [{"human": "1", "assistant": "2"}, {"human": "3", "assistant": "4"}]}] * 2
+        samples = open_dataset(written(rows, tmp_path), columns={"talk": "conversation"}, branches="turns")
+        assert len(samples) == 4
+
+    @pytest.mark.parametrize(
+        ("columns", "expected"),
+        [
+            ({"text9": "query"}, "has no column 'text9', which columns= reads as query; it has text1, text2"),
+            ({"text1": "querry"}, r"reads a column as 'querry', which nothing reads \(did you mean 'query'\?\)"),
+            ({"text1": "rejected_response"}, "preferences are not trained on"),
+            ({"text1": "query", "text2": "query"}, "reads two columns as 'query'"),
+            ({"text1": 3}, "columns has to be a mapping of names"),
+            ("{text1: query}", "is no JSON"),
+            ("absent.json", "cannot be read"),
+        ],
+    )
+    def test_names_that_do_not_fit_are_refused(self, columns: Any, expected: str, tmp_path: Path) -> None:
+        path = written([{"text1": "2 + 2?", "text2": "4"}], tmp_path)
+        with pytest.raises(ConfigError, match=expected):
+            open_dataset(path, columns=columns)
+
+    def test_columns_of_an_unknown_name_say_how_to_name_them(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="name its columns with columns="):
+            open_dataset(written([{"text1": "2 + 2?", "text2": "4"}], tmp_path))
+
+    @pytest.mark.parametrize(
+        ("row", "expected"),
+        [
+            ({"query": "2 + 2?", "response": 4}, "no text for assistant, but 4"),
+            ({"query": "?", "response": "4", "history": ["a"]}, "a history that is no list of"),
+            ({"q": "?", "query": "?", "response": "4"}, "two columns that would be read as 'query'"),
+        ],
+    )
+    def test_a_row_that_cannot_be_converted_is_one_bad_sample(self, row: Any, expected: str, tmp_path: Path) -> None:
+        good = {"q": "2 + 2?", "response": "4"}
+        samples = open_dataset(written([good, row, good], tmp_path), columns={"q": "query"})
+        assert samples[0]["messages"] == samples[2]["messages"]
+        with pytest.raises(SampleError, match=expected) as caught:
+            samples[1]
+        assert caught.value.index == 1
+
+
+class TestDatasetInfo:
+    """LLaMA-Factory's `dataset_info.json`, its examples from data/README.md."""
+
+    def info(self, folder: Path, **entry: Any) -> Path:
+        path = folder / "dataset_info.json"
+        path.write_text(json.dumps({"other": {"file_name": "other.json"}, "dataset_name": entry}))
+        return path
+
+    def test_alpaca(self, tmp_path: Path) -> None:
+        row = {
+            "q": "human instruction",
+            "more": "human input",
+            "a": "model response",
+            "pics": ["x.jpg"],
+            "sys": "<system>",
+        }
+        columns = {"prompt": "q", "query": "more", "response": "a", "images": "pics", "system": "sys"}
+        path = written([row], tmp_path, "data.json")
+        sample = open_dataset(path, columns=self.info(tmp_path, file_name="data.json", columns=columns))[0]
+        assert read(sample) == (SYSTEM + chat(f"{IMAGE}human instruction\nhuman input", "model response"), 1)
+
+    def test_sharegpt_with_tags(self, tmp_path: Path) -> None:
+        turns = [{"who": "person", "said": "human instruction"}, {"who": "bot", "said": "model response"}]
+        tags = {"role_tag": "who", "content_tag": "said", "user_tag": "person", "assistant_tag": "bot"}
+        entry = {"file_name": "data.json", "formatting": "sharegpt", "columns": {"messages": "talk"}, "tags": tags}
+        path = written([{"talk": turns}], tmp_path, "data.json")
+        assert read(open_dataset(path, columns=self.info(tmp_path, **entry))[0]) == (
+            chat("human instruction", "model response"),
+            0,
+        )
+
+    def test_a_function_call_becomes_a_tool_call(self, tmp_path: Path) -> None:
+        turns = [
+            {"from": "human", "value": "human instruction"},
+            {"from": "function_call", "value": '{"name": "sum", "arguments": {"a": 1}}'},
+            {"from": "observation", "value": "tool result"},
+            {"from": "gpt", "value": "model response"},
+        ]
+        row = {"conversations": turns, "tools": '[{"name": "sum"}]'}
+        entry = {"file_name": "data.json", "formatting": "sharegpt"}
+        sample = open_dataset(written([row], tmp_path, "data.json"), columns=self.info(tmp_path, **entry))[0]
+        assert [message["role"] for message in sample["messages"]] == ["user", "assistant", "tool", "assistant"]
+        call = {"type": "function", "function": {"name": "sum", "arguments": {"a": 1}}}
+        assert sample["messages"][1]["tool_calls"] == [call]
+        assert sample["tools"] == [{"name": "sum"}]
+
+    def test_images_start_at_its_folder(self, tmp_path: Path) -> None:
+        written([], tmp_path)  # pictures
+        path = tmp_path / "sub" / "data.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps([ALPACA]))
+        columns = {"prompt": "instruction", "response": "output", "images": "images"}
+        info = self.info(tmp_path, file_name="sub/data.json", columns=columns)
+        assert open_dataset(path, columns=info)[0]["images"] == [str(tmp_path / "x.jpg")]
+
+    @pytest.mark.parametrize(
+        ("entry", "expected"),
+        [
+            ({"file_name": "another.json"}, "describes other, dataset_name, and none of them is"),
+            ({"file_name": "data.json", "ranking": True}, "has preferences"),
+            ({"file_name": "data.json", "columns": {"prompt": "text"}}, "has no response, as those for pre-training"),
+            ({"file_name": "data.json", "columns": {"response": "a", "audios": "b"}}, "columns audios"),
+            ({"file_name": "data.json", "formatting": "dpo"}, "formatting 'dpo'"),
+            ({"file_name": "data.json", "columns": {"prompt": "q", "response": "output"}}, "has no column 'q'"),
+        ],
+    )
+    def test_what_cannot_be_read_is_refused(self, entry: dict[str, Any], expected: str, tmp_path: Path) -> None:
+        path = written([ALPACA], tmp_path, "data.json")
+        with pytest.raises(ConfigError, match=expected):
+            open_dataset(path, columns=self.info(tmp_path, **entry))
+
+
+class TestStoredImages:
+    """`datasets` with Image features, and Parquet with embedded images."""
+
+    @pytest.fixture
+    def datasets(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+        module = pytest.importorskip("datasets", reason="waits for the datasets library (extra [data])")
+        monkeypatch.setattr(module.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        module.disable_progress_bars()
+        return module
+
+    @pytest.mark.parametrize("store", ["save_to_disk", "to_parquet"])
+    def test_a_list_of_images_as_llama_factorys_demo_has_it(self, store: str, datasets: Any, tmp_path: Path) -> None:
+        """The features of BUAADreamer/mllm_demo: messages of role and content, and a list of images."""
+        features = datasets.Features(
+            {
+                "messages": datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")}),
+                "images": datasets.List(datasets.Image()),
+            }
+        )
+        rows = [{"messages": SWIFT_IMAGES["messages"], "images": [{"bytes": png(), "path": None}] * 2}]
+        target = tmp_path / ("saved" if store == "save_to_disk" else "data.parquet")
+        getattr(datasets.Dataset.from_list(rows, features=features), store)(str(target))
+        assert read(open_dataset(target)[0]) == DOCUMENTED["ms-swift images"][1:]
+
+    def test_bytes_in_parquet_under_other_names(self, datasets: Any, tmp_path: Path) -> None:
+        del datasets
+        import pyarrow
+        from pyarrow import parquet
+
+        table = pyarrow.table({"jpeg": [png()], "question": ["2 + 2?"], "answer": ["4"]})
+        parquet.write_table(table, tmp_path / "data.parquet")
+        columns = {"jpeg": "image", "question": "query", "answer": "response"}
+        samples = open_dataset(tmp_path / "data.parquet", columns=columns)
+        assert read(samples[0]) == (chat(f"{IMAGE}2 + 2?", "4"), 1)
+        assert len(open_dataset(tmp_path / "data.parquet", columns=columns, branches="turns")) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("a.csv", r"datasets.load_dataset\('csv', data_files='a.csv'\)"), ("mix.yaml", "vlmpack.data.mix_datasets")],
+)
+def test_what_is_refused_says_how_to_convert_it(name: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match=expected):
+        open_dataset(tmp_path / name)

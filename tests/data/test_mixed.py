@@ -1,0 +1,135 @@
+"""Data sets mixed by weights: counted, in every stretch alike, each sample once a pass, and the same again."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from vlmpack.data import mix_datasets
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.loading import PackedStream, RowSettings
+
+
+def samples(name: str, num: int) -> list[dict[str, Any]]:
+    return [{"id": f"{name}{at}", "prompt": "a " * (1 + at % 5), "completion": "b"} for at in range(num)]
+
+
+DATASETS = {"many": samples("m", 97), "few": samples("f", 13)}
+
+
+def test_without_weights_every_sample_comes_once() -> None:
+    mix = mix_datasets(DATASETS)
+    assert sorted(sample["id"] for sample in mix) == sorted(
+        f"{name}/{sample['id']}" for name, dataset in DATASETS.items() for sample in dataset
+    )
+
+
+def test_every_stretch_has_each_data_sets_share() -> None:
+    mix = mix_datasets(DATASETS, {"many": 3, "few": 2}, num=500)
+    assert mix.counts == {"many": 300, "few": 200}
+    are_few = np.asarray([sample["id"].startswith("few/") for sample in mix])
+    for length in (5, 17, 100):
+        for start in range(0, 500 - length, 7):
+            assert abs(are_few[start : start + length].sum() - length * 0.4) <= 1
+
+
+def test_a_sample_comes_once_a_pass_and_passes_are_counted() -> None:
+    mix = mix_datasets(DATASETS, {"many": 1, "few": 1}, num=78)
+    times = Counter(sample["id"] for sample in mix)
+    assert {times[f"few/f{at}"] for at in range(13)} == {3}
+    assert max(times[f"many/m{at}"] for at in range(97)) == 1
+    assert mix.passes == {"many": 39 / 97, "few": 3.0}
+    few = [sample["id"] for sample in mix if sample["id"].startswith("few/")]
+    assert sorted(few[:13]) == sorted(few[13:26])
+    assert few[:13] != few[13:26]  # each pass in an order of its own
+    assert repr(mix) == "MixedDataset(78 samples: 39 of many (0.40 passes), 39 of few (3.00 passes))"
+
+
+@pytest.mark.parametrize(("strategy", "few", "many"), [("first_exhausted", 13, 39), ("all_exhausted", 33, 97)])
+def test_an_epoch_ends_before_a_sample_comes_twice_or_when_all_came(strategy: Any, few: int, many: int) -> None:
+    counts = mix_datasets(DATASETS, {"many": 3, "few": 1}, stopping_strategy=strategy).counts
+    assert abs(counts["few"] - few) <= 1
+    assert abs(counts["many"] - many) <= 3
+    assert (counts["few"] <= 13 and counts["many"] <= 97) is (strategy == "first_exhausted")
+    assert (counts["many"] == 97) is (strategy == "all_exhausted")
+
+
+def test_epochs_go_on_where_the_last_one_stopped() -> None:
+    mix = mix_datasets(DATASETS, {"many": 8, "few": 1}, num=27)
+    epochs = [{sample["id"] for sample in mix.at_epoch(epoch)} for epoch in range(4)]
+    assert len(set().union(*epochs)) == 4 * 27  # 96 of many and 12 of few, none twice
+    assert [sample["id"] for sample in mix.at_epoch(2)] == [sample["id"] for sample in mix.at_epoch(2)]
+
+
+def test_a_seed_fixes_the_order_and_another_changes_it() -> None:
+    def ids(seed: int | None) -> list[str]:
+        return [sample["id"] for sample in mix_datasets(DATASETS, seed=seed)]
+
+    assert ids(1) == ids(1) != ids(2)
+    assert [name for name in ids(None) if name.startswith("few/")] == [f"few/f{at}" for at in range(13)]
+    assert [sample["id"] for sample in pickle.loads(pickle.dumps(mix_datasets(DATASETS, seed=1)))] == ids(1)
+
+
+def test_epochs_are_pieces_of_one_endless_mix() -> None:
+    weights = {"many": 0.7, "few": 0.3}
+    whole = mix_datasets(DATASETS, weights, num=40 * 17)
+    pieces = mix_datasets(DATASETS, weights, num=17)
+    ids = [sample["id"] for epoch in range(40) for sample in pieces.at_epoch(epoch)]
+    assert ids == [sample["id"] for sample in whole]
+
+
+def test_a_stream_of_a_mix_goes_on_where_it_stopped() -> None:
+    lengths = {name: [{"input_ids": [1] * (1 + at % 9)} for at in range(len(DATASETS[name]))] for name in DATASETS}
+    mix = mix_datasets(lengths, {"many": 2, "few": 1}, num=30)
+
+    def stream() -> PackedStream:
+        return PackedStream(mix, RowSettings(capacity=32))
+
+    whole = [[sample["id"] for sample in row] for row in stream()]
+    begun = stream()
+    first = [[sample["id"] for sample in row] for row in islice(begun, 2)]
+    rest = stream()
+    rest.load_state_dict(begun.state_dict())
+    assert first + [[sample["id"] for sample in row] for row in rest] == whole
+    assert sorted(name for row in whole for name in row) == sorted(sample["id"] for sample in mix)
+
+
+class Broken(list[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        if index == 3:
+            raise SampleError("its row is torn", index=3, reason="row_unreadable")
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_cannot_be_read_is_named_by_its_data_set() -> None:
+    mix = mix_datasets({"many": Broken(samples("m", 5)), "few": samples("f", 2)}, seed=None)
+    place = next(at for at in range(len(mix)) if at and mix._places[1][at] == 3)
+    with pytest.raises(SampleError, match="sample 3 of many: its row is torn") as caught:
+        mix[place]
+    assert caught.value.index == place
+    loaded = next(iter(DataLoader(mix, batch_size=len(mix), collate_fn=list)))
+    assert [type(sample).__name__ for sample in loaded].count("SampleError") == 1
+
+
+@pytest.mark.parametrize(
+    ("datasets", "settings", "expected"),
+    [
+        ({}, {}, "takes data sets by name"),
+        ([[1]], {}, "takes data sets by name"),
+        ({"a": []}, {}, "'a' of the mix is a list without samples"),
+        ({"a": "a.jsonl"}, {}, "'a' of the mix is a str without samples"),
+        ({"a": [1]}, {"weights": {"b": 1}}, "weights are of b, and the data sets are a"),
+        ({"a": [1]}, {"weights": {"a": 0}}, "the weight of 'a' is 0"),
+        ({"a": [1]}, {"num": 0}, "num is 0"),
+        ({"a": [1]}, {"stopping_strategy": "never"}, "stopping_strategy"),
+    ],
+)
+def test_what_is_no_mix_is_refused(datasets: Any, settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        mix_datasets(datasets, **settings)

@@ -1,0 +1,237 @@
+"""Tar shards as WebDataset and Energon document them: samples, splits, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+
+from vlmpack.data import load_image, open_dataset
+from vlmpack.data.shards import expand
+from vlmpack.errors import ConfigError, SampleError
+
+TURNS = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A kitten."}]
+
+
+def picture(side: int = 40) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (side, 40), "red").save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def shard(path: Path, files: dict[str, Any], *, mode: Any = "w") -> Path:
+    """A tar file; what is neither bytes nor text is written as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, mode) as tar:
+        for name, content in files.items():
+            data = content if isinstance(content, bytes) else str(content).encode()
+            data = json.dumps(content).encode() if isinstance(content, dict | list) else data
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+def captions(*numbers: int) -> dict[str, Any]:
+    """Energon, data_prep.md: an image captioning data set."""
+    parts = (("jpg", picture), ("txt", lambda: "This is some caption"), ("detail.json", lambda: {"width": 40}))
+    return {f"sample_{number:04d}.{part}": made() for number in numbers for part, made in parts}
+
+
+def test_captions_are_answers_to_their_image(tmp_path: Path) -> None:
+    samples = open_dataset(shard(tmp_path / "shard_0000.tar", captions(0, 1)))
+    assert [sample["id"] for sample in samples] == ["sample_0000", "sample_0001"]
+    sample = samples[1]
+    user, assistant = sample["messages"]
+    assert user == {"role": "user", "content": [{"type": "image"}]}
+    assert assistant == {"role": "assistant", "content": "This is some caption"}
+    assert load_image(sample["image"]).size == (40, 40)
+    assert sample["detail.json"] == {"width": 40}
+
+
+def test_llava_as_megatron_writes_it(tmp_path: Path) -> None:
+    """Its `convert_llava_pretrain_to_wds.py`: the turns alone are the JSON part."""
+    sample = open_dataset(shard(tmp_path / "a.tar", {"GCC_1.jpg": picture(), "GCC_1.json": TURNS}))[0]
+    assert sample["conversations"] == TURNS
+    assert load_image(sample["image"]).size == (40, 40)
+
+
+def test_several_images_in_the_order_that_the_json_names(tmp_path: Path) -> None:
+    files = {
+        "s_2.b.jpg": picture(40),
+        "s_2.json": {"messages": [], "images": ["a.jpg", "b.jpg", "a.jpg"]},
+        "s_2.a.jpg": picture(60),
+    }
+    sample = open_dataset(shard(tmp_path / "a.tar", files))[0]
+    assert [load_image(image).size[0] for image in sample["images"]] == [60, 40, 60]
+
+
+def test_several_images_in_their_own_order(tmp_path: Path) -> None:
+    files = {"s_2.img1.png": picture(60), "s_2.img2.png": picture(40), "s_2.json": {"conversations": TURNS}}
+    sample = open_dataset(shard(tmp_path / "a.tar", files))[0]
+    assert [load_image(image).size[0] for image in sample["images"]] == [60, 40]
+
+
+def test_images_inside_messages_are_put_where_they_are_named(tmp_path: Path) -> None:
+    content = [{"type": "image", "image": "1.png"}, {"type": "text", "text": "1.png"}]
+    files = {"s/2.1.png": picture(60), "s/2.json": {"messages": [{"role": "user", "content": content}]}}
+    image, text = open_dataset(shard(tmp_path / "a.tar", files))[0]["messages"][0]["content"]
+    assert load_image(image["image"]).size == (60, 40)
+    assert text == {"type": "text", "text": "1.png"}
+
+
+def test_receipts(tmp_path: Path) -> None:
+    truth = json.dumps({"gt_parse": {"total": {"total_price": "4"}}})
+    samples = open_dataset(shard(tmp_path / "a.tar", {"0.png": picture(), "0.json": {"ground_truth": truth}}))
+    assert samples.are_receipts
+    assert samples[0]["conversation"][1]["content"][0]["text"].startswith("<s_total>")
+
+
+def test_names_of_columns_and_questions(tmp_path: Path) -> None:
+    pairs = [{"human": "1", "assistant": "2"}, {"human": "3", "assistant": "4"}]
+    path = shard(tmp_path / "a.tar", {"0.png": picture(), "0.json": {"talk": pairs}})
+    samples = open_dataset(path, columns={"talk": "conversation"}, branches="turns")
+    assert [sample["id"] for sample in samples] == ["0/0", "0/1"]
+
+
+def test_an_index_is_small_and_can_be_sent(tmp_path: Path) -> None:
+    samples = open_dataset(shard(tmp_path / "a.tar", captions(*range(500))))
+    assert len(pickle.dumps(samples.rows)) < 50 * 500
+    assert pickle.loads(pickle.dumps(samples))[499] == samples[499]
+
+
+class TestSplits:
+    def test_a_pattern_and_a_list_are_all_of_their_shards(self, tmp_path: Path) -> None:
+        for at in range(12):
+            shard(tmp_path / f"shard_{at:03d}.tar", captions(2 * at, 2 * at + 1))
+        pattern = str(tmp_path / "shard_{000..011}.tar")
+        assert expand("a{1..2}-{08..10}") == ["a1-08", "a1-09", "a1-10", "a2-08", "a2-09", "a2-10"]
+        assert [sample["id"] for sample in open_dataset(pattern)] == [f"sample_{at:04d}" for at in range(24)]
+        assert len(open_dataset([pattern.replace("011", "001"), str(tmp_path / "shard_005.tar")])) == 6
+
+    @pytest.mark.parametrize("layout", ["{}_shard_0000.tar", "{}/shard_0000.tar"])
+    def test_folders_by_the_names_of_shards(self, layout: str, tmp_path: Path) -> None:
+        """Energon, data_prep.md: presplit shards by prefix, and by folder."""
+        shard(tmp_path / "shards" / layout.format("train"), captions(0, 1, 2))
+        shard(tmp_path / "shards" / layout.format("val"), captions(3))
+        assert len(open_dataset(tmp_path)) == 3
+        assert [sample["id"] for sample in open_dataset(tmp_path, split="validation")] == ["sample_0003"]
+        with pytest.raises(ConfigError, match="no tar file of split 'test'"):
+            open_dataset(tmp_path, split="test")
+
+
+class TestEnergon:
+    def prepared(self, folder: Path, dataset: dict[str, Any], *, files: dict[str, Any] | None = None) -> Path:
+        """Energon, data_on_disk.md: `.nv-meta` beside the shards."""
+        for at in range(4):
+            shard(folder / f"shards/shard_{at:03d}.tar", files or captions(2 * at, 2 * at + 1))
+        (folder / ".nv-meta").mkdir()
+        splits = {
+            "exclude": ["shards/shard_003.tar", "shards/shard_001.tar/sample_0002"],
+            "split_parts": {
+                "train": ["shards/shard_{000..001}.tar", "shards/shard_003.tar"],
+                "val": ["shards/shard_002.tar"],
+            },
+        }
+        (folder / ".nv-meta/split.yaml").write_text(yaml.safe_dump(splits))
+        (folder / ".nv-meta/dataset.yaml").write_text(yaml.safe_dump(dataset))
+        return folder
+
+    def test_captioning(self, tmp_path: Path) -> None:
+        sample_type = {"__module__": "megatron.energon", "__class__": "CaptioningSample"}
+        self.prepared(tmp_path, {"sample_type": sample_type, "field_map": {"image": "jpg", "caption": "txt"}})
+        samples = open_dataset(tmp_path)
+        assert [sample["id"] for sample in samples] == ["sample_0000", "sample_0001", "sample_0003"]
+        assert samples[0]["messages"][1]["content"] == "This is some caption"
+        assert set(samples[0]) == {"id", "image", "messages"}
+        assert len(open_dataset(tmp_path, split="val")) == 2
+        with pytest.raises(ConfigError, match="no shard of split 'test'"):
+            open_dataset(tmp_path, split="test")
+
+    def test_questions_by_paths_into_the_json(self, tmp_path: Path) -> None:
+        """The field map that Megatron's LLaVA recipe gives to `energon prepare`."""
+        field_map = {"image": "jpg;png", "context": "json[0][value]", "answers": "json[1][value]"}
+        files = {"0.png": picture(), "0.json": TURNS}
+        self.prepared(tmp_path, {"sample_type": {"__class__": "VQASample"}, "field_map": field_map}, files=files)
+        sample = open_dataset(tmp_path)[0]
+        assert [m["content"] for m in sample["messages"]] == ["<image>\nWhat is it?", "A kitten."]
+
+    def test_the_answer_of_the_largest_weight(self, tmp_path: Path) -> None:
+        fields = {"image": "png", "context": "json[q]", "answers": "json[a]", "answer_weights": "json[w]"}
+        files = {"0.png": picture(), "0.json": {"q": "?", "a": ["no", "yes"], "w": [0.3, 1.0]}}
+        self.prepared(tmp_path, {"sample_type": {"__class__": "VQASample"}, "field_map": fields}, files=files)
+        assert open_dataset(tmp_path)[0]["messages"][1]["content"] == "yes"
+
+    def test_crude_data_sets_are_read_by_the_kinds_of_their_parts(self, tmp_path: Path) -> None:
+        files = {"0.png": picture(), "0.json": {"conversations": TURNS}}
+        self.prepared(tmp_path, {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}, files=files)
+        assert open_dataset(tmp_path)[0]["conversations"] == TURNS
+
+    @pytest.mark.parametrize(
+        ("dataset", "expected"),
+        [
+            (
+                {"sample_type": {"__class__": "OCRSample"}, "sample_loader": "sample_loader.py:sample_loader"},
+                "not run; write",
+            ),
+            (
+                {"sample_type": {"__class__": "InterleavedSample"}},
+                "samples of the type InterleavedSample.*write its turns",
+            ),
+            ({"sample_type": {"__class__": "VQASample"}, "field_map": {"image": "jpg"}}, "no part to context, answers"),
+            ({"sample_type": {"__class__": "CaptioningSample"}, "field_map": {"boxes": "json"}}, "the field boxes"),
+        ],
+    )
+    def test_what_is_no_conversation_says_how_to_convert_it(
+        self, dataset: dict[str, Any], expected: str, tmp_path: Path
+    ) -> None:
+        self.prepared(tmp_path, dataset)
+        with pytest.raises(ConfigError, match=expected):
+            open_dataset(tmp_path)
+
+
+class TestRefused:
+    def test_a_compressed_shard(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"is compressed.*gunzip"):
+            open_dataset(shard(tmp_path / "a.tar.gz", captions(0), mode="w:gz"))
+        with pytest.raises(ConfigError, match="not compressed"):
+            open_dataset(shard(tmp_path / "a.tar", captions(0), mode="w:gz"))
+
+    def test_a_sample_in_two_places(self, tmp_path: Path) -> None:
+        files = {"0.jpg": picture(), "1.jpg": picture(), "0.txt": "a", "1.txt": "b"}
+        with pytest.raises(ConfigError, match=r"holds files of '0' in two places.*tar --sort=name"):
+            open_dataset(shard(tmp_path / "a.tar", files))
+
+    def test_a_shard_of_no_samples_and_one_that_is_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="holds no samples"):
+            open_dataset(shard(tmp_path / "a.tar", {"README": "x", "__meta__.json": {}}))
+        with pytest.raises(ConfigError, match="no such shard"):
+            open_dataset(tmp_path / "b.tar")
+        with pytest.raises(ConfigError, match="a list holds tar shards and other files"):
+            open_dataset([tmp_path / "a.tar", tmp_path / "b.parquet"])
+
+    @pytest.mark.parametrize(
+        ("files", "expected"),
+        [
+            ({"1.json": b"{"}, "1.json is no JSON"),
+            ({"1.json": "3"}, "its JSON is a int"),
+            (
+                {"1.jpg": b"", "1.json": {"messages": [], "image": "2.jpg"}},
+                "names another image than its parts jpg",
+            ),
+            ({"1.txt": "a", "1.json": {"txt": "b"}}, "has the key 'txt'"),
+        ],
+    )
+    def test_a_bad_sample_is_one_sample(self, files: dict[str, Any], expected: str, tmp_path: Path) -> None:
+        samples = open_dataset(shard(tmp_path / "a.tar", {**captions(0), **files}))
+        assert samples[0]["id"] == "sample_0000"
+        with pytest.raises(SampleError, match=expected) as caught:
+            samples[1]
+        assert (caught.value.index, caught.value.reason) == (1, "row_unreadable")

@@ -1,0 +1,79 @@
+"""Make an environment that holds a wheel and its base requirements, and nothing else, without installing any of them.
+
+    .venv (everything) ──links to what the wheel requires, in turn──▶ .venv-wheel ◀──pip install── the wheel itself
+
+    python tests/linked_environment.py .venv-wheel dist/vlmpack-0.1.0-py3-none-any.whl
+
+It runs with the interpreter whose packages are linked. A package that no requirement names is not linked, so that
+importing it fails as it would for a user; a version that does not meet a requirement is an error. `make wheel-fresh`
+installs everything anew instead, which takes minutes.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from collections.abc import Iterator
+from email.parser import HeaderParser
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+
+def required_by(wheel: Path) -> dict[str, Distribution]:
+    """The distributions that the base of a wheel requires, in turn, by their names."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = HeaderParser().parsestr(archive.read(name).decode())
+    found: dict[str, Distribution] = {}
+    todo, done = [(Requirement(line), "") for line in metadata.get_all("Requires-Dist", [])], set()
+    while todo:
+        requirement, extra = todo.pop()
+        is_asked_for = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+        key = (requirement.name, *sorted(requirement.extras))
+        if not is_asked_for or key in done:
+            continue
+        done.add(key)
+        package = found[requirement.name] = distribution(requirement.name)
+        assert requirement.specifier.contains(package.version, prereleases=True), (requirement, package.version)
+        todo += [(Requirement(line), each) for line in package.requires or [] for each in ("", *requirement.extras)]
+    return found
+
+
+def entries(package: Distribution) -> Iterator[Path]:
+    """The files and folders of site-packages that belong to a distribution."""
+    root = Path(str(package.locate_file("")))
+    names = {Path(file).parts[0] for file in package.files or [] if Path(file).parts[0] not in ("..", "__pycache__")}
+    assert names, f"{package.metadata['Name']} lists no files"
+    for name in sorted(names):
+        yield root / name
+
+
+def link(package: Distribution, site: Path) -> None:
+    """Link a distribution into another environment; namespaces that several share, part by part."""
+    for source in entries(package):
+        target = site / source.name
+        if not target.exists():
+            target.symlink_to(source)
+
+
+def main(folder: Path, wheel: Path) -> None:
+    """Make the environment anew."""
+    venv.EnvBuilder(clear=True, symlinks=True, with_pip=False).create(folder)
+    python = folder / "bin" / "python"
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder.resolve())}))
+    packages = required_by(wheel)
+    for package in packages.values():
+        link(package, site)
+    install = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--python", str(python)]
+    subprocess.run([*install, "install", "--no-deps", "--no-index", str(wheel)], check=True)
+    subprocess.run([*install, "check"], check=True)
+    print(f"{folder}: {wheel.name} and {len(packages)} packages that it requires")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,192 @@
+"""Image tokens that see later ones of their image, in the layers and windows of the model's own code. The families
+themselves are in the matrices of the full tier."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from equality import alone_through, check_gradients, check_outputs, check_work, gradients, limits_of
+from parts import parts_of
+
+from vlmpack.attention import Spans
+from vlmpack.attention.spans import SpanCall
+from vlmpack.errors import FamilyError, LayoutError
+from vlmpack.families import FAMILIES, ImageSpans, media_runs, runs_of_row
+from vlmpack.layout import PrefixTree, Segments, SlotRule, pack
+from vlmpack.layout.device import nothing_on_host
+from vlmpack.model import PackedStep, enable_packing, spans_in
+from vlmpack.model.mechanisms.attention import RowAttention, layer_windows
+from vlmpack.model.mechanisms.stock import check_spans
+from vlmpack.model.prefix_tree_row import PrefixTreeRow
+from vlmpack.testing import mixed_samples, padded, sample_like, tiny_model
+
+pytestmark = pytest.mark.every_family
+each_family = pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+
+
+def fresh(family: str, **sizes: Any) -> Any:
+    return tiny_model(family, seed=3, **{"layers": 2, **sizes})
+
+
+@functools.cache
+def truth(family: str) -> Any:
+    model = fresh(family)
+    return alone_through(model, mixed_samples(model.config, seed=5, kinds=("image", "text", "image"), side=(2, 3)))
+
+
+def check_packed(family: str, own: Any, model: Any) -> None:
+    row = pack(padded(own.samples), rule=SlotRule(multiple=4))
+    result = PackedStep(model)(row, logits=True)
+    result.loss.backward()
+    check_outputs(own, result, limits_of(family))
+    check_gradients(own, gradients(model), limits_of(family))
+    check_work(own, result, 4, model.config)
+
+
+@each_family
+def test_packed_equals_alone(family: str) -> None:
+    check_packed(family, truth(family), fresh(family))
+
+
+@each_family
+@pytest.mark.parametrize("breakage", ["dropped", "in every layer", "over samples before"])
+def test_the_comparison_sees_spans_that_are(breakage: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, cut = truth(family), Spans.cut
+
+    def wide(self: Spans, segments: Segments, keys: Segments, window: int | None) -> SpanCall:
+        call = cut(self, segments, keys, window)
+        places = tuple((start, stop, 0, last_key) for start, stop, _, last_key in call.places)
+        return SpanCall(places=places, window=None)
+
+    if breakage == "dropped":
+        monkeypatch.setattr(RowAttention, "spans_of", lambda self, window: None)
+    elif breakage == "in every layer":
+        monkeypatch.setattr(RowAttention, "spans_of", lambda self, window: self.spans)
+    else:
+        monkeypatch.setattr(Spans, "cut", wide)
+    if (family, breakage) == ("gemma3", "in every layer"):  # which is where they are
+        check_packed(family, own, fresh(family))
+        return
+    with pytest.raises(AssertionError):
+        check_packed(family, own, fresh(family))
+
+
+def test_images_without_text_between_are_one_run_as_in_the_models_own_code() -> None:
+    model = fresh("gemma3")
+    (sample,) = mixed_samples(model.config, seed=5, kinds=("images",))
+    ids = sample["input_ids"]
+    is_between = (ids == model.config.boi_token_index) | (ids == model.config.eoi_token_index)
+    kept = ~is_between
+    joined = sample_like(sample, {n: x[kept] if len(x) == len(ids) else x for n, x in sample.items()})
+    joined["input_ids"] = torch.cat([ids[:1], joined["input_ids"][joined["token_type_ids"] == 1], ids[-2:]])
+    joined["token_type_ids"] = (joined["input_ids"] == model.config.image_token_id).long()
+    joined["labels"] = joined["input_ids"].clone()
+    assert len(media_runs(joined["token_type_ids"].numpy())) == 1 < len(sample["pixel_values"])
+    own = alone_through(model, [joined, *truth("gemma3").samples[1:]])
+    check_packed("gemma3", own, fresh("gemma3"))
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+def test_layers_that_share_keys_and_values_and_checkpointing() -> None:
+    model = fresh("gemma4", layers=4)
+    assert model.config.text_config.kv_sharing_modes[2:] == ["reuse", "reuse"]
+    own = alone_through(model, truth("gemma4").samples)
+    checkpointed = fresh("gemma4", layers=4)
+    checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    check_packed("gemma4", own, checkpointed)
+
+
+def test_a_gemma_4_without_spans_has_none() -> None:
+    model = fresh("gemma4")
+    model.config.text_config.use_bidirectional_attention = None
+    assert spans_in(parts_of(model)) is None
+    own = alone_through(model, truth("gemma4").samples)
+    again = fresh("gemma4")
+    again.config.text_config.use_bidirectional_attention = None
+    row = pack(padded(own.samples))
+    result = PackedStep(again)(row, logits=True)
+    check_outputs(own, result, limits_of("gemma4"))
+    assert result.work.attended_pairs == row.segments.attended_pairs
+
+
+# ---------------------------------------------------------------------- the descriptor
+
+
+@each_family
+@pytest.mark.parametrize("wrong", [None, ImageSpans(), ImageSpans(layers="sliding")], ids=str)
+def test_a_descriptor_with_other_spans_than_the_models_own_masks_is_refused(
+    family: str, wrong: ImageSpans | None
+) -> None:
+    parts = parts_of(fresh(family))
+    windows, right = layer_windows(parts), spans_in(parts)
+    check_spans(parts, windows, right)
+    if right is not None and wrong is not None and wrong.layers == right.layers:
+        return
+    with pytest.raises(FamilyError, match=r"layer \d: as gemma\d is described, token 2 of a sample with images"):
+        check_spans(parts, windows, wrong)
+
+
+def test_a_model_whose_images_are_causal_is_compared_too() -> None:
+    parts = parts_of(tiny_model("qwen3_vl", layers=1))
+    check_spans(parts, layer_windows(parts), None)
+    with pytest.raises(FamilyError, match=r"attends to token 3, but in the model's own code"):
+        check_spans(parts, layer_windows(parts), ImageSpans())
+
+
+# ---------------------------------------------------------------------- inputs
+
+
+def test_token_types_come_under_the_name_of_the_model() -> None:
+    model = enable_packing(fresh("gemma3"))
+    batch = padded(truth("gemma3").samples).to_hf()
+    before = model(**batch).loss
+    types = FAMILIES["gemma3"].media_types(batch["input_ids"], model.config)
+    assert torch.equal(model(**batch, token_type_ids=types).loss, before)
+    assert torch.equal(model(**batch, token_type_ids=types, mm_token_type_ids=types).loss, before)
+    with pytest.raises(LayoutError, match="mm_token_type_ids contradicts input_ids"):
+        model(**batch, token_type_ids=1 - types)
+    with pytest.raises(LayoutError, match="token_type_ids and mm_token_type_ids differ"):
+        model(**batch, token_type_ids=types, mm_token_type_ids=1 - types)
+
+
+def test_runs_of_the_metadata_are_compared_on_a_device() -> None:
+    segments = Segments.from_lengths([4, 3], SlotRule(multiple=5))
+    types = torch.tensor([[0, 1, 1, 0, 1, 1, 1, 0, 0, 0]])  # one on padding, which does not matter
+    known = tuple(media_runs(types[0, start:stop].numpy()) for start, stop in segments.spans)
+    assert known == (((1, 3),), ((0, 2),))
+    assert runs_of_row(types, segments, ()) == ((1, 3), (5, 7))
+    with nothing_on_host():
+        assert runs_of_row(types, segments, known) == ((1, 3), (5, 7))
+        with pytest.raises(RuntimeError, match="media_runs of the host metadata"):
+            runs_of_row(types, segments, (((1, 3),), ((0, 3),)))
+
+
+# ---------------------------------------------------------------------- prefix trees
+
+
+def tree_row(prefix: int) -> tuple[PrefixTreeRow, Any]:
+    """Two samples that share their first tokens, of which tokens 2, 3 and 4 are an image's."""
+    model = fresh("gemma3")
+    (sample,) = mixed_samples(model.config, seed=5, kinds=("text",))
+    ids = sample["input_ids"][:1].repeat(9)
+    samples = [sample_like(sample, {"input_ids": ids, "labels": ids, "token_type_ids": 0 * ids}) for _ in range(2)]
+    row = pack(padded(samples))
+    tree = PrefixTree(
+        segments=row.segments, parents=(-1, 0, 0), lengths=(prefix, 9 - prefix, 9 - prefix), leaves=(1, 2)
+    )
+    return PrefixTreeRow(row, tree, row.host_metadata()), row
+
+
+@pytest.mark.parametrize(("prefix", "expected"), [(6, ((2, 5),)), (2, ((2, 5), (9, 12)))])
+def test_spans_of_a_tree_are_those_that_samples_share_once(prefix: int, expected: Any) -> None:
+    part, _ = tree_row(prefix)
+    assert part.spans(((2, 5), (11, 14))) == expected
+
+
+def test_samples_that_share_a_part_of_an_image_are_refused() -> None:
+    part, _ = tree_row(3)
+    with pytest.raises(LayoutError, match="sample 0 shares only a part of a run of 3 tokens"):
+        part.spans(((2, 5), (11, 14)))

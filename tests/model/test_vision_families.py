@@ -1,0 +1,205 @@
+"""What families with other images than Qwen's bring with them, each mechanism once: tiles, images of several sizes,
+further tensors, towers that get boundaries from us, grids of other models. In the full tier each family once, whole."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from equality import alone_through, check_gradients, check_outputs, check_work, gradients, limits_of, poisoned
+from tiers import full, other_vision
+
+from vlmpack.context_parallel import Parallel
+from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.families import FAMILIES
+from vlmpack.layout import Segments, SlotRule, pack, share
+from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
+from vlmpack.model.mechanisms.vision import VisionRow
+from vlmpack.testing import build_sample, kinds_of, mixed_samples, padded, sample_like, tiny_model
+
+pytestmark = [
+    pytest.mark.every_family,
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+]
+MECHANISMS = {
+    "internvl": "tiles, one run an image",
+    "smolvlm": "tiles along the second axis, a run for each",
+    "mistral3": "sizes of images, padding of pixels, boundaries",
+    "minicpmv4_6": "patches along the last axis, gated delta layers",
+    "paddleocr_vl": "patches of three axes, with grids",
+}
+OTHERS = sorted(other_vision() - MECHANISMS.keys())
+each_family = pytest.mark.parametrize("family", [*MECHANISMS, *full(*OTHERS)])
+MIXED = ("text", "image", "images", "text")
+TILED = [name for name in MECHANISMS if not FAMILIES[name].has_grids]
+
+
+def fresh(family: str) -> Any:
+    return tiny_model(family, seed=3, layers=2)
+
+
+@functools.cache
+def truth(family: str) -> Any:
+    model = fresh(family)
+    return alone_through(model, mixed_samples(model.config, seed=5, kinds=MIXED, text=(2, 9), side=(1, 2)))
+
+
+def packed(family: str, backend: str = "auto", inputs: Any = None, *, multiple: int = 8) -> Any:
+    """One step on a row with poison in its gaps, with checkpointing, compared with its samples alone."""
+    own, limits, model = truth(family), limits_of(family), fresh(family)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    row = pack(padded(own.samples), rule=SlotRule(multiple=multiple), pad_token_id=17)
+    step = PackedStep(model, StepConfig(attention=backend, slots=SlotRule(multiple=multiple)))
+    with poisoned(model, row.segments):
+        result = step(row if inputs is None else inputs, logits=True)
+        result.loss.backward()
+    check_outputs(own, result, limits)
+    check_gradients(own, gradients(model), limits)
+    check_work(own, result, multiple, model.config)
+    return result
+
+
+@each_family
+def test_packed_equals_alone(family: str) -> None:
+    result, pixels = packed(family), truth(family).samples
+    assert any(name.startswith(f"{FAMILIES[family].vision_path}.") for name in truth(family).gradients)
+    values = sum(sample["pixel_values"].numel() for sample in pixels if "pixel_values" in sample)
+    assert 0 < result.work.vision_patches <= values
+
+
+@pytest.mark.full
+@each_family
+@pytest.mark.parametrize("metadata", [True, False])
+def test_a_padded_batch_with_and_without_metadata_equals_alone(family: str, metadata: bool) -> None:
+    packed(family, inputs=padded(truth(family).samples, "left", metadata=metadata).to_hf())
+
+
+@pytest.mark.full
+@each_family
+def test_adapters_of_a_row_learn_what_those_of_its_samples_alone_do(family: str) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        config = peft.LoraConfig(r=2, target_modules=r".*layers.*(q_proj|qkv)", init_lora_weights=False)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return peft.get_peft_model(fresh(family), config)
+
+    samples, plain, model = truth(family).samples, adapted(), adapted()
+    own = alone_through(plain, samples)
+    result = PackedStep(model)(padded(samples), logits=True)
+    result.loss.backward()
+    assert own.gradients.keys()
+    assert all("lora" in name for name in own.gradients)
+    check_outputs(own, result, limits_of(family))
+    check_gradients(own, gradients(model), limits_of(family))
+
+
+@pytest.mark.parametrize("family", [*MECHANISMS, *full(*OTHERS)])
+def test_generation_is_that_of_the_unmodified_model(family: str) -> None:
+    model = fresh(family).eval()
+    batch = padded(truth(family).samples[1:2], metadata=False).to_hf()
+    del batch["labels"]
+    call = {**batch, "max_new_tokens": 4, "do_sample": False}
+    plain = model.generate(**call)
+    assert torch.equal(enable_packing(model).generate(**call), plain)
+    assert torch.equal(disable_packing(model).generate(**call), plain)
+
+
+# ---------------------------------------------------------------------- what the comparison sees
+
+
+def test_the_comparison_sees_images_that_attend_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in ("mistral3", "minicpmv4_6"):
+        truth(family)
+        monkeypatch.setattr(VisionRow, "find", lambda self, cu, patches: Segments.from_lengths([patches]))
+        with pytest.raises(AssertionError):
+            packed(family)
+
+
+def test_boundaries_of_towers_are_known_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no block reads them from a device."""
+
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("boundaries were read from a tensor")
+
+    for family in ("mistral3", "minicpmv4_6", "paddleocr_vl"):
+        step, samples = PackedStep(fresh(family)), truth(family).samples
+        row = pack(padded(samples))
+        with monkeypatch.context() as patched:
+            patched.setattr(Segments, "from_boundaries", read)
+            step(row)
+
+
+# ---------------------------------------------------------------------- refused
+
+
+def row_of(family: str, **changes: Any) -> dict[str, Any]:
+    return padded(truth(family).samples).to_hf() | changes
+
+
+@pytest.mark.parametrize("family", TILED)
+def test_placeholders_without_pixels_are_refused(family: str) -> None:
+    batch = row_of(family, vlmpack=None)
+    without = {name: value for name, value in batch.items() if name not in FAMILIES[family].media}
+    with pytest.raises(LayoutError, match=r"image placeholders, but its 0 images or tiles make 0 tokens"):
+        PackedStep(fresh(family))(without)
+
+
+def test_an_image_in_another_sample_than_its_placeholders_is_refused() -> None:
+    """transformers counts placeholders and features of the whole batch only."""
+    config = fresh("mistral3").config
+    samples = [build_sample(config, stretches=[3, 4], image_grids=[grid]) for grid in ((1, 1, 2), (1, 3, 2))]
+    batch, swapped = padded(samples).to_hf(), padded(samples[::-1]).to_hf()
+    batch |= {name: swapped[name] for name in ("pixel_values", "image_sizes")}
+    batch.pop("vlmpack")
+    fresh("mistral3")(**batch)  # transformers accepts it
+    with pytest.raises(LayoutError, match=r"sample 0 ends in the middle of an image"):
+        PackedStep(fresh("mistral3"))(batch)
+
+
+def test_metadata_of_other_images_are_refused() -> None:
+    samples = truth("internvl").samples
+    batch = padded(samples).to_hf()
+    batch["pixel_values"] = batch["pixel_values"][:-1]
+    with pytest.raises(LayoutError, match=r"the host metadata counts \d+ tokens of \d+ images, but pixel_values"):
+        PackedStep(fresh("internvl"))(batch)
+
+
+def test_placeholders_on_padding_are_refused() -> None:
+    model = fresh("internvl")
+    row = pack(padded(truth("internvl").samples), rule=SlotRule(multiple=64), pad_token_id=model.config.image_token_id)
+    with pytest.raises(LayoutError, match=r"padding of the row has \d+ image placeholders"):
+        PackedStep(model)(row)
+
+
+@pytest.mark.parametrize("family", MECHANISMS)
+def test_ranks_cannot_compute_images_together(family: str) -> None:
+    with pytest.raises(ConfigError, match=rf"the images of {family} cannot be computed by several ranks together"):
+        enable_packing(fresh(family), parallel=Parallel())
+
+
+@pytest.mark.parametrize("family", TILED)
+def test_prefixes_with_images_are_not_shared(family: str) -> None:
+    image = truth(family).samples[1]
+    row = pack(padded([image, sample_like(image, dict(image))]))
+    with pytest.raises(LayoutError, match=r"images of this row have no grids .* leave share_prefixes off"):
+        share(row)
+
+
+@pytest.mark.parametrize("family", TILED)
+def test_tensors_of_other_families_are_refused_by_name(family: str) -> None:
+    grid = torch.tensor([[1, 2, 2]])
+    with pytest.raises(ConfigError, match="takes no input 'image_grid_thw'"):
+        PackedStep(fresh(family))(row_of(family, image_grid_thw=grid))
+
+
+@pytest.mark.parametrize("family", ["paddleocr_vl", *full("glm4v")])
+def test_videos_are_refused_where_images_alone_are_taken(family: str) -> None:
+    assert "video" not in kinds_of(fresh(family).config)
+    patches = torch.zeros(4, *FAMILIES[family].patch_shape(fresh(family).config))
+    videos = {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([[1, 2, 2]]), "vlmpack": None}
+    with pytest.raises(LayoutError, match=f"{family} takes no videos, but the batch has 1"):
+        PackedStep(fresh(family))(row_of(family, **videos))

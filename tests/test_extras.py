@@ -1,0 +1,127 @@
+"""A part whose extra is not installed says which one it needs, whatever else is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vlmpack.cli import app
+from vlmpack.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+OF_USERS = {"peft", "qwen", "peers", "docs", "test", "dev"}
+"""Extras whose packages users, tests and the site import, and no file of the package."""
+
+
+def _command(*arguments: str) -> None:
+    done = CliRunner().invoke(app, list(arguments))
+    raise ConfigError(done.stderr)
+
+
+def _plots() -> None:
+    import vlmpack.plots  # noqa: F401
+
+
+def _trainer() -> None:
+    from vlmpack import PackedTrainer
+
+    PackedTrainer()
+
+
+def _grpo() -> None:
+    from vlmpack.trainer import PackedGRPOTrainer  # noqa: F401
+
+
+def _stream() -> None:
+    from vlmpack import PackedStream, PackedTrainer
+
+    trainer: Any = PackedTrainer.__new__(PackedTrainer)
+    trainer._stream_loader(PackedStream.__new__(PackedStream))
+
+
+def _parquet() -> None:
+    from vlmpack.data import open_dataset
+
+    Path("rows.parquet").write_bytes(b"")
+    open_dataset("rows.parquet")
+
+
+def _measures() -> None:
+    from vlmpack.testing.measures import Tree, tree_edit_distance
+
+    tree_edit_distance(Tree("a"), Tree("a"))
+
+
+def _ray() -> None:
+    from vlmpack.store.executors import in_order_on_ray
+
+    next(in_order_on_ray(str, 1))
+
+
+def _megatron() -> None:
+    from vlmpack.megatron.thd import _params_class
+
+    _params_class.__wrapped__()
+
+
+def _video() -> None:
+    from vlmpack.data.videos import _opened
+
+    with _opened(Path("a.mp4"), None):  # pyright: ignore
+        pass
+
+
+def _vllm() -> None:
+    from vlmpack.service.vllm import open_vllm
+
+    open_vllm("a/model", None)  # pyright: ignore
+
+
+CASES: dict[str, tuple[Callable[[], None], str]] = {
+    "train": (_trainer, "accelerate"),
+    "data": (_parquet, "datasets"),
+    "plots": (_plots, "matplotlib"),
+    "rl": (_grpo, "trl"),
+    "measures": (_measures, "apted"),
+    "stream": (_stream, "torchdata"),
+    "ray": (_ray, "ray"),
+    "megatron": (_megatron, "megatron"),
+    "video": (_video, "av"),
+    "vllm": (_vllm, "vllm"),
+    "serve": (lambda: _command("serve", "--demo"), "starlette"),
+    "demo": (lambda: _command("demo"), "accelerate"),
+}
+"""Extra -> a part that needs it, and a package that is hidden from it."""
+TRIED = ("apted", "megatron")
+"""Packages that are imported at once; others are looked for."""
+
+
+@pytest.mark.parametrize("extra", CASES)
+def test_a_missing_package_is_named_with_its_extra(extra: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use, package = CASES[extra]
+    find_spec = importlib.util.find_spec
+
+    def without_it(name: str, *parents: str | None) -> Any:
+        return None if name == package else find_spec(name, *parents)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vlmpack.errors.find_spec", without_it)
+    for name in [name for name in sys.modules if name.startswith("vlmpack.plots")]:
+        monkeypatch.delitem(sys.modules, name)
+    if package in TRIED:
+        monkeypatch.setitem(sys.modules, package, None)  # importing it raises
+    with pytest.raises(ConfigError, match=rf"\b{package}\b.*pip install 'vlmpack\[{extra}\]'"):
+        use()
+
+
+def test_there_is_a_case_for_every_extra() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    table = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    assert set(re.findall(r"^(\w+) = \[", table, re.MULTILINE)) == CASES.keys() | OF_USERS

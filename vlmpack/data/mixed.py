@@ -1,0 +1,237 @@
+"""Several data sets as one, by weights: `mix_datasets`.
+
+    receipts  0 1 2 3 ...   weight 3 ─┐
+                                      ├─▶  r3 r0 c1 r2 | r1 r4 c0 r5 | ...   every stretch is mixed as the whole
+    chats     0 1 2 ...     weight 1 ─┘
+
+Sample j of a data set of weight w stands at the time (j + 1/2) / w, and the mix is all of them in the order of their
+times (Webster's apportionment). So every stretch has each data set's share to within a sample. A data set is passed in
+a shuffled order, and each of its samples comes once in a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, Protocol, final, get_args
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from vlmpack.errors import ConfigError, SampleError, check_choice
+
+StoppingStrategy = Literal["first_exhausted", "all_exhausted"]
+"""An epoch ends before a sample comes twice, or when every sample came: the names of `datasets.interleave_datasets`."""
+
+
+class MapStyle(Protocol):
+    """A data set whose samples can be had by their places."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def mix_datasets(
+    datasets: Mapping[str, MapStyle],
+    weights: Mapping[str, float] | None = None,
+    *,
+    num: int | None = None,
+    stopping_strategy: StoppingStrategy = "first_exhausted",
+    seed: int | None = 0,
+) -> MixedDataset:
+    """Mix data sets by weights, as one map-style data set: for plans, streams and trainers.
+
+    Args:
+        datasets: name -> data set; the name begins the ids of its samples.
+        weights: name -> share of the samples, above 0, in any unit; None: every sample once.
+        num: samples of an epoch; None: by the stopping strategy.
+        stopping_strategy: "first_exhausted": as many as there are before a sample comes twice; "all_exhausted": until
+            every sample came.
+        seed: of the order in which a data set is passed; None: its own order.
+
+    Raises:
+        ConfigError: there is no data set, one is empty or has no length, or weights, names and number do not fit.
+    """
+    if not isinstance(datasets, Mapping) or not datasets:
+        raise ConfigError("mix_datasets takes data sets by name: {'receipts': open_dataset(...), 'chats': ...}")
+    check_choice("stopping_strategy", stopping_strategy, get_args(StoppingStrategy))
+    sizes = {name: _size(name, dataset) for name, dataset in datasets.items()}
+    shares = {name: float(size) for name, size in sizes.items()} if weights is None else _shares(weights, sizes)
+    if num is None:
+        num = _epoch(sizes, shares, stopping_strategy)
+    if num < 1:
+        raise ConfigError(f"num is {num}, but an epoch has at least one sample")
+    return MixedDataset(datasets=tuple(datasets.items()), weights=shares, num=num, seed=seed)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MixedDataset(Dataset[Any]):
+    """Samples of several data sets, in a fixed order. Cheap to send to a worker process if they are."""
+
+    datasets: tuple[tuple[str, Any], ...]
+    """Names and data sets."""
+    weights: Mapping[str, float]
+    """Share of each, in any unit."""
+    num: int
+    """Samples of an epoch."""
+    seed: int | None
+    """Of the order in which a data set is passed; None: its own."""
+    epoch: int = 0
+    """Number of the epoch: it goes on in every data set where the one before it stopped."""
+
+    def at_epoch(self, epoch: int) -> MixedDataset:
+        """Return the samples of another epoch: the same counts to within one, and other samples while there are some.
+
+        Raises:
+            ConfigError: the number is below 0.
+        """
+        if epoch < 0:
+            raise ConfigError(f"epoch is {epoch}; epochs are counted from 0")
+        return replace(self, epoch=epoch)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Samples of each data set in this epoch."""
+        counts = np.bincount(self._places[0], minlength=len(self.datasets))
+        return {name: int(count) for (name, _), count in zip(self.datasets, counts, strict=True)}
+
+    @property
+    def passes(self) -> dict[str, float]:
+        """Passes over each data set in this epoch: its samples here per sample that it has."""
+        return {name: self.counts[name] / len(dataset) for name, dataset in self.datasets}
+
+    @cached_property
+    def _places(self) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [num] each: the data set of each sample, and its place in that."""
+        weights = np.asarray([self.weights[name] for name, _ in self.datasets])
+        which, first = _order(weights, self.epoch * self.num, (self.epoch + 1) * self.num)
+        places = np.empty(self.num, np.int64)
+        for at, (_, dataset) in enumerate(self.datasets):
+            mine = np.flatnonzero(which == at)
+            places[mine] = self._passed(at, len(dataset), int(first[at]), len(mine))
+        return which, places
+
+    def _passed(self, at: int, size: int, start: int, count: int) -> np.ndarray:
+        """int64 [count]: places of the samples from the `start`-th that this data set gives."""
+        numbers = np.arange(start, start + count)
+        places = numbers % size
+        if self.seed is None:
+            return places
+        for turn in np.unique(numbers // size).tolist():
+            here = numbers // size == turn
+            places[here] = np.random.default_rng([self.seed, at, turn]).permutation(size)[places[here]]
+        return places
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample; its id begins with the name of its data set, `receipts/17`.
+
+        Raises:
+            IndexError: there is no such sample.
+            SampleError: it cannot be read.
+        """
+        if not -self.num <= index < self.num:
+            raise IndexError(f"sample {index} of {self.num} in the mix")
+        which, place = (int(array[index]) for array in self._places)
+        name, dataset = self.datasets[which]
+        try:
+            sample = dataset[place]
+        except SampleError as error:
+            detail = f"sample {place} of {name}: {error.detail}"
+            raise SampleError(detail, index=index % self.num, reason=error.reason) from error
+        if not isinstance(sample, Mapping):
+            return sample
+        key = "sample_id" if sample.get("id") is None and sample.get("sample_id") is not None else "id"
+        return {**sample, key: f"{name}/{place if sample.get(key) is None else sample[key]}"}
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the samples of a batch for a DataLoader; an unreadable one is its error, which collators skip."""
+        return [self._sample_or_error(index) for index in indices]
+
+    def _sample_or_error(self, index: int) -> Any:
+        try:
+            return self[index]
+        except SampleError as error:
+            return error.with_traceback(None)
+
+    def __repr__(self) -> str:
+        passes = self.passes
+        parts = (f"{count:,} of {name} ({passes[name]:.2f} passes)" for name, count in self.counts.items())
+        return f"MixedDataset({self.num:,} samples: {', '.join(parts)})"
+
+
+def _size(name: str, dataset: Any) -> int:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(
+            f"a data set of the mix has the name {name!r}; give each a text, which begins its samples' ids"
+        )
+    try:
+        size = len(dataset)
+    except TypeError:
+        size = 0
+    if isinstance(dataset, str) or not size:
+        raise ConfigError(
+            f"the data set {name!r} of the mix is a {type(dataset).__name__} without samples; give a map-style data "
+            "set, such as vlmpack.data.open_dataset(path), or a list"
+        )
+    return size
+
+
+def _shares(weights: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str, float]:
+    if set(weights) != set(sizes):
+        raise ConfigError(
+            f"weights are of {', '.join(weights)}, and the data sets are {', '.join(sizes)}; name the same"
+        )
+    for name, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise ConfigError(
+                f"the weight of {name!r} is {weight!r}; it has to be above 0 (leave the data set out for 0)"
+            )
+    return {name: float(weights[name]) for name in sizes}
+
+
+def _order(weights: np.ndarray, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """Samples `start` to `stop` of the endless mix.
+
+    Returns:
+        The data set of each, int64 [stop - start], and how many samples each data set gave before, int64 [K].
+    """
+    shares = weights / weights.sum()
+    time = max(start - len(weights), 0)  # by then at most `start` samples came
+    before = np.asarray([_come(share, time) for share in shares])
+    ahead = stop - int(before.sum())
+    most = np.ceil(shares * ahead).astype(np.int64) + len(weights) + 1
+    which = np.repeat(np.arange(len(weights)), most)
+    times = np.concatenate([(b + np.arange(m) + 0.5) / s for b, m, s in zip(before, most, shares, strict=True)])
+    which = which[np.argsort(times, kind="stable")[:ahead]]
+    passed, which = np.split(which, [start - int(before.sum())])
+    return which, before + np.bincount(passed, minlength=len(weights))
+
+
+def _come(share: float, time: float) -> int:
+    """Samples of a data set up to a time, by the same numbers as they are sorted by."""
+    count = int(time * share + 0.5)
+    while (count + 0.5) / share <= time:
+        count += 1
+    while count and (count - 0.5) / share > time:
+        count -= 1
+    return count
+
+
+def _epoch(sizes: Mapping[str, int], shares: Mapping[str, float], strategy: StoppingStrategy) -> int:
+    """Samples until the first data set would begin again, or until the last one was passed."""
+    weights = np.asarray([shares[name] for name in sizes])
+    limits = np.asarray(list(sizes.values()))
+    needed = limits / (weights / weights.sum())
+    most = int(needed.min() if strategy == "first_exhausted" else needed.max()) + len(sizes) + 1
+    counts = np.cumsum(_order(weights, 0, most)[0][:, None] == np.arange(len(sizes)), axis=0)
+    if strategy == "first_exhausted":
+        return int(np.flatnonzero((counts <= limits).all(axis=1))[-1]) + 1
+    return int(np.flatnonzero((counts >= limits).all(axis=1))[0]) + 1

@@ -1,0 +1,59 @@
+"""Gemma's families with vision: image tokens see later ones of their image, within the window of a layer that has one.
+
+    gemma3    in all layers
+    gemma4    in layers with a sliding window, in the models whose configuration says so (12B, 26B-A4B and 31B)
+
+Layers that share keys and values, embeddings for each layer, and head widths of their own concern single tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vlmpack.families.spans import ImageSpans
+from vlmpack.families.text import capped_logits
+from vlmpack.families.tiled import tiled_family
+from vlmpack.families.tiles import Join
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def _tokens_of_images(tensors: Tensors, config: Any) -> Sequence[int]:
+    """Every row of `pixel_values` [N, 3, H, W], a whole image or a crop of one, makes `mm_tokens_per_image` tokens."""
+    return [config.mm_tokens_per_image] * len(tensors["pixel_values"])
+
+
+def _tokens_of_patches(tensors: Tensors, config: Any) -> Sequence[int]:
+    """Patches of `pixel_values` [N, P, C] that have a place, `image_position_ids` [N, P, 2], are pooled to tokens."""
+    has_place = (tensors["image_position_ids"] != -1).all(-1)
+    return (has_place.sum(-1) // config.vision_config.pooling_kernel_size**2).tolist()
+
+
+def _sees_images(text_config: Any) -> bool:
+    return text_config.use_bidirectional_attention == "vision"
+
+
+GEMMA = (
+    tiled_family(
+        "gemma3",
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Processor",
+        tile_tokens=_tokens_of_images,
+        token_types="token_type_ids",
+        sees=ImageSpans(),
+    ),
+    tiled_family(
+        "gemma4",
+        "Gemma4ForConditionalGeneration",
+        "Gemma4Processor",
+        tile_tokens=_tokens_of_patches,
+        token_types="mm_token_type_ids",
+        media={"pixel_values": Join(), "image_position_ids": Join()},
+        sees=ImageSpans(layers="sliding", enabled=_sees_images),
+        logits=capped_logits,
+    ),
+)
+"""The descriptors."""

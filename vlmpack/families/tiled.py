@@ -1,0 +1,206 @@
+"""Families whose images are rows of a batch, or tiles, with one rotary position a token: one descriptor each.
+
+Their towers stay as they are. A rule a family counts the placeholder tokens of each tile or image, as its processor
+writes them and its model computes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from vlmpack.families.family import Family, OneAxis
+from vlmpack.families.tiles import Join
+from vlmpack.layout import Segments
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def tiled_family(model_type: str, model_class: str, processor: str, **settings: Any) -> Family:
+    """A family whose images are rows of a batch or tiles, and whose text part has one position a token."""
+    tiled: dict[str, Any] = {
+        "positions_rule": OneAxis(),
+        "token_types": None,
+        "vision_path": "model.vision_tower",
+        "media": {"pixel_values": Join()},
+    }
+    return Family(model_type=model_type, model_class=model_class, processor=processor, **{**tiled, **settings})
+
+
+# ---------------------------------------------------------------------- placeholder tokens of tiles and images
+
+
+def tiles_of_one_size(tensors: Tensors, config: Any) -> Sequence[int]:
+    """Every row of `pixel_values` [N, 3, H, W] makes `image_seq_length` tokens."""
+    return [config.image_seq_length] * len(tensors["pixel_values"])
+
+
+def images_of_one_size(tensors: Tensors, config: Any) -> Sequence[int]:
+    """Every row of `pixel_values` [N, 3, H, W] makes the features of the tower, without its CLS token by default; where
+    images come with `image_sizes` [N, 2], each those of its own size."""
+    if "image_sizes" in tensors:
+        return (tensors["image_sizes"] // config.vision_config.patch_size).prod(-1).tolist()
+    rows, columns = (n // config.vision_config.patch_size for n in tensors["pixel_values"].shape[-2:])
+    return [_selected(rows * columns, config)] * len(tensors["pixel_values"])
+
+
+def _selected(patches: int, config: Any) -> int:
+    """Features of a tile that are left: a CLIP tower has a CLS token, and "default" leaves the first feature out."""
+    has_cls = config.vision_config.model_type == "clip_vision_model"
+    return patches + has_cls - (config.vision_feature_select_strategy == "default")
+
+
+def tiles_by_size(tensors: Tensors, config: Any) -> Sequence[int]:
+    """Each image of `image_sizes` [N, 2] makes a thumbnail, and the tiles of the grid that fits it best, without what
+    they pad it with, and a token after each row."""
+    return [_thumbnail(config) + prod(_unpadded(size, config, rows=1)) for size in tensors["image_sizes"].tolist()]
+
+
+def tiles_of_single_images(tensors: Tensors, config: Any) -> Sequence[int]:
+    """As `tiles_by_size`, not more than `vision_aspect_ratio` allows; where a sample has several images, each makes a
+    thumbnail and a token alone."""
+    sizes = tensors["image_sizes"].tolist()
+    counts = tensors["batch_num_images"].tolist() if "batch_num_images" in tensors else [1] * len(sizes)
+    is_single = [n == 1 for n in counts for _ in range(n)]
+    most = int(config.vision_aspect_ratio.removeprefix("anyres_max_")) * _side(config) ** 2
+    tokens = []
+    for size, single in zip(sizes, is_single, strict=True):
+        height, width = _unpadded(size, config) if single else (0, 0)
+        ratio = math.sqrt(height * width / most)
+        if ratio > 1.1:  # as the model shrinks them
+            height, width = int(height // ratio), int(width // ratio)
+        tokens.append(_thumbnail(config) + (height * (width + 1) if single else 1))
+    return tokens
+
+
+def _side(config: Any) -> int:
+    """Patches along the side of a tile."""
+    return config.vision_config.image_size // config.vision_config.patch_size
+
+
+def _thumbnail(config: Any) -> int:
+    return _selected(_side(config) ** 2, config)
+
+
+def _unpadded(size: Sequence[int], config: Any, *, rows: int = 0) -> tuple[int, int]:
+    """Rows and columns of features of an image of `size`, without what pads it to the tiles' proportions.
+
+    `rows`: tokens that follow each row.
+    """
+    from transformers.image_processing_utils import select_best_resolution
+
+    height, width = size
+    best = select_best_resolution((height, width), config.image_grid_pinpoints)
+    tiles = [n // config.vision_config.image_size for n in best]
+    high, wide = (n * _side(config) for n in tiles)
+    if width / height > wide / high:
+        high -= 2 * ((high - int(round(height * (wide / width), 7))) // 2)
+    else:
+        wide -= 2 * ((wide - int(round(width * (high / height), 7))) // 2)
+    return high, wide + rows
+
+
+def tiles_with_pixels(tensors: Tensors, config: Any) -> Sequence[int]:
+    """Every tile of `pixel_values` [B, N, 3, H, W] that is not all zeros, which are left out as padding."""
+    real = tensors["pixel_values"].flatten(0, 1).flatten(1).any(1)
+    side = config.vision_config.image_size // config.vision_config.patch_size
+    return [int(side**2 / config.scale_factor**2)] * int(real.sum())
+
+
+def merged_patches(tensors: Tensors, config: Any) -> Sequence[int]:
+    """Each image of `image_sizes` [N, 2] makes a token of every square of `spatial_merge_size` patches."""
+    side = config.vision_config.patch_size * config.spatial_merge_size
+    return (tensors["image_sizes"] // side).prod(-1).tolist()
+
+
+def patches_of_sizes(tensors: Tensors, config: Any) -> Sequence[Segments]:
+    """The patches of each image of `image_sizes` [N, 2]."""
+    return [Segments.from_lengths((tensors["image_sizes"] // config.vision_config.patch_size).prod(-1).tolist())]
+
+
+def merged_windows(tensors: Tensors, config: Any) -> Sequence[int]:
+    """Each image of `target_sizes` [N, 2], in patches, is merged `merger_times`, and once more inside the tower."""
+    rows, columns = (n**config.merger_times for n in config.merge_kernel_size)
+    inner = 1 if config.downsample_mode == "4x" else 2
+    return [
+        (height // (inner * rows)) * (width // (inner * columns)) for height, width in tensors["target_sizes"].tolist()
+    ]
+
+
+def patches_of_targets(tensors: Tensors, config: Any) -> Sequence[Segments]:
+    """The patches of each image of `target_sizes` [N, 2], before and after they are merged inside the tower."""
+    patches = tensors["target_sizes"].prod(-1).tolist()
+    return [Segments.from_lengths(patches), Segments.from_lengths([n // 4 for n in patches])]
+
+
+# ---------------------------------------------------------------------- the families
+
+_SIZES = {"pixel_values": Join(pad=True), "image_sizes": Join()}
+_ROWS_OF_TILES = {"pixel_values": Join(axis=1), "pixel_attention_mask": Join(axis=1)}
+
+TILED = (
+    tiled_family("internvl", "InternVLForConditionalGeneration", "InternVLProcessor", tile_tokens=tiles_of_one_size),
+    tiled_family(
+        "llava",
+        "LlavaForConditionalGeneration",
+        "LlavaProcessor",
+        tile_tokens=images_of_one_size,
+        media=_SIZES,
+    ),
+    tiled_family(
+        "llava_next",
+        "LlavaNextForConditionalGeneration",
+        "LlavaNextProcessor",
+        tile_tokens=tiles_by_size,
+        media=_SIZES,
+    ),
+    tiled_family(
+        "llava_onevision",
+        "LlavaOnevisionForConditionalGeneration",
+        "LlavaOnevisionProcessor",
+        tile_tokens=tiles_of_single_images,
+        media=_SIZES | {"batch_num_images": Join()},
+    ),
+    tiled_family(
+        "smolvlm",
+        "SmolVLMForConditionalGeneration",
+        "SmolVLMProcessor",
+        text_path="model.text_model",
+        vision_path="model.vision_model",
+        tile_tokens=tiles_with_pixels,
+        media=_ROWS_OF_TILES,
+    ),
+    tiled_family(
+        "idefics3",
+        "Idefics3ForConditionalGeneration",
+        "Idefics3Processor",
+        text_path="model.text_model",
+        vision_path="model.vision_model",
+        tile_tokens=tiles_with_pixels,
+        media=_ROWS_OF_TILES,
+    ),
+    tiled_family(
+        "mistral3",
+        "Mistral3ForConditionalGeneration",
+        "PixtralProcessor",
+        tile_tokens=merged_patches,
+        tile_boundaries=patches_of_sizes,
+        media=_SIZES,
+    ),
+    tiled_family(
+        "minicpmv4_6",
+        "MiniCPMV4_6ForConditionalGeneration",
+        "MiniCPMV4_6Processor",
+        mechanisms={"gated_delta": {"layer": "linear_attn"}},
+        tile_tokens=merged_windows,
+        tile_boundaries=patches_of_targets,
+        media={"pixel_values": Join(axis=3), "target_sizes": Join()},
+        oldest_transformers=(5, 23),
+        text_type="qwen3_5",
+    ),
+)
+"""The descriptors."""

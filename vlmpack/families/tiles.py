@@ -1,0 +1,170 @@
+"""Images that are rows of a batch, or tiles of one: how tensors of samples are joined, and which tokens stand for them.
+
+A tower whose own code keeps images apart needs no boundaries of a row. What has to be right is the place of each
+image's features: transformers puts them, one after the other, on the placeholders of the whole row.
+
+    row       x [ i i i i ] x   x [ i i ; i i ] x       two samples; `i` a placeholder, `;` text between tiles
+    tokens        4                 2     2             of each tile or image, in the order of the tensors
+    ends                4                 8             placeholders up to the end of each sample
+
+A sample ends where an image does, so no image's features lie in two samples. Where the host metadata counts the images
+of samples, each sample has the placeholders of its own.
+
+N tiles or images, S samples, T row tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from vlmpack.errors import LayoutError
+from vlmpack.layout import IMAGE, HostMetadata, Media, Segments, on_host, require, to_device
+
+TileTokens = Callable[[Mapping[str, torch.Tensor], Any], Sequence[int]]
+"""Media tensors by name, and the model's configuration, to the placeholder tokens of each tile or image, in order."""
+
+TileBoundaries = Callable[[Mapping[str, torch.Tensor], Any], Sequence[Segments]]
+"""Media tensors by name, and the model's configuration, to every set of boundaries that blocks of a tower attend in."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """How the tensors of one name of several samples become one."""
+
+    axis: int = 0
+    """The axis along which samples follow each other."""
+    pad: bool = False
+    """True if the other axes are padded with zeros to a common size."""
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Join tensors of any equal number of axes, in order.
+
+        Raises:
+            LayoutError: their sizes differ on another axis than that along which they are joined.
+        """
+        if self.pad:
+            sizes = np.max([tensor.shape for tensor in tensors], axis=0)
+            tensors = [_padded(tensor, sizes, self.axis) for tensor in tensors]
+        shapes = {(*tensor.shape[: self.axis], *tensor.shape[self.axis :][1:]) for tensor in tensors}
+        if len(shapes) > 1:
+            raise LayoutError(
+                f"media of the samples are {', '.join(str(list(tensor.shape)) for tensor in tensors[:9])}, which "
+                f"cannot follow each other along axis {self.axis}; let one processor make them all"
+            )
+        return torch.cat([*tensors], self.axis)
+
+
+def _padded(tensor: torch.Tensor, sizes: np.ndarray, axis: int) -> torch.Tensor:
+    missing = [0 if at == axis else int(size) - n for at, (size, n) in enumerate(zip(sizes, tensor.shape, strict=True))]
+    return F.pad(tensor, [end for n in reversed(missing) for end in (0, n)]) if any(missing) else tensor
+
+
+QWEN_MEDIA: Mapping[str, Join] = {
+    name: Join() for name in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+}
+"""Patches and grids of images and of videos, one after the other."""
+
+
+# ---------------------------------------------------------------------- tokens of tiles
+
+
+def counted_tokens(media: Media, known: Sequence[int], rule: TileTokens, config: Any) -> tuple[int, ...]:
+    """Count the placeholder tokens of each tile or image of a row.
+
+    On a device with metadata that is its count; without, sizes of images are read, one host–device sync.
+
+    Args:
+        media: the row's.
+        known: placeholder tokens of each image as the host metadata counts them; empty: not counted.
+        rule: of the family.
+        config: the model's configuration.
+
+    Raises:
+        LayoutError: the metadata counts other tokens than the tensors make.
+    """
+    tensors = media.to_hf()
+    pixels = tensors.get("pixel_values")
+    if pixels is not None and known and not on_host(pixels):
+        return tuple(known)
+    counted = () if pixels is None else tuple(int(n) for n in rule(tensors, config))
+    if known and sum(known) != sum(counted):
+        raise LayoutError(
+            f"the host metadata counts {sum(known)} tokens of {len(known)} images, but pixel_values and what came with "
+            f"it make {sum(counted)}; leave the metadata out of a batch whose images were changed"
+        )
+    return tuple(known) or counted
+
+
+def check_tiles(types: torch.Tensor, segments: Segments, metadata: HostMetadata) -> None:
+    """Insist that each sample has the placeholders of its own images. No host–device sync.
+
+    Args:
+        types: [1, T], 0 text, 1 image.
+        segments: the row's samples.
+        metadata: with the tokens of each image or tile, and the images of each sample, if that was counted.
+
+    Raises:
+        LayoutError: placeholders on padding, of another number than the images make, or images in two samples; on the
+            host it names the sample.
+    """
+    counts = (types[0] == IMAGE).cumsum(0)
+    counts_T1 = torch.cat((counts.new_zeros(1), counts))
+    edges = np.asarray([edge for span in segments.spans for edge in span], np.int64)
+    of_spans = counts_T1.index_select(0, to_device(edges, types.device)).view(-1, 2)
+    of_samples = of_spans[:, 1] - of_spans[:, 0]
+    expected, images = _per_sample(metadata), np.asarray(metadata.image_tokens, np.int64)
+    if on_host(types):
+        _check_on_host(of_samples.numpy(), int(counts_T1[-1]), images, expected)
+        return
+    total = (counts_T1[-1] == int(images.sum())) & (of_samples.sum() == int(images.sum()))
+    if expected is not None:
+        right = (of_samples == to_device(expected, types.device)).all()
+    else:
+        right = torch.isin(of_samples.cumsum(0), to_device(np.append(images.cumsum(), 0), types.device)).all()
+    require(total & right, "image placeholders of a sample are not as many as its images make: " + _REMEDY, LayoutError)
+
+
+_REMEDY = "every image needs its placeholders and its pixels; images come in the order of their samples"
+
+
+def _per_sample(metadata: HostMetadata) -> np.ndarray | None:
+    """int64 [S]: placeholders of each sample; None: its images are not counted."""
+    per_sample = np.asarray(metadata.images_per_sample, np.int64)
+    if not len(per_sample) or per_sample.sum() != len(metadata.image_tokens):
+        return None
+    ends = np.append(0, np.cumsum(metadata.image_tokens, dtype=np.int64))
+    last = per_sample.cumsum()
+    return ends[last] - ends[last - per_sample]
+
+
+def _check_on_host(counted: np.ndarray, total: int, images: np.ndarray, expected: np.ndarray | None) -> None:
+    if total != counted.sum():
+        raise LayoutError(
+            f"padding of the row has {total - counted.sum()} image placeholders; {_REMEDY}, and padding has none"
+        )
+    if total != images.sum():
+        raise LayoutError(
+            f"the row has {total} image placeholders, but its {len(images)} images or tiles make {images.sum()} "
+            f"tokens; {_REMEDY}"
+        )
+    if expected is not None and (counted != expected).any():
+        sample = int((counted != expected).argmax())
+        raise LayoutError(
+            f"sample {sample} has {counted[sample]} image placeholders, but its images make {expected[sample]} tokens; "
+            f"{_REMEDY}"
+        )
+    ends = counted.cumsum()
+    cut = ~np.isin(ends, np.append(images.cumsum(), 0))
+    if cut.any():
+        sample = int(cut.argmax())
+        raise LayoutError(
+            f"sample {sample} ends in the middle of an image: it and the samples before it have {ends[sample]} image "
+            f"placeholders, but images and tiles end at {images.cumsum().tolist()[:9]}; {_REMEDY}"
+        )

@@ -1,0 +1,173 @@
+"""Pack calls of a model's backbone that go past its forward, as trainers with a head of their own make them (TRL).
+
+    trainer ──▶ core.forward, replaced ──▶ backbone(padded batch) ──▶ hidden states [B, S, D] ──▶ the trainer's head
+                                             │ hook: pack, share          ▲ hook: unpack
+                                             ▼                            │
+                                           packed row [1, T] ──▶ hidden states [1, T, D]
+
+Two hooks on the backbone do it, so nothing of the trainer is replaced, and its head, loss and metrics are its own.
+Whatever the forward of the enabled model sends through the backbone is a row already, and passes the hooks untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from vlmpack.errors import ConfigError, check_whole_number
+from vlmpack.layout import METADATA_KEY, PackedRow, outside_graph, share, unpack
+from vlmpack.model.columns import check_keys
+from vlmpack.model.engine import PackingState, backbone_inputs, finish, packing_state, setup_row, stored_state
+from vlmpack.model.forward import is_row_input, row_of, unpackable
+from vlmpack.model.mechanisms import RowSetup
+from vlmpack.model.plain import find_model, is_passed_on, warn_of_padding
+from vlmpack.model.result import Work
+from vlmpack.model.row import CONTEXT
+
+_ENTRY = "backbone"
+"""The entry of a row's context that says that its caller wants hidden states as the batch had them."""
+
+Report = Callable[[Work, int], None]
+"""Called after each packed call with its work and the number of tokens of the batch, padding included."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Caller:
+    """The batch of a call, in whose shape the hidden states go back."""
+
+    setup: RowSetup
+    """The row that was made of it."""
+    mask: torch.Tensor
+    """bool [B, S]: real tokens."""
+    offsets: tuple[int, ...] | None
+    """First column of each sample; None: the batch was a row."""
+
+    def in_shape(self, part_t: torch.Tensor) -> torch.Tensor:
+        """[t, ...] of the tokens that were computed as [B, S, ...], 0 on padding."""
+        row = self.setup.part.gather(part_t)[None]
+        if self.offsets is None:
+            return row
+        return unpack(row, self.setup.row.segments, width=self.mask.shape[1], offsets=self.offsets)
+
+    def of_real_tokens(self, part_t: torch.Tensor) -> torch.Tensor:
+        """[t, E] of the real tokens that were computed as [B · S, E], 0 on padding."""
+        values = self.setup.part.for_each_sample(part_t)
+        if not self.setup.row.segments.num_tokens:  # the experts got padding
+            values = values[:0]
+        places = self.mask.reshape(-1).nonzero()[:, 0]
+        return values.new_zeros(self.mask.numel(), *values.shape[1:]).index_put((places,), values)
+
+
+@final
+class _BackboneHooks:
+    """The hooks of one model's backbone."""
+
+    def __init__(self, core: nn.Module, min_shared: int | None, report: Report | None) -> None:
+        self._core, self._min_shared, self._report = core, min_shared, report
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy of the model: nobody counts its calls."""
+        return {**vars(self), "_report": None}
+
+    @outside_graph
+    def before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replace the inputs of a padded batch, or of a row, by those of a packed row; None leaves them alone."""
+        state = stored_state(self._core)
+        if state is None or CONTEXT in kwargs or is_passed_on():
+            return None
+        if args:
+            raise ConfigError(
+                f"{type(backbone).__name__} was called with inputs by place; a call that packs takes them by name"
+            )
+        inputs = {**dict.fromkeys(_LOOKED_AT), **kwargs}
+        if (reason := unpackable(self._core, inputs, state)) is not None:
+            warn_of_padding(inputs["attention_mask"], reason)
+            return None
+        return (), self._packed(packing_state(self._core), inputs)
+
+    def _packed(self, state: PackingState, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Inputs of the backbone for the row of a batch."""
+        model, handed_row = state.parts_of(self._core), is_row_input(inputs)
+        routers, mask = inputs.pop("output_router_logits", None), inputs["attention_mask"]
+        # Types of tokens are read off the ids: those of TRL's collators are of one side of padding.
+        types = state.family.media_types(inputs["input_ids"], model.core.config) if state.family.has_vision else None
+        inputs |= {"labels": None, "mm_token_type_ids": types, **({"attention_mask": None} if handed_row else {})}
+        check_keys(inputs, state.family, is_row=handed_row)
+        row = row_of(model, inputs, state, is_row=handed_row)
+        offsets = None if handed_row else row.known_metadata.offsets
+        real = ~row.segments.padding_mask(row.input_ids.device)[None] if handed_row else mask != 0
+        if not handed_row and self._min_shared is not None:
+            row = _shared(row, self._min_shared)
+        setup = setup_row(model, row, parallel=state.parallel, backend=state.config.attention)
+        packed = backbone_inputs(setup, state.mechanisms, rope_segments=None)
+        packed[CONTEXT].entries[_ENTRY] = _Caller(setup=setup, mask=real, offsets=offsets)
+        packed["return_dict"] = True
+        return packed | ({"output_router_logits": bool(routers)} if state.family.has("experts") else {})
+
+    @outside_graph
+    def after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Lay hidden states, and the routers' logits, out as the batch."""
+        context, state = kwargs.get(CONTEXT), stored_state(self._core)
+        if context is None or state is None or _ENTRY not in context.entries:
+            return None
+        caller: _Caller = context.entries[_ENTRY]
+        work = finish(caller.setup, state.mechanisms, context.entries)
+        output.last_hidden_state = caller.in_shape(output.last_hidden_state[0])
+        if output.get("router_logits") is not None:
+            output.router_logits = tuple(map(caller.of_real_tokens, output.router_logits))
+        if self._report is not None:
+            self._report(work, caller.mask.numel())
+        return output
+
+
+_LOOKED_AT = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", METADATA_KEY)
+
+
+def _shared(row: PackedRow, min_shared: int) -> PackedRow:
+    """Find the row's prefix tree on the host, where pixels are compared."""
+    return share(row.to("cpu"), min_shared=min_shared).to(row.input_ids.device)
+
+
+def pack_backbone(model: nn.Module, *, min_shared: int | None = None, report: Report | None = None) -> None:
+    """Pack padded batches, and take packed rows, also where the backbone of an enabled model is called by itself.
+
+    A second call replaces the settings of the first; `disable_packing` ends it.
+
+    Args:
+        model: a model with packing enabled, or a wrapper around it.
+        min_shared: compute beginnings of at least so many tokens that samples of a batch have in common, images
+            included, once; None: share none.
+        report: called after each such call with its work and the batch's number of tokens.
+
+    Raises:
+        ConfigError: packing is not enabled, or `min_shared` is no positive number.
+    """
+    core = find_model(model)
+    state = packing_state(core)
+    if min_shared is not None:
+        check_whole_number("min_shared", min_shared)
+    hooks, backbone = _BackboneHooks(core, min_shared, report), state.family.backbone(core)
+    leave_backbone(backbone)
+    backbone.register_forward_pre_hook(hooks.before, with_kwargs=True)
+    backbone.register_forward_hook(hooks.after, with_kwargs=True)
+
+
+def leave_backbone(backbone: nn.Module) -> None:
+    """Undo `pack_backbone`."""
+    by_kind = (
+        (backbone._forward_pre_hooks, backbone._forward_pre_hooks_with_kwargs),
+        (backbone._forward_hooks, backbone._forward_hooks_with_kwargs),
+    )
+    for hooks, with_kwargs in by_kind:
+        for key in [key for key, hook in hooks.items() if _is_of_ours(hook)]:
+            del hooks[key], with_kwargs[key]
+
+
+def _is_of_ours(hook: Any) -> bool:
+    return isinstance(hook, MethodType) and isinstance(hook.__self__, _BackboneHooks)

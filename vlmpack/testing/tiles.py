@@ -1,0 +1,165 @@
+"""Synthetic images of families whose images are rows of a batch, or tiles, from a configuration alone: no processor.
+
+A grid (1, rows, columns) stands for the form of an image; each family's rule makes of it the tokens that its processor
+would write, and the tensors that it would make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from vlmpack.families import Family, family_named
+from vlmpack.layout import Grid
+
+
+class Sample(dict[str, torch.Tensor]):
+    """What a processor gives for one conversation, without the batch axis; and the family that takes it."""
+
+    family: Family | None = None
+    """None: it has no media, or they are joined along their first axis."""
+
+    @classmethod
+    def of(cls, tensors: dict[str, torch.Tensor], family: Family | None) -> Sample:
+        """The sample of these tensors for a model of this family."""
+        sample = cls(tensors)
+        sample.family = family
+        return sample
+
+
+def sample_like(sample: Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> Sample:
+    """Make a sample of these tensors for the family of another; a plain dictionary has none."""
+    return Sample.of(tensors, sample.family if isinstance(sample, Sample) else None)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TiledImage:
+    """One image."""
+
+    ids: Sequence[int]
+    """Its tokens: placeholders, and what stands around and between them."""
+    tensors: dict[str, torch.Tensor]
+    """What a processor makes of it, by name."""
+
+
+Draw = Callable[..., torch.Tensor]
+"""Sizes to float32 numbers from N(0, 1)."""
+
+TileRule = Callable[..., TiledImage]
+"""The configuration, the form of an image, and a source of pixels, to the image; `several`: its sample has others."""
+
+
+def _between(config: Any, *runs: int, mark: bool = False) -> list[int]:
+    """Runs of placeholders between the tokens that start and end an image; `mark`: with the last of them between."""
+    ids = [config.vision_start_token_id]
+    for run in runs:
+        ids += [*[config.image_token_id] * run, *[config.vision_end_token_id] * mark]
+    return ids if mark else [*ids, config.vision_end_token_id]
+
+
+def _fixed_tiles(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
+    """As many tiles of one size as the form has cells, and a thumbnail if these are several."""
+    cells = grid[1] * grid[2]
+    tiles = cells + (cells > 1)
+    side = config.vision_config.image_size[0]
+    pixels = {"pixel_values": draw(tiles, 3, side, side)}
+    return TiledImage(ids=_between(config, config.image_seq_length * tiles), tensors=pixels)
+
+
+def _crops(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
+    """A whole image, and two crops of it if the form has several cells: each with its own start and end."""
+    tiles = 1 if grid[1] * grid[2] == 1 else 3
+    ids = [config.boi_token_index, *[config.image_token_id] * config.mm_tokens_per_image, config.eoi_token_index]
+    side = config.vision_config.image_size
+    return TiledImage(ids=ids * tiles, tensors={"pixel_values": draw(tiles, 3, side, side)})
+
+
+MOST_PATCHES = 84
+"""Patches to which every image is padded where a processor pads them."""
+
+
+def _padded_patches(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
+    """Patches with places, pooled to one token a cell, and padding without."""
+    vision = config.vision_config
+    pooled, side = vision.pooling_kernel_size, 3 * vision.patch_size**2
+    rows, columns = (pooled * cells for cells in grid[1:])
+    places = torch.full((1, MOST_PATCHES, 2), -1)
+    places[0, : rows * columns] = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(-1)
+    pixels = draw(1, MOST_PATCHES, side)
+    pixels[0, rows * columns :] = 0
+    tokens = [config.image_token_id] * (grid[1] * grid[2])
+    tensors = {"pixel_values": pixels, "image_position_ids": places}
+    return TiledImage(ids=[config.boi_token_id, *tokens, config.eoi_token_id], tensors=tensors)
+
+
+def _fixed_image(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
+    """An image of one size, whatever its form."""
+    side = config.vision_config.image_size
+    pixels = {"pixel_values": draw(1, 3, side, side)}
+    return TiledImage(ids=_of_family(config, pixels), tensors=pixels)
+
+
+def _anyres(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
+    """A thumbnail and the tiles of the grid that fits best the form's proportions; of several images of LLaVA-OneVision
+    the thumbnails alone, each with a token behind it."""
+    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+    side = config.vision_config.image_size
+    size = [11 * grid[1], 13 * grid[2]]
+    if several and config.model_type == "llava_onevision":
+        tensors = {"pixel_values": draw(1, 1, 3, side, side), "image_sizes": torch.tensor([size])}
+        return TiledImage(ids=_between(config, (side // config.vision_config.patch_size) ** 2 + 1), tensors=tensors)
+    tiles = image_size_to_num_patches(size, config.image_grid_pinpoints, side)
+    tensors = {"pixel_values": draw(1, tiles, 3, side, side), "image_sizes": torch.tensor([size])}
+    return TiledImage(ids=_of_family(config, tensors), tensors=tensors)
+
+
+def _of_family(config: Any, tensors: dict[str, torch.Tensor]) -> list[int]:
+    """The tokens of an image, as its family counts them."""
+    rule = family_named(config.model_type).tile_tokens
+    assert rule is not None
+    return _between(config, *rule(tensors, config))
+
+
+def _marked_tiles(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
+    """A run of placeholders for each tile, and a token of text between them."""
+    tiles, side = grid[1] * grid[2], config.vision_config.image_size
+    run = (side // config.vision_config.patch_size // config.scale_factor) ** 2
+    mask = torch.ones(1, tiles, side, side, dtype=torch.int64)
+    tensors = {"pixel_values": draw(1, tiles, 3, side, side), "pixel_attention_mask": mask}
+    return TiledImage(ids=_between(config, *[run] * tiles, mark=True), tensors=tensors)
+
+
+def _rows_of_tokens(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
+    """A token of each cell of the form, and a token of text after each row."""
+    side = config.vision_config.patch_size * config.spatial_merge_size
+    size = [grid[1] * side, grid[2] * side]
+    tensors = {"pixel_values": draw(1, 3, *size), "image_sizes": torch.tensor([size])}
+    return TiledImage(ids=_between(config, *[grid[2]] * grid[1], mark=True), tensors=tensors)
+
+
+def _row_of_patches(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
+    """Patches one after the other along the last axis."""
+    side, rows, columns = config.vision_config.patch_size, 4 * grid[1], 4 * grid[2]
+    sizes = torch.tensor([[rows, columns]], dtype=torch.int32)
+    tensors = {"pixel_values": draw(1, 3, side, side * rows * columns), "target_sizes": sizes}
+    return TiledImage(ids=_of_family(config, tensors), tensors=tensors)
+
+
+TILE_RULES: dict[str, TileRule] = {
+    "internvl": _fixed_tiles,
+    "llava": _fixed_image,
+    "llava_next": _anyres,
+    "llava_onevision": _anyres,
+    "smolvlm": _marked_tiles,
+    "idefics3": _marked_tiles,
+    "mistral3": _rows_of_tokens,
+    "minicpmv4_6": _row_of_patches,
+    "gemma3": _crops,
+    "gemma4": _padded_patches,
+}
+"""By `config.model_type`."""

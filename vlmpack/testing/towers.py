@@ -1,0 +1,129 @@
+"""Settings of the vision parts of tiny models, and of what joins them to the text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vlmpack.testing.models import TinySizes
+
+
+def qwen2_vision(sizes: TinySizes) -> dict[str, Any]:
+    return {"embed_dim": sizes.vision_hidden, "hidden_size": sizes.hidden, "mlp_ratio": 2}
+
+
+def vision_settings(sizes: TinySizes) -> dict[str, Any]:
+    return {
+        "hidden_size": sizes.vision_hidden,
+        "intermediate_size": 2 * sizes.vision_hidden,
+        "out_hidden_size": sizes.hidden,
+    }
+
+
+def windowed_vision(sizes: TinySizes) -> dict[str, Any]:
+    """Windows of 4 x 4 tokens as in the released models; the last block sees whole images."""
+    assert sizes.patch_size is not None
+    return {
+        **vision_settings(sizes),
+        "window_size": 4 * sizes.merge * sizes.patch_size,
+        "fullatt_block_indexes": [sizes.vision_depth - 1],
+        "tokens_per_second": 2,
+    }
+
+
+def qwen3_vision(sizes: TinySizes) -> dict[str, Any]:
+    return {**vision_settings(sizes), "num_position_embeddings": 64}
+
+
+def deepstack_vision(sizes: TinySizes) -> dict[str, Any]:
+    """Deepstack: one text layer for each feature, which is added to the first layers' outputs."""
+    deepstack = list(range(min(sizes.vision_depth, sizes.layers)))[:3]
+    return {**qwen3_vision(sizes), "deepstack_visual_indexes": deepstack}
+
+
+# ---------------------------------------------------------------------- images as rows of a batch, and tiles
+
+TILE_PATCHES = 4
+"""Patches along the side of a tile."""
+
+
+def tile_tower(sizes: TinySizes) -> dict[str, Any]:
+    assert sizes.patch_size is not None
+    return {
+        "hidden_size": sizes.vision_hidden,
+        "intermediate_size": 2 * sizes.vision_hidden,
+        "num_hidden_layers": sizes.vision_depth,
+        "num_attention_heads": sizes.vision_heads,
+        "patch_size": sizes.patch_size,
+        "image_size": TILE_PATCHES * sizes.patch_size,
+    }
+
+
+def internvl_tower(sizes: TinySizes) -> dict[str, Any]:
+    tower = tile_tower(sizes)
+    return {**tower, "patch_size": [tower["patch_size"]] * 2, "image_size": [tower["image_size"]] * 2}
+
+
+def internvl_settings(sizes: TinySizes) -> dict[str, Any]:
+    return {"image_seq_length": TILE_PATCHES**2 // 4}  # pixels are shuffled two by two
+
+
+def clip_tower(sizes: TinySizes) -> dict[str, Any]:
+    return {**tile_tower(sizes), "model_type": "clip_vision_model", "projection_dim": sizes.vision_hidden}
+
+
+def siglip_tower(sizes: TinySizes) -> dict[str, Any]:
+    return {**tile_tower(sizes), "model_type": "siglip_vision_model", "vision_use_head": False}
+
+
+def pixtral_tower(sizes: TinySizes) -> dict[str, Any]:
+    return {**tile_tower(sizes), "model_type": "pixtral", "head_dim": sizes.vision_hidden // sizes.vision_heads}
+
+
+def llava_settings(sizes: TinySizes) -> dict[str, Any]:
+    return {"image_token_index": sizes.image_token_id, "vision_feature_layer": -1}
+
+
+def anyres_settings(sizes: TinySizes) -> dict[str, Any]:
+    side = tile_tower(sizes)["image_size"]
+    grids = [[rows * side, columns * side] for rows, columns in ((1, 2), (2, 1), (2, 2), (1, 3), (3, 1))]
+    return {**llava_settings(sizes), "video_token_index": sizes.video_token_id, "image_grid_pinpoints": grids}
+
+
+def glm_vision(sizes: TinySizes) -> dict[str, Any]:
+    side = 4 * sizes.merge * (sizes.patch_size or 1)
+    return {**vision_settings(sizes), "intermediate_size": 2 * sizes.vision_hidden, "image_size": side}
+
+
+def paddle_vision(sizes: TinySizes) -> dict[str, Any]:
+    return {**tile_tower(sizes), "spatial_merge_size": sizes.merge}
+
+
+def minicpm_tower(sizes: TinySizes) -> dict[str, Any]:
+    return {**tile_tower(sizes), "insert_layer_id": 0}
+
+
+def gemma3_tower(sizes: TinySizes) -> dict[str, Any]:
+    tower = tile_tower(sizes)
+    return {**tower, "image_size": 6 * tower["patch_size"]}
+
+
+def gemma3_settings(sizes: TinySizes) -> dict[str, Any]:
+    """Images of more tokens than the window: 6 x 6 patches, pooled two by two."""
+    ends = {"boi_token_index": sizes.vision_start_token_id, "eoi_token_index": sizes.vision_end_token_id}
+    return {"mm_tokens_per_image": 9, "image_token_index": sizes.image_token_id, **ends}
+
+
+def gemma4_tower(sizes: TinySizes) -> dict[str, Any]:
+    heads = {"num_attention_heads": sizes.vision_heads, "num_key_value_heads": sizes.vision_heads}
+    return {
+        **tile_tower(sizes),
+        **heads,
+        "head_dim": sizes.vision_hidden // sizes.vision_heads,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 64,
+    }
+
+
+def gemma4_settings(sizes: TinySizes) -> dict[str, Any]:
+    return {"boi_token_id": sizes.vision_start_token_id, "eoi_token_id": sizes.vision_end_token_id}

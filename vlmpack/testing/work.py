@@ -1,0 +1,64 @@
+"""The work of a packed step, compared with what its samples need: equal outputs do not prove that padding was skipped.
+
+Pairs are counted one by one here, by the words in which transformers describes its masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from vlmpack.families import ImageSpans
+from vlmpack.model import Work
+from vlmpack.testing.tiles import Sample
+
+Windows = Collection[int | None]
+"""Tokens that queries attend to, in each kind of layer; None: all before them."""
+TYPE_KEYS = ("mm_token_type_ids", "token_type_ids")
+"""Names of the kinds of tokens in a sample."""
+
+
+def work_problems(
+    work: Work | None,
+    samples: Sequence[Sample],
+    *,
+    multiple: int = 1,
+    sparse: bool = False,
+    windows: Windows = (None,),
+    sees: ImageSpans | None = None,
+) -> list[str]:
+    """Describe work that a packed step should not have done.
+
+    Args (beside the work of a packed step, and its samples):
+        multiple: of the slots of the row.
+        sparse: attention selects among the pairs.
+        windows: of the model's layers.
+        sees: the spans of its layers.
+    """
+    assert work is not None
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    of_layers = {w: sum(_pairs(sample, w, sees) for sample in samples) for w in windows}
+    pairs, window_pairs = max(of_layers.values()), min((of_layers[w] for w in of_layers if w), default=0)
+    counts = {
+        "real tokens": (work.real_tokens, sum(lengths)),
+        "physical tokens": (work.physical_tokens, sum(-(-n // multiple) * multiple for n in lengths)),
+        "pairs in a window": (work.window_pairs, window_pairs),
+    }
+    faults = [f"{count} {name}, expected {right}" for name, (count, right) in counts.items() if count != right]
+    if not (0 < work.attended_pairs <= pairs if sparse else work.attended_pairs == pairs):
+        faults.append(f"{work.attended_pairs} attended pairs, expected {pairs}")
+    return faults
+
+
+def _pairs(sample: Sample, window: int | None, sees: ImageSpans | None) -> int:
+    """Pairs of one sample alone in a layer with this window."""
+    place = torch.arange(len(sample["input_ids"]))
+    before = place[:, None] - place[None, :]
+    visible = before >= 0
+    if sees is not None and sees.is_in(window):
+        types = next(sample[name] for name in TYPE_KEYS if name in sample)
+        is_media = types > 0
+        run = (is_media & ~is_media.roll(1).index_fill(0, place[:1], False)).cumsum(0)
+        visible = visible | ((run[:, None] == run[None, :]) & is_media[:, None] & is_media[None, :])
+    return int((visible if window is None else visible & (before < window)).sum())
