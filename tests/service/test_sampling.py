@@ -25,11 +25,10 @@ from sampled import (
     sampler_of,
     tokens_of,
 )
-from step_service import ADAM, lora, plain_model, set_adapter, some_data, tiny_engine
+from step_service import ADAM, FAMILY_NAMES, lora, plain_model, set_adapter, some_data, tiny_engine
 from step_service import run_one as train
 from tiers import tiers
 
-from vlmpack.families import FAMILIES
 from vlmpack.service import sampling
 from vlmpack.service.datums import EncodedSequence
 from vlmpack.service.engine import Engine
@@ -63,7 +62,7 @@ def all_tokens(results: dict[str, SampleResult | Failure]) -> dict[str, list[lis
 # ---------------------------------------------------------------------- the same tokens whatever else runs
 
 
-@pytest.mark.parametrize("family", tiers(tuple(FAMILIES), ("qwen3_vl", "qwen3_5")))
+@pytest.mark.parametrize("family", tiers(FAMILY_NAMES, ("qwen3_vl", "qwen3_5")))
 def test_a_request_has_the_same_tokens_alone_among_others_and_in_another_order(family: str) -> None:
     engine = tiny_engine(family)
     requests = requests_of(engine)
@@ -109,7 +108,7 @@ def noisy(monkeypatch: pytest.MonkeyPatch, *, size: float) -> None:
     monkeypatch.setattr(Reader, "score", noisy_score)
 
 
-@pytest.mark.parametrize("family", tiers(tuple(FAMILIES), ("qwen3_vl", "qwen3_5")))
+@pytest.mark.parametrize("family", tiers(FAMILY_NAMES, ("qwen3_vl", "qwen3_5")))
 def test_rounding_a_thousand_times_as_large_changes_no_token(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine(family)
     requests = requests_of(engine, count=6)
@@ -195,7 +194,7 @@ def test_sample_i_is_that_of_seed_plus_i_and_they_share_the_prompts_computation(
     assert len({tuple(tokens) for tokens in together}) == 5
 
 
-@pytest.mark.parametrize("family", tiers(tuple(FAMILIES), ("qwen3_vl", "qwen3_5")))
+@pytest.mark.parametrize("family", tiers(FAMILY_NAMES, ("qwen3_vl", "qwen3_5")))
 def test_requests_of_one_prompt_share_its_computation_also_later_ones(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,15 @@ FORMATS = ("png", "jpeg")
 """Image formats of the API; the content of the bytes decides which one it is."""
 
 
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
+"""Families of which images are encoded: each image is a grid of patches and one run of placeholders."""
+
+
+def is_served(family: Family) -> bool:
+    """Return whether requests of a family can be encoded: text models, and those of Qwen that take images."""
+    return not family.has_vision or family.model_type in QWEN
+
+
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EncodedImage:
