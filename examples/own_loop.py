@@ -62,7 +62,11 @@ samples = receipt_conversations(num=40, scale=0.35) if args.data == "synthetic" 
 held_out = max(1, len(samples) // 10)
 training, evaluation = (Subset(samples, range(*ends)) for ends in ((held_out, len(samples)), (0, held_out)))
 collator = VLMCollator(processor, layout="packed")
-plan = plan_bins(measure_lengths(training, collator, workers=2), args.capacity, oversize="drop")
+table = measure_lengths(training, collator, workers=2)
+plan = plan_bins(table, args.capacity, oversize="drop")
+if rank == 0 and plan.dropped:
+    cannot_be_used = "".join(f"\n  {refused.index}: {refused.detail}" for refused in table.refused)
+    print(f"left out: {len(plan.dropped)} of {len(training)} samples, the others exceed a row:{cannot_be_used}")
 sampler = PackedBatchSampler(plan, ranks=world, rank=rank, accumulation=args.accumulation)
 checkpoint = args.output / "checkpoint.pt"
 if checkpoint.exists():

@@ -148,7 +148,7 @@ def test_trap_03_a_mask_of_ones_switches_packed_detection_off(monkeypatch):
     with pytest.raises(LayoutError, match="a packed row comes without attention_mask"):
         case.model(**case.row, attention_mask=ones)
     given_row = forward._row_in
-    monkeypatch.setattr(forward, "_row_in", lambda inputs: given_row({**inputs, "attention_mask": None}))
+    monkeypatch.setattr(forward, "_row_in", lambda inputs, family: given_row(inputs | {"attention_mask": None}, family))
     assert case.error(**case.row, attention_mask=ones, output_logits=True) < EXACT
 
 

@@ -216,6 +216,12 @@ class TestColumns:
         assert caught.value.index == 1
 
 
+def test_a_first_row_that_cannot_be_converted_is_the_data_sets_fault(tmp_path: Path) -> None:
+    path = written([{"q": "2 + 2?", "a": 4}], tmp_path)
+    with pytest.raises(ConfigError, match=r"the first sample of .* cannot be read: its row has no text for assistant"):
+        open_dataset(path, columns={"q": "query", "a": "response"})
+
+
 class TestDatasetInfo:
     """LLaMA-Factory's `dataset_info.json`, its examples from data/README.md."""
 

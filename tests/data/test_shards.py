@@ -209,6 +209,10 @@ class TestRefused:
         with pytest.raises(ConfigError, match=r"holds files of '0' in two places.*tar --sort=name"):
             open_dataset(shard(tmp_path / "a.tar", files))
 
+    def test_a_first_sample_that_cannot_be_read(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"the first sample of .* cannot be read: .*0.json is no JSON"):
+            open_dataset(shard(tmp_path / "a.tar", {"0.json": b"{"}))
+
     def test_a_shard_of_no_samples_and_one_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="holds no samples"):
             open_dataset(shard(tmp_path / "a.tar", {"README": "x", "__meta__.json": {}}))

@@ -1,6 +1,7 @@
 """pack and unpack: the row is the samples one after the other, and comes apart into the samples again."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -331,3 +332,9 @@ def test_a_row_whose_width_is_not_that_of_its_boundaries_is_refused():
         PackedRow(input_ids=torch.zeros(1, 4).long(), segments=Segments.from_lengths([3, 2]))
     with pytest.raises(LayoutError, match="needs its boundaries: cu_seqlens_q"):
         PackedRow.from_hf({"input_ids": torch.zeros(1, 4).long()})
+
+
+def test_labels_of_a_row_are_those_of_the_batch_less_the_first_of_each_sample():
+    row = pack(padded([[1, 2, 3], [4, 5]]))
+    assert row.labels.tolist() == [[-100, 50002, 50003, -100, 50005]]
+    assert replace(row, shift_labels=None).labels is None

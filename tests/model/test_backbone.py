@@ -51,6 +51,19 @@ def test_hidden_states_and_gradients_are_those_of_the_plain_backbone(family):
     assert work.physical_tokens == int(real.sum()) < tokens == real.numel()
 
 
+def test_logits_of_routers_come_back_as_the_batch():
+    model, _ = packing("qwen3_vl_moe")
+    batch = padded(receipts(model)).to_hf()
+    columns = {name: value for name, value in batch.items() if name not in ("labels", "vlmpack")}
+    settings = {"use_cache": False, "output_router_logits": True}
+    logits, truth = (m.model(**columns, **settings).router_logits for m in (model, tiny_model("qwen3_vl_moe", **SIZES)))
+    real = batch["attention_mask"].bool().flatten()
+    assert len(logits) == len(truth) == 2
+    for ours, theirs in zip(logits, truth, strict=True):
+        assert torch.allclose(ours[real], theirs.view(real.numel(), -1)[real], atol=1e-5)
+        assert not ours[~real].any()
+
+
 def test_a_row_goes_through_as_it_is():
     model, calls = packing()
     batch = padded(receipts(model))

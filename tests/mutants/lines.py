@@ -964,6 +964,51 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *_of(
+        "model",
+        (
+            "hidden states of a packed backbone come back as the batch",
+            "backbone.py",
+            "return unpack(row, self.setup.row.segments, width=self.mask.shape[1], offsets=self.offsets)",
+            "return row",
+            "model/test_backbone.py",
+        ),
+        (
+            "logits of routers come back where their tokens are",
+            "backbone.py",
+            "places = self.mask.reshape(-1).nonzero()[:, 0]",
+            "places = torch.arange(len(values))",
+            "model/test_backbone.py",
+        ),
+        (
+            "a packed backbone shares beginnings",
+            "backbone.py",
+            "row = _shared(row, self._min_shared)",
+            "pass",
+            "model/test_backbone.py",
+        ),
+        (
+            "rows of the forward pass the backbone's hooks",
+            "backbone.py",
+            "if state is None or CONTEXT in kwargs or is_passed_on():",
+            "if state is None or is_passed_on():",
+            "model/test_backbone.py",
+        ),
+        (
+            "calls of a copied model are counted by nobody",
+            "backbone.py",
+            'return {**vars(self), "_report": None}',
+            "return vars(self)",
+            "model/test_backbone.py",
+        ),
+        (
+            "disable_packing takes the hooks of the backbone along",
+            "enable.py",
+            "leave_backbone(state.family.backbone(core), core)",
+            "pass",
+            "model/test_backbone.py",
+        ),
+    ),
+    *_of(
         "trainer",
         (
             "the loss of a set is a mean over targets",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from chats import picture
 from peft import LoraConfig, PromptTuningConfig
+from test_readme import DOCS, examples
 from training import distance
 from trl_runs import arguments, finish, processor_of, saved, trl
 
@@ -247,3 +248,12 @@ def test_steps_of_another_path_are_refused(tmp_path):
 def test_settings_that_are_refused(settings, seen, tmp_path):
     with pytest.raises(ConfigError, match=seen):
         sft(PackedSFTTrainer, saved(tmp_path), tmp_path, **settings)
+
+
+def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "page"}
+    for example in examples(DOCS / "trl.md"):
+        exec(example.code, names)
+    assert names["trainer"].state.log_history[0]["packing/computed"] < 0.75  # the prompts of pairs once
+    assert names["planned"].evaluation.token_loss > 0

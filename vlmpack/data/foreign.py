@@ -114,17 +114,32 @@ def with_columns(rows: Rows, name: str, columns: ColumnMap | None) -> Rows:
     """Return the rows with foreign columns read; those that have none are returned as they are.
 
     Raises:
-        ConfigError: a column that is to be renamed is not there.
+        ConfigError: a column that is to be renamed is not there, or the first row cannot be read.
     """
     if columns is None:
-        return ForeignRows(rows=rows, columns=ColumnMap()) if len(rows) and is_foreign(rows[0]) else rows
+        is_known = not len(rows) or not is_foreign(_first(rows, name))
+        return rows if is_known else _readable(ForeignRows(rows=rows, columns=ColumnMap()), name)
     known = dict.fromkeys(rows.columns if isinstance(rows, StoredRows) else _names(rows))
     if absent := [column for column in columns.required if column not in known]:
         raise ConfigError(
             f"{name} has no column {' and '.join(map(repr, absent))}, which columns= reads as "
             f"{' and '.join(columns.names[column] for column in absent)}; it has {', '.join(map(str, known))}"
         )
-    return ForeignRows(rows=rows, columns=columns)
+    return _readable(ForeignRows(rows=rows, columns=columns), name)
+
+
+def _readable(rows: ForeignRows, name: str) -> ForeignRows:
+    if len(rows):
+        _first(rows, name)
+    return rows
+
+
+def _first(rows: Rows, name: str) -> Mapping[str, Any]:
+    """The first row: where that cannot be read, the names or the format are at fault more often than the row is."""
+    try:
+        return rows[0]
+    except SampleError as error:
+        raise ConfigError(f"the first sample of {name} cannot be read: {error.detail}") from error
 
 
 def _names(rows: Rows) -> Iterator[str]:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-import yaml
 
 from vlmpack.data.archive import ALIASES
 from vlmpack.errors import ConfigError, SampleError
@@ -344,6 +343,8 @@ def _columns_of(described: Mapping[str, Any], folder: Path) -> dict[str, str]:
 
 
 def _yaml(path: Path) -> dict[str, Any]:
+    import yaml  # which transformers brings
+
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -156,11 +156,19 @@ class PackedRow:
             LayoutError: the last token of a segment has a target, which unshifted labels cannot express.
         """
         batch = self.step_inputs()
-        shifted = batch.pop("shift_labels")
-        if shifted is not None:
-            batch["labels"] = self._unshifted(shifted)
+        if batch.pop("shift_labels") is not None:
+            batch["labels"] = self.labels
         alone = self.segments.num_samples == 1 and not self.segments.has_gaps
         return batch if alone else {**batch, "use_cache": OnlyPacked()}
+
+    @property
+    def labels(self) -> torch.Tensor | None:
+        """int64 [1, T]: `shift_labels` as Hugging Face counts them, each under its own token; None: there are none.
+
+        Raises:
+            LayoutError: the last token of a segment has a target, which unshifted labels cannot express.
+        """
+        return None if self.shift_labels is None else self._unshifted(self.shift_labels)
 
     def step_inputs(self) -> dict[str, Any]:
         """The same dictionary with `shift_labels` instead of labels; `input_ids` comes first."""

@@ -69,7 +69,7 @@ class _BackboneHooks:
     """The hooks of one model's backbone."""
 
     def __init__(self, core: nn.Module, min_shared: int | None, report: Report | None) -> None:
-        self._core, self._min_shared, self._report = core, min_shared, report
+        self.core, self._min_shared, self._report = core, min_shared, report
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy of the model: nobody counts its calls."""
@@ -78,7 +78,7 @@ class _BackboneHooks:
     @outside_graph
     def before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace the inputs of a padded batch, or of a row, by those of a packed row; None leaves them alone."""
-        state = stored_state(self._core)
+        state = stored_state(self.core)
         if state is None or CONTEXT in kwargs or is_passed_on():
             return None
         if args:
@@ -86,14 +86,14 @@ class _BackboneHooks:
                 f"{type(backbone).__name__} was called with inputs by place; a call that packs takes them by name"
             )
         inputs = {**dict.fromkeys(_LOOKED_AT), **kwargs}
-        if (reason := unpackable(self._core, inputs, state)) is not None:
+        if (reason := unpackable(self.core, inputs, state)) is not None:
             warn_of_padding(inputs["attention_mask"], reason)
             return None
-        return (), self._packed(packing_state(self._core), inputs)
+        return (), self._packed(packing_state(self.core), inputs)
 
     def _packed(self, state: PackingState, inputs: dict[str, Any]) -> dict[str, Any]:
         """Inputs of the backbone for the row of a batch."""
-        model, handed_row = state.parts_of(self._core), is_row_input(inputs)
+        model, handed_row = state.parts_of(self.core), is_row_input(inputs)
         routers, mask = inputs.pop("output_router_logits", None), inputs["attention_mask"]
         # Types of tokens are read off the ids: those of TRL's collators are of one side of padding.
         types = state.family.media_types(inputs["input_ids"], model.core.config) if state.family.has_vision else None
@@ -113,7 +113,7 @@ class _BackboneHooks:
     @outside_graph
     def after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Lay hidden states, and the routers' logits, out as the batch."""
-        context, state = kwargs.get(CONTEXT), stored_state(self._core)
+        context, state = kwargs.get(CONTEXT), stored_state(self.core)
         if context is None or state is None or _ENTRY not in context.entries:
             return None
         caller: _Caller = context.entries[_ENTRY]
@@ -158,16 +158,18 @@ def pack_backbone(model: nn.Module, *, min_shared: int | None = None, report: Re
     backbone.register_forward_hook(hooks.after, with_kwargs=True)
 
 
-def leave_backbone(backbone: nn.Module) -> None:
-    """Undo `pack_backbone`."""
+def leave_backbone(backbone: nn.Module, core: nn.Module | None = None) -> None:
+    """Undo `pack_backbone`; `core`: of this model alone, another one may have the same backbone."""
     by_kind = (
         (backbone._forward_pre_hooks, backbone._forward_pre_hooks_with_kwargs),
         (backbone._forward_hooks, backbone._forward_hooks_with_kwargs),
     )
     for hooks, with_kwargs in by_kind:
-        for key in [key for key, hook in hooks.items() if _is_of_ours(hook)]:
+        for key in [key for key, hook in hooks.items() if _is_of_ours(hook, core)]:
             del hooks[key], with_kwargs[key]
 
 
-def _is_of_ours(hook: Any) -> bool:
-    return isinstance(hook, MethodType) and isinstance(hook.__self__, _BackboneHooks)
+def _is_of_ours(hook: Any, core: nn.Module | None) -> bool:
+    if not isinstance(hook, MethodType) or not isinstance(hook.__self__, _BackboneHooks):
+        return False
+    return core is None or hook.__self__.core is core

@@ -139,7 +139,7 @@ def disable_packing(model: Model) -> Model:
                 base_of(module)
         for mechanism in state.mechanisms:
             mechanism.detach(parts, kept=kept)
-        leave_backbone(state.family.backbone(core))
+        leave_backbone(state.family.backbone(core), core)
         del core._vlmpack_state
         core.__class__ = base
     return model

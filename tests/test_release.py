@@ -1,4 +1,4 @@
-"""A part whose extra is not installed says which one it needs, whatever else is installed."""
+"""What a release promises beside its code: extras that are named where they are missing, one version everywhere."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from vlmpack import __version__
 from vlmpack.cli import app
 from vlmpack.errors import ConfigError
 
@@ -121,7 +122,23 @@ def test_a_missing_package_is_named_with_its_extra(extra: str, monkeypatch: pyte
         use()
 
 
-def test_there_is_a_case_for_every_extra() -> None:
+def extras() -> set[str]:
     text = (ROOT / "pyproject.toml").read_text()
     table = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    assert set(re.findall(r"^(\w+) = \[", table, re.MULTILINE)) == CASES.keys() | OF_USERS
+    return set(re.findall(r"^(\w+) = \[", table, re.MULTILINE))
+
+
+def test_there_is_a_case_for_every_extra() -> None:
+    assert extras() == CASES.keys() | OF_USERS
+
+
+def test_the_page_on_installing_lists_every_extra_of_users() -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == extras() - {"test", "dev", "peers"}
+
+
+def test_the_citation_and_the_changes_are_of_this_version() -> None:
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0].split(",")[0] == __version__
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+, (unreleased|\d{4}-\d\d-\d\d)", heading) for heading in headings)
