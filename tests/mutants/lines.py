@@ -3068,6 +3068,27 @@ MUTANTS: tuple[Mutant, ...] = (
             "service/test_generation.py -k takes_back",
         ),
         (
+            "prompts are compared by their pixels",
+            "datums.py",
+            "hashed.update(image.pixel_values.contiguous().numpy().tobytes())",
+            "hashed.update(repr(image.pixel_values.shape).encode())",
+            "service/test_sampling.py -k differ_in_a_token",
+        ),
+        (
+            "prompts that are kept have no padding",
+            "generation.py",
+            "caches.trim_left(of_row, longest - context.length)",
+            "caches.trim_left(of_row, 0)",
+            "service/test_sampling.py -k share_its_computation_also",
+        ),
+        (
+            "prompts go with their snapshot",
+            "sampling.py",
+            "self._prompts.drop(folder)",
+            "self._prompts.drop(Path())",
+            "service/test_sampling.py -k prompts_are_kept",
+        ),
+        (
             "layers with a window count the padding of others",
             "caches.py",
             "attributes[_COUNT] = before + count",

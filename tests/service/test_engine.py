@@ -27,11 +27,12 @@ from step_service import (
     weights,
 )
 
-from vlmpack.errors import RequestError
+from vlmpack.errors import FamilyError, RequestError
 from vlmpack.model import PackedStep
 from vlmpack.service import row_work, rows
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Datum, Failure, ForwardBackwardResult
+from vlmpack.testing import tiny_model
 
 RATED = ("weights", "logprobs", "advantages")
 
@@ -393,3 +394,8 @@ def test_the_base_model_is_described() -> None:
     assert (base.name, base.arch, base.max_context, base.is_vision) == ("tiny", "qwen3_vl", 100, True)
     assert base.eos
     assert not tiny_engine("qwen3").base.is_vision
+
+
+def test_families_whose_images_are_no_grids_are_refused_by_name() -> None:
+    with pytest.raises(FamilyError, match="llava: the service takes images as Qwen's models do"):
+        Engine(tiny_model("llava"), None, name="m", tokenizer_id="t")

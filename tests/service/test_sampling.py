@@ -25,11 +25,10 @@ from sampled import (
     sampler_of,
     tokens_of,
 )
-from step_service import ADAM, lora, plain_model, set_adapter, some_data, tiny_engine
+from step_service import ADAM, FAMILY_NAMES, lora, plain_model, set_adapter, some_data, tiny_engine
 from step_service import run_one as train
 from tiers import tiers
 
-from vlmpack.families import FAMILIES
 from vlmpack.service import sampling
 from vlmpack.service.datums import EncodedSequence
 from vlmpack.service.engine import Engine
@@ -63,7 +62,7 @@ def all_tokens(results: dict[str, SampleResult | Failure]) -> dict[str, list[lis
 # ---------------------------------------------------------------------- the same tokens whatever else runs
 
 
-@pytest.mark.parametrize("family", tiers(tuple(FAMILIES), ("qwen3_vl", "qwen3_5")))
+@pytest.mark.parametrize("family", tiers(FAMILY_NAMES, ("qwen3_vl", "qwen3_5")))
 def test_a_request_has_the_same_tokens_alone_among_others_and_in_another_order(family: str) -> None:
     engine = tiny_engine(family)
     requests = requests_of(engine)
@@ -109,7 +108,7 @@ def noisy(monkeypatch: pytest.MonkeyPatch, *, size: float) -> None:
     monkeypatch.setattr(Reader, "score", noisy_score)
 
 
-@pytest.mark.parametrize("family", tiers(tuple(FAMILIES), ("qwen3_vl", "qwen3_5")))
+@pytest.mark.parametrize("family", tiers(FAMILY_NAMES, ("qwen3_vl", "qwen3_5")))
 def test_rounding_a_thousand_times_as_large_changes_no_token(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine(family)
     requests = requests_of(engine, count=6)
@@ -187,19 +186,80 @@ def test_sample_i_is_that_of_seed_plus_i_and_they_share_the_prompts_computation(
 ) -> None:
     engine = tiny_engine()
     prompt = prompts_of(engine, count=2)[1]
-    calls: list[int] = []
-    prefill = Reader.prefill
-
-    def counting(self: Reader, prompts: Sequence[EncodedSequence]) -> Any:
-        calls.append(len(prompts))
-        return prefill(self, prompts)
-
-    monkeypatch.setattr(Reader, "prefill", counting)
+    calls = prefilled_prompts(monkeypatch)
     together = tokens_of(run_one(sampler_of(engine), prompt, sample(num_samples=5, seed=40)))
     assert calls == [1]
     alone = [tokens_of(run_one(sampler_of(engine), prompt, sample(seed=40 + i)))[0] for i in range(5)]
     assert together == alone
     assert len({tuple(tokens) for tokens in together}) == 5
+
+
+@pytest.mark.parametrize("family", tiers(FAMILY_NAMES, ("qwen3_vl", "qwen3_5")))
+def test_requests_of_one_prompt_share_its_computation_also_later_ones(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal prompts as every request brings them, objects of their own; tokens are those of samplers of their own."""
+    engine = tiny_engine(family)
+    rng = np.random.default_rng(0)
+    first, second = (prompt_of(engine, rng, length=n, images=((4, 6),)) for n in (30, 33))  # one is padded
+    requests = {
+        f"{i} {name}": (prompt, sample(seed=7 * i)) for i in range(3) for name, prompt in (("a", first), ("b", second))
+    }
+    expected = {key: all_tokens(run(sampler_of(engine), {key: one}))[key] for key, one in requests.items()}
+    calls = prefilled_prompts(monkeypatch)
+    sampler = sampler_of(engine, decode_steps=3)
+    copies = {key: (replace(prompt), request) for key, (prompt, request) in requests.items()}
+    now = {key: copies[key] for key in list(copies)[:4]}
+    found = {
+        **all_tokens(run(sampler, now)),
+        **all_tokens(run(sampler, {k: v for k, v in copies.items() if k not in now})),
+    }
+    assert found == expected
+    assert sum(calls) == 2
+
+
+def prefilled_prompts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of prompts of each prefill from here on."""
+    calls: list[int] = []
+    unchanged = Reader.prefill
+
+    def counting(self: Reader, prompts: Sequence[EncodedSequence]) -> Any:
+        calls.append(len(prompts))
+        return unchanged(self, prompts)
+
+    monkeypatch.setattr(Reader, "prefill", counting)
+    return calls
+
+
+def test_prompts_are_kept_as_long_as_there_is_room_and_their_weights_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny_engine()
+    prompts = [prompt_of(engine, np.random.default_rng(i), length=10) for i in range(3)]
+    sampler, calls = sampler_of(engine, prompt_tokens=25), prefilled_prompts(monkeypatch)
+    for number in (0, 1, 0, 2, 0, 1):  # the third goes in where the second was
+        run_one(sampler, prompts[number], sample(max_tokens=2))
+    assert len(calls) == 4
+    sampler.close(SESSION)
+    sampler.open(SESSION, None)
+    run_one(sampler, prompts[1], sample(max_tokens=2))
+    assert len(calls) == 5
+
+
+def test_prompts_that_differ_in_a_token_or_a_pixel_are_others() -> None:
+    engine = tiny_engine()
+    prompt = prompt_of(engine, np.random.default_rng(0), length=10, images=((4, 6),))
+    (image,) = prompt.images
+    pixels = image.pixel_values.clone()
+    pixels[3, 3] += 1
+    ids = prompt.input_ids.copy()
+    ids[2] += 1
+    others = (
+        replace(prompt, images=(replace(image, pixel_values=pixels),)),
+        replace(prompt, images=(replace(image, grid=(1, 6, 4)),)),
+        replace(prompt, images=()),
+        replace(prompt, input_ids=ids),
+    )
+    assert replace(prompt).digest == prompt.digest
+    assert len({prompt.digest, *(other.digest for other in others)}) == 5
 
 
 def test_without_a_seed_each_request_is_another() -> None:

@@ -17,7 +17,8 @@ B sequences, S cached tokens, W tokens of a window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -82,6 +83,14 @@ def check_cache(cache: Any) -> None:
         raise FamilyError(
             f"this model caches in {held}, of which sequences cannot leave one by one; sample from it with vLLM"
         )
+
+
+def selected(cache: Any, rows: Sequence[int]) -> Any:
+    """Return a cache of these sequences; one may come several times. Neither cache changes with the other."""
+    tensors = {id(tensor): tensor for _, _, tensor, _ in _tensors(cache)}
+    taken = copy.deepcopy(cache, {**tensors})  # all but the tensors
+    select(taken, torch.tensor(rows))
+    return taken
 
 
 def select(cache: Any, rows: torch.Tensor) -> None:

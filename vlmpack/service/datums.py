@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import blake2b
 from math import prod
 from typing import Any, final
 
@@ -29,6 +30,15 @@ from vlmpack.service.messages import Chunk, Datum, ForwardBackward, ImageChunk, 
 
 FORMATS = ("png", "jpeg")
 """Image formats of the API; the content of the bytes decides which one it is."""
+
+
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
+"""Families of which images are encoded: each image is a grid of patches and one run of placeholders."""
+
+
+def is_served(family: Family) -> bool:
+    """Return whether requests of a family can be encoded: text models, and those of Qwen that take images."""
+    return not family.has_vision or family.model_type in QWEN
 
 
 @final
@@ -56,6 +66,15 @@ class EncodedSequence:
     def length(self) -> int:
         """N."""
         return len(self.input_ids)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """The same for the same tokens and images alone."""
+        hashed = blake2b(self.input_ids.tobytes(), digest_size=32)
+        for image in self.images:
+            hashed.update(repr(image.grid).encode())
+            hashed.update(image.pixel_values.contiguous().numpy().tobytes())
+        return hashed.digest()
 
     @cached_property
     def patches(self) -> int:

@@ -19,14 +19,14 @@ from torch import nn
 
 from vlmpack.collate import parts_of
 from vlmpack.context_parallel import Parallel
-from vlmpack.errors import ConfigError, RequestError
+from vlmpack.errors import ConfigError, FamilyError, RequestError
 from vlmpack.families import family_of
 from vlmpack.layout import MIN_SHARED
 from vlmpack.model import enable_packing
 from vlmpack.service import shared_rows
 from vlmpack.service.adapters import Adapter, Adapters, Span, new_adapter
 from vlmpack.service.clients import ClientModel, read_settings
-from vlmpack.service.datums import EncodedRequest, EncodedSequence, Encoder, ModelLimits
+from vlmpack.service.datums import QWEN, EncodedRequest, EncodedSequence, Encoder, ModelLimits, is_served
 from vlmpack.service.generation import itself
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import AdamParams, Chunk, ForwardBackward, LoraConfig, OptimStepResult, Sample
@@ -129,6 +129,12 @@ class Engine:
             ConfigError: rows cannot be shared in this family, or on several ranks; sharding on one rank.
         """
         self.config = config or EngineConfig()
+        family = family_of(model)
+        if not is_served(family):
+            raise FamilyError(
+                f"{family.model_type}: the service takes images as Qwen's models do, a grid of patches each; serve one "
+                f"of {', '.join(QWEN)}, or a text model"
+            )
         self._check_ranks(ranks)
         is_sharded = self.config.shard_on is not None
         self.model: Any = enable_packing(model, parallel=Parallel() if is_sharded else None)

@@ -434,22 +434,53 @@ class Batch:
         self.offsets += other.offsets
 
 
-def begin(sequences: Sequence[Growing], reader: Reader) -> Batch:
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prefilled:
+    """A prompt that went through the model."""
+
+    length: int
+    """Its tokens."""
+    logits_V: torch.Tensor
+    """After its last token."""
+    cache: Any
+    """Of this one sequence."""
+    offset: int
+    """The difference between the rotary position of what follows and its place."""
+
+    def begin(self, sequences: Sequence[Growing], reader: Reader) -> Batch:
+        """Let sequences begin after it, and choose their next tokens."""
+        cache = caches.selected(self.cache, [0] * len(sequences))
+        batch = Batch(sequences, cache, offsets=[self.offset] * len(sequences))
+        batch.take(self.logits_V.expand(len(sequences), -1), reader)
+        return batch
+
+
+def begin(
+    sequences: Sequence[Growing], reader: Reader, *, keep: Callable[[EncodedSequence, Prefilled], None] | None = None
+) -> Batch:
     """Prefill what sequences begin with, each prompt once, and choose their next tokens.
 
     Args:
         sequences: those that begin alike are adjacent.
         reader: the model.
+        keep: is called with each prompt; None: they are not kept.
     """
-    groups = [list(group) for _, group in groupby(sequences, key=lambda s: (id(s.prompt), *s.tokens))]
+    groups = [list(group) for _, group in groupby(sequences, key=lambda s: (s.prompt.digest, *s.tokens))]
     contexts = [group[0].context for group in groups]
-    logits, cache = reader.prefill(contexts)
+    logits_BV, cache = reader.prefill(contexts)
+    longest = max(context.length for context in contexts)
+    offsets = [int(reader.positions(context).max()) + 1 - context.length for context in contexts]
+    if keep is not None:
+        for row, context in enumerate(contexts):
+            of_row = caches.selected(cache, [row])
+            caches.trim_left(of_row, longest - context.length)
+            keep(context, Prefilled(length=context.length, logits_V=logits_BV[row], cache=of_row, offset=offsets[row]))
     rows = torch.tensor([index for index, group in enumerate(groups) for _ in group])
     if len(rows) > len(groups):
         caches.select(cache, rows)
-    offsets = [int(reader.positions(context).max()) + 1 - context.length for context in contexts]
     batch = Batch(sequences, cache, offsets=[offsets[row] for row in rows])
-    batch.take(logits[rows.to(logits.device)], reader)
+    batch.take(logits_BV[rows.to(logits_BV.device)], reader)
     return batch
 
 

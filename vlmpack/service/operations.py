@@ -9,6 +9,8 @@ in the journal; what the engine did for one that is not there dies with the proc
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -328,6 +330,10 @@ def lacks_seed(request: Request) -> bool:
             return False
 
 
+_NO_SPACE = os.strerror(errno.ENOSPC)
+
+
 def describe_failure(error: BaseException) -> str:
     """Return what a client is told of an error that is not its own."""
-    return f"the server failed: {type(error).__name__}: {error}"
+    remedy = "; the disk of its state folder is full: make room there" if _NO_SPACE in str(error) else ""
+    return f"the server failed: {type(error).__name__}: {error}{remedy}"

@@ -21,7 +21,7 @@ from torch import nn
 
 from vlmpack.errors import RequestError, VlmpackError
 from vlmpack.service.datums import EncodedSequence
-from vlmpack.service.generation import Agree, Batch, Growing, Reader, begin, groups_by_length, itself
+from vlmpack.service.generation import Agree, Batch, Growing, Prefilled, Reader, begin, groups_by_length, itself
 from vlmpack.service.messages import Failure, Sample, SampleResult
 from vlmpack.service.sampling_jobs import Job, SampledModel, ending_of
 
@@ -83,6 +83,8 @@ class SamplingSettings:
     max_cached_tokens: int = 131072
     """Most tokens in the key-value caches of a snapshot, with those that running sequences may still grow by; one
     request runs whatever it takes."""
+    prompt_tokens: int = 16384
+    """Tokens of prompts whose key-value caches are kept for later requests, over all snapshots; 0: none are."""
     max_snapshots: int = 16
     """Most snapshots in memory."""
     rounding: float | None = None
@@ -98,6 +100,43 @@ class SamplingSettings:
         if dtype.itemsize < 4:
             return 4 * torch.finfo(dtype).eps
         return 2.0**-13 if torch.get_float32_matmul_precision() == "highest" else 2.0**-7
+
+
+@final
+class PrefilledPrompts:
+    """Prompts that went through the model, by snapshot and digest, as many as a number of tokens allows.
+
+    Args:
+        tokens: of all of them; the least recently used ones go.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._most, self._tokens = tokens, 0
+        self._kept: OrderedDict[tuple[Path | None, bytes], Prefilled] = OrderedDict()
+
+    def __contains__(self, key: tuple[Path | None, bytes]) -> bool:
+        return key in self._kept
+
+    def take(self, key: tuple[Path | None, bytes]) -> Prefilled:
+        """Return a prompt, which stays."""
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def put(self, key: tuple[Path | None, bytes], prompt: Prefilled) -> None:
+        """Keep a prompt, unless it is longer than all of them may be."""
+        if prompt.length <= self._most:
+            self._kept[key] = prompt
+            self._tokens += prompt.length
+        while self._tokens > self._most:
+            self._remove(next(iter(self._kept)))
+
+    def drop(self, folder: Path | None) -> None:
+        """Forget the prompts of a snapshot."""
+        for key in [key for key in self._kept if key[0] == folder]:
+            self._remove(key)
+
+    def _remove(self, key: tuple[Path | None, bytes]) -> None:
+        self._tokens -= self._kept.pop(key).length
 
 
 # ---------------------------------------------------------------------- the built-in engine
@@ -158,6 +197,7 @@ class BatchedSampling:
         self._loaded: OrderedDict[Path | None, Weights] = OrderedDict()  # the first one goes first
         self._jobs: dict[str, Job] = {}
         self._finished: list[Finished] = []
+        self._prompts = PrefilledPrompts(self._settings.prompt_tokens)
         self.sampled_tokens = 0
         """Tokens sampled so far, those that checks took back included."""
         self.canonical_tokens = 0
@@ -183,6 +223,7 @@ class BatchedSampling:
         self._fail([job for job in self._jobs.values() if job.session_id == session_id], closed)
         if folder not in self._folders.values():
             self._loaded.pop(folder, None)
+            self._prompts.drop(folder)
 
     def add(self, key: str, session_id: str, prompt: EncodedSequence, request: Sample) -> None:
         """Take up a request."""
@@ -270,10 +311,19 @@ class BatchedSampling:
                 batch = Batch(sequences, None, offsets=[0] * len(rows))
                 batch.take(logits_BV[rows], reader)
                 self._started(lane, batch, reader)
-        going_on = [(job, group) for job, group in taken if not job.ends_at_once]
-        prompts = [job.prompt for job, _ in going_on]
-        for indices in groups_by_length(prompts):
-            batch = begin([sequence for index in indices for sequence in going_on[index][1]], reader)
+        going_on: dict[bytes, list[Growing]] = {}
+        for job, group in taken:
+            if not job.ends_at_once:
+                going_on.setdefault(job.prompt.digest, []).extend(group)
+        for digest in [digest for digest in going_on if (lane.folder, digest) in self._prompts]:
+            self._started(lane, self._prompts.take((lane.folder, digest)).begin(going_on.pop(digest), reader), reader)
+        groups = list(going_on.values())
+
+        def keep(prompt: EncodedSequence, prefilled: Prefilled) -> None:
+            self._prompts.put((lane.folder, prompt.digest), prefilled)
+
+        for indices in groups_by_length([group[0].prompt for group in groups]):
+            batch = begin([sequence for index in indices for sequence in groups[index]], reader, keep=keep)
             self._started(lane, batch, reader)
 
     def _started(self, lane: _Lane, batch: Batch, reader: Reader) -> None:
@@ -372,7 +422,7 @@ class BatchedSampling:
         """The weights of a snapshot; they are read if they are not in memory."""
         if folder not in self._loaded:
             while len(self._loaded) >= self._settings.max_snapshots:
-                self._loaded.popitem(last=False)
+                self._prompts.drop(self._loaded.popitem(last=False)[0])
             self._loaded[folder] = self._open_weights(folder)
         self._loaded.move_to_end(folder)
         return self._loaded[folder]
