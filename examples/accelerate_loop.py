@@ -55,11 +55,20 @@ if checkpoint.exists():
     accelerator.load_state(str(checkpoint))
 
 step = PackedStep(model)
+
+
+def over_ranks(number: torch.Tensor) -> float:
+    """Return the sum of all ranks' numbers."""
+    total = accelerator.reduce(number, "sum")
+    assert isinstance(total, torch.Tensor)
+    return total.item()
+
+
 while sampler.epoch < args.epochs:
     rows = iter(DataLoader(samples, batch_sampler=sampler, collate_fn=collator.collate))
     while micro_batches := list(islice(rows, args.accumulation)):
         counted = torch.tensor(sum(row.metadata.num_targets for row in micro_batches), device=device)
-        targets = int(accelerator.reduce(counted, "sum"))
+        targets = int(over_ranks(counted))
         loss = torch.zeros((), device=device)
         for row in micro_batches:
             with accelerator.accumulate(model), accelerator.autocast():
@@ -71,7 +80,7 @@ while sampler.epoch < args.epochs:
                 optimizer.step()
                 optimizer.zero_grad()
             loss += result.loss.detach()
-        accelerator.print(f"{targets} targets, loss {accelerator.reduce(loss, 'sum').item():.6f}", flush=True)
+        accelerator.print(f"{targets} targets, loss {over_ranks(loss):.6f}", flush=True)
     accelerator.wait_for_everyone()
     accelerator.save_state(str(checkpoint))
 
