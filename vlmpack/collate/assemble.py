@@ -14,7 +14,7 @@ from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.errors import check_whole_number
-from vlmpack.families import Join
+from vlmpack.families import Join, media_runs
 from vlmpack.layout import (
     IGNORE,
     IMAGE,
@@ -164,8 +164,10 @@ def _write(arrays: Sequence[np.ndarray], starts: Sequence[int], total: int, fill
 def _metadata(samples: Sequence[Encoded]) -> HostMetadata:
     images = tuple(len(sample.images) for sample in samples)
     videos = tuple(len(sample.videos) for sample in samples)
+    has_tiles = any(image.grid is None for image in _images(samples))
     return HostMetadata(
         lengths=tuple(sample.num_tokens for sample in samples),
+        media_runs=tuple(media_runs(sample.types) for sample in samples) if has_tiles else (),
         image_grids=_grids(_images(samples)),
         video_grids=_grids(_videos(samples)),
         image_tokens=tuple(sum(image.runs) for image in _images(samples) if image.grid is None),

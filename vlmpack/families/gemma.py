@@ -33,6 +33,7 @@ def _tokens_of_patches(tensors: Tensors, config: Any) -> Sequence[int]:
 
 
 def _sees_images(text_config: Any) -> bool:
+    """Return whether images are seen in both directions: E2B and E4B are causal throughout."""
     return text_config.use_bidirectional_attention == "vision"
 
 

@@ -114,7 +114,9 @@ class Attention(Mechanism):
         windows = None if _has_own_masks(setup.model) else layer_windows(setup.model)
         if (sees := spans_in(setup.model)) is None:
             return RowAttention(setup.backend, windows)
-        runs = runs_of_row(setup.types, setup.row.segments, setup.metadata.media_runs)
+        row, runs = setup.row, ()
+        if row.media.pixel_values is not None:  # a row without has no placeholders either
+            runs = runs_of_row(setup.types, row.segments, setup.metadata.media_runs)
         spans = Spans(runs=setup.part.spans(runs))
         return RowAttention(setup.backend, windows, spans=spans, in_window=sees.is_in)
 
