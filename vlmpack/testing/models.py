@@ -441,7 +441,7 @@ def _glm_moe_text(sizes: TinySizes) -> dict[str, Any]:
 
 TILED: dict[str, Any] = {"mrope": False, "since_qwen3": False, "patch_size": 6}
 """Parts of recipes of families whose images are tiles."""
-GEMMA = TILED | {"since_qwen3": True}
+GEMMA: dict[str, Any] = TILED | {"since_qwen3": True}
 
 RECIPES = {
     "qwen2_vl": _Recipe(vision=towers.qwen2_vision, since_qwen3=False),
