@@ -6,12 +6,15 @@ Pairs are counted one by one here, by the words in which transformers describes 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from vlmpack.families import ImageSpans
-from vlmpack.model import Work
 from vlmpack.testing.tiles import Sample
+
+if TYPE_CHECKING:
+    from vlmpack.model import Work
 
 Windows = Collection[int | None]
 """Tokens that queries attend to, in each kind of layer; None: all before them."""
