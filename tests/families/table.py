@@ -1,6 +1,6 @@
 """The families tables, made of the registry and of tiny configurations: `python tests/families/table.py`.
 
-The README has one line for what families take, the README of `vlmpack/families` one for each way to keep samples apart.
+The README and the page for newcomers have one line for what families take, the README of `vlmpack/families` one for each way to keep samples apart.
 Whatever the registry has is in the equality matrix of `tests/model/test_equality.py`, so nothing is listed that is not
 run there. `test_table.py` compares the files with this.
 """
@@ -87,12 +87,13 @@ def table() -> str:
 
 
 def short_table() -> str:
-    """One line for all families that take the same."""
+    """One line for all families that take the same; those that take most come first."""
     lines: dict[str, list[str]] = {}
     for (takes, apart), names in rows().items():
         families = ", ".join(NAMES[name] for name in names)
         lines.setdefault(takes, []).append(f"{families} ({apart})" if apart else families)
-    return SHORT_HEAD + "".join(f"| {takes} | {'; '.join(families)} |\n" for takes, families in lines.items())
+    of_most = sorted(lines.items(), key=lambda line: -len(line[0]))
+    return SHORT_HEAD + "".join(f"| {takes} | {'; '.join(families)} |\n" for takes, families in of_most)
 
 
 def properties(model_type: str, family: Family) -> tuple[str, str]:
@@ -116,7 +117,11 @@ def _patterns(family: Family, text_config: Any) -> list[tuple[str, bool]]:
     ]
 
 
-FILES = {ROOT / "README.md": short_table, ROOT / "vlmpack" / "families" / "README.md": table}
+FILES = {
+    ROOT / "README.md": short_table,
+    ROOT / "docs" / "is_it_for_me.md": short_table,
+    ROOT / "vlmpack" / "families" / "README.md": table,
+}
 """The files, and the table that each has."""
 
 
