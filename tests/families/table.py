@@ -1,8 +1,8 @@
 """The families tables, made of the registry and of tiny configurations: `python tests/families/table.py`.
 
-The README and the page for newcomers have one line for what families take, the README of `vlmpack/families` one for each way to keep samples apart.
-Whatever the registry has is in the equality matrix of `tests/model/test_equality.py`, so nothing is listed that is not
-run there. `test_table.py` compares the files with this.
+The README and the page for newcomers have a line for what families take, the README of `vlmpack/families` one for
+each way to keep samples apart. Whatever the registry has is in the equality matrix of `tests/model/test_equality.py`,
+so nothing is listed that is not run there. `test_table.py` compares the files with this.
 """
 
 from __future__ import annotations

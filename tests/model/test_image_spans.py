@@ -119,7 +119,7 @@ def test_a_gemma_4_without_spans_has_none() -> None:
 
 
 @each_family
-@pytest.mark.parametrize("wrong", [None, ImageSpans(), ImageSpans(layers="sliding")], ids=str)
+@pytest.mark.parametrize("wrong", [None, ImageSpans(), ImageSpans(layers="sliding")], ids=["none", "all", "sliding"])
 def test_a_descriptor_with_other_spans_than_the_models_own_masks_is_refused(
     family: str, wrong: ImageSpans | None
 ) -> None:
