@@ -178,8 +178,8 @@ def test_experts_need_rows_of_16_bytes(name: str) -> None:
 
 
 def test_an_unknown_family() -> None:
-    with pytest.raises(FamilyError, match="'llava'; there are qwen2_vl, qwen2_5_vl, qwen3_vl"):
-        tiny_config("llava")
+    with pytest.raises(FamilyError, match="'flava'; there are qwen2_vl, qwen2_5_vl, qwen3_vl"):
+        tiny_config("flava")
 
 
 def stand_in_processor(ids: dict[str, int]) -> Any:

@@ -27,11 +27,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from vlmpack.attention.patterns import (
     CAUSAL,
     Pattern,
-    all_visible,
     causal_mask,
     visible_keys,
     windowed,
     with_sinks,
+    within_window,
     written_out,
 )
 from vlmpack.errors import BackendError
@@ -328,7 +328,8 @@ class SdpaSegments(Backend):
             """n segments of one length."""
             window, queries, visible = softmax.pattern.window, q_nLNH.shape[1], k_nLKH.shape[1]
             if not softmax.causal:
-                mask = all_visible(queries, visible, window, q_nLNH.device)
+                sees_all = window is None or visible <= window
+                mask = None if sees_all else within_window(queries, visible, window, q_nLNH.device)
                 return _attend(q_nLNH, k_nLKH, v_nLKH, mask, softmax)
             if window is None and queries == visible:
                 return _attend(q_nLNH, k_nLKH, v_nLKH, None, softmax)

@@ -162,10 +162,8 @@ def _by_blocks(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, window: int, atte
     return torch.cat(out, 1)
 
 
-def all_visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """The mask of a span's queries, the last L of L' places, which see later ones too; None: all see all."""
-    if window is None or keys <= window:
-        return None
+def within_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """The mask of a span's queries, bool [L, L'], the last L of L' places, which see later ones too."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(keys - queries - window + 1)
 
 

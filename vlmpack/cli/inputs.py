@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -251,7 +252,7 @@ def _load_processor(name: str) -> Any:
 
 
 def limit_pixels(processor: Any, max_pixels: int | None) -> Any:
-    """Set the largest area of an image; None: the processor's default.
+    """Return a copy of a processor with this largest area of an image; None: the processor itself.
 
     Raises:
         ConfigError: the processor takes no images, or enlarges them beyond that area.
@@ -260,6 +261,7 @@ def limit_pixels(processor: Any, max_pixels: int | None) -> Any:
 
     if max_pixels is None:
         return processor
+    processor = deepcopy(processor)
     images = parts_of(processor).image_processor
     if images is None:
         raise ConfigError(f"--max-pixels {max_pixels}: a text model has no images; leave it out")
