@@ -346,7 +346,9 @@ def test_packed_equals_alone_in_plain_transformers(family: str, clip: bytes) -> 
 def test_rules_are_read_off_the_video_processor() -> None:
     values = {"fps": 1, "min_frames": 2, "max_frames": 9, "size": {"shortest_edge": 3, "longest_edge": 7}}
     videos = SimpleNamespace(to_dict=lambda: values)
-    processor = SimpleNamespace(tokenizer=None, video_processor=videos, get_attributes=lambda: ["video_processor"])
+    processor = SimpleNamespace(
+        tokenizer=None, image_processor=None, video_processor=videos, get_attributes=lambda: ["video_processor"]
+    )
     metadata = SimpleNamespace(frame_timestamps=True, by_processor=False)
     rules = file_rules_of(processor, metadata, limits=VideoLimits(max_frames=5))
     assert rules == FileRules(
