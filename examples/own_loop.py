@@ -64,7 +64,7 @@ training, evaluation = (Subset(samples, range(*ends)) for ends in ((held_out, le
 collator = VLMCollator(processor, layout="packed")
 table = measure_lengths(training, collator, workers=2)
 plan = plan_bins(table, args.capacity, oversize="drop")
-if rank == 0 and plan.dropped:
+if rank == 0 and len(plan.dropped):
     cannot_be_used = "".join(f"\n  {refused.index}: {refused.detail}" for refused in table.refused)
     print(f"left out: {len(plan.dropped)} of {len(training)} samples, the others exceed a row:{cannot_be_used}")
 sampler = PackedBatchSampler(plan, ranks=world, rank=rank, accumulation=args.accumulation)

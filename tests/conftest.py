@@ -6,6 +6,7 @@ Shared helpers live beside this file as plain modules: `from chats import proces
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -38,6 +39,8 @@ hypothesis.settings.register_profile("search", hypothesis.settings.get_profile("
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "vlmpack"))
 
 torch.set_num_threads(1)  # pytest-xdist runs one worker a core
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; processes of tests inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
 

@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import re
+import select
 import signal
 import struct
 import subprocess
@@ -61,6 +62,8 @@ def at_terminal(
         os.close(terminal[1])
         acted, end = act is None, time.monotonic() + SECONDS
         while time.monotonic() < end:
+            if not select.select([terminal[0]], [], [], 1.0)[0]:
+                continue
             try:
                 part = os.read(terminal[0], 65536).decode(errors="replace")
             except OSError:  # the last process has closed it

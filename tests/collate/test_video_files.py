@@ -203,9 +203,12 @@ def test_pixels_grids_and_times_are_those_of_transformers_video_processors(tmp_p
     for case, expected in zip(cases, answers, strict=True):
         values = expected["settings"]
         processor = SimpleNamespace(
-            tokenizer=None, image_processor=None, video_processor=SimpleNamespace(to_dict=lambda values=values: values)
+            tokenizer=None,
+            image_processor=None,
+            get_attributes=lambda: ["video_processor"],
+            video_processor=SimpleNamespace(to_dict=lambda values=values: values),
         )
-        rules = file_rules_of(processor, SimpleNamespace(frame_timestamps=case["is_per_clip"]))
+        rules = file_rules_of(processor, SimpleNamespace(frame_timestamps=case["is_per_clip"], by_processor=False))
         numbers = {**values, "image_mean": list(values["image_mean"]), "image_std": list(values["image_std"])}
         cut = VideoSettings.from_image_processor(SimpleNamespace(**numbers))
         video = load_video_file({"video": case["path"]}, settings=cut, rules=rules)

@@ -116,7 +116,7 @@ def test_the_matrix_has_every_kind_of_input_and_sees_the_vision_tower(family):
         images, videos = (any(name in s for s in own.samples) for name in ("pixel_values", "pixel_values_videos"))
         assert images == (kind in ("image", "images", "mixed"))
         assert videos == (descriptor.has_videos and kind in ("video", "mixed"))
-        assert len(set(own.lengths)) == len(own.lengths) > 1
+        assert len(set(own.lengths)) > 1  # images of one size may take equal places
 
 
 # ---------------------------------------------------------------------- other ways in

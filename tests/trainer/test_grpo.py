@@ -22,6 +22,8 @@ pytestmark = [
 ]
 
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+LOSS = {"vespo": 4e-6}
+"""Relative limit of a loss where it is not 1e-6: powers of ratios round more."""
 
 
 def compared(tmp_path, family="qwen3_vl", *, adapted=lambda model: model, **settings):
@@ -31,7 +33,7 @@ def compared(tmp_path, family="qwen3_vl", *, adapted=lambda model: model, **sett
         runs.append(grpo(trainer, adapted(saved(tmp_path, family)), tmp_path, **settings))
         finished.append(finish(runs[-1]))
     (padded, reference), (packed, ours) = finished
-    assert packed.losses[0] == pytest.approx(padded.losses[0], rel=1e-6, abs=1e-6)
+    assert packed.losses[0] == pytest.approx(padded.losses[0], rel=LOSS.get(settings.get("loss_type"), 1e-6), abs=1e-6)
     assert packed.losses == pytest.approx(padded.losses, rel=1e-5, abs=1e-5)  # of weights apart by rounding
     assert len(packed.gradients) == 3
     assert max(float(gradient.abs().max()) for truth in padded.gradients for gradient in truth.values()) > 1e-3

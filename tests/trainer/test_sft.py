@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from chats import picture
 from peft import LoraConfig, PromptTuningConfig
@@ -252,8 +255,11 @@ def test_settings_that_are_refused(settings, seen, tmp_path):
 
 def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    part = {"type": "image", "image": "receipts/1.png"}
+    Path("chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": [part]}]}))
     names = {"__name__": "page"}
     for example in examples(DOCS / "trl.md"):
         exec(example.code, names)
     assert names["trainer"].state.log_history[0]["packing/computed"] < 0.75  # the prompts of pairs once
+    assert names["conversations"][0]["messages"][0]["content"][0]["image"] == part["image"]
     assert names["planned"].evaluation.token_loss > 0

@@ -137,13 +137,15 @@ def check_mask(trace: Trace) -> Check:
     probed, sparse = trace.probed, trace.probed.family.has("per_sample")
     parts = ModelParts(family=probed.family, core=probed.core)
     windows, sees, runs = {} if sparse else layer_windows(parts), spans_in(parts), media_spans(trace)
+    by_sample = [[run for run in runs if start <= run[0] < stop] for start, stop in trace.segments.spans]
+    first_runs = [of[0] for of in by_sample if of]  # to a second image a first one is the past
     for name, call in trace.attention.items():
         window = windows.get(int(name.removeprefix("layer ")))
         has_spans = sees is not None and sees.is_in(window)
         problem = _causality_problem(
             call, trace.segments.spans, sparse=sparse, window=window, runs=runs if has_spans else []
         )
-        if problem or (problem := "" if sees is None else _span_problem(call, runs, has_spans=has_spans)):
+        if problem or (problem := "" if sees is None else _span_problem(call, first_runs, has_spans=has_spans)):
             return Check.wrong("mask", f"{name}: {problem}")
     return check
 

@@ -68,7 +68,7 @@ def probe(
         progress: called with the name of each part before it begins.
 
     Raises:
-        FamilyError: the model's family cannot be packed, or the processor is not one of a Qwen-VL model.
+        FamilyError: the model's family cannot be packed, or the processor's images are not those of the family.
         ConfigError: the processor is another model's.
         BackendError: the named back-end cannot serve.
     """
@@ -99,15 +99,15 @@ def backends_for(model: nn.Module) -> list[str]:
 
 
 def _attention_call(probed: ProbedModel) -> AttentionCall:
-    text = probed.family.text_config(probed.config)
+    text = probed.family.text_config(probed.config).to_dict()  # where layers differ, attributes raise
     weight = next(probed.family.language_model(probed.core).parameters())
-    heads = text.num_attention_heads
+    heads = text["num_attention_heads"]
     return AttentionCall(
         device=weight.device.type,
         dtype=weight.dtype,
-        head_dim=text.to_dict().get("head_dim") or text.hidden_size // heads,
+        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
         num_heads=heads,
-        num_kv_heads=text.num_key_value_heads,
+        num_kv_heads=text.get("num_key_value_heads") or heads,
     )
 
 
