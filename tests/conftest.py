@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,17 @@ def fresh_compiler() -> Iterator[None]:
     counters.clear()
     yield
     torch.compiler.reset()
+
+
+@pytest.fixture
+def hide_package(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Make a package one that cannot be imported, whatever of it another test of the process has imported."""
+
+    def hide(name: str) -> None:
+        for module in [name, *(module for module in sys.modules if module.startswith(f"{name}."))]:
+            monkeypatch.setitem(sys.modules, module, None)
+
+    return hide
 
 
 @pytest.fixture(autouse=True)

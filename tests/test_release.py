@@ -105,7 +105,9 @@ TRIED = ("apted", "megatron")
 
 
 @pytest.mark.parametrize("extra", CASES)
-def test_a_missing_package_is_named_with_its_extra(extra: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_package_is_named_with_its_extra(
+    extra: str, monkeypatch: pytest.MonkeyPatch, hide_package: Callable[[str], None], tmp_path: Path
+) -> None:
     use, package = CASES[extra]
     find_spec = importlib.util.find_spec
 
@@ -117,7 +119,7 @@ def test_a_missing_package_is_named_with_its_extra(extra: str, monkeypatch: pyte
     for name in [name for name in sys.modules if name.startswith("vlmpack.plots")]:
         monkeypatch.delitem(sys.modules, name)
     if package in TRIED:
-        monkeypatch.setitem(sys.modules, package, None)  # importing it raises
+        hide_package(package)
     with pytest.raises(ConfigError, match=rf"\b{package}\b.*pip install 'vlmpack\[{extra}\]'"):
         use()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -15,9 +13,8 @@ TINY = PlanShapes(many=400, few=100, against_trl=100, stream=300, waiting=16, ra
 
 
 @pytest.mark.full
-def test_every_length_set_is_held_to_the_same_targets(monkeypatch):
-    for module in ("trl", "trl.data_utils"):  # the second too: another test of the process may have imported it
-        monkeypatch.setitem(sys.modules, module, None)
+def test_every_length_set_is_held_to_the_same_targets(hide_package):
+    hide_package("trl")
     *figures, trl = CASES["plan"].run(BenchSettings(seconds=0.0), TINY)
     assert all(isinstance(figure, Figure) and figure.case == "plan" and figure.target for figure in figures)
     assert len({figure.name for figure in figures}) == len(figures) == 7 * len(LENGTH_SETS) + 1

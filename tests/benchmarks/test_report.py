@@ -124,6 +124,7 @@ def test_a_missing_file_is_named_with_what_writes_one(reported: Reported, tmp_pa
     assert "there is no file" in shown.error and "--json" in shown.error
 
 
+@pytest.mark.full
 def test_a_file_named_twice_is_refused(reported: Reported, runs: list[str]) -> None:
     shown = reported(runs[0], runs[0])
     assert shown.status == 2 and "named twice" in shown.error
@@ -138,6 +139,7 @@ def test_a_file_that_is_no_report_is_refused_in_one_line(reported: Reported, con
     assert len(shown.error.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_a_file_in_the_place_of_the_folder_is_refused(reported: Reported, runs: list[str], tmp_path: Path) -> None:
     shown = reported(*runs, "--out", runs[0])
     assert shown.status == 2

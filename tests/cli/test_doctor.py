@@ -140,6 +140,7 @@ def test_with_fla_its_version_decides(monkeypatch: pytest.MonkeyPatch, version: 
 # ---------------------------------------------------------------------- probes of every family
 
 
+@pytest.mark.full
 def test_a_healthy_machine_gets_exit_status_0_and_a_probe_of_every_family(few_families: None) -> None:
     result = run_probe("--json")
     assert result.exit_code == 0
@@ -222,6 +223,7 @@ def test_a_leak_has_exit_status_1_and_a_name(folder: str) -> None:
     assert "Do not train packed rows here" in said
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("one_picture")
 def test_json_has_the_whole_report(folder: str) -> None:
     result = run_probe(folder, "--json")
@@ -245,6 +247,7 @@ def test_a_tiny_copy_of_a_configuration_is_probed_by_every_back_end(family: str,
     assert all(probe["weights"] == "a tiny copy with random weights: as asked" for probe in probes)
 
 
+@pytest.mark.full
 def test_a_precision_and_a_back_end_can_be_chosen(tmp_path: Path) -> None:
     tiny_config("qwen3", hidden=192, layers=5).save_pretrained(tmp_path)
     result = run_probe(str(tmp_path), "--tiny", "--dtype", "bfloat16", "--attention", "eager_mask")

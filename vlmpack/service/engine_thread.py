@@ -154,7 +154,8 @@ class EngineThread:
             lane, unit = self._next_unit()
             samples = self._drain_until is None and self._samples.has_work
             if unit is None and not samples:
-                self._ledger.changed.wait(TIDY_SECONDS)
+                if not self._stop and not self._is_drained():  # either may have come since the loop looked
+                    self._ledger.changed.wait(TIDY_SECONDS)
                 return
         if unit is not None and lane is not None:
             self._guarded(lane, unit)
