@@ -1,11 +1,11 @@
-"""Three tiers of tests: the short one is the specification once, the full one adds products of circumstances, and the
-exhaustive one the products of families that differ by their descriptor alone.
+"""Three tiers of tests: the short one is the specification once, the full one adds what takes processes and a part of
+the products of circumstances, and the exhaustive one the whole products.
 
 `make test` leaves out what is marked `full`, `make test-full` what is marked `exhaustive`; `make test-exhaustive` runs
 the rest. A function with several parameters and
 the mark `pairwise` stays in the short tier with few of its cases: every pair of values of two parameters is in one of
-them. With the mark `each_value` every value is. The others are marked `full` here. Cases of a value that is itself in
-the full tier only stay there, and show nothing.
+them. With the mark `each_value` every value is. A third of the others is marked `full` here, the rest `exhaustive`.
+Cases of a value that is itself in the full tier only stay there, and show nothing.
 
 Of families that bring no part of the code with them a third is in the full tier in each test, each once, in a
 circumstance that differs from family to family; their other cases are exhaustive. Tests with the mark `every_family`
@@ -28,9 +28,15 @@ def full(*values: Any) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
-def tiers(values: Iterable[Any], short: Sequence[Any]) -> list[Any]:
-    """All these values of a parameter, those in the full tier only that are not among `short`."""
-    return [value if value in short else full(value)[0] for value in values]
+def only_exhaustive(*values: Any) -> list[Any]:
+    """These values of a parameter, in the exhaustive tier only."""
+    return [pytest.param(value, marks=(pytest.mark.full, pytest.mark.exhaustive)) for value in values]
+
+
+def tiers(values: Iterable[Any], short: Sequence[Any], exhaustive: Sequence[Any] = ()) -> list[Any]:
+    """All these values of a parameter: those of `short`, those of `exhaustive`, and the others in the full tier."""
+    mark = {True: only_exhaustive, False: full}
+    return [value if value in short else mark[value in exhaustive](value)[0] for value in values]
 
 
 def mark_products(items: Iterable[pytest.Item]) -> None:
@@ -52,6 +58,8 @@ def mark_products(items: Iterable[pytest.Item]) -> None:
             cases.remove(best)
         for item, _ in cases:
             item.add_marker(pytest.mark.full)
+            if crc32(item.nodeid.encode()) % 3:
+                item.add_marker(pytest.mark.exhaustive)
 
 
 READ_QWEN = (

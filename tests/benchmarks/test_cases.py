@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiers import full
+from tiers import full, only_exhaustive
 
 from benchmarks.cases.attention import Site
 from benchmarks.cases.head import all_rows, head_inputs, labelled_rows, measure_chunks
@@ -93,7 +93,9 @@ def test_a_case_measures_and_holds_its_figures_to_the_targets(name):
     check(figures, name)
 
 
-@pytest.mark.parametrize("family", ["qwen3", *full("qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen4_exp")])
+@pytest.mark.parametrize(
+    "family", ["qwen3", *full("qwen3_vl_moe", "qwen4_exp"), *only_exhaustive("qwen2_5_vl", "qwen3_5")]
+)
 def test_a_step_is_measured_for_every_kind_of_family(family):
     figures = CASES["step"].run(replace(QUICK, family=family), TINY)
     check(figures, "step")

@@ -114,12 +114,15 @@ C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
 @pytest.mark.parametrize(
     ("environment", "told", "arguments"),
     [
-        (ASCII, r"(id '\u1f85\u03b4\u03b7\u03c2'): bad_text", ("analyze", "rows.jsonl")),
+        pytest.param(
+            ASCII, r"(id '\u1f85\u03b4\u03b7\u03c2'): bad_text", ("analyze", "rows.jsonl"), marks=pytest.mark.exhaustive
+        ),
         (C_LOCALE, r"a \u03bc\u1fc6\u03bd\u03b9\u03bd: ", ("show", "rows.jsonl")),
-        (
+        pytest.param(
             ASCII,
             r"(id '\u1f85\u03b4\u03b7\u03c2')",
             ("pack", "rows.jsonl", "out", "--on-bad", "skip", "--max-bad-fraction", "1"),
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=["analyze", "show", "pack"],

@@ -68,6 +68,7 @@ def test_packed_trains_as_padded_does_on_fewer_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.exhaustive
 def test_the_same_seed_gives_the_same_losses(small: Path, tmp_path: Path) -> None:
     once, again, other = (
         run_demo(tmp_path / name, "--model", str(small), "--seed", seed, "--steps", "1")[1]["packed"]["losses"]

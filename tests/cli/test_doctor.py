@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tiers import full
+from tiers import full, only_exhaustive
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
@@ -154,6 +154,7 @@ def test_a_healthy_machine_gets_exit_status_0_and_a_probe_of_every_family(few_fa
 
 
 @pytest.mark.full
+@pytest.mark.exhaustive
 def test_the_summary_names_families_back_ends_and_verdicts(few_families: None) -> None:
     result = run_probe()
     assert result.exit_code == 0, result.output
@@ -234,7 +235,7 @@ def test_json_has_the_whole_report(folder: str) -> None:
     assert {check["part"] for check in report["checks"]} == {"isolation", "mechanism", "equality", "work"}
 
 
-@pytest.mark.parametrize("family", ["qwen3", *full("qwen2_5_vl", "qwen3_next")])
+@pytest.mark.parametrize("family", ["qwen3", *full("qwen2_5_vl"), *only_exhaustive("qwen3_next")])
 def test_a_tiny_copy_of_a_configuration_is_probed_by_every_back_end(family: str, tmp_path: Path) -> None:
     tiny_config(family, hidden=96, heads=4, kv_heads=2, layers=3).save_pretrained(tmp_path)
     result = run_probe(str(tmp_path), "--tiny", "--attention", "all", "--json")
@@ -352,7 +353,7 @@ def report_of(*checks: Check) -> Report:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["qwen3", *full("qwen3_5_moe", "qwen4_exp")])
+@pytest.mark.parametrize("family", ["qwen3", *full("qwen3_5_moe"), *only_exhaustive("qwen4_exp")])
 def test_every_group_of_parameters_has_a_line_of_its_own_on_80_columns(family: str) -> None:
     report = probe(tiny_model(family), plain=False)
     groups = {check.name.split("gradient of ")[1] for check in report.checks if "row: gradient of" in check.name}

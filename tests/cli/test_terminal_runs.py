@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiers import tiers
 from typer.testing import CliRunner
 
 from vlmpack.cli import app
@@ -81,7 +82,7 @@ def at_terminal(
 
 @pytest.mark.full
 @pytest.mark.dist
-@pytest.mark.parametrize("case", LONG)
+@pytest.mark.parametrize("case", tiers(LONG, [], exhaustive=["analyze", "show", "pack", "doctor"]))
 def test_ctrl_c_ends_a_verb_without_a_traceback_and_says_how_to_go_on(case: str, tmp_path: Path) -> None:
     arguments, title, remedy = LONG[case]
 

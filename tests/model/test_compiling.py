@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from moe import MOE, decoder_layers, samples_of
+from tiers import only_exhaustive
 from torch._dynamo import config
 from torch._dynamo.utils import counters
 from training import distance, gradients
@@ -52,7 +53,7 @@ def graphs_so_far():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "qwen4_exp"])
+@pytest.mark.parametrize("family", ["qwen3_5", *only_exhaustive("qwen2_5_vl", "qwen4_exp")])
 @config.patch(fail_on_recompile_limit_hit=True)  # PyTorch would go on without a word
 def test_every_row_is_what_it_is_without_and_rows_of_kinds_that_were_seen_compile_nothing(family):
     model, plain = small(family), small(family)
@@ -80,10 +81,17 @@ def compile_whole_layers(model, **settings):
     return model
 
 
+SHOWN = [("qwen3_vl_moe", compile_layers), ("qwen3_5_moe", compile_layers)]
+"""The full tier's: full attention in every layer, and layers of two kinds."""
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "compiled"),
-    [*((family, compile_layers) for family in MOE), ("qwen3_vl_moe", compile_whole_layers)],
+    [
+        pytest.param(family, compiled, marks=() if (family, compiled) in SHOWN else pytest.mark.exhaustive)
+        for family, compiled in [*((family, compile_layers) for family in MOE), ("qwen3_vl_moe", compile_whole_layers)]
+    ],
 )
 @config.patch(fail_on_recompile_limit_hit=True)
 def test_layers_with_experts_share_what_is_compiled_however_many_they_are(family, compiled):
@@ -121,7 +129,7 @@ def checkpointed(model, *, use_reentrant):
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", [*only_exhaustive(True), False])
 @pytest.mark.parametrize(
     ("family", "backend"),
     [("qwen2_5_vl", "eager"), ("qwen3_vl_moe", "eager"), ("qwen3_5", "eager"), ("qwen3", "aot_eager")],

@@ -14,6 +14,7 @@ import pytest
 import torch
 from equality import LOW_PRECISION, alone_through, by_sample, check_gradients, check_outputs, gradients, limits_of
 from peft import LoraConfig, get_peft_model
+from tiers import only_exhaustive
 from torch._dynamo.utils import counters
 
 from vlmpack.families import FAMILIES
@@ -229,7 +230,7 @@ def test_models_that_live_side_by_side_do_not_disturb_each_other(family, given):
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning:torch")
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3"])
+@pytest.mark.parametrize("family", [*only_exhaustive("qwen3_5"), "qwen3"])
 def test_a_compiled_model_packs(family):
     """Text samples: what `torch.compile` makes of the vision tower is tested with the Trainer."""
     model = fresh(family, layers=1 if family == "qwen3" else 2)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from equality import alone_through, check_gradients, check_low_precision, check_outputs, gradients, limits_of
 from peft import LoraConfig, get_peft_model
-from tiers import tiers
+from tiers import only_exhaustive, tiers
 from torch._dynamo.utils import counters
 from trees import DEEP, STRANGER, VIDEOS, rollouts, samples_of, shared
 from waiting import waits_are_errors
@@ -201,7 +201,7 @@ def test_under_autocast_the_error_is_that_of_samples_alone(family):
 @pytest.mark.full
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning:torch")
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", ["qwen3_5", *only_exhaustive("qwen3_vl", "qwen3_vl_moe")])
 def test_compiled_layers_take_every_tree(family):
     model = compile_layers(fresh(family), backend="aot_eager")
     for name in ("deep", "rollouts"):

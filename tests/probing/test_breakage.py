@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import full, tiers
+from tiers import full, only_exhaustive, tiers
 
 from vlmpack.attention import Pattern
 from vlmpack.families import FAMILIES, family_named
@@ -37,11 +37,11 @@ SEEDS = {"gpt_oss": 1}
 """Of models; with seed 0 rounding under autocast sends a token of gpt-oss to another expert."""
 SOME = ["qwen3", *full("qwen2_5_vl", "qwen3_5_moe")]
 """Where a mechanism is the same for every family."""
-VISION = ["qwen2_5_vl", *full("qwen3_vl", "qwen4_exp")]
+VISION = ["qwen2_5_vl", *full("qwen3_vl"), *only_exhaustive("qwen4_exp")]
 """Windows, features for deeper layers, neither."""
 EXPERTS = ["qwen3_next", *full("qwen3_vl_moe")]
 """Alone, and with a shared one."""
-DELTA = ["qwen3_next", *full("qwen3_5", "qwen4_exp")]
+DELTA = ["qwen3_next", *full("qwen3_5"), *only_exhaustive("qwen4_exp")]
 """Beside dense attention of a text model and of one with a tower, and beside sparse attention."""
 
 
@@ -246,7 +246,7 @@ def test_a_window_that_is_dropped(family: str, monkeypatch: Patch) -> None:
     assert bad(report, "mechanism") == ["mask"]
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe", *full("qwen2_5_vl", "qwen3", "qwen4_exp")])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", *full("qwen2_5_vl", "qwen3"), *only_exhaustive("qwen4_exp")])
 def test_a_mask_that_is_dropped(family: str, monkeypatch: Patch) -> None:
     one_mask(family, monkeypatch)
     report = probed(family)

@@ -63,6 +63,7 @@ def test_a_network_that_loses_and_doubles(server: Server, client: Path | None) -
         assert min(proxy.done[fault] for fault in ("doubled", "reply lost", "lost")) >= 5, proxy.done
 
 
+@pytest.mark.exhaustive  # kills at every moment are in test_kill.py
 def test_a_server_that_is_killed_meanwhile(server: Server) -> None:
     with FaultyProxy(server.port, faults=False) as proxy, killed_every(1.0, server) as kills:
         run_client(

@@ -9,13 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tiers import only_exhaustive
 
 from tests.service.server_process import KEY, Server, until
 
@@ -95,7 +95,7 @@ def check_equal(server: Server, expected: dict[str, Any], tensors: dict[str, np.
         np.testing.assert_allclose(tensor, tensors[name], rtol=1e-4, atol=close, err_msg=name)
 
 
-@pytest.mark.parametrize("way", [*WAYS, "sharded"])
+@pytest.mark.parametrize("way", ["sharded", *only_exhaustive(*WAYS)])
 def test_two_ranks_are_one_service(tmp_path: Path, way: str, alone: Any) -> None:
     """Equal results and checkpoints; SIGTERM to rank 0 ends all with status 0."""
     with serving(tmp_path / "two", way) as server:
@@ -108,7 +108,9 @@ def test_two_ranks_are_one_service(tmp_path: Path, way: str, alone: Any) -> None
         assert "rank 0 is gone" not in server.printed()
 
 
-@pytest.mark.parametrize(("way", "victim"), [*product(WAYS[:1], (0, 1)), *product(WAYS[1:], (0,))])
+@pytest.mark.parametrize(
+    ("way", "victim"), [(WAYS[0], 1), (WAYS[1], 0), pytest.param(WAYS[0], 0, marks=pytest.mark.exhaustive)]
+)
 def test_a_rank_that_is_killed_takes_the_others_with_it(tmp_path: Path, way: str, victim: int, alone: Any) -> None:
     """And the next start goes on with the same state folder."""
     with serving(tmp_path / "killed", way) as server:
@@ -119,7 +121,7 @@ def test_a_rank_that_is_killed_takes_the_others_with_it(tmp_path: Path, way: str
         check_equal(server, *alone)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [WAYS[0], *only_exhaustive(*WAYS[1:])])
 def test_rank_0_that_cannot_serve_leaves_no_process(tmp_path: Path, way: str) -> None:
     """The port is taken, which rank 0 finds when the other one waits for it."""
     with serving(tmp_path / "first", "one") as server:
