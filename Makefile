@@ -46,7 +46,7 @@ test: $(VENV)/.test ## Run the short tier of the tests: the whole specification 
 test-full: $(VENV)/.test ## Run what `make test` leaves out: products of circumstances, processes, kills, examples, notebooks
 	$(VENV)/bin/python -m pytest $(PYTEST) -m "full and not exhaustive" $(ARGS)
 
-test-exhaustive: $(VENV)/.test ## Run the whole products of families that differ by their descriptor alone (an hour)
+test-exhaustive: $(VENV)/.test ## Run the rest of the products, of which the first two tiers have a part (an hour)
 	$(VENV)/bin/python -m pytest $(PYTEST) -m exhaustive $(ARGS)
 
 mutants: $(VENV)/.test ## Break one line of the package at a time and see that the short tier fails (ARGS="--only experts")
