@@ -406,6 +406,12 @@ def _deepseek_text(sizes: TinySizes) -> dict[str, Any]:
     }
 
 
+def _lfm2_text(sizes: TinySizes) -> dict[str, Any]:
+    """Attention in every fourth layer and the last one, short convolutions in the others."""
+    kinds = ["conv" if kind == "linear_attention" else kind for kind in _layer_types(sizes)]
+    return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
+
+
 def _gpt_oss_text(sizes: TinySizes) -> dict[str, Any]:
     return {**_windows(sizes), "num_local_experts": sizes.experts}
 
@@ -494,6 +500,7 @@ RECIPES = {
     "smollm3": _Recipe(since_qwen3=False, more=lambda _: {"no_rope_layer_interval": 2}),
     "glm4_moe": _Recipe(experts=True, more=_routed),
     "deepseek_v3": _Recipe(since_qwen3=False, experts=True, more=_deepseek_text),
+    "lfm2": _Recipe(since_qwen3=False, more=_lfm2_text),
     "gpt_oss": _Recipe(sdpa=False, experts=True, more=_gpt_oss_text),
 }
 """By `config.model_type`."""
