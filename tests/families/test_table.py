@@ -13,7 +13,6 @@ from table import END, FILES, NAMES, table, written
 
 from vlmpack.families import FAMILIES
 
-
 INSTALLED = tuple(map(int, version("transformers").split(".")[:2]))
 pytestmark = pytest.mark.skipif(INSTALLED < (5, 23), reason="the table is of a transformers that has every family")
 
