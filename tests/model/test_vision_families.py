@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from equality import alone_through, check_gradients, check_outputs, check_work, gradients, limits_of, poisoned
-from tiers import full, other_vision
+from tiers import full, other_vision, tiers
 
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, FamilyError, LayoutError
@@ -114,8 +114,12 @@ def test_generation_is_that_of_the_unmodified_model(family: str) -> None:
 # ---------------------------------------------------------------------- the probe, and what the comparison sees
 
 
+PROBED = ("gemma3", "gemma4", "glm4v_moe", "llava_next", "minicpmv4_6", "mistral3")
+"""In the full tier one of each kind: spans, experts, tiles, gated delta layers, windows."""
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("family", [*MECHANISMS, *OTHERS])
+@pytest.mark.parametrize("family", tiers([*MECHANISMS, *OTHERS], PROBED, exhaustive=[*MECHANISMS, *OTHERS]))
 def test_the_probe_finds_every_family_exact(family: str) -> None:
     report = probe(tiny_model(family, layers=2))
     assert report.verdict == "exact", [check for check in report.checks if check.is_bad]

@@ -19,7 +19,14 @@ def plain_of(model: torch.nn.Module) -> dict[str, Baseline]:
     return {one.name: one for one in probe(model, share_prefixes=False).plain}
 
 
-@pytest.mark.parametrize("family", tiers(sorted(FAMILIES), ["qwen3", "qwen3_5"], exhaustive=["qwen4_exp"]))
+@pytest.mark.parametrize(
+    "family",
+    tiers(
+        sorted(FAMILIES),
+        ["qwen3", "qwen3_5"],
+        exhaustive=["qwen4_exp", "qwen3_5_moe", "qwen2_vl", "qwen3_vl_moe", "qwen3_next"],
+    ),
+)
 def test_a_row_by_hand_leaks_and_the_padded_batch_does_not(family: str) -> None:
     plain = plain_of(tiny_model(family, seed=1))
     rows = ROWS[FAMILIES[family].has_vision]

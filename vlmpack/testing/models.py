@@ -370,11 +370,15 @@ def _gemma2_text(sizes: TinySizes) -> dict[str, Any]:
     return {**_windows(sizes), **caps, "query_pre_attn_scalar": sizes.head_width}
 
 
-def _gemma3_text(sizes: TinySizes) -> dict[str, Any]:
+def _two_ropes(sizes: TinySizes) -> dict[str, Any]:
     """Other frequencies in layers with a window."""
     thetas = {"sliding_attention": 100.0, "full_attention": 10000.0}
     rope = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}
-    return {**_windows(sizes), "rope_parameters": rope, "query_pre_attn_scalar": sizes.head_width}
+    return {**_windows(sizes), "rope_parameters": rope}
+
+
+def _gemma3_text(sizes: TinySizes) -> dict[str, Any]:
+    return {**_two_ropes(sizes), "query_pre_attn_scalar": sizes.head_width}
 
 
 def _granite_text(sizes: TinySizes) -> dict[str, Any]:
@@ -494,7 +498,7 @@ RECIPES = {
     "gemma2": _Recipe(sdpa=False, more=_gemma2_text),
     "gemma3_text": _Recipe(more=_gemma3_text),
     "phi3": _Recipe(since_qwen3=False, more=lambda _: {"sliding_window": WINDOW}),
-    "olmo3": _Recipe(more=_windows),
+    "olmo3": _Recipe(more=_two_ropes),
     "granite": _Recipe(since_qwen3=False, more=_granite_text),
     "cohere2": _Recipe(more=lambda sizes: {**_windows(sizes), "logit_scale": 0.25}),
     "smollm3": _Recipe(since_qwen3=False, more=lambda _: {"no_rope_layer_interval": 2}),
