@@ -29,6 +29,7 @@ MECHANISMS = {
     "smolvlm": "tiles along the second axis, a run for each",
     "mistral3": "sizes of images, padding of pixels, boundaries",
     "minicpmv4_6": "patches along the last axis, gated delta layers",
+    "lfm2_vl": "patches padded to a common number, with a mask; short convolutions",
     "paddleocr_vl": "patches of three axes, with grids",
 }
 OTHERS = sorted(other_vision() - MECHANISMS.keys())

@@ -360,6 +360,9 @@ RECIPES = {
         whole=lambda _: {"insert_layer_id": 0},
         patch_size=6,
     ),
+    "lfm2_vl": _Recipe(
+        vision=towers.siglip2_tower, text_type="lfm2", more=texts.lfm2_text, whole=towers.lfm2_settings, **TILED
+    ),
     "internvl": _Recipe(vision=towers.internvl_tower, text_type="qwen2", whole=towers.internvl_settings, **TILED),
     "llava": _Recipe(vision=towers.clip_tower, text_type="llama", whole=towers.llava_settings, **TILED),
     "llava_next": _Recipe(vision=towers.clip_tower, text_type="llama", whole=towers.anyres_settings, **TILED),
