@@ -3040,6 +3040,13 @@ MUTANTS: tuple[Mutant, ...] = (
     *_of(
         "service",
         (
+            "adapters that share rows reach short convolutions by spans",
+            "shared_rows.py",
+            'MECHANISMS = ("gated_delta", "short_conv")',
+            'MECHANISMS = ("gated_delta",)',
+            "service/test_shared_rows.py -k short_convolutions",
+        ),
+        (
             "a canonical row is as long as its block",
             "generation.py",
             "length = min(sequence.prompt.length + start + self.block - 1, longest)",

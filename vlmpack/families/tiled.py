@@ -138,7 +138,7 @@ def patches_of_targets(tensors: Tensors, config: Any) -> Sequence[Segments]:
 
 
 def shuffled_patches(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Each tile of `spatial_shapes` [N, 2], in patches, makes a token of every square of `downsample_factor` patches."""
+    """Each tile of `spatial_shapes` [N, 2], in patches, makes a token of every `downsample_factor`² of them."""
     return (tensors["spatial_shapes"] // config.downsample_factor).prod(-1).tolist()
 
 
