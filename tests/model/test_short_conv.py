@@ -30,8 +30,8 @@ from vlmpack.model.mechanisms.short_conv import ShortConv
 from vlmpack.probing import probe
 from vlmpack.testing import build_sample, padded, tiny_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 FAMILY = "lfm2"
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 LENGTHS = (1, 2, 3, 1, 17, 2, 4)
 """Most of them shorter than the three taps."""
 TAPS = 3
@@ -199,6 +199,7 @@ def test_a_convolution_that_runs_on_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert (report.verdict, report.causes) == ("leaks", ("conv taps",))
 
 
+@pytest.mark.full
 def test_a_model_is_exact_and_plain_transformers_is_not() -> None:
     report = probe(fresh(), share_prefixes=False)
     assert (report.verdict, report.causes) == ("exact", ())
