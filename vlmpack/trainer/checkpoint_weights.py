@@ -59,7 +59,8 @@ def load_renamed(model: Any, checkpoint: str | Path) -> bool:
     if not isinstance(model, PreTrainedModel) or stored_names(Path(checkpoint)) <= model.state_dict().keys():
         return False
     dtype = torch.promote_types(model.dtype, torch.float32)
-    stored, report = type(model).from_pretrained(checkpoint, dtype=dtype, output_loading_info=True)
+    loaded: Any = type(model).from_pretrained(checkpoint, dtype=dtype, output_loading_info=True)
+    stored, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise ConfigError(
             f"{checkpoint} lacks {len(missing)} weights of {type(model).__name__}, {missing[0]} among them, so the run "
