@@ -189,7 +189,9 @@ def windows_of(text_config: Any) -> set[int | None]:
     """The windows of a model's layers, as its configuration describes them."""
     window = getattr(text_config, "sliding_window", None)
     kinds = getattr(text_config, "layer_types", None) or ["sliding_attention"]
-    return {window if kind == "sliding_attention" else None for kind in kinds if kind != "linear_attention"}
+    return {
+        window if kind == "sliding_attention" else None for kind in kinds if kind not in ("linear_attention", "conv")
+    }
 
 
 # ---------------------------------------------------------------------- poison
@@ -220,7 +222,7 @@ def poisoned(model: Any, segments: Segments) -> Iterator[list[int]]:
         return args, {**kwargs, "hidden_states": fill(kwargs["hidden_states"], NAN)}
 
     text, parts = family.language_model(model), ModelParts(family=family, core=model)
-    mixers = parts.layer_parts("gated_delta")
+    mixers = parts.layer_parts("gated_delta") + parts.layer_parts("short_conv")
     if family.has("per_sample"):
         mixers += per_sample.attention_layers(parts) + per_sample.ngram_layers(parts)
     blocks = [layer.block for layer in expert_layers(parts)]

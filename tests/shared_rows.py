@@ -72,7 +72,10 @@ CASES = (
         for family in ("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl_moe")
         for ranks, multiple in ((2, 4), (4, 1))
     ),
-    *(Case(family=family, ranks=2, multiple=4) for family in ("qwen3_5_moe", "qwen4_exp", "qwen3", "qwen3_next")),
+    *(
+        Case(family=family, ranks=2, multiple=4)
+        for family in ("qwen3_5_moe", "qwen4_exp", "qwen3", "qwen3_next", "lfm2")
+    ),
     Case(family="qwen3_vl", ranks=4, kinds=MIXED),
     Case(family="qwen2_5_vl", ranks=4, kinds=MIXED, sizes=WIDE),
     Case(family="qwen3_5", ranks=2, kinds=("text", "text")),

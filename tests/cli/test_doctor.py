@@ -141,6 +141,7 @@ def test_with_fla_its_version_decides(monkeypatch: pytest.MonkeyPatch, version: 
 
 
 @pytest.mark.full
+@pytest.mark.exhaustive
 def test_a_healthy_machine_gets_exit_status_0_and_a_probe_of_every_family(few_families: None) -> None:
     result = run_probe("--json")
     assert result.exit_code == 0
@@ -154,7 +155,6 @@ def test_a_healthy_machine_gets_exit_status_0_and_a_probe_of_every_family(few_fa
 
 
 @pytest.mark.full
-@pytest.mark.exhaustive
 def test_the_summary_names_families_back_ends_and_verdicts(few_families: None) -> None:
     result = run_probe()
     assert result.exit_code == 0, result.output

@@ -36,7 +36,7 @@ from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import METADATA_KEY
 from vlmpack.testing import CHAT_TEMPLATE, tiny_processor
 
-CASES = 1500
+CASES = 800
 BATCH = 20
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 TEMPLATE = (

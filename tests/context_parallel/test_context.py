@@ -98,7 +98,8 @@ def expected_bytes(case: Case) -> Counter[str]:
     ranks, t = case.ranks, row.segments.total // case.ranks
     if ranks == 1:
         return Counter()
-    kinds = Counter(text.layer_types if family.has("gated_delta") else ["full_attention"] * text.num_hidden_layers)
+    mixed = family.has("gated_delta") or family.has("short_conv")
+    kinds = Counter(text.layer_types if mixed else ["full_attention"] * text.num_hidden_layers)
     N, K, D = text.num_attention_heads, text.num_key_value_heads, text.hidden_size
     H = getattr(text, "head_dim", None) or D // N
     to_each = (ranks - 1) * t * FLOAT  # what a rank sends of one number for each token, if it sends it to all
@@ -109,6 +110,8 @@ def expected_bytes(case: Case) -> Counter[str]:
         channels = 2 * keys * text.linear_key_head_dim + 3 * values * text.linear_value_head_dim + 2 * values
         name, bytes_ = ("whole rows", to_each * D) if keys % ranks else ("gated delta", to_each * channels // ranks)
         found[name] = ranks * 2 * bytes_ * linear
+    if convolutions := kinds["conv"]:
+        found["whole rows"] = ranks * 2 * to_each * D * convolutions
     if family.has_vision:
         levels = 1 + len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
         found["images"] = 2 * moved_features(case, model, row) * D * levels * FLOAT

@@ -45,6 +45,7 @@ NAMES = {
     "gemma4": "Gemma 4",
     "paligemma": "PaliGemma",
     "lfm2_vl": "LFM2-VL",
+    "lfm2": "LFM2",
     "llama": "Llama",
     "mistral": "Mistral",
     "qwen2": "Qwen2",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -11,6 +12,9 @@ import pytest
 from table import END, FILES, NAMES, table, written
 
 from vlmpack.families import FAMILIES
+
+INSTALLED = tuple(map(int, version("transformers").split(".")[:2]))
+pytestmark = pytest.mark.skipif(INSTALLED < (5, 23), reason="the table is of a transformers that has every family")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from equality import alone_through, check_low_precision, gradients, limits_of
-from tiers import full
+from tiers import only_exhaustive
 
 from vlmpack.families import FAMILIES, family_named
 from vlmpack.layout import SlotRule
@@ -34,7 +34,7 @@ TAPS = 3
 """Tokens before its own that the tiny models' convolution reads."""
 
 
-@pytest.fixture(scope="module", params=["causal-conv1d", *full("PyTorch's convolution")])
+@pytest.fixture(scope="module", params=["causal-conv1d", *only_exhaustive("PyTorch's convolution")])
 def seen(request):
     """What `fla_rows.py` saw, by family."""
     folders = [str(HERE / name) for name in ("stand_ins", *CONVOLUTIONS[request.param])]

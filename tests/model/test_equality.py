@@ -36,6 +36,7 @@ from vlmpack.model import (
 from vlmpack.model.mechanisms import attention, experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.per_sample import PerSample
+from vlmpack.model.mechanisms.short_conv import ShortConv
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.testing import VISION, mixed_samples, padded, sample_like, tiny_model
 
@@ -238,6 +239,10 @@ def delta_layers_run_on(monkeypatch):
     monkeypatch.setattr(GatedDelta, "prepare", lambda self, setup: whole(setup.row.segments))
 
 
+def convolutions_run_on(monkeypatch):
+    monkeypatch.setattr(ShortConv, "prepare", lambda self, setup: whole(setup.row.segments))
+
+
 def samples_run_on(monkeypatch):
     monkeypatch.setattr(PerSample, "prepare", lambda self, setup: whole(setup.row.segments))
 
@@ -258,12 +263,14 @@ def experts_see_padding(monkeypatch):
 
 
 DELTA = [family for family in FAMILIES if FAMILIES[family].has("gated_delta")]
+CONV = [family for family in FAMILIES if FAMILIES[family].has("short_conv")]
 EXPERTS = [family for family in FAMILIES if FAMILIES[family].has("experts")]
 BREAKAGES = [
     *((positions_forget_images, family, 1) for family in VISION),
     *((attention_runs_on, family, 1) for family in FAMILIES if family not in BY_SAMPLE),
     *((samples_run_on, family, 1) for family in BY_SAMPLE),
     *((delta_layers_run_on, family, 1) for family in DELTA),
+    *((convolutions_run_on, family, 1) for family in CONV),
     *((images_attend_to_each_other, family, 1) for family in VISION),
     *((first_labels_are_learnt, family, 1) for family in FAMILIES),
     *((experts_see_padding, family, 4) for family in EXPERTS),

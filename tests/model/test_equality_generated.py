@@ -38,7 +38,12 @@ def samples_for(draw, family):
     }
 
 
-@pytest.mark.parametrize("family", tiers(FAMILIES, ("qwen2_5_vl", "qwen3_5_moe", "qwen4_exp")))
+@pytest.mark.parametrize(
+    "family",
+    tiers(
+        FAMILIES, ("qwen2_5_vl", "qwen3_5_moe", "qwen4_exp"), exhaustive=("qwen2_vl", "qwen3_vl", "qwen3_5", "qwen3")
+    ),
+)
 @settings(max_examples=8)
 @given(data=st.data())
 def test_any_batch_is_what_its_samples_are_alone(family, data):

@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.slow,
     pytest.mark.full,
+    pytest.mark.exhaustive,
     pytest.mark.filterwarnings("ignore::UserWarning:torch"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
 ]

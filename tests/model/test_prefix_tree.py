@@ -169,8 +169,9 @@ CIRCUMSTANCES = {
 }
 
 
-@pytest.mark.parametrize("name", tiers(CIRCUMSTANCES, ["checkpointing", "LoRA"]))
-@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen3_5"]))
+@pytest.mark.each_value
+@pytest.mark.parametrize("name", CIRCUMSTANCES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_in_every_circumstance_of_training(family, name):
     prepare = CIRCUMSTANCES[name]
     samples = drawn(family, "deep")

@@ -23,7 +23,7 @@ from equality import (
     limits_of,
     poisoned,
 )
-from tiers import full, only_exhaustive, other_vision
+from tiers import full, only_exhaustive, other_vision, tiers
 
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, FamilyError, LayoutError
@@ -43,6 +43,7 @@ MECHANISMS = {
     "smolvlm": "tiles along the second axis, a run for each",
     "mistral3": "sizes of images, padding of pixels, boundaries",
     "minicpmv4_6": "patches along the last axis, gated delta layers",
+    "lfm2_vl": "patches padded to a common number, with a mask; short convolutions",
     "paddleocr_vl": "patches of three axes, with grids",
 }
 OTHERS = sorted(other_vision() - MECHANISMS.keys())
@@ -128,8 +129,12 @@ def test_generation_is_that_of_the_unmodified_model(family: str) -> None:
 # ---------------------------------------------------------------------- the probe, and what the comparison sees
 
 
+PROBED = ("gemma3", "gemma4", "glm4v_moe", "llava_next", "minicpmv4_6", "mistral3")
+"""In the full tier one of each kind: spans, experts, tiles, gated delta layers, windows."""
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("family", [*MECHANISMS, *OTHERS])
+@pytest.mark.parametrize("family", tiers([*MECHANISMS, *OTHERS], PROBED, exhaustive=[*MECHANISMS, *OTHERS]))
 def test_the_probe_finds_every_family_exact(family: str) -> None:
     report = probe(tiny_model(family, layers=2))
     assert report.verdict == "exact", [check for check in report.checks if check.is_bad]

@@ -31,7 +31,8 @@ from vlmpack.testing import tiny_model
 pytestmark = pytest.mark.usefixtures("shared_references")
 Patch = pytest.MonkeyPatch
 
-EVERY = tiers(sorted(FAMILIES), short=["qwen2_5_vl", "qwen3_5_moe", "qwen3_next", "qwen3_vl"])
+KINDS = ["qwen2_5_vl", "qwen3_5_moe", "qwen3_next", "qwen3_vl"]
+EVERY = tiers(sorted(FAMILIES), KINDS, exhaustive=["qwen2_vl", "qwen3_vl_moe", "qwen3_5"])
 """In the short tier every mechanism; the probe is the same for families that have the same ones."""
 SEEDS = {"gpt_oss": 1}
 """Of models; with seed 0 rounding under autocast sends a token of gpt-oss to another expert."""

@@ -13,11 +13,12 @@ import pytest
 import torch
 from service.two_ranks import LIMITS, OTHERS, scenario
 from step_service import tiny_engine, weights
+from tiers import only_exhaustive
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.full]
 
 
-@pytest.fixture(scope="module", params=[None, "cpu"], ids=["whole", "sharded"])
+@pytest.fixture(scope="module", params=[None, *only_exhaustive("cpu")], ids=["whole", "sharded"])
 def shard_on(request: pytest.FixtureRequest) -> str | None:
     """Device type on whose ranks the base model is sharded; None: each has all of it."""
     return request.param

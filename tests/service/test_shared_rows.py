@@ -98,6 +98,13 @@ def test_each_adapter_gets_what_it_gets_alone(family: str, *, gradient_checkpoin
         assert largest_difference(gradients(engine, name), gradient) < 1e-5
 
 
+def test_each_adapter_of_short_convolutions_gets_what_it_gets_alone() -> None:
+    engine = shared_engine("lfm2")
+    assert any(".conv.in_proj" in name for name in engine.adapters.targets.attention)
+    assert any(".feed_forward.w2" in name for name in engine.adapters.targets.mlp)
+    test_each_adapter_gets_what_it_gets_alone("lfm2", gradient_checkpointing=False)
+
+
 def test_a_family_that_computes_samples_one_by_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="share_rows: qwen4_exp"):
         tiny_engine("qwen4_exp", share_rows=True)

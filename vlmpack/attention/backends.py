@@ -328,8 +328,9 @@ class SdpaSegments(Backend):
             """n segments of one length."""
             window, queries, visible = softmax.pattern.window, q_nLNH.shape[1], k_nLKH.shape[1]
             if not softmax.causal:
-                sees_all = window is None or visible <= window
-                mask = None if sees_all else within_window(queries, visible, window, q_nLNH.device)
+                mask = None
+                if window is not None and window < visible:
+                    mask = within_window(queries, visible, window, q_nLNH.device)
                 return _attend(q_nLNH, k_nLKH, v_nLKH, mask, softmax)
             if window is None and queries == visible:
                 return _attend(q_nLNH, k_nLKH, v_nLKH, None, softmax)

@@ -137,6 +137,11 @@ def patches_of_targets(tensors: Tensors, config: Any) -> Sequence[Segments]:
     return [Segments.from_lengths(patches), Segments.from_lengths([n // 4 for n in patches])]
 
 
+def shuffled_patches(tensors: Tensors, config: Any) -> Sequence[int]:
+    """Each tile of `spatial_shapes` [N, 2], in patches, makes a token of every `downsample_factor`² of them."""
+    return (tensors["spatial_shapes"] // config.downsample_factor).prod(-1).tolist()
+
+
 # ---------------------------------------------------------------------- the families
 
 _SIZES = {"pixel_values": Join(pad=True), "image_sizes": Join()}
@@ -201,6 +206,16 @@ TILED = (
         media={"pixel_values": Join(axis=3), "target_sizes": Join()},
         oldest_transformers=(5, 23),
         text_type="qwen3_5",
+    ),
+    tiled_family(
+        "lfm2_vl",
+        "Lfm2VlForConditionalGeneration",
+        "Lfm2VlProcessor",
+        mechanisms={"short_conv": {"layer": "conv"}},
+        tile_tokens=shuffled_patches,
+        media={"pixel_values": Join(pad=True), "pixel_attention_mask": Join(pad=True), "spatial_shapes": Join()},
+        oldest_transformers=(5, 23),
+        text_type="lfm2",
     ),
 )
 """The descriptors."""

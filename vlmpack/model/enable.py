@@ -28,6 +28,7 @@ from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.experts import Experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.per_sample import PerSample
+from vlmpack.model.mechanisms.short_conv import ShortConv
 from vlmpack.model.mechanisms.stock import check_logits, check_positions
 from vlmpack.model.mechanisms.vision import Vision
 from vlmpack.model.plain import check_forward, check_is_only_one, find_model
@@ -36,7 +37,7 @@ from vlmpack.model.result import LossCount, StepResult
 
 Model = TypeVar("Model", bound=nn.Module)
 
-MECHANISMS: tuple[Mechanism, ...] = (GatedDelta(), PerSample(), Vision(), Experts(), Attention())
+MECHANISMS: tuple[Mechanism, ...] = (GatedDelta(), ShortConv(), PerSample(), Vision(), Experts(), Attention())
 """All that packing supports. A family's descriptor names those that its layers have."""
 
 

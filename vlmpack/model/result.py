@@ -32,6 +32,9 @@ class Work:
     delta_tokens: int = 0
     """Tokens that each gated delta layer computed, with the padding of its buckets or the zeros between its samples; 0:
     there are no such layers."""
+    conv_tokens: int = 0
+    """Tokens that each short convolution computed, with the zeros between its samples, or the padding of its buckets;
+    0: there are no such layers."""
     window_pairs: int = 0
     """Query-key pairs in one layer with a sliding window; 0: there are no such layers."""
 

@@ -4,7 +4,8 @@
     positions        the rotary inputs that reach attention, against those of the sample alone
     cache            what a layer gets to keep keys and values in
     mask             every attention layer with one sample's hidden states changed
-    conv taps        every gated delta layer with a state that forgets everything at once, likewise
+    conv taps        every gated delta layer with a state that forgets everything at once, and every short convolution
+                     as it is, likewise
     recurrent state  every gated delta layer with no tap but the current one, likewise
     router           the tokens that reach the experts of each layer, and what padding gets back
     vision           the tower with one sample's pixels changed, and its features against those of the sample alone
@@ -99,7 +100,7 @@ def check_rotary(call: ModuleCall, places: Sequence[torch.Tensor], alone: Sequen
 
 def check_cache(trace: Trace) -> Check:
     """Count layers with a cache: training has no use for one, and with one transformers ignores packed positions."""
-    layers = [*trace.attention.values(), *trace.delta.values()]
+    layers = [*trace.attention.values(), *trace.delta.values(), *trace.conv.values()]
     count = sum(any(call.kwargs.get(name) is not None for name in CACHES) for call in layers)
     return Check.of_mechanism("cache", count, 0, f"{count} layers get a cache: it is filled and thrown away")
 
@@ -174,7 +175,12 @@ def _span_problem(call: ModuleCall, runs: Sequence[Span], *, has_spans: bool) ->
 
 
 def check_delta(trace: Trace) -> list[Check]:
-    """Check convolution and recurrence of gated delta layers, each with the other one disabled."""
+    """Check convolution and recurrence of gated delta layers, each with the other one disabled; short convolutions."""
+    if trace.conv:
+        leak, at = _worst_layer(trace.conv, trace, lambda call: lambda hidden: call.rerun(hidden)[0])
+        detail = f"{at}: the convolution of a sample moves by {leak:.1e} when only another one changes"
+        taps = Check.of_mechanism("conv taps", leak, LEAK, detail, finding="leaks")
+        return [taps, Check.skipped("recurrent state")]
     if not trace.delta:
         return [Check.skipped("conv taps"), Check.skipped("recurrent state")]
     return [

@@ -81,6 +81,8 @@ class Trace:
     """The attention of each layer of the text model that has it, by name."""
     delta: Mapping[str, ModuleCall]
     """The gated delta layers."""
+    conv: Mapping[str, ModuleCall]
+    """The short convolutions."""
     experts: Mapping[str, ModuleCall]
     """The experts of each layer that has them."""
     blocks: Mapping[str, ModuleCall]
@@ -110,6 +112,7 @@ def trace(forward: ForwardPass, probed: ProbedModel, samples: Sequence[Sample]) 
     groups: dict[str, dict[str, nn.Module]] = {
         "attention": submodules(text, "self_attn"),
         "delta": submodules(text, "linear_attn") if family.has("gated_delta") else {},
+        "conv": submodules(text, "conv") if family.has("short_conv") else {},
         "experts": {name: block.get_submodule("experts") for name, block in blocks.items()},
         "blocks": blocks,
     }

@@ -6,7 +6,7 @@
     positions    the rotary inputs on the path of each sample, against those of the sample alone
     mask         every attention layer with one node's hidden states changed: its descendants move, and nothing else
     conv taps    every gated delta layer with a state that forgets at once, against the plain layer on each path; for
-                 the recurrent state with no tap but the current one
+                 the recurrent state with no tap but the current one; every short convolution as it is
     router       the tokens that reach experts; router losses as if no prefix were shared
     vision       each distinct image once, its features against those of a sample alone
     work         tokens, pairs and patches are those of the distinct beginnings of the samples; host-device syncs
@@ -277,20 +277,21 @@ def _check_mask(traced: TracedTree) -> Check:
 
 
 def _check_delta(traced: TracedTree) -> Iterator[Check]:
-    """Compare convolution and recurrence, each with the other one disabled, with the plain layer on each path."""
+    """Compare convolution and recurrence, each with the other one disabled, with the plain layer on each path; short
+    convolutions as they are."""
     disabled: dict[Cause, Callable[[ModuleCall], dict[str, torch.Tensor]]] = {
         "conv taps": forgetting,
         "recurrent state": current_tap,
     }
+    calls = traced.trace.delta or traced.trace.conv
     for cause, weights_of in disabled.items():
-        if not traced.trace.delta:
+        if not calls or (traced.trace.conv and cause == "recurrent state"):
             yield Check.skipped(cause)
             continue
-        errors = {
-            name: _error_along_paths(call, traced.paths, weights_of(call)) for name, call in traced.trace.delta.items()
-        }
+        weights = {name: {} if traced.trace.conv else weights_of(call) for name, call in calls.items()}
+        errors = {name: _error_along_paths(call, traced.paths, weights[name]) for name, call in calls.items()}
         at = max(errors, key=errors.__getitem__)
-        limit = LAYER_LIMITS.get(traced.trace.delta[at].hidden.dtype, LAYER_LIMIT_IN_LOW_PRECISION)
+        limit = LAYER_LIMITS.get(calls[at].hidden.dtype, LAYER_LIMIT_IN_LOW_PRECISION)
         detail = f"{at}: a sample's tokens are off by {errors[at]:.1e} from those of the plain layer on its path"
         yield Check.of_mechanism(cause, errors[at], limit, detail)
 

@@ -35,8 +35,8 @@ ALPHA = 32
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
-_ATTENTION = ("self_attn", "linear_attn")
-_MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+_ATTENTION = ("self_attn", "linear_attn", "conv")
+_MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3")
 
 
 @final
@@ -45,7 +45,7 @@ class Targets:
     """Linear layers of a model that adapters can adapt, by their names in it."""
 
     attention: tuple[str, ...]
-    """Projections of attention and of gated delta layers."""
+    """Projections of attention, of gated delta layers and of short convolutions."""
     mlp: tuple[str, ...]
     """Projections of MLPs, of shared experts where there are experts."""
     unembed: str
@@ -87,7 +87,7 @@ def find_targets(model: nn.Module, family: Family) -> Targets:
             continue
         if len(parts) == 2 and parts[0] in _ATTENTION:
             attention.append(f"{prefix}.{name}")
-        elif parts[0] == "mlp" and parts[-1] in _MLP and "experts" not in parts:
+        elif parts[0] in ("mlp", "feed_forward") and parts[-1] in _MLP and "experts" not in parts:
             mlp.append(f"{prefix}.{name}")
     return Targets(attention=tuple(attention), mlp=tuple(mlp), unembed=family.head_path, has_experts=has_experts)
 

@@ -1,7 +1,7 @@
 """Rows shared by adapters in layers that compute a row in parts: whose tokens each part holds.
 
 A gated delta layer cuts the row into right-padded batches of samples of like length, or lays zeros between its samples,
-and calls its projections on each part in turn:
+and calls its projections on each part in turn; so does a short convolution:
 
     row       x x x  y y  z z          owners of the tokens, as `Span`s of the whole row
     parts     x x x | y y              what a projection is called with, first and second
@@ -22,48 +22,48 @@ import torch
 from torch import nn
 
 from vlmpack.families import Family
-from vlmpack.model import CONTEXT
+from vlmpack.model import CONTEXT, ModelParts
 from vlmpack.service.adapters import Adapters, Span
 
-GATED_DELTA = "gated_delta"
+MECHANISMS = ("gated_delta", "short_conv")
+"""Those of such layers."""
 
 
 @final
-class GatedDeltaSpans:
-    """A hook on one gated delta layer: before each call it lays out the spans of its parts.
+class PartSpans:
+    """A hook on one such layer: before each call it lays out the spans of its parts.
 
     Gradient checkpointing calls the layer again, and so the hook.
     """
 
-    def __init__(self, adapters: Adapters, names: Sequence[str]) -> None:
-        self._adapters, self._names = adapters, tuple(names)
+    def __init__(self, adapters: Adapters, mechanism: str, names: Sequence[str]) -> None:
+        self._adapters, self._mechanism, self._names = adapters, mechanism, tuple(names)
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if len(self._adapters.spans) > 1:
-            cut = kwargs[CONTEXT].entries[GATED_DELTA]
+            cut = kwargs[CONTEXT].entries[self._mechanism]
             self._adapters.lay_out(self._names, part_spans(cut, self._adapters.spans))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GatedDeltaSpans:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartSpans:
         """Not copied with a model, as its adapters are not."""
         return self
 
 
 def attach(adapters: Adapters, model: nn.Module, family: Family) -> None:
-    """Hook every gated delta layer of a model."""
-    if not family.has(GATED_DELTA):
-        return
-    part = family.mechanisms[GATED_DELTA]["layer"]
-    for name, layer in model.named_modules():
-        if name.rpartition(".")[2] == part:
-            names = [target for target in adapters.targets.attention if target.startswith(f"{name}.")]
-            layer.register_forward_pre_hook(GatedDeltaSpans(adapters, names), with_kwargs=True)
+    """Hook every layer of a model that computes a row in parts."""
+    names = {module: name for name, module in model.named_modules()}
+    parts = ModelParts(family=family, core=model)
+    for mechanism in MECHANISMS:
+        for layer in parts.layer_parts(mechanism):
+            targets = [target for target in adapters.targets.attention if target.startswith(f"{names[layer]}.")]
+            layer.register_forward_pre_hook(PartSpans(adapters, mechanism, targets), with_kwargs=True)
 
 
 def part_spans(cut: Any, spans: Sequence[Span]) -> list[tuple[Span, ...]]:
     """The spans of each part of a row.
 
     Args:
-        cut: `split` cuts [1, T, 1] into parts [n, W, 1]: the row's entry of its gated delta layers.
+        cut: `split` cuts [1, T, 1] into parts [n, W, 1]: the row's entry of its mechanism.
         spans: of the whole row.
     """
     lengths = torch.tensor([span.length for span in spans])

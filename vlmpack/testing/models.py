@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.testing import towers
+from vlmpack.testing import texts, towers
 from vlmpack.testing.family_processors import tile_sizes
 
 DEFAULT_FAMILY = "qwen3_vl"
@@ -306,7 +306,7 @@ def _text(sizes: TinySizes, recipe: _Recipe) -> dict[str, Any]:
         if recipe.hybrid:
             settings["shared_expert_intermediate_size"] = 32
     if recipe.hybrid:  # value heads share key heads
-        settings["layer_types"] = _layer_types(sizes)
+        settings["layer_types"] = texts.layer_types(sizes)
         settings["linear_num_key_heads"] = sizes.kv_heads
         settings["linear_num_value_heads"] = sizes.heads
         settings["linear_key_head_dim"] = settings["linear_value_head_dim"] = sizes.head_width
@@ -329,116 +329,6 @@ def _rope(sizes: TinySizes, recipe: _Recipe) -> dict[str, Any]:
     return rope
 
 
-def _layer_types(sizes: TinySizes) -> list[str]:
-    """Attention in every fourth layer, and in the last one, so that no model is without."""
-    full = {*range(3, sizes.layers, 4), sizes.layers - 1}
-    return ["full_attention" if i in full else "linear_attention" for i in range(sizes.layers)]
-
-
-def _qwen4_text(sizes: TinySizes) -> dict[str, Any]:
-    """Sparse blocks so small and few that samples of a few tokens have to choose; n-grams with few, small tables."""
-    return {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": sizes.head_width,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 2,
-        "ple_layer_ids": [i for i, kind in enumerate(_layer_types(sizes), start=1) if kind == "linear_attention"],
-        "ngram_size": 3,
-        "heads_per_ngram": 2,
-        "ngram_vocab_size_base": 97,
-        "make_ngram_vocab_size_divisible_by": 8,
-        "split_ngram_parts": 1,
-        "hc_count": 2,
-        "hc_lowrank": 8,
-    }
-
-
-WINDOW = 5
-"""Sliding windows so short that samples of a few tokens are longer."""
-
-
-def _windows(sizes: TinySizes) -> dict[str, Any]:
-    """A window in every other layer, from the first on."""
-    kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(sizes.layers)]
-    return {"sliding_window": WINDOW, "layer_types": kinds}
-
-
-def _gemma2_text(sizes: TinySizes) -> dict[str, Any]:
-    """Softcaps so low that scores and logits of order 1 reach them."""
-    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
-    return {**_windows(sizes), **caps, "query_pre_attn_scalar": sizes.head_width}
-
-
-def _gemma3_text(sizes: TinySizes) -> dict[str, Any]:
-    """Other frequencies in layers with a window."""
-    thetas = {"sliding_attention": 100.0, "full_attention": 10000.0}
-    rope = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}
-    return {**_windows(sizes), "rope_parameters": rope, "query_pre_attn_scalar": sizes.head_width}
-
-
-def _granite_text(sizes: TinySizes) -> dict[str, Any]:
-    return {
-        "logits_scaling": 3.0,
-        "embedding_multiplier": 1.5,
-        "residual_multiplier": 0.7,
-        "attention_multiplier": sizes.head_width**-0.5,
-    }
-
-
-def _routed(sizes: TinySizes) -> dict[str, Any]:
-    """Experts in two groups, if they can be halved, of which a token chooses one."""
-    groups = {"n_group": 1 if sizes.experts % 2 else 2, "topk_group": 1, "n_shared_experts": 1}
-    return {"n_routed_experts": sizes.experts, "first_k_dense_replace": 0, **groups}
-
-
-def _deepseek_text(sizes: TinySizes) -> dict[str, Any]:
-    """Multi-head latent attention, with values narrower than keys."""
-    half = sizes.head_width // 2
-    return {
-        **_routed(sizes),
-        "num_key_value_heads": sizes.heads,
-        "kv_lora_rank": sizes.head_width,
-        "q_lora_rank": sizes.hidden // 2,
-        "qk_rope_head_dim": 2 * (half // 2),
-        "qk_nope_head_dim": half,
-        "v_head_dim": half + 4,
-    }
-
-
-def _gpt_oss_text(sizes: TinySizes) -> dict[str, Any]:
-    return {**_windows(sizes), "num_local_experts": sizes.experts}
-
-
-def _gemma4_text(sizes: TinySizes) -> dict[str, Any]:
-    """All that its models have, in one: experts, embeddings for each layer, wider heads without a window; keys that are
-    values; from 4 layers on the last two share keys and values of those before."""
-    windows, half = _gemma3_text(sizes), {"partial_rotary_factor": 0.5, "rope_type": "proportional"}
-    windows["rope_parameters"]["full_attention"] |= half
-    windows["layer_types"][-1] = "full_attention"
-    return {
-        **windows,
-        "final_logit_softcapping": 3.0,
-        "use_bidirectional_attention": "vision",
-        "global_head_dim": 2 * sizes.head_width,
-        "num_global_key_value_heads": 1,
-        "attention_k_eq_v": True,
-        "num_kv_shared_layers": 2 if sizes.layers > 3 else 0,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": sizes.vocab_size,
-        "enable_moe_block": True,
-        "top_k_experts": sizes.experts_per_token,
-    }
-
-
-def _glm_moe_text(sizes: TinySizes) -> dict[str, Any]:
-    """Half of a head rotates."""
-    quarter = sizes.head_width // 4
-    sections = [quarter - 2 * (quarter // 3), quarter // 3, quarter // 3]
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": sections}
-    return {**_routed(sizes), "rope_parameters": rope}
-
-
 TILED: dict[str, Any] = {"mrope": False, "since_qwen3": False, "patch_size": 6}
 """Parts of recipes of families whose images are tiles."""
 GEMMA: dict[str, Any] = TILED | {"since_qwen3": True}
@@ -450,12 +340,12 @@ RECIPES = {
     "qwen3_vl_moe": _Recipe(vision=towers.deepstack_vision, experts=True),
     "qwen3_5": _Recipe(vision=towers.qwen3_vision, hybrid=True),
     "qwen3_5_moe": _Recipe(vision=towers.qwen3_vision, hybrid=True, experts=True, dense=False),
-    "qwen4_exp": _Recipe(vision=towers.qwen3_vision, hybrid=True, experts=True, dense=False, more=_qwen4_text),
+    "qwen4_exp": _Recipe(vision=towers.qwen3_vision, hybrid=True, experts=True, dense=False, more=texts.qwen4_text),
     "qwen3": _Recipe(),
     "qwen3_next": _Recipe(hybrid=True, experts=True),
     "glm4v": _Recipe(vision=towers.glm_vision, since_qwen3=False),
     "glm46v": _Recipe(vision=towers.glm_vision, text_type="glm4v_text", since_qwen3=False),
-    "glm4v_moe": _Recipe(vision=towers.glm_vision, since_qwen3=False, experts=True, more=_glm_moe_text),
+    "glm4v_moe": _Recipe(vision=towers.glm_vision, since_qwen3=False, experts=True, more=texts.glm_moe_text),
     "glm_ocr": _Recipe(vision=towers.glm_vision, since_qwen3=False, more=lambda sizes: {"head_dim": sizes.head_width}),
     "paddleocr_vl": _Recipe(
         vision=towers.paddle_vision,
@@ -470,6 +360,9 @@ RECIPES = {
         whole=lambda _: {"insert_layer_id": 0},
         patch_size=6,
     ),
+    "lfm2_vl": _Recipe(
+        vision=towers.siglip2_tower, text_type="lfm2", more=texts.lfm2_text, whole=towers.lfm2_settings, **TILED
+    ),
     "internvl": _Recipe(vision=towers.internvl_tower, text_type="qwen2", whole=towers.internvl_settings, **TILED),
     "llava": _Recipe(vision=towers.clip_tower, text_type="llama", whole=towers.llava_settings, **TILED),
     "llava_next": _Recipe(vision=towers.clip_tower, text_type="llama", whole=towers.anyres_settings, **TILED),
@@ -477,23 +370,24 @@ RECIPES = {
     "smolvlm": _Recipe(vision=towers.tile_tower, text_type="llama", whole=lambda _: {}, **TILED),
     "idefics3": _Recipe(vision=towers.tile_tower, text_type="llama", whole=lambda _: {}, **TILED),
     "mistral3": _Recipe(vision=towers.pixtral_tower, text_type="mistral", whole=towers.llava_settings, **TILED),
-    "gemma3": _Recipe(vision=towers.gemma3_tower, more=_gemma3_text, whole=towers.gemma3_settings, **GEMMA),
+    "gemma3": _Recipe(vision=towers.gemma3_tower, more=texts.gemma3_text, whole=towers.gemma3_settings, **GEMMA),
     "gemma4": _Recipe(
-        vision=towers.gemma4_tower, more=_gemma4_text, whole=towers.gemma4_settings, experts=True, **GEMMA
+        vision=towers.gemma4_tower, more=texts.gemma4_text, whole=towers.gemma4_settings, experts=True, **GEMMA
     ),
     "llama": _Recipe(),
-    "mistral": _Recipe(more=lambda _: {"sliding_window": WINDOW}),
+    "mistral": _Recipe(more=lambda _: {"sliding_window": texts.WINDOW}),
     "qwen2": _Recipe(since_qwen3=False),
     "qwen3_moe": _Recipe(experts=True),
-    "gemma2": _Recipe(sdpa=False, more=_gemma2_text),
-    "gemma3_text": _Recipe(more=_gemma3_text),
-    "phi3": _Recipe(since_qwen3=False, more=lambda _: {"sliding_window": WINDOW}),
-    "olmo3": _Recipe(more=_windows),
-    "granite": _Recipe(since_qwen3=False, more=_granite_text),
-    "cohere2": _Recipe(more=lambda sizes: {**_windows(sizes), "logit_scale": 0.25}),
+    "gemma2": _Recipe(sdpa=False, more=texts.gemma2_text),
+    "gemma3_text": _Recipe(more=texts.gemma3_text),
+    "phi3": _Recipe(since_qwen3=False, more=lambda _: {"sliding_window": texts.WINDOW}),
+    "olmo3": _Recipe(more=texts.two_ropes),
+    "granite": _Recipe(since_qwen3=False, more=texts.granite_text),
+    "cohere2": _Recipe(more=lambda sizes: {**texts.windows(sizes), "logit_scale": 0.25}),
     "smollm3": _Recipe(since_qwen3=False, more=lambda _: {"no_rope_layer_interval": 2}),
-    "glm4_moe": _Recipe(experts=True, more=_routed),
-    "deepseek_v3": _Recipe(since_qwen3=False, experts=True, more=_deepseek_text),
-    "gpt_oss": _Recipe(sdpa=False, experts=True, more=_gpt_oss_text),
+    "glm4_moe": _Recipe(experts=True, more=texts.routed),
+    "deepseek_v3": _Recipe(since_qwen3=False, experts=True, more=texts.deepseek_text),
+    "lfm2": _Recipe(since_qwen3=False, more=texts.lfm2_text),
+    "gpt_oss": _Recipe(sdpa=False, experts=True, more=texts.gpt_oss_text),
 }
 """By `config.model_type`."""

@@ -150,6 +150,19 @@ def _row_of_patches(config: Any, grid: Grid, draw: Draw, *, several: bool) -> Ti
     return TiledImage(ids=_of_family(config, tensors), tensors=tensors)
 
 
+def _masked_patches(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
+    """An image of its form; of more than two cells it is a thumbnail, and two square tiles with a mark between come
+    before it. All are padded to a common number of patches, with a mask."""
+    factor, side = config.downsample_factor, 3 * config.vision_config.patch_size**2
+    cells = [*[(2, 2)] * 2 * (grid[1] * grid[2] > 2), grid[1:]]
+    shapes = factor * torch.tensor(cells)
+    patches = shapes.prod(-1)
+    mask = (torch.arange(int(patches.max()) + 3) < patches[:, None]).long()
+    pixels = draw(*mask.shape, side) * mask[..., None]
+    tensors = {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+    return TiledImage(ids=_between(config, *[rows * columns for rows, columns in cells], mark=True), tensors=tensors)
+
+
 TILE_RULES: dict[str, TileRule] = {
     "internvl": _fixed_tiles,
     "llava": _fixed_image,
@@ -159,6 +172,7 @@ TILE_RULES: dict[str, TileRule] = {
     "idefics3": _marked_tiles,
     "mistral3": _rows_of_tokens,
     "minicpmv4_6": _row_of_patches,
+    "lfm2_vl": _masked_patches,
     "gemma3": _crops,
     "gemma4": _padded_patches,
 }

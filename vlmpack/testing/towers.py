@@ -103,6 +103,16 @@ def minicpm_tower(sizes: TinySizes) -> dict[str, Any]:
     return {**tile_tower(sizes), "insert_layer_id": 0}
 
 
+def siglip2_tower(sizes: TinySizes) -> dict[str, Any]:
+    """Places of 4 x 4 patches, which are stretched to the form of each image."""
+    tower = {**tile_tower(sizes), "model_type": "siglip2_vision_model", "vision_use_head": False}
+    return {**tower, "num_patches": TILE_PATCHES**2}
+
+
+def lfm2_settings(sizes: TinySizes) -> dict[str, Any]:
+    return {"downsample_factor": sizes.merge, "projector_hidden_size": 2 * sizes.vision_hidden}
+
+
 def gemma3_tower(sizes: TinySizes) -> dict[str, Any]:
     tower = tile_tower(sizes)
     return {**tower, "image_size": 6 * tower["patch_size"]}

@@ -6,6 +6,7 @@ wrong, and prepares what it needs of a row; what it attached then runs its layer
     attention     attention functions under names of ours           every family
     vision        boundaries of the tower, features of ranks        families with vision
     gated_delta   convolution and recurrence restart                where a family's descriptor names it
+    short_conv    taps end where a sample begins                    "
     per_sample    sparse attention, n-gram layers                   "
     experts       no padding is routed or counted                   "
 
