@@ -32,7 +32,7 @@ def trained(family: str, folder: Path, resumed_from: Path | None = None, **setti
     samples = receipts(model) * 2
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "remove_unused_columns": False, **settings}
     settings["train_sampling_strategy"] = "sequential"
-    data = {"train_dataset": Samples(samples), "eval_dataset": Samples(samples[:2])}
+    data: dict[str, Any] = {"train_dataset": Samples(samples), "eval_dataset": Samples(samples[:2])}
     run = PackedTrainer(model, arguments(folder, **settings), collator("packed"), **data, eval_packing=False)
     run.train(resume_from_checkpoint=resumed_from if resumed_from is None else str(resumed_from))
     return run
@@ -57,7 +57,8 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     settings = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
     run = trained(RENAMED, tmp_path, **settings, metric_for_best_model="eval_loss")
     assert run.state.best_global_step == 2
-    stored = type(disable_packing(run.model)).from_pretrained(tmp_path / "checkpoint-2")
+    model: Any = run.model
+    stored = type(disable_packing(model)).from_pretrained(tmp_path / "checkpoint-2")
     assert equal(run.model, stored)
 
 
