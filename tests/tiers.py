@@ -86,6 +86,7 @@ TAKE_TILES = (
     "tests/model/test_generation.py",
     "tests/model/test_image_spans.py",
     "tests/model/test_vision_families.py",
+    "tests/probing/test_image_spans.py",
     "tests/testing/test_models.py",
     "tests/trainer/test_checkpoint_weights.py",
     "tests/trainer/test_checkpointing.py",

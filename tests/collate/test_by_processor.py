@@ -88,10 +88,9 @@ def test_a_prompt_and_its_suffix_equal_paligemma_s_own(count):
     prompt = f"{processor.image_token * count}Total?"
     truth = processor(text=[prompt], images=[feature["images"]], suffix="75,000", return_tensors="pt")
     batch = VLMCollator(processor)([{"prompt": prompt, "completion": "75,000", "images": feature["images"]}])
-    same_tensors(
-        {name: batch[name] for name in ("input_ids", "labels", "pixel_values")},
-        {name: truth[name] for name in ("input_ids", "labels", "pixel_values")},
-    )
+    names = ("input_ids", "labels", "pixel_values", "token_type_ids")
+    same_tensors({name: batch[name] for name in names}, {name: truth[name] for name in names})
+    assert batch["vlmpack"].media_runs == (((0, int((truth["token_type_ids"] == 0).sum())),),)
 
 
 @pytest.mark.parametrize("family", ["internvl", "idefics3"])

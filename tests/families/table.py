@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vlmpack.families import FAMILIES, Family
+from vlmpack.families import FAMILIES, Family, ImageSpans, Prefix
 from vlmpack.testing import kinds_of, tiny_config
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ NAMES = {
     "minicpmv4_6": "MiniCPM-V 4.6",
     "gemma3": "Gemma 3",
     "gemma4": "Gemma 4",
-    "paligemma": "PaliGemma",
+    "paligemma": "PaliGemma 1, 2",
     "lfm2_vl": "LFM2-VL",
     "lfm2": "LFM2",
     "llama": "Llama",
@@ -113,7 +113,8 @@ def _patterns(family: Family, text_config: Any) -> list[tuple[str, bool]]:
     return [
         ("sliding windows", has_windows),
         ("attention sinks", text_config.model_type == "gpt_oss"),
-        ("image tokens that see later ones", family.sees is not None),
+        ("image tokens that see later ones", isinstance(family.sees, ImageSpans)),
+        ("prefixes that see all of themselves", isinstance(family.sees, Prefix)),
         ("scaled or capped logits", family.logits.__name__ != "plain_logits"),
     ]
 

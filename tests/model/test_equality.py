@@ -295,6 +295,7 @@ def test_the_matrix_sees_whoever_reads_a_gap(family):
     step = PackedStep(enable_packing(model))
     with poisoned(model, row.segments) as poison:
         inputs = {"input_ids": row.input_ids, "cu_seqlens_q": list(joined.stride)}
+        inputs |= {name: torch.zeros_like(row.input_ids) for name in FAMILIES[family].token_columns}
         result = step(inputs, logits=True)
     disable_packing(model)
     assert sum(poison) > 0

@@ -96,8 +96,10 @@ def test_twice_the_error_of_bfloat16_is_less_than_a_leak(family):
     """Not where sparse attention chooses: in bfloat16 it chooses otherwise, which moves a sample as far as a leak."""
     own, model = truth(family, "text"), fresh(family)
     plain = alone_through(model, cast(own.samples, LOW))
-    ids = pack(padded(own.samples)).input_ids
-    joined = PackedStep(model)({"input_ids": ids, "cu_seqlens_q": [0, ids.shape[1]]}, logits=True)
+    row = pack(padded(own.samples))
+    inputs = {"input_ids": row.input_ids, "cu_seqlens_q": [0, row.segments.total]}
+    inputs |= {name: column.cummax(1).values for name, column in row.extras.items()}  # the prefix of the first one
+    joined = PackedStep(model)(inputs, logits=True)
     first, *others = joined.row_logits[0].split(own.lengths)
     assert distance(first, own.logits[0]) <= LOW_PRECISION * distance(plain.logits[0], own.logits[0])
     for leaky, low, full in zip(others, plain.logits[1:], own.logits[1:], strict=True):

@@ -289,6 +289,13 @@ MUTANTS: tuple[Mutant, ...] = (
     *_of(
         "collate",
         (
+            "the prefix of a sample is its prompt",
+            "by_processor.py",
+            "sample = self._encoded(tokens, learnt, images, prefix=len(before.ids))",
+            "sample = self._encoded(tokens, learnt, images, prefix=len(before.ids) - 1)",
+            "model/test_prefixes.py -k collated_samples",
+        ),
+        (
             "prefixes: an image is cut once a batch",
             "media.py",
             "visual = self._visuals.get(key)",
@@ -377,6 +384,27 @@ MUTANTS: tuple[Mutant, ...] = (
             "return _runs(np.where(is_media_T, of_sample_T, -1))",
             "return _runs(np.where(is_media_T, 0, -1))",
             "model/test_image_spans.py -k runs_of_the_metadata",
+        ),
+        (
+            "a prefix ends where the suffix begins",
+            "spans.py",
+            "length = int(np.argmax(np.append(column_L, 1) != 0))",
+            "length = int((np.append(column_L, 1) == 0).any())",
+            "model/test_prefixes.py -k packed_equals_alone",
+        ),
+        (
+            "what is no prefix and its suffix is refused",
+            "spans.py",
+            "if not compared and (column_T[start:stop] != expected_T[start:stop]).any():",
+            "if not compared and (column_T[start:stop] < expected_T[start:stop]).any():",
+            "model/test_prefixes.py -k no_prefix_and_suffix",
+        ),
+        (
+            "prefixes of the metadata are compared",
+            "spans.py",
+            "differs = (column_1T[0] != to_device(expected_T, device)) & ~segments.padding_mask(device)",
+            "differs = (column_1T[0] < 0) & ~segments.padding_mask(device)",
+            "model/test_prefixes.py -k compared_on_a_device",
         ),
         (
             "spans are in the layers that have them",
@@ -1417,6 +1445,27 @@ MUTANTS: tuple[Mutant, ...] = (
             '"window_pairs": min(in_window, default=0)',
             '"window_pairs": max(pairs.values())',
             "model/test_text_families.py -k equals_alone",
+        ),
+        (
+            "a prefix reaches beyond the window",
+            "mechanisms/attention.py",
+            "beyond_window=sees.beyond_window)",
+            "beyond_window=False)",
+            "model/test_prefixes.py -k packed_equals_alone",
+        ),
+        (
+            "samples that share tokens share their prefix",
+            "mechanisms/attention.py",
+            "setup.part.check_shared(setup.row.extras[name], name)",
+            "pass",
+            "model/test_prefixes.py -k share_tokens_and_not",
+        ),
+        (
+            "the columns of a family travel with a batch",
+            "enable.py",
+            "if name in needed})",
+            "if name in ()})",
+            "model/test_prefixes.py -k collated_samples",
         ),
         (
             "pairs of spans are counted",

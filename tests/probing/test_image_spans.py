@@ -1,10 +1,12 @@
-"""The probe of a model whose image tokens see later ones names its mask when they do not, or when images see others."""
+"""The probe of a model whose image tokens, or prefixes, see later ones names its mask when they do not, or when others
+see them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from chats import needs
 
 from vlmpack.attention import Spans
 from vlmpack.attention.spans import SpanCall
@@ -14,11 +16,11 @@ from vlmpack.probing import probe
 from vlmpack.probing.report import Check
 from vlmpack.testing import tiny_model
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.every_family]
 
 
-def checks_of_mask() -> list[Check]:
-    report = probe(tiny_model("gemma3", layers=2), plain=False, share_prefixes=False)
+def checks_of_mask(family: str = "gemma3") -> list[Check]:
+    report = probe(tiny_model(family, layers=2), plain=False, share_prefixes=False)
     return [check for check in report.checks if check.part == "mechanism" and check.name == "mask"]
 
 
@@ -27,12 +29,15 @@ def test_the_mask_of_image_spans_is_right() -> None:
     assert check.finding == "ok"
 
 
-def test_spans_that_are_dropped_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "noun"), [("gemma3", "an image"), pytest.param("paligemma", "a prefix", marks=needs("paligemma"))]
+)
+def test_spans_that_are_dropped_are_named(family: str, noun: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RowAttention, "spans_of", lambda self, window: None)
-    (check,) = checks_of_mask()
+    (check,) = checks_of_mask(family)
     assert (check.finding, check.cause) == ("differs", "mask")
     assert check.detail == (
-        "layer 0: the first token of an image does not attend to its last, as it does in the model's own code"
+        f"layer 0: the first token of {noun} does not attend to its last, as it does in the model's own code"
     )
 
 

@@ -14,7 +14,7 @@ from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.errors import check_whole_number
-from vlmpack.families import Join, media_runs
+from vlmpack.families import Join, media_runs, prefix_run
 from vlmpack.layout import (
     IGNORE,
     IMAGE,
@@ -83,6 +83,7 @@ def to_padded(
         labels=batch([s.labels for s in samples], IGNORE),
         mm_token_type_ids=batch([s.types for s in samples], 0),
         media=_media(_images(samples), _videos(samples), pixel_dtype, buffers, joins),
+        extras={name: batch([s.columns[name] for s in samples], 0) for name in samples[0].columns},
         metadata=_metadata(samples),
     )
 
@@ -116,6 +117,7 @@ def to_packed(
         segments=segments,
         shift_labels=shift_labels(row([s.labels for s in samples], IGNORE), segments),
         mm_token_type_ids=row([s.types for s in samples], 0),
+        extras={name: row([s.columns[name] for s in samples], 0) for name in samples[0].columns},
         metadata=_metadata(samples),
     )
     images, videos = _images(samples), _videos(samples)
@@ -167,7 +169,7 @@ def _metadata(samples: Sequence[Encoded]) -> HostMetadata:
     has_tiles = any(image.grid is None for image in _images(samples))
     return HostMetadata(
         lengths=tuple(sample.num_tokens for sample in samples),
-        media_runs=tuple(media_runs(sample.types) for sample in samples) if has_tiles else (),
+        media_runs=tuple(map(_runs, samples)) if has_tiles or samples[0].columns else (),
         image_grids=_grids(_images(samples)),
         video_grids=_grids(_videos(samples)),
         image_tokens=tuple(sum(image.runs) for image in _images(samples) if image.grid is None),
@@ -177,6 +179,12 @@ def _metadata(samples: Sequence[Encoded]) -> HostMetadata:
         num_targets=sum(sample.num_targets for sample in samples),
         sample_ids=tuple(sample.sample_id for sample in samples if sample.sample_id is not None),
     )
+
+
+def _runs(sample: Encoded) -> tuple[tuple[int, int], ...]:
+    """The prefix of a sample whose family has prefixes, or the runs of its media tokens."""
+    column = next(iter(sample.columns.values()), None)
+    return media_runs(sample.types) if column is None else prefix_run(column)
 
 
 def _images(samples: Sequence[Encoded]) -> list[Visual]:

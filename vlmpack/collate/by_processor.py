@@ -102,6 +102,8 @@ class ProcessorEncoder:
             assert self._is_confirmed
         if conversation.plain:
             return self._plain(conversation.plain, images)
+        if self._columns:
+            raise Refusal("template_error", f"it is a conversation, but {self._is_of_prefix}", of_all=True)
         text = self.template.render(conversation)
         tokens = self._tokenise(self._laid_out(text, len(images), is_chat=True), images)
         learnt = np.full(len(tokens.ids), self.train_on == "all")
@@ -125,6 +127,27 @@ class ProcessorEncoder:
         images = self.images.process([Image.new("RGB", _SMALLEST)])
         tokens = self._tokenise(self._laid_out(self.metadata.image_token, 1), images)
         return self._encoded(tokens, np.zeros(len(tokens.ids), bool), images)
+
+    @cached_property
+    def _columns(self) -> tuple[str, ...]:
+        """Names of the columns that the model needs beside ids: that of the prefix, which is the prompt."""
+        return family_of_processor(self.processor).token_columns if self.metadata.has_vision else ()
+
+    @property
+    def _is_of_prefix(self) -> str:
+        return (
+            f"a {type(self.processor).__name__} writes a prompt, whose tokens see each other in both directions, and "
+            "its answer: give prompt and completion as strings"
+        )
+
+    def check_not_tokenised(self) -> None:
+        """Refuse samples of token ids of a family with prefixes: their lengths cannot be told from ids.
+
+        Raises:
+            Refusal: it has prefixes.
+        """
+        if self._columns:
+            raise Refusal("bad_row", f"it has input_ids, but {self._is_of_prefix}, and images", of_all=True)
 
     # ------------------------------------------------------------------ tokens
 
@@ -230,6 +253,9 @@ class ProcessorEncoder:
     def _plain(self, plain: tuple[str, str], images: Sequence[Visual]) -> Encoded:
         """Tokenise prompt and completion apart, as generation will do it; the completion and its end are learnt."""
         prompt, completion = plain
+        if self._columns and not images:
+            name = type(self.processor).__name__
+            raise Refusal("bad_row", f"a {name} writes no prompt without an image, and it has none; leave it out")
         if not completion.rstrip().endswith(self.metadata.eos_token):
             completion += self.metadata.eos_token
         before = self._tokenise(self._laid_out(prompt, len(images)), images)
@@ -244,10 +270,14 @@ class ProcessorEncoder:
         )
         learnt = np.full(len(tokens.ids), self.train_on == "all")
         learnt[len(before.ids) :] = True
-        sample = self._encoded(tokens, learnt, images)
+        sample = self._encoded(tokens, learnt, images, prefix=len(before.ids))
         return replace(sample, cuts=tuple(self._beside_images(tokens)))
 
-    def _encoded(self, tokens: Tokens, learnt: np.ndarray, images: Sequence[Visual]) -> Encoded:
+    def _encoded(
+        self, tokens: Tokens, learnt: np.ndarray, images: Sequence[Visual], *, prefix: int | None = None
+    ) -> Encoded:
+        """`prefix`: tokens of the prompt; None: all of them."""
+        types = np.arange(len(tokens.ids)) >= (len(tokens.ids) if prefix is None else prefix)
         labels = np.where(learnt, tokens.ids, IGNORE)
         for span in tokens.images:
             labels[tokens.between(span)] = IGNORE
@@ -256,6 +286,7 @@ class ProcessorEncoder:
             labels=mask_media(labels, tokens.ids, self.metadata),
             types=token_types(tokens.ids, self.metadata),
             images=tuple(replace(image, written="") for image in images),
+            columns=dict.fromkeys(self._columns, types.astype(np.int64)),
         )
 
     def _answer(self, tokens: Tokens, span: Span) -> slice:

@@ -84,6 +84,8 @@ class Encoder:
         if not isinstance(feature, Mapping):
             raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
         if feature.get("input_ids") is not None:
+            if self.metadata.by_processor:
+                self._by_processor.check_not_tokenised()
             sample = read_tokenised(feature, self.metadata, train_on=self.train_on)
             self._check_unread(feature, has_media=bool(sample.images or sample.videos), texts=())
         else:

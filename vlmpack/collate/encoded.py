@@ -62,6 +62,8 @@ class Encoded:
     """In the order of their placeholders."""
     videos: tuple[Visual, ...] = ()
     """In the order of their placeholders."""
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """int64 [n] each: further columns of its tokens that its family needs (`Family.token_columns`), by name."""
     cuts: tuple[int, ...] = ()
     """Tokens before which it may be cut, of a sample longer than `max_length` whose template may not be ChatML."""
     sample_id: int | str | None = None
@@ -347,7 +349,8 @@ def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int) -
     images = _whole(sample.images, ids, metadata, kind="image")
     videos = _whole(sample.videos, ids, metadata, kind="video")
     labels, types = sample.labels[:cut], sample.types[:cut]
-    shorter = replace(sample, input_ids=ids, labels=labels, types=types, images=images, videos=videos)
+    columns = {name: column[:cut] for name, column in sample.columns.items()}
+    shorter = replace(sample, input_ids=ids, labels=labels, types=types, images=images, videos=videos, columns=columns)
     if metadata.images_together and len(images) < len(sample.images):
         raise Refusal(
             "truncated_away",

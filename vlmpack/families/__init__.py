@@ -5,7 +5,7 @@ from __future__ import annotations
 from vlmpack.families.family import Family, MRope, OneAxis
 from vlmpack.families.qwen import run_per_frame, timed_run
 from vlmpack.families.registry import FAMILIES, check_parts, family_named, family_of, family_of_processor
-from vlmpack.families.spans import ImageSpans, media_runs, runs_of_row
+from vlmpack.families.spans import ImageSpans, Prefix, Sees, media_runs, prefix_run, runs_of_row
 from vlmpack.families.tiles import Join
 
 __all__ = [
@@ -15,11 +15,14 @@ __all__ = [
     "Join",
     "MRope",
     "OneAxis",
+    "Prefix",
+    "Sees",
     "check_parts",
     "family_named",
     "family_of",
     "family_of_processor",
     "media_runs",
+    "prefix_run",
     "run_per_frame",
     "runs_of_row",
     "timed_run",

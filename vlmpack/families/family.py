@@ -13,7 +13,7 @@ from torch import nn
 
 from vlmpack.errors import LayoutError
 from vlmpack.families.media import ExpectedRuns, MediaItems, check_runs, media_items, row_positions
-from vlmpack.families.spans import ImageSpans
+from vlmpack.families.spans import Prefix, Sees
 from vlmpack.families.tiles import QWEN_MEDIA, Join, TileBoundaries, TileTokens, check_tiles, counted_tokens
 from vlmpack.layout import IMAGE, VIDEO, Grid, HostMetadata, Media, Segments, outside_graph
 
@@ -108,7 +108,7 @@ class Family:
     """The linear layer from hidden states to logits, or to what `logits` makes them of."""
     logits: LogitsRule = plain_logits
     """What the model does to the output of the head."""
-    sees: ImageSpans | None = None
+    sees: Sees | None = None
     """The tokens that see later ones of their sample; None: none do, attention is causal."""
     media: Mapping[str, Join] = field(default_factory=lambda: QWEN_MEDIA, hash=False)
     """Tensors by which the backbone takes images and videos, and how those of samples are joined."""
@@ -142,6 +142,11 @@ class Family:
     def has(self, mechanism: str) -> bool:
         """Return whether its layers have this mechanism."""
         return mechanism in self.mechanisms
+
+    @property
+    def token_columns(self) -> tuple[str, ...]:
+        """Names of the columns of a batch that packed rows need beside ids: that of the prefix."""
+        return (self.sees.column,) if isinstance(self.sees, Prefix) else ()
 
     @property
     def processor_class(self) -> type:

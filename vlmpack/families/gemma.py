@@ -1,7 +1,8 @@
 """Gemma's families with vision: image tokens see later ones of their image, within the window of a layer that has one.
 
-    gemma3    in all layers
-    gemma4    in layers with a sliding window, in the models whose configuration says so (12B, 26B-A4B and 31B)
+    gemma3       in all layers
+    gemma4       in layers with a sliding window, in the models whose configuration says so (12B, 26B-A4B and 31B)
+    paligemma    in all layers, the prompt too, and beyond the window of the second version's layers (on Gemma 2)
 
 Layers that share keys and values, embeddings for each layer, and head widths of their own concern single tokens.
 """
@@ -13,7 +14,8 @@ from typing import Any
 
 import torch
 
-from vlmpack.families.spans import ImageSpans
+from vlmpack.families.family import OneAxis
+from vlmpack.families.spans import ImageSpans, Prefix
 from vlmpack.families.text import capped_logits
 from vlmpack.families.tiled import tiled_family
 from vlmpack.families.tiles import Join
@@ -30,6 +32,16 @@ def _tokens_of_patches(tensors: Tensors, config: Any) -> Sequence[int]:
     """Patches of `pixel_values` [N, P, C] that have a place, `image_position_ids` [N, P, 2], are pooled to tokens."""
     has_place = (tensors["image_position_ids"] != -1).all(-1)
     return (has_place.sum(-1) // config.vision_config.pooling_kernel_size**2).tolist()
+
+
+def _tokens_of_tower(tensors: Tensors, config: Any) -> Sequence[int]:
+    """Every row of `pixel_values` [N, 3, H, W], a whole image, makes a token of each patch."""
+    return [config.text_config.num_image_tokens] * len(tensors["pixel_values"])
+
+
+def _prefix_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
+    """Bound logits as Gemma 2 does; the first version's text part has no such setting."""
+    return capped_logits(output, text_config) if hasattr(text_config, "final_logit_softcapping") else output
 
 
 def _sees_images(text_config: Any) -> bool:
@@ -55,6 +67,16 @@ GEMMA = (
         media={"pixel_values": Join(), "image_position_ids": Join()},
         sees=ImageSpans(layers="sliding", enabled=_sees_images),
         logits=capped_logits,
+    ),
+    tiled_family(
+        "paligemma",
+        "PaliGemmaForConditionalGeneration",
+        "PaliGemmaProcessor",
+        oldest_transformers=(5, 23),
+        positions_rule=OneAxis(start=1),
+        tile_tokens=_tokens_of_tower,
+        sees=Prefix(),
+        logits=_prefix_logits,
     ),
 )
 """The descriptors."""

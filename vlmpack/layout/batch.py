@@ -44,8 +44,9 @@ class HostMetadata:
     videos_per_sample: tuple[int, ...] = ()
     """Videos of each sample; empty: not known, or no media at all."""
     media_runs: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """Of each sample the runs of its media tokens, (start, stop) from its first token on; empty: not known. Models with
-    bidirectional image spans read them; without them a row on an accelerator takes one host-device sync."""
+    """Of each sample the runs of its media tokens, or its prefix, (start, stop) from its first token on; empty: not
+    known. Models that see them in both directions read them; without, a row on an accelerator takes one host-device
+    sync."""
     seconds_per_grid: tuple[float, ...] = ()
     """Seconds from one video grid to the next, one for each video (Qwen2.5-VL)."""
     num_targets: int | None = None

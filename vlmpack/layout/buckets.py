@@ -170,7 +170,7 @@ def _cheapest_cuts(lengths: np.ndarray, call_cost: float) -> list[int]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Spaced:
-    """Every segment of a row that has tokens, `reach` zeros between one and the next; layers restart at `edges`.
+    """Every segment of a row that has tokens, `reach` zeros between one and the next; recurrences restart at `edges`.
 
     Lengths [3, 5, 2], a convolution that reads 3 tokens before each token:
 

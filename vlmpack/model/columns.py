@@ -39,7 +39,8 @@ def check_keys(inputs: dict[str, Any], family: Family, *, is_row: bool) -> None:
         ConfigError: it would; names what may have been meant.
     """
     other_media = {*_MEDIA} - family.media.keys() if family.has_vision and not family.has_grids else set()
-    known = (_BATCH_KEYS | family.media.keys() | {family.token_types or "mm_token_type_ids"}) - other_media
+    columns = {family.token_types or "mm_token_type_ids", *family.token_columns}
+    known = (_BATCH_KEYS | family.media.keys() | columns) - other_media
     for name, value in inputs.items():
         if value is None or name in known:
             continue
@@ -49,6 +50,11 @@ def check_keys(inputs: dict[str, Any], family: Family, *, is_row: bool) -> None:
             raise ConfigError(f"a packed step takes no input {name!r}{hint} It takes {', '.join(sorted(known))}")
         if is_row and name != "return_dict" and value is not False and not (isinstance(value, int) and value == 0):
             raise ConfigError(f"{name} cannot be combined with a packed row; leave it out")
+
+
+def columns_in(inputs: dict[str, Any], family: Family) -> tuple[str, ...]:
+    """Names of the family's own columns that are there."""
+    return tuple(name for name in family.token_columns if inputs.get(name) is not None)
 
 
 @outside_graph

@@ -7,7 +7,7 @@ taking all of it back leaves nothing behind.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, final
 
@@ -232,11 +232,14 @@ class PackedStep:
         scoring = Scoring(temperature=temperature, entropy=entropy)
         device = next(self.model.parameters()).device
         state = stored_state(find_model(self.model))
-        columns_of_row = COLUMNS if state is None else COLUMNS | state.family.media.keys() | {state.family.token_types}
+        columns_of_row = {*COLUMNS}
+        if state is not None:
+            columns_of_row |= {*state.family.media, state.family.token_types, *state.family.token_columns}
         hands_row = isinstance(batch, PackedRow) and not inputs.keys() & columns_of_row
         row = batch.to(device, non_blocking=True) if isinstance(batch, PackedRow) and hands_row else None
         call = StepCall(row, last_hidden=last_hidden, scoring=scoring)
-        columns = {} if hands_row else _inputs_of(batch)
+        needed = () if state is None else state.family.token_columns
+        columns = {} if hands_row else _inputs_of(batch, needed)
         columns = {
             name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) and _travels(name) else value
             for name, value in {**columns, **inputs}.items()
@@ -254,13 +257,14 @@ class PackedStep:
         return result if output.loss is None else replace(result, loss=output.loss)
 
 
-def _inputs_of(batch: PaddedBatch | PackedRow | Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of the model; extras are the caller's."""
-    if isinstance(batch, PackedRow):
-        return replace(batch, extras={}).step_inputs()
-    if not isinstance(batch, PaddedBatch | Mapping):
+def _inputs_of(batch: PaddedBatch | PackedRow | Mapping[str, Any], needed: Collection[str]) -> dict[str, Any]:
+    """Keyword arguments of the model; extras are the caller's, but for those that are `needed`."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if not isinstance(batch, PaddedBatch | PackedRow):
         raise ConfigError(f"a {type(batch).__name__} is no batch; collate first: step(collator.collate(samples))")
-    return replace(batch, extras={}).to_hf() if isinstance(batch, PaddedBatch) else dict(batch)
+    batch = replace(batch, extras={name: x for name, x in batch.extras.items() if name in needed})
+    return batch.step_inputs() if isinstance(batch, PackedRow) else batch.to_hf()
 
 
 def _travels(name: str) -> bool:

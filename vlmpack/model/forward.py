@@ -32,7 +32,7 @@ from vlmpack.layout import (
     to_device,
     whole_numbers,
 )
-from vlmpack.model.columns import ROW_KEYS, STEP, check_keys, with_token_types
+from vlmpack.model.columns import ROW_KEYS, STEP, check_keys, columns_in, with_token_types
 from vlmpack.model.engine import PackingState, packing_state, run_row, stored_state
 from vlmpack.model.head import Scoring
 from vlmpack.model.mechanisms import ModelParts, subclass
@@ -353,7 +353,8 @@ def _row_in(inputs: dict[str, Any], family: Family) -> PackedRow:
             "dispatch_batches=False)?"
         )
     _check_not_empty(shape[-1])
-    row, mask = PackedRow.from_hf(inputs, media=family.media), inputs["attention_mask"]
+    extras = columns_in(inputs, family)
+    row, mask = PackedRow.from_hf(inputs, extras=extras, media=family.media), inputs["attention_mask"]
     if mask is not None:
         raise LayoutError(
             f"a packed row comes without attention_mask, got one of shape {list(mask.shape)}; its boundaries "
@@ -380,7 +381,7 @@ def _packed_batch(inputs: dict[str, Any], slots: SlotRule, state: PackingState, 
             "shift_labels belong to a packed row; give a padded batch its labels, not shifted: each sample's targets "
             "are shifted when its place in the row is known"
         )
-    batch = PaddedBatch.from_hf(inputs, media=state.family.media)
+    batch = PaddedBatch.from_hf(inputs, extras=columns_in(inputs, state.family), media=state.family.media)
     row = pack(batch, rule=slots, keep_empty=state.config.keep_empty, pad_token_id=pad_token_id or 0)
     if (mask := inputs.get("moe_padding_mask")) is not None:
         _check_padding_mask(

@@ -69,6 +69,12 @@ class ProbedModel:
         """The Hugging Face configuration."""
         return self.core.config
 
+    def runs_of(self, sample: Sample) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of each run of tokens of a sample that see each other in both directions."""
+        if (sees := self.family.sees) is None:
+            return ()
+        return sees.of_sample(sample, self.family.media_types(sample["input_ids"], self.config))
+
     @property
     def device(self) -> torch.device:
         """Of the weights."""
@@ -353,6 +359,7 @@ class PlainRowPass:
         )
         if family.token_types is not None:
             inputs[family.token_types] = types
+        inputs |= {name: torch.cat([sample[name] for sample in samples])[None] for name in family.token_columns}
         has_axes = family.positions_rule.axes == 3
         inputs["position_ids"] = positions[-self.rows :] if has_axes else family.rotary_ids(positions)
         output = plain_output(self.probed.model, inputs, use_cache=self.use_cache)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vlmpack.families import media_runs
+from vlmpack.families import Sees
 from vlmpack.layout import PackedRow, Segments
 from vlmpack.model import ModelParts, layer_windows, spans_in
 from vlmpack.probing.report import Cause, Check
@@ -129,7 +129,7 @@ def check_routing(trace: Trace) -> Check:
 
 def check_mask(trace: Trace) -> Check:
     """Check that others do not move, a last token attends to its sample's first half, and none to a later one but those
-    of an image span, where layers have them."""
+    of an image span or a prefix, where layers have them."""
     leak, at = _worst_layer(trace.attention, trace, lambda call: lambda hidden: call.rerun(hidden)[0])
     detail = f"{at}: the attention of a sample moves by {leak:.1e} when only another one changes"
     check = Check.of_mechanism("mask", leak, LEAK, detail, finding="leaks")
@@ -137,7 +137,7 @@ def check_mask(trace: Trace) -> Check:
         return check
     probed, sparse = trace.probed, trace.probed.family.has("per_sample")
     parts = ModelParts(family=probed.family, core=probed.core)
-    windows, sees, runs = {} if sparse else layer_windows(parts), spans_in(parts), media_spans(trace)
+    windows, sees, runs = {} if sparse else layer_windows(parts), spans_in(parts), runs_of_row(trace)
     by_sample = [[run for run in runs if start <= run[0] < stop] for start, stop in trace.segments.spans]
     first_runs = [of[0] for of in by_sample if of]  # to a second image a first one is the past
     for name, call in trace.attention.items():
@@ -146,21 +146,19 @@ def check_mask(trace: Trace) -> Check:
         problem = _causality_problem(
             call, trace.segments.spans, sparse=sparse, window=window, runs=runs if has_spans else []
         )
-        if problem or (problem := "" if sees is None else _span_problem(call, first_runs, has_spans=has_spans)):
+        if problem or (problem := "" if sees is None else _span_problem(call, first_runs, sees, has_spans=has_spans)):
             return Check.wrong("mask", f"{name}: {problem}")
     return check
 
 
-def media_spans(trace: Trace) -> list[Span]:
-    """The runs of media tokens of a row."""
-    family, config = trace.probed.family, trace.probed.config
-    types = [family.media_types(sample["input_ids"], config).numpy() for sample in trace.samples]
-    spans = zip(trace.segments.spans, types, strict=False)
-    return [(at + start, at + stop) for (at, _), of in spans for start, stop in media_runs(of)]
+def runs_of_row(trace: Trace) -> list[Span]:
+    """The runs of tokens of a row that see each other in both directions."""
+    spans = zip(trace.segments.spans, trace.samples, strict=False)
+    return [(at + start, at + stop) for (at, _), sample in spans for start, stop in trace.probed.runs_of(sample)]
 
 
-def _span_problem(call: ModuleCall, runs: Sequence[Span], *, has_spans: bool) -> str:
-    """Find out whether the first token of each image attends to its last."""
+def _span_problem(call: ModuleCall, runs: Sequence[Span], sees: Sees, *, has_spans: bool) -> str:
+    """Find out whether the first token of each image, or of each prefix, attends to its last."""
     runs = [(start, stop) for start, stop in runs if stop - start > 1]
     if not runs:
         return ""
@@ -168,9 +166,9 @@ def _span_problem(call: ModuleCall, runs: Sequence[Span], *, has_spans: bool) ->
     after = call.rerun(perturb_spans(call.hidden, [(stop - 1, stop) for _, stop in runs], dim=1))[0]
     moves = [largest_move(after, before, [(start, start + 1)], dim=1) for start, _ in runs]
     if has_spans and min(moves) == 0:
-        return "the first token of an image does not attend to its last, as it does in the model's own code"
+        return f"the first token of {sees.noun} does not attend to its last, as it does in the model's own code"
     if not has_spans and not max(moves) <= LEAK:
-        return "the first token of an image attends to its last, as it does not in the model's own code"
+        return f"the first token of {sees.noun} attends to its last, as it does not in the model's own code"
     return ""
 
 
@@ -242,14 +240,15 @@ def _causality_problem(
         after_first = call.rerun(perturb_spans(call.hidden, firsts, dim=1))[0]
         if any(largest_move(after_first, before, [last], dim=1) == 0 for last in lasts):
             return "a sample's last token does not attend to its first half"
-    beyond = [(a, b - reach) for a, b in long if b - a > reach and window != 1]
+    starts = {stop: start for start, stop in runs}
+    far = [(a, b) for a, b in long if b - a > reach and b not in starts]  # a prefix reaches beyond the window
+    beyond = [(a, b - reach) for a, b in far if window != 1]
     if beyond:
         after = call.rerun(perturb_spans(call.hidden, beyond, dim=1))[0]
-        last = [(b - 1, b) for a, b in long if b - a > reach]
+        last = [(b - 1, b) for _, b in far]
         if not (move := largest_move(after, before, last, dim=1)) <= LEAK:
             return f"a sample's last token attends beyond its window of {window}: it moves by {move:.1e}"
     after_last = call.rerun(perturb_spans(call.hidden, lasts, dim=1))[0]
-    starts = {stop: start for start, stop in runs}
     earlier = [(a, starts.get(b, b - 1)) for a, b in long]
     if not (ahead := largest_move(after_last, before, earlier, dim=1)) <= LEAK:
         return f"a sample attends to its own future: it moves by {ahead:.1e} when its last token changes"

@@ -10,7 +10,6 @@ from itertools import pairwise
 
 import torch
 
-from vlmpack.families import media_runs
 from vlmpack.model import ModelParts, PackedStep, disable_packing, layer_windows, spans_in
 from vlmpack.probing.forward_passes import (
     GAPS,
@@ -288,8 +287,7 @@ def _check_pairs(setup: ProbeSetup, packed: PackedPass) -> Check:
         parts = ModelParts(family=probed.family, core=probed.core)
         windows = not sparse and any(layer_windows(parts).values())
     if spans_in(parts) is not None:  # their queries and all keys up to their ends go through a second call
-        types = [probed.family.media_types(sample["input_ids"], probed.config).numpy() for sample in setup.samples]
-        needed += sum((stop - start) * stop for of in types for start, stop in media_runs(of))
+        needed += sum((stop - start) * stop for sample in setup.samples for start, stop in probed.runs_of(sample))
     check = Check(part="work", name="attended pairs", finding="ok", value=computed, allowed=needed)
     if computed is None:
         return replace(check, finding="not counted", detail="no known kernel ran")

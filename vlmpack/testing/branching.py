@@ -93,6 +93,8 @@ def joined(pieces: Sequence[Sample]) -> Sample:
     """Lay pieces one after the other into one sample, their media in the same order."""
     names = dict.fromkeys(name for piece in pieces for name in piece)
     laid = {name: torch.cat([piece[name] for piece in pieces if name in piece]) for name in names}
+    for name in pieces[0].family.token_columns if pieces[0].family else ():
+        laid[name] = laid[name].cummax(0).values  # the prefix of the first one
     return sample_like(pieces[0], laid)
 
 

@@ -374,6 +374,14 @@ RECIPES = {
     "gemma4": _Recipe(
         vision=towers.gemma4_tower, more=texts.gemma4_text, whole=towers.gemma4_settings, experts=True, **GEMMA
     ),
+    "paligemma": _Recipe(
+        vision=towers.paligemma_tower,
+        text_type="gemma2",
+        more=texts.gemma2_text,
+        whole=towers.paligemma_settings,
+        sdpa=False,
+        **GEMMA,
+    ),
     "llama": _Recipe(),
     "mistral": _Recipe(more=lambda _: {"sliding_window": texts.WINDOW}),
     "qwen2": _Recipe(since_qwen3=False),

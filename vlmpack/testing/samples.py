@@ -91,9 +91,12 @@ def build_sample(
     if labelled is not None:
         targets = [i == 0 or i >= len(ids) - labelled for i in range(len(ids))]
     input_ids = torch.tensor(ids)
-    sample = {"input_ids": input_ids, "labels": torch.where(torch.tensor(targets), input_ids, IGNORE)}
+    sample: dict[str, torch.Tensor] = {"input_ids": input_ids}
+    sample |= {"labels": torch.where(torch.tensor(targets), input_ids, IGNORE)}
     if family.token_types is not None:
         sample[family.token_types] = family.media_types(input_ids, config)
+    for name in family.token_columns:  # the suffix is half of the last stretch of text
+        sample[name] = (torch.arange(len(ids)) >= len(ids) - (stretches[-1] + 1) // 2).long()
     if tiles:
         return Sample.of(sample | _joined(tiles, family, config), family)
     for name, pixels, grids in (
@@ -285,6 +288,7 @@ def padded(
         attention_mask=stack([torch.ones_like(sample["input_ids"]) for sample in samples]),
         labels=stack([sample["labels"] for sample in samples], IGNORE),
         mm_token_type_ids=stack(types) if types else None,
+        extras={name: stack([sample[name] for sample in samples]) for name in _token_columns(samples)},
         media=media_of(samples),
         metadata=metadata_of(samples, offsets=offsets) if metadata else None,
     )
@@ -316,14 +320,24 @@ def metadata_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> 
         video_grids=tuple(grid for grids in video_grids for grid in grids),
         image_tokens=tuple(n for of_sample in tokens for n in of_sample),
         images_per_sample=tuple(images) if any(images) else (),
-        media_runs=tuple(map(_media_runs, samples)) if any(tokens) else (),
+        media_runs=tuple(map(_runs, samples)) if any(tokens) or _token_columns(samples) else (),
         videos_per_sample=tuple(len(grids) for grids in video_grids) if any(video_grids) else (),
         seconds_per_grid=tuple(seconds),
         num_targets=sum(map(num_targets, samples)),
     )
 
 
-def _media_runs(sample: Sample) -> Any:
+def _token_columns(samples: Sequence[Sample]) -> tuple[str, ...]:
+    """Names of the columns of prefixes."""
+    family = samples[0].family if samples and isinstance(samples[0], Sample) else None
+    return () if family is None else family.token_columns
+
+
+def _runs(sample: Sample) -> Any:
+    if _token_columns([sample]):
+        assert sample.family is not None
+        assert sample.family.sees is not None
+        return sample.family.sees.of_sample(sample, sample["input_ids"])
     types = [sample[name] for name in ("mm_token_type_ids", "token_type_ids") if name in sample]
     return media_runs(types[0].cpu().numpy()) if types else ()
 

@@ -103,6 +103,13 @@ def _fixed_image(config: Any, grid: Grid, draw: Draw, *, several: bool) -> Tiled
     return TiledImage(ids=_of_family(config, pixels), tensors=pixels)
 
 
+def _bare_image(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
+    """An image of one size, whatever its form, with nothing around it."""
+    side = config.vision_config.image_size
+    tokens = [config.image_token_id] * config.text_config.num_image_tokens
+    return TiledImage(ids=tokens, tensors={"pixel_values": draw(1, 3, side, side)})
+
+
 def _anyres(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
     """A thumbnail and the tiles of the grid that fits best the form's proportions; of several images of LLaVA-OneVision
     the thumbnails alone, each with a token behind it."""
@@ -175,5 +182,6 @@ TILE_RULES: dict[str, TileRule] = {
     "lfm2_vl": _masked_patches,
     "gemma3": _crops,
     "gemma4": _padded_patches,
+    "paligemma": _bare_image,
 }
 """By `config.model_type`."""

@@ -124,6 +124,19 @@ def gemma3_settings(sizes: TinySizes) -> dict[str, Any]:
     return {"mm_tokens_per_image": 9, "image_token_index": sizes.image_token_id, **ends}
 
 
+def paligemma_tower(sizes: TinySizes) -> dict[str, Any]:
+    return {**siglip_tower(sizes), "projection_dim": sizes.hidden}
+
+
+def paligemma_settings(sizes: TinySizes) -> dict[str, Any]:
+    return {
+        "image_token_index": sizes.image_token_id,
+        "projection_dim": sizes.hidden,
+        "hidden_size": sizes.hidden,
+        "vocab_size": sizes.vocab_size,
+    }
+
+
 def gemma4_tower(sizes: TinySizes) -> dict[str, Any]:
     heads = {"num_attention_heads": sizes.vision_heads, "num_key_value_heads": sizes.vision_heads}
     return {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vlmpack.families import ImageSpans
+from vlmpack.families import Prefix, Sees
 from vlmpack.testing.tiles import Sample
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def work_problems(
     multiple: int = 1,
     sparse: bool = False,
     windows: Windows = (None,),
-    sees: ImageSpans | None = None,
+    sees: Sees | None = None,
 ) -> list[str]:
     """Describe work that a packed step should not have done.
 
@@ -54,11 +54,16 @@ def work_problems(
     return faults
 
 
-def _pairs(sample: Sample, window: int | None, sees: ImageSpans | None) -> int:
+def _pairs(sample: Sample, window: int | None, sees: Sees | None) -> int:
     """Pairs of one sample alone in a layer with this window."""
     place = torch.arange(len(sample["input_ids"]))
     before = place[:, None] - place[None, :]
     visible = before >= 0
+    if isinstance(sees, Prefix):
+        in_prefix = sample[sees.column] == 0
+        both = in_prefix[:, None] & in_prefix[None, :]
+        in_window = torch.ones_like(both) if window is None else before < window
+        return int(((visible & in_window) | (both if sees.beyond_window else both & in_window)).sum())
     if sees is not None and sees.is_in(window):
         types = next(sample[name] for name in TYPE_KEYS if name in sample)
         is_media = types > 0

@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmpack.attention import CAUSAL, AttentionCall, Pattern, Spans, choose
 from vlmpack.errors import BackendError, ConfigError, FamilyError
-from vlmpack.families import Family, ImageSpans, runs_of_row
+from vlmpack.families import Family, Prefix, Sees
 from vlmpack.layout import Segments, outside_graph
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup, is_subclassed
 from vlmpack.model.mechanisms.stand_ins import StandIn, plain_config, stand_in
@@ -51,6 +51,7 @@ class RowAttention:
         *,
         spans: Spans | None = None,
         in_window: Callable[[int | None], bool] = lambda window: True,
+        always_masked: bool = False,
     ) -> None:
         self.backend = backend
         """Name of the attention back-end, or "auto"."""
@@ -58,6 +59,8 @@ class RowAttention:
         """The bidirectional spans of the part of the row on this rank; None: the family has none."""
         self.in_window = in_window
         """Returns whether layers with this window have spans."""
+        self.always_masked = always_masked
+        """True if the model's own code always passes layers a mask, so that `is_causal` of theirs does not matter."""
         self.calls = 0
         """Calls of packed attention in the text model so far."""
         self.stock_windows = stock_windows
@@ -114,11 +117,12 @@ class Attention(Mechanism):
         windows = None if _has_own_masks(setup.model) else layer_windows(setup.model)
         if (sees := spans_in(setup.model)) is None:
             return RowAttention(setup.backend, windows)
-        row, runs = setup.row, ()
-        if row.media.pixel_values is not None:  # a row without has no placeholders either
-            runs = runs_of_row(setup.types, row.segments, setup.metadata.media_runs)
-        spans = Spans(runs=setup.part.spans(runs))
-        return RowAttention(setup.backend, windows, spans=spans, in_window=sees.is_in)
+        runs = sees.of_row(setup.row, setup.types, setup.metadata.media_runs)
+        for name in setup.model.family.token_columns:
+            setup.part.check_shared(setup.row.extras[name], name)
+        spans = Spans(runs=setup.part.spans(runs), beyond_window=sees.beyond_window)
+        always_masked = isinstance(sees, Prefix)
+        return RowAttention(setup.backend, windows, spans=spans, in_window=sees.is_in, always_masked=always_masked)
 
     def work(self, setup: RowSetup, entry: RowAttention) -> Mapping[str, int]:
         """Pairs of the layers with a window, and of those without."""
@@ -149,7 +153,7 @@ class Attention(Mechanism):
             )
 
 
-def spans_in(model: ModelParts) -> ImageSpans | None:
+def spans_in(model: ModelParts) -> Sees | None:
     """The spans of a model's family, if its configuration has them."""
     sees = model.family.sees
     return sees if sees is not None and sees.enabled(model.text.config) else None
@@ -227,7 +231,7 @@ def _not_computed(model: ModelParts, callers: list[tuple[str, Any]]) -> Iterator
     calls_own = _has_own_masks(model)
     stock: set[tuple[str, type[nn.Module]]] = set()
     for name, module in callers:
-        if name == TEXT:
+        if name == TEXT and not isinstance(model.family.sees, Prefix):
             yield from _layer_problems(module)
         if name == TEXT and calls_own:
             continue
@@ -286,7 +290,9 @@ _UNDERSTOOD = frozenset((*_COMPUTED, *_OF_VISION, *_WITHOUT_EFFECT))
 hands no others to the layers of the supported families but those of patterns."""
 
 
-def _settings(module: nn.Module, kwargs: dict[str, Any], *, causal: bool) -> dict[str, Any]:
+def _settings(
+    module: nn.Module, kwargs: dict[str, Any], *, causal: bool, always_masked: bool = False
+) -> dict[str, Any]:
     """Build the call of a back-end.
 
     Raises:
@@ -297,7 +303,7 @@ def _settings(module: nn.Module, kwargs: dict[str, Any], *, causal: bool) -> dic
     unknown = [name for name in passed if name not in _UNDERSTOOD and _OF_PATTERNS.get(name) not in pattern]
     if "is_causal" in unknown and bool(kwargs["is_causal"]) == causal:
         unknown.remove("is_causal")
-    elif causal and getattr(module, "is_causal", None) is False:
+    elif causal and not always_masked and getattr(module, "is_causal", None) is False:
         unknown.append("is_causal")
     if unknown:
         shown = ", ".join(f"{name}={kwargs.get(name, False)!r:.40}" for name in unknown)
@@ -325,7 +331,9 @@ def _text_attention(
         if module.training and not is_subclassed(module):  # sparse attention is given a mask of its indexer's choice
             warn_past_the_forward(args[0] if args else kwargs.get("attention_mask"))
         return _call_original(module, query, key, value, *args, **kwargs)
-    return run_on_row(query, key, value, row, module=module, **_settings(module, kwargs, causal=True)), None
+    always_masked = row.entries[Attention.name].always_masked
+    settings = _settings(module, kwargs, causal=True, always_masked=always_masked)
+    return run_on_row(query, key, value, row, module=module, **settings), None
 
 
 def _vision_attention(

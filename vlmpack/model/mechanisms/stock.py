@@ -1,7 +1,7 @@
 """Masks, positions and logits of the model's own code, for comparison with its family's descriptor. No weight is read.
 
     masks        a twin of the text part runs on a few embeddings, with layers that only record
-    spans        the same in a twin of the model without its head, for a sample with images
+    spans        the same in a twin of the model without its head, for a sample with images, or with a prefix
     logits       a twin of the model runs, with a backbone and a head that return fixed numbers
 
 Twins share everything else with the model, which is not changed, not even while they run.
@@ -19,14 +19,13 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import AttentionMaskInterface
 
 from vlmpack.attention import Pattern, Spans, visible_keys
 from vlmpack.errors import FamilyError
-from vlmpack.families import ImageSpans, media_runs
+from vlmpack.families import Prefix, Sees
 from vlmpack.layout import Segments
 from vlmpack.model.mechanisms import ModelParts
 
@@ -175,12 +174,14 @@ def _recorded_of_text(text: Any) -> dict[int, tuple[Any, Any]]:
 
 TYPES = (0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0)
 """Types of the tokens of a sample with two images, the first longer than the window."""
+PREFIX = (0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1)
+"""Those of a sample with a prefix that is longer than the window."""
 WINDOW = 3
 """The window of the twin, in place of its own."""
 
 
-def check_spans(model: ModelParts, windows: Mapping[int, int | None], sees: ImageSpans | None) -> None:
-    """Compare masks of a sample with images in the model's own code with those of its family's descriptor.
+def check_spans(model: ModelParts, windows: Mapping[int, int | None], sees: Sees | None) -> None:
+    """Compare masks of a sample with images, or with a prefix, in the model's own code with those of its descriptor.
 
     Args:
         model: the model.
@@ -191,7 +192,8 @@ def check_spans(model: ModelParts, windows: Mapping[int, int | None], sees: Imag
         FamilyError: a token attends to others.
     """
     family, tokens = model.family, len(TYPES)
-    if family.token_types is None:
+    column, *_ = *family.token_columns, family.token_types
+    if column is None:
         return
     text, backbone = model.text, family.backbone(model.core)
     settings: dict[str, Any] = {} if set(windows.values()) == {None} else {"sliding_window": WINDOW}
@@ -204,24 +206,30 @@ def check_spans(model: ModelParts, windows: Mapping[int, int | None], sees: Imag
     device = twin.zeros.device
     segments = Segments.from_lengths([tokens])
     positions = torch.arange(tokens, device=device).expand(4, 1, -1)
-    types = torch.tensor([TYPES], device=device)
-    inputs = {family.token_types: types, "position_ids": family.rotary_ids(positions)}
+    kinds, letters, contents = (PREFIX, "ps", "a prefix") if family.token_columns else (TYPES, "ti", "images")
+    types = torch.tensor([kinds], device=device)
+    inputs = {column: types, "position_ids": family.rotary_ids(positions)}
     found = twin.run(functools.partial(type(backbone).forward, whole), tokens, **inputs)
-    runs = Spans(runs=media_runs(np.asarray(TYPES)))
+    spans = None if sees is None else Spans(runs=_runs_of(sees, types[0]), beyond_window=sees.beyond_window)
     for layer, (mask, _) in found.items():
         if layer not in windows:
             continue
         window = None if windows[layer] is None else WINDOW
-        pattern = Pattern(window=window, spans=runs if sees is not None and sees.is_in(windows[layer]) else None)
+        pattern = Pattern(window=window, spans=spans if sees is not None and sees.is_in(windows[layer]) else None)
         expected = visible_keys(segments, segments, device, causal=True, pattern=pattern)
         if differs := (mask[0, 0] != expected).nonzero().tolist():
             query, key = differs[0]
             shown = "attends" if expected[query, key] else "does not attend"
             raise FamilyError(
-                f"layer {layer}: as {family.model_type} is described, token {query} of a sample with images "
-                f"({''.join('ti'[kind] for kind in TYPES)}) {shown} to token {key}, but in the model's own code it is "
-                "the other way round; train this model without packing"
+                f"layer {layer}: as {family.model_type} is described, token {query} of a sample with "
+                f"{contents} ({''.join(letters[kind] for kind in kinds)}) {shown} to token {key}, but in the model's "
+                "own code it is the other way round; train this model without packing"
             )
+
+
+def _runs_of(sees: Sees, types_L: torch.Tensor) -> Any:
+    """The runs of a sample with these types, or with these values in the column of its prefix."""
+    return sees.of_sample({sees.column: types_L} if isinstance(sees, Prefix) else {}, types_L)
 
 
 def _twin(module: nn.Module, parts: Mapping[str, nn.Module], **attributes: Any) -> Any:

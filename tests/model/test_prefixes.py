@@ -1,0 +1,261 @@
+"""PaliGemma's prefixes: prompt and images see each other in both directions, as the batch says, and answers do not.
+The family itself is in the matrices of the full tier."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from chats import needs, picture
+from equality import alone_through, check_gradients, check_outputs, check_work, gradients, limits_of
+from parts import parts_of
+from tiers import full
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from vlmpack.attention import Spans
+from vlmpack.attention.spans import SpanCall
+from vlmpack.collate import VLMCollator
+from vlmpack.errors import ConfigError, FamilyError, LayoutError, SampleError
+from vlmpack.families import FAMILIES, ImageSpans, Prefix
+from vlmpack.families.spans import prefixes_of_row
+from vlmpack.layout import METADATA_KEY, Segments, SlotRule, pack, share
+from vlmpack.layout.device import nothing_on_host
+from vlmpack.model import PackedStep, enable_packing, spans_in
+from vlmpack.model.mechanisms.attention import RowAttention, layer_windows
+from vlmpack.model.mechanisms.stock import check_spans
+from vlmpack.testing import alone, mixed_samples, padded, sample_like, tiny_config, tiny_model, tiny_processor
+
+pytestmark = [
+    pytest.mark.every_family,
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # transformers' own
+    needs("paligemma"),
+]
+LIMITS = limits_of("gemma2")
+
+
+def fresh(text_type: str = "gemma2", **sizes: Any) -> Any:
+    """The second version, on Gemma 2, or the first one: without windows and softcaps."""
+    if text_type == "gemma2":
+        return tiny_model("paligemma", seed=3, **{"layers": 2, **sizes})
+    config = tiny_config("paligemma", layers=2).to_dict()
+    text = {**config["text_config"], "model_type": text_type}
+    for name in ("layer_types", "sliding_window", "final_logit_softcapping", "attn_logit_softcapping"):
+        del text[name]
+    settings = {name: config[name] for name in ("vision_config", "image_token_index", "projection_dim", "hidden_size")}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model: nn.Module = AutoModelForImageTextToText.from_config(
+            AutoConfig.for_model("paligemma", text_config=text, **settings), attn_implementation="sdpa"
+        )
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                nn.init.normal_(weight, std=weight[0].numel() ** -0.5)
+    return model.train()
+
+
+@functools.cache
+def truth(text_type: str = "gemma2") -> Any:
+    model = fresh(text_type)
+    return alone_through(model, mixed_samples(model.config, seed=5, kinds=("image", "text", "images"), text=(3, 12)))
+
+
+def check_packed(model: Any, own: Any = None, inputs: Any = None) -> None:
+    own = truth() if own is None else own
+    slots = SlotRule(multiple=4)
+    result = PackedStep(model)(pack(padded(own.samples), rule=slots) if inputs is None else inputs, logits=True)
+    result.loss.backward()
+    check_outputs(own, result, LIMITS)
+    check_gradients(own, gradients(model), LIMITS)
+    check_work(own, result, 4, model.config)
+
+
+@pytest.mark.parametrize("text_type", ["gemma", "gemma2"])
+def test_packed_equals_alone(text_type: str) -> None:
+    own, model = truth(text_type), fresh(text_type)
+    columns = [sample["token_type_ids"] for sample in own.samples]
+    windows = set(layer_windows(parts_of(model)).values())
+    assert windows == ({None} if text_type == "gemma" else {None, 5})
+    assert all(0 < column.sum() < len(column) for column in columns)
+    assert max((column == 0).sum() for column in columns) > 2 * 5
+    assert model.model.language_model.layers[0].self_attn.is_causal is False  # its own code always passes a mask
+    check_packed(model, own)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("breakage", ["dropped", "in the window alone", "over samples before"])
+def test_the_comparison_sees_prefixes_that_are(breakage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, cut, spans_of = truth(), Spans.cut, cast(Any, RowAttention.spans_of)
+
+    def wide(self: Spans, segments: Segments, keys: Segments, window: int | None) -> SpanCall:
+        call = cut(self, segments, keys, window)
+        places = tuple((start, stop, 0, last_key) for start, stop, _, last_key in call.places)
+        return SpanCall(places=places, window=None)
+
+    if breakage == "dropped":
+        monkeypatch.setattr(RowAttention, "spans_of", lambda self, window: None)
+    elif breakage == "in the window alone":
+        narrow = lambda self, window: replace(spans_of(self, window), beyond_window=False)  # noqa: E731
+        monkeypatch.setattr(RowAttention, "spans_of", narrow)
+    else:
+        monkeypatch.setattr(Spans, "cut", wide)
+    with pytest.raises(AssertionError):
+        check_packed(fresh(), own)
+
+
+# ---------------------------------------------------------------------- the descriptor
+
+
+WRONG = [None, ImageSpans(), Prefix(beyond_window=False)]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=["none", "images", "within the window"])
+def test_a_descriptor_with_other_spans_than_the_models_own_masks_is_refused(wrong: Any) -> None:
+    parts = parts_of(fresh())
+    windows, right = layer_windows(parts), spans_in(parts)
+    assert right == Prefix()
+    check_spans(parts, windows, right)
+    with pytest.raises(FamilyError, match=r"as paligemma is described, token \d of a sample with a prefix \(pppppps"):
+        check_spans(parts, windows, wrong)
+
+
+def test_a_model_is_refused_whose_own_code_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.paligemma import modeling_paligemma
+
+    plain = vars(modeling_paligemma)["create_causal_mask"]
+    causal = lambda block_sequence_ids=None, **settings: plain(**settings)  # noqa: E731
+    monkeypatch.setattr(modeling_paligemma, "create_causal_mask", causal)
+    with pytest.raises(FamilyError, match="layer 1: as paligemma is described"):
+        enable_packing(fresh())
+
+
+# ---------------------------------------------------------------------- the column
+
+
+def batch_with(column: Any) -> dict[str, Any]:
+    batch = padded(truth().samples, metadata=False).to_hf()
+    return {**batch, "token_type_ids": None if column is None else column(batch["token_type_ids"])}
+
+
+def test_a_batch_without_its_column_is_refused() -> None:
+    """Without a mask, transformers itself would let the answer's tokens see later ones with sdpa."""
+    model = enable_packing(fresh())
+    for batch in (batch_with(None), {**pack(padded(truth().samples)).to_hf(), "token_type_ids": None}):
+        with pytest.raises(LayoutError, match=r"token_type_ids is missing, .* as the model's own processor returns"):
+            model(**batch)
+
+
+@pytest.mark.parametrize(
+    ("column", "match"),
+    [
+        (lambda types: 1 - types, r"sample 0: its token_type_ids are \[1, 1, .* no prefix and its suffix"),
+        (lambda types: 2 * types, r"sample 0: its token_type_ids are \[0, 0"),
+        (lambda types: types.float(), r"token_type_ids is torch.float32 \[1, \d+\] but input_ids is"),
+        (lambda types: types[:, 1:], r"token_type_ids is \[3, \d+\] but input_ids is \[3, \d+\]"),
+    ],
+    ids=["reversed", "other numbers", "no whole numbers", "shorter"],
+)
+def test_a_column_that_is_no_prefix_and_suffix_is_refused(column: Any, match: str) -> None:
+    with pytest.raises(LayoutError, match=match):
+        enable_packing(fresh())(**batch_with(column))
+
+
+def test_a_sample_may_be_all_prefix_or_all_suffix() -> None:
+    first, second, third = truth().samples
+    samples = [
+        sample_like(first, {**first, "token_type_ids": torch.zeros_like(first["input_ids"])}),
+        sample_like(second, {**second, "token_type_ids": torch.ones_like(second["input_ids"])}),
+        third,
+    ]
+    own = alone_through(fresh(), samples)
+    check_packed(fresh(), own)
+
+
+def test_prefixes_of_the_metadata_are_compared_on_a_device() -> None:
+    segments = Segments.from_lengths([4, 3, 2], SlotRule(multiple=5))
+    column = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0]])  # padding does not matter
+    known = (((0, 2),), (), ((0, 2),))
+    runs = ((0, 2), (10, 12))
+    assert prefixes_of_row(column, segments, (), "types") == runs
+    with nothing_on_host():
+        assert prefixes_of_row(column, segments, known, "types") == runs
+        with pytest.raises(RuntimeError, match="media_runs of the host metadata"):
+            prefixes_of_row(column, segments, (((0, 2),), (), ((0, 1),)), "types")
+
+
+def test_samples_that_share_tokens_and_not_their_prefix_are_refused() -> None:
+    """Tokens after a shared beginning would be computed with another one's prefix."""
+    text = truth().samples[1]
+    ids = text["input_ids"][:6]
+    columns = [torch.tensor([0] * n + [1] * (6 - n)) for n in (3, 3, 4)]
+    samples = [
+        sample_like(text, {"input_ids": ids, "labels": ids, "token_type_ids": column, "id": torch.tensor(at)})
+        for at, column in enumerate(columns)
+    ]
+    for sample in samples:
+        del sample["id"]
+    step = PackedStep(fresh())
+    shared = share(pack(padded(samples[:2])), min_shared=1)
+    assert shared.tree is not None
+    own = alone_through(fresh(), samples[:2])
+    check_outputs(own, step(shared, logits=True), LIMITS)
+    with pytest.raises(LayoutError, match="token_type_ids of tokens that the prefix tree says are shared differ"):
+        step(share(pack(padded(samples[1:])), min_shared=1))
+
+
+# ---------------------------------------------------------------------- the collator
+
+
+def features() -> list[dict[str, Any]]:
+    pictures = [picture(90, 61, seed=1), picture(40, 170), picture(61, 90, seed=3)]
+    return [
+        {"prompt": "<image>Total?", "completion": "75,000", "images": pictures[:1]},
+        {"prompt": "<image><image>Which of these is older?", "completion": "The first one", "images": pictures[1:]},
+    ]
+
+
+@pytest.mark.parametrize("layout", ["padded", *full("packed")])
+def test_collated_samples_are_trained_as_alone(layout: Any) -> None:
+    processor = tiny_processor("paligemma")
+    model, packed = (tiny_model("paligemma", seed=3, layers=2, processor=processor) for _ in range(2))
+    total, targets = torch.zeros(()), 0
+    for feature in features():
+        images, suffix = [feature["images"]], feature["completion"]
+        batch = processor(text=[feature["prompt"]], images=images, suffix=suffix, return_tensors="pt")
+        count = int((batch["labels"][:, 1:] != -100).sum())
+        total, targets = total + model(**batch).loss * count, targets + count
+    (total / targets).backward()
+    result = PackedStep(packed)(VLMCollator(processor, layout=layout).collate(features()))
+    result.loss.backward()
+    assert result.num_targets == targets
+    assert torch.isclose(result.loss, total / targets, rtol=LIMITS.loss, atol=0)
+    ours, theirs = gradients(packed), gradients(model)
+    scale = max(gradient.abs().max() for gradient in theirs.values())
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name] - theirs[name]).abs().max() <= LIMITS.gradient * scale for name in theirs)
+
+
+def test_what_has_no_prompt_is_refused_by_the_collator() -> None:
+    collate = VLMCollator(tiny_processor("paligemma"))
+    chat = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+    tokens = {"input_ids": [5, 6, 7], "labels": [5, 6, 7]}
+    for feature in (chat, tokens):
+        with pytest.raises(ConfigError, match="give prompt and completion as strings"):
+            collate([feature])
+    with pytest.raises(SampleError, match="writes no prompt without an image"):
+        collate([{"prompt": "2 + 2?", "completion": "4"}])
+
+
+def test_rows_and_batches_carry_the_column() -> None:
+    batch = padded(truth().samples)
+    row = pack(batch)
+    (column,) = FAMILIES["paligemma"].token_columns
+    for inputs in (batch.to_hf(), row.to_hf()):
+        assert inputs[column].shape == inputs["input_ids"].shape
+        assert len(inputs[METADATA_KEY].media_runs) == len(truth().samples)
+    with pytest.raises(ConfigError, match="takes no input 'token_type_id'; did you mean 'token_type_ids'"):
+        enable_packing(fresh())(**batch.to_hf(), token_type_id=batch.extras[column])
+    assert alone(truth().samples[0]).keys() >= {column}
