@@ -32,7 +32,7 @@ from vlmpack.layout import Segments, SlotRule, pack, share
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.probing import probe
-from vlmpack.testing import build_sample, kinds_of, mixed_samples, padded, run_alone, sample_like, tiny_model
+from vlmpack.testing import build_sample, compare, kinds_of, mixed_samples, padded, run_alone, sample_like, tiny_model
 
 pytestmark = [
     pytest.mark.every_family,
@@ -347,7 +347,8 @@ def test_copies_of_an_enabled_model_pack_and_can_be_disabled(family: str, tmp_pa
         check_gradients(own, gradients(copied), limits_of(family))
         copied.zero_grad()
         again = alone_through(disable_packing(copied), own.samples)
-        assert all(map(torch.equal, again.logits, own.logits))
+        check = replace(own.outcome, gradients={})
+        assert compare(replace(again.outcome, gradients={}), check).logits <= limits_of(family).logits
         assert {name: type(part) for name, part in copied.named_modules()} == {
             name: type(part) for name, part in fresh(family).named_modules()
         }
