@@ -88,6 +88,10 @@ TAKE_TILES = (
     "tests/model/test_vision_families.py",
     "tests/probing/test_image_spans.py",
     "tests/testing/test_models.py",
+    "tests/trainer/test_checkpoint_weights.py",
+    "tests/trainer/test_checkpointing.py",
+    "tests/trainer/test_end_to_end.py",
+    "tests/trainer/test_peft.py",
 )
 """Tests that samples of families with other images than Qwen's go through: others read grids or videos."""
 

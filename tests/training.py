@@ -150,6 +150,18 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[name] - b[name]).abs().max() / a[name].abs().max().clamp(min=1e-6)) for name in a)
 
 
+def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """The same of two sets of gradients, a bias relative to the gradient of its weight too: the two sum the same terms,
+    which in a bias may cancel."""
+    assert a and a.keys() == b.keys()
+
+    def largest(name: str) -> float:
+        weight = a.get(f"{name.removesuffix('bias')}weight", a[name])
+        return max(float(x.abs().max()) for x in (a[name], weight if name.endswith(".bias") else a[name]))
+
+    return max(float((a[name] - b[name]).abs().max()) / max(largest(name), 1e-6) for name in a)
+
+
 def loss_sums(model: Any, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     """(cross-entropy sums, target counts), both [B]: every sample on its own through an untouched model."""
     sums, counts = [], []

@@ -15,6 +15,7 @@ from equality import (
     kinds_in,
     poisoned,
 )
+from tiers import only_exhaustive
 
 from benchmarks.gpu.models import with_patch_products
 from vlmpack.attention import BACKENDS, AttentionCall
@@ -105,7 +106,7 @@ def test_twice_the_error_of_bfloat16_is_less_than_a_leak(family):
         assert rms_distance([(leaky, full)]) > LOW_PRECISION * rms_distance([(low, full)])
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", *only_exhaustive("mistral3", "paddleocr_vl", "glm4v")])
 def test_twice_the_error_of_bfloat16_is_less_than_a_leak_between_images(family, monkeypatch):
     """Of gradients of the vision tower, where every patch of the row attends to every other."""
     own, model = truth(family, "image"), fresh(family)

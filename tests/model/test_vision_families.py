@@ -3,13 +3,27 @@ further tensors, towers that get boundaries from us, grids of other models. In t
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from equality import alone_through, check_gradients, check_outputs, check_work, gradients, limits_of, poisoned
-from tiers import full, other_vision, tiers
+from equality import (
+    Alone,
+    alone_through,
+    check_gradients,
+    check_low_precision,
+    check_outputs,
+    check_work,
+    gradients,
+    limits_of,
+    poisoned,
+)
+from tiers import full, only_exhaustive, other_vision, tiers
 
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, FamilyError, LayoutError
@@ -18,7 +32,7 @@ from vlmpack.layout import Segments, SlotRule, pack, share
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.probing import probe
-from vlmpack.testing import build_sample, kinds_of, mixed_samples, padded, sample_like, tiny_model
+from vlmpack.testing import build_sample, compare, kinds_of, mixed_samples, padded, run_alone, sample_like, tiny_model
 
 pytestmark = [
     pytest.mark.every_family,
@@ -244,3 +258,131 @@ def test_videos_are_refused_where_images_alone_are_taken(family: str) -> None:
     videos = {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([[1, 2, 2]]), "vlmpack": None}
     with pytest.raises(LayoutError, match=f"{family} takes no videos, but the batch has 1"):
         PackedStep(fresh(family))(row_of(family, **videos))
+
+
+# ---------------------------------------------------------------------- circumstances of training
+
+most_exhaustive = pytest.mark.parametrize(
+    "family", [*full("internvl"), *only_exhaustive(*sorted(other_vision() - {"internvl"}))]
+)
+CIRCUMSTANCES = ("one sample", "no images", "images of many sizes", "a sample without labels", "a frozen tower")
+
+
+def samples_in(circumstance: str, config: Any) -> list[Any]:
+    """The samples of one circumstance."""
+    if circumstance == "one sample":
+        return mixed_samples(config, seed=3, kinds=("images",), side=(1, 2))
+    if circumstance == "no images":
+        return mixed_samples(config, seed=3, kinds=("text", "text"))
+    if circumstance == "images of many sizes":
+        side = FAMILIES[config.model_type].merge(config) if FAMILIES[config.model_type].has_grids else 1
+        forms = ((1, 7), (6, 1), (4, 5), (2, 2), (1, 2))
+        samples = [build_sample(config, stretches=[0, 4], image_grids=[(1, h * side, w * side)]) for h, w in forms]
+        several = [(1, h * side, w * side) for h, w in forms[::2]]
+        return [*samples, build_sample(config, stretches=[2, 0, 3, 1], image_grids=several, seed=7)]
+    samples = mixed_samples(config, seed=3, kinds=("image", "text", "images"), side=(1, 2))
+    if circumstance == "a sample without labels":
+        samples[2] = sample_like(samples[2], {**samples[2], "labels": torch.full_like(samples[2]["labels"], -100)})
+    return samples
+
+
+@pytest.mark.parametrize("circumstance", CIRCUMSTANCES)
+@most_exhaustive
+def test_a_batch_in_every_circumstance_equals_alone(family: str, circumstance: str) -> None:
+    """A row, and a padded batch without metadata; parameters that alone get no gradient get none."""
+    model, limits = fresh(family), limits_of(family)
+    if circumstance == "a frozen tower":
+        model.get_submodule(FAMILIES[family].vision_path).requires_grad_(False)
+    own = alone_through(model, samples_in(circumstance, model.config))
+    row = pack(padded(own.samples), rule=SlotRule(multiple=8), pad_token_id=17)
+    for inputs in (row, padded(own.samples, "left", metadata=False).to_hf()):
+        result = PackedStep(model)(inputs, logits=True)
+        result.loss.backward()
+        check_outputs(own, result, limits)
+        check_gradients(own, gradients(model), limits)
+        assert {name for name, p in model.named_parameters() if p.grad is not None} == own.outcome.gradients.keys()
+        model.zero_grad()
+
+
+@most_exhaustive
+def test_targets_that_were_counted_before_divide_the_loss(family: str) -> None:
+    """Trainer counts those of all micro-batches of a step, here more than this batch has."""
+    model = fresh(family)
+    samples = [sample_like(x, {**x, "labels": x["labels"].clone()}) for x in truth(family).samples]
+    for sample in samples:
+        sample["labels"][0] = -100
+    own = alone_through(model, samples)
+    targets = sum(int((x["labels"][1:] != -100).sum()) for x in samples)
+    enable_packing(model)
+    for inputs in (padded(samples, "left", metadata=False), pack(padded(samples), rule=SlotRule(multiple=8))):
+        model.zero_grad()
+        loss = model(**inputs.to_hf(), num_items_in_batch=torch.tensor(53)).loss
+        (loss * 53 / targets).backward()
+        assert loss.item() * 53 / targets == pytest.approx(own.outcome.loss, rel=2e-6)
+        check_gradients(own, gradients(model), limits_of(family))
+
+
+@most_exhaustive
+def test_under_autocast_a_row_is_as_close_to_float32_as_alone(family: str) -> None:
+    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    own, model = truth(family), fresh(family)
+    plain = Alone(samples=own.samples, outcome=run_alone(model, own.samples, forward_context=autocast))
+    with autocast():
+        result = PackedStep(model)(pack(padded(own.samples), rule=SlotRule(multiple=8)), logits=True)
+    result.loss.backward()
+    check_low_precision(own, plain, result, gradients(model))
+
+
+@most_exhaustive
+def test_copies_of_an_enabled_model_pack_and_can_be_disabled(family: str, tmp_path: Path) -> None:
+    """Copied, pickled, or saved and loaded: each computes the row as the model does, and disabled it is plain again."""
+    own, model = truth(family), enable_packing(fresh(family))
+    model.save_pretrained(tmp_path)
+    loaded = enable_packing(type(fresh(family)).from_pretrained(tmp_path).train())
+    row = pack(padded(own.samples), rule=SlotRule(multiple=8))
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
+        result = PackedStep(copied)(row, logits=True)
+        result.loss.backward()
+        check_outputs(own, result, limits_of(family))
+        check_gradients(own, gradients(copied), limits_of(family))
+        copied.zero_grad()
+        again = alone_through(disable_packing(copied), own.samples)
+        check = replace(own.outcome, gradients={})
+        assert compare(replace(again.outcome, gradients={}), check).logits <= limits_of(family).logits
+        assert {name: type(part) for name, part in copied.named_modules()} == {
+            name: type(part) for name, part in fresh(family).named_modules()
+        }
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")  # of experts
+@most_exhaustive
+@pytest.mark.parametrize("saved", [["lm_head"], ["lm_head", "embed_tokens"]], ids="-".join)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_adapters_on_every_layer_learn_what_those_of_samples_alone_do(
+    family: str, saved: list[str], checkpointed: bool
+) -> None:
+    """On all linear layers, the tower's too, with whole parts that are trained beside them."""
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        model = fresh(family)
+        linear = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
+        layers = [name for name in linear if name != "lm_head"]
+        config = peft.LoraConfig(
+            r=2, lora_alpha=1, target_modules=layers, modules_to_save=saved, init_lora_weights=False
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return peft.get_peft_model(model, config)
+
+    own, model = alone_through(adapted(), truth(family).samples), adapted()
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    result = PackedStep(model)(pack(padded(own.samples), rule=SlotRule(multiple=8)), logits=True)
+    result.loss.backward()
+    check_outputs(own, result, limits_of(family))
+    # gradients of small adapters are rounded more: twice what GLM-4V's make of it alone, against float64
+    check_gradients(own, gradients(model), replace(limits_of(family), gradient=4e-5))
+    assert any(f"{FAMILIES[family].vision_path}." in name for name in own.gradients)
+    assert any("modules_to_save" in name for name in own.gradients)

@@ -2678,6 +2678,27 @@ MUTANTS: tuple[Mutant, ...] = (
             "trainer/test_eval_loss.py -k generates",
         ),
         (
+            "a resumed run begins with the weights of its checkpoint, under whatever names",
+            "checkpoint_weights.py",
+            "if _writes_otherwise(trainer) or not load_renamed(target, resume_from_checkpoint):",
+            "if True:",
+            "trainer/test_checkpoint_weights.py -k resumed",
+        ),
+        (
+            "the best model has the weights of its checkpoint, under whatever names",
+            "checkpoint_weights.py",
+            "if _writes_otherwise(trainer) or not load_renamed(trainer.model, trainer.state.best_model_checkpoint):",
+            "if True:",
+            "trainer/test_checkpoint_weights.py -k best",
+        ),
+        (
+            "a checkpoint that lacks a weight is not resumed",
+            "checkpoint_weights.py",
+            'if missing := sorted(report["missing_keys"]):',
+            "if missing := []:",
+            "trainer/test_checkpoint_weights.py -k lacks",
+        ),
+        (
             "a checkpoint that lacks its last file is not resumed",
             "checkpoints.py",
             "if last_file is None or (checkpoint / last_file).is_file():",

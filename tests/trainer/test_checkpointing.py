@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 
 import pytest
-from training import LAYOUTS, checkpointing, collator, descend, distance, gradients, receipts, train
+from tiers import other_vision
+from training import LAYOUTS, apart, checkpointing, collator, descend, distance, gradients, receipts, train
 
 from vlmpack.model import enable_packing
 from vlmpack.testing import tiny_model
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", *sorted(other_vision()))
+GRADIENT = {False: 1e-5, True: 1e-4}
+"""Of a second step, by whether the family is beyond Qwen: some of those norms enlarge what the first one rounded."""
 KINDS_OF_CHECKPOINT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non_reentrant"])
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 
@@ -40,12 +43,16 @@ def test_training_equals_samples_alone(family, reentrant, tmp_path):
     reference, model = tiny_model(family), enable_packing(tiny_model(family))
     samples = receipts(model)
     expected = descend(reference, samples, size=3, steps=2)
-    settings = {"per_device_train_batch_size": 3, **checkpointing(use_reentrant=reentrant)}
+    settings = {
+        "per_device_train_batch_size": 3,
+        "remove_unused_columns": False,
+        **checkpointing(use_reentrant=reentrant),
+    }
     run = train(model, samples, tmp_path, **settings)
-    assert run.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert run.losses == pytest.approx(expected.losses, rel=5e-6)
     assert len(run.gradients) == 2
     for ours, theirs in zip(run.gradients, expected.gradients, strict=True):
-        assert distance(theirs, ours) < 1e-5
+        assert apart(theirs, ours) < GRADIENT[family in other_vision()]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -7,18 +7,23 @@ from functools import lru_cache
 
 import pytest
 import torch
-from chats import chat, picture, processor_of
-from tiers import tiers
+from chats import CHATTING, chat, picture, processor_of
+from tiers import other_vision, tiers
 from training import LAYOUTS, arguments, logged
 from transformers import Trainer
 
 from vlmpack.collate import SkipLimit, VLMCollator
 from vlmpack.data import to_conversation
+from vlmpack.families import FAMILIES as DESCRIPTORS
 from vlmpack.model import enable_packing
+from vlmpack.plan import plan_bins
+from vlmpack.store import measure_lengths
 from vlmpack.testing import SyntheticReceipts, tiny_model
-from vlmpack.trainer import check_trainer, loss_metrics
+from vlmpack.trainer import PackedTrainer, check_trainer, loss_metrics
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+BEYOND = tuple(family for family in CHATTING if family in other_vision())
+"""Families beyond Qwen whose processors can chat."""
 SETTINGS = {"remove_unused_columns": False, "train_sampling_strategy": "sequential"}
 
 
@@ -50,6 +55,8 @@ def alone(model, collate, rows):
     sums, counts = [], []
     for row in rows:
         batch = {name: value for name, value in collate([row]).items() if name != "vlmpack"}
+        types, named = batch.pop("mm_token_type_ids"), DESCRIPTORS[model.config.model_type].token_types
+        batch |= {} if named is None else {named: types}
         count = int((batch["labels"][:, 1:] != -100).sum())
         sums.append(model(**batch).loss * count)
         counts.append(count)
@@ -58,7 +65,9 @@ def alone(model, collate, rows):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", tiers(FAMILIES, short=["qwen2_5_vl", "qwen3_vl_moe", "qwen3_5"]))
+@pytest.mark.parametrize(
+    "family", tiers((*FAMILIES, *BEYOND), short=["qwen2_5_vl", "qwen3_vl_moe", "qwen3_5"], exhaustive=BEYOND[1:])
+)
 def test_training_on_receipts(family, layout, tmp_path):
     processor, rows = processor_of(family), small_receipts()
     model = tiny_model(family, processor=processor)
@@ -82,6 +91,27 @@ def test_training_on_receipts(family, layout, tmp_path):
     assert before["eval_sample_loss"] == pytest.approx(float((sums / counts).mean()), rel=1e-6)
     assert logged(run)[0] == pytest.approx(exact, rel=1e-6)  # one step sees all six
     assert run.evaluate()["eval_token_loss"] < before["eval_token_loss"] - 0.1
+
+
+@pytest.mark.every_family
+@pytest.mark.parametrize("family", tiers(BEYOND, short=[], exhaustive=BEYOND[1:]))
+def test_planned_rows_of_other_families_are_trained_and_evaluated_as_alone(family, tmp_path):
+    processor, rows = processor_of(family), small_receipts()
+    model, collate = tiny_model(family, processor=processor), VLMCollator(processor, layout="packed")
+    sums, counts = alone(model, VLMCollator(processor), rows)
+    exact = float(sums.sum() / counts.sum())
+    table = measure_lengths(rows, collate)
+    plan = plan_bins(table, 2 * max(table.tokens))
+    assert len(plan) > 1
+    steps = {"gradient_accumulation_steps": len(plan), "max_steps": 1}
+    args = arguments(tmp_path, dataloader_pin_memory=False, **steps, **SETTINGS)
+    data = {"train_dataset": Rows(rows), "eval_dataset": Rows(rows), "plan": plan}
+    run = PackedTrainer(enable_packing(model), args, collate, **data)
+    assert run.evaluate()["eval_loss"] == pytest.approx(exact, rel=1e-6)
+    assert run.evaluation.sample_losses == pytest.approx((sums / counts).numpy(), rel=2e-6)
+    run.train()
+    assert logged(run) == [pytest.approx(exact, rel=1e-6)]  # one step sees all six
+    assert run.evaluate()["eval_loss"] < exact - 0.1
 
 
 def test_worker_processes_bring_the_same_batches(tmp_path):

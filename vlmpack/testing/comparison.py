@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vlmpack.errors import ConfigError
-from vlmpack.families import family_of
+from vlmpack.families import FAMILIES, family_of
 from vlmpack.layout import IGNORE, PackedRow, PaddedBatch
 from vlmpack.testing.samples import Sample, alone, num_targets
 
@@ -407,6 +407,10 @@ def _cosine(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
     return float(x @ y) / norms if norms else float(not x.any() and not y.any())
 
 
+_TOWERS = {family.vision_path.rpartition(".")[2] for family in FAMILIES.values() if family.vision_path is not None}
+"""Names of vision towers among the modules of a model."""
+
+
 def tower_errors(actual: Gradients, truth: Gradients) -> dict[str, float]:
     """Root mean square, over all entries of a tower, of errors as parts of the norm of their parameter's gradient.
 
@@ -416,7 +420,7 @@ def tower_errors(actual: Gradients, truth: Gradients) -> dict[str, float]:
     sums: dict[str, list[float]] = {}
     for name, gradient in truth.items():
         error = rms_distance([(actual[name], gradient)])
-        total = sums.setdefault("vision" if ".visual." in f".{name}" else "text", [0.0, 0.0])
+        total = sums.setdefault("text" if _TOWERS.isdisjoint(name.split(".")) else "vision", [0.0, 0.0])
         total[0] += error**2 * gradient.numel()
         total[1] += gradient.numel()
     return {tower: (square / entries) ** 0.5 for tower, (square, entries) in sums.items()}

@@ -19,6 +19,7 @@ from vlmpack.model import STEP, StepCall, is_packing
 from vlmpack.plan import Plan
 from vlmpack.store import PackedDataset
 from vlmpack.trainer import checkpoints
+from vlmpack.trainer.checkpoint_weights import RenamedWeights
 from vlmpack.trainer.checkpoints import PLAN_FILE, stream_file
 from vlmpack.trainer.evaluation import (
     BatchLosses,
@@ -30,7 +31,7 @@ from vlmpack.trainer.evaluation import (
 )
 
 
-class PackedTrainer(Trainer):
+class PackedTrainer(RenamedWeights, Trainer):
     """A Trainer whose batches are planned rows, one a step and rank and micro-batch.
 
         PackedTrainer(model=enable_packing(model), ..., train_dataset=rows, plan=plan_bins(lengths, 8192))

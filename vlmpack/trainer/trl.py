@@ -20,6 +20,7 @@ from vlmpack.collate import SharePrefixes, VLMCollator
 from vlmpack.errors import ConfigError, check_extra, check_kind
 from vlmpack.layout import METADATA_KEY
 from vlmpack.model import Work, enable_packing, find_model, is_packing, pack_backbone, packing_state
+from vlmpack.trainer.checkpoint_weights import RenamedWeights
 from vlmpack.trainer.evaluation import SampleLosses
 from vlmpack.trainer.packed_trainer import PackedTrainer
 
@@ -36,7 +37,7 @@ from trl.trainer.utils import FusedCausalLMOutput  # noqa: E402
 __all__ = ["PackedDPOTrainer", "PackedGRPOTrainer", "PackedKTOTrainer", "PackedRLOOTrainer", "PackedSFTTrainer"]
 
 
-class _PackedHead:
+class _PackedHead(RenamedWeights):
     """Packs the calls that a trainer of TRL makes of the policy's backbone, and of the reference's.
 
     It logs `packing/computed`: tokens that went through the model, over those of the padded batch.
