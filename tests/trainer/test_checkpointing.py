@@ -12,7 +12,7 @@ from vlmpack.model import enable_packing
 from vlmpack.testing import tiny_model
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", *sorted(other_vision()))
-GRADIENT = {False: 1e-5, True: 1e-4}
+LOSS, GRADIENT = {False: 1e-6, True: 5e-6}, {False: 1e-5, True: 1e-4}
 """Of a second step, by whether the family is beyond Qwen: some of those norms enlarge what the first one rounded."""
 KINDS_OF_CHECKPOINT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non_reentrant"])
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
@@ -49,7 +49,7 @@ def test_training_equals_samples_alone(family, reentrant, tmp_path):
         **checkpointing(use_reentrant=reentrant),
     }
     run = train(model, samples, tmp_path, **settings)
-    assert run.losses == pytest.approx(expected.losses, rel=5e-6)
+    assert run.losses == pytest.approx(expected.losses, rel=LOSS[family in other_vision()])
     assert len(run.gradients) == 2
     for ours, theirs in zip(run.gradients, expected.gradients, strict=True):
         assert apart(theirs, ours) < GRADIENT[family in other_vision()]
