@@ -58,7 +58,7 @@ def gradients(out: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
 
 
 @serving
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(lengths=lengths_lists, rule=rules, pattern=patterns, many=st.sampled_from([1, 256]))
 def test_each_segment_is_what_it_is_alone(attend, lengths, rule, pattern, many):
     if pattern.sinks is not None:

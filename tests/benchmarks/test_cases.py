@@ -127,6 +127,7 @@ def named(figures: Sequence[Figure]) -> dict[str, Figure]:
     return {figure.name: figure for figure in figures}
 
 
+@pytest.mark.full
 def test_the_share_of_ideal_is_the_speed_up_over_the_ideal():
     found = named(CASES["step"].run(QUICK, TINY))
     share = found["speed-up"].value / found["ideal speed-up"].value

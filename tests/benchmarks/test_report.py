@@ -103,6 +103,7 @@ def reported(capsys: pytest.CaptureFixture[str]) -> Reported:
     return run
 
 
+@pytest.mark.full
 def test_the_table_is_printed(reported: Reported, runs: list[str]) -> None:
     shown = reported(*runs)
     assert shown.status == 0, shown.error

@@ -235,6 +235,7 @@ def test_json_has_the_whole_report(folder: str) -> None:
     assert {check["part"] for check in report["checks"]} == {"isolation", "mechanism", "equality", "work"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen3", *full("qwen2_5_vl"), *only_exhaustive("qwen3_next")])
 def test_a_tiny_copy_of_a_configuration_is_probed_by_every_back_end(family: str, tmp_path: Path) -> None:
     tiny_config(family, hidden=96, heads=4, kv_heads=2, layers=3).save_pretrained(tmp_path)

@@ -145,6 +145,7 @@ def test_checkpointed_layers_are_compiled_and_exact(family, backend, use_reentra
     assert distance(gradients(plain), gradients(model)) <= 1e-5
 
 
+@pytest.mark.full
 @config.patch(fail_on_recompile_limit_hit=True)
 def test_checkpointing_may_be_switched_on_later_and_off_again():
     model, plain = small("qwen3_vl"), small("qwen3_vl")

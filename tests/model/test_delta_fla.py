@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from equality import alone_through, check_low_precision, gradients, limits_of
-from tiers import only_exhaustive
+from tiers import only_exhaustive, tiers
 
 from vlmpack.families import FAMILIES, family_named
 from vlmpack.layout import SlotRule
@@ -30,6 +30,7 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 GATED = [name for name, family in FAMILIES.items() if family.has("gated_delta")]
 CONVOLUTIONS = {"PyTorch's convolution": [], "causal-conv1d": ["stand_ins_conv"]}
+gated = pytest.mark.parametrize("family", tiers(GATED, ["qwen3_5", "qwen3_next"]))
 TAPS = 3
 """Tokens before its own that the tiny models' convolution reads."""
 
@@ -43,7 +44,12 @@ def seen(request):
         "PYTHONPATH": os.pathsep.join([*folders, str(HERE.parent), str(HERE.parents[1])]),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, str(HERE / "fla_rows.py"), *GATED]
+    cases = [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and "seen" in item.fixturenames
+    ]
+    command = [sys.executable, str(HERE / "fla_rows.py"), *sorted({case["family"] for case in cases})]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
@@ -51,7 +57,7 @@ def seen(request):
     return found
 
 
-@pytest.mark.parametrize("family", GATED)
+@gated
 def test_a_prefix_tree_goes_along_the_paths_of_its_samples_in_one_call_a_layer(seen, family):
     tree = seen[family]["tree"]
     assert tree["logits"] <= 1e-4
@@ -61,7 +67,7 @@ def test_a_prefix_tree_goes_along_the_paths_of_its_samples_in_one_call_a_layer(s
     assert tree["calls"] == seen[family]["exact"]["layers"]
 
 
-@pytest.mark.parametrize("family", GATED)
+@gated
 def test_packed_equals_alone_with_poison_in_every_gap(seen, family):
     """A norm near zero enlarges rounding up to a hundredfold; what reads a poisoned gap is off by 1e-2 and more."""
     assert seen[family]["fla"]
@@ -72,7 +78,7 @@ def test_packed_equals_alone_with_poison_in_every_gap(seen, family):
         assert seen[family][run]["gradient"] <= limits.gradient
 
 
-@pytest.mark.parametrize("family", GATED)
+@gated
 def test_the_whole_row_goes_through_a_layer_in_one_call(seen, family):
     run = seen[family]["exact"]
     *others, last = run["lengths"]
@@ -84,25 +90,25 @@ def test_the_whole_row_goes_through_a_layer_in_one_call(seen, family):
     assert run["delta_tokens"] == edges[-1] == sum(run["lengths"]) + TAPS * len(others)
 
 
-@pytest.mark.parametrize("family", GATED)
+@gated
 def test_gradient_checkpointing_gives_a_layer_the_same_boundaries_again(seen, family):
     once, again = seen[family]["exact"], seen[family]["checkpointing"]
     assert again["calls"] == 2 * once["calls"]
 
 
-@pytest.mark.parametrize("family", GATED)
+@gated
 def test_without_the_zeros_the_convolution_leaks_and_without_the_boundaries_the_recurrence(seen, family):
     assert seen[family]["no zeros"] > 0.1
     assert seen[family]["no boundaries"] > 0.1
 
 
-@pytest.mark.parametrize("family", GATED)
+@gated
 def test_a_bias_that_would_turn_the_zeros_into_something_else_is_refused(seen, family):
     assert seen[family]["bias"].startswith("ConfigError: a projection before the convolution")
     assert "lora_bias=False" in seen[family]["bias"]
 
 
-@pytest.mark.parametrize("family", GATED)
+@gated
 def test_a_model_on_the_cpu_is_refused_before_triton_fails(seen, family):
     assert seen[family]["refused"].startswith(
         "BackendError: transformers computes the gated delta layers with fla 0.6.0"
@@ -110,7 +116,7 @@ def test_a_model_on_the_cpu_is_refused_before_triton_fails(seen, family):
     assert "move the model" in seen[family]["refused"]
 
 
-@pytest.mark.parametrize("family", GATED)
+@gated
 def test_a_row_of_padding_alone_keeps_every_parameter_in_the_graph(seen, family):
     assert seen[family]["padding alone"] == {"loss": 0.0, "largest gradient": 0.0, "delta_tokens": 0}
 

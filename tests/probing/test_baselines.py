@@ -54,6 +54,7 @@ def test_without_a_cache_four_rows_keep_samples_apart(family: str) -> None:
     assert row.leak == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen3_next", *full("qwen3_5")])
 def test_gated_delta_layers_leak_without_a_cache_too(family: str) -> None:
     model = tiny_model(family)
@@ -62,6 +63,7 @@ def test_gated_delta_layers_leak_without_a_cache_too(family: str) -> None:
     assert (row.verdict, row.causes) == ("leaks", ("conv taps", "recurrent state", "loss count"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen3_next", *full("qwen2_5_vl", "qwen3_vl_moe")])
 def test_leaks_show_at_a_models_own_initialisation_too(family: str, tmp_path: Path) -> None:
     """Weights of 0.02 leak little; the mechanisms by themselves tell."""

@@ -23,6 +23,7 @@ def values(report: Report, part: str) -> dict[str, float]:
     return {check.name: check.value for check in report.checks if check.part == part and check.value is not None}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen2_5_vl", *full("qwen3_vl_moe")])
 def test_receipts_go_through_the_users_own_processor(family: str) -> None:
     processor = tiny_processor(family)

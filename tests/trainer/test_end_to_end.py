@@ -143,7 +143,7 @@ def test_trainer_counts_the_targets_that_the_collator_counted(layout, side, tmp_
     assert int(counted) == 2 * batch["vlmpack"].num_targets
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", tiers(LAYOUTS, ["packed"]))
 def test_a_batch_whose_samples_were_all_refused_costs_a_step_of_nothing(layout, tmp_path):
     """The good batch beside it in the same step counts as if it were alone."""
     processor = processor_of()

@@ -88,7 +88,7 @@ def test_it_does_not_depend_on_the_number_of_devices_averaged_over(tmp_path):
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", tiers(LAYOUTS, ["packed"]))
 def test_a_cache_that_the_text_model_is_configured_with_changes_nothing(layout, tmp_path):
     """Trainer switches the cache off on the outer configuration only; the text model reads its own."""
     losses = []

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from tiers import full
+from tiers import full, tiers
 from training import KINDS, LAYOUTS, Samples, arguments, collator, distance, logged, receipts, train, weights
 from transformers import AutoModelForImageTextToText, Trainer
 
@@ -58,7 +58,7 @@ class Remembering:
         return self.collate(features)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", tiers(LAYOUTS, ["packed"]))
 def test_resuming_in_mid_epoch_equals_never_having_stopped(layout, tmp_path):
     """Fourteen samples in pairs, two batches a step: the checkpoint after step 2 lies in the middle of the first
     epoch; shuffled, with Adam, a decaying rate and dropout, all of which have to be taken up again."""
@@ -126,7 +126,7 @@ def test_after_training_disabling_leaves_the_model_as_training_alone_would(famil
     assert all(torch.equal(grads[name], expected_grads[name]) for name in grads)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("copied", [*full(copy.deepcopy), lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_learns_on_its_own(copied, tmp_path):
     model = enable_packing(tiny_model())
     samples = receipts(model)
