@@ -4,7 +4,7 @@ A call that carries a `RowContext` goes to a vlmpack back-end. A call without on
 batch) goes to the implementation that the model's configuration names.
 
     text model    vlmpack
-    vision tower  vlmpack_flash    transformers hands a vision tower's images over in one call only to implementations
+    towers        vlmpack_flash    transformers hands a vision tower's images over in one call only to implementations
                                    with "flash" in their name; others get them one by one
 
 The configuration keeps the name that it has: each attention module gets a stand-in for it (`stand_ins.py`).
@@ -203,18 +203,19 @@ def check_window(windows: Mapping[int, int | None], pattern: Pattern, layer: int
 
 
 def _callers(model: ModelParts) -> Iterator[tuple[str, Any]]:
-    """(name, module) of all modules that call the attention function of their configuration, and the vision tower
-    itself, which measures its images only for implementations with "flash" in their name.
+    """(name, module) of all modules that call the attention function of their configuration, and the towers
+    themselves, which measure their images or audios only for implementations with "flash" in their name.
 
     Each step looks. `Module.modules()`, which puts together names, takes four times as long.
     """
-    text, vision = model.text, model.family.vision_tower(model.core)
-    for name, tower in ((TEXT, text), (VISION, vision)):
+    family, core = model.family, model.core
+    towers = (family.vision_tower(core), family.audio_tower(core))
+    for name, tower in ((TEXT, model.text), *((VISION, tower) for tower in towers)):
         stack = [] if tower is None else [tower]
         while stack:
             module = stack.pop()
             attributes = vars(module)
-            is_caller = "is_causal" in attributes or module is vision
+            is_caller = "is_causal" in attributes or module in towers
             if is_caller and isinstance(attributes.get("config"), PreTrainedConfig):
                 yield name, module
             stack.extend(child for child in module._modules.values() if child is not None)
