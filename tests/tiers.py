@@ -82,6 +82,7 @@ TAKE_TILES = (
     "tests/collate/test_processor_images.py",
     "tests/data/test_family_processors.py",
     "tests/families/test_tiles.py",
+    "tests/model/test_audio.py",
     "tests/model/test_equality",
     "tests/model/test_generation.py",
     "tests/model/test_image_spans.py",
@@ -155,7 +156,8 @@ def shown_by_others() -> frozenset[str]:
 
 @cache
 def other_vision() -> frozenset[str]:
-    """Families with vision beside Qwen's."""
+    """Families with vision beside Qwen's, and those with audio."""
     from vlmpack.families import FAMILIES
 
-    return frozenset(name for name, family in FAMILIES.items() if family.has_vision and not name.startswith("qwen"))
+    others = (name for name, family in FAMILIES.items() if family.has_vision and not name.startswith("qwen"))
+    return frozenset(others) | {name for name, family in FAMILIES.items() if family.has_audio}

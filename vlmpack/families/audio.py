@@ -83,8 +83,8 @@ class AudioPart:
         if not isinstance(features, torch.Tensor) or tuple(features.shape) != expected:
             shape = list(features.shape) if isinstance(features, torch.Tensor) else type(features).__name__
             raise LayoutError(
-                f"input_features must be [audios, mel bins, frames], here {list(expected)} by feature_attention_mask and "
-                f"the model, got {shape}; use the processor that belongs to the model"
+                f"input_features must be [audios, mel bins, frames], here {list(expected)} by feature_attention_mask "
+                f"and the model, got {shape}; use the processor that belongs to the model"
             )
 
     def groups(self, types: torch.Tensor, segments: Segments, metadata: HostMetadata, config: Any) -> list[list[int]]:
@@ -154,8 +154,9 @@ PositionsOfSample = Callable[[SampleMedia, Any], torch.Tensor]
 class AskModel:
     """Multimodal rotary positions, of which those of a sample with videos are the installed `get_rope_index`'s.
 
-    A video moves what follows by its length in time there, in float32 where the model has fractions of positions. Rows
-    on a device that have videos take one host–device sync. All other samples follow from grids, as of `MRope`.
+    A video, or an image of several frames, moves what follows by its length in time there, in float32 where the model
+    has fractions of positions. Rows on a device that have videos take one host–device sync. All other samples follow
+    from grids, as of `MRope`.
     """
 
     of_sample: PositionsOfSample
@@ -164,6 +165,10 @@ class AskModel:
     """Rotary positions of a token."""
     start: int = 0
     """Position of the first token."""
+
+    def is_asked(self, image_grids: Sequence[Grid], video_grids: Sequence[Grid]) -> bool:
+        """Return whether positions of a row do not follow from its grids alone."""
+        return len(video_grids) > 0 or any(grid[0] > 1 for grid in image_grids)
 
     def replace_videos(
         self, positions_4T: torch.Tensor, types: torch.Tensor, segments: Segments, row: SampleMedia, config: Any
@@ -185,15 +190,16 @@ class AskModel:
         """
         if len(row.seconds) != len(row.video_grids):
             raise LayoutError(
-                f"there are {len(row.video_grids)} videos but the seconds between two grids of {len(row.seconds)}; give "
-                "the processor's video_second_per_grid"
+                f"there are {len(row.video_grids)} videos but the seconds between two grids of {len(row.seconds)}; "
+                "give the processor's video_second_per_grid"
             )
         kinds_T, used = types[0].cpu().numpy(), np.zeros(4, np.int64)
         for start, stop in segments.spans:
             kinds = kinds_T[start:stop]
             starts = media_starts(kinds, IMAGE, VIDEO, AUDIO)
             after = used + np.bincount(kinds[starts], minlength=4)
-            if after[VIDEO] > used[VIDEO]:
+            images = row.image_grids[used[IMAGE] : after[IMAGE]]
+            if self.is_asked(images, row.video_grids[used[VIDEO] : after[VIDEO]]):
                 if starts[0] == 0:
                     raise LayoutError(
                         f"positions restart at place {start} of the row, between a medium and the token before it that "
@@ -201,7 +207,7 @@ class AskModel:
                     )
                 sample = SampleMedia(
                     kinds=kinds,
-                    image_grids=row.image_grids[used[IMAGE] : after[IMAGE]],
+                    image_grids=images,
                     video_grids=row.video_grids[used[VIDEO] : after[VIDEO]],
                     seconds=row.seconds[used[VIDEO] : after[VIDEO]],
                     audio_frames=row.audio_frames[used[AUDIO] : after[AUDIO]],

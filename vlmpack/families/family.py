@@ -201,7 +201,8 @@ class Family:
         images = self._images(image_grids, config)
         videos = self._videos(video_grids, seconds_per_grid, config)
         positions = row_positions(mm_token_type_ids, segments, images=images, videos=videos, device=device)
-        if not isinstance(self.positions_rule, AskModel) or mm_token_type_ids is None or not len(video_grids):
+        rule = self.positions_rule
+        if not isinstance(rule, AskModel) or mm_token_type_ids is None or not rule.is_asked(image_grids, video_grids):
             return positions
         media = SampleMedia(
             kinds=np.zeros(0, np.int64),
@@ -210,7 +211,7 @@ class Family:
             seconds=seconds_per_grid,
             audio_frames=audio_frames,
         )
-        return self.positions_rule.replace_videos(positions, mm_token_type_ids, segments, media, config)
+        return rule.replace_videos(positions, mm_token_type_ids, segments, media, config)
 
     def rotary_ids(self, positions: torch.Tensor) -> torch.Tensor:
         """The model's `position_ids` of [4, 1, T]: time, height, width; of a text model the text row, [1, T].

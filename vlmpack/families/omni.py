@@ -66,7 +66,7 @@ _TEXT_ID, _VISION_START, _AUDIO_START = 0, 4, 5
 
 
 def model_positions(sample: SampleMedia, config: Any, *, model_class: str) -> torch.Tensor:
-    """[3, L] of a sample alone, by the `get_rope_index` of the installed transformers: int64, or float32 if its own are.
+    """[3, L] of a sample alone, by the `get_rope_index` of the installed transformers; int64 or float32, as its own.
 
     It is called on a stand-in that has only what it reads.
     """

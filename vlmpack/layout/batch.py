@@ -418,7 +418,8 @@ def host_seconds(known: tuple[float, ...], seconds: Any) -> tuple[float, ...]:
         tensor = torch.zeros(1, 0, 0)
     if tensor.ndim not in (1, 2) or tensor.shape[1:].numel() != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
         raise LayoutError(
-            "second_per_grid_ts (Qwen-Omni: video_second_per_grid) must be one number for each video, in a list or a tensor [N] or [N, 1]; got "
+            "second_per_grid_ts (Qwen-Omni: video_second_per_grid) must be one number for each video, in a list or a "
+            "tensor [N] or [N, 1]; got "
             f"{list(tensor.shape) if isinstance(seconds, torch.Tensor) else repr(seconds)[:80]}"
         )
     tensor = tensor.reshape(-1)

@@ -119,8 +119,9 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
 
 def _check_over_ranks(family: Family) -> None:
     if family.has_vision and not (family.has_grids and family.media_over_ranks):
+        media = "images, videos and audio" if family.has_audio else "the images"
         raise ConfigError(
-            f"{'images, videos and audio' if family.has_audio else 'the images'} of {family.model_type} cannot be computed by several ranks together: leave parallel= out, and "
+            f"{media} of {family.model_type} cannot be computed by several ranks together: leave parallel= out, and "
             "give each rank rows of its own"
         )
 

@@ -72,7 +72,7 @@ def convolved_audio(sizes: TinySizes) -> dict[str, Any]:
 
 
 def frames_of(config: Any) -> tuple[int, int]:
-    """The fewest and the most frames of a synthetic audio: more than a chunk, so that padded batches read no padding."""
+    """The fewest and the most frames of synthetic audio: more than a chunk, so that no padding is read."""
     window = config.audio_config.n_window
     return 2 * window + 1, 5 * window
 
@@ -85,7 +85,7 @@ def audio_tokens(config: Any, frames: int, family: Family) -> list[int]:
 
 
 def audio_tensors(config: Any, frames: Sequence[int], rng: torch.Generator) -> dict[str, torch.Tensor]:
-    """float32 [N, mel, F] log-mel frames of audios and int64 [N, F] their mask; what the mask leaves out is `UNREAD`."""
+    """float32 [N, mel, F] log-mel frames of audios, and int64 [N, F] their mask; the rest is `UNREAD`."""
     mask = (torch.arange(max(frames))[None] < torch.tensor(frames)[:, None]).long()
     values = torch.randn(len(frames), config.audio_config.num_mel_bins, max(frames), generator=rng)
     return {"input_features": values.where(mask[:, None].bool(), UNREAD), "feature_attention_mask": mask}

@@ -209,9 +209,9 @@ def _callers(model: ModelParts) -> Iterator[tuple[str, Any]]:
     Each step looks. `Module.modules()`, which puts together names, takes four times as long.
     """
     family, core = model.family, model.core
-    towers = (family.vision_tower(core), family.audio_tower(core))
-    for name, tower in ((TEXT, model.text), *((VISION, tower) for tower in towers)):
-        stack = [] if tower is None else [tower]
+    towers = [tower for tower in (family.vision_tower(core), family.audio_tower(core)) if tower is not None]
+    for name, part in ((TEXT, model.text), *((VISION, tower) for tower in towers)):
+        stack = [part]
         while stack:
             module = stack.pop()
             attributes = vars(module)

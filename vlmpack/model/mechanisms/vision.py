@@ -37,8 +37,9 @@ from vlmpack.model.row import CONTEXT, RowContext, RowPart
 class VisionRow:
     """A row's entry: host boundaries of every call of a tower, found again by what a call shows of itself.
 
-    A block of the vision tower, or of the audio tower, has its boundaries as a device tensor. Its length and the number of patches are read without a sync,
-    and in all but contrived batches they name the boundaries; where they do not, the tensor is read.
+    A block of the vision tower, or of the audio tower, has its boundaries as a device tensor. Its length and the number
+    of patches, or of frames, are read without a sync, and in all but contrived batches they name the boundaries; where
+    they do not, the tensor is read.
     """
 
     def __init__(
