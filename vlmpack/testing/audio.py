@@ -1,4 +1,4 @@
-"""Audio of tiny models and of synthetic samples: settings of towers, tokens and log-mel frames, without a processor."""
+"""Audio of tiny models, processors and synthetic samples: settings of towers, tokens and log-mel frames."""
 
 from __future__ import annotations
 
@@ -66,6 +66,76 @@ def convolved_audio(sizes: TinySizes) -> dict[str, Any]:
     """Qwen3-Omni's: chunks of 100 frames, as transformers counts 13 tokens for each, and windows of two chunks."""
     tower = _audio(sizes) | {"n_window": 50, "n_window_infer": 200, "downsample_hidden_size": 4}
     return sizes.audio_tokens | {"audio_config": tower}
+
+
+# ---------------------------------------------------------------------- processors
+
+_MEDIA = ("image", "video", "audio")
+OMNI_TOKENS = {
+    "qwen2_5_omni_thinker": {
+        **{f"{kind}_token": f"<|{kind.upper()}|>" for kind in _MEDIA},
+        **{f"{kind}_{end}_token": f"<|{kind}_{end}|>" for kind in ("vision", "audio") for end in ("bos", "eos")},
+    },
+    "qwen3_omni_moe_thinker": {
+        **{f"{kind}_token": f"<|{kind}_pad|>" for kind in _MEDIA},
+        **{
+            f"{kind}_{end}_token": f"<|{kind}_{name}|>"
+            for kind in ("vision", "audio")
+            for end, name in (("bos", "start"), ("eos", "end"))
+        },
+    },
+}
+"""Special tokens by the names that their tokenizers give them."""
+
+
+def omni_template(family: str) -> str:
+    """ChatML in which a medium is one placeholder between the tokens that mark its ends, as in released models."""
+    tokens = OMNI_TOKENS[family]
+    written = {
+        kind: tokens[f"{around}_bos_token"] + tokens[f"{kind}_token"] + tokens[f"{around}_eos_token"]
+        for kind, around in (("image", "vision"), ("video", "vision"), ("audio", "audio"))
+    }
+    parts = "".join(f"{{%- elif part['type'] == '{kind}' -%}}{{{{- '{text}' -}}}}" for kind, text in written.items())
+    return (
+        "{%- for message in messages -%}{{- '<|im_start|>' + message['role'] + '\n' -}}"
+        "{%- if message['content'] is string -%}{{- message['content'] -}}"
+        "{%- else -%}{%- for part in message['content'] -%}"
+        "{%- if part['type'] == 'text' -%}{{- part['text'] -}}" + parts + "{%- endif -%}"
+        "{%- endfor -%}{%- endif -%}{{- '<|im_end|>\n' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+    )
+
+
+def tiny_extractor() -> Any:
+    """A real feature extractor of as many log-mel bins as tiny models take, for audio of 8 s at most."""
+    from transformers import WhisperFeatureExtractor
+
+    return WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=8, return_attention_mask=True)
+
+
+def omni_sizes(processor: Any) -> dict[str, Any] | None:
+    """Token ids, vocabulary and patch sizes of a processor that hears; None: it is another one."""
+    if "feature_extractor" not in processor.get_attributes():
+        return None
+    tokenizer, images = processor.tokenizer, processor.image_processor
+    names = {
+        "image_token_id": processor.image_token,
+        "video_token_id": processor.video_token,
+        "audio_token_id": processor.audio_token,
+        "vision_start_token_id": processor.vision_bos_token,
+        "vision_end_token_id": processor.vision_eos_token,
+        "audio_start_token_id": processor.audio_bos_token,
+        "audio_end_token_id": processor.audio_eos_token,
+    }
+    return {
+        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()},
+        "vocab_size": len(tokenizer),
+        "patch_size": images.patch_size,
+        "merge": images.merge_size,
+        "temporal_patch_size": images.temporal_patch_size,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
 
 
 # ---------------------------------------------------------------------- synthetic audio

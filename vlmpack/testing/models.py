@@ -169,7 +169,7 @@ def tiny_config(family: str = DEFAULT_FAMILY, *, processor: Any = None, **sizes:
 def _processor_sizes(processor: Any) -> dict[str, Any]:
     """Read token ids, vocabulary and patch sizes off a tiny processor, or a Qwen processor."""
     tokenizer, images = processor.tokenizer, processor.image_processor
-    if (sizes := tile_sizes(processor)) is not None:
+    if (sizes := tile_sizes(processor) or audio.omni_sizes(processor)) is not None:
         return sizes
     tokens = {"vision_start": "vision_start", "vision_end": "vision_end", "image": "image_pad", "video": "video_pad"}
     sizes = {"vocab_size": len(tokenizer), "patch_size": images.patch_size, "merge": images.merge_size}
