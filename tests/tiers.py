@@ -77,6 +77,7 @@ reach, full attention in every layer, counted FLOPs. Families that others show h
 
 TAKE_TILES = (
     "tests/collate/test_answers.py",
+    "tests/collate/test_audio.py",
     "tests/collate/test_by_processor.py",
     "tests/collate/test_families_beyond.py",
     "tests/collate/test_processor_images.py",

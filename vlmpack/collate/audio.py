@@ -179,8 +179,8 @@ class AudioReader:
         extractor = parts_of(self.processor).feature_extractor
         if extractor is None:
             raise ConfigError(
-                f"this {type(self.processor).__name__} has no feature extractor, so that it hears nothing; load it with "
-                "vlmpack.data.load_processor, or make it with feature_extractor="
+                f"this {type(self.processor).__name__} has no feature extractor, so that it hears nothing; load it "
+                "with vlmpack.data.load_processor, or make it with feature_extractor="
             )
         return extractor
 
