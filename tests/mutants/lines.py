@@ -1365,7 +1365,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a step compares runs of placeholders with grids",
             "engine.py",
-            "family.check_runs(setup.types, row.segments, metadata, config=setup.config)",
+            "family.check_runs(setup.types, row.segments, metadata, config=setup.config, input_ids=row.input_ids)",
             "pass",
             "model/test_media_order.py -k exchanged",
         ),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vlmpack.families import Family
+from vlmpack.families import FAMILIES, Family
 from vlmpack.testing.towers import deepstack_vision, vision_settings
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def tiny_extractor() -> Any:
 
 def omni_sizes(processor: Any) -> dict[str, Any] | None:
     """Token ids, vocabulary and patch sizes of a processor that hears; None: it is another one."""
-    if "feature_extractor" not in processor.get_attributes():
+    if type(processor).__name__ not in [FAMILIES[family].processor for family in OMNI_TOKENS if family in FAMILIES]:
         return None
     tokenizer, images = processor.tokenizer, processor.image_processor
     names = {
