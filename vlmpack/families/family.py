@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from vlmpack.errors import LayoutError
+from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.media import ExpectedRuns, MediaItems, check_runs, media_items, row_positions
 from vlmpack.families.spans import Prefix, Sees
 from vlmpack.families.tiles import QWEN_MEDIA, Join, TileBoundaries, TileTokens, check_tiles, counted_tokens
@@ -106,6 +106,8 @@ class Family:
     """The vision part: patches in, image features out; None: text only."""
     head_path: str = "lm_head"
     """The linear layer from hidden states to logits, or to what `logits` makes them of."""
+    returns_router_logits: bool = True
+    """False if the model without its head has experts, and does not return what their routers gave in its text part."""
     logits: LogitsRule = plain_logits
     """What the model does to the output of the head."""
     sees: Sees | None = None
@@ -309,7 +311,7 @@ class Family:
         """Shape of one patch in `pixel_values` [P, ...] of images with grids."""
         vision = self.vision_config(config)
         if not self.flat_patches:
-            return vision.num_channels, vision.patch_size, vision.patch_size
+            return getattr(vision, "num_channels", 3), vision.patch_size, vision.patch_size
         return (vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,)
 
     def tile_patches(self, media: Media, config: Any) -> int:
@@ -355,8 +357,23 @@ class Family:
         return config.vision_config
 
     def merge(self, config: Any) -> int:
-        """Patches merged into one token along each side; 1 of a model whose images have no grids."""
-        return self.vision_config(config).spatial_merge_size if self.has_grids else 1
+        """Patches merged into one token along each side; 1 of a model whose images have no grids.
+
+        Raises:
+            FamilyError: other numbers of rows and of columns are merged.
+        """
+        if not self.has_grids:
+            return 1
+        vision = self.vision_config(config)
+        if not hasattr(vision, "merge_kernel_size"):
+            return vision.spatial_merge_size
+        rows, columns = vision.merge_kernel_size
+        if rows != columns:
+            raise FamilyError(
+                f"{self.model_type} merges {rows} x {columns} patches into one token, which packed rows cannot count; "
+                "use a merge_kernel_size of as many rows as columns"
+            )
+        return rows
 
 
 # ---------------------------------------------------------------------- which patches attend to which

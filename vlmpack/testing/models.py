@@ -353,6 +353,15 @@ RECIPES = {
         whole=lambda _: {},
         more=lambda sizes: {"head_dim": sizes.head_width},
     ),
+    "kimi_k25": _Recipe(
+        vision=towers.kimi_vision,
+        text_type="deepseek_v3",
+        mrope=False,
+        since_qwen3=False,
+        experts=True,
+        more=texts.deepseek_text,
+        whole=towers.kimi_settings,
+    ),
     "minicpmv4_6": _Recipe(
         vision=towers.minicpm_tower,
         text_type="qwen3_5_text",

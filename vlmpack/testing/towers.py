@@ -99,6 +99,16 @@ def paddle_vision(sizes: TinySizes) -> dict[str, Any]:
     return {**tile_tower(sizes), "spatial_merge_size": sizes.merge}
 
 
+def kimi_vision(sizes: TinySizes) -> dict[str, Any]:
+    """Places of 4 x 4 patches, which are stretched to the form of each image."""
+    places = {"pos_emb_height": TILE_PATCHES, "pos_emb_width": TILE_PATCHES}
+    return {**tile_tower(sizes), **places, "merge_kernel_size": [sizes.merge] * 2}
+
+
+def kimi_settings(sizes: TinySizes) -> dict[str, Any]:
+    return {"projection_hidden_size": sizes.vision_hidden, "tie_word_embeddings": False}
+
+
 def minicpm_tower(sizes: TinySizes) -> dict[str, Any]:
     return {**tile_tower(sizes), "insert_layer_id": 0}
 
