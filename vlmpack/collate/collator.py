@@ -235,7 +235,7 @@ class VLMCollator:
         except NotFinite:
             for at, sample in usable:
                 visuals = (*sample.images, *sample.videos)
-                if not all(is_finite(visual.pixels) for visual in visuals if visual.pixels is not None):
+                if not all(is_finite(values) for visual in visuals for values in visual.values):
                     message = "its pixels hold NaN or infinity; the image is broken or was normalised by 0"
                     named = {"index": at, "reason": "pixels_not_finite", "sample_id": sample.sample_id}
                     outcomes[at] = SampleError(message, **named)
