@@ -4,7 +4,7 @@ import io
 
 import pytest
 import torch
-from chats import BEYOND, SHOWN, chat, needs, picture
+from chats import BEYOND, CHATTING, SHOWN, chat, needs, picture
 from tiers import tiers
 
 from vlmpack.cli.inputs import limit_pixels
@@ -25,7 +25,7 @@ SIZES = ((40, 30), (61, 143), (400, 90), (90, 400), (257, 256), (33, 31))
 
 
 def feature_of(family, *images, answer="75,000"):
-    if family == "paligemma":
+    if family not in CHATTING:
         return {"prompt": "<image>" * len(images) + "Total?", "completion": answer, "images": list(images)}
     return chat("Total?", answer, *images)
 

@@ -46,6 +46,7 @@ NAMES = {
     "gemma4": "Gemma 4",
     "paligemma": "PaliGemma 1, 2",
     "lfm2_vl": "LFM2-VL",
+    "deepseek_ocr2": "DeepSeek-OCR 2",
     "lfm2": "LFM2",
     "llama": "Llama",
     "mistral": "Mistral",

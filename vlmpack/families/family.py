@@ -141,6 +141,11 @@ class Family:
         """Return whether it takes videos apart from images."""
         return "pixel_values_videos" in self.media
 
+    @property
+    def pixel_names(self) -> tuple[str, ...]:
+        """Names of the tensors that hold pixels."""
+        return tuple(name for name in self.media if name.startswith("pixel_values"))
+
     def has(self, mechanism: str) -> bool:
         """Return whether its layers have this mechanism."""
         return mechanism in self.mechanisms
@@ -317,9 +322,12 @@ class Family:
     def tile_patches(self, media: Media, config: Any) -> int:
         """Patches of all pixels of a family whose images have no grids: padding of tiles to a common size included."""
         vision = self.vision_config(config)
+        vision = getattr(vision, "sam_config", vision)  # of DeepSeek-OCR 2's tower the part that is given pixels
         sides = vision.patch_size if isinstance(vision.patch_size, list | tuple) else (vision.patch_size,) * 2
         channels = getattr(vision, "num_channels", 3)
-        return 0 if media.pixel_values is None else media.pixel_values.numel() // (channels * prod(sides))
+        tensors = media.to_hf()
+        values = sum(tensors[name].numel() for name in self.pixel_names if name in tensors)
+        return values // (channels * prod(sides))
 
     # ------------------------------------------------------------------ parts of the model
 

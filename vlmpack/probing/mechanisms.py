@@ -321,9 +321,8 @@ class _EmbeddedError(Exception):
 def _embeddings(trace: Trace, samples: Sequence[Sample]) -> torch.Tensor:
     """[1, T, D] that the text part is given of the row, with the pixels of these samples."""
     call, found = trace.backbone, []
-    pixels = media_of(samples).pixel_values
-    assert pixels is not None
-    changed = pixels.to(call.kwargs["pixel_values"])
+    tensors = media_of(samples).to_hf()
+    pixels = {name: tensors[name].to(call.kwargs[name]) for name in trace.probed.family.pixel_names if name in tensors}
 
     def stop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         found.append(kwargs["inputs_embeds"])
@@ -333,7 +332,7 @@ def _embeddings(trace: Trace, samples: Sequence[Sample]) -> torch.Tensor:
     handle = text.register_forward_pre_hook(stop, with_kwargs=True)
     try:
         with suppress(_EmbeddedError):
-            call.module(*call.args, **{**call.kwargs, "pixel_values": changed})
+            call.module(*call.args, **{**call.kwargs, **pixels})
     finally:
         handle.remove()
     return found[0]

@@ -263,6 +263,15 @@ RECIPES: Mapping[str, ProcessorRecipe] = {
         patch_size=14,
         template=PADDLE_TEMPLATE,
     ),
+    "deepseek_ocr2": ProcessorRecipe(  # counts queries of patches of 2 pixels: 144 a view, as the tiny model has
+        processor="DeepseekOcr2Processor",
+        image_processor="deepseek_ocr2.image_processing_pil_deepseek_ocr2.DeepseekOcr2ImageProcessorPil",
+        images={"size": {"height": 96, "width": 96}, "tile_size": 96},
+        special=("<image>",),
+        ends=_ENDS,
+        patch_size=24,
+        settings={"patch_size": 2, "downsample_ratio": 4},
+    ),
     "paligemma": ProcessorRecipe(
         processor="PaliGemmaProcessor",
         image_processor="siglip.image_processing_pil_siglip.SiglipImageProcessorPil",

@@ -372,6 +372,9 @@ RECIPES = {
     "lfm2_vl": _Recipe(
         vision=towers.siglip2_tower, text_type="lfm2", more=texts.lfm2_text, whole=towers.lfm2_settings, **TILED
     ),
+    "deepseek_ocr2": _Recipe(
+        vision=towers.deepseek_ocr2_tower, experts=True, more=texts.deepseek_ocr2_text, whole=lambda _: {}, **TILED
+    ),
     "internvl": _Recipe(vision=towers.internvl_tower, text_type="qwen2", whole=towers.internvl_settings, **TILED),
     "llava": _Recipe(vision=towers.clip_tower, text_type="llama", whole=towers.llava_settings, **TILED),
     "llava_next": _Recipe(vision=towers.clip_tower, text_type="llama", whole=towers.anyres_settings, **TILED),

@@ -118,8 +118,10 @@ def _tiled(config: Any, grid: Grid, rng: torch.Generator, *, several: bool) -> T
 
 def _joined(tiles: Sequence[TiledImage], family: Family, config: Any) -> dict[str, torch.Tensor]:
     """The images of one sample as one tensor of each name."""
-    names = tiles[0].tensors
-    joined = {name: family.media[name]([tiled.tensors[name] for tiled in tiles]) for name in names}
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in (item for tiled in tiles for item in tiled.tensors.items()):
+        parts.setdefault(name, []).append(tensor)
+    joined = {name: family.media[name](tensors) for name, tensors in parts.items()}
     tokens = [sum(token == config.image_token_id for token in tiled.ids) for tiled in tiles]
     if "batch_num_images" in family.media:
         joined["batch_num_images"] = torch.tensor([len(tiles)])
@@ -242,7 +244,8 @@ def perturbed(sample: Sample, config: Any) -> Sample:
     words, ids = word_ids(config), sample["input_ids"]
     is_word = (ids >= words.start) & (ids < words.stop)
     others = torch.where(is_word, words.start + (ids - words.start + 7) % len(words), ids)
-    pixels = {name: 1.0 - sample[name] for name in ("pixel_values", "pixel_values_videos") if name in sample}
+    names = family_named(config.model_type).pixel_names
+    pixels = {name: 1.0 - sample[name] for name in names if name in sample}
     return sample_like(sample, {**sample, "input_ids": others, **pixels})
 
 

@@ -89,6 +89,11 @@ def deepseek_text(sizes: TinySizes) -> dict[str, Any]:
     }
 
 
+def deepseek_ocr2_text(sizes: TinySizes) -> dict[str, Any]:
+    shared = {"n_routed_experts": sizes.experts, "n_shared_experts": 1}
+    return {**shared, "mlp_layer_types": ["sparse"] * sizes.layers}
+
+
 def lfm2_text(sizes: TinySizes) -> dict[str, Any]:
     """Attention in every fourth layer and the last one, short convolutions in the others."""
     kinds = ["conv" if kind == "linear_attention" else kind for kind in layer_types(sizes)]

@@ -119,6 +119,19 @@ def siglip2_tower(sizes: TinySizes) -> dict[str, Any]:
     return {**tower, "num_patches": TILE_PATCHES**2}
 
 
+def deepseek_ocr2_tower(sizes: TinySizes) -> dict[str, Any]:
+    """Windows of half a tile in all blocks but the last; an encoder as deep, whose queries are 144 a view."""
+    tower = tile_tower(sizes)
+    shared = {"num_hidden_layers": sizes.vision_depth, "num_attention_heads": sizes.vision_heads}
+    blocks = {"window_size": TILE_PATCHES // 2, "global_attn_indexes": [sizes.vision_depth - 1]}
+    widths = {"output_channels": sizes.vision_hidden, "downsample_channels": [sizes.vision_hidden] * 2}
+    encoder = {"num_key_value_heads": sizes.vision_heads, "intermediate_size": tower["intermediate_size"]}
+    return {
+        "sam_config": {**tower, **blocks, **widths, "mlp_dim": tower["intermediate_size"]},
+        "encoder_config": {**shared, **encoder, "hidden_size": sizes.vision_hidden, "vocab_size": 1},
+    }
+
+
 def lfm2_settings(sizes: TinySizes) -> dict[str, Any]:
     return {"downsample_factor": sizes.merge, "projector_hidden_size": 2 * sizes.vision_hidden}
 
