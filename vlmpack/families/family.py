@@ -86,12 +86,17 @@ class Family:
     """Of such a family whose tower attends within boundaries: those of each of its blocks; None: it has none."""
     token_types: str | None = "mm_token_type_ids"
     """Keyword by which the backbone takes the kind of each token; None: it takes none."""
+    expert_types: str | None = None
+    """Keyword by which the backbone takes the kinds of tokens by which experts are chosen, those that start and end an
+    image among its own; None: it takes none."""
     processor: str | None = "Qwen3VLProcessor"
     """Name of the transformers class of its processors; None: a text model, which has a tokenizer."""
     patch_size: int = 16
     """Pixels along the side of a patch."""
     flat_patches: bool = True
     """True if the values of a patch are one axis of `pixel_values`; False: channels, rows and columns are three."""
+    patches_of_frames: bool = True
+    """True if a patch holds several frames (`temporal_patch_size`), an image twice; False: one."""
     vision_windows: bool = False
     """True if some blocks of the vision tower attend within windows of a frame (`window_size`)."""
     media_over_ranks: bool = True
@@ -291,6 +296,17 @@ class Family:
         types = (input_ids == config.image_token_id).long()
         return types + 2 * (input_ids == config.video_token_id).long() if self.has_videos else types
 
+    def expert_types_of(self, input_ids: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
+        """The column of `expert_types`, int64 in the shape of `input_ids`, as the family's processor makes it of them;
+        {}: it has none."""
+        if self.expert_types is None:
+            return {}
+        types = self.media_types(input_ids, config)
+        for kind, name in (IMAGE, "image"), (VIDEO, "video"):
+            for end in "start", "end":
+                types = types.masked_fill(input_ids == getattr(config, f"{name}_{end}_token_id"), kind)
+        return {self.expert_types: types}
+
     # ------------------------------------------------------------------ the vision tower
 
     def tower_segments(self, media: Media, config: Any) -> Sequence[Segments]:
@@ -317,7 +333,8 @@ class Family:
         vision = self.vision_config(config)
         if not self.flat_patches:
             return getattr(vision, "num_channels", 3), vision.patch_size, vision.patch_size
-        return (vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,)
+        frames = vision.temporal_patch_size if self.patches_of_frames else 1
+        return (vision.in_channels * frames * vision.patch_size**2,)
 
     def tile_patches(self, media: Media, config: Any) -> int:
         """Patches of all pixels of a family whose images have no grids: padding of tiles to a common size included."""
