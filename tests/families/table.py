@@ -33,6 +33,7 @@ NAMES = {
     "glm4v_moe": "GLM-4.5V",
     "glm_ocr": "GLM-OCR",
     "paddleocr_vl": "PaddleOCR-VL",
+    "ernie4_5_vl_moe": "ERNIE 4.5 VL",
     "kimi_k25": "Kimi K2.5",
     "internvl": "InternVL",
     "llava": "LLaVA",

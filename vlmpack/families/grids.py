@@ -60,6 +60,26 @@ GRIDS = (
         media=_IMAGES,
     ),
     Family(
+        model_type="ernie4_5_vl_moe",
+        model_class="Ernie4_5_VLMoeForConditionalGeneration",
+        processor="Ernie4_5_VLMoeProcessor",
+        mechanisms={
+            "experts": {
+                "layer": "mlp",
+                "experts": "text_moe",
+                "router": "text_moe.gate",
+                "vision_router": "vision_moe.gate",
+            }
+        },
+        expert_types="moe_mm_token_type_ids",
+        patch_size=14,
+        patches_of_frames=False,
+        media_over_ranks=False,
+        media=_IMAGES,
+        oldest_transformers=(5, 23),
+        vision_path="model.vision_tower",
+    ),
+    Family(
         model_type="kimi_k25",
         model_class="Kimi_K25ForConditionalGeneration",
         processor="Kimi_K25Processor",

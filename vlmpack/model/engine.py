@@ -298,6 +298,7 @@ def backbone_inputs(
         # Whatever the configuration: a cache would be filled and thrown away.
         "use_cache": False,
         **({} if family.token_types is None else {family.token_types: part.cut(setup.types)}),
+        **{name: part.cut(types) for name, types in family.expert_types_of(row.input_ids, setup.config).items()},
         CONTEXT: RowContext(segments=row.segments, part=part, entries=entries),
     }
     for mechanism in mechanisms:

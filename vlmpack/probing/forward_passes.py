@@ -363,6 +363,7 @@ class PlainRowPass:
         if family.token_types is not None:
             inputs[family.token_types] = types
         inputs |= {name: torch.cat([sample[name] for sample in samples])[None] for name in family.token_columns}
+        inputs |= family.expert_types_of(inputs["input_ids"], self.probed.config)
         has_axes = family.positions_rule.axes == 3
         inputs["position_ids"] = positions[-self.rows :] if has_axes else family.rotary_ids(positions)
         output = plain_output(self.probed.model, inputs, use_cache=self.use_cache)

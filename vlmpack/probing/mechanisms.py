@@ -29,7 +29,17 @@ from vlmpack.families import Sees
 from vlmpack.layout import PackedRow, Segments
 from vlmpack.model import ModelParts, layer_windows, spans_in
 from vlmpack.probing.report import Cause, Check
-from vlmpack.probing.trace import CACHES, LEAK, ModuleCall, Span, Trace, largest_move, leak_between, perturb_spans
+from vlmpack.probing.trace import (
+    CACHES,
+    LEAK,
+    ModuleCall,
+    Span,
+    Trace,
+    largest_move,
+    leak_between,
+    perturb_spans,
+    routed_tokens,
+)
 from vlmpack.testing import Sample, grids_of, media_of, perturbed
 
 FORGETS_EVERYTHING = 20.0
@@ -110,8 +120,8 @@ def check_routing(trace: Trace) -> Check:
     if not trace.experts:
         return Check.skipped("router")
     real = trace.segments.num_tokens
-    for name, call in trace.experts.items():
-        if (routed := call.hidden.numel() // call.hidden.shape[-1]) != real:
+    for name, calls in trace.experts.items():
+        if (routed := routed_tokens(calls)) != real:
             padding = ": padding is routed and counted" if routed > real else ""
             detail = f"{name} gets {routed} tokens, and {real} are real{padding}"
             return Check.wrong("router", detail, value=routed, allowed=real)

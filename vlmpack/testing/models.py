@@ -208,6 +208,8 @@ def _enliven(model: nn.Module, generator: torch.Generator) -> None:
                     _forget_slowly(weight, generator)
                 elif name == "sinks":
                     _draw(weight, 1.0, generator)
+                elif name == "e_score_correction_bias":  # added to probabilities
+                    _draw(weight, 0.1, generator)
                 elif weight.ndim > 1:
                     _draw(weight, weight.shape[-1] ** -0.5, generator)
             for name, buffer in module.named_buffers(recurse=False):
@@ -352,6 +354,13 @@ RECIPES = {
         since_qwen3=False,
         whole=lambda _: {},
         more=lambda sizes: {"head_dim": sizes.head_width},
+    ),
+    "ernie4_5_vl_moe": _Recipe(
+        vision=towers.ernie_vision,
+        since_qwen3=False,
+        experts=True,
+        more=texts.ernie_text,
+        whole=towers.ernie_settings,
     ),
     "kimi_k25": _Recipe(
         vision=towers.kimi_vision,

@@ -99,6 +99,23 @@ def paddle_vision(sizes: TinySizes) -> dict[str, Any]:
     return {**tile_tower(sizes), "spatial_merge_size": sizes.merge}
 
 
+def ernie_vision(sizes: TinySizes) -> dict[str, Any]:
+    return {
+        "hidden_size": sizes.vision_hidden,
+        "intermediate_size": 2 * sizes.vision_hidden,
+        "depth": sizes.vision_depth,
+        "num_heads": sizes.vision_heads,
+        "patch_size": sizes.patch_size,
+        "spatial_merge_size": sizes.merge,
+    }
+
+
+def ernie_settings(sizes: TinySizes) -> dict[str, Any]:
+    """Tokens that start and end an image; those of a video are the last two of the vocabulary."""
+    image = {"image_start_token_id": sizes.vision_start_token_id, "image_end_token_id": sizes.vision_end_token_id}
+    return {**image, "video_start_token_id": sizes.vocab_size - 2, "video_end_token_id": sizes.vocab_size - 1}
+
+
 def kimi_vision(sizes: TinySizes) -> dict[str, Any]:
     """Places of 4 x 4 patches, which are stretched to the form of each image."""
     places = {"pos_emb_height": TILE_PATCHES, "pos_emb_width": TILE_PATCHES}
