@@ -36,7 +36,7 @@ from vlmpack.errors import FamilyError, Refusal
 from vlmpack.families import family_of_processor
 from vlmpack.layout import IGNORE
 
-TOKEN_NAMES = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels")
+TOKEN_NAMES = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "labels")
 """Outputs of a processor with an entry for each token; all others are an image's."""
 _TRIAL = ((120, 90), (70, 260))
 """Heights and widths of the images of the trial sample."""

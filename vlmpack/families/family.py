@@ -301,10 +301,10 @@ class Family:
         {}: it has none."""
         if self.expert_types is None:
             return {}
-        types = self.media_types(input_ids, config)
+        types = torch.zeros_like(input_ids)
         for kind, name in (IMAGE, "image"), (VIDEO, "video"):
-            for end in "start", "end":
-                types = types.masked_fill(input_ids == getattr(config, f"{name}_{end}_token_id"), kind)
+            for token in f"{name}_token_id", f"{name}_start_token_id", f"{name}_end_token_id":
+                types = types.masked_fill(input_ids == getattr(config, token), kind)
         return {self.expert_types: types}
 
     # ------------------------------------------------------------------ the vision tower

@@ -125,6 +125,10 @@ def check_routing(trace: Trace) -> Check:
             padding = ": padding is routed and counted" if routed > real else ""
             detail = f"{name} gets {routed} tokens, and {real} are real{padding}"
             return Check.wrong("router", detail, value=routed, allowed=real)
+        of_kinds = [routed_tokens([call]) for call in calls]
+        if (expected := _tokens_of_kinds(trace)) and of_kinds != expected:
+            detail = f"experts of text and of images of {name} get {of_kinds} tokens, and these are {expected}"
+            return Check.wrong("router", detail, value=max(of_kinds), allowed=max(expected))
     for name, call in trace.blocks.items():
         output = call.output[0][0]
         on_padding = output[trace.segments.padding_mask(output.device)]
@@ -132,6 +136,14 @@ def check_routing(trace: Trace) -> Check:
             detail = f"{name} computed padding in place of {stray} real tokens"
             return Check.wrong("router", detail, value=real - stray, allowed=real)
     return Check.of_mechanism("router", real, real, "")
+
+
+def _tokens_of_kinds(trace: Trace) -> list[int]:
+    """Tokens of text, and those of images, that are sent to experts of their own; []: all experts get both."""
+    if (name := trace.probed.family.expert_types) is None:
+        return []
+    of_images = sum(int((sample[name] > 0).sum()) for sample in trace.samples)
+    return [trace.segments.num_tokens - of_images, *[of_images] * bool(of_images)]
 
 
 # ---------------------------------------------------------------------- attention and gated delta layers
