@@ -124,7 +124,8 @@ def test_the_probe_names_the_router_where_tokens_get_experts_of_the_other_kind(m
     monkeypatch.setattr("vlmpack.probing.run.synthetic_samples", lambda config: samples)
     monkeypatch.setattr(Family, "expert_types_of", without_ends)
     report = probe(model, plain=False, share_prefixes=False)
-    assert (report.verdict, report.causes) == ("differs", ("router",))
+    assert report.verdict != "exact"
+    assert report.causes == ("router",)
 
 
 def test_a_load_balancing_loss_is_that_of_the_padded_batch() -> None:
