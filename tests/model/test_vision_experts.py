@@ -177,7 +177,7 @@ def test_tiles_are_those_of_their_images() -> None:
     batch = padded(samples).to_hf()
     del batch["vlmpack"]
     step = PackedStep(model)
-    assert step(batch).work.vision_patches == 2 * 16 + 2 * 4
+    assert step(batch).work.vision_patches == 2 * 64 + 2 * 16
     with pytest.raises(LayoutError, match=r"sample 0 ends in the middle of an image"):
         step(batch | {"num_local_patches": batch["num_local_patches"].flip(0)})
     with pytest.raises(LayoutError, match=r"2 images have 1 tiles in pixel_values_local, but num_local_patches counts"):

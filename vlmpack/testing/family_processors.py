@@ -294,7 +294,7 @@ RECIPES: Mapping[str, ProcessorRecipe] = {
         images={"size": {"height": 96, "width": 96}, "tile_size": 96},
         special=("<image>",),
         ends=_ENDS,
-        patch_size=24,
+        patch_size=12,
         settings={"patch_size": 2, "downsample_ratio": 4},
     ),
     "paligemma": ProcessorRecipe(

@@ -137,10 +137,15 @@ def siglip2_tower(sizes: TinySizes) -> dict[str, Any]:
 
 
 def deepseek_ocr2_tower(sizes: TinySizes) -> dict[str, Any]:
-    """Windows of half a tile in all blocks but the last; an encoder as deep, whose queries are 144 a view."""
+    """Whole images of two tiles a side, windows in all blocks but the last; an encoder as deep, 144 queries a view.
+
+    A tile is halved twice. Smaller ones would be of one feature before: of its convolution PyTorch's gradient in
+    bfloat16 on a CPU is not written.
+    """
     tower = tile_tower(sizes)
+    tower["image_size"] *= 2
     shared = {"num_hidden_layers": sizes.vision_depth, "num_attention_heads": sizes.vision_heads}
-    blocks = {"window_size": TILE_PATCHES // 2, "global_attn_indexes": [sizes.vision_depth - 1]}
+    blocks = {"window_size": TILE_PATCHES - 1, "global_attn_indexes": [sizes.vision_depth - 1]}
     widths = {"output_channels": sizes.vision_hidden, "downsample_channels": [sizes.vision_hidden] * 2}
     encoder = {"num_key_value_heads": sizes.vision_heads, "intermediate_size": tower["intermediate_size"]}
     return {
