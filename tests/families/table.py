@@ -43,6 +43,7 @@ NAMES = {
     "minicpmv4_6": "MiniCPM-V 4.6",
     "gemma3": "Gemma 3",
     "gemma4": "Gemma 4",
+    "gemma4_unified": "Gemma 4 12B",
     "paligemma": "PaliGemma 1, 2",
     "lfm2_vl": "LFM2-VL",
     "lfm2": "LFM2",

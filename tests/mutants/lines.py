@@ -570,6 +570,20 @@ MUTANTS: tuple[Mutant, ...] = (
             "pass",
             "attention/test_spans.py -k wider_than_a_window",
         ),
+        (
+            "tokens of a long span see its first ones beyond their window",
+            "spans.py",
+            "if window is None or not self.beyond_window:",
+            "if True:",
+            "attention/test_spans.py -k further_calls",
+        ),
+        (
+            "the first tokens of a long span see what comes before it",
+            "spans.py",
+            "start += window",
+            "pass",
+            "attention/test_spans.py -k queries_of_a_part",
+        ),
     ),
     *_of(
         "families",

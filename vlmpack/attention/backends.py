@@ -103,7 +103,7 @@ class Backend(ABC):
     patterns: ClassVar[frozenset[str]] = frozenset(Pattern.__dataclass_fields__)
     """The parts of a pattern that it computes."""
     masks_spans: ClassVar[bool] = False
-    """True if spans are in its mask; False: they are computed by a second call."""
+    """True if spans are in its mask; False: they are computed by further calls."""
 
     def unsupported(self, call: AttentionCall) -> list[str]:
         """Why this back-end cannot serve `call`: one sentence a reason; empty: it can, as plain PyTorch can any."""
@@ -144,14 +144,14 @@ class Backend(ABC):
             return self.attend(q_TNH, k_TKH, v_TKH, segments, keys, Softmax(causal, scale, dropout, pattern))
         part = pattern.causal_part
         out_TNH = self.attend(q_TNH, k_TKH, v_TKH, segments, keys, Softmax(causal, scale, dropout, part))
-        if not spans.runs:
-            return out_TNH
-        call = spans.cut(segments, keys, pattern.window)
-        index_R, index_S = call.query_index(q_TNH.device), call.key_index(q_TNH.device)
-        q_RNH, k_SKH, v_SKH = (x.index_select(0, i) for x, i in ((q_TNH, index_R), (k_TKH, index_S), (v_TKH, index_S)))
-        both_ways = Softmax(False, scale, dropout, replace(part, window=call.window))
-        out_RNH = self.attend(q_RNH, k_SKH, v_SKH, call.segments, call.keys, both_ways)
-        return out_TNH.index_copy(0, index_R, out_RNH)
+        for call in spans.cut(segments, keys, pattern.window) if spans.runs else ():
+            index_R, index_S = call.query_index(q_TNH.device), call.key_index(q_TNH.device)
+            rows = ((q_TNH, index_R), (k_TKH, index_S), (v_TKH, index_S))
+            q_RNH, k_SKH, v_SKH = (x.index_select(0, index) for x, index in rows)
+            both_ways = Softmax(False, scale, dropout, replace(part, window=call.window))
+            out_RNH = self.attend(q_RNH, k_SKH, v_SKH, call.segments, call.keys, both_ways)
+            out_TNH = out_TNH.index_copy(0, index_R, out_RNH)
+        return out_TNH
 
     @abstractmethod
     def attend(

@@ -374,6 +374,9 @@ RECIPES = {
     "gemma4": _Recipe(
         vision=towers.gemma4_tower, more=texts.gemma4_text, whole=towers.gemma4_settings, experts=True, **GEMMA
     ),
+    "gemma4_unified": _Recipe(
+        vision=towers.merged_patches, more=texts.gemma4_unified_text, whole=towers.gemma4_settings, **GEMMA
+    ),
     "paligemma": _Recipe(
         vision=towers.paligemma_tower,
         text_type="gemma2",

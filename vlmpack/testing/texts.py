@@ -99,9 +99,9 @@ def gpt_oss_text(sizes: TinySizes) -> dict[str, Any]:
     return {**windows(sizes), "num_local_experts": sizes.experts}
 
 
-def gemma4_text(sizes: TinySizes) -> dict[str, Any]:
-    """All that its models have, in one: experts, embeddings for each layer, wider heads without a window; keys that are
-    values; from 4 layers on the last two share keys and values of those before."""
+def gemma4_unified_text(sizes: TinySizes) -> dict[str, Any]:
+    """Wider heads without a window; keys that are values; from 4 layers on the last two share keys and values of those
+    before."""
     windows, half = gemma3_text(sizes), {"partial_rotary_factor": 0.5, "rope_type": "proportional"}
     windows["rope_parameters"]["full_attention"] |= half
     windows["layer_types"][-1] = "full_attention"
@@ -113,6 +113,13 @@ def gemma4_text(sizes: TinySizes) -> dict[str, Any]:
         "num_global_key_value_heads": 1,
         "attention_k_eq_v": True,
         "num_kv_shared_layers": 2 if sizes.layers > 3 else 0,
+    }
+
+
+def gemma4_text(sizes: TinySizes) -> dict[str, Any]:
+    """All that its models have, in one: experts and embeddings for each layer beside what the unified one has."""
+    return {
+        **gemma4_unified_text(sizes),
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": sizes.vocab_size,
         "enable_moe_block": True,

@@ -83,13 +83,22 @@ MOST_PATCHES = 84
 
 
 def _padded_patches(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
-    """Patches with places, pooled to one token a cell, and padding without."""
+    """Patches with places, pooled to one token a cell."""
     vision = config.vision_config
-    pooled, side = vision.pooling_kernel_size, 3 * vision.patch_size**2
-    rows, columns = (pooled * cells for cells in grid[1:])
+    return _with_places(config, grid, draw, patches=vision.pooling_kernel_size, side=vision.patch_size)
+
+
+def _merged_patches(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
+    """Patches with places, one a cell."""
+    return _with_places(config, grid, draw, patches=1, side=config.vision_config.model_patch_size)
+
+
+def _with_places(config: Any, grid: Grid, draw: Draw, *, patches: int, side: int) -> TiledImage:
+    """Patches with places, `patches` along the side of a cell and of `side` pixels; and padding without."""
+    rows, columns = (patches * cells for cells in grid[1:])
     places = torch.full((1, MOST_PATCHES, 2), -1)
     places[0, : rows * columns] = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(-1)
-    pixels = draw(1, MOST_PATCHES, side)
+    pixels = draw(1, MOST_PATCHES, 3 * side**2)
     pixels[0, rows * columns :] = 0
     tokens = [config.image_token_id] * (grid[1] * grid[2])
     tensors = {"pixel_values": pixels, "image_position_ids": places}
@@ -182,6 +191,7 @@ TILE_RULES: dict[str, TileRule] = {
     "lfm2_vl": _masked_patches,
     "gemma3": _crops,
     "gemma4": _padded_patches,
+    "gemma4_unified": _merged_patches,
     "paligemma": _bare_image,
 }
 """By `config.model_type`."""

@@ -148,5 +148,11 @@ def gemma4_tower(sizes: TinySizes) -> dict[str, Any]:
     }
 
 
+def merged_patches(sizes: TinySizes) -> dict[str, Any]:
+    """No tower: patches of two by two are embedded as they are."""
+    widths = {"mm_embed_dim": sizes.vision_hidden, "output_proj_dims": sizes.vision_hidden}
+    return {**widths, "patch_size": sizes.patch_size, "pooling_kernel_size": 2, "mm_posemb_size": 64}
+
+
 def gemma4_settings(sizes: TinySizes) -> dict[str, Any]:
     return {"boi_token_id": sizes.vision_start_token_id, "eoi_token_id": sizes.vision_end_token_id}

@@ -59,14 +59,15 @@ def _pairs(sample: Sample, window: int | None, sees: Sees | None) -> int:
     place = torch.arange(len(sample["input_ids"]))
     before = place[:, None] - place[None, :]
     visible = before >= 0
+    in_window = torch.ones_like(visible) if window is None else before < window
+    together = torch.zeros_like(visible)
     if isinstance(sees, Prefix):
         in_prefix = sample[sees.column] == 0
-        both = in_prefix[:, None] & in_prefix[None, :]
-        in_window = torch.ones_like(both) if window is None else before < window
-        return int(((visible & in_window) | (both if sees.beyond_window else both & in_window)).sum())
-    if sees is not None and sees.is_in(window):
+        together = in_prefix[:, None] & in_prefix[None, :]
+    elif sees is not None and sees.is_in(window):
         types = next(sample[name] for name in TYPE_KEYS if name in sample)
         is_media = types > 0
         run = (is_media & ~is_media.roll(1).index_fill(0, place[:1], False)).cumsum(0)
-        visible = visible | ((run[:, None] == run[None, :]) & is_media[:, None] & is_media[None, :])
-    return int((visible if window is None else visible & (before < window)).sum())
+        together = (run[:, None] == run[None, :]) & is_media[:, None] & is_media[None, :]
+    beyond = together if sees is not None and sees.beyond_window else together & in_window
+    return int(((visible & in_window) | beyond).sum())
