@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import varlen
 
-from vlmpack.attention import Pattern, Spans, attended_pairs, backends
+from vlmpack.attention import Pattern, Reach, Spans, attended_pairs, backends
 from vlmpack.attention.backends import EagerMask, FlashAttn, SdpaSegments, TorchVarlen
 from vlmpack.layout import Segments, SlotRule
 
@@ -156,7 +156,7 @@ def test_pairs_are_counted(window, beyond):
         for i in range(n)
         for j in range(n)
     )
-    assert attended_pairs(segments, window) + spread.further_pairs(window) == expected
+    assert attended_pairs(segments, Reach(window=window)) + spread.further_pairs(window) == expected
 
 
 def test_no_mask_is_wider_than_a_window_and_a_span(monkeypatch):

@@ -21,7 +21,7 @@ from vlmpack.families import FAMILIES, ImageSpans, media_runs, runs_of_row
 from vlmpack.layout import PrefixTree, Segments, SlotRule, pack
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, enable_packing, spans_in
-from vlmpack.model.mechanisms.attention import RowAttention, layer_windows
+from vlmpack.model.mechanisms.attention import RowAttention, layer_reaches
 from vlmpack.model.mechanisms.stock import check_spans
 from vlmpack.model.prefix_tree_row import PrefixTreeRow
 from vlmpack.testing import mixed_samples, padded, sample_like, tiny_model
@@ -134,7 +134,7 @@ def test_a_descriptor_with_other_spans_than_the_models_own_masks_is_refused(
     family: str, wrong: ImageSpans | None
 ) -> None:
     parts = parts_of(fresh(family))
-    windows, right = layer_windows(parts), spans_in(parts)
+    windows, right = layer_reaches(parts), spans_in(parts)
     check_spans(parts, windows, right)
     assert isinstance(right, ImageSpans)
     if wrong is not None and (wrong.layers, wrong.beyond_window) == (right.layers, right.beyond_window):
@@ -145,9 +145,9 @@ def test_a_descriptor_with_other_spans_than_the_models_own_masks_is_refused(
 
 def test_a_model_whose_images_are_causal_is_compared_too() -> None:
     parts = parts_of(tiny_model("qwen3_vl", layers=1))
-    check_spans(parts, layer_windows(parts), None)
+    check_spans(parts, layer_reaches(parts), None)
     with pytest.raises(FamilyError, match=r"attends to token 3, but in the model's own code"):
-        check_spans(parts, layer_windows(parts), ImageSpans())
+        check_spans(parts, layer_reaches(parts), ImageSpans())
 
 
 def test_a_model_is_refused_whose_own_code_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from vlmpack.attention import EVERYTHING, Reach
 from vlmpack.families import Sees
 from vlmpack.layout import PackedRow, Segments
-from vlmpack.model import ModelParts, layer_windows, spans_in
+from vlmpack.model import ModelParts, layer_reaches, spans_in
 from vlmpack.probing.report import Cause, Check
 from vlmpack.probing.trace import CACHES, LEAK, ModuleCall, Span, Trace, largest_move, leak_between, perturb_spans
 from vlmpack.testing import Sample, grids_of, media_of, perturbed
@@ -137,14 +138,14 @@ def check_mask(trace: Trace) -> Check:
         return check
     probed, sparse = trace.probed, trace.probed.family.has("per_sample")
     parts = ModelParts(family=probed.family, core=probed.core)
-    windows, sees, runs = {} if sparse else layer_windows(parts), spans_in(parts), runs_of_row(trace)
+    reaches, sees, runs = {} if sparse else layer_reaches(parts), spans_in(parts), runs_of_row(trace)
     by_sample = [[run for run in runs if start <= run[0] < stop] for start, stop in trace.segments.spans]
     first_runs = [of[0] for of in by_sample if of]  # to a second image a first one is the past
     for name, call in trace.attention.items():
-        window = windows.get(int(name.removeprefix("layer ")))
-        has_spans = sees is not None and sees.is_in(window)
+        reach = reaches.get(int(name.removeprefix("layer ")), EVERYTHING)
+        has_spans = sees is not None and sees.is_in(reach.window)
         problem = _causality_problem(
-            call, trace.segments.spans, sparse=sparse, window=window, runs=runs if has_spans else []
+            call, trace.segments.spans, sparse=sparse, reach=reach, runs=runs if has_spans else []
         )
         if problem or (problem := "" if sees is None else _span_problem(call, first_runs, sees, has_spans=has_spans)):
             return Check.wrong("mask", f"{name}: {problem}")
@@ -225,29 +226,26 @@ def _worst_layer(
 
 
 def _causality_problem(
-    call: ModuleCall, spans: Sequence[Span], *, sparse: bool, window: int | None, runs: Sequence[Span]
+    call: ModuleCall, spans: Sequence[Span], *, sparse: bool, reach: Reach, runs: Sequence[Span]
 ) -> str:
     """Find what is wrong inside samples. A query of sparse attention may do without a sample's first half, and tokens
     of a span, one of `runs`, attend to its last."""
     long = [(start, stop) for start, stop in spans if stop - start > 1]
-    reach = max(stop for _, stop in spans) if window is None else max(window, 2)
-    firsts, lasts = (
-        [(max(a, b - reach), max((a + b) // 2, b - reach + 1)) for a, b in long],
-        [(b - 1, b) for _, b in long],
-    )
+    lasts = [(stop - 1, stop) for _, stop in long]
+    seen_from = [start + reach.first_key(stop - start - 1) for start, stop in long]
     before = call.rerun(call.hidden)[0]
+    firsts = [(at, max((a + b) // 2, at + 1)) for (a, b), at in zip(long, seen_from, strict=True)]
     if not sparse:
         after_first = call.rerun(perturb_spans(call.hidden, firsts, dim=1))[0]
         if any(largest_move(after_first, before, [last], dim=1) == 0 for last in lasts):
             return "a sample's last token does not attend to its first half"
     starts = {stop: start for start, stop in runs}
-    far = [(a, b) for a, b in long if b - a > reach and b not in starts]  # a prefix reaches beyond the window
-    beyond = [(a, b - reach) for a, b in far if window != 1]
+    # a span reaches beyond the window
+    beyond = [(a, at) for (a, b), at in zip(long, seen_from, strict=True) if at > a and b not in starts]
     if beyond:
         after = call.rerun(perturb_spans(call.hidden, beyond, dim=1))[0]
-        last = [(b - 1, b) for _, b in far]
-        if not (move := largest_move(after, before, last, dim=1)) <= LEAK:
-            return f"a sample's last token attends beyond its window of {window}: it moves by {move:.1e}"
+        if not (move := largest_move(after, before, lasts, dim=1)) <= LEAK:
+            return f"a sample's last token attends beyond its {reach}: it moves by {move:.1e}"
     after_last = call.rerun(perturb_spans(call.hidden, lasts, dim=1))[0]
     earlier = [(a, starts.get(b, b - 1)) for a, b in long]
     if not (ahead := largest_move(after_last, before, earlier, dim=1)) <= LEAK:

@@ -385,6 +385,10 @@ RECIPES = {
         sdpa=False,
         **GEMMA,
     ),
+    "llama4": _Recipe(
+        vision=towers.llama4_tower, more=texts.llama4_text, whole=towers.llama4_settings, experts=True, **GEMMA
+    ),
+    "llama4_text": _Recipe(experts=True, more=texts.llama4_text),
     "llama": _Recipe(),
     "mistral": _Recipe(more=lambda _: {"sliding_window": texts.WINDOW}),
     "qwen2": _Recipe(since_qwen3=False),

@@ -127,6 +127,27 @@ def gemma4_text(sizes: TinySizes) -> dict[str, Any]:
     }
 
 
+CHUNK = 7
+"""Chunks so short that samples of a few tokens have several."""
+
+
+def llama4_text(sizes: TinySizes) -> dict[str, Any]:
+    """Chunks and rotary positions in every other layer, from the first on, and experts in the others and the last,
+    whose queries are scaled from the third token on."""
+    rotary = [1 - i % 2 for i in range(sizes.layers)]
+    return {
+        "attention_chunk_size": CHUNK,
+        "no_rope_layers": rotary if sizes.layers > 1 else [1],
+        "layer_types": ["chunked_attention" if here else "full_attention" for here in rotary],
+        "moe_layers": sorted({*range(1, sizes.layers, 2), sizes.layers - 1}),
+        "num_local_experts": sizes.experts,
+        "num_experts_per_tok": sizes.experts_per_token,
+        "intermediate_size_mlp": 2 * sizes.hidden,
+        "floor_scale": 3,
+        "attn_scale": 0.7,
+    }
+
+
 def glm_moe_text(sizes: TinySizes) -> dict[str, Any]:
     """Half of a head rotates."""
     quarter = sizes.head_width // 4

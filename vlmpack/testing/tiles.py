@@ -150,6 +150,15 @@ def _marked_tiles(config: Any, grid: Grid, draw: Draw, *, several: bool) -> Tile
     return TiledImage(ids=_between(config, *[run] * tiles, mark=True), tensors=tensors)
 
 
+def _separated_tiles(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
+    """A run of placeholders for each cell of the form and one for the whole image, a token of text between them."""
+    tiles, side = grid[1] * grid[2], config.vision_config.image_size
+    tensors = {"pixel_values": draw(tiles + (tiles > 1), 3, side, side)}
+    rule = family_named(config.model_type).tile_tokens
+    assert rule is not None
+    return TiledImage(ids=_between(config, *rule(tensors, config), mark=True), tensors=tensors)
+
+
 def _rows_of_tokens(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
     """A token of each cell of the form, and a token of text after each row."""
     side = config.vision_config.patch_size * config.spatial_merge_size
@@ -189,6 +198,7 @@ TILE_RULES: dict[str, TileRule] = {
     "mistral3": _rows_of_tokens,
     "minicpmv4_6": _row_of_patches,
     "lfm2_vl": _masked_patches,
+    "llama4": _separated_tiles,
     "gemma3": _crops,
     "gemma4": _padded_patches,
     "gemma4_unified": _merged_patches,

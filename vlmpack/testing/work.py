@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vlmpack.attention import EVERYTHING, Reach
 from vlmpack.families import Prefix, Sees
 from vlmpack.testing.tiles import Sample
 
 if TYPE_CHECKING:
     from vlmpack.model import Work
 
-Windows = Collection[int | None]
-"""Tokens that queries attend to, in each kind of layer; None: all before them."""
+Reaches = Collection[Reach]
+"""How far back queries attend, in each kind of layer."""
 TYPE_KEYS = ("mm_token_type_ids", "token_type_ids")
 """Names of the kinds of tokens in a sample."""
 
@@ -28,7 +29,7 @@ def work_problems(
     *,
     multiple: int = 1,
     sparse: bool = False,
-    windows: Windows = (None,),
+    reaches: Reaches = (EVERYTHING,),
     sees: Sees | None = None,
 ) -> list[str]:
     """Describe work that a packed step should not have done.
@@ -36,13 +37,14 @@ def work_problems(
     Args (beside the work of a packed step, and its samples):
         multiple: of the slots of the row.
         sparse: attention selects among the pairs.
-        windows: of the model's layers.
+        reaches: of the model's layers.
         sees: the spans of its layers.
     """
     assert work is not None
     lengths = [len(sample["input_ids"]) for sample in samples]
-    of_layers = {w: sum(_pairs(sample, w, sees) for sample in samples) for w in windows}
-    pairs, window_pairs = max(of_layers.values()), min((of_layers[w] for w in of_layers if w), default=0)
+    of_layers = {reach: sum(_pairs(sample, reach, sees) for sample in samples) for reach in reaches}
+    local = [count for reach, count in of_layers.items() if reach.window or reach.chunk]
+    pairs, window_pairs = max(of_layers.values()), min(local, default=0)
     counts = {
         "real tokens": (work.real_tokens, sum(lengths)),
         "physical tokens": (work.physical_tokens, sum(-(-n // multiple) * multiple for n in lengths)),
@@ -54,11 +56,14 @@ def work_problems(
     return faults
 
 
-def _pairs(sample: Sample, window: int | None, sees: Sees | None) -> int:
-    """Pairs of one sample alone in a layer with this window."""
+def _pairs(sample: Sample, reach: Reach, sees: Sees | None) -> int:
+    """Pairs of one sample alone in a layer of this reach."""
+    window = reach.window
     place = torch.arange(len(sample["input_ids"]))
     before = place[:, None] - place[None, :]
     visible = before >= 0
+    if reach.chunk is not None:
+        return int((visible & (place[:, None] // reach.chunk == place[None, :] // reach.chunk)).sum())
     in_window = torch.ones_like(visible) if window is None else before < window
     together = torch.zeros_like(visible)
     if isinstance(sees, Prefix):
