@@ -38,6 +38,10 @@ FORGETS_EVERYTHING = 20.0
 FEATURE_LIMITS = {torch.float32: 1e-4}
 """Largest error of features against those of the sample alone, as a part of the largest entry."""
 FEATURE_LIMIT_IN_LOW_PRECISION = 5e-2
+LAYER_LIMITS = {torch.float32: 1e-4}
+"""Largest error of a layer's output against the plain layer on each sample: chunks of gated delta layers in a prefix
+tree begin elsewhere."""
+LAYER_LIMIT_IN_LOW_PRECISION = 5e-2
 
 Rotary = tuple[torch.Tensor, ...]
 Features = list[list[torch.Tensor]]
@@ -76,8 +80,9 @@ def _check_tokens(
 
 
 def rotary_of(call: ModuleCall) -> Rotary:
-    """cos and sin that an attention layer gets, [..., T, H], by keyword or second."""
-    return tuple(call.args[1] if len(call.args) > 1 else call.kwargs["position_embeddings"])
+    """cos and sin that an attention layer gets, [..., T, H], by keyword or second; Llama 4 has them as one complex."""
+    found = call.args[1] if len(call.args) > 1 else call.kwargs["position_embeddings"]
+    return (found.real, found.imag) if isinstance(found, torch.Tensor) else tuple(found)
 
 
 def check_positions(trace: Trace, alone: Sequence[Rotary]) -> Check:
@@ -97,6 +102,40 @@ def check_rotary(call: ModuleCall, places: Sequence[torch.Tensor], alone: Sequen
             worst, at = error, i
     detail = f"sample {at} has other rotary positions than alone: cos and sin differ by {worst:.1e}"
     return Check.of_mechanism("positions", worst, LEAK, detail)
+
+
+def check_query_scale(trace: Trace, places: Sequence[torch.Tensor]) -> list[Check]:
+    """Compare layers that scale queries by place with the plain layer on each sample; `places`: of each, int64 [L].
+
+    Another sample's tokens do not move them, so that nothing leaks where a factor is wrong.
+    """
+    calls = {name: call for name, call in trace.attention.items() if not call.module.use_rope} if _scales(trace) else {}
+    if not calls:
+        return []
+    errors = {name: _error_against_plain(call, places) for name, call in calls.items()}
+    at = max(errors, key=errors.__getitem__)
+    limit = LAYER_LIMITS.get(calls[at].hidden.dtype, LAYER_LIMIT_IN_LOW_PRECISION)
+    detail = (
+        f"{at}: queries are scaled by other places than alone: the attention of a sample is off by {errors[at]:.1e}"
+    )
+    return [Check.of_mechanism("positions", errors[at], limit, detail)]
+
+
+def _scales(trace: Trace) -> bool:
+    return trace.probed.family.has("query_scale")
+
+
+def _error_against_plain(call: ModuleCall, places: Sequence[torch.Tensor]) -> float:
+    """Largest error of attention without rotary positions, as a part of the largest entry."""
+    out_1TD, worst = call.rerun(call.hidden)[0], 0.0
+    for index in places:
+        index_L = index.to(out_1TD.device)
+        hidden_1LD = call.hidden.index_select(1, index_L)
+        mask_LL = torch.full((len(index), len(index)), torch.finfo(hidden_1LD.dtype).min).triu(1)
+        further = {"position_embeddings": None, "attention_mask": mask_LL[None, None].to(hidden_1LD)}
+        alone = call.rerun_plain(hidden_1LD, **further)[0]
+        worst = max(worst, largest_move(out_1TD.index_select(1, index_L), alone, [(0, len(index))], dim=1))
+    return worst
 
 
 def check_cache(trace: Trace) -> Check:

@@ -28,6 +28,7 @@ from vlmpack.probing.mechanisms import (
     check_model_inputs,
     check_packed_row,
     check_positions,
+    check_query_scale,
     check_routing,
     check_vision,
 )
@@ -245,6 +246,7 @@ def _mechanism_checks(setup: ProbeSetup, packed: PackedPass, reference: Referenc
         return [logits]
     runs: dict[str, Callable[[], list[Check]]] = {
         "positions": lambda: [check_positions(traced, reference.rotary)],
+        "query scale": lambda: check_query_scale(traced, [torch.arange(*span) for span in traced.segments.spans]),
         "mask": lambda: [check_mask(traced)],
         "cache": lambda: [check_cache(traced)],
         "gated delta layers": lambda: check_delta(traced),

@@ -61,9 +61,11 @@ class ModuleCall:
             args, kwargs = (), {**kwargs, "hidden_states": hidden}
         return _tensors_in(functional_call(self.module, dict(weights or {}), args, kwargs))
 
-    def rerun_plain(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Run a layer that takes nothing but hidden states as a plain model does, without a row."""
-        return _tensors_in(functional_call(self.module, dict(weights), (), {"hidden_states": hidden}))
+    def rerun_plain(
+        self, hidden: torch.Tensor, *, weights: Mapping[str, torch.Tensor] | None = None, **further: Any
+    ) -> list[torch.Tensor]:
+        """Run a layer as a plain model does, without a row, on hidden states and what it needs `further`."""
+        return _tensors_in(functional_call(self.module, dict(weights or {}), (), {"hidden_states": hidden, **further}))
 
 
 @final

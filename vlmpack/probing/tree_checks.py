@@ -32,9 +32,12 @@ from vlmpack.probing.losses import RouterLosses, reference_router_losses
 from vlmpack.probing.mechanisms import (
     FEATURE_LIMIT_IN_LOW_PRECISION,
     FEATURE_LIMITS,
+    LAYER_LIMIT_IN_LOW_PRECISION,
+    LAYER_LIMITS,
     Rotary,
     check_cache,
     check_packed_row,
+    check_query_scale,
     check_rotary,
     current_tap,
     forgetting,
@@ -55,10 +58,6 @@ from vlmpack.probing.reference import ProbeSetup, Reference, compute_reference
 from vlmpack.probing.report import Cause, Check
 from vlmpack.probing.trace import LEAK, ModuleCall, Span, Trace, largest_move, perturb_spans, trace
 from vlmpack.testing import Branches, distinct_prefixes, grids_of
-
-LAYER_LIMITS = {torch.float32: 1e-4}
-"""Largest error of a gated delta layer's output against the plain layer on each path: its chunks begin elsewhere."""
-LAYER_LIMIT_IN_LOW_PRECISION = 5e-2
 
 
 @final
@@ -224,6 +223,7 @@ def _mechanisms(setup: ProbeSetup, packed: PackedPass, reference: Reference) -> 
             return checks
         runs: dict[str, Callable[[], list[Check]]] = {
             "positions": lambda: [_check_positions(traced, reference.rotary)],
+            "query scale": lambda: check_query_scale(traced.trace, traced.paths),
             "mask": lambda: [_check_mask(traced)],
             "cache": lambda: [check_cache(traced.trace)],
             "gated delta layers": lambda: list(_check_delta(traced)),
@@ -302,7 +302,7 @@ def _error_along_paths(call: ModuleCall, paths: Sequence[torch.Tensor], weights:
     out_1tD, worst = call.rerun(call.hidden, weights)[0], 0.0
     for path in paths:
         path = path.to(call.hidden.device)
-        alone = call.rerun_plain(call.hidden.index_select(1, path), weights)[0]
+        alone = call.rerun_plain(call.hidden.index_select(1, path), weights=weights)[0]
         worst = max(worst, largest_move(out_1tD.index_select(1, path), alone, [(0, len(path))], dim=1))
     return worst
 
