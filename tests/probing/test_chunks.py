@@ -23,15 +23,15 @@ pytestmark = [
 
 
 def probed(family: str = "llama4_text", **settings: Any) -> Report:
-    return probe(tiny_model(family, layers=2), plain=False, **{"share_prefixes": False, **settings})
+    return probe(tiny_model(family, layers=2, seed=1), plain=False, **{"share_prefixes": False, **settings})
 
 
 def worst(report: Report, name: str) -> tuple[str, str | None, str]:
-    check = next(check for check in report.checks if check.part == "mechanism" and check.name == name and check.is_bad)
+    check = next(check for check in report.checks if check.part == "mechanism" and name in check.name and check.is_bad)
     return check.finding, check.cause, check.detail
 
 
-@pytest.mark.parametrize("family", ["llama4_text", *only_exhaustive("llama4")])
+@pytest.mark.parametrize("family", only_exhaustive("llama4_text", "llama4"))
 def test_a_model_with_chunks_is_exact(family: str) -> None:
     report = probed(family, share_prefixes=family == "llama4_text")
     assert report.verdict == "exact", [check for check in report.checks if check.is_bad]

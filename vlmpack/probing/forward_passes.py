@@ -390,7 +390,7 @@ class PlainPaddedPass:
         None: this version of transformers computes no load-balancing loss.
         """
         result, output = self._compute(samples, output_router_logits=True)
-        return result, output.aux_loss
+        return result, output.get("aux_loss")
 
     def _compute(self, samples: Sequence[Sample], **settings: bool) -> tuple[ForwardResult, Any]:
         inputs = {name: x for name, x in padded(samples).to_hf().items() if isinstance(x, torch.Tensor)}

@@ -145,18 +145,25 @@ def check_cache(trace: Trace) -> Check:
     return Check.of_mechanism("cache", count, 0, f"{count} layers get a cache: it is filled and thrown away")
 
 
+def routed_tokens(call: ModuleCall) -> int:
+    """Count the tokens that experts are given. Those that are not told a token's experts (Llama 4) get all, each by
+    itself."""
+    tokens = call.hidden.numel() // call.hidden.shape[-1]
+    return tokens // call.module.num_experts if len(call.args) + len(call.kwargs) == 1 else tokens
+
+
 def check_routing(trace: Trace) -> Check:
     """Check that experts get the real tokens of a row and nothing else, and that padding gets nothing back."""
     if not trace.experts:
         return Check.skipped("router")
     real = trace.segments.num_tokens
     for name, call in trace.experts.items():
-        if (routed := call.hidden.numel() // call.hidden.shape[-1]) != real:
+        if (routed := routed_tokens(call)) != real:
             padding = ": padding is routed and counted" if routed > real else ""
             detail = f"{name} gets {routed} tokens, and {real} are real{padding}"
             return Check.wrong("router", detail, value=routed, allowed=real)
     for name, call in trace.blocks.items():
-        output = call.output[0][0]
+        output = call.output[0].reshape(-1, call.hidden.shape[-1])
         on_padding = output[trace.segments.padding_mask(output.device)]
         if stray := int((on_padding != 0).any(-1).sum()):
             detail = f"{name} computed padding in place of {stray} real tokens"

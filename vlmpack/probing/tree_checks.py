@@ -41,6 +41,7 @@ from vlmpack.probing.mechanisms import (
     check_rotary,
     current_tap,
     forgetting,
+    routed_tokens,
 )
 from vlmpack.probing.packed_checks import (
     Progress,
@@ -312,7 +313,7 @@ def _check_routing(traced: TracedTree) -> Check:
     if not traced.trace.experts:
         return Check.skipped("router")
     for name, call in traced.trace.experts.items():
-        if (routed := call.hidden.numel() // call.hidden.shape[-1]) != traced.tree.num_tokens:
+        if (routed := routed_tokens(call)) != traced.tree.num_tokens:
             detail = f"{name} gets {routed} tokens, and the tree has {traced.tree.num_tokens}"
             return Check.wrong("router", detail, value=routed, allowed=traced.tree.num_tokens)
     return Check.of_mechanism("router", traced.tree.num_tokens, traced.tree.num_tokens, "")
