@@ -148,9 +148,10 @@ def shown_by_others() -> frozenset[str]:
 
     Imported here: whoever breaks a copy of the package imports this file before there is one.
     """
+    from vlmpack.families.llama import LLAMA
     from vlmpack.families.text import TEXT
 
-    return frozenset(family.model_type for family in TEXT) | other_vision()
+    return frozenset(family.model_type for family in (*LLAMA, *TEXT)) | other_vision()
 
 
 @cache
