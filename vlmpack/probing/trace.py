@@ -74,7 +74,7 @@ def routed_tokens(calls: Iterable[ModuleCall]) -> int:
 
     def tokens(call: ModuleCall) -> int:
         given = call.hidden.numel() // call.hidden.shape[-1]
-        return given if len(call.args) + len(call.kwargs) > 1 else given // call.module.num_experts
+        return given if len(call.args) + len(call.kwargs) > 1 else given // int(vars(call.module)["num_experts"])
 
     return sum(map(tokens, calls))
 
