@@ -14,7 +14,7 @@ from tiers import full
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_processor
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.layout import AUDIO, pack
+from vlmpack.layout import AUDIO, PaddedBatch, pack
 from vlmpack.model import PackedStep
 from vlmpack.store import measure_lengths
 from vlmpack.testing import tiny_model, tiny_processor
@@ -107,6 +107,7 @@ def test_a_row_of_the_collator_is_its_padded_batch_packed_and_goes_through_the_m
     features = [whole(family)[0], {"messages": messages()}, {"messages": messages(heard(30_000, seed=3))}]
     row = VLMCollator(processor, layout="packed").collate(features)
     batch = VLMCollator(processor).collate(features)
+    assert isinstance(batch, PaddedBatch)
     for name, tensor in pack(batch).media.to_hf().items():
         assert torch.equal(row.media.to_hf()[name], tensor)
     model = tiny_model(family, processor=processor)

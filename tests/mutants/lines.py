@@ -478,14 +478,14 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "frames of a video do not see each other",
-            "family.py",
+            "frames.py",
             "return Segments.from_lengths([h * w for t, h, w in grids for _ in range(t)])",
             "return Segments.from_lengths([t * h * w for t, h, w in grids])",
             "families/test_vision_segments.py",
         ),
         (
             "a window at the edge is smaller",
-            "family.py",
+            "frames.py",
             "return [side] * whole + [rest] * bool(rest)",
             "return [side] * (whole + bool(rest))",
             "families/test_vision_segments.py",
@@ -569,6 +569,20 @@ MUTANTS: tuple[Mutant, ...] = (
             "before = min(before, window - 1)",
             "pass",
             "attention/test_spans.py -k wider_than_a_window",
+        ),
+        (
+            "tokens of a long span see its first ones beyond their window",
+            "spans.py",
+            "if window is None or not self.beyond_window:",
+            "if True:",
+            "attention/test_spans.py -k further_calls",
+        ),
+        (
+            "the first tokens of a long span see what comes before it",
+            "spans.py",
+            "start += window",
+            "pass",
+            "attention/test_spans.py -k queries_of_a_part",
         ),
     ),
     *_of(
@@ -918,8 +932,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "pairs of a tree are those of its nodes",
             "prefix_tree_row.py",
-            "return attended_pairs(self.tree.keys, window) - attended_pairs(before, window)",
-            "return attended_pairs(self.tree.keys, window)",
+            "return attended_pairs(self.tree.keys, reach) - attended_pairs(before, reach)",
+            "return attended_pairs(self.tree.keys, reach)",
             "model/test_prefix_tree.py -k computed_once",
         ),
         (
@@ -1434,7 +1448,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "routers with a bias are counted by it",
-            "mechanisms/experts.py",
+            "mechanisms/expert_choice.py",
             "scores_RgE = (logits_RE.float().sigmoid() + self.bias_E).unflatten(1, (self.groups, -1))",
             "scores_RgE = logits_RE.float().sigmoid().unflatten(1, (self.groups, -1))",
             "model/test_text_families.py -k counts",
@@ -1442,7 +1456,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "pairs of windows are counted apart",
             "mechanisms/attention.py",
-            '"window_pairs": min(in_window, default=0)',
+            '"window_pairs": min(local, default=0)',
             '"window_pairs": max(pairs.values())',
             "model/test_text_families.py -k equals_alone",
         ),
@@ -1477,8 +1491,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "spans are compared with the model's own masks",
             "mechanisms/attention.py",
-            "check_spans(model, layer_windows(model, again=True), spans_in(model))",
-            "layer_windows(model, again=True)",
+            "check_spans(model, layer_reaches(model, again=True), spans_in(model))",
+            "layer_reaches(model, again=True)",
             "model/test_image_spans.py -k own_code_has_none",
         ),
         (

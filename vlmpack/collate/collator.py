@@ -121,7 +121,9 @@ class VLMCollator:
         self.metadata = read_processor(processor, vocab_size=vocab_size)
         self.share_prefixes = _sharing(share_prefixes, layout, self.slots, self.metadata)
         takes_others = _is_whole(self.metadata) or self.metadata.has_audio
-        self._joins = family_of_processor(processor).media if takes_others else PATCHES
+        family = family_of_processor(processor) if takes_others else None
+        self._joins = PATCHES if family is None else family.media
+        self._expert_types = None if family is None else family.expert_types
         self.file_rules = file_rules_of(processor, self.metadata, sampling=sampling, limits=video_limits)
         self.skip_log = SkipLog(skip_log, limit=skip_limit)
         """Counts of received, used and refused samples, by reason."""
@@ -232,17 +234,24 @@ class VLMCollator:
         to_batch = to_row if self.layout == "packed" else to_padded
         memory = {"pixel_dtype": self.pixel_dtype, "buffers": self.buffers}
         try:
-            return to_batch(samples, pad_token_id=self.metadata.pad_token_id, joins=self._joins, **memory)
+            return self._typed(to_batch(samples, pad_token_id=self.metadata.pad_token_id, joins=self._joins, **memory))
         except NotFinite:
             for at, sample in usable:
                 media = (*sample.images, *sample.videos, *sample.audios)
-                if not all(is_finite(medium.pixels) for medium in media if medium.pixels is not None):
+                if not all(is_finite(values) for medium in media for values in medium.values):
                     message = "its pixels hold NaN or infinity; the image is broken or was normalised by 0"
                     if not all(is_finite(audio.pixels) for audio in sample.audios if audio.pixels is not None):
                         message = "its input_features hold NaN or infinity; the audio is broken"
                     named = {"index": at, "reason": "pixels_not_finite", "sample_id": sample.sample_id}
                     outcomes[at] = SampleError(message, **named)
         return self._lay_out(outcomes)
+
+    def _typed(self, batch: PaddedBatch | PackedRow) -> PaddedBatch | PackedRow:
+        """Add the kinds of tokens by which experts are chosen, as the processor makes them, where a model has such."""
+        if self._expert_types is None:
+            return batch
+        types = self.processor.create_moe_mm_token_type_ids(batch.input_ids.numpy())
+        return replace(batch, extras={**batch.extras, self._expert_types: torch.from_numpy(types)})
 
     # ------------------------------------------------------------------ one sample
 

@@ -278,9 +278,9 @@ class Encoder:
             text = self._write_frames(text, videos)
         ids = self._ids(text)
         counts = np.ones(len(ids), np.int64)
-        media: tuple[tuple[Kind, Sequence[Visual]], ...] = (("image", images), ("video", videos))
+        media: list[tuple[Kind, Sequence[Visual]]] = [("image", images), ("video", videos)]
         if self.metadata.has_audio:
-            media += (("audio", audios),)
+            media.append(("audio", audios))
         for kind, visuals in media:
             needed = [n for visual in visuals for n in tokens_of(visual, self.metadata, kind=kind)]
             at = np.flatnonzero(ids == self.metadata.token_id(kind))

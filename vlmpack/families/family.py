@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -12,8 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from vlmpack.errors import LayoutError
+from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.audio import AskModel, AudioPart, SampleMedia, check_markers
+from vlmpack.families.frames import WindowRule, frame_segments, window_segments
 from vlmpack.families.media import ExpectedRuns, MediaItems, check_runs, media_items, row_positions
 from vlmpack.families.spans import Prefix, Sees
 from vlmpack.families.tiles import QWEN_MEDIA, Join, TileBoundaries, TileTokens, check_tiles, counted_tokens
@@ -88,12 +90,17 @@ class Family:
     """Of such a family whose tower attends within boundaries: those of each of its blocks; None: it has none."""
     token_types: str | None = "mm_token_type_ids"
     """Keyword by which the backbone takes the kind of each token; None: it takes none."""
+    expert_types: str | None = None
+    """Keyword by which the backbone takes the kinds of tokens by which experts are chosen, those that start and end an
+    image among its own; None: it takes none."""
     processor: str | None = "Qwen3VLProcessor"
     """Name of the transformers class of its processors; None: a text model, which has a tokenizer."""
     patch_size: int = 16
     """Pixels along the side of a patch."""
     flat_patches: bool = True
     """True if the values of a patch are one axis of `pixel_values`; False: channels, rows and columns are three."""
+    patches_of_frames: bool = True
+    """True if a patch holds several frames (`temporal_patch_size`), an image twice; False: one."""
     vision_windows: bool = False
     """True if some blocks of the vision tower attend within windows of a frame (`window_size`)."""
     media_over_ranks: bool = True
@@ -103,13 +110,15 @@ class Family:
     text_type: str | None = None
     """`model_type` whose code has its decoder layers; None: its own."""
     backbone_path: str = "model"
-    """The model without its head."""
+    """The model without its head; "": no part is that, since the head is inside the text part."""
     text_path: str = "model.language_model"
     """The text part: embeddings and positions in, hidden states out."""
     vision_path: str | None = "model.visual"
     """The vision part: patches in, image features out; None: text only."""
     head_path: str = "lm_head"
     """The linear layer from hidden states to logits, or to what `logits` makes them of."""
+    returns_router_logits: bool = True
+    """False if the model without its head has experts, and does not return what their routers gave in its text part."""
     logits: LogitsRule = plain_logits
     """What the model does to the output of the head."""
     sees: Sees | None = None
@@ -147,6 +156,11 @@ class Family:
     def has_audio(self) -> bool:
         """Return whether it takes audio."""
         return self.audio is not None
+
+    @property
+    def pixel_names(self) -> tuple[str, ...]:
+        """Names of the tensors that hold pixels."""
+        return tuple(name for name in self.media if name.startswith("pixel_values"))
 
     def has(self, mechanism: str) -> bool:
         """Return whether its layers have this mechanism."""
@@ -330,6 +344,17 @@ class Family:
         types = types + VIDEO * (input_ids == config.video_token_id).long() if self.has_videos else types
         return types + AUDIO * (input_ids == config.audio_token_id).long() if self.has_audio else types
 
+    def expert_types_of(self, input_ids: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
+        """The column of `expert_types`, int64 in the shape of `input_ids`, as the family's processor makes it of them;
+        {}: it has none."""
+        if self.expert_types is None:
+            return {}
+        types = torch.zeros_like(input_ids)
+        for kind, name in (IMAGE, "image"), (VIDEO, "video"):
+            for token in f"{name}_token_id", f"{name}_start_token_id", f"{name}_end_token_id":
+                types = types.masked_fill(input_ids == getattr(config, token), kind)
+        return {self.expert_types: types}
+
     # ------------------------------------------------------------------ the vision tower
 
     def tower_segments(self, media: Media, config: Any) -> Sequence[Segments]:
@@ -355,21 +380,33 @@ class Family:
         """Shape of one patch in `pixel_values` [P, ...] of images with grids."""
         vision = self.vision_config(config)
         if not self.flat_patches:
-            return vision.num_channels, vision.patch_size, vision.patch_size
-        return (vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,)
+            return getattr(vision, "num_channels", 3), vision.patch_size, vision.patch_size
+        frames = vision.temporal_patch_size if self.patches_of_frames else 1
+        return (vision.in_channels * frames * vision.patch_size**2,)
 
     def tile_patches(self, media: Media, config: Any) -> int:
         """Patches of all pixels of a family whose images have no grids: padding of tiles to a common size included."""
         vision = self.vision_config(config)
+        vision = getattr(vision, "sam_config", vision)  # of DeepSeek-OCR 2's tower the part that is given pixels
         sides = vision.patch_size if isinstance(vision.patch_size, list | tuple) else (vision.patch_size,) * 2
         channels = getattr(vision, "num_channels", 3)
-        return 0 if media.pixel_values is None else media.pixel_values.numel() // (channels * prod(sides))
+        tensors = media.to_hf()
+        values = sum(tensors[name].numel() for name in self.pixel_names if name in tensors)
+        return values // (channels * prod(sides))
 
     # ------------------------------------------------------------------ parts of the model
 
     def backbone(self, model: nn.Module) -> nn.Module:
         """The model without its head: ids, pixels and positions in, hidden states out."""
-        return model.get_submodule(self.backbone_path)
+        if self.backbone_path:
+            return model.get_submodule(self.backbone_path)
+        if model not in _WITHOUT_HEAD:
+            _WITHOUT_HEAD[model] = WithoutHead(model, self.stock_class(model))
+        return _WITHOUT_HEAD[model]
+
+    def stock_class(self, model: nn.Module) -> Any:
+        """The transformers class of a model of this family, whatever subclass of it the model is."""
+        return next(klass for klass in reversed(type(model).__mro__) if klass.__name__ == self.model_class)
 
     def language_model(self, model: nn.Module) -> nn.Module:
         """The text part: embeddings and positions in, hidden states out."""
@@ -405,46 +442,37 @@ class Family:
         return config.vision_config
 
     def merge(self, config: Any) -> int:
-        """Patches merged into one token along each side; 1 of a model whose images have no grids."""
-        return self.vision_config(config).spatial_merge_size if self.has_grids else 1
+        """Patches merged into one token along each side; 1 of a model whose images have no grids.
 
-
-# ---------------------------------------------------------------------- which patches attend to which
+        Raises:
+            FamilyError: other numbers of rows and of columns are merged.
+        """
+        if not self.has_grids:
+            return 1
+        vision = self.vision_config(config)
+        if not hasattr(vision, "merge_kernel_size"):
+            return vision.spatial_merge_size
+        rows, columns = vision.merge_kernel_size
+        if rows != columns:
+            raise FamilyError(
+                f"{self.model_type} merges {rows} x {columns} patches into one token, which packed rows cannot count; "
+                "use a merge_kernel_size of as many rows as columns"
+            )
+        return rows
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class WindowRule:
-    """Window attention of a vision tower: all in patches."""
+class WithoutHead(nn.Module):
+    """A model whose text part holds the head, as a module that is given a row: its own forward, for which the head
+    leaves rows alone (the mechanism `inner_head`). No part of the model, and without parameters."""
 
-    window: int
-    """Side of a window."""
-    merge: int
-    """Patches merged into one token along each side; windows hold whole tokens."""
+    def __init__(self, model: nn.Module, stock_class: Any) -> None:
+        super().__init__()
+        self._model, self._stock_class = weakref.ref(model), stock_class
 
-
-def frame_segments(grids: Sequence[Grid]) -> Segments:
-    """One segment for each frame of each image or video: h * w patches.
-
-    The same boundaries as `transformers.vision_utils.get_vision_cu_seqlens`.
-    """
-    return Segments.from_lengths([h * w for t, h, w in grids for _ in range(t)])
+    def forward(self, **inputs: Any) -> Any:
+        """Call the model's own forward."""
+        return self._stock_class.forward(self._model(), **inputs)
 
 
-def window_segments(grids: Sequence[Grid], rule: WindowRule) -> Segments:
-    """One segment for each window of each frame, in the order in which the tower lays windows out.
-
-    The same boundaries as Qwen2.5-VL's `get_window_index` gives after its empty windows are taken out.
-    """
-    side = rule.window // rule.merge
-    lengths: list[int] = []
-    for t, h, w in grids:
-        rows, columns = _pieces(h // rule.merge, side), _pieces(w // rule.merge, side)
-        lengths += [row * column * rule.merge**2 for row in rows for column in columns] * t
-    return Segments.from_lengths(lengths)
-
-
-def _pieces(tokens: int, side: int) -> list[int]:
-    """`tokens` in pieces of `side`, the last one shorter."""
-    whole, rest = divmod(tokens, side)
-    return [side] * whole + [rest] * bool(rest)
+_WITHOUT_HEAD: weakref.WeakKeyDictionary[nn.Module, WithoutHead] = weakref.WeakKeyDictionary()

@@ -13,6 +13,7 @@ import torch
 
 from vlmpack.families.audio import AskModel, AudioPart, SampleMedia, media_starts
 from vlmpack.families.family import Family
+from vlmpack.families.frames import pieces
 from vlmpack.families.tiles import QWEN_MEDIA, Join
 from vlmpack.layout import AUDIO, IMAGE, VIDEO, Segments
 
@@ -31,7 +32,7 @@ def pooled_tokens(frames: int, audio: Any) -> int:
 
 def chunk_windows(frames: Sequence[int], audio: Any) -> Segments:
     """One segment for each chunk of `2 * n_window` frames of each audio, halved by a convolution."""
-    return Segments.from_lengths([_halved(chunk) for count in frames for chunk in _chunks(count, 2 * audio.n_window)])
+    return Segments.from_lengths([_halved(chunk) for count in frames for chunk in pieces(count, 2 * audio.n_window)])
 
 
 _TOKENS_OF_CHUNK = 13
@@ -51,12 +52,7 @@ def inference_windows(frames: Sequence[int], audio: Any) -> Segments:
     """
     longest = convolved_tokens(min(max(frames), 2 * audio.n_window), audio)
     window = longest * (audio.n_window_infer // (2 * audio.n_window))
-    return Segments.from_lengths([piece for n in frames for piece in _chunks(convolved_tokens(n, audio), window)])
-
-
-def _chunks(count: int, size: int) -> list[int]:
-    whole, rest = divmod(count, size)
-    return [size] * whole + [rest] * bool(rest)
+    return Segments.from_lengths([piece for n in frames for piece in pieces(convolved_tokens(n, audio), window)])
 
 
 # ---------------------------------------------------------------------- positions of samples with videos

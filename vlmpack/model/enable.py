@@ -28,7 +28,9 @@ from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.audio import Audio
 from vlmpack.model.mechanisms.experts import Experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
+from vlmpack.model.mechanisms.inner_head import InnerHead
 from vlmpack.model.mechanisms.per_sample import PerSample
+from vlmpack.model.mechanisms.query_scale import QueryScale
 from vlmpack.model.mechanisms.short_conv import ShortConv
 from vlmpack.model.mechanisms.stock import check_logits, check_positions
 from vlmpack.model.mechanisms.vision import Vision
@@ -38,7 +40,10 @@ from vlmpack.model.result import LossCount, StepResult
 
 Model = TypeVar("Model", bound=nn.Module)
 
-MECHANISMS: tuple[Mechanism, ...] = (GatedDelta(), ShortConv(), PerSample(), Audio(), Vision(), Experts(), Attention())
+MECHANISMS: tuple[Mechanism, ...] = (
+    *(GatedDelta(), ShortConv(), PerSample(), QueryScale()),
+    *(Audio(), Vision(), Experts(), Attention(), InnerHead()),
+)
 """All that packing supports. A family's descriptor names those that its layers have."""
 
 
@@ -236,7 +241,8 @@ class PackedStep:
         state = stored_state(find_model(self.model))
         columns_of_row = {*COLUMNS}
         if state is not None:
-            columns_of_row |= {*state.family.media, state.family.token_types, *state.family.token_columns}
+            family = state.family
+            columns_of_row |= {*family.media, family.token_types, family.expert_types, *family.token_columns}
         hands_row = isinstance(batch, PackedRow) and not inputs.keys() & columns_of_row
         row = batch.to(device, non_blocking=True) if isinstance(batch, PackedRow) and hands_row else None
         call = StepCall(row, last_hidden=last_hidden, scoring=scoring)

@@ -123,12 +123,13 @@ def _tokenizer(family: str, vocab_size: int) -> Any:
     from transformers import Qwen2Tokenizer, Qwen3_5Tokenizer
 
     vocab, merges = json.loads(_trained_vocabulary(vocab_size))
+    named: dict[str, Any] = {"extra_special_tokens": OMNI_TOKENS[family]} if family in OMNI_TOKENS else {}
     tokenizer = (Qwen3_5Tokenizer if family in QWEN3_5_TOKENIZER else Qwen2Tokenizer)(
         vocab=vocab,
         merges=[tuple(merge) for merge in merges],  # pyright: ignore[reportArgumentType]
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        **({"extra_special_tokens": OMNI_TOKENS[family]} if family in OMNI_TOKENS else {}),
+        **named,
     )
     tokenizer.add_tokens(list(SPECIAL_TOKENS), special_tokens=True)
     return tokenizer
