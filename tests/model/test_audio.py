@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +22,11 @@ from equality import (
 )
 from tiers import full, only_exhaustive
 
+import vlmpack
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, FamilyError, LayoutError
 from vlmpack.families import FAMILIES, AudioPart
-from vlmpack.layout import AUDIO, Segments, SlotRule, pack, share
+from vlmpack.layout import AUDIO, Segments, SlotRule, pack, recorded_syncs, share
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import vision
 from vlmpack.probing import probe
@@ -34,6 +36,7 @@ pytestmark = [
     pytest.mark.every_family,
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
 ]
+PACKAGE = Path(vlmpack.__file__).parent
 POOLED, CONVOLVED = "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"
 """One counts every second frame, the other convolves chunks three times, and reads their padding."""
 MIXED = ("everything", "text", "audio", "image", "everything")
@@ -233,13 +236,30 @@ def test_boundaries_of_audio_are_known_on_the_host(monkeypatch: pytest.MonkeyPat
             step(row)
 
 
+@pytest.mark.parametrize("family", [POOLED, *full(CONVOLVED)])
+def test_a_step_syncs_for_positions_of_videos_alone(family: str) -> None:
+    """With metadata nothing of audio or images is read from a device."""
+    model = fresh(family)
+    step, places = PackedStep(model), []
+    for kinds in (("image", "audio", "text", "audio"), ("everything", "text")):
+        row = pack(padded(mixed_samples(model.config, kinds=kinds)), rule=SlotRule(multiple=4))
+        step(row)  # the first step of a kind may fill caches
+        with recorded_syncs(torch.device("cpu")) as syncs:
+            step(row).loss.backward()
+        assert syncs  # the counter works: the model's own towers do
+        places.append([sync.function for sync in syncs if Path(sync.file).is_relative_to(PACKAGE)])
+    assert places == [[], ["replace_videos"]]
+
+
 @most_full
-def test_the_probe_finds_audio_exact_and_names_it_where_it_lands_in_another_sample(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_probe_finds_audio_exact(family: str) -> None:
     report = probe(tiny_model(family, layers=2))
     assert report.verdict == "exact", [check for check in report.checks if check.is_bad]
     assert any(check.name == "audio" and check.finding == "ok" for check in report.checks)
+
+
+@pytest.mark.parametrize("family", only_exhaustive(POOLED, CONVOLVED))
+def test_the_probe_names_audio_that_lands_in_another_sample(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own: Any = vision.Vision.inputs
 
     def rolled(self: Any, entry: Any) -> Any:
@@ -252,7 +272,7 @@ def test_the_probe_finds_audio_exact_and_names_it_where_it_lands_in_another_samp
     assert "packing" in report.causes
 
 
-@most_full
+@pytest.mark.parametrize("family", [*full(POOLED), *only_exhaustive(CONVOLVED)])
 def test_the_probe_names_audio_whose_blocks_attend_beyond_their_windows(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,13 +349,19 @@ def test_generation_with_audio_is_that_of_the_unmodified_model(family: str) -> N
 
 def batch_of(*frames: tuple[int, ...], metadata: bool = True, **changes: Any) -> dict[str, Any]:
     """A batch of Qwen2.5-Omni with audios of these lengths."""
-    samples = with_audio(fresh(POOLED).config, *frames)
+    samples = with_audio(step_of().model.config, *frames)
     return padded(samples, metadata=metadata).to_hf() | changes
+
+
+@functools.cache
+def step_of() -> PackedStep:
+    """One for all batches that are refused."""
+    return PackedStep(fresh(POOLED))
 
 
 def refused(batch: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
-        PackedStep(fresh(POOLED))(batch)
+        step_of()(batch)
 
 
 @pytest.mark.parametrize("metadata", [True, False])
@@ -371,7 +397,7 @@ def test_tensors_of_audio_that_do_not_fit_are_refused_by_name() -> None:
 
 def test_a_video_with_its_own_sound_is_refused() -> None:
     refused(batch_of((17,), use_audio_in_video=True), ConfigError, r"interleaves a video with its own sound")
-    PackedStep(fresh(POOLED))(batch_of((17,), use_audio_in_video=False))
+    step_of()(batch_of((17,), use_audio_in_video=False))
 
 
 def test_media_without_the_token_that_marks_their_start_are_refused() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 
+import numpy as np
 import pytest
 import torch
 from chats import CHATTING, chat, picture, processor_of
-from tiers import other_vision, tiers
+from tiers import full, only_exhaustive, other_vision, tiers
 from training import LAYOUTS, arguments, logged
 from transformers import Trainer
 
@@ -18,7 +19,7 @@ from vlmpack.families import FAMILIES as DESCRIPTORS
 from vlmpack.model import enable_packing
 from vlmpack.plan import plan_bins
 from vlmpack.store import measure_lengths
-from vlmpack.testing import SyntheticReceipts, tiny_model
+from vlmpack.testing import SyntheticReceipts, tiny_model, tiny_processor
 from vlmpack.trainer import PackedTrainer, check_trainer, loss_metrics
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
@@ -109,6 +110,32 @@ def test_planned_rows_of_other_families_are_trained_and_evaluated_as_alone(famil
     run = PackedTrainer(enable_packing(model), args, collate, **data)
     assert run.evaluate()["eval_loss"] == pytest.approx(exact, rel=1e-6)
     assert run.evaluation.sample_losses == pytest.approx((sums / counts).numpy(), rel=2e-6)
+    run.train()
+    assert logged(run) == [pytest.approx(exact, rel=1e-6)]  # one step sees all six
+    assert run.evaluate()["eval_loss"] < exact - 0.1
+
+
+@pytest.mark.every_family
+@pytest.mark.parametrize("family", [*full("qwen3_omni_moe_thinker"), *only_exhaustive("qwen2_5_omni_thinker")])
+def test_planned_rows_with_audio_are_trained_and_evaluated_as_alone(family, tmp_path):
+    processor, noise = tiny_processor(family), np.random.default_rng(0)
+    rows = small_receipts()[:2]
+    for at, samples in enumerate((9_000, 33_000, 20_000, 5_000)):
+        sound = noise.normal(scale=0.1, size=samples).astype(np.float32)
+        question = [{"type": "audio", "audio": sound}, {"type": "text", "text": "What is it?"}]
+        answer = {"role": "assistant", "content": "coffee " * (at + 1)}
+        rows.append({"messages": [{"role": "user", "content": question}, answer]})
+    model, collate = tiny_model(family, processor=processor), VLMCollator(processor, layout="packed")
+    sums, counts = alone(model, VLMCollator(processor), rows)
+    exact = float(sums.sum() / counts.sum())
+    table = measure_lengths(rows, collate)
+    plan = plan_bins(table, max(table.tokens))
+    assert len(plan) > 1
+    steps = {"gradient_accumulation_steps": len(plan), "max_steps": 1}
+    args = arguments(tmp_path, dataloader_pin_memory=False, **steps, **SETTINGS)
+    data = {"train_dataset": Rows(rows), "eval_dataset": Rows(rows), "plan": plan}
+    run = PackedTrainer(enable_packing(model), args, collate, **data)
+    assert run.evaluate()["eval_loss"] == pytest.approx(exact, rel=1e-6)
     run.train()
     assert logged(run) == [pytest.approx(exact, rel=1e-6)]  # one step sees all six
     assert run.evaluate()["eval_loss"] < exact - 0.1

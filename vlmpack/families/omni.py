@@ -87,13 +87,18 @@ def model_positions(sample: SampleMedia, config: Any, *, model_class: str) -> to
         positions, _ = model.get_rope_index(
             stand_in,
             input_ids,
-            image_grid_thw=torch.tensor(sample.image_grids) if len(sample.image_grids) else None,
-            video_grid_thw=torch.tensor(sample.video_grids) if len(sample.video_grids) else None,
+            image_grid_thw=_tensor(sample.image_grids),
+            video_grid_thw=_tensor(sample.video_grids),
             attention_mask=torch.ones_like(input_ids),
-            audio_seqlens=torch.tensor(sample.audio_frames) if len(sample.audio_frames) else None,
-            second_per_grids=torch.tensor(sample.seconds, dtype=torch.float32) if len(sample.seconds) else None,
+            audio_seqlens=_tensor(sample.audio_frames),
+            second_per_grids=_tensor(sample.seconds, np.float32),
         )
     return positions[:, 0]
+
+
+def _tensor(values: Sequence[Any], kind: Any = np.int64) -> torch.Tensor | None:
+    """Numbers on the host as a tensor there; None of none."""
+    return torch.from_numpy(np.asarray(values, kind)) if len(values) else None
 
 
 # ---------------------------------------------------------------------- the families
