@@ -28,9 +28,9 @@ from vlmpack.errors import ConfigError, FamilyError, LayoutError
 from vlmpack.families import FAMILIES, AudioPart
 from vlmpack.layout import AUDIO, Segments, SlotRule, pack, recorded_syncs, share
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
-from vlmpack.model.mechanisms import vision
+from vlmpack.model.mechanisms import attention, vision
 from vlmpack.probing import probe
-from vlmpack.testing import build_sample, mixed_samples, padded, run_alone, sample_like, tiny_model
+from vlmpack.testing import Kind, build_sample, mixed_samples, padded, run_alone, sample_like, tiny_model
 
 pytestmark = [
     pytest.mark.every_family,
@@ -236,12 +236,30 @@ def test_boundaries_of_audio_are_known_on_the_host(monkeypatch: pytest.MonkeyPat
             step(row)
 
 
+@each_family
+def test_blocks_of_the_audio_tower_are_one_call_of_a_back_end(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not one call a chunk, with or without checkpointing."""
+    model, calls = fresh(family), []
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    own = attention.run_on_row
+    monkeypatch.setattr(
+        attention,
+        "run_on_row",
+        lambda *args, vision=None, **more: calls.append(vision) or own(*args, vision=vision, **more),
+    )
+    row = pack(padded(with_audio(model.config, (17, 9), (30,))))
+    PackedStep(model)(row).loss.backward()
+    in_tower = [boundaries for boundaries in calls if boundaries is not None]
+    assert len(in_tower) == 2 * len(model.model.audio_tower.layers) * (1 if family == POOLED else 2)  # and recomputed
+
+
 @pytest.mark.parametrize("family", [POOLED, *full(CONVOLVED)])
 def test_a_step_syncs_for_positions_of_videos_alone(family: str) -> None:
     """With metadata nothing of audio or images is read from a device."""
     model = fresh(family)
     step, places = PackedStep(model), []
-    for kinds in (("image", "audio", "text", "audio"), ("everything", "text")):
+    batches: tuple[tuple[Kind, ...], ...] = (("image", "audio", "text", "audio"), ("everything", "text"))
+    for kinds in batches:
         row = pack(padded(mixed_samples(model.config, kinds=kinds)), rule=SlotRule(multiple=4))
         step(row)  # the first step of a kind may fill caches
         with recorded_syncs(torch.device("cpu")) as syncs:
