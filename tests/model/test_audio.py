@@ -30,7 +30,16 @@ from vlmpack.layout import AUDIO, Segments, SlotRule, pack, recorded_syncs, shar
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import attention, vision
 from vlmpack.probing import probe
-from vlmpack.testing import Kind, build_sample, mixed_samples, padded, run_alone, sample_like, tiny_model
+from vlmpack.testing import (
+    Kind,
+    build_sample,
+    mixed_samples,
+    padded,
+    run_alone,
+    sample_like,
+    tiny_model,
+    tiny_processor,
+)
 
 pytestmark = [
     pytest.mark.every_family,
@@ -269,9 +278,20 @@ def test_a_step_syncs_for_positions_of_videos_alone(family: str) -> None:
     assert places == [[], ["replace_videos"]]
 
 
-@most_full
-def test_the_probe_finds_audio_exact(family: str) -> None:
-    report = probe(tiny_model(family, layers=2))
+@pytest.mark.parametrize(
+    ("family", "processed"),
+    [
+        pytest.param(CONVOLVED, False, marks=pytest.mark.full),
+        pytest.param(POOLED, True, marks=pytest.mark.full),
+        *(
+            pytest.param(*case, marks=(pytest.mark.full, pytest.mark.exhaustive))
+            for case in ((POOLED, False), (CONVOLVED, True))
+        ),
+    ],
+)
+def test_the_probe_finds_audio_exact(family: str, processed: bool) -> None:
+    processor = tiny_processor(family) if processed else None
+    report = probe(tiny_model(family, layers=2, processor=processor), processor)
     assert report.verdict == "exact", [check for check in report.checks if check.is_bad]
     assert any(check.name == "audio" and check.finding == "ok" for check in report.checks)
 

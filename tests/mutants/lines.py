@@ -3603,11 +3603,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "model/test_audio.py -k positions_are_those",
         ),
         (
-            "audio attends within its chunks",
+            "boundaries of audio are those of its chunks",
             "omni.py",
             "for count in frames for chunk in pieces(count, 2 * audio.n_window)])",
             "for count in frames for chunk in (count,)])",
-            "model/test_audio.py -k packed_equals_alone_in_every_tower",
+            "model/test_audio.py -k boundaries_of_audio_are_known",
         ),
         (
             "runs of audio tokens are compared with frames",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from vlmpack.families import FAMILIES, Family
@@ -136,6 +137,13 @@ def omni_sizes(processor: Any) -> dict[str, Any] | None:
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
+
+
+def noises(count: int) -> list[dict[str, Any]]:
+    """Draw parts of messages: noise of more than a second each, none as long as another."""
+    rng = np.random.default_rng(0)
+    lengths = (18_000 + 3_001 * at for at in range(count))
+    return [{"type": "audio", "audio": rng.normal(scale=0.1, size=n).astype(np.float32)} for n in lengths]
 
 
 # ---------------------------------------------------------------------- synthetic audio

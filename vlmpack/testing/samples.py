@@ -26,9 +26,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import VlmpackError
-from vlmpack.families import FAMILIES, AskModel, Family, Join, family_named, media_runs
+from vlmpack.families import FAMILIES, AskModel, Family, Join, family_named, family_of_processor, media_runs
 from vlmpack.layout import IGNORE, MEDIA_KEYS, Grid, HostMetadata, Media, PaddedBatch
-from vlmpack.testing.audio import audio_tensors, audio_tokens, frames_of
+from vlmpack.testing.audio import audio_tensors, audio_tokens, frames_of, noises
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts
 from vlmpack.testing.tiles import TILE_RULES, Sample, TiledImage, sample_like
 
@@ -227,7 +227,8 @@ def synthetic_samples(config: Any) -> list[Sample]:
 
 
 def processed_samples(processor: Any) -> list[Sample]:
-    """Let a processor make an image, a text, two images, and a video if it takes one. Pixels are float32."""
+    """Let a processor make an image, a text, two images, and a video or two audios if it takes them. Pixels are
+    float32."""
     collator = VLMCollator(processor)
     receipts = SyntheticReceipts(num=3, scale=SMALLEST_LEGIBLE)
     records = [receipts[i] for i in range(3)]
@@ -244,6 +245,8 @@ def processed_samples(processor: Any) -> list[Sample]:
     video = {"type": "video", "video": frames, **bounds, "max_pixels": FRAME_TOKENS * area}
     with suppress(VlmpackError):  # a processor that takes no videos
         samples.append(_processed(collator, "What is shown?", "Two receipts.", video))
+    if collator.metadata.has_audio:
+        samples += [_processed(collator, "What is heard?", "Some noise.", sound) for sound in noises(2)]
     return samples
 
 
@@ -251,11 +254,16 @@ def _processed(collator: VLMCollator, question: str, answer: str, *media: dict[s
     user = {"role": "user", "content": [*media, {"type": "text", "text": question}]}
     assistant = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
     batch = collator.collate([{"messages": [user, assistant]}]).to_hf()
+    family = family_of_processor(collator.processor) if collator.metadata.has_audio else None
+    of_family = () if family is None else family.media
     sample = {name: batch[name][0] for name in TOKEN_KEYS if name in batch} | {
-        name: batch[name] for name in MEDIA_KEYS if name in batch
+        name: batch[name] for name in dict.fromkeys((*MEDIA_KEYS, *of_family)) if name in batch
     }
+    if family is not None and family.token_types is None:
+        del sample["mm_token_type_ids"]
     sample["labels"] = torch.cat([sample["input_ids"][:1], sample["labels"][1:]])
-    return Sample({name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in sample.items()})
+    floats = {name: tensor.float() for name, tensor in sample.items() if tensor.is_floating_point()}
+    return Sample.of({**sample, **floats}, family)
 
 
 def with_adversarial_lengths(samples: Sequence[Sample], config: Any) -> list[Sample]:
