@@ -188,6 +188,17 @@ def test_what_cannot_be_heard_is_refused_by_sample(case: str) -> None:
     assert caught.value.reason == reason
 
 
+@pytest.mark.parametrize("samples", [400, 15_999, 16_000, 16_001, 16_159, 127_999, 128_000])
+def test_audio_of_every_length_is_what_the_whole_processor_makes(samples: int) -> None:
+    """It computes silence up to the most that it takes, of which the collator computes no more than frames read."""
+    processor, part = processor_of(POOLED), heard(samples, seed=4)
+    text = processor.apply_chat_template(messages({"type": "audio"}), tokenize=False)
+    made = processor(text=[text], audio=[part["audio"]], return_tensors="pt")
+    batch, mask = VLMCollator(processor)([{"messages": messages(part)}]), made["feature_attention_mask"][0].bool()
+    assert torch.equal(batch["input_ids"], made["input_ids"])
+    assert torch.equal(batch["input_features"][0], made["input_features"][0][:, mask])
+
+
 def test_longer_audio_is_no_fault_where_the_processor_cuts_nothing_off() -> None:
     batch = VLMCollator(processor_of(CONVOLVED))([{"messages": messages(heard(9 * RATE))}])
     assert batch["vlmpack"].audio_frames == (900,)

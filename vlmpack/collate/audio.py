@@ -45,8 +45,8 @@ class AudioReader:
         """
         if not refs:
             return ()
-        arrays = [self._array(ref, at) for at, ref in enumerate(refs)]
-        inputs, texts = self.processor._process_audio(arrays, **self._options)
+        arrays = self._arrays(refs)
+        inputs, texts = self.processor._process_audio(arrays, **self._options, **self._width(arrays))
         frames = [int(mask.sum()) for mask in inputs[MASK]]
         runs = [text.count(self.metadata.audio_token) for text in texts]
         self._check_counts(arrays, frames, runs)
@@ -61,7 +61,7 @@ class AudioReader:
         Raises:
             Refusal: one of them cannot be used.
         """
-        arrays = [self._array(ref, at) for at, ref in enumerate(refs)]
+        arrays = self._arrays(refs)
         runs = map(self.tokens_of, self._frames(arrays))
         return tuple(Visual(pixels=None, runs=(run,), source=ref) for run, ref in zip(runs, refs, strict=True))
 
@@ -112,6 +112,19 @@ class AudioReader:
 
     # ------------------------------------------------------------------ one audio
 
+    def _arrays(self, refs: Sequence[MediaRef]) -> list[np.ndarray]:
+        """float32 [n] of each audio of a sample.
+
+        Raises:
+            Refusal: one of them cannot be used, or no token stands for it.
+        """
+        arrays = [self._array(ref, at) for at, ref in enumerate(refs)]
+        for at, (array, frames) in enumerate(zip(arrays, self._frames(arrays), strict=True)):
+            if self.tokens_of(frames) < 1:
+                fault = f"audio {at} has {len(array)} samples, too few for one token; leave it out"
+                raise Refusal("audio_source", fault)
+        return arrays
+
     def _array(self, ref: MediaRef, at: int) -> np.ndarray:
         """float32 [n] of one audio.
 
@@ -147,16 +160,25 @@ class AudioReader:
                 f"audio {at} lasts {len(array) / extractor.sampling_rate:.1f} s, and the processor cuts off what is "
                 f"beyond {extractor.n_samples / extractor.sampling_rate:.0f} s; cut it into parts, or leave it out",
             )
-        if self.tokens_of(len(array) // extractor.hop_length) < 1:
-            raise Refusal("audio_source", f"audio {at} has {len(array)} samples, too few for one token; leave it out")
         return array.astype(np.float32)
+
+    def _width(self, arrays: Sequence[np.ndarray]) -> dict[str, int]:
+        """The samples that a processor pads to which pads to the most it takes: as many as frames at the end read.
+
+        Silence behind them changes no frame of an audio, and Qwen2.5-Omni's would compute five minutes of it.
+        """
+        if self._pads_to_longest:
+            return {}
+        extractor = self._extractor
+        hops = -(-(max(map(len, arrays)) + extractor.n_fft) // extractor.hop_length)
+        return {"max_length": min(hops * extractor.hop_length, extractor.n_samples)}
 
     def _frames(self, arrays: Sequence[np.ndarray]) -> list[int]:
         """Count the frames of a sample's audios: begun ones too, but none behind the last whole one of the call."""
         if not arrays:
             return []
-        extractor, pads_to_longest = self._extractor, self._options.get("padding") in (True, "longest")
-        width = max(map(len, arrays)) if pads_to_longest else extractor.n_samples
+        extractor = self._extractor
+        width = max(map(len, arrays)) if self._pads_to_longest else extractor.n_samples
         return [min(-(-len(array) // extractor.hop_length), width // extractor.hop_length) for array in arrays]
 
     def _check_counts(self, arrays: Sequence[np.ndarray], frames: Sequence[int], runs: Sequence[int]) -> None:
@@ -194,6 +216,11 @@ class AudioReader:
         tokenizer = parts_of(self.processor).tokenizer
         merged = self.processor._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt")
         return merged["audio_kwargs"]
+
+    @cached_property
+    def _pads_to_longest(self) -> bool:
+        """True if the processor pads the audios of a call to the longest, not to the most that it takes."""
+        return self._options.get("padding") in (True, "longest")
 
     @cached_property
     def _is_cut(self) -> bool:
