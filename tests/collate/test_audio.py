@@ -239,6 +239,19 @@ def test_a_processor_that_was_saved_makes_the_same_batch(family: str, tmp_path: 
     check_equal(VLMCollator(load_processor(tmp_path))([sample]), made)
 
 
+def test_a_measured_sample_whose_longest_audio_was_cut_off_is_decoded_as_it_is_collated() -> None:
+    """Its processor pads audios to the longest of the sample, which their last frames show."""
+    feature = {"messages": messages(heard(9_010), heard(16_000, seed=1))}
+    types = VLMCollator(processor_of(CONVOLVED))([feature])["mm_token_type_ids"][0]
+    within = int((types == AUDIO).nonzero()[-1])
+    collator = VLMCollator(processor_of(CONVOLVED), max_length=within, overlength="truncate", train_on="all")
+    batch, decoded = collator([feature]), collator.decode([collator.measure(feature)]).to_hf()
+    assert batch["vlmpack"].audio_frames == (57,)
+    assert all(torch.equal(decoded[name], batch[name]) for name in batch if name != "vlmpack")
+    shorter = VLMCollator(processor_of(CONVOLVED))([{"messages": messages(heard(9_010))}])
+    assert shorter["vlmpack"].audio_frames == (56,)  # so the processor does
+
+
 def test_a_sample_that_is_too_long_is_cut_beside_its_audio() -> None:
     feature = {"messages": messages(heard(9_000), {"type": "image", "image": picture()}, heard(16_000))}
     types = VLMCollator(processor_of(POOLED))([feature])["mm_token_type_ids"][0]

@@ -3684,7 +3684,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "the processor pads the audios of a sample to the longest of them",
             "audio.py",
-            "width = max(map(len, arrays)) if self._pads_to_longest else extractor.n_samples",
+            "width = longest if self._pads_to_longest else extractor.n_samples",
             "width = extractor.n_samples",
             "collate/test_audio.py -k whole_processor_makes",
         ),

@@ -25,6 +25,8 @@ from vlmpack.errors import ConfigError, Refusal
 
 FEATURES, MASK = "input_features", "feature_attention_mask"
 """Names of the tensors of audio."""
+PADDED = "padded_to"
+"""Key beside a measured audio: samples to which its processor pads it. Audios that are cut off later may be longer."""
 
 
 @final
@@ -46,10 +48,11 @@ class AudioReader:
         if not refs:
             return ()
         arrays = self._arrays(refs)
-        inputs, texts = self.processor._process_audio(arrays, **self._options, **self._width(arrays))
+        width = refs[0].options.get(PADDED) or self._longest(arrays)
+        inputs, texts = self.processor._process_audio(arrays, **self._options | self._padding(width))
         frames = [int(mask.sum()) for mask in inputs[MASK]]
         runs = [text.count(self.metadata.audio_token) for text in texts]
-        self._check_counts(arrays, frames, runs)
+        self._check_counts(self._frames(arrays, width), frames, runs)
         return tuple(
             replace(_audio(values[:, :count][None].contiguous(), run), source=ref)
             for values, count, run, ref in zip(inputs[FEATURES], frames, runs, refs, strict=True)
@@ -62,8 +65,10 @@ class AudioReader:
             Refusal: one of them cannot be used.
         """
         arrays = self._arrays(refs)
-        runs = map(self.tokens_of, self._frames(arrays))
-        return tuple(Visual(pixels=None, runs=(run,), source=ref) for run, ref in zip(runs, refs, strict=True))
+        width = self._longest(arrays)
+        runs = map(self.tokens_of, self._frames(arrays, width))
+        sources = [replace(ref, options={**ref.options, PADDED: width}) for ref in refs]
+        return tuple(Visual(pixels=None, runs=(run,), source=ref) for run, ref in zip(runs, sources, strict=True))
 
     def decode(self, sample: Encoded) -> Encoded:
         """A sample that was only measured, with the frames of all its audios.
@@ -119,7 +124,7 @@ class AudioReader:
             Refusal: one of them cannot be used, or no token stands for it.
         """
         arrays = [self._array(ref, at) for at, ref in enumerate(refs)]
-        for at, (array, frames) in enumerate(zip(arrays, self._frames(arrays), strict=True)):
+        for at, (array, frames) in enumerate(zip(arrays, self._frames(arrays, self._longest(arrays)), strict=True)):
             if self.tokens_of(frames) < 1:
                 fault = f"audio {at} has {len(array)} samples, too few for one token; leave it out"
                 raise Refusal("audio_source", fault)
@@ -162,33 +167,37 @@ class AudioReader:
             )
         return array.astype(np.float32)
 
-    def _width(self, arrays: Sequence[np.ndarray]) -> dict[str, int]:
-        """The samples that a processor pads to which pads to the most it takes: as many as frames at the end read.
+    def _longest(self, arrays: Sequence[np.ndarray]) -> int:
+        """Samples of the longest of the audios of a call, to which a processor may pad the others."""
+        return max(map(len, arrays), default=0)
+
+    def _padding(self, longest: int) -> dict[str, Any]:
+        """The samples to which audios are padded: the longest, or, of a processor that pads to the most it takes, as
+        many as frames at the end read.
 
         Silence behind them changes no frame of an audio, and Qwen2.5-Omni's would compute five minutes of it.
         """
-        if self._pads_to_longest:
-            return {}
         extractor = self._extractor
-        hops = -(-(max(map(len, arrays)) + extractor.n_fft) // extractor.hop_length)
+        if self._pads_to_longest:
+            return {"padding": "max_length", "max_length": longest}
+        hops = -(-(longest + extractor.n_fft) // extractor.hop_length)
         return {"max_length": min(hops * extractor.hop_length, extractor.n_samples)}
 
-    def _frames(self, arrays: Sequence[np.ndarray]) -> list[int]:
+    def _frames(self, arrays: Sequence[np.ndarray], longest: int) -> list[int]:
         """Count the frames of a sample's audios: begun ones too, but none behind the last whole one of the call."""
         if not arrays:
             return []
         extractor = self._extractor
-        width = max(map(len, arrays)) if self._pads_to_longest else extractor.n_samples
+        width = longest if self._pads_to_longest else extractor.n_samples
         return [min(-(-len(array) // extractor.hop_length), width // extractor.hop_length) for array in arrays]
 
-    def _check_counts(self, arrays: Sequence[np.ndarray], frames: Sequence[int], runs: Sequence[int]) -> None:
-        """Compare the frames and tokens that the processor made with those that are counted without it.
+    def _check_counts(self, counted: Sequence[int], frames: Sequence[int], runs: Sequence[int]) -> None:
+        """Compare the frames and tokens that the processor made with the frames that are counted without it.
 
         Raises:
             ConfigError: they differ, so that measured samples would.
         """
-        counted = self._frames(arrays)
-        if counted != [*frames] or [*map(self.tokens_of, counted)] != [*runs]:
+        if [*counted] != [*frames] or [*map(self.tokens_of, counted)] != [*runs]:
             raise ConfigError(
                 f"the installed {type(self.processor).__name__} makes {[*frames]} frames and {[*runs]} tokens of "
                 f"audios for which {counted} frames are counted; use a transformers of the supported range"
