@@ -21,6 +21,7 @@ from equality import (
     poisoned,
 )
 from tiers import full, only_exhaustive
+from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 
 import vlmpack
 from vlmpack.context_parallel import Parallel
@@ -33,10 +34,13 @@ from vlmpack.probing import probe
 from vlmpack.testing import (
     Kind,
     build_sample,
+    compare,
     mixed_samples,
     padded,
     run_alone,
+    run_packed,
     sample_like,
+    tiny_config,
     tiny_model,
     tiny_processor,
 )
@@ -451,6 +455,18 @@ def test_a_video_without_seconds_is_refused() -> None:
     del batch["video_second_per_grid"], batch["vlmpack"]
     refused(batch, LayoutError, r"there are 1 videos but the seconds between two grids of 0")
     refused(batch | {"second_per_grid_ts": torch.ones(1)}, ConfigError, r"takes no input 'second_per_grid_ts'")
+
+
+@pytest.mark.filterwarnings("ignore")  # sizes of the talker are not those of the tiny thinker
+def test_of_a_whole_model_the_thinker_is_packed() -> None:
+    config = Qwen2_5OmniConfig(enable_audio_output=False)
+    config.thinker_config = tiny_config(POOLED, layers=1)
+    whole = Qwen2_5OmniForConditionalGeneration(config)
+    with pytest.raises(FamilyError, match=r"qwen2_5_omni cannot be packed .* pack model.thinker"):
+        enable_packing(whole)
+    samples = with_audio(config.thinker_config, (17,), (9,))
+    alone = run_alone(whole.thinker, samples)
+    assert compare(run_packed(whole.thinker, pack(padded(samples)), samples), alone).logits < 1e-5
 
 
 def test_prefixes_with_audio_are_not_shared() -> None:

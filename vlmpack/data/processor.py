@@ -20,6 +20,8 @@ QWEN = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
 """Classes of processors that need nothing but their parts: they have no settings of their own."""
 HEARING = ("Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor")
 """Classes of processors whose feature extractors are used."""
+WHOLE = {"qwen2_5_omni": "qwen2_5_omni_thinker", "qwen3_omni_moe": "qwen3_omni_moe_thinker"}
+"""Models of which a part is trained, whose checkpoints hold its processor."""
 CONFIG = "config.json"
 IMAGE_PROCESSOR = "preprocessor_config.json"
 ALL_PARTS = "processor_config.json"
@@ -157,6 +159,7 @@ def _class_for_model(source: str | os.PathLike[str]) -> type:
     from transformers import AutoConfig
 
     model_type = AutoConfig.from_pretrained(source).model_type
+    model_type = WHOLE.get(model_type, model_type)
     if model_type not in WITH_PROCESSOR:
         raise FamilyError(f"no processor is known for {source}, a {model_type}; there are {', '.join(WITH_PROCESSOR)}")
     return WITH_PROCESSOR[model_type].processor_class

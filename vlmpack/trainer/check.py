@@ -101,6 +101,8 @@ def _processor(metadata: ProcessorMetadata, core: Any) -> Iterator[str]:
             "values of a patch": (metadata.patch_dim, family.patch_channels(config)),
             "merged side": (metadata.merge_size, family.merge(config)),
         }
+    if metadata.has_audio and family.has_audio:
+        pairs["audio token"] = (metadata.audio_token_id, config.audio_token_id)
     differing = [f"{name} {ours}, the model's {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
     if detail := "; ".join(differing):
         yield f"its collator's processor belongs to another model ({detail}): load both from the same checkpoint"
