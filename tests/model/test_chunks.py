@@ -114,7 +114,7 @@ def test_the_comparison_sees_chunks_and_factors_that_are(breakage: str, monkeypa
 # ---------------------------------------------------------------------- chunks
 
 
-@pytest.mark.parametrize("chunk", [2, 3, 8192])
+@pytest.mark.parametrize("chunk", [2, 8192])
 def test_chunks_of_any_length_are_measured_without_a_mask(chunk: int) -> None:
     model = fresh(layers=3)
     assert layer_reaches(parts_of(model)) == {0: Reach(chunk=CHUNK), 1: Reach(), 2: Reach(chunk=CHUNK)}
@@ -225,7 +225,6 @@ def test_routers_choose_for_real_tokens_alone_and_are_counted() -> None:
 # ---------------------------------------------------------------------- the head inside the text part
 
 
-@pytest.mark.full
 def test_the_inner_head_computes_labelled_positions_alone() -> None:
     model, seen = fresh("llama4"), []
     head = model.language_model.lm_head
