@@ -63,7 +63,6 @@ def mark_products(items: Iterable[pytest.Item]) -> None:
 
 
 READ_QWEN = (
-    "tests/benchmarks/",
     "tests/model/test_experts.py",
     "tests/model/test_moe_precision.py",
     "tests/probing/test_weights.py",
@@ -72,10 +71,11 @@ READ_QWEN = (
     "tests/testing/test_models.py",
 )
 """Tests that read parts which not every model has: a load-balancing loss, a head that is not tied, MLPs that adapters
-reach, full attention in every layer, counted FLOPs. Families that others show have tests of their own."""
+reach, full attention in every layer. Families that others show have tests of their own."""
 
 
 TAKE_TILES = (
+    "tests/benchmarks/",
     "tests/collate/test_answers.py",
     "tests/collate/test_by_processor.py",
     "tests/collate/test_families_beyond.py",

@@ -21,6 +21,7 @@ ENDS = {
     "glm4v_moe": "",
     "glm46v": "",
     "paddleocr_vl": "<eos>",
+    "ernie4_5_vl_moe": "<eos>",
 }
 """What ends an answer in families whose templates mark none."""
 MARKED = {"llava": "{} ", "llava_next": "{} ", "llava_onevision": "\n{}"}

@@ -12,6 +12,7 @@ from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import fit
 from vlmpack.collate.processor_metadata import metadata_of, processor_settings, read_processor
 from vlmpack.data.images import ImageLimits
+from vlmpack.errors import SampleError
 from vlmpack.families import FAMILIES
 from vlmpack.testing import tiny_processor
 
@@ -19,7 +20,7 @@ pytestmark = [
     pytest.mark.every_family,
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # transformers' own
 ]
-TOKEN_NAMES = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}
+TOKEN_NAMES = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "labels"}
 
 
 @lru_cache
@@ -67,7 +68,8 @@ def test_tokens_and_tensors_equal_the_processor_s_own(family, count):
     feature = conversation(count, turns=2)
     truth = by_transformers(family, feature)
     batch = VLMCollator(processor_of(family))([feature])
-    assert batch["input_ids"].tolist() == truth["input_ids"].tolist()
+    for name in {"input_ids", FAMILIES[family].expert_types} - {None}:
+        assert batch[name].tolist() == truth[name].tolist()
     media = {name: tensor for name, tensor in truth.items() if name not in TOKEN_NAMES}
     same_tensors({name: batch[name] for name in batch if name in media or name == "pixel_values"}, media)
     assert bool(media) == bool(count)
@@ -91,6 +93,40 @@ def test_a_prompt_and_its_suffix_equal_paligemma_s_own(count):
     names = ("input_ids", "labels", "pixel_values", "token_type_ids")
     same_tensors({name: batch[name] for name in names}, {name: truth[name] for name in names})
     assert batch["vlmpack"].media_runs == (((0, int((truth["token_type_ids"] == 0).sum())),),)
+
+
+@needs("deepseek_ocr2")
+def test_an_image_without_tiles_beside_others_equals_deepseek_ocr2_s_own():
+    processor = processor_of("deepseek_ocr2")
+    pictures = [picture(90, 61), picture(200, 90), picture(40, 170)]  # of the first there is the whole alone
+    prompt = "<image>" * 3 + "Total?"
+    truth = processor(text=[prompt], images=[pictures], return_tensors="pt")
+    assert truth["num_local_patches"].tolist()[0] == 0 < min(truth["num_local_patches"].tolist()[1:])
+    batch = VLMCollator(processor)([{"prompt": prompt, "completion": "5", "images": pictures}])
+    width = truth["input_ids"].shape[1]
+    assert batch["input_ids"][:, :width].tolist() == truth["input_ids"].tolist()
+    names = ("pixel_values", "pixel_values_local", "num_local_patches")
+    same_tensors({name: batch[name] for name in names}, {name: truth[name] for name in names})
+
+
+@needs("deepseek_ocr2")
+def test_tiles_are_pixels_too(monkeypatch):
+    """In the type of pixels, and refused where they are not finite."""
+    processor = processor_of("deepseek_ocr2")
+    feature = {"prompt": "<image>Total?", "completion": "5", "images": [picture(200, 90)]}
+    collator = VLMCollator(processor, pixel_dtype=torch.bfloat16)
+    assert collator([feature])["pixel_values_local"].dtype == torch.bfloat16
+    process = type(processor.image_processor).preprocess
+
+    def broken(*args, **kwargs):
+        out = process(*args, **kwargs)
+        for tiles in (out[name] for name in ("pixel_values_local",) if name in out):
+            tiles[0, 0, 0, 0] = float("nan")
+        return out
+
+    monkeypatch.setattr(type(processor.image_processor), "preprocess", broken)
+    with pytest.raises(SampleError, match="its pixels hold NaN or infinity"):
+        collator([feature])
 
 
 @pytest.mark.parametrize("family", ["internvl", "idefics3"])

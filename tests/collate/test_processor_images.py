@@ -4,7 +4,7 @@ import io
 
 import pytest
 import torch
-from chats import BEYOND, SHOWN, chat, needs, picture
+from chats import BEYOND, CHATTING, SHOWN, chat, needs, picture
 from tiers import tiers
 
 from vlmpack.cli.inputs import limit_pixels
@@ -18,14 +18,14 @@ from vlmpack.testing import tiny_processor
 pytestmark = pytest.mark.every_family
 
 COUNTED = {"gemma3", "gemma4", "internvl", "llava", "llava_next", "llava_onevision", "glm4v", "paligemma"}
-COUNTED |= {"glm4v_moe", "glm46v"}
+COUNTED |= {"glm4v_moe", "glm46v", "ernie4_5_vl_moe"}
 """Families whose processors count an image's tokens as they write them."""
 SIZES = ((40, 30), (61, 143), (400, 90), (90, 400), (257, 256), (33, 31))
 """Widths and heights."""
 
 
 def feature_of(family, *images, answer="75,000"):
-    if family == "paligemma":
+    if family not in CHATTING:
         return {"prompt": "<image>" * len(images) + "Total?", "completion": answer, "images": list(images)}
     return chat("Total?", answer, *images)
 

@@ -3,7 +3,7 @@
 import pickle
 
 import pytest
-from chats import BEYOND, SHOWN, picture
+from chats import BEYOND, CHATTING, SHOWN, picture
 from tiers import tiers
 
 from vlmpack.collate import VLMCollator
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.every_family
 
 def sample_of(family):
     marker = "<image>"
-    if family == "paligemma":
+    if family not in CHATTING:
         return {"prompt": f"{marker}Total?", "completion": "5", "images": [picture(90, 61)]}
     content = [{"type": "image", "image": picture(90, 61)}, {"type": "text", "text": "Total?"}]
     return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "5"}]}

@@ -16,7 +16,8 @@ from vlmpack.errors import BackendError, FamilyError
 from vlmpack.families import FAMILIES
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
-from vlmpack.model.mechanisms import attention, experts
+from vlmpack.model.mechanisms import attention
+from vlmpack.model.mechanisms.expert_choice import ByProbability
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
 pytestmark = pytest.mark.every_family
@@ -125,7 +126,7 @@ def test_counts_of_experts_are_what_a_router_with_a_bias_chose() -> None:
     result = PackedStep(model, StepConfig(z_loss_coef=0.1))(padded(truth("deepseek_v3").samples))
     assert result.expert_counts.tolist() == [x.bincount(minlength=8).tolist() for x in chosen]
     assert result.aux_loss is None
-    by_probability = [experts._counts(x, config.num_experts_per_tok, None).tolist() for x in result.router_logits]
+    by_probability = [ByProbability().counts(x, config.num_experts_per_tok).tolist() for x in result.router_logits]
     assert by_probability != result.expert_counts.tolist(), "no token chose by the bias or by groups"
 
 

@@ -99,7 +99,9 @@ def test_adapters_of_a_row_learn_what_those_of_its_samples_alone_do(family: str)
 
     def adapted() -> Any:
         config = peft.LoraConfig(
-            r=2, target_modules=r".*(language_model|text_model)(.model)?.layers.*q_proj", init_lora_weights=False
+            r=2,
+            target_modules=r".*(language_model|text_model)(.model)?.layers.*q(_b)?_proj",
+            init_lora_weights=False,
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)

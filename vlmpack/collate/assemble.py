@@ -203,15 +203,28 @@ def _media(
     joins: Mapping[str, Join],
 ) -> Media:
     seconds, grids = _seconds(videos), _grids(images)
-    names = [name for name in joins if images and name in images[0].tensors]
+    parts = {name: [image.tensors[name] for image in images if name in image.tensors] for name in joins}
     return Media(
         pixel_values=_join(images, dtype, buffers, joins.get("pixel_values", Join())),
         image_grid_thw=_table(grids),
         pixel_values_videos=_join(videos, dtype, buffers, Join()),
         video_grid_thw=_table(_grids(videos)),
         second_per_grid_ts=torch.tensor(seconds) if seconds else None,
-        tensors={name: joins[name]([image.tensors[name] for image in images]) for name in names},
+        tensors={name: joins[name](_cast(tensors, dtype)) for name, tensors in parts.items() if tensors},
     )
+
+
+def _cast(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """Floats, such as the tiles of images, in the type of pixels.
+
+    Raises:
+        NotFinite: one holds NaN or infinity.
+    """
+    if not tensors[0].is_floating_point():
+        return [*tensors]
+    if not all(finite := [is_finite(tensor) for tensor in tensors]):
+        raise NotFinite(finite.index(False))
+    return [tensor if dtype is None else tensor.to(dtype) for tensor in tensors]
 
 
 def _seconds(videos: Sequence[Visual]) -> tuple[float, ...]:

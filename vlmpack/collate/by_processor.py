@@ -36,7 +36,7 @@ from vlmpack.errors import FamilyError, Refusal
 from vlmpack.families import family_of_processor
 from vlmpack.layout import IGNORE
 
-TOKEN_NAMES = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels")
+TOKEN_NAMES = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "labels")
 """Outputs of a processor with an entry for each token; all others are an image's."""
 _TRIAL = ((120, 90), (70, 260))
 """Heights and widths of the images of the trial sample."""
@@ -336,7 +336,7 @@ class ProcessorEncoder:
         if ids.tolist() != whole["input_ids"][0].tolist():
             problems.append("other token ids")
         for name in (name for name in media if name in whole):
-            parts = [_tensor(visual, name) for visual in visuals]
+            parts = [part for visual in visuals if (part := _tensor(visual, name)) is not None]
             if not torch.equal(media[name](parts), whole[name]):
                 problems.append(f"other {name}")
         if problems:
@@ -348,9 +348,9 @@ class ProcessorEncoder:
         return True
 
 
-def _tensor(visual: Visual, name: str) -> torch.Tensor:
-    """A tensor of an image by the name under which the processor returns it."""
+def _tensor(visual: Visual, name: str) -> torch.Tensor | None:
+    """A tensor of an image by the name under which the processor returns it; None: this image has none."""
     if name == "image_grid_thw":
         return torch.tensor([visual.grid])
     assert visual.pixels is not None
-    return visual.pixels if name == "pixel_values" else visual.tensors[name]
+    return visual.pixels if name == "pixel_values" else visual.tensors.get(name)

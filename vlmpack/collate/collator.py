@@ -120,7 +120,9 @@ class VLMCollator:
         self.processor = processor
         self.metadata = read_processor(processor, vocab_size=vocab_size)
         self.share_prefixes = _sharing(share_prefixes, layout, self.slots, self.metadata)
-        self._joins = family_of_processor(processor).media if _is_whole(self.metadata) else PATCHES
+        family = family_of_processor(processor) if _is_whole(self.metadata) else None
+        self._joins = PATCHES if family is None else family.media
+        self._expert_types = None if family is None else family.expert_types
         self.file_rules = file_rules_of(processor, self.metadata, sampling=sampling, limits=video_limits)
         self.skip_log = SkipLog(skip_log, limit=skip_limit)
         """Counts of received, used and refused samples, by reason."""
@@ -231,15 +233,22 @@ class VLMCollator:
         to_batch = to_row if self.layout == "packed" else to_padded
         memory = {"pixel_dtype": self.pixel_dtype, "buffers": self.buffers}
         try:
-            return to_batch(samples, pad_token_id=self.metadata.pad_token_id, joins=self._joins, **memory)
+            return self._typed(to_batch(samples, pad_token_id=self.metadata.pad_token_id, joins=self._joins, **memory))
         except NotFinite:
             for at, sample in usable:
                 visuals = (*sample.images, *sample.videos)
-                if not all(is_finite(visual.pixels) for visual in visuals if visual.pixels is not None):
+                if not all(is_finite(values) for visual in visuals for values in visual.values):
                     message = "its pixels hold NaN or infinity; the image is broken or was normalised by 0"
                     named = {"index": at, "reason": "pixels_not_finite", "sample_id": sample.sample_id}
                     outcomes[at] = SampleError(message, **named)
         return self._lay_out(outcomes)
+
+    def _typed(self, batch: PaddedBatch | PackedRow) -> PaddedBatch | PackedRow:
+        """Add the kinds of tokens by which experts are chosen, as the processor makes them, where a model has such."""
+        if self._expert_types is None:
+            return batch
+        types = self.processor.create_moe_mm_token_type_ids(batch.input_ids.numpy())
+        return replace(batch, extras={**batch.extras, self._expert_types: torch.from_numpy(types)})
 
     # ------------------------------------------------------------------ one sample
 

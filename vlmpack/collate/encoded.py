@@ -34,6 +34,12 @@ class Visual:
     """The text with which its processor replaces the placeholder of the template; "": it is in the ids already."""
 
     @property
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """Its pixels, and further tensors of floats, such as tiles; (): only measured."""
+        tensors = (self.pixels, *self.tensors.values())
+        return tuple(tensor for tensor in tensors if tensor is not None and tensor.is_floating_point())
+
+    @property
     def patch_grid(self) -> Grid:
         """The grid of an image or video of a family whose images have one."""
         assert self.grid is not None, "an image without a grid"

@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from vlmpack.errors import LayoutError
+from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.media import ExpectedRuns, MediaItems, check_runs, media_items, row_positions
 from vlmpack.families.spans import Prefix, Sees
 from vlmpack.families.tiles import QWEN_MEDIA, Join, TileBoundaries, TileTokens, check_tiles, counted_tokens
@@ -87,12 +87,17 @@ class Family:
     """Of such a family whose tower attends within boundaries: those of each of its blocks; None: it has none."""
     token_types: str | None = "mm_token_type_ids"
     """Keyword by which the backbone takes the kind of each token; None: it takes none."""
+    expert_types: str | None = None
+    """Keyword by which the backbone takes the kinds of tokens by which experts are chosen, those that start and end an
+    image among its own; None: it takes none."""
     processor: str | None = "Qwen3VLProcessor"
     """Name of the transformers class of its processors; None: a text model, which has a tokenizer."""
     patch_size: int = 16
     """Pixels along the side of a patch."""
     flat_patches: bool = True
     """True if the values of a patch are one axis of `pixel_values`; False: channels, rows and columns are three."""
+    patches_of_frames: bool = True
+    """True if a patch holds several frames (`temporal_patch_size`), an image twice; False: one."""
     vision_windows: bool = False
     """True if some blocks of the vision tower attend within windows of a frame (`window_size`)."""
     media_over_ranks: bool = True
@@ -107,6 +112,8 @@ class Family:
     """The vision part: patches in, image features out; None: text only."""
     head_path: str = "lm_head"
     """The linear layer from hidden states to logits, or to what `logits` makes them of."""
+    returns_router_logits: bool = True
+    """False if the model without its head has experts, and does not return what their routers gave in its text part."""
     logits: LogitsRule = plain_logits
     """What the model does to the output of the head."""
     sees: Sees | None = None
@@ -139,6 +146,11 @@ class Family:
     def has_videos(self) -> bool:
         """Return whether it takes videos apart from images."""
         return "pixel_values_videos" in self.media
+
+    @property
+    def pixel_names(self) -> tuple[str, ...]:
+        """Names of the tensors that hold pixels."""
+        return tuple(name for name in self.media if name.startswith("pixel_values"))
 
     def has(self, mechanism: str) -> bool:
         """Return whether its layers have this mechanism."""
@@ -285,6 +297,17 @@ class Family:
         types = (input_ids == config.image_token_id).long()
         return types + 2 * (input_ids == config.video_token_id).long() if self.has_videos else types
 
+    def expert_types_of(self, input_ids: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
+        """The column of `expert_types`, int64 in the shape of `input_ids`, as the family's processor makes it of them;
+        {}: it has none."""
+        if self.expert_types is None:
+            return {}
+        types = torch.zeros_like(input_ids)
+        for kind, name in (IMAGE, "image"), (VIDEO, "video"):
+            for token in f"{name}_token_id", f"{name}_start_token_id", f"{name}_end_token_id":
+                types = types.masked_fill(input_ids == getattr(config, token), kind)
+        return {self.expert_types: types}
+
     # ------------------------------------------------------------------ the vision tower
 
     def tower_segments(self, media: Media, config: Any) -> Sequence[Segments]:
@@ -310,15 +333,19 @@ class Family:
         """Shape of one patch in `pixel_values` [P, ...] of images with grids."""
         vision = self.vision_config(config)
         if not self.flat_patches:
-            return vision.num_channels, vision.patch_size, vision.patch_size
-        return (vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,)
+            return getattr(vision, "num_channels", 3), vision.patch_size, vision.patch_size
+        frames = vision.temporal_patch_size if self.patches_of_frames else 1
+        return (vision.in_channels * frames * vision.patch_size**2,)
 
     def tile_patches(self, media: Media, config: Any) -> int:
         """Patches of all pixels of a family whose images have no grids: padding of tiles to a common size included."""
         vision = self.vision_config(config)
+        vision = getattr(vision, "sam_config", vision)  # of DeepSeek-OCR 2's tower the part that is given pixels
         sides = vision.patch_size if isinstance(vision.patch_size, list | tuple) else (vision.patch_size,) * 2
         channels = getattr(vision, "num_channels", 3)
-        return 0 if media.pixel_values is None else media.pixel_values.numel() // (channels * prod(sides))
+        tensors = media.to_hf()
+        values = sum(tensors[name].numel() for name in self.pixel_names if name in tensors)
+        return values // (channels * prod(sides))
 
     # ------------------------------------------------------------------ parts of the model
 
@@ -364,8 +391,23 @@ class Family:
         return config.vision_config
 
     def merge(self, config: Any) -> int:
-        """Patches merged into one token along each side; 1 of a model whose images have no grids."""
-        return self.vision_config(config).spatial_merge_size if self.has_grids else 1
+        """Patches merged into one token along each side; 1 of a model whose images have no grids.
+
+        Raises:
+            FamilyError: other numbers of rows and of columns are merged.
+        """
+        if not self.has_grids:
+            return 1
+        vision = self.vision_config(config)
+        if not hasattr(vision, "merge_kernel_size"):
+            return vision.spatial_merge_size
+        rows, columns = vision.merge_kernel_size
+        if rows != columns:
+            raise FamilyError(
+                f"{self.model_type} merges {rows} x {columns} patches into one token, which packed rows cannot count; "
+                "use a merge_kernel_size of as many rows as columns"
+            )
+        return rows
 
 
 @final

@@ -1,20 +1,22 @@
-"""Families beside Qwen's whose images are patches with a grid each: GLM-4V and PaddleOCR-VL, one descriptor each.
+"""Families beside Qwen's whose images are patches with a grid each, one descriptor each.
 
-                    GLM-4.1V, 4.5V, 4.6V, OCR         PaddleOCR-VL
-    a patch         C values                          channels, rows and columns of pixels
-    merged          by the tower                      by the projector behind it
-    positions       MRoPE, as Qwen3-VL                MRoPE, as Qwen2-VL
-    videos          the placeholder of images         none
+                    GLM-4.1V, 4.5V, 4.6V, OCR    PaddleOCR-VL                   Kimi K2.5
+    a patch         C values                     channels, rows and columns     as PaddleOCR-VL
+    merged          by the tower                 by the projector behind it     by the projector behind it
+    positions       MRoPE, as Qwen3-VL           MRoPE, as Qwen2-VL             one a token
+    videos          the placeholder of images    none                           frames attend to each other
+    text part       its own                      its own                        DeepSeek-V3
 
-Both take images alone here: of a GLM-4V row with images and videos the model's own code puts the features of either
-kind on the placeholders of both, and counts them against all of these.
+All take images alone here. Of a GLM-4V row with images and videos the model's own code puts the features of either kind
+on the placeholders of both, and counts them against all of these. Kimi K2.5 cuts a video into clips, of each of which
+it averages the frames, so that the tokens of a video do not follow from one grid.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from vlmpack.families.family import Family
+from vlmpack.families.family import Family, OneAxis
 from vlmpack.families.tiles import Join
 
 _IMAGES = {"pixel_values": Join(), "image_grid_thw": Join()}
@@ -56,6 +58,42 @@ GRIDS = (
         flat_patches=False,
         media_over_ranks=False,
         media=_IMAGES,
+    ),
+    Family(
+        model_type="ernie4_5_vl_moe",
+        model_class="Ernie4_5_VLMoeForConditionalGeneration",
+        processor="Ernie4_5_VLMoeProcessor",
+        mechanisms={
+            "experts": {
+                "layer": "mlp",
+                "experts": "text_moe",
+                "router": "text_moe.gate",
+                "vision_router": "vision_moe.gate",
+            }
+        },
+        expert_types="moe_mm_token_type_ids",
+        patch_size=14,
+        patches_of_frames=False,
+        media_over_ranks=False,
+        media=_IMAGES,
+        oldest_transformers=(5, 23),
+        vision_path="model.vision_tower",
+    ),
+    Family(
+        model_type="kimi_k25",
+        model_class="Kimi_K25ForConditionalGeneration",
+        processor="Kimi_K25Processor",
+        mechanisms={"experts": {"layer": "mlp", "router": "gate"}},
+        positions_rule=OneAxis(),
+        token_types=None,
+        patch_size=14,
+        flat_patches=False,
+        media_over_ranks=False,
+        media=_IMAGES,
+        oldest_transformers=(5, 23),
+        vision_path="model.vision_tower",
+        text_type="deepseek_v3",
+        returns_router_logits=False,
     ),
 )
 """The descriptors."""

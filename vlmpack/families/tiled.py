@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from vlmpack.errors import LayoutError
 from vlmpack.families.family import Family, OneAxis
 from vlmpack.families.tiles import Join
 from vlmpack.layout import Segments
@@ -142,6 +143,32 @@ def shuffled_patches(tensors: Tensors, config: Any) -> Sequence[int]:
     return (tensors["spatial_shapes"] // config.downsample_factor).prod(-1).tolist()
 
 
+def views_of_images(tensors: Tensors, config: Any) -> Sequence[int]:
+    """Each image of `pixel_values` [N, 3, H, W] makes the queries of each of its `num_local_patches` [N] tiles in
+    `pixel_values_local`, those of the whole image, and a token that ends it.
+
+    Raises:
+        LayoutError: there are more or fewer tiles than the images count.
+    """
+    whole, tiles = tensors["pixel_values"], tensors.get("pixel_values_local")
+    counts = tensors["num_local_patches"].tolist() if "num_local_patches" in tensors else [0] * len(whole)
+    count = 0 if tiles is None else len(tiles)
+    if len(counts) != len(whole) or sum(counts) != count:
+        raise LayoutError(
+            f"{len(whole)} images have {count} tiles in pixel_values_local, but num_local_patches counts "
+            f"{counts[:9]}; keep what the processor gives"
+        )
+    of_tile = 0 if tiles is None else _queries(tiles, config)
+    return [of_tile * n + _queries(whole, config) + 1 for n in counts]
+
+
+def _queries(pixels: torch.Tensor, config: Any) -> int:
+    """Learned queries of a view of DeepSeek-OCR 2, which it has for two resolutions: of 144 features, and of more."""
+    side = 4 * config.vision_config.sam_config.patch_size  # two convolutions halve rows and columns of patches
+    rows, columns = (-(-n // side) for n in pixels.shape[-2:])
+    return 144 if rows * columns <= 144 else 256
+
+
 # ---------------------------------------------------------------------- the families
 
 _SIZES = {"pixel_values": Join(pad=True), "image_sizes": Join()}
@@ -216,6 +243,15 @@ TILED = (
         media={"pixel_values": Join(pad=True), "pixel_attention_mask": Join(pad=True), "spatial_shapes": Join()},
         oldest_transformers=(5, 23),
         text_type="lfm2",
+    ),
+    tiled_family(
+        "deepseek_ocr2",
+        "DeepseekOcr2ForConditionalGeneration",
+        "DeepseekOcr2Processor",
+        mechanisms={"experts": {"layer": "mlp", "router": "gate"}},
+        tile_tokens=views_of_images,
+        media={"pixel_values": Join(), "pixel_values_local": Join(), "num_local_patches": Join()},
+        oldest_transformers=(5, 23),
     ),
 )
 """The descriptors."""

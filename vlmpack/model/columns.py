@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+import torch
+
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import Family
-from vlmpack.layout import METADATA_KEY, outside_graph
+from vlmpack.layout import METADATA_KEY, outside_graph, require
 from vlmpack.model.plain import BOUNDARIES
 
 STEP = "vlmpack_step"
@@ -39,7 +41,7 @@ def check_keys(inputs: dict[str, Any], family: Family, *, is_row: bool) -> None:
         ConfigError: it would; names what may have been meant.
     """
     other_media = {*_MEDIA} - family.media.keys() if family.has_vision and not family.has_grids else set()
-    columns = {family.token_types or "mm_token_type_ids", *family.token_columns}
+    columns = {family.token_types or "mm_token_type_ids", family.expert_types, *family.token_columns} - {None}
     known = (_BATCH_KEYS | family.media.keys() | columns) - other_media
     for name, value in inputs.items():
         if value is None or name in known:
@@ -65,3 +67,24 @@ def with_token_types(inputs: dict[str, Any], name: str | None) -> dict[str, Any]
     if (other := inputs.get(COLUMN_OF_TYPES)) is not None and (other.shape != types.shape or (other != types).any()):
         raise LayoutError(f"{name} and {COLUMN_OF_TYPES} differ; leave them out, both are made from input_ids")
     return inputs | {COLUMN_OF_TYPES: types, name: None}
+
+
+@outside_graph
+def check_expert_types(inputs: dict[str, Any], family: Family, config: Any) -> None:
+    """Compare the kinds of tokens by which experts are chosen, where a caller gives them, with the token ids; on
+    padding of a batch they do not matter.
+
+    Raises:
+        LayoutError: they differ.
+    """
+    name, mask = family.expert_types, inputs.get("attention_mask")
+    if name is None or (types := inputs.get(name)) is None:
+        return
+    expected = family.expert_types_of(inputs["input_ids"], config)[name]
+    if not isinstance(types, torch.Tensor) or types.shape != expected.shape:
+        raise LayoutError(f"{name} must be a tensor {list(expected.shape)}, as input_ids; leave it out")
+    differs = types != expected
+    if mask is not None and mask.shape == differs.shape:
+        differs = differs & (mask != 0)
+    message = f"{name} contradicts input_ids, of which the processor makes it; leave it out, it is made from input_ids"
+    require(~differs.any(), message, LayoutError)

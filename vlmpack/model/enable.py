@@ -239,7 +239,8 @@ class PackedStep:
         state = stored_state(find_model(self.model))
         columns_of_row = {*COLUMNS}
         if state is not None:
-            columns_of_row |= {*state.family.media, state.family.token_types, *state.family.token_columns}
+            family = state.family
+            columns_of_row |= {*family.media, family.token_types, family.expert_types, *family.token_columns}
         hands_row = isinstance(batch, PackedRow) and not inputs.keys() & columns_of_row
         row = batch.to(device, non_blocking=True) if isinstance(batch, PackedRow) and hands_row else None
         call = StepCall(row, last_hidden=last_hidden, scoring=scoring)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any, final
@@ -164,19 +165,46 @@ def run_row(
         inputs.update(output_router_logits=recorded, return_dict=True)  # whatever the configuration
     if hidden_states:
         inputs.update(output_hidden_states=hidden_states, return_dict=True)
-    output = family.backbone(core)(**inputs)
+    with recorded_routers(model, inputs[CONTEXT], recorded=recorded) as router_logits:
+        output = family.backbone(core)(**inputs)
     hidden = output[0]  # of a tuple where the configuration says return_dict=False
     work = finish(setup, state.mechanisms, inputs[CONTEXT].entries)
     routers = None
     if recorded:
         settings = {"per": config.aux_loss, "with_balance": balance, "z_loss_coef": config.z_loss_coef}
-        routers = router_statistics(output.router_logits, hidden, setup, **settings)
+        logits_of_layers = output.router_logits if family.returns_router_logits else router_logits
+        routers = router_statistics(tuple(logits_of_layers), hidden, setup, **settings)
     settings = {"routers": routers, "logits": logits, "work": work, "scoring": scoring or Scoring()}
     result = _result(hidden, setup, config, num_items_in_batch, **settings)
     if hidden_states:
         states = tuple(None if x is None else setup.part.gather(x[0])[None] for x in output.hidden_states)
         result = replace(result, row_hidden_states=states)
     return replace(result, row_last_hidden=setup.part.gather(hidden[0])[None]) if last_hidden else result
+
+
+@contextmanager
+def recorded_routers(model: ModelParts, row: RowContext, *, recorded: bool) -> Iterator[list[torch.Tensor]]:
+    """Collect [R, E] of each layer with experts while a row goes through a model without its head that drops them.
+
+    Args:
+        model: the model.
+        row: the row; those of other threads are left out.
+        recorded: whether they are needed.
+    """
+    collected: list[torch.Tensor] = []
+    if not recorded or model.family.returns_router_logits:
+        yield collected
+        return
+
+    def collect(text: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if kwargs.get(CONTEXT) is row:
+            collected.extend(output.router_logits)
+
+    handle = model.text.register_forward_hook(collect, with_kwargs=True)
+    try:
+        yield collected
+    finally:
+        handle.remove()
 
 
 # ---------------------------------------------------------------------- inputs of the model without its head
@@ -270,6 +298,7 @@ def backbone_inputs(
         # Whatever the configuration: a cache would be filled and thrown away.
         "use_cache": False,
         **({} if family.token_types is None else {family.token_types: part.cut(setup.types)}),
+        **{name: part.cut(types) for name, types in family.expert_types_of(row.input_ids, setup.config).items()},
         CONTEXT: RowContext(segments=row.segments, part=part, entries=entries),
     }
     for mechanism in mechanisms:

@@ -32,7 +32,7 @@ from vlmpack.layout import (
     to_device,
     whole_numbers,
 )
-from vlmpack.model.columns import ROW_KEYS, STEP, check_keys, columns_in, with_token_types
+from vlmpack.model.columns import ROW_KEYS, STEP, check_expert_types, check_keys, columns_in, with_token_types
 from vlmpack.model.engine import PackingState, packing_state, run_row, stored_state
 from vlmpack.model.head import Scoring
 from vlmpack.model.mechanisms import ModelParts, subclass
@@ -185,6 +185,7 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
     call: StepCall | None = inputs.get(STEP)
     routers = inputs.pop("output_router_logits", None) if state.family.has("experts") else None
     check_keys(inputs, state.family, is_row=is_row)
+    check_expert_types(inputs, state.family, core.config)
     inputs = with_token_types(inputs, state.family.token_types)
     row = row_of(model, inputs, state, is_row=is_row)
     text_config = model.text.config

@@ -276,7 +276,10 @@ class PackedPass:
     def row(self, samples: Sequence[Sample], metadata: bool = True) -> PackedRow:
         """The packed row, also of a batch that the step would pack itself; with or without metadata on the host."""
         row = pack(self._batch(samples, metadata=metadata), rule=self.rule, pad_token_id=self.poison)
-        return share(row, min_shared=1) if self.circumstance.shares else row
+        if not self.circumstance.shares:
+            return row
+        types = self.probed.family.media_types(row.input_ids, self.probed.config)
+        return share(replace(row, mm_token_type_ids=types), min_shared=1)
 
     def _batch(self, samples: Sequence[Sample], *, metadata: bool = True) -> PaddedBatch:
         return padded(samples, self.circumstance.padded or "right", metadata=metadata)
@@ -360,6 +363,7 @@ class PlainRowPass:
         if family.token_types is not None:
             inputs[family.token_types] = types
         inputs |= {name: torch.cat([sample[name] for sample in samples])[None] for name in family.token_columns}
+        inputs |= family.expert_types_of(inputs["input_ids"], self.probed.config)
         has_axes = family.positions_rule.axes == 3
         inputs["position_ids"] = positions[-self.rows :] if has_axes else family.rotary_ids(positions)
         output = plain_output(self.probed.model, inputs, use_cache=self.use_cache)

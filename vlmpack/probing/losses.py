@@ -192,7 +192,7 @@ def check_router_losses(
 def _router_gradients(loss: torch.Tensor, probed: ProbedModel) -> list[torch.Tensor]:
     """Of the parameters of each block that are not its experts'; none where nothing of it is trained."""
     blocks = [layer.block for layer in expert_layers(ModelParts(family=probed.family, core=probed.core))]
-    routers = [p for block in blocks for name, p in block.named_parameters() if not name.startswith("experts.")]
+    routers = [p for block in blocks for name, p in block.named_parameters() if "experts" not in name.split(".")]
     trained = [p for p in routers if p.requires_grad]
     if not trained or not loss.requires_grad:
         return []

@@ -30,7 +30,17 @@ from vlmpack.families import Sees
 from vlmpack.layout import PackedRow, Segments
 from vlmpack.model import ModelParts, layer_reaches, spans_in
 from vlmpack.probing.report import Cause, Check
-from vlmpack.probing.trace import CACHES, LEAK, ModuleCall, Span, Trace, largest_move, leak_between, perturb_spans
+from vlmpack.probing.trace import (
+    CACHES,
+    LEAK,
+    ModuleCall,
+    Span,
+    Trace,
+    largest_move,
+    leak_between,
+    perturb_spans,
+    routed_tokens,
+)
 from vlmpack.testing import Sample, grids_of, media_of, perturbed
 
 FORGETS_EVERYTHING = 20.0
@@ -145,23 +155,20 @@ def check_cache(trace: Trace) -> Check:
     return Check.of_mechanism("cache", count, 0, f"{count} layers get a cache: it is filled and thrown away")
 
 
-def routed_tokens(call: ModuleCall) -> int:
-    """Count the tokens that experts are given. Those that are not told a token's experts (Llama 4) get all, each by
-    itself."""
-    tokens = call.hidden.numel() // call.hidden.shape[-1]
-    return tokens // call.module.num_experts if len(call.args) + len(call.kwargs) == 1 else tokens
-
-
 def check_routing(trace: Trace) -> Check:
     """Check that experts get the real tokens of a row and nothing else, and that padding gets nothing back."""
     if not trace.experts:
         return Check.skipped("router")
     real = trace.segments.num_tokens
-    for name, call in trace.experts.items():
-        if (routed := routed_tokens(call)) != real:
+    for name, calls in trace.experts.items():
+        if (routed := routed_tokens(calls)) != real:
             padding = ": padding is routed and counted" if routed > real else ""
             detail = f"{name} gets {routed} tokens, and {real} are real{padding}"
             return Check.wrong("router", detail, value=routed, allowed=real)
+        of_kinds = [routed_tokens([call]) for call in calls]
+        if (expected := _tokens_of_kinds(trace)) and of_kinds != expected:
+            detail = f"experts of text and of images of {name} get {of_kinds} tokens, and these are {expected}"
+            return Check.wrong("router", detail, value=max(of_kinds), allowed=max(expected))
     for name, call in trace.blocks.items():
         output = call.output[0].reshape(-1, call.hidden.shape[-1])
         on_padding = output[trace.segments.padding_mask(output.device)]
@@ -169,6 +176,14 @@ def check_routing(trace: Trace) -> Check:
             detail = f"{name} computed padding in place of {stray} real tokens"
             return Check.wrong("router", detail, value=real - stray, allowed=real)
     return Check.of_mechanism("router", real, real, "")
+
+
+def _tokens_of_kinds(trace: Trace) -> list[int]:
+    """Tokens of text, and those of images, that are sent to experts of their own; []: all experts get both."""
+    if (name := trace.probed.family.expert_types) is None:
+        return []
+    of_images = sum(int((sample[name] > 0).sum()) for sample in trace.samples)
+    return [trace.segments.num_tokens - of_images, *[of_images] * bool(of_images)]
 
 
 # ---------------------------------------------------------------------- attention and gated delta layers
@@ -365,9 +380,8 @@ class _EmbeddedError(Exception):
 def _embeddings(trace: Trace, samples: Sequence[Sample]) -> torch.Tensor:
     """[1, T, D] that the text part is given of the row, with the pixels of these samples."""
     call, found = trace.backbone, []
-    pixels = media_of(samples).pixel_values
-    assert pixels is not None
-    changed = pixels.to(call.kwargs["pixel_values"])
+    tensors = media_of(samples).to_hf()
+    pixels = {name: tensors[name].to(call.kwargs[name]) for name in trace.probed.family.pixel_names if name in tensors}
 
     def stop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         found.append(kwargs["inputs_embeds"])
@@ -377,7 +391,7 @@ def _embeddings(trace: Trace, samples: Sequence[Sample]) -> torch.Tensor:
     handle = text.register_forward_pre_hook(stop, with_kwargs=True)
     try:
         with suppress(_EmbeddedError):
-            call.module(*call.args, **{**call.kwargs, "pixel_values": changed})
+            call.module(*call.args, **{**call.kwargs, **pixels})
     finally:
         handle.remove()
     return found[0]

@@ -68,6 +68,17 @@ class ModuleCall:
         return _tensors_in(functional_call(self.module, dict(weights or {}), (), {"hidden_states": hidden, **further}))
 
 
+def routed_tokens(calls: Iterable[ModuleCall]) -> int:
+    """Count the tokens that the experts of a layer were given. Those that are not told a token's experts (Llama 4) get
+    all tokens once for each of them."""
+
+    def tokens(call: ModuleCall) -> int:
+        given = call.hidden.numel() // call.hidden.shape[-1]
+        return given if len(call.args) + len(call.kwargs) > 1 else given // int(vars(call.module)["num_experts"])
+
+    return sum(map(tokens, calls))
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Trace:
@@ -85,8 +96,8 @@ class Trace:
     """The gated delta layers."""
     conv: Mapping[str, ModuleCall]
     """The short convolutions."""
-    experts: Mapping[str, ModuleCall]
-    """The experts of each layer that has them."""
+    experts: Mapping[str, Sequence[ModuleCall]]
+    """The experts of each layer that has them, and were sent tokens: of text and of images apart, where they are."""
     blocks: Mapping[str, ModuleCall]
     """The blocks around them, by the same names."""
     vision: Sequence[ModuleCall]
@@ -115,11 +126,12 @@ def trace(forward: ForwardPass, probed: ProbedModel, samples: Sequence[Sample]) 
         "attention": submodules(text, "self_attn"),
         "delta": submodules(text, "linear_attn") if family.has("gated_delta") else {},
         "conv": submodules(text, "conv") if family.has("short_conv") else {},
-        "experts": {name: block.get_submodule("experts") for name, block in blocks.items()},
         "blocks": blocks,
     }
+    experts = dict(zip(blocks, (layer.experts for layer in layers), strict=True))
     backbone, head = family.backbone(probed.core), family.head(probed.core)
     modules = [backbone, head, *(module for group in groups.values() for module in group.values())]
+    modules += [module for of_block in experts.values() for module in of_block]
     with recorded_calls([*modules, *([] if tower is None else [tower])]) as calls:
         result = forward(samples)
     first = {kind: {name: calls[module][0] for name, module in group.items()} for kind, group in groups.items()}
@@ -128,6 +140,7 @@ def trace(forward: ForwardPass, probed: ProbedModel, samples: Sequence[Sample]) 
         samples=samples,
         segments=forward.segments(samples),
         **first,
+        experts={name: [call for part in parts for call in calls[part]] for name, parts in experts.items()},
         vision=[] if tower is None else calls[tower],
         backbone=calls[backbone][0],
         head=calls[head],

@@ -41,7 +41,6 @@ from vlmpack.probing.mechanisms import (
     check_rotary,
     current_tap,
     forgetting,
-    routed_tokens,
 )
 from vlmpack.probing.packed_checks import (
     Progress,
@@ -57,7 +56,7 @@ from vlmpack.probing.packed_checks import (
 )
 from vlmpack.probing.reference import ProbeSetup, Reference, compute_reference
 from vlmpack.probing.report import Cause, Check
-from vlmpack.probing.trace import LEAK, ModuleCall, Span, Trace, largest_move, perturb_spans, trace
+from vlmpack.probing.trace import LEAK, ModuleCall, Span, Trace, largest_move, perturb_spans, routed_tokens, trace
 from vlmpack.testing import Branches, distinct_prefixes, grids_of
 
 
@@ -312,8 +311,8 @@ def _check_routing(traced: TracedTree) -> Check:
     """Check that experts get every token of the tree once."""
     if not traced.trace.experts:
         return Check.skipped("router")
-    for name, call in traced.trace.experts.items():
-        if (routed := routed_tokens(call)) != traced.tree.num_tokens:
+    for name, calls in traced.trace.experts.items():
+        if (routed := routed_tokens(calls)) != traced.tree.num_tokens:
             detail = f"{name} gets {routed} tokens, and the tree has {traced.tree.num_tokens}"
             return Check.wrong("router", detail, value=routed, allowed=traced.tree.num_tokens)
     return Check.of_mechanism("router", traced.tree.num_tokens, traced.tree.num_tokens, "")

@@ -102,6 +102,16 @@ PADDLE_TEMPLATE = (
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:\n' }}{% endif %}"
 )
 
+ERNIE_TEMPLATE = (
+    "{{ bos_token }}{% set images = namespace(count=0) %}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ 'User: ' }}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{% set images.count = images.count + 1 %}"
+    "{{ 'Picture ' ~ images.count ~ ':<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>' }}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{{ '\n' }}"
+    "{% else %}{{ 'Assistant: ' }}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{{ eos_token }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+)
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -263,6 +273,30 @@ RECIPES: Mapping[str, ProcessorRecipe] = {
         patch_size=14,
         template=PADDLE_TEMPLATE,
     ),
+    "ernie4_5_vl_moe": ProcessorRecipe(
+        processor="Ernie4_5_VLMoeProcessor",
+        image_processor="ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe.Ernie4_5_VLMoeImageProcessorPil",
+        images=_GRIDS,
+        named={
+            f"{kind.lower()}_{name}token": f"<|{kind}_{token}|>"
+            for kind in ("IMAGE", "VIDEO")
+            for name, token in (("", "PLACEHOLDER"), ("start_", "START"), ("end_", "END"))
+        },
+        ends=_ENDS,
+        sentences=True,
+        patch_size=14,
+        template=ERNIE_TEMPLATE,
+        absent=("video_processor",),
+    ),
+    "deepseek_ocr2": ProcessorRecipe(  # counts queries of patches of 2 pixels: 144 a view, as the tiny model has
+        processor="DeepseekOcr2Processor",
+        image_processor="deepseek_ocr2.image_processing_pil_deepseek_ocr2.DeepseekOcr2ImageProcessorPil",
+        images={"size": {"height": 96, "width": 96}, "tile_size": 96},
+        special=("<image>",),
+        ends=_ENDS,
+        patch_size=12,
+        settings={"patch_size": 2, "downsample_ratio": 4},
+    ),
     "paligemma": ProcessorRecipe(
         processor="PaliGemmaProcessor",
         image_processor="siglip.image_processing_pil_siglip.SiglipImageProcessorPil",
@@ -313,6 +347,9 @@ def tile_sizes(processor: Any) -> dict[str, Any] | None:
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
+    if "image_start_token" in recipe.named:
+        ids |= {"vision_start_token_id": processor.image_start_token_id, "video_token_id": processor.video_token_id}
+        ids["vision_end_token_id"] = processor.image_end_token_id
     return {**ids, "vocab_size": len(tokenizer), "patch_size": recipe.patch_size}
 
 

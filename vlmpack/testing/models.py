@@ -208,6 +208,8 @@ def _enliven(model: nn.Module, generator: torch.Generator) -> None:
                     _forget_slowly(weight, generator)
                 elif name == "sinks":
                     _draw(weight, 1.0, generator)
+                elif name == "e_score_correction_bias":  # added to probabilities
+                    _draw(weight, 0.1, generator)
                 elif weight.ndim > 1:
                     _draw(weight, weight.shape[-1] ** -0.5, generator)
             for name, buffer in module.named_buffers(recurse=False):
@@ -353,6 +355,22 @@ RECIPES = {
         whole=lambda _: {},
         more=lambda sizes: {"head_dim": sizes.head_width},
     ),
+    "ernie4_5_vl_moe": _Recipe(
+        vision=towers.ernie_vision,
+        since_qwen3=False,
+        experts=True,
+        more=texts.ernie_text,
+        whole=towers.ernie_settings,
+    ),
+    "kimi_k25": _Recipe(
+        vision=towers.kimi_vision,
+        text_type="deepseek_v3",
+        mrope=False,
+        since_qwen3=False,
+        experts=True,
+        more=texts.deepseek_text,
+        whole=towers.kimi_settings,
+    ),
     "minicpmv4_6": _Recipe(
         vision=towers.minicpm_tower,
         text_type="qwen3_5_text",
@@ -362,6 +380,9 @@ RECIPES = {
     ),
     "lfm2_vl": _Recipe(
         vision=towers.siglip2_tower, text_type="lfm2", more=texts.lfm2_text, whole=towers.lfm2_settings, **TILED
+    ),
+    "deepseek_ocr2": _Recipe(
+        vision=towers.deepseek_ocr2_tower, experts=True, more=texts.deepseek_ocr2_text, whole=lambda _: {}, **TILED
     ),
     "internvl": _Recipe(vision=towers.internvl_tower, text_type="qwen2", whole=towers.internvl_settings, **TILED),
     "llava": _Recipe(vision=towers.clip_tower, text_type="llama", whole=towers.llava_settings, **TILED),

@@ -38,8 +38,9 @@ VISION = tuple(name for name, family in FAMILIES.items() if family.has_grids and
 TILED = tuple(name for name, family in FAMILIES.items() if family.has_vision and name not in VISION)
 """Families that take images alone, most of them as rows of a batch or tiles."""
 TEXT_ONLY = tuple(name for name, family in FAMILIES.items() if not family.has_vision)
-TOKEN_KEYS = ("input_ids", "mm_token_type_ids", "token_type_ids", "labels")
+TOKEN_KEYS = ("input_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids", "labels")
 MEDIA_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+ENDS_OF_MEDIA = tuple(f"{name}_{end}_token_id" for name in ("image", "video") for end in ("start", "end"))
 IMAGE_TOKENS_KEY = "image_tokens"
 """int64 [N]: placeholder tokens of each image of a family whose images have no grids; no model takes it."""
 LONG_TEXT = 140
@@ -95,6 +96,7 @@ def build_sample(
     sample |= {"labels": torch.where(torch.tensor(targets), input_ids, IGNORE)}
     if family.token_types is not None:
         sample[family.token_types] = family.media_types(input_ids, config)
+    sample |= family.expert_types_of(input_ids, config)
     for name in family.token_columns:  # the suffix is half of the last stretch of text
         sample[name] = (torch.arange(len(ids)) >= len(ids) - (stretches[-1] + 1) // 2).long()
     if tiles:
@@ -118,8 +120,10 @@ def _tiled(config: Any, grid: Grid, rng: torch.Generator, *, several: bool) -> T
 
 def _joined(tiles: Sequence[TiledImage], family: Family, config: Any) -> dict[str, torch.Tensor]:
     """The images of one sample as one tensor of each name."""
-    names = tiles[0].tensors
-    joined = {name: family.media[name]([tiled.tensors[name] for tiled in tiles]) for name in names}
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in (item for tiled in tiles for item in tiled.tensors.items()):
+        parts.setdefault(name, []).append(tensor)
+    joined = {name: family.media[name](tensors) for name, tensors in parts.items()}
     tokens = [sum(token == config.image_token_id for token in tiled.ids) for tiled in tiles]
     if "batch_num_images" in family.media:
         joined["batch_num_images"] = torch.tensor([len(tiles)])
@@ -242,7 +246,8 @@ def perturbed(sample: Sample, config: Any) -> Sample:
     words, ids = word_ids(config), sample["input_ids"]
     is_word = (ids >= words.start) & (ids < words.stop)
     others = torch.where(is_word, words.start + (ids - words.start + 7) % len(words), ids)
-    pixels = {name: 1.0 - sample[name] for name in ("pixel_values", "pixel_values_videos") if name in sample}
+    names = family_named(config.model_type).pixel_names
+    pixels = {name: 1.0 - sample[name] for name in names if name in sample}
     return sample_like(sample, {**sample, "input_ids": others, **pixels})
 
 
@@ -250,7 +255,7 @@ def word_ids(config: Any) -> range:
     """The longest run of token ids of which none is special."""
     text = family_named(config.model_type).text_config(config)
     settings = {**text.to_dict(), **config.to_dict()}
-    names = (*MEDIA_TOKENS, "image_token_index", "video_token_index")
+    names = (*MEDIA_TOKENS, *ENDS_OF_MEDIA, "image_token_index", "video_token_index")
     ids = [settings.get(name) for name in (*names, "pad_token_id", "bos_token_id", "eos_token_id")]
     special = {i for value in ids if value is not None for i in (value if isinstance(value, list) else [value])}
     edges = sorted({-1, *(i for i in special if i < text.vocab_size), text.vocab_size})
@@ -288,7 +293,7 @@ def padded(
         attention_mask=stack([torch.ones_like(sample["input_ids"]) for sample in samples]),
         labels=stack([sample["labels"] for sample in samples], IGNORE),
         mm_token_type_ids=stack(types) if types else None,
-        extras={name: stack([sample[name] for sample in samples]) for name in _token_columns(samples)},
+        extras={name: stack([sample[name] for sample in samples]) for name in _columns(samples)},
         media=media_of(samples),
         metadata=metadata_of(samples, offsets=offsets) if metadata else None,
     )
@@ -331,6 +336,14 @@ def _token_columns(samples: Sequence[Sample]) -> tuple[str, ...]:
     """Names of the columns of prefixes."""
     family = samples[0].family if samples and isinstance(samples[0], Sample) else None
     return () if family is None else family.token_columns
+
+
+def _columns(samples: Sequence[Sample]) -> tuple[str, ...]:
+    """Names of the columns of prefixes, and of those by which experts are chosen."""
+    expert_types = [
+        sample.family.expert_types for sample in samples[:1] if isinstance(sample, Sample) and sample.family
+    ]
+    return (*_token_columns(samples), *(name for name in expert_types if name is not None))
 
 
 def _runs(sample: Sample) -> Any:

@@ -89,6 +89,25 @@ def deepseek_text(sizes: TinySizes) -> dict[str, Any]:
     }
 
 
+def deepseek_ocr2_text(sizes: TinySizes) -> dict[str, Any]:
+    shared = {"n_routed_experts": sizes.experts, "n_shared_experts": 1}
+    return {**shared, "mlp_layer_types": ["sparse"] * sizes.layers}
+
+
+def ernie_text(sizes: TinySizes) -> dict[str, Any]:
+    """Experts of text wider than those of images, with shared ones; a dense first layer before two or more others."""
+    dense, third = int(sizes.layers > 2), sizes.head_width // 6
+    sections = [third, third, sizes.head_width // 2 - 2 * third]
+    return {
+        "moe_num_experts": sizes.experts,
+        "moe_k": sizes.experts_per_token,
+        "moe_intermediate_size": [32, 16],
+        "moe_num_shared_experts": 1,
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (sizes.layers - dense),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections},
+    }
+
+
 def lfm2_text(sizes: TinySizes) -> dict[str, Any]:
     """Attention in every fourth layer and the last one, short convolutions in the others."""
     kinds = ["conv" if kind == "linear_attention" else kind for kind in layer_types(sizes)]

@@ -188,6 +188,17 @@ def _masked_patches(config: Any, grid: Grid, draw: Draw, *, several: bool) -> Ti
     return TiledImage(ids=_between(config, *[rows * columns for rows, columns in cells], mark=True), tensors=tensors)
 
 
+def _views(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
+    """A whole image, and two tiles of half its side if the form has several cells; nothing around its placeholders."""
+    tiles, side = 2 * (grid[1] * grid[2] > 1), config.vision_config.sam_config.image_size
+    tensors = {"pixel_values": draw(1, 3, side, side), "num_local_patches": torch.tensor([tiles])}
+    if tiles:
+        tensors["pixel_values_local"] = draw(tiles, 3, side // 2, side // 2)
+    rule = family_named(config.model_type).tile_tokens
+    assert rule is not None
+    return TiledImage(ids=[config.image_token_id] * sum(rule(tensors, config)), tensors=tensors)
+
+
 TILE_RULES: dict[str, TileRule] = {
     "internvl": _fixed_tiles,
     "llava": _fixed_image,
@@ -198,6 +209,7 @@ TILE_RULES: dict[str, TileRule] = {
     "mistral3": _rows_of_tokens,
     "minicpmv4_6": _row_of_patches,
     "lfm2_vl": _masked_patches,
+    "deepseek_ocr2": _views,
     "llama4": _separated_tiles,
     "gemma3": _crops,
     "gemma4": _padded_patches,

@@ -99,6 +99,33 @@ def paddle_vision(sizes: TinySizes) -> dict[str, Any]:
     return {**tile_tower(sizes), "spatial_merge_size": sizes.merge}
 
 
+def ernie_vision(sizes: TinySizes) -> dict[str, Any]:
+    return {
+        "hidden_size": sizes.vision_hidden,
+        "intermediate_size": 2 * sizes.vision_hidden,
+        "depth": sizes.vision_depth,
+        "num_heads": sizes.vision_heads,
+        "patch_size": sizes.patch_size,
+        "spatial_merge_size": sizes.merge,
+    }
+
+
+def ernie_settings(sizes: TinySizes) -> dict[str, Any]:
+    """Tokens that start and end an image; those of a video are the last two of the vocabulary."""
+    image = {"image_start_token_id": sizes.vision_start_token_id, "image_end_token_id": sizes.vision_end_token_id}
+    return {**image, "video_start_token_id": sizes.vocab_size - 2, "video_end_token_id": sizes.vocab_size - 1}
+
+
+def kimi_vision(sizes: TinySizes) -> dict[str, Any]:
+    """Places of 4 x 4 patches, which are stretched to the form of each image."""
+    places = {"pos_emb_height": TILE_PATCHES, "pos_emb_width": TILE_PATCHES}
+    return {**tile_tower(sizes), **places, "merge_kernel_size": [sizes.merge] * 2}
+
+
+def kimi_settings(sizes: TinySizes) -> dict[str, Any]:
+    return {"projection_hidden_size": sizes.vision_hidden, "tie_word_embeddings": False}
+
+
 def minicpm_tower(sizes: TinySizes) -> dict[str, Any]:
     return {**tile_tower(sizes), "insert_layer_id": 0}
 
@@ -107,6 +134,24 @@ def siglip2_tower(sizes: TinySizes) -> dict[str, Any]:
     """Places of 4 x 4 patches, which are stretched to the form of each image."""
     tower = {**tile_tower(sizes), "model_type": "siglip2_vision_model", "vision_use_head": False}
     return {**tower, "num_patches": TILE_PATCHES**2}
+
+
+def deepseek_ocr2_tower(sizes: TinySizes) -> dict[str, Any]:
+    """Whole images of two tiles a side, windows in all blocks but the last; an encoder as deep, 144 queries a view.
+
+    A tile is halved twice. Smaller ones would be of one feature before: of its convolution PyTorch's gradient in
+    bfloat16 on a CPU is not written.
+    """
+    tower = tile_tower(sizes)
+    tower["image_size"] *= 2
+    shared = {"num_hidden_layers": sizes.vision_depth, "num_attention_heads": sizes.vision_heads}
+    blocks = {"window_size": TILE_PATCHES - 1, "global_attn_indexes": [sizes.vision_depth - 1]}
+    widths = {"output_channels": sizes.vision_hidden, "downsample_channels": [sizes.vision_hidden] * 2}
+    encoder = {"num_key_value_heads": sizes.vision_heads, "intermediate_size": tower["intermediate_size"]}
+    return {
+        "sam_config": {**tower, **blocks, **widths, "mlp_dim": tower["intermediate_size"]},
+        "encoder_config": {**shared, **encoder, "hidden_size": sizes.vision_hidden, "vocab_size": 1},
+    }
 
 
 def lfm2_settings(sizes: TinySizes) -> dict[str, Any]:

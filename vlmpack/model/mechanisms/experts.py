@@ -35,6 +35,7 @@ from vlmpack.errors import ConfigError
 from vlmpack.families import Family
 from vlmpack.layout import Segments, outside_graph, to_device
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
+from vlmpack.model.mechanisms.expert_choice import ByProbability, ExpertChoice, choice_of
 from vlmpack.model.row import CONTEXT, RowContext, RowPart
 
 _MIXERS = ("self_attn", "linear_attn")
@@ -95,17 +96,22 @@ class ExpertLayer:
     """Router and experts, those that all tokens share included: hidden states [1, T, D] in and out, every token by
     itself."""
 
+    @property
+    def experts(self) -> list[nn.Module]:
+        """The routed experts: one module, or one for text and one for images."""
+        return [module for name, module in self.block.named_modules() if name.rpartition(".")[2] == "experts"]
+
 
 def expert_layers(model: ModelParts) -> list[ExpertLayer]:
     """Every decoder layer that has experts; the others (`mlp_only_layers`) are dense."""
     if not model.family.has(Experts.name):
         return []
-    name = model.family.mechanisms[Experts.name]["layer"]
-    layers = [(layer, layer.get_submodule(name)) for layer in model.text.layers.children()]
+    parts = model.family.mechanisms[Experts.name]
+    layers = [(layer, layer.get_submodule(parts["layer"])) for layer in model.text.layers.children()]
     return [
         ExpertLayer(mixer=next(getattr(layer, mixer) for mixer in _MIXERS if hasattr(layer, mixer)), block=block)
         for layer, block in layers
-        if hasattr(block, "experts")
+        if hasattr(block, parts.get("experts", "experts"))
     ]
 
 
@@ -184,14 +190,13 @@ class Gate:
         row: RowContext | None = kwargs.get(CONTEXT)
         self._calls.current.real = None if row is None else row.entries["experts"]
 
-    def select(self, block: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
-        """[1, T, D] to [1, R, D]."""
+    def select(self, block: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        """[1, T, D] to [1, R, D], and kinds of tokens [1, T], where a block is given them, to [1, R]."""
         call = self._calls.current
-        if call.real is None:
+        if (real := call.real) is None:
             return None
-        (hidden,) = args
-        call.width = hidden.shape[1]  # not the row's: a number that is fixed beforehand would be compiled in
-        return (hidden.index_select(1, call.real),)
+        call.width = args[0].shape[1]  # not the row's: a number that is fixed beforehand would be compiled in
+        return tuple(tensor.index_select(1, real) for tensor in args)
 
     def restore(self, block: nn.Module, args: Any, output: Any) -> Any:
         """[1, R, D], or [R, D], to [1, T, D], zeros on padding. Blocks that return more beside keep it: layers do not
@@ -346,50 +351,20 @@ class RouterStatistics:
     """Scalar: the mean over tokens and layers of logsumexp(router logits)², not yet multiplied by its coefficient."""
     added: torch.Tensor
     """Scalar: what the two, with their coefficients, add to the row's loss."""
-    biased: tuple[BiasedChoice | None, ...] = ()
-    """Of each layer how its experts are chosen; None: by probabilities; empty: so in all layers."""
+    choices: tuple[ExpertChoice, ...] = ()
+    """Of each layer how its experts are chosen; empty: by probabilities in all layers."""
     counts: torch.Tensor | None = None
     """`expert_counts` of all ranks that share the row, who count together at once; None: one rank has it all."""
 
     @property
     def expert_counts(self) -> torch.Tensor:
-        """int64 [layers, E]: how many tokens each expert was sent. Counted at every access."""
+        """int64 [layers, E]: how many tokens each expert was sent, of ERNIE 4.5 VL [layers, 2 E], the experts of text
+        before those of images. Counted at every access."""
         if self.counts is not None:
             return self.counts
-        biased = self.biased or (None,) * len(self.logits)
-        layers = zip(self.logits, biased, strict=True)
-        return torch.stack([_counts(logits_RE.detach(), self.top_k, choice) for logits_RE, choice in layers])
-
-
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class BiasedChoice:
-    """Choice of experts by sigmoid scores and a bias, among the best groups (DeepSeek-V3, section 2.1.2)."""
-
-    bias_E: torch.Tensor
-    """float32 [E], as it was in this step."""
-    groups: int
-    """Groups of experts, as many in each."""
-    top_groups: int
-    """Groups that the experts of a token are chosen from."""
-
-    @classmethod
-    def of(cls, model: ModelParts, layer: ExpertLayer) -> BiasedChoice | None:
-        """Read it off a router; None: it chooses by probabilities."""
-        name = model.family.mechanisms[Experts.name].get("router")
-        bias_E = None if name is None else getattr(layer.block.get_submodule(name), "e_score_correction_bias", None)
-        if bias_E is None:
-            return None
-        config = model.text.config
-        return cls(bias_E=bias_E.detach().clone(), groups=config.n_group, top_groups=config.topk_group)
-
-    def scores(self, logits_RE: torch.Tensor) -> torch.Tensor:
-        """float32 [R, E]: the scores of which each token has the best; -inf in the other groups."""
-        scores_RgE = (logits_RE.float().sigmoid() + self.bias_E).unflatten(1, (self.groups, -1))
-        best_Rg = scores_RgE.topk(2, dim=-1).values.sum(-1)
-        chosen_Rg = best_Rg.topk(self.top_groups, dim=-1).indices
-        kept_Rg = torch.zeros_like(best_Rg, dtype=torch.bool).scatter(1, chosen_Rg, True)
-        return scores_RgE.masked_fill(~kept_Rg[..., None], float("-inf")).flatten(1)
+        choices = self.choices or (ByProbability(),) * len(self.logits)
+        layers = zip(self.logits, choices, strict=True)
+        return torch.stack([choice.counts(logits_RE.detach(), self.top_k) for logits_RE, choice in layers])
 
 
 @outside_graph
@@ -433,7 +408,7 @@ def router_statistics(
         aux_loss=aux_loss,
         z_loss=z_loss,
         added=torch.stack(parts).sum(),
-        biased=tuple(BiasedChoice.of(setup.model, layer) for layer in expert_layers(setup.model)),
+        choices=_choices(setup),
     )
     return statistics if part.ranks == 1 else replace(statistics, counts=part.sum(statistics.expert_counts))
 
@@ -472,12 +447,14 @@ def _mean(losses_G: torch.Tensor, segments: Segments, per: Balance) -> torch.Ten
     return losses_G.sum() / (max(sum(n > 0 for n in segments.lengths), 1) if per == "sample" else 1)
 
 
-def _counts(logits_RE: torch.Tensor, top_k: int, biased: BiasedChoice | None) -> torch.Tensor:
-    """Choose as routers do: by probabilities in float32 whatever their logits are; rounded ones have other ties."""
-    scores_RE = logits_RE.softmax(dim=-1, dtype=torch.float32) if biased is None else biased.scores(logits_RE)
-    chosen = scores_RE.topk(top_k, dim=-1).indices.flatten()
-    counts_E = torch.zeros(logits_RE.shape[-1], dtype=torch.int64, device=chosen.device)
-    return counts_E.index_add(0, chosen, torch.ones_like(chosen))
+def _choices(setup: RowSetup) -> tuple[ExpertChoice, ...]:
+    """Of each layer how its experts are chosen."""
+    family, row, is_vision_R = setup.model.family, setup.row, None
+    for types_1T in family.expert_types_of(row.input_ids, setup.config).values():
+        real_R = row.segments.real_index(types_1T.device)[setup.part.real]
+        is_vision_R = types_1T[0].index_select(0, real_R) > 0
+    parts, blocks = family.mechanisms[Experts.name], [layer.block for layer in expert_layers(setup.model)]
+    return tuple(choice_of(block, parts, setup.text_config, is_vision_R) for block in blocks)
 
 
 def _check_real(logits: tuple[torch.Tensor, ...], segments: Segments) -> None:
