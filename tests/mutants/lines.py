@@ -601,8 +601,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "tokens of a long span see its first ones beyond their window",
             "spans.py",
-            "if window is None or not self.beyond_window:",
-            "if True:",
+            "is_narrow = not self.beyond_window",
+            "is_narrow = True",
             "attention/test_spans.py -k further_calls",
         ),
         (
@@ -789,8 +789,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "experts leave zeros on padding",
             "mechanisms/experts.py",
-            "restored = hidden.new_zeros(1, call.width, hidden.shape[-1]).index_copy_(1, real, hidden)",
-            "restored = hidden.new_ones(1, call.width, hidden.shape[-1]).index_copy_(1, real, hidden)",
+            "restored = hidden.new_zeros(1, call.width, width)",
+            "restored = hidden.new_ones(1, call.width, width)",
             "probing/test_breakage.py -k 'healthy and qwen3_next'",
         ),
         (
@@ -1498,15 +1498,15 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a window is compared with the mask of the model's own code",
             "mechanisms/attention.py",
-            "if windows[layer] != pattern.window:",
-            "if windows[layer] != pattern.window and layer < 0:",
+            "if reach.window != pattern.window:",
+            "if reach.window != pattern.window and layer < 0:",
             "model/test_stock.py",
         ),
         (
             "masks that are no window are refused",
             "mechanisms/stock.py",
-            "if not torch.equal(seen, (keys <= query) & (query - keys < window)):",
-            "if not torch.equal(seen, seen):",
+            "return all(torch.equal(keys, (places >= first[query]) & (places <= query))",
+            "return all(torch.equal(keys, keys)",
             "model/test_stock.py",
         ),
         (
@@ -3061,7 +3061,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a window hides an ancestor",
             "tree_checks.py",
-            "beyond = 0 if window is None else max(places[other] - (places[node] - 1 + window), 0)",
+            "beyond = max(places[other] - reach.queries_of(places[node] - 1), 0)",
             "beyond = 0",
             "probing/test_tree.py -k 'every_family and mistral'",
         ),
