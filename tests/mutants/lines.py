@@ -3033,7 +3033,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "the probe's tree is shared",
             "forward_passes.py",
-            "return share(row, min_shared=1) if self.circumstance.shares else row",
+            "return share(replace(row, mm_token_type_ids=types), min_shared=1)",
             "return row",
             "probing/test_tree.py -k every_family",
         ),
