@@ -39,7 +39,7 @@ from benchmarks.cases.step import CompileShapes, measure_compiled, measure_memor
 from benchmarks.cases.tree import TreeShapes, measure_tree
 from benchmarks.figures import MOST_SEED, BenchSettings, Figure, Report, Skipped, check_budget, environment, place_for
 from benchmarks.peers import PeerShapes, measure_peers
-from benchmarks.receipts import MEASURED, ReceiptShapes
+from benchmarks.receipts import BY_FORMULA, MEASURED, ReceiptShapes
 from benchmarks.report import print_report, report_runs
 from benchmarks.timing import CLOCKS
 from vlmpack.errors import ConfigError, VlmpackError, check_whole_number
@@ -56,8 +56,8 @@ class Case:
     """Measures it; what could not be measured is returned as `Skipped`."""
     shapes: Any
     """The sizes that `run` gets by default: a frozen dataclass."""
-    by_family: bool = False
-    """True: it measures one family of models at a time, that of the settings."""
+    families: Sequence[str] = ()
+    """Families of models that it measures, one at a time; none: it is about no family."""
     weight: float = 1.0
     """Its share of a run's time, relative to the others: long rounds need more for an equally stable median."""
 
@@ -88,23 +88,25 @@ CASES: Mapping[str, Case] = {
         about="rows of many lengths through compiled layers: how often they are compiled again",
         run=measure_compiled,
         shapes=CompileShapes(),
-        by_family=True,
+        families=MEASURED,
     ),
     "step": Case(
         about="a training step on a row, against Hugging Face's own on the padded batch",
         run=measure_step,
         shapes=ReceiptShapes(),
-        by_family=True,
+        families=MEASURED,
         weight=3.0,
     ),
     "tree": Case(
         about="a training step on a row whose samples share prefixes, against the row without sharing",
         run=measure_tree,
         shapes=TreeShapes(),
-        by_family=True,
+        families=BY_FORMULA,
         weight=4.0,
     ),
-    "memory": Case(about="peak memory of those two steps", run=measure_memory, shapes=ReceiptShapes(), by_family=True),
+    "memory": Case(
+        about="peak memory of those two steps", run=measure_memory, shapes=ReceiptShapes(), families=MEASURED
+    ),
     "service": Case(
         about="training requests through the step service's engine, against a loop of one's own",
         run=measure_service,
@@ -117,6 +119,7 @@ CASES: Mapping[str, Case] = {
 
 HANDED_OUT = 0.91
 """Share of the time that units get; the rest is for what they set up before they look at a clock."""
+NO_FORMULA = "the FLOPs of its families are known by formula, and those of this one are not"
 OUT_OF_TIME = "the time was used up before its turn; give a larger --budget, or name it alone"
 
 
@@ -168,6 +171,9 @@ def run_cases(
         if not unit.first and left < 0:
             skipped.append(Skipped(case=unit.case, name=unit.family or unit.case, why=OUT_OF_TIME, owed=True))
             continue
+        if unit.family is not None and unit.family not in CASES[unit.case].families:
+            skipped.append(Skipped(case=unit.case, name=unit.family, why=NO_FORMULA))
+            continue
         before(unit)
         case, weights = CASES[unit.case], sum(CASES[later.case].weight for later in units[turn:])
         seconds = max(left, 0.0) * case.weight / weights
@@ -195,7 +201,7 @@ def units_of(names: Sequence[str], families: Sequence[str]) -> list[Unit]:
     return [
         Unit(case=name, family=family, first=i == 0)
         for name in names
-        for i, family in enumerate(families if CASES[name].by_family else [None])
+        for i, family in enumerate(families if CASES[name].families else [None])
     ]
 
 

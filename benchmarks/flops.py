@@ -8,8 +8,8 @@ completed where it miscounts:
 - grouped products (experts) and triangular solves (gated delta layers), which it passes over;
 - the backward pass of a grouped convolution (gated delta layers), which it counts as one of all channels with all.
 
-`step_flops` gives the same numbers by formula, for every family: T tokens, D width, N heads of H, K key-value heads,
-C tokens of a chunk of a gated delta layer.
+`step_flops` gives the same numbers by formula, for the families in `BY_FORMULA`: T tokens, D width, N heads of H, K
+key-value heads, C tokens of a chunk of a gated delta layer.
 
     roofline = max(FLOPs / FLOPs a second of a matrix product, bytes / bytes a second of a copy)
 

@@ -16,9 +16,9 @@ import torch
 
 from vlmpack.families import Family
 from vlmpack.layout import IGNORE, Grid, HostMetadata, Media, PaddedBatch
-from vlmpack.testing import tiny_config
+from vlmpack.testing import Sample, build_sample, padded, tiny_config
 
-MEASURED = (
+BY_FORMULA = (
     "qwen2_vl",
     "qwen2_5_vl",
     "qwen3_vl",
@@ -29,13 +29,17 @@ MEASURED = (
     "qwen3",
     "qwen3_next",
 )
-"""Families whose FLOPs are counted: those whose mechanisms the others share."""
+"""Families whose FLOPs are known by formula too (`step_flops`)."""
+MEASURED = (*BY_FORMULA, "mistral3", "gemma3", "gemma2", "lfm2", "gpt_oss")
+"""Families that are measured: one at least of each mechanism. The others share theirs."""
 FIRST_WORD = 6
 """Ids below this are special tokens of tiny models."""
 HEAD = 64
 """Channels of an attention head."""
 DELTA_HEAD = 128
 """Channels of a head of a gated delta layer."""
+GEMMA = "gemma3"
+"""Its images have one number of tokens, whatever their form; each is pooled of four patches."""
 
 
 @final
@@ -80,13 +84,18 @@ class ReceiptShapes:
         falling = [round(self.longest * self.ratio ** (-i / steps)) for i in range(self.samples)]
         return tuple(falling[1::2] + falling[::2])
 
+    def labelled(self, length: int) -> int:
+        """Labelled tokens of a sample of so many tokens."""
+        return max(1, round(length * self.labelled_share))
+
 
 def receipt_config(family: Family, shapes: ReceiptShapes) -> Any:
     """The configuration of `receipt_model`.
 
     Every MLP is three times as wide as the text model. Experts share that width: those that a token is sent to have it
     together, and an expert that all tokens share is one more of them. Gated delta layers have keys of that width and
-    values of twice as much, in heads of 128, as in Qwen3.5 and Qwen3-Next.
+    values of twice as much, in heads of 128, as in Qwen3.5 and Qwen3-Next. A sliding window is a third of the longest
+    sample.
     """
     config = tiny_config(
         family.model_type,
@@ -103,7 +112,16 @@ def receipt_config(family: Family, shapes: ReceiptShapes) -> Any:
         vocab_size=shapes.vocab_size,
     )
     text = family.text_config(config)
-    if family.has("experts"):
+    if vars(text).get("sliding_window") is not None:
+        text.sliding_window = shapes.longest // 3
+    if family.model_type == GEMMA:
+        shortest = min(shapes.lengths)
+        side = isqrt(max(1, shortest - shapes.labelled(shortest) - 2))  # the tokens before and after an image
+        config.mm_tokens_per_image = side**2
+        config.vision_config.image_size = 2 * side * config.vision_config.patch_size
+    if family.model_type == "gpt_oss":
+        text.intermediate_size = 3 * shapes.hidden // shapes.experts_per_token
+    elif family.has("experts"):
         text.moe_intermediate_size = 3 * shapes.hidden // shapes.experts_per_token
         if family.has("gated_delta"):
             text.shared_expert_intermediate_size = text.moe_intermediate_size
@@ -115,7 +133,7 @@ def receipt_config(family: Family, shapes: ReceiptShapes) -> Any:
 
 
 def receipt_model(family: Family, shapes: ReceiptShapes, *, seed: int = 0, device: str = "cpu") -> Any:
-    """A random model of the family and of these sizes, unmodified, on sdpa attention, in train mode.
+    """A random model of the family and of these sizes, unmodified, in train mode, on sdpa attention if it has that.
 
     The same arguments give the same weights.
     """
@@ -125,7 +143,7 @@ def receipt_model(family: Family, shapes: ReceiptShapes, *, seed: int = 0, devic
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         config = receipt_config(family, shapes)
-        model = auto.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model = auto.from_config(config, dtype=torch.float32)
     return model.train().to(device)
 
 
@@ -141,7 +159,7 @@ def receipt_batch(
     ids = torch.randint(FIRST_WORD, shapes.vocab_size, (shapes.samples, width), generator=rng)
     labels = torch.full_like(ids, IGNORE)
     for row, length in enumerate(shapes.lengths):
-        answer = slice(length - max(1, round(length * shapes.labelled_share)), length)
+        answer = slice(length - shapes.labelled(length), length)
         labels[row, answer] = ids[row, answer]
         ids[row, length:] = family.text_config(config).pad_token_id or 0
     batch = PaddedBatch(
@@ -151,9 +169,11 @@ def receipt_batch(
         metadata=HostMetadata(lengths=shapes.lengths, num_targets=int((labels[:, 1:] != IGNORE).sum())),
     )
     if not family.has_vision:
-        return on_device(batch, device)
+        return batch.to(device)
+    if not family.has_grids:
+        return padded(tiled_samples(config, shapes, seed=seed)).to(device)
     drawn = rng if device == "cpu" else torch.Generator(device).manual_seed(seed)
-    return on_device(_with_images(batch, family, config, shapes, drawn), device)
+    return _with_images(batch, family, config, shapes, drawn).to(device)
 
 
 def _with_images(
@@ -174,6 +194,33 @@ def _with_images(
     return replace(batch, input_ids=ids, mm_token_type_ids=types, media=media, metadata=metadata)
 
 
+def tiled_samples(config: Any, shapes: ReceiptShapes, *, seed: int = 0) -> list[Sample]:
+    """The samples of a family whose images have no grids, one by one: each an image, then text."""
+    return [
+        build_sample(
+            config,
+            stretches=[0, length - _image_length(config, grid)],
+            image_grids=[grid],
+            labelled=shapes.labelled(length),
+            seed=len(shapes.lengths) * seed + at,
+        )
+        for at, length in enumerate(shapes.lengths)
+        for grid in [_tiled_grid(config, shapes, length)]
+    ]
+
+
+def _tiled_grid(config: Any, shapes: ReceiptShapes, length: int) -> Grid:
+    """The largest image whose tokens, with those around and between them, leave room for the labels."""
+    tokens = round(length * shapes.image_share)
+    grids = [(1, 1, 1)] if config.model_type == GEMMA else [image_grid(n, 1) for n in range(tokens, 0, -1)]
+    room = length - shapes.labelled(length)
+    return next((grid for grid in grids if _image_length(config, grid) <= room), grids[-1])
+
+
+def _image_length(config: Any, grid: Grid) -> int:
+    return len(build_sample(config, stretches=[0, 0], image_grids=[grid])["input_ids"])
+
+
 def alone(batch: PaddedBatch) -> list[dict[str, torch.Tensor]]:
     """Each sample of a batch of `receipt_batch` on its own, without padding, as a Hugging Face model takes it."""
     assert batch.metadata is not None
@@ -191,14 +238,6 @@ def alone(batch: PaddedBatch) -> list[dict[str, torch.Tensor]]:
         {**sample, "pixel_values": patches, "image_grid_thw": grid}
         for sample, patches, grid in zip(samples, pixels, grids, strict=True)
     ]
-
-
-def on_device(batch: PaddedBatch, device: str) -> PaddedBatch:
-    """The batch with all its tensors on `device`."""
-    moved = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.to_hf().items()
-    }
-    return PaddedBatch.from_hf(moved)
 
 
 _TOKENS = ("input_ids", "attention_mask", "labels", "mm_token_type_ids")

@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 
+from vlmpack.attention import Reach
 from vlmpack.families import FAMILIES, family_of
 from vlmpack.layout import Segments
 from vlmpack.model import ModelParts, StepResult, expert_layers
@@ -179,19 +180,20 @@ def logprobs_of(outcome: Outcome) -> torch.Tensor:
 def check_work(truth: Alone, result: StepResult, multiple: int, config: Any) -> None:
     """Equal outputs do not prove that padding was skipped: so does the work. Sparse attention chooses among pairs."""
     family = FAMILIES[config.model_type]
-    sparse, windows = family.has("per_sample"), windows_of(family.text_config(config))
+    sparse, reaches = family.has("per_sample"), reaches_of(family.text_config(config))
     sees = family.sees if family.sees and family.sees.enabled(family.text_config(config)) else None
-    settings: dict[str, Any] = {"multiple": multiple, "sparse": sparse, "windows": windows, "sees": sees}
+    settings: dict[str, Any] = {"multiple": multiple, "sparse": sparse, "reaches": reaches, "sees": sees}
     assert not work_problems(result.work, truth.samples, **settings)
 
 
-def windows_of(text_config: Any) -> set[int | None]:
-    """The windows of a model's layers, as its configuration describes them."""
-    window = getattr(text_config, "sliding_window", None)
-    kinds = getattr(text_config, "layer_types", None) or ["sliding_attention"]
-    return {
-        window if kind == "sliding_attention" else None for kind in kinds if kind not in ("linear_attention", "conv")
+def reaches_of(text_config: Any) -> set[Reach]:
+    """How far back a model's layers attend, as its configuration describes them."""
+    reaches = {
+        "sliding_attention": Reach(window=getattr(text_config, "sliding_window", None)),
+        "chunked_attention": Reach(chunk=getattr(text_config, "attention_chunk_size", None)),
     }
+    kinds = getattr(text_config, "layer_types", None) or ["sliding_attention"]
+    return {reaches.get(kind, Reach()) for kind in kinds if kind not in ("linear_attention", "conv")}
 
 
 # ---------------------------------------------------------------------- poison

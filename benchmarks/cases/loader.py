@@ -18,7 +18,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.figures import BenchSettings, Figure, Target
-from benchmarks.receipts import on_device
 from benchmarks.timing import alternate, one_thread
 from vlmpack.collate import PixelBuffers, VLMCollator
 from vlmpack.data import to_conversation
@@ -49,7 +48,7 @@ def measure_pack(settings: BenchSettings, shapes: PackShapes) -> list[Figure]:
     figures = []
     for samples, width in shapes.batches:
         batch = long_batch(samples, width, ratio=shapes.ratio, seed=settings.seed)
-        batch = on_device(batch, settings.device)
+        batch = batch.to(settings.device)
         lengths = lengths_from_mask(batch.attention_mask).lengths
         with_lengths = replace(batch, metadata=HostMetadata(lengths=lengths, num_targets=sum(lengths) - len(lengths)))
         sources = list(batch.to_hf().values())

@@ -15,7 +15,7 @@ compiler makes of a graph, so no machine code is made (`aot_eager`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from random import Random
@@ -27,13 +27,23 @@ from torch._dynamo.utils import counters
 
 from benchmarks.figures import BenchSettings, Figure, Target
 from benchmarks.flops import Ceilings, count_flops, step_flops
-from benchmarks.receipts import ReceiptShapes, alone, hf_inputs, receipt_batch, receipt_config, receipt_model
+from benchmarks.receipts import (
+    BY_FORMULA,
+    ReceiptShapes,
+    alone,
+    hf_inputs,
+    receipt_batch,
+    receipt_config,
+    receipt_model,
+    tiled_samples,
+)
 from benchmarks.timing import Timings, alternate
 from vlmpack.errors import VlmpackError
 from vlmpack.families import Family, family_named
 from vlmpack.layout import PaddedBatch
 from vlmpack.machine import peak_bytes
 from vlmpack.model import PackedStep, compile_layers
+from vlmpack.testing import padded
 
 SAME_LOSS = 1e-4
 """Relative difference between the losses of two float32 steps above which they did not compute the same."""
@@ -50,6 +60,8 @@ class StepPair:
     """On the other model. It is given the padded batch and packs it itself."""
     batch: PaddedBatch
     """The batch."""
+    singles: Sequence[Mapping[str, torch.Tensor]]
+    """Each of its samples without padding, as the unmodified model takes it."""
 
     @classmethod
     def of(cls, settings: BenchSettings, shapes: ReceiptShapes) -> StepPair:
@@ -60,8 +72,13 @@ class StepPair:
         """
         family = family_named(settings.family)
         models = [receipt_model(family, shapes, seed=settings.seed, device=settings.device) for _ in range(2)]
-        batch = receipt_batch(family, models[0].config, shapes, seed=settings.seed, device=settings.device)
-        return cls(model=models[0], packed_step=PackedStep(models[1]), batch=batch)
+        config, seed, device = models[0].config, settings.seed, settings.device
+        batch = receipt_batch(family, config, shapes, seed=seed, device=device)
+        if family.has_grids or not family.has_vision:
+            singles = alone(batch)
+        else:
+            singles = [hf_inputs(padded([one]).to(device)) for one in tiled_samples(config, shapes, seed=seed)]
+        return cls(model=models[0], packed_step=PackedStep(models[1]), batch=batch, singles=singles)
 
     @property
     def steps(self) -> dict[str, Callable[[], torch.Tensor]]:
@@ -84,7 +101,7 @@ class StepPair:
 
     def alone(self) -> None:
         """The unmodified model on each sample by itself: what has to be computed, and not a token more."""
-        for inputs in alone(self.batch):
+        for inputs in self.singles:
             self.model(**inputs).loss.backward()
 
     def peaks(self, device: str) -> dict[str, int]:
@@ -146,8 +163,8 @@ STEP = "step"
 DENSE = Target(limit=0.95, better="higher")
 """Share of ideal of families whose every layer has attention and an MLP."""
 SPARSE = Target(limit=0.85, better="higher")
-"""Share of ideal of families with experts or gated delta layers: samples that are cut out, or spread over experts, make
-more and smaller products than a padded batch does."""
+"""Share of ideal of families with experts, gated delta layers, or tokens that see later ones: samples that are cut out,
+or spread over experts, make more and smaller products than a padded batch does."""
 
 
 def measure_step(settings: BenchSettings, shapes: ReceiptShapes) -> list[Figure]:
@@ -159,7 +176,6 @@ def measure_step(settings: BenchSettings, shapes: ReceiptShapes) -> list[Figure]
     started = time.perf_counter()
     family, pair = family_named(settings.family), StepPair.of(settings, shapes)
     flops = CountedFlops.of(pair)
-    causal = causal_ideal(family, pair.model.config, pair.batch)
     peaks = pair.peaks(settings.device)
     ceilings = Ceilings.of(pair.model, tokens=sum(shapes.lengths), hidden=shapes.hidden)
     left = settings.seconds - (time.perf_counter() - started)
@@ -171,7 +187,7 @@ def measure_step(settings: BenchSettings, shapes: ReceiptShapes) -> list[Figure]
         *_rates(shapes, timings, settings),
         Figure.compared(STEP, "speed-up", timings, steps, settings),
         Figure(case=STEP, name="ideal speed-up", value=flops.ideal_speedup, unit="x"),
-        Figure(case=STEP, name="ideal, causal pairs", value=causal, unit="x"),
+        *_causal_ideal(family, pair),
         Figure(case=STEP, name="FLOPs, packed / alone", value=flops.packed / flops.alone, unit="x"),
         Figure.compared(STEP, "share of ideal", timings, steps, settings, scale=scale, target=target_of(family)),
         *_limits(ceilings, flops, timings, settings),
@@ -182,15 +198,19 @@ def measure_step(settings: BenchSettings, shapes: ReceiptShapes) -> list[Figure]
 
 def target_of(family: Family) -> Target:
     """The share of the ideal speed-up that the family must reach."""
-    return DENSE if not family.has("experts") and not family.has("gated_delta") else SPARSE
+    sparse = family.has("experts") or family.has("gated_delta") or family.sees is not None
+    return SPARSE if sparse else DENSE
 
 
-def causal_ideal(family: Family, config: Any, batch: PaddedBatch) -> float:
+def _causal_ideal(family: Family, pair: StepPair) -> Iterator[Figure]:
     """The ideal by formula, where real samples count the pairs that causal attention needs, and padded ones all."""
-    assert batch.metadata is not None
-    lengths, grids = batch.metadata.lengths, batch.metadata.image_grids
-    padded = step_flops(family, config, [max(lengths)] * len(lengths), grids)
-    return padded.total / step_flops(family, config, lengths, grids, causal=True).total
+    if family.model_type not in BY_FORMULA:
+        return
+    assert pair.batch.metadata is not None
+    config, lengths, grids = pair.model.config, pair.batch.metadata.lengths, pair.batch.metadata.image_grids
+    rows = step_flops(family, config, [max(lengths)] * len(lengths), grids).total
+    value = rows / step_flops(family, config, lengths, grids, causal=True).total
+    yield Figure(case=STEP, name="ideal, causal pairs", value=value, unit="x")
 
 
 def _rates(shapes: ReceiptShapes, timings: Timings, settings: BenchSettings) -> Iterator[Figure]:

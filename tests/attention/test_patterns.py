@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import varlen
 
-from vlmpack.attention import BACKENDS, AttentionCall, Pattern, attended_pairs, backends, choose, explain
+from vlmpack.attention import BACKENDS, AttentionCall, Pattern, Reach, attended_pairs, backends, choose, explain
 from vlmpack.attention.backends import EagerMask, FlashAttn, SdpaSegments, TorchVarlen
 from vlmpack.errors import BackendError
 from vlmpack.layout import Segments, SlotRule
@@ -21,11 +21,9 @@ HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 3, 11, 7
 SINKS = torch.linspace(-2, 3, HEADS, dtype=torch.float64)
 lengths_lists = st.lists(st.integers(0, 17), min_size=1, max_size=5).filter(sum)
 rules = st.builds(SlotRule, multiple=st.integers(1, 5), row_multiple=st.sampled_from([1, 7]))
-patterns = st.builds(
-    Pattern,
-    window=st.none() | st.integers(1, 15),
-    softcap=st.none() | st.just(1.5),
-    sinks=st.none() | st.just(SINKS),
+scores = {"softcap": st.none() | st.just(1.5), "sinks": st.none() | st.just(SINKS)}
+patterns = st.builds(Pattern, window=st.none() | st.integers(1, 15), **scores) | st.builds(
+    Pattern, chunk=st.integers(1, 15), **scores
 )
 serving = pytest.mark.parametrize("attend", [SdpaSegments(), EagerMask()], ids=lambda backend: backend.name)
 
@@ -42,6 +40,8 @@ def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern, s
     before = len(k) - len(q)
     for at in range(len(q)):
         first = 0 if pattern.window is None else max(before + at + 1 - pattern.window, 0)
+        if pattern.chunk is not None:
+            first = max(place for place in range(0, before + at + 1, pattern.chunk))
         seen = slice(first, before + at + 1)
         for head in range(HEADS):
             kv = head // (HEADS // KV_HEADS)
@@ -105,8 +105,46 @@ def test_queries_of_a_part_see_the_keys_that_their_places_allow(attend, pieces, 
 @pytest.mark.parametrize("window", [1, 3, 5, 30])
 def test_pairs_of_a_window_are_counted(window):
     segments = Segments.from_lengths([23, 4, 1])
-    assert attended_pairs(segments, window) == sum(min(at + 1, window) for n in (23, 4, 1) for at in range(n))
-    assert attended_pairs(segments, None) == segments.attended_pairs == 23 * 24 // 2 + 11
+    assert attended_pairs(segments, Reach(window=window)) == sum(
+        min(at + 1, window) for n in (23, 4, 1) for at in range(n)
+    )
+    assert attended_pairs(segments) == segments.attended_pairs == 23 * 24 // 2 + 11
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 23, 30])
+def test_pairs_of_chunks_are_counted(chunk):
+    segments, reach = Segments.from_lengths([23, 4, 1], SlotRule(multiple=5)), Reach(chunk=chunk)
+    assert attended_pairs(segments, reach) == sum(at % chunk + 1 for n in (23, 4, 1) for at in range(n))
+    assert attended_pairs(segments, reach) == sum(at + 1 - reach.first_key(at) for n in (23, 4, 1) for at in range(n))
+
+
+@pytest.mark.parametrize("reach", [Reach(), Reach(window=1), Reach(window=4), Reach(chunk=1), Reach(chunk=4)])
+def test_the_queries_of_a_key_are_those_that_have_it_as_a_key(reach):
+    for key in range(9):
+        queries = [query for query in range(30) if reach.first_key(query) <= key <= query]
+        assert queries == [*range(key, min(reach.queries_of(key), 30))]
+
+
+def test_chunks_are_segments_of_one_call(monkeypatch):
+    """Of a row in which no sample is longer than a chunk the very same ones, so that nothing is derived again."""
+    segments, short = Segments.from_lengths([9, 2], SlotRule(multiple=4)), Segments.from_lengths([4, 3])
+    assert segments.in_chunks(4) is segments.in_chunks(4)
+    assert short.in_chunks(4) is short
+    cut = segments.in_chunks(4)
+    assert (cut.lengths, cut.slots, cut.total) == ((4, 4, 1, 2), (4, 4, 4, 4), 16)
+    assert cut.spans == ((0, 4), (4, 8), (8, 9), (12, 14))
+    fixed = Segments.from_lengths([9, 2], SlotRule(pad_to=32, max_segments=5)).in_chunks(2)
+    assert fixed.num_samples == len(fixed.lengths) == 5 + 4
+    assert len(fixed.kernel) == fixed.num_kernel_boundaries
+    calls = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *a, **b: calls.append(b["attn_mask"]) or plain(*a, **b),
+    )
+    SdpaSegments()(*random_qkv(16), segments, causal=True, scale=1.0, pattern=Pattern(chunk=4))
+    assert calls == [None] * 4
 
 
 def test_no_mask_is_as_wide_as_a_sample_that_is_longer_than_its_window(monkeypatch):
@@ -133,6 +171,7 @@ CALL = AttentionCall(device="cuda", dtype=torch.bfloat16, head_dim=64, num_heads
     [
         (("window",), []),
         (("window", "spans"), []),
+        (("chunk",), []),
         (("softcap",), ["torch_varlen"]),
         (("sinks",), ["torch_varlen", "flash_attn"]),
         (("window", "softcap"), ["torch_varlen"]),
@@ -150,7 +189,7 @@ def test_what_a_kernel_does_not_compute_is_refused_by_name(pattern, refused_by):
 
 
 def test_every_part_of_a_pattern_has_a_back_end():
-    parts = {"window", "softcap", "sinks", "spans"}
+    parts = {"window", "chunk", "softcap", "sinks", "spans"}
     assert BACKENDS["sdpa_segments"].patterns == BACKENDS["eager_mask"].patterns == parts
 
 

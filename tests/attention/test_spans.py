@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import varlen
 
-from vlmpack.attention import Pattern, Spans, attended_pairs, backends
+from vlmpack.attention import Pattern, Reach, Spans, attended_pairs, backends
 from vlmpack.attention.backends import EagerMask, FlashAttn, SdpaSegments, TorchVarlen
 from vlmpack.layout import Segments, SlotRule
 
@@ -85,12 +85,12 @@ def check_equal(out, truth, *leaves) -> None:
 
 @serving
 @settings(max_examples=25)
-@given(drawn=samples, rule=rules, pattern=patterns, many=st.sampled_from([1, 256]))
-def test_each_sample_is_what_it_is_alone(attend, drawn, rule, pattern, many):
+@given(drawn=samples, rule=rules, pattern=patterns, many=st.sampled_from([1, 256]), beyond=st.booleans())
+def test_each_sample_is_what_it_is_alone(attend, drawn, rule, pattern, many, beyond):
     segments = Segments.from_lengths([length(sample) for sample in drawn], rule)
     within = [runs_of(sample, 0) for sample in drawn]
     runs = [runs_of(sample, start) for sample, (start, _) in zip(drawn, segments.spans, strict=True)]
-    spread = Spans(runs=tuple(run for of in runs for run in of))
+    spread = Spans(runs=tuple(run for of in runs for run in of), beyond_window=beyond)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "MANY", many)
         qkv = random_qkv(segments.total)
@@ -100,7 +100,7 @@ def test_each_sample_is_what_it_is_alone(attend, drawn, rule, pattern, many):
         out = attend(*qkv, segments, causal=True, scale=0.3, pattern=replace(pattern, spans=spread))
         truth = out.new_zeros(out.shape)
         for (start, stop), of in zip(segments.spans, within, strict=True):
-            truth[start:stop] = alone(*(x[start:stop] for x in qkv), of, pattern)
+            truth[start:stop] = alone(*(x[start:stop] for x in qkv), of, pattern, beyond=beyond)
         check_equal(out, truth, *qkv)
 
 
@@ -125,18 +125,20 @@ def test_a_prefix_sees_all_of_itself_beyond_the_window_too(attend, drawn, patter
 
 
 @serving
+@pytest.mark.parametrize("beyond", [False, True])
 @pytest.mark.parametrize("window", [None, 2, 5])
-def test_queries_of_a_part_see_the_spans_among_their_keys(attend, window):
-    """Two nodes of a prefix tree: 4 queries after 3 keys, a span among the queries; 5 queries that are a sample."""
+def test_queries_of_a_part_see_the_spans_among_their_keys(attend, window, beyond):
+    """Two nodes of a prefix tree: 4 queries after 3 keys, of which the last 3 are a span; 5 queries that are a
+    sample."""
     queries, keys = Segments.from_lengths([4, 5]), Segments.from_lengths([7, 5])
-    pattern = Pattern(window=window, spans=Spans(runs=((1, 3), (5, 8))))
+    pattern = Pattern(window=window, spans=Spans(runs=((1, 4), (5, 8)), beyond_window=beyond))
     q, k, v = random_qkv(12)
     places = [*range(3, 7), *range(7, 12)]
     out = attend(q[places], k, v, queries, causal=True, scale=0.3, keys=keys, pattern=pattern)
     truth = torch.cat(
         [
-            alone(q[3:7], k[:7], v[:7], [(4, 6)], pattern),
-            alone(q[7:], k[7:], v[7:], [(1, 4)], pattern),
+            alone(q[3:7], k[:7], v[:7], [(4, 7)], pattern, beyond=beyond),
+            alone(q[7:], k[7:], v[7:], [(1, 4)], pattern, beyond=beyond),
         ]
     )
     check_equal(out, truth, q, k, v)
@@ -154,7 +156,7 @@ def test_pairs_are_counted(window, beyond):
         for i in range(n)
         for j in range(n)
     )
-    assert attended_pairs(segments, window) + spread.further_pairs(window) == expected
+    assert attended_pairs(segments, Reach(window=window)) + spread.further_pairs(window) == expected
 
 
 def test_no_mask_is_wider_than_a_window_and_a_span(monkeypatch):
@@ -198,8 +200,11 @@ def varlen_twin(q, k, v, ends_q, ends_k, scale, window) -> torch.Tensor:
     return torch.cat(out)
 
 
-@pytest.mark.parametrize("window", [None, 1, 4])
-def test_varlen_kernels_compute_spans_by_a_second_call_that_is_not_causal(window, monkeypatch):
+@pytest.mark.parametrize(
+    ("window", "beyond", "queries"),
+    [(None, False, [12]), (1, False, [12]), (4, False, [12]), (3, True, [5, 2 + 3 + 4])],
+)
+def test_varlen_kernels_compute_spans_by_further_calls_that_are_not_causal(window, beyond, queries, monkeypatch):
     calls = []
 
     def kernel(q, k, v, ends_q, ends_k, most_q, most_k, *, window_size=(-1, -1), causal=None, **more):
@@ -214,14 +219,15 @@ def test_varlen_kernels_compute_spans_by_a_second_call_that_is_not_causal(window
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     segments = Segments.from_lengths([12, 3, 9], SlotRule(multiple=4))
-    pattern = Pattern(window=window, spans=Spans(runs=((2, 7), (8, 11), (16, 20))))
+    runs = ((2, 7), (12, 15), (16, 20)) if beyond else ((2, 7), (8, 11), (16, 20))
+    pattern = Pattern(window=window, spans=Spans(runs=runs, beyond_window=beyond))
     qkv = random_qkv(segments.total)
     expected = EagerMask()(*qkv, segments, causal=True, scale=0.3, pattern=pattern)
     for attend in (TorchVarlen(), FlashAttn()):
         calls.clear()
         out = attend(*qkv, segments, causal=True, scale=0.3, pattern=pattern)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-        assert calls == [segments.total, 12]
+        assert calls == [segments.total, *queries]
 
 
 # ---------------------------------------------------------------------- the tests themselves

@@ -9,7 +9,15 @@ from tiers import tiers
 from torch import nn
 
 from benchmarks.flops import CHUNK, COPY, PRODUCT, Ceilings, count_flops, step_flops
-from benchmarks.receipts import MEASURED, ReceiptShapes, alone, hf_inputs, receipt_batch, receipt_config, receipt_model
+from benchmarks.receipts import (
+    BY_FORMULA,
+    ReceiptShapes,
+    alone,
+    hf_inputs,
+    receipt_batch,
+    receipt_config,
+    receipt_model,
+)
 from benchmarks.timing import Timings, alternate
 from vlmpack.families import family_named
 
@@ -96,7 +104,7 @@ TINY = ReceiptShapes(
 CLOSE = 1e-3
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", BY_FORMULA)
 def test_a_padded_batch(name):
     family, model, batch = parts(name)
     counted = count_flops(lambda: model(**hf_inputs(batch)).loss.backward())
@@ -104,7 +112,7 @@ def test_a_padded_batch(name):
     assert formula.total == pytest.approx(counted, rel=CLOSE)
 
 
-@pytest.mark.parametrize("name", tiers(MEASURED, short=["qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3"]))
+@pytest.mark.parametrize("name", tiers(BY_FORMULA, short=["qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3"]))
 def test_each_sample_alone(name):
     family, model, batch = parts(name)
     grids = [[grid] for grid in batch.metadata.image_grids] or [[]] * TINY.samples
@@ -116,7 +124,7 @@ def test_each_sample_alone(name):
     assert len(counts) == TINY.samples
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", BY_FORMULA)
 def test_every_part_that_a_family_has_is_counted_and_no_other(name):
     family, model, batch = parts(name)
     flops = step_flops(family, model.config, TINY.lengths, batch.metadata.image_grids)

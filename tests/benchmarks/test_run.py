@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from benchmarks.command import CASES, HANDED_OUT, OUT_OF_TIME, Case, main, run_cases
+from benchmarks import command
+from benchmarks.command import CASES, HANDED_OUT, NO_FORMULA, OUT_OF_TIME, Case, main, run_cases
 from benchmarks.figures import BenchSettings, Figure, Skipped, Target
 from benchmarks.receipts import MEASURED
 
@@ -39,7 +41,7 @@ def measured(monkeypatch) -> list[tuple[str, str]]:
     shapes = CASES["pack"].shapes
     fakes = {
         "pack": Case(about="", run=other, shapes=shapes),
-        "step": Case(about="", run=by_family, shapes=shapes, by_family=True),
+        "step": Case(about="", run=by_family, shapes=shapes, families=MEASURED),
     }
     monkeypatch.setattr("benchmarks.command.CASES", fakes)
     monkeypatch.setattr("benchmarks.command.time", SimpleNamespace(perf_counter=lambda: clock.now))
@@ -101,6 +103,15 @@ def test_a_case_may_skip_something_itself_which_fails_no_check(measured):
 def test_all_families_can_be_asked_for_at_once(measured):
     printed(["step", "--family", "all"])
     assert measured == [("step", name) for name in MEASURED]
+
+
+def test_a_family_that_a_case_cannot_measure_is_listed_and_fails_no_check(measured, monkeypatch):
+    cases = command.CASES
+    monkeypatch.setitem(cases, "step", replace(cases["step"], families=("qwen3_vl",)))
+    report = run_cases(["step"], BenchSettings(seconds=60), families=["qwen3_vl", "gemma3"])
+    assert measured == [("step", "qwen3_vl")]
+    assert report.skipped == (Skipped(case="step", name="gemma3", why=NO_FORMULA),)
+    assert report.complete
 
 
 def test_families_stand_side_by_side_with_their_ratios():

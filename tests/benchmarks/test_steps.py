@@ -25,6 +25,7 @@ def test_the_padded_step_is_hugging_face_s_own():
     assert pair.padded() == pair.model(**hf_inputs(pair.batch)).loss
 
 
+@pytest.mark.every_family
 @pytest.mark.parametrize("family", MEASURED)
 def test_both_steps_leave_the_same_gradients(family):
     pair = pair_of(family)
@@ -32,7 +33,7 @@ def test_both_steps_leave_the_same_gradients(family):
     theirs, ours = (dict(model.named_parameters()) for model in (pair.model, pair.packed_step.model))
     assert theirs.keys() == ours.keys()
     for name, parameter in theirs.items():
-        if ".indexer." in name:  # it only chooses
+        if ".indexer." in name or ".vision_tower.head." in name:  # it only chooses; it is not called
             assert parameter.grad is ours[name].grad is None
             continue
         assert parameter.grad is not None

@@ -45,11 +45,14 @@ NAMES = {
     "minicpmv4_6": "MiniCPM-V 4.6",
     "gemma3": "Gemma 3",
     "gemma4": "Gemma 4",
+    "gemma4_unified": "Gemma 4 12B",
     "paligemma": "PaliGemma 1, 2",
     "lfm2_vl": "LFM2-VL",
     "deepseek_ocr2": "DeepSeek-OCR 2",
     "lfm2": "LFM2",
     "llama": "Llama",
+    "llama4": "Llama 4",
+    "llama4_text": "Llama 4 (text)",
     "mistral": "Mistral",
     "qwen2": "Qwen2",
     "qwen3_moe": "Qwen3-MoE",
@@ -70,6 +73,7 @@ MECHANISMS = {
     "experts": "experts",
     "per_sample": "sparse attention with its indexer, n-gram layers",
     "short_conv": "short convolutions",
+    "query_scale": "queries scaled by place",
 }
 
 
@@ -115,6 +119,7 @@ def _patterns(family: Family, text_config: Any) -> list[tuple[str, bool]]:
     has_windows = "sliding_attention" in kinds and bool(getattr(text_config, "sliding_window", None))
     return [
         ("sliding windows", has_windows),
+        ("chunks", "chunked_attention" in kinds),
         ("attention sinks", text_config.model_type == "gpt_oss"),
         ("image tokens that see later ones", isinstance(family.sees, ImageSpans)),
         ("prefixes that see all of themselves", isinstance(family.sees, Prefix)),

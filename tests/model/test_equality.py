@@ -103,8 +103,9 @@ def test_packed_equals_alone(family, kind, multiple, backend, mode):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("multiple", [1, 8])
-@every_family
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama4"])
 def test_reentrant_checkpointing_equals_alone(family, multiple):
+    """(Llama 4's tower hands hidden states on by keyword, so that transformers itself gives it no gradients then.)"""
     cell(family, MOST[family], multiple=multiple, mode="reentrant checkpointing")
 
 

@@ -4,12 +4,14 @@ themselves are in the matrices of the full tier."""
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from equality import alone_through, check_gradients, check_outputs, check_work, gradients, limits_of
 from parts import parts_of
+from tiers import full
 from transformers.models.gemma3 import modeling_gemma3
 
 from vlmpack.attention import Spans
@@ -19,13 +21,13 @@ from vlmpack.families import FAMILIES, ImageSpans, media_runs, runs_of_row
 from vlmpack.layout import PrefixTree, Segments, SlotRule, pack
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, enable_packing, spans_in
-from vlmpack.model.mechanisms.attention import RowAttention, layer_windows
+from vlmpack.model.mechanisms.attention import RowAttention, layer_reaches
 from vlmpack.model.mechanisms.stock import check_spans
 from vlmpack.model.prefix_tree_row import PrefixTreeRow
 from vlmpack.testing import mixed_samples, padded, sample_like, tiny_model
 
 pytestmark = pytest.mark.every_family
-each_family = pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+each_family = pytest.mark.parametrize("family", ["gemma3", "gemma4", *full("gemma4_unified")])
 
 
 def fresh(family: str, **sizes: Any) -> Any:
@@ -54,22 +56,26 @@ def test_packed_equals_alone(family: str) -> None:
 
 @each_family
 @pytest.mark.each_value
-@pytest.mark.parametrize("breakage", ["dropped", "in every layer", "over samples before"])
+@pytest.mark.parametrize("breakage", ["dropped", "in every layer", "over samples before", "within the window"])
 def test_the_comparison_sees_spans_that_are(breakage: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own, cut = truth(family), Spans.cut
 
-    def wide(self: Spans, segments: Segments, keys: Segments, window: int | None) -> SpanCall:
-        call = cut(self, segments, keys, window)
+    def wide(self: Spans, segments: Segments, keys: Segments, window: int | None) -> tuple[SpanCall, ...]:
+        call, *_ = cut(self, segments, keys, window)
         places = tuple((start, stop, 0, last_key) for start, stop, _, last_key in call.places)
-        return SpanCall(places=places, window=None)
+        return (SpanCall(places=places, window=None),)
 
-    if breakage == "dropped":
+    narrow = lambda self, *boundaries: cut(replace(self, beyond_window=False), *boundaries)  # noqa: E731
+    if breakage == "within the window":
+        monkeypatch.setattr(Spans, "cut", narrow)
+    elif breakage == "dropped":
         monkeypatch.setattr(RowAttention, "spans_of", lambda self, window: None)
     elif breakage == "in every layer":
         monkeypatch.setattr(RowAttention, "spans_of", lambda self, window: self.spans)
     else:
         monkeypatch.setattr(Spans, "cut", wide)
-    if (family, breakage) == ("gemma3", "in every layer"):  # which is where they are
+    is_there = {"gemma3": ("in every layer", "within the window"), "gemma4": ("within the window",)}
+    if breakage in is_there.get(family, ("in every layer",)):  # which is where they are
         check_packed(family, own, fresh(family))
         return
     with pytest.raises(AssertionError):
@@ -119,24 +125,29 @@ def test_a_gemma_4_without_spans_has_none() -> None:
 
 
 @each_family
-@pytest.mark.parametrize("wrong", [None, ImageSpans(), ImageSpans(layers="sliding")], ids=["none", "all", "sliding"])
+@pytest.mark.parametrize(
+    "wrong",
+    [None, ImageSpans(), ImageSpans(layers="sliding"), ImageSpans(beyond_window=True)],
+    ids=["none", "all", "sliding", "beyond"],
+)
 def test_a_descriptor_with_other_spans_than_the_models_own_masks_is_refused(
     family: str, wrong: ImageSpans | None
 ) -> None:
     parts = parts_of(fresh(family))
-    windows, right = layer_windows(parts), spans_in(parts)
+    windows, right = layer_reaches(parts), spans_in(parts)
     check_spans(parts, windows, right)
-    if right is not None and wrong is not None and wrong.layers == right.layers:
+    assert isinstance(right, ImageSpans)
+    if wrong is not None and (wrong.layers, wrong.beyond_window) == (right.layers, right.beyond_window):
         return
-    with pytest.raises(FamilyError, match=r"layer \d: as gemma\d is described, token 2 of a sample with images"):
+    with pytest.raises(FamilyError, match=r"layer \d: as gemma\w+ is described, token \d of a sample with images"):
         check_spans(parts, windows, wrong)
 
 
 def test_a_model_whose_images_are_causal_is_compared_too() -> None:
     parts = parts_of(tiny_model("qwen3_vl", layers=1))
-    check_spans(parts, layer_windows(parts), None)
+    check_spans(parts, layer_reaches(parts), None)
     with pytest.raises(FamilyError, match=r"attends to token 3, but in the model's own code"):
-        check_spans(parts, layer_windows(parts), ImageSpans())
+        check_spans(parts, layer_reaches(parts), ImageSpans())
 
 
 def test_a_model_is_refused_whose_own_code_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

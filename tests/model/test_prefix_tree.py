@@ -74,9 +74,9 @@ def counted(model):
 
         def attend(q, k, v, segments, *, causal, keys=None, **settings):
             if causal:
-                window = settings["pattern"].window or len(k)
+                first_key = settings["pattern"].reach.first_key
                 spans = zip(segments.lengths, (keys or segments).lengths, strict=True)
-                seen["pairs"].append(sum(min(place, window) for n, m in spans for place in range(m - n + 1, m + 1)))
+                seen["pairs"].append(sum(place + 1 - first_key(place) for n, m in spans for place in range(m - n, m)))
                 seen["widths"].add(len(q))
             return backend(q, k, v, segments, causal=causal, keys=keys, **settings)
 

@@ -25,7 +25,7 @@ from vlmpack.families.spans import prefixes_of_row
 from vlmpack.layout import METADATA_KEY, Segments, SlotRule, pack, share
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, enable_packing, spans_in
-from vlmpack.model.mechanisms.attention import RowAttention, layer_windows
+from vlmpack.model.mechanisms.attention import RowAttention, layer_reaches
 from vlmpack.model.mechanisms.stock import check_spans
 from vlmpack.testing import alone, mixed_samples, padded, sample_like, tiny_config, tiny_model, tiny_processor
 
@@ -77,7 +77,7 @@ def check_packed(model: Any, own: Any = None, inputs: Any = None) -> None:
 def test_packed_equals_alone(text_type: str) -> None:
     own, model = truth(text_type), fresh(text_type)
     columns = [sample["token_type_ids"] for sample in own.samples]
-    windows = set(layer_windows(parts_of(model)).values())
+    windows = {reach.window for reach in layer_reaches(parts_of(model)).values()}
     assert windows == ({None} if text_type == "gemma" else {None, 5})
     assert all(0 < column.sum() < len(column) for column in columns)
     assert max((column == 0).sum() for column in columns) > 2 * 5
@@ -90,10 +90,10 @@ def test_packed_equals_alone(text_type: str) -> None:
 def test_the_comparison_sees_prefixes_that_are(breakage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own, cut, spans_of = truth(), Spans.cut, cast(Any, RowAttention.spans_of)
 
-    def wide(self: Spans, segments: Segments, keys: Segments, window: int | None) -> SpanCall:
-        call = cut(self, segments, keys, window)
+    def wide(self: Spans, segments: Segments, keys: Segments, window: int | None) -> tuple[SpanCall, ...]:
+        (call,) = cut(self, segments, keys, window)
         places = tuple((start, stop, 0, last_key) for start, stop, _, last_key in call.places)
-        return SpanCall(places=places, window=None)
+        return (SpanCall(places=places, window=None),)
 
     if breakage == "dropped":
         monkeypatch.setattr(RowAttention, "spans_of", lambda self, window: None)
@@ -115,7 +115,7 @@ WRONG = [None, ImageSpans(), Prefix(beyond_window=False)]
 @pytest.mark.parametrize("wrong", WRONG, ids=["none", "images", "within the window"])
 def test_a_descriptor_with_other_spans_than_the_models_own_masks_is_refused(wrong: Any) -> None:
     parts = parts_of(fresh())
-    windows, right = layer_windows(parts), spans_in(parts)
+    windows, right = layer_reaches(parts), spans_in(parts)
     assert right == Prefix()
     check_spans(parts, windows, right)
     with pytest.raises(FamilyError, match=r"as paligemma is described, token \d of a sample with a prefix \(pppppps"):

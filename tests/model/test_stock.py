@@ -11,13 +11,13 @@ import torch
 from parts import parts_of
 from transformers.models.llama import modeling_llama
 
-from vlmpack.attention import Pattern
+from vlmpack.attention import Pattern, Reach
 from vlmpack.errors import FamilyError
 from vlmpack.families.family import plain_logits
 from vlmpack.families.text import capped_logits, divided_logits, multiplied_logits
 from vlmpack.layout import pack
 from vlmpack.model import PackedStep, enable_packing
-from vlmpack.model.mechanisms.attention import check_window, layer_windows
+from vlmpack.model.mechanisms.attention import layer_reaches, with_chunk
 from vlmpack.model.mechanisms.stock import check_logits, check_positions
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
@@ -29,23 +29,24 @@ WINDOWS = {"gemma2": [5, None, 5], "mistral": [5, 5, 5], "qwen3": [None, None, N
 def test_the_window_of_every_attention_layer_is_measured_and_compared(name: str, windows: list[int | None]) -> None:
     model = tiny_model(name, layers=3)
     before = dict(vars(model.config.get_text_config()))
-    found = layer_windows(parts_of(model))
+    found = layer_reaches(parts_of(model))
     assert dict(vars(model.config.get_text_config())) == before
-    assert list(found.values()) == windows
-    for layer, window in found.items():
-        check_window(found, Pattern(window=window), layer)
-        for wrong in {4, 6, 4096, None} - {window}:
+    assert list(found.values()) == [Reach(window=window) for window in windows]
+    for layer, reach in found.items():
+        pattern = Pattern(window=reach.window)
+        assert with_chunk(found, pattern, layer) is pattern
+        for wrong in {4, 6, 4096, None} - {reach.window}:
             with pytest.raises(FamilyError, match=rf"layer {layer} calls attention with sliding_window={wrong}, but"):
-                check_window(found, Pattern(window=wrong), layer)
+                with_chunk(found, Pattern(window=wrong), layer)
     with pytest.raises(FamilyError, match="layer 7 gets no mask"):
-        check_window(found, Pattern(), 7)
+        with_chunk(found, Pattern(), 7)
 
 
 @pytest.mark.parametrize("window", [1, 2, 131072])
 def test_windows_of_any_length_are_measured_without_a_mask(window: int) -> None:
     model = tiny_model("mistral", layers=1)
     model.config.sliding_window = window
-    assert layer_windows(parts_of(model), again=True) == {0: window}
+    assert layer_reaches(parts_of(model), again=True) == {0: Reach(window=window)}
 
 
 def test_masks_of_another_kind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +144,7 @@ def test_a_model_is_compared_without_being_changed(name: str) -> None:
     state = [(vars(module).copy(), *map(dict, _hooks(module))) for module in parts.core.modules()]
     check_logits(parts)
     check_positions(parts)
-    layer_windows(parts, again=True)
+    layer_reaches(parts, again=True)
     assert [(vars(module), *map(dict, _hooks(module))) for module in parts.core.modules()] == state
 
 

@@ -612,6 +612,20 @@ MUTANTS: tuple[Mutant, ...] = (
             "pass",
             "attention/test_spans.py -k wider_than_a_window",
         ),
+        (
+            "tokens of a long span see its first ones beyond their window",
+            "spans.py",
+            "if window is None or not self.beyond_window:",
+            "if True:",
+            "attention/test_spans.py -k further_calls",
+        ),
+        (
+            "the first tokens of a long span see what comes before it",
+            "spans.py",
+            "start += window",
+            "pass",
+            "attention/test_spans.py -k queries_of_a_part",
+        ),
     ),
     *_of(
         "families",
@@ -960,8 +974,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "pairs of a tree are those of its nodes",
             "prefix_tree_row.py",
-            "return attended_pairs(self.tree.keys, window) - attended_pairs(before, window)",
-            "return attended_pairs(self.tree.keys, window)",
+            "return attended_pairs(self.tree.keys, reach) - attended_pairs(before, reach)",
+            "return attended_pairs(self.tree.keys, reach)",
             "model/test_prefix_tree.py -k computed_once",
         ),
         (
@@ -1526,7 +1540,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "pairs of windows are counted apart",
             "mechanisms/attention.py",
-            '"window_pairs": min(in_window, default=0)',
+            '"window_pairs": min(local, default=0)',
             '"window_pairs": max(pairs.values())',
             "model/test_text_families.py -k equals_alone",
         ),
@@ -1561,8 +1575,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "spans are compared with the model's own masks",
             "mechanisms/attention.py",
-            "check_spans(model, layer_windows(model, again=True), spans_in(model))",
-            "layer_windows(model, again=True)",
+            "check_spans(model, layer_reaches(model, again=True), spans_in(model))",
+            "layer_reaches(model, again=True)",
             "model/test_image_spans.py -k own_code_has_none",
         ),
         (

@@ -34,8 +34,8 @@ Patch = pytest.MonkeyPatch
 KINDS = ["qwen2_5_vl", "qwen3_5_moe", "qwen3_next", "qwen3_vl"]
 EVERY = tiers(sorted(FAMILIES), KINDS, exhaustive=["qwen2_vl", "qwen3_vl_moe", "qwen3_5"])
 """In the short tier every mechanism; the probe is the same for families that have the same ones."""
-SEEDS = {"gpt_oss": 1}
-"""Of models; with seed 0 rounding under autocast sends a token of gpt-oss to another expert."""
+SEEDS = {"gpt_oss": 1, "llama4_text": 1}
+"""Of models; with seed 0 rounding under autocast sends a token to another expert."""
 SOME = ["qwen3", *full("qwen2_5_vl", "qwen3_5_moe")]
 """Where a mechanism is the same for every family."""
 VISION = ["qwen2_5_vl", *full("qwen3_vl"), *only_exhaustive("qwen4_exp")]

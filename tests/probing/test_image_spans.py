@@ -44,9 +44,9 @@ def test_spans_that_are_dropped_are_named(family: str, noun: str, monkeypatch: p
 def test_spans_that_reach_into_other_samples_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cut: Any = Spans.cut
 
-    def wide(self: Spans, segments: Segments, keys: Segments, window: int | None) -> SpanCall:
-        call = cut(self, segments, keys, window)
-        return SpanCall(places=tuple((a, b, 0, end) for a, b, _, end in call.places), window=call.window)
+    def wide(self: Spans, segments: Segments, keys: Segments, window: int | None) -> tuple[SpanCall, ...]:
+        (call,) = cut(self, segments, keys, window)
+        return (SpanCall(places=tuple((a, b, 0, end) for a, b, _, end in call.places), window=call.window),)
 
     monkeypatch.setattr(Spans, "cut", wide)
     (check,) = checks_of_mask()

@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vlmpack.attention.patterns import (
     CAUSAL,
+    Chunks,
     Pattern,
     causal_mask,
     visible_keys,
@@ -35,7 +36,7 @@ from vlmpack.attention.patterns import (
     written_out,
 )
 from vlmpack.errors import BackendError
-from vlmpack.layout import Segments, ranges
+from vlmpack.layout import Segments, ranges, to_device
 
 
 @final
@@ -102,8 +103,8 @@ class Backend(ABC):
     name: ClassVar[str]
     patterns: ClassVar[frozenset[str]] = frozenset(Pattern.__dataclass_fields__)
     """The parts of a pattern that it computes."""
-    masks_spans: ClassVar[bool] = False
-    """True if spans are in its mask; False: they are computed by a second call."""
+    by_mask: ClassVar[bool] = False
+    """True if chunks and spans are in its mask; False: they are finer segments, and further calls."""
 
     def unsupported(self, call: AttentionCall) -> list[str]:
         """Why this back-end cannot serve `call`: one sentence a reason; empty: it can, as plain PyTorch can any."""
@@ -140,18 +141,24 @@ class Backend(ABC):
             pattern: what a layer with causal attention does beside it, among the `patterns` of this back-end.
         """
         keys, spans = keys or segments, pattern.spans
-        if spans is None or self.masks_spans:
+        if pattern.chunk is not None and not self.by_mask:
+            chunks = Chunks.of(segments, keys, pattern.chunk)
+            if chunks.key_index is not None:
+                index_S = to_device(chunks.key_index, k_TKH.device)
+                k_TKH, v_TKH = (x.index_select(0, index_S) for x in (k_TKH, v_TKH))
+            segments, keys, pattern = chunks.queries, chunks.keys, replace(pattern, chunk=None)
+        if spans is None or self.by_mask:
             return self.attend(q_TNH, k_TKH, v_TKH, segments, keys, Softmax(causal, scale, dropout, pattern))
         part = pattern.causal_part
         out_TNH = self.attend(q_TNH, k_TKH, v_TKH, segments, keys, Softmax(causal, scale, dropout, part))
-        if not spans.runs:
-            return out_TNH
-        call = spans.cut(segments, keys, pattern.window)
-        index_R, index_S = call.query_index(q_TNH.device), call.key_index(q_TNH.device)
-        q_RNH, k_SKH, v_SKH = (x.index_select(0, i) for x, i in ((q_TNH, index_R), (k_TKH, index_S), (v_TKH, index_S)))
-        both_ways = Softmax(False, scale, dropout, replace(part, window=call.window))
-        out_RNH = self.attend(q_RNH, k_SKH, v_SKH, call.segments, call.keys, both_ways)
-        return out_TNH.index_copy(0, index_R, out_RNH)
+        for call in spans.cut(segments, keys, pattern.window) if spans.runs else ():
+            index_R, index_S = call.query_index(q_TNH.device), call.key_index(q_TNH.device)
+            rows = ((q_TNH, index_R), (k_TKH, index_S), (v_TKH, index_S))
+            q_RNH, k_SKH, v_SKH = (x.index_select(0, index) for x, index in rows)
+            both_ways = Softmax(False, scale, dropout, replace(part, window=call.window))
+            out_RNH = self.attend(q_RNH, k_SKH, v_SKH, call.segments, call.keys, both_ways)
+            out_TNH = out_TNH.index_copy(0, index_R, out_RNH)
+        return out_TNH
 
     @abstractmethod
     def attend(
@@ -169,7 +176,7 @@ AMPERE = (8, 0)
 class VarlenKernel(Backend):
     """FlashAttention 2, which is given the boundaries of `Segments.kernel`."""
 
-    patterns = frozenset({"window", "spans"})
+    patterns = frozenset({"window", "chunk", "spans"})
 
     def unsupported(self, call: AttentionCall) -> list[str]:
         """FlashAttention's limits on device, dtype, heads and patterns."""
@@ -266,7 +273,7 @@ class FlashAttn(VarlenKernel):
     """The package `flash-attn`: FlashAttention 2, with attention dropout."""
 
     name = "flash_attn"
-    patterns = frozenset({"window", "softcap", "spans"})
+    patterns = frozenset({"window", "chunk", "softcap", "spans"})
 
     def unsupported(self, call: AttentionCall) -> list[str]:
         """FlashAttention's limits, and the package's absence."""
@@ -442,7 +449,7 @@ class EagerMask(Backend):
     """softmax over a [T, T'] score matrix, written out; memory and work grow with T squared."""
 
     name = "eager_mask"
-    masks_spans = True
+    by_mask = True
 
     def attend(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments, softmax: Softmax

@@ -2,6 +2,7 @@
 
     causal        every earlier token of the sample, and the token itself
     window        of these the nearest `window`                    Mistral, Gemma, Olmo 3, Cohere 2, gpt-oss
+    chunk         those of the same chunk of its sample            Llama 4
     softcap       scores s become softcap * tanh(s / softcap)      Gemma 2
     sinks         one more key a head, with a score and no value   gpt-oss
     spans         later tokens of the same span (`spans.py`)       Gemma 3 and 4, PaliGemma
@@ -12,6 +13,9 @@ work grows with L W and masks are [W, 2 W]. W = 3, a segment of 11 tokens:
     first    0 1 2             keys 0 1 2                 causal
     middle   3 4 5, 6 7 8      keys 0 .. 5, 3 .. 8        one call, one mask
     last     9 10              keys 6 .. 10               the same mask, its first rows
+
+**Chunks are finer segments.** A sample is cut every C tokens from its start, so any back-end computes them (`Chunks`).
+Where queries are the last ones of their keys (`keys`), so are those of each chunk, and keys of earlier chunks go.
 
 **Sinks as a key.** One more channel of the queries holds sink / scale (a second one what rounding left of it), and is 0
 in all keys but a first one, which is 0 elsewhere and has no value. Its score is then the sink, and PyTorch's own
@@ -33,10 +37,47 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlmpack.attention.spans import Spans
-from vlmpack.layout import Segments, to_device
+from vlmpack.layout import Segments, ranges, to_device
 
 SINK_CHANNELS = 8
 """Channels that sinks add to queries and keys: two are used, the others keep kernels' alignment."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """The tokens before it that a query of a layer attends to: all, or those of its window or of its chunk."""
+
+    window: int | None = None
+    """Tokens that a query attends to, itself included; None: no window."""
+    chunk: int | None = None
+    """Tokens of a chunk, counted from the start of the sample, which attend to none before it; None: no chunks."""
+
+    def __str__(self) -> str:
+        return "sample" if not self.is_local else f"chunk of {self.chunk}" if self.chunk else f"window of {self.window}"
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether some tokens before a query are out of its reach."""
+        return self != EVERYTHING
+
+    def first_key(self, place: int) -> int:
+        """The place in the sample of the first token that the query at `place` attends to."""
+        if self.chunk is not None:
+            return place // self.chunk * self.chunk
+        return 0 if self.window is None else max(place + 1 - self.window, 0)
+
+    def queries_of(self, place: int) -> int:
+        """The place behind the last query that attends to the token at `place`, in a sample that goes on for ever."""
+        if self.chunk is not None:
+            return (place // self.chunk + 1) * self.chunk
+        return ENDLESS if self.window is None else place + self.window
+
+
+EVERYTHING = Reach()
+"""All tokens before a query."""
+ENDLESS = 1 << 62
+"""A place behind those of any sample."""
 
 
 @final
@@ -46,12 +87,22 @@ class Pattern:
 
     window: int | None = None
     """Tokens that a query attends to, itself included; None: all before it."""
+    chunk: int | None = None
+    """Tokens of a chunk of a sample, which attend to none before it; None: there are no chunks."""
     softcap: float | None = None
     """The bound of scores; None: they have none."""
     sinks: Tensor | None = None
     """[N]: of each head the score of a key without value; None: there is none."""
     spans: Spans | None = None
-    """Runs of tokens of the row that see each other in both directions; None: there are none."""
+    """Runs of tokens of the row that see each other in both directions, in no layer with chunks; None: none."""
+
+    def __post_init__(self) -> None:
+        assert self.chunk is None or (self.window is None and self.spans is None), "chunks have no window and no spans"
+
+    @property
+    def reach(self) -> Reach:
+        """How far back its queries attend."""
+        return Reach(window=self.window, chunk=self.chunk)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,12 +125,57 @@ CAUSAL = Pattern()
 """No pattern beside causal attention."""
 
 
-def attended_pairs(segments: Segments, window: int | None) -> int:
-    """Query-key pairs of causal attention in one layer: of n tokens n (n + 1) / 2, less those out of the window."""
-    if window is None:
+def attended_pairs(segments: Segments, reach: Reach = EVERYTHING) -> int:
+    """Query-key pairs of causal attention in one layer: of n tokens n (n + 1) / 2, less those out of its reach."""
+    if reach.chunk is not None:
+        return segments.in_chunks(reach.chunk).attended_pairs
+    if reach.window is None:
         return segments.attended_pairs
-    beyond = (max(length - window, 0) for length in segments.lengths)
+    beyond = (max(length - reach.window, 0) for length in segments.lengths)
     return segments.attended_pairs - sum(n * (n + 1) // 2 for n in beyond)
+
+
+# ---------------------------------------------------------------------- chunks
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """The boundaries of a row's chunks."""
+
+    queries: Segments
+    """Of its queries."""
+    keys: Segments
+    """Of the keys in the chunks that have queries; the last query of each is at the place of its last key."""
+    key_index: np.ndarray | None = None
+    """int64 [S]: where these are among all keys; None: they are all keys."""
+
+    @classmethod
+    def of(cls, segments: Segments, keys: Segments, size: int) -> Chunks:
+        """Cut a row into chunks of `size` tokens, counted from the first key of each segment.
+
+        Args:
+            segments: the boundaries of the queries.
+            keys: those of the keys: the same, or of as many segments, without gaps; the last query of each is at the
+                place of its last key.
+            size: tokens of a chunk.
+        """
+        if keys is segments:
+            cut = segments.in_chunks(size)
+            return cls(queries=cut, keys=cut)
+        queries, visible, first = [], [], []
+        for length, (start, stop) in zip(segments.lengths, keys.spans, strict=True):
+            for at in range((stop - start - length) // size * size, stop - start, size):
+                end = min(at + size, stop - start)
+                queries.append(end - max(at, stop - start - length))
+                visible.append(end - at)
+                first.append(start + at)
+        key_index = ranges(np.asarray(first, np.int64), np.asarray(visible, np.int64))
+        return cls(
+            queries=Segments.from_lengths(queries),
+            keys=Segments.from_lengths(visible),
+            key_index=None if len(key_index) == keys.total else key_index,
+        )
 
 
 # ---------------------------------------------------------------------- the dense mask
@@ -95,7 +191,7 @@ def visible_keys(
         keys: those of the keys; the last query of each segment is at the place of its last key.
         device: where the mask is made.
         causal: False if a token sees all of its segment, whatever the pattern.
-        pattern: window and spans of the layer.
+        pattern: window, chunk and spans of the layer.
     """
     query_T, key_T = segments.seq_idx(device), keys.seq_idx(device)
     real_T1, real_1T = ~segments.padding_mask(device)[:, None], ~keys.padding_mask(device)[None, :]
@@ -104,6 +200,10 @@ def visible_keys(
         return mask_TT
     before_TT = _places_from_end(segments, device)[:, None] - _places_from_end(keys, device)[None, :]
     visible_TT, in_window_TT = before_TT >= 0, True if pattern.window is None else before_TT < pattern.window
+    if pattern.chunk is not None:
+        place_T, keys_G = keys.position_in_segment(device), to_device(np.asarray((*keys.lengths, 0)), device)
+        place_of_query_T = _places_from_end(segments, device) + keys_G.index_select(0, query_T)
+        return mask_TT & visible_TT & (place_of_query_T[:, None] // pattern.chunk == place_T[None, :] // pattern.chunk)
     if (spans := pattern.spans) is None:
         return mask_TT & visible_TT & in_window_TT
     of_queries, of_keys = (to_device(numbers, device) for numbers in spans.numbers(segments, keys))

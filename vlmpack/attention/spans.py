@@ -8,9 +8,10 @@ the causal limit, and its results take the place of those of the first.
     second    queries   i i i i        keys  t t i i i i
 
 With a sliding window of W the second call's keys begin W - 1 tokens before the span, and each of its queries sees none
-that lies W or more before it. A prefix begins its sample; where it reaches beyond the window, its keys are itself.
+that lies W or more before it. Where a span reaches beyond the window, queries from its W-th token on see the whole span
+and nothing before it: a third call computes these, and spans that begin their sample, as prefixes do.
 
-T row tokens, T' tokens of keys, S keys of the second call, R its queries.
+T row tokens, T' tokens of keys, S keys of a call, R its queries.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ import torch
 
 from vlmpack.layout import Segments, ranges
 
+Place = tuple[int, int, int, int]
+"""(start, stop) of queries, and of their keys."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,7 @@ class Spans:
     runs: tuple[tuple[int, int], ...]
     """(start, stop) of each: places of the row, rising, each within one segment."""
     beyond_window: bool = False
-    """True if a span's tokens also see those of the span that lie out of the window; each then begins its segment."""
+    """True if a span's tokens also see those of the span that lie out of the window."""
 
     def further_pairs(self, window: int | None) -> int:
         """Query-key pairs of one layer beside those of causal attention; `window`: that of the layer."""
@@ -45,8 +49,8 @@ class Spans:
         beyond = (max(n - window, 0) for n in lengths)
         return later + sum(n * (n + 1) // 2 for n in beyond)
 
-    def cut(self, segments: Segments, keys: Segments, window: int | None) -> SpanCall:
-        """Lay out the second call.
+    def cut(self, segments: Segments, keys: Segments, window: int | None) -> tuple[SpanCall, ...]:
+        """Lay out the calls that compute spans, each of whose results take the place of earlier ones.
 
         Args:
             segments: the boundaries of the queries.
@@ -54,25 +58,34 @@ class Spans:
             window: tokens that a query sees, itself included; None: all before it.
         """
         starts = [start for start, _ in segments.spans]
-        places = []
+        in_window: list[Place] = []
+        beyond: list[Place] = []
         for start, stop in self.runs:
             of = bisect_right(starts, start) - 1
             _, last = segments.spans[of]
             first_key, last_key = keys.spans[of]
             end = last_key - (last - stop)
-            before = end - (stop - start) - first_key
+            begin = end - (stop - start)
+            before = begin - first_key
             assert start < stop <= last and before >= 0, f"the span {start}:{stop} is in no segment"
-            assert not (self.beyond_window and before), f"the span {start}:{stop} does not begin its segment"
             if window is not None:
                 before = min(before, window - 1)
-            places.append((start, stop, end - (stop - start) - before, end))
-        return SpanCall(places=tuple(places), window=None if self.beyond_window else window)
+            if window is None or not self.beyond_window:
+                in_window.append((start, stop, begin - before, end))
+                continue
+            if before:
+                in_window.append((start, stop, begin - before, end))
+                start += window
+            if start < stop:
+                beyond.append((start, stop, begin, end))
+        calls = (SpanCall(places=tuple(in_window), window=window), SpanCall(places=tuple(beyond), window=None))
+        return tuple(call for call in calls if call.places)
 
     def numbers(self, segments: Segments, keys: Segments) -> tuple[np.ndarray, np.ndarray]:
         """int64 [T] of the queries and [T'] of the keys: the number of each token's span; -1 without one."""
-        call = self.cut(segments, keys, None)
         of_queries, of_keys = np.full(segments.total, -1), np.full(keys.total, -1)
-        for number, (start, stop, _, end) in enumerate(call.places):
+        places = [place for call in self.cut(segments, keys, None) for place in call.places]
+        for number, (start, stop, _, end) in enumerate(places):
             of_queries[start:stop] = of_keys[end - (stop - start) : end] = number
         return of_queries, of_keys
 
@@ -80,10 +93,10 @@ class Spans:
 @final
 @dataclass(frozen=True, kw_only=True)
 class SpanCall:
-    """The call that computes spans."""
+    """A call that computes spans, or the last queries of some."""
 
-    places: tuple[tuple[int, int, int, int], ...]
-    """(start, stop) of the queries of each span, and of its keys."""
+    places: tuple[Place, ...]
+    """Of each span."""
     window: int | None
     """Tokens that a query sees, itself included, beside the later ones of its span; None: all before it."""
 

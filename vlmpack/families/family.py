@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -104,7 +105,7 @@ class Family:
     text_type: str | None = None
     """`model_type` whose code has its decoder layers; None: its own."""
     backbone_path: str = "model"
-    """The model without its head."""
+    """The model without its head; "": no part is that, since the head is inside the text part."""
     text_path: str = "model.language_model"
     """The text part: embeddings and positions in, hidden states out."""
     vision_path: str | None = "model.visual"
@@ -352,7 +353,15 @@ class Family:
 
     def backbone(self, model: nn.Module) -> nn.Module:
         """The model without its head: ids, pixels and positions in, hidden states out."""
-        return model.get_submodule(self.backbone_path)
+        if self.backbone_path:
+            return model.get_submodule(self.backbone_path)
+        if model not in _WITHOUT_HEAD:
+            _WITHOUT_HEAD[model] = WithoutHead(model, self.stock_class(model))
+        return _WITHOUT_HEAD[model]
+
+    def stock_class(self, model: nn.Module) -> Any:
+        """The transformers class of a model of this family, whatever subclass of it the model is."""
+        return next(klass for klass in reversed(type(model).__mro__) if klass.__name__ == self.model_class)
 
     def language_model(self, model: nn.Module) -> nn.Module:
         """The text part: embeddings and positions in, hidden states out."""
@@ -406,6 +415,23 @@ class Family:
                 "use a merge_kernel_size of as many rows as columns"
             )
         return rows
+
+
+@final
+class WithoutHead(nn.Module):
+    """A model whose text part holds the head, as a module that is given a row: its own forward, for which the head
+    leaves rows alone (the mechanism `inner_head`). No part of the model, and without parameters."""
+
+    def __init__(self, model: nn.Module, stock_class: Any) -> None:
+        super().__init__()
+        self._model, self._stock_class = weakref.ref(model), stock_class
+
+    def forward(self, **inputs: Any) -> Any:
+        """Call the model's own forward."""
+        return self._stock_class.forward(self._model(), **inputs)
+
+
+_WITHOUT_HEAD: weakref.WeakKeyDictionary[nn.Module, WithoutHead] = weakref.WeakKeyDictionary()
 
 
 # ---------------------------------------------------------------------- which patches attend to which

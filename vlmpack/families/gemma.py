@@ -1,8 +1,9 @@
-"""Gemma's families with vision: image tokens see later ones of their image, within the window of a layer that has one.
+"""Gemma's families with vision: image tokens see later ones of their image.
 
-    gemma3       in all layers
-    gemma4       in layers with a sliding window, in the models whose configuration says so (12B, 26B-A4B and 31B)
-    paligemma    in all layers, the prompt too, and beyond the window of the second version's layers (on Gemma 2)
+    gemma3            in all layers, within the window of a layer that has one
+    gemma4            in layers with a sliding window, in the models whose configuration says so (26B-A4B and 31B)
+    gemma4_unified    in all layers, and all of their image beyond the window too (12B)
+    paligemma         in all layers, the prompt too, and beyond the window of the second version's layers (on Gemma 2)
 
 Layers that share keys and values, embeddings for each layer, and head widths of their own concern single tokens.
 """
@@ -32,6 +33,11 @@ def _tokens_of_patches(tensors: Tensors, config: Any) -> Sequence[int]:
     """Patches of `pixel_values` [N, P, C] that have a place, `image_position_ids` [N, P, 2], are pooled to tokens."""
     has_place = (tensors["image_position_ids"] != -1).all(-1)
     return (has_place.sum(-1) // config.vision_config.pooling_kernel_size**2).tolist()
+
+
+def _tokens_of_merged_patches(tensors: Tensors, config: Any) -> Sequence[int]:
+    """Patches of `pixel_values` [N, P, C], merged before they come, make a token each if they have a place."""
+    return (tensors["image_position_ids"] != -1).all(-1).sum(-1).tolist()
 
 
 def _tokens_of_tower(tensors: Tensors, config: Any) -> Sequence[int]:
@@ -66,6 +72,18 @@ GEMMA = (
         token_types="mm_token_type_ids",
         media={"pixel_values": Join(), "image_position_ids": Join()},
         sees=ImageSpans(layers="sliding", enabled=_sees_images),
+        logits=capped_logits,
+    ),
+    tiled_family(
+        "gemma4_unified",
+        "Gemma4UnifiedForConditionalGeneration",
+        "Gemma4UnifiedProcessor",
+        oldest_transformers=(5, 23),
+        vision_path="model.embed_vision",
+        tile_tokens=_tokens_of_merged_patches,
+        token_types="mm_token_type_ids",
+        media={"pixel_values": Join(), "image_position_ids": Join()},
+        sees=ImageSpans(enabled=_sees_images, beyond_window=True),
         logits=capped_logits,
     ),
     tiled_family(

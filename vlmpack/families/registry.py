@@ -13,11 +13,12 @@ from vlmpack.errors import FamilyError
 from vlmpack.families.family import Family
 from vlmpack.families.gemma import GEMMA
 from vlmpack.families.grids import GRIDS
+from vlmpack.families.llama import LLAMA
 from vlmpack.families.qwen import QWEN
 from vlmpack.families.text import TEXT
 from vlmpack.families.tiled import TILED
 
-_ALL = (*QWEN, *GRIDS, *TILED, *GEMMA, *TEXT)
+_ALL = (*QWEN, *GRIDS, *TILED, *GEMMA, *LLAMA, *TEXT)
 _INSTALLED = tuple(int(part) for part in version("transformers").split(".")[:2])
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL if family.oldest_transformers <= _INSTALLED}
 """The families that are supported with the installed transformers, by `config.model_type`."""
@@ -161,7 +162,8 @@ def _differences(family: Family, model: Any) -> Iterator[str]:
     tower = family.vision_tower(model)
     if tower is not None and not _has(tower, family.blocks_path):
         yield f"its vision part has no part {family.blocks_path!r}"
-    parameters = inspect.signature(type(family.backbone(model)).forward).parameters
+    backbone = family.backbone(model) if family.backbone_path else model
+    parameters = inspect.signature(type(backbone).forward).parameters
     taken = [*family.media, *(name for name in (family.token_types, family.expert_types) if name is not None)]
     if missing := [name for name in taken if name not in parameters]:
         yield f"its backbone takes no {', '.join(missing)}"
@@ -174,7 +176,7 @@ def _differences(family: Family, model: Any) -> Iterator[str]:
                 return
 
 
-_IN_EVERY_LAYER = ("self_attn", "mlp")
+_IN_EVERY_LAYER = ("self_attn", "mlp", "feed_forward")
 
 
 def _has(module: nn.Module, path: str) -> bool:

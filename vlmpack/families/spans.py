@@ -33,14 +33,14 @@ def always(text_config: Any) -> bool:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ImageSpans:
-    """Runs of image tokens that attend to each other in both directions, within the window of a layer that has one."""
+    """Runs of image tokens that attend to each other in both directions."""
 
     layers: Literal["all", "sliding"] = "all"
     """The layers in which they do: all, or those with a sliding window."""
     enabled: Callable[[Any], bool] = always
     """Returns, of the text part's configuration, whether a model has them."""
-    beyond_window: ClassVar[bool] = False
-    """True if tokens of a run also see those of it that lie out of the window."""
+    beyond_window: bool = False
+    """True if tokens of a run also see those of it that lie out of the window of a layer that has one."""
     noun: ClassVar[str] = "an image"
     """For people."""
 

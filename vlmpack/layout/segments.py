@@ -345,6 +345,27 @@ class Segments:
         """Real tokens per token of row, 0 to 1."""
         return self.num_tokens / self.total if self.total else 0.0
 
+    def in_chunks(self, size: int) -> Segments:
+        """The same row cut into chunks of `size` tokens, counted from the start of each segment; the last is shorter.
+
+        size 2    a a | a .   b b | b b | b . . .   c c . .        padding is in the last chunk's slot
+        """
+        if size not in self._chunks:
+            self._chunks[size] = self if self.max_length <= size else self._cut(size)
+        return self._chunks[size]
+
+    def _cut(self, size: int) -> Segments:
+        wholes = [max(length - 1, 0) // size for length in self.lengths]
+        rows = list(zip(wholes, self.lengths, self.slots, strict=True))
+        bound = self.num_kernel_boundaries
+        return Segments(
+            lengths=tuple(n for whole, length, _ in rows for n in (*(size,) * whole, length - whole * size)),
+            slots=tuple(n for whole, _, slot in rows for n in (*(size,) * whole, slot - whole * size)),
+            total=self.total,
+            num_samples=sum(wholes) + len(self.lengths),
+            num_kernel_boundaries=None if bound is None else bound + self.total // size,
+        )
+
     @property
     def attended_pairs(self) -> int:
         """Query-key pairs of causal attention inside the segments: the sum of n (n + 1) / 2."""
@@ -414,6 +435,11 @@ class Segments:
     @cached_property
     def _tensors(self) -> dict[tuple[Hashable, torch.device], torch.Tensor]:
         """Not a field, so that a dataclass rebuilt field by field (FSDP's mixed precision) starts without tensors."""
+        return {}
+
+    @cached_property
+    def _chunks(self) -> dict[int, Segments]:
+        """By size. Not a field, as `_tensors` is none."""
         return {}
 
     @outside_graph

@@ -8,7 +8,7 @@ from vlmpack.model.engine import PackingState, StepConfig, packing_state
 from vlmpack.model.forward import STEP, StepCall
 from vlmpack.model.head import target_logprobs
 from vlmpack.model.mechanisms import ModelParts
-from vlmpack.model.mechanisms.attention import layer_windows, spans_in
+from vlmpack.model.mechanisms.attention import layer_reaches, spans_in
 from vlmpack.model.mechanisms.experts import RouterStatistics, expert_layers
 from vlmpack.model.mechanisms.gated_delta import FlaCall, uses_fla
 from vlmpack.model.path_attention import attend_along_paths
@@ -38,7 +38,7 @@ __all__ = [
     "expert_layers",
     "find_model",
     "is_packing",
-    "layer_windows",
+    "layer_reaches",
     "pack_backbone",
     "packing_state",
     "spans_in",

@@ -146,12 +146,18 @@ def pack_backbone(model: nn.Module, *, min_shared: int | None = None, report: Re
         report: called after each such call with its work and the batch's number of tokens.
 
     Raises:
-        ConfigError: packing is not enabled, or `min_shared` is no positive number.
+        ConfigError: packing is not enabled, `min_shared` is no positive number, or no part of the model is the model
+            without its head.
     """
     core = find_model(model)
     state = packing_state(core)
     if min_shared is not None:
         check_whole_number("min_shared", min_shared)
+    if not state.family.backbone_path:
+        raise ConfigError(
+            f"the head of {state.family.model_type} is inside its text part, so that no part of the model gives a "
+            "trainer hidden states; call the model itself, with a loss that is the model's own"
+        )
     hooks, backbone = _BackboneHooks(core, min_shared, report), state.family.backbone(core)
     leave_backbone(backbone)
     backbone.register_forward_pre_hook(hooks.before, with_kwargs=True)

@@ -27,7 +27,9 @@ from vlmpack.model.mechanisms import Mechanism, ModelParts, base_of, is_subclass
 from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.experts import Experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
+from vlmpack.model.mechanisms.inner_head import InnerHead
 from vlmpack.model.mechanisms.per_sample import PerSample
+from vlmpack.model.mechanisms.query_scale import QueryScale
 from vlmpack.model.mechanisms.short_conv import ShortConv
 from vlmpack.model.mechanisms.stock import check_logits, check_positions
 from vlmpack.model.mechanisms.vision import Vision
@@ -37,7 +39,10 @@ from vlmpack.model.result import LossCount, StepResult
 
 Model = TypeVar("Model", bound=nn.Module)
 
-MECHANISMS: tuple[Mechanism, ...] = (GatedDelta(), ShortConv(), PerSample(), Vision(), Experts(), Attention())
+MECHANISMS: tuple[Mechanism, ...] = (
+    *(GatedDelta(), ShortConv(), PerSample(), QueryScale()),
+    *(Vision(), Experts(), Attention(), InnerHead()),
+)
 """All that packing supports. A family's descriptor names those that its layers have."""
 
 

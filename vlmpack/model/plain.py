@@ -107,7 +107,7 @@ def check_forward(core: nn.Module, family: Family) -> None:
     Raises:
         ConfigError: the model's class, or the object itself, has a forward of its own around them.
     """
-    stock = next(klass for klass in type(core).__mro__ if klass.__name__ == family.model_class)
+    stock = family.stock_class(core)
     if type(core).forward is not stock.forward:
         raise ConfigError(
             f"{type(core).__name__} has a forward of its own over {stock.__name__}'s, which packed rows would bypass; "

@@ -19,7 +19,7 @@ from typing import final
 
 import torch
 
-from vlmpack.attention import attended_pairs
+from vlmpack.attention import EVERYTHING, Reach, attended_pairs
 from vlmpack.context_parallel import Attend
 from vlmpack.errors import LayoutError
 from vlmpack.layout import IGNORE, Grid, HostMetadata, PackedRow, PrefixTree, Segments, on_host, require, roll_left
@@ -50,11 +50,11 @@ class PrefixTreeRow(RowPart):
         """False: shared tokens are there once."""
         return False
 
-    def attended_pairs(self, window: int | None = None) -> int:
+    def attended_pairs(self, reach: Reach = EVERYTHING) -> int:
         """Those of every path, less those of the same path up to the node: they are its parent's."""
         pairs = zip(self.tree.keys.lengths, self.tree.lengths, strict=True)
         before = Segments.from_lengths([total - length for total, length in pairs])
-        return attended_pairs(self.tree.keys, window) - attended_pairs(before, window)
+        return attended_pairs(self.tree.keys, reach) - attended_pairs(before, reach)
 
     def spans(self, runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
         """Runs of tokens of the tree, those that samples share once.

@@ -36,7 +36,7 @@ class Work:
     """Tokens that each short convolution computed, with the zeros between its samples, or the padding of its buckets;
     0: there are no such layers."""
     window_pairs: int = 0
-    """Query-key pairs in one layer with a sliding window; 0: there are no such layers."""
+    """Query-key pairs in one layer with a sliding window, or with chunks; 0: there are no such layers."""
 
 
 @final

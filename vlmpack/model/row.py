@@ -16,7 +16,7 @@ from typing import Any, final
 
 import torch
 
-from vlmpack.attention import attended_pairs
+from vlmpack.attention import EVERYTHING, Reach, attended_pairs
 from vlmpack.context_parallel import Attend
 from vlmpack.layout import Grid, HostMetadata, Segments
 
@@ -65,9 +65,9 @@ class RowPart:
         """Return whether the part is the whole row."""
         return self.ranks == 1
 
-    def attended_pairs(self, window: int | None = None) -> int:
-        """Query-key pairs of causal attention in one layer, on all ranks together; `window`: that of the layer."""
-        return self.computed.attended_pairs if window is None else attended_pairs(self.computed, window)
+    def attended_pairs(self, reach: Reach = EVERYTHING) -> int:
+        """Query-key pairs of causal attention in one layer, on all ranks together; `reach`: that of the layer."""
+        return attended_pairs(self.computed, reach)
 
     def spans(self, runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
         """Runs of tokens of the row, (start, stop) of each, as places of what attention gets."""

@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from vlmpack.attention import EVERYTHING, Reach
 from vlmpack.families import Sees
 from vlmpack.layout import PackedRow, Segments
-from vlmpack.model import ModelParts, layer_windows, spans_in
+from vlmpack.model import ModelParts, layer_reaches, spans_in
 from vlmpack.probing.report import Cause, Check
 from vlmpack.probing.trace import (
     CACHES,
@@ -47,6 +48,10 @@ FORGETS_EVERYTHING = 20.0
 FEATURE_LIMITS = {torch.float32: 1e-4}
 """Largest error of features against those of the sample alone, as a part of the largest entry."""
 FEATURE_LIMIT_IN_LOW_PRECISION = 5e-2
+LAYER_LIMITS = {torch.float32: 1e-4}
+"""Largest error of a layer's output against the plain layer on each sample: chunks of gated delta layers in a prefix
+tree begin elsewhere."""
+LAYER_LIMIT_IN_LOW_PRECISION = 5e-2
 
 Rotary = tuple[torch.Tensor, ...]
 Features = list[list[torch.Tensor]]
@@ -85,8 +90,9 @@ def _check_tokens(
 
 
 def rotary_of(call: ModuleCall) -> Rotary:
-    """cos and sin that an attention layer gets, [..., T, H], by keyword or second."""
-    return tuple(call.args[1] if len(call.args) > 1 else call.kwargs["position_embeddings"])
+    """cos and sin that an attention layer gets, [..., T, H], by keyword or second; Llama 4 has them as one complex."""
+    found = call.args[1] if len(call.args) > 1 else call.kwargs["position_embeddings"]
+    return (found.real, found.imag) if isinstance(found, torch.Tensor) else tuple(found)
 
 
 def check_positions(trace: Trace, alone: Sequence[Rotary]) -> Check:
@@ -106,6 +112,40 @@ def check_rotary(call: ModuleCall, places: Sequence[torch.Tensor], alone: Sequen
             worst, at = error, i
     detail = f"sample {at} has other rotary positions than alone: cos and sin differ by {worst:.1e}"
     return Check.of_mechanism("positions", worst, LEAK, detail)
+
+
+def check_query_scale(trace: Trace, places: Sequence[torch.Tensor]) -> list[Check]:
+    """Compare layers that scale queries by place with the plain layer on each sample; `places`: of each, int64 [L].
+
+    Another sample's tokens do not move them, so that nothing leaks where a factor is wrong.
+    """
+    calls = {name: call for name, call in trace.attention.items() if not call.module.use_rope} if _scales(trace) else {}
+    if not calls:
+        return []
+    errors = {name: _error_against_plain(call, places) for name, call in calls.items()}
+    at = max(errors, key=errors.__getitem__)
+    limit = LAYER_LIMITS.get(calls[at].hidden.dtype, LAYER_LIMIT_IN_LOW_PRECISION)
+    detail = (
+        f"{at}: queries are scaled by other places than alone: the attention of a sample is off by {errors[at]:.1e}"
+    )
+    return [Check.of_mechanism("positions", errors[at], limit, detail)]
+
+
+def _scales(trace: Trace) -> bool:
+    return trace.probed.family.has("query_scale")
+
+
+def _error_against_plain(call: ModuleCall, places: Sequence[torch.Tensor]) -> float:
+    """Largest error of attention without rotary positions, as a part of the largest entry."""
+    out_1TD, worst = call.rerun(call.hidden)[0], 0.0
+    for index in places:
+        index_L = index.to(out_1TD.device)
+        hidden_1LD = call.hidden.index_select(1, index_L)
+        mask_LL = torch.full((len(index), len(index)), torch.finfo(hidden_1LD.dtype).min).triu(1)
+        further = {"position_embeddings": None, "attention_mask": mask_LL[None, None].to(hidden_1LD)}
+        alone = call.rerun_plain(hidden_1LD, **further)[0]
+        worst = max(worst, largest_move(out_1TD.index_select(1, index_L), alone, [(0, len(index))], dim=1))
+    return worst
 
 
 def check_cache(trace: Trace) -> Check:
@@ -130,7 +170,7 @@ def check_routing(trace: Trace) -> Check:
             detail = f"experts of text and of images of {name} get {of_kinds} tokens, and these are {expected}"
             return Check.wrong("router", detail, value=max(of_kinds), allowed=max(expected))
     for name, call in trace.blocks.items():
-        output = call.output[0][0]
+        output = call.output[0].reshape(-1, call.hidden.shape[-1])
         on_padding = output[trace.segments.padding_mask(output.device)]
         if stray := int((on_padding != 0).any(-1).sum()):
             detail = f"{name} computed padding in place of {stray} real tokens"
@@ -159,14 +199,14 @@ def check_mask(trace: Trace) -> Check:
         return check
     probed, sparse = trace.probed, trace.probed.family.has("per_sample")
     parts = ModelParts(family=probed.family, core=probed.core)
-    windows, sees, runs = {} if sparse else layer_windows(parts), spans_in(parts), runs_of_row(trace)
+    reaches, sees, runs = {} if sparse else layer_reaches(parts), spans_in(parts), runs_of_row(trace)
     by_sample = [[run for run in runs if start <= run[0] < stop] for start, stop in trace.segments.spans]
     first_runs = [of[0] for of in by_sample if of]  # to a second image a first one is the past
     for name, call in trace.attention.items():
-        window = windows.get(int(name.removeprefix("layer ")))
-        has_spans = sees is not None and sees.is_in(window)
+        reach = reaches.get(int(name.removeprefix("layer ")), EVERYTHING)
+        has_spans = sees is not None and sees.is_in(reach.window)
         problem = _causality_problem(
-            call, trace.segments.spans, sparse=sparse, window=window, runs=runs if has_spans else []
+            call, trace.segments.spans, sparse=sparse, reach=reach, runs=runs if has_spans else []
         )
         if problem or (problem := "" if sees is None else _span_problem(call, first_runs, sees, has_spans=has_spans)):
             return Check.wrong("mask", f"{name}: {problem}")
@@ -247,29 +287,26 @@ def _worst_layer(
 
 
 def _causality_problem(
-    call: ModuleCall, spans: Sequence[Span], *, sparse: bool, window: int | None, runs: Sequence[Span]
+    call: ModuleCall, spans: Sequence[Span], *, sparse: bool, reach: Reach, runs: Sequence[Span]
 ) -> str:
     """Find what is wrong inside samples. A query of sparse attention may do without a sample's first half, and tokens
     of a span, one of `runs`, attend to its last."""
     long = [(start, stop) for start, stop in spans if stop - start > 1]
-    reach = max(stop for _, stop in spans) if window is None else max(window, 2)
-    firsts, lasts = (
-        [(max(a, b - reach), max((a + b) // 2, b - reach + 1)) for a, b in long],
-        [(b - 1, b) for _, b in long],
-    )
+    lasts = [(stop - 1, stop) for _, stop in long]
+    seen_from = [start + reach.first_key(stop - start - 1) for start, stop in long]
     before = call.rerun(call.hidden)[0]
+    firsts = [(at, max((a + b) // 2, at + 1)) for (a, b), at in zip(long, seen_from, strict=True)]
     if not sparse:
         after_first = call.rerun(perturb_spans(call.hidden, firsts, dim=1))[0]
         if any(largest_move(after_first, before, [last], dim=1) == 0 for last in lasts):
             return "a sample's last token does not attend to its first half"
     starts = {stop: start for start, stop in runs}
-    far = [(a, b) for a, b in long if b - a > reach and b not in starts]  # a prefix reaches beyond the window
-    beyond = [(a, b - reach) for a, b in far if window != 1]
+    # a span reaches beyond the window
+    beyond = [(a, at) for (a, b), at in zip(long, seen_from, strict=True) if at > a and b not in starts]
     if beyond:
         after = call.rerun(perturb_spans(call.hidden, beyond, dim=1))[0]
-        last = [(b - 1, b) for _, b in far]
-        if not (move := largest_move(after, before, last, dim=1)) <= LEAK:
-            return f"a sample's last token attends beyond its window of {window}: it moves by {move:.1e}"
+        if not (move := largest_move(after, before, lasts, dim=1)) <= LEAK:
+            return f"a sample's last token attends beyond its {reach}: it moves by {move:.1e}"
     after_last = call.rerun(perturb_spans(call.hidden, lasts, dim=1))[0]
     earlier = [(a, starts.get(b, b - 1)) for a, b in long]
     if not (ahead := largest_move(after_last, before, earlier, dim=1)) <= LEAK:

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from vlmpack.model import ModelParts, PackedStep, disable_packing, layer_windows, spans_in
+from vlmpack.model import ModelParts, PackedStep, disable_packing, layer_reaches, spans_in
 from vlmpack.probing.forward_passes import (
     GAPS,
     ROW,
@@ -28,6 +28,7 @@ from vlmpack.probing.mechanisms import (
     check_model_inputs,
     check_packed_row,
     check_positions,
+    check_query_scale,
     check_routing,
     check_vision,
 )
@@ -245,6 +246,7 @@ def _mechanism_checks(setup: ProbeSetup, packed: PackedPass, reference: Referenc
         return [logits]
     runs: dict[str, Callable[[], list[Check]]] = {
         "positions": lambda: [check_positions(traced, reference.rotary)],
+        "query scale": lambda: check_query_scale(traced, [torch.arange(*span) for span in traced.segments.spans]),
         "mask": lambda: [check_mask(traced)],
         "cache": lambda: [check_cache(traced)],
         "gated delta layers": lambda: check_delta(traced),
@@ -285,14 +287,14 @@ def _check_pairs(setup: ProbeSetup, packed: PackedPass) -> Check:
         computed, dense = count_pairs(lambda: packed(setup.samples), setup.probed)
         probed, sparse = setup.probed, setup.probed.family.has("per_sample")
         parts = ModelParts(family=probed.family, core=probed.core)
-        windows = not sparse and any(layer_windows(parts).values())
+        local = not sparse and any(reach.is_local for reach in layer_reaches(parts).values())
     if spans_in(parts) is not None:  # their queries and all keys up to their ends go through a second call
         needed += sum((stop - start) * stop for sample in setup.samples for start, stop in probed.runs_of(sample))
     check = Check(part="work", name="attended pairs", finding="ok", value=computed, allowed=needed)
     if computed is None:
         return replace(check, finding="not counted", detail="no known kernel ran")
-    if windows and computed <= needed:
-        return replace(check, detail=f"{needed - computed} pairs less than without windows")
+    if local and computed <= needed:
+        return replace(check, detail=f"{needed - computed} pairs less than without windows and chunks")
     if dense and computed > needed:
         detail = f"a dense mask: {computed} pairs are computed, {needed} are of the same sample"
         return replace(check, finding="not counted", detail=detail)

@@ -61,14 +61,22 @@ class ModuleCall:
             args, kwargs = (), {**kwargs, "hidden_states": hidden}
         return _tensors_in(functional_call(self.module, dict(weights or {}), args, kwargs))
 
-    def rerun_plain(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Run a layer that takes nothing but hidden states as a plain model does, without a row."""
-        return _tensors_in(functional_call(self.module, dict(weights), (), {"hidden_states": hidden}))
+    def rerun_plain(
+        self, hidden: torch.Tensor, *, weights: Mapping[str, torch.Tensor] | None = None, **further: Any
+    ) -> list[torch.Tensor]:
+        """Run a layer as a plain model does, without a row, on hidden states and what it needs `further`."""
+        return _tensors_in(functional_call(self.module, dict(weights or {}), (), {"hidden_states": hidden, **further}))
 
 
 def routed_tokens(calls: Iterable[ModuleCall]) -> int:
-    """Count the tokens that the experts of a layer were given."""
-    return sum(call.hidden.numel() // call.hidden.shape[-1] for call in calls)
+    """Count the tokens that the experts of a layer were given. Those that are not told a token's experts (Llama 4) get
+    all tokens once for each of them."""
+
+    def tokens(call: ModuleCall) -> int:
+        given = call.hidden.numel() // call.hidden.shape[-1]
+        return given if len(call.args) + len(call.kwargs) > 1 else given // int(vars(call.module)["num_experts"])
+
+    return sum(map(tokens, calls))
 
 
 @final

@@ -24,16 +24,20 @@ from typing import final
 
 import torch
 
+from vlmpack.attention import EVERYTHING, Reach
 from vlmpack.layout import PackedRow, PrefixTree, unshare
-from vlmpack.model import ModelParts, layer_windows
+from vlmpack.model import ModelParts, layer_reaches
 from vlmpack.probing.forward_passes import TREE, PackedPass
 from vlmpack.probing.losses import RouterLosses, reference_router_losses
 from vlmpack.probing.mechanisms import (
     FEATURE_LIMIT_IN_LOW_PRECISION,
     FEATURE_LIMITS,
+    LAYER_LIMIT_IN_LOW_PRECISION,
+    LAYER_LIMITS,
     Rotary,
     check_cache,
     check_packed_row,
+    check_query_scale,
     check_rotary,
     current_tap,
     forgetting,
@@ -54,10 +58,6 @@ from vlmpack.probing.reference import ProbeSetup, Reference, compute_reference
 from vlmpack.probing.report import Cause, Check
 from vlmpack.probing.trace import LEAK, ModuleCall, Span, Trace, largest_move, perturb_spans, routed_tokens, trace
 from vlmpack.testing import Branches, distinct_prefixes, grids_of
-
-LAYER_LIMITS = {torch.float32: 1e-4}
-"""Largest error of a gated delta layer's output against the plain layer on each path: its chunks begin elsewhere."""
-LAYER_LIMIT_IN_LOW_PRECISION = 5e-2
 
 
 @final
@@ -92,14 +92,14 @@ class TracedTree:
         """int64 [L] of each sample: its tokens in the tree's sequence, node after node."""
         return [torch.cat([torch.arange(*self.spans[node]) for node in self._path(leaf)]) for leaf in self.tree.leaves]
 
-    def seeing(self, node: int, window: int | None) -> dict[int, Span]:
-        """The tokens of each node below `node` that attend to it: with a window those that it reaches."""
+    def seeing(self, node: int, reach: Reach) -> dict[int, Span]:
+        """The tokens of each node below `node` that attend to it: in a layer of a short reach those that it reaches."""
         places = self.tree.keys.lengths  # behind the last token of each node, in a sample that goes through it
         seeing = {}
         for other in range(node + 1, len(self.spans)):
             if node in self._path(other):
                 start, stop = self.spans[other]
-                beyond = 0 if window is None else max(places[other] - (places[node] - 1 + window), 0)
+                beyond = max(places[other] - reach.queries_of(places[node] - 1), 0)
                 seeing[other] = (start, max(stop - beyond, start))
         return seeing
 
@@ -223,6 +223,7 @@ def _mechanisms(setup: ProbeSetup, packed: PackedPass, reference: Reference) -> 
             return checks
         runs: dict[str, Callable[[], list[Check]]] = {
             "positions": lambda: [_check_positions(traced, reference.rotary)],
+            "query scale": lambda: check_query_scale(traced.trace, traced.paths),
             "mask": lambda: [_check_mask(traced)],
             "cache": lambda: [check_cache(traced.trace)],
             "gated delta layers": lambda: list(_check_delta(traced)),
@@ -252,19 +253,19 @@ def _check_positions(traced: TracedTree, alone: Sequence[Rotary]) -> Check:
 
 
 def _check_mask(traced: TracedTree) -> Check:
-    """Check that a node's descendants within a layer's window, and no others, attend to it.
+    """Check that a node's descendants within a layer's reach, and no others, attend to it.
 
     A query of sparse attention may do without an ancestor.
     """
     probed, worst, at = traced.trace.probed, 0.0, ""
     sparse = probed.family.has("per_sample")
-    windows = {} if sparse else layer_windows(ModelParts(family=probed.family, core=probed.core))
+    reaches = {} if sparse else layer_reaches(ModelParts(family=probed.family, core=probed.core))
     for name, call in traced.trace.attention.items():
-        window = windows.get(int(name.removeprefix("layer ")))
+        reach = reaches.get(int(name.removeprefix("layer ")), EVERYTHING)
         before = call.rerun(call.hidden)[0]
         for node, span in enumerate(traced.spans):
             after = call.rerun(perturb_spans(call.hidden, [span], dim=1))[0]
-            seeing = traced.seeing(node, window)
+            seeing = traced.seeing(node, reach)
             others = [each for other, each in enumerate(traced.spans) if other not in (node, *seeing)]
             beyond = [(stop, traced.spans[other][1]) for other, (_, stop) in seeing.items()]
             if not (leak := largest_move(after, before, [*others, *beyond], dim=1)) <= worst:
@@ -301,7 +302,7 @@ def _error_along_paths(call: ModuleCall, paths: Sequence[torch.Tensor], weights:
     out_1tD, worst = call.rerun(call.hidden, weights)[0], 0.0
     for path in paths:
         path = path.to(call.hidden.device)
-        alone = call.rerun_plain(call.hidden.index_select(1, path), weights)[0]
+        alone = call.rerun_plain(call.hidden.index_select(1, path), weights=weights)[0]
         worst = max(worst, largest_move(out_1tD.index_select(1, path), alone, [(0, len(path))], dim=1))
     return worst
 
@@ -361,18 +362,19 @@ def _work(setup: ProbeSetup, packed: PackedPass) -> Iterator[Check]:
         work = packed.step(packed.inputs(setup.samples)).work
         computed, dense = count_pairs(lambda: packed(setup.samples), setup.probed)
         probed, sparse = setup.probed, setup.probed.family.has("per_sample")
-        windows = not sparse and any(layer_windows(ModelParts(family=probed.family, core=probed.core)).values())
+        reaches = {} if sparse else layer_reaches(ModelParts(family=probed.family, core=probed.core))
+        local = any(reach.is_local for reach in reaches.values())
     counts: dict[str, tuple[int, int, Cause]] = {
         "tokens": (work.physical_tokens, least.tokens, "packing"),
         "patches": (work.vision_patches, least.patches, "vision"),
-        **({} if sparse or windows else {"pairs": (work.attended_pairs, least.pairs, "mask")}),
+        **({} if sparse or local else {"pairs": (work.attended_pairs, least.pairs, "mask")}),
     }
     # kernels are given each node's queries and all keys of its path; layers that run sample by sample, each whole path
     needed = sum(n * k for n, k in zip(row.tree.lengths, row.tree.keys.lengths, strict=True))
     if sparse:
         needed = sum(length**2 for length in row.segments.lengths)
     if computed is not None and not dense:
-        counts["attended pairs"] = computed, min(computed, needed) if windows else needed, "mask"
+        counts["attended pairs"] = computed, min(computed, needed) if local else needed, "mask"
     for name, (value, expected, cause) in counts.items():
         check = Check(part="work", name=name, finding="ok", value=value, allowed=expected)
         detail = f"{value} {name} are computed, and the samples' distinct beginnings have {expected}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -223,7 +224,15 @@ def _shrink_text(text: dict[str, Any], sizes: TinySizes) -> dict[str, Any]:
         "split_ngram_parts": 1,
     }
     sparse = {"indexer_compress_ratio": 2, "indexer_budget": 8} if text.get("indexer_compress_ratio") else {}
-    return {**text, **always, **{name: value for name, value in if_there.items() if name in text}, **sparse}
+    chunked = _chunked(kinds) if text.get("attention_chunk_size") else {}
+    return {**text, **always, **{name: value for name, value in if_there.items() if name in text}, **sparse, **chunked}
+
+
+def _chunked(kinds: Sequence[str]) -> dict[str, Any]:
+    """Chunks, and steps of the factors of queries, so short that samples of a probe have several."""
+    rotary = [int(kind == "chunked_attention") for kind in kinds]
+    widths = {"intermediate_size_mlp": HEADS * WIDTH, "moe_layers": list(range(len(kinds)))}
+    return {"attention_chunk_size": 8, "floor_scale": 4, "no_rope_layers": rotary, **widths}
 
 
 def _layer_types(text: dict[str, Any]) -> list[str]:

@@ -395,6 +395,9 @@ RECIPES = {
     "gemma4": _Recipe(
         vision=towers.gemma4_tower, more=texts.gemma4_text, whole=towers.gemma4_settings, experts=True, **GEMMA
     ),
+    "gemma4_unified": _Recipe(
+        vision=towers.merged_patches, more=texts.gemma4_unified_text, whole=towers.gemma4_settings, **GEMMA
+    ),
     "paligemma": _Recipe(
         vision=towers.paligemma_tower,
         text_type="gemma2",
@@ -403,6 +406,10 @@ RECIPES = {
         sdpa=False,
         **GEMMA,
     ),
+    "llama4": _Recipe(
+        vision=towers.llama4_tower, more=texts.llama4_text, whole=towers.llama4_settings, experts=True, **GEMMA
+    ),
+    "llama4_text": _Recipe(experts=True, more=texts.llama4_text),
     "llama": _Recipe(),
     "mistral": _Recipe(more=lambda _: {"sliding_window": texts.WINDOW}),
     "qwen2": _Recipe(since_qwen3=False),

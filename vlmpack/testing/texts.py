@@ -118,9 +118,9 @@ def gpt_oss_text(sizes: TinySizes) -> dict[str, Any]:
     return {**windows(sizes), "num_local_experts": sizes.experts}
 
 
-def gemma4_text(sizes: TinySizes) -> dict[str, Any]:
-    """All that its models have, in one: experts, embeddings for each layer, wider heads without a window; keys that are
-    values; from 4 layers on the last two share keys and values of those before."""
+def gemma4_unified_text(sizes: TinySizes) -> dict[str, Any]:
+    """Wider heads without a window; keys that are values; from 4 layers on the last two share keys and values of those
+    before."""
     windows, half = gemma3_text(sizes), {"partial_rotary_factor": 0.5, "rope_type": "proportional"}
     windows["rope_parameters"]["full_attention"] |= half
     windows["layer_types"][-1] = "full_attention"
@@ -132,10 +132,38 @@ def gemma4_text(sizes: TinySizes) -> dict[str, Any]:
         "num_global_key_value_heads": 1,
         "attention_k_eq_v": True,
         "num_kv_shared_layers": 2 if sizes.layers > 3 else 0,
+    }
+
+
+def gemma4_text(sizes: TinySizes) -> dict[str, Any]:
+    """All that its models have, in one: experts and embeddings for each layer beside what the unified one has."""
+    return {
+        **gemma4_unified_text(sizes),
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": sizes.vocab_size,
         "enable_moe_block": True,
         "top_k_experts": sizes.experts_per_token,
+    }
+
+
+CHUNK = 7
+"""Chunks so short that samples of a few tokens have several."""
+
+
+def llama4_text(sizes: TinySizes) -> dict[str, Any]:
+    """Chunks and rotary positions in every other layer, from the first on, and experts in the others and the last,
+    whose queries are scaled from the third token on."""
+    rotary = [1 - i % 2 for i in range(sizes.layers)]
+    return {
+        "attention_chunk_size": CHUNK,
+        "no_rope_layers": rotary if sizes.layers > 1 else [1],
+        "layer_types": ["chunked_attention" if here else "full_attention" for here in rotary],
+        "moe_layers": sorted({*range(1, sizes.layers, 2), sizes.layers - 1}),
+        "num_local_experts": sizes.experts,
+        "num_experts_per_tok": sizes.experts_per_token,
+        "intermediate_size_mlp": 2 * sizes.hidden,
+        "floor_scale": 3,
+        "attn_scale": 0.7,
     }
 
 

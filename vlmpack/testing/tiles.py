@@ -83,13 +83,22 @@ MOST_PATCHES = 84
 
 
 def _padded_patches(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
-    """Patches with places, pooled to one token a cell, and padding without."""
+    """Patches with places, pooled to one token a cell."""
     vision = config.vision_config
-    pooled, side = vision.pooling_kernel_size, 3 * vision.patch_size**2
-    rows, columns = (pooled * cells for cells in grid[1:])
+    return _with_places(config, grid, draw, patches=vision.pooling_kernel_size, side=vision.patch_size)
+
+
+def _merged_patches(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
+    """Patches with places, one a cell."""
+    return _with_places(config, grid, draw, patches=1, side=config.vision_config.model_patch_size)
+
+
+def _with_places(config: Any, grid: Grid, draw: Draw, *, patches: int, side: int) -> TiledImage:
+    """Patches with places, `patches` along the side of a cell and of `side` pixels; and padding without."""
+    rows, columns = (patches * cells for cells in grid[1:])
     places = torch.full((1, MOST_PATCHES, 2), -1)
     places[0, : rows * columns] = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(-1)
-    pixels = draw(1, MOST_PATCHES, side)
+    pixels = draw(1, MOST_PATCHES, 3 * side**2)
     pixels[0, rows * columns :] = 0
     tokens = [config.image_token_id] * (grid[1] * grid[2])
     tensors = {"pixel_values": pixels, "image_position_ids": places}
@@ -139,6 +148,15 @@ def _marked_tiles(config: Any, grid: Grid, draw: Draw, *, several: bool) -> Tile
     mask = torch.ones(1, tiles, side, side, dtype=torch.int64)
     tensors = {"pixel_values": draw(1, tiles, 3, side, side), "pixel_attention_mask": mask}
     return TiledImage(ids=_between(config, *[run] * tiles, mark=True), tensors=tensors)
+
+
+def _separated_tiles(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
+    """A run of placeholders for each cell of the form and one for the whole image, a token of text between them."""
+    tiles, side = grid[1] * grid[2], config.vision_config.image_size
+    tensors = {"pixel_values": draw(tiles + (tiles > 1), 3, side, side)}
+    rule = family_named(config.model_type).tile_tokens
+    assert rule is not None
+    return TiledImage(ids=_between(config, *rule(tensors, config), mark=True), tensors=tensors)
 
 
 def _rows_of_tokens(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
@@ -192,8 +210,10 @@ TILE_RULES: dict[str, TileRule] = {
     "minicpmv4_6": _row_of_patches,
     "lfm2_vl": _masked_patches,
     "deepseek_ocr2": _views,
+    "llama4": _separated_tiles,
     "gemma3": _crops,
     "gemma4": _padded_patches,
+    "gemma4_unified": _merged_patches,
     "paligemma": _bare_image,
 }
 """By `config.model_type`."""

@@ -158,6 +158,21 @@ def lfm2_settings(sizes: TinySizes) -> dict[str, Any]:
     return {"downsample_factor": sizes.merge, "projector_hidden_size": 2 * sizes.vision_hidden}
 
 
+def llama4_tower(sizes: TinySizes) -> dict[str, Any]:
+    """Patches are shuffled two by two, projected twice."""
+    width = 2 * sizes.vision_hidden
+    tower = {**tile_tower(sizes), "intermediate_size": 4 * sizes.vision_hidden}
+    return {**tower, "vision_output_dim": width, "projector_input_dim": width, "projector_output_dim": width}
+
+
+def llama4_settings(sizes: TinySizes) -> dict[str, Any]:
+    return {
+        "image_token_index": sizes.image_token_id,
+        "boi_token_index": sizes.vision_start_token_id,
+        "eoi_token_index": sizes.vision_end_token_id,
+    }
+
+
 def gemma3_tower(sizes: TinySizes) -> dict[str, Any]:
     tower = tile_tower(sizes)
     return {**tower, "image_size": 6 * tower["patch_size"]}
@@ -191,6 +206,12 @@ def gemma4_tower(sizes: TinySizes) -> dict[str, Any]:
         "pooling_kernel_size": 2,
         "position_embedding_size": 64,
     }
+
+
+def merged_patches(sizes: TinySizes) -> dict[str, Any]:
+    """No tower: patches of two by two are embedded as they are."""
+    widths = {"mm_embed_dim": sizes.vision_hidden, "output_proj_dims": sizes.vision_hidden}
+    return {**widths, "patch_size": sizes.patch_size, "pooling_kernel_size": 2, "mm_posemb_size": 64}
 
 
 def gemma4_settings(sizes: TinySizes) -> dict[str, Any]:

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vlmpack.attention import EVERYTHING, Reach
 from vlmpack.families import Prefix, Sees
 from vlmpack.testing.tiles import Sample
 
 if TYPE_CHECKING:
     from vlmpack.model import Work
 
-Windows = Collection[int | None]
-"""Tokens that queries attend to, in each kind of layer; None: all before them."""
+Reaches = Collection[Reach]
+"""How far back queries attend, in each kind of layer."""
 TYPE_KEYS = ("mm_token_type_ids", "token_type_ids")
 """Names of the kinds of tokens in a sample."""
 
@@ -28,7 +29,7 @@ def work_problems(
     *,
     multiple: int = 1,
     sparse: bool = False,
-    windows: Windows = (None,),
+    reaches: Reaches = (EVERYTHING,),
     sees: Sees | None = None,
 ) -> list[str]:
     """Describe work that a packed step should not have done.
@@ -36,13 +37,14 @@ def work_problems(
     Args (beside the work of a packed step, and its samples):
         multiple: of the slots of the row.
         sparse: attention selects among the pairs.
-        windows: of the model's layers.
+        reaches: of the model's layers.
         sees: the spans of its layers.
     """
     assert work is not None
     lengths = [len(sample["input_ids"]) for sample in samples]
-    of_layers = {w: sum(_pairs(sample, w, sees) for sample in samples) for w in windows}
-    pairs, window_pairs = max(of_layers.values()), min((of_layers[w] for w in of_layers if w), default=0)
+    of_layers = {reach: sum(_pairs(sample, reach, sees) for sample in samples) for reach in reaches}
+    local = [count for reach, count in of_layers.items() if reach.window or reach.chunk]
+    pairs, window_pairs = max(of_layers.values()), min(local, default=0)
     counts = {
         "real tokens": (work.real_tokens, sum(lengths)),
         "physical tokens": (work.physical_tokens, sum(-(-n // multiple) * multiple for n in lengths)),
@@ -54,19 +56,23 @@ def work_problems(
     return faults
 
 
-def _pairs(sample: Sample, window: int | None, sees: Sees | None) -> int:
-    """Pairs of one sample alone in a layer with this window."""
+def _pairs(sample: Sample, reach: Reach, sees: Sees | None) -> int:
+    """Pairs of one sample alone in a layer of this reach."""
+    window = reach.window
     place = torch.arange(len(sample["input_ids"]))
     before = place[:, None] - place[None, :]
     visible = before >= 0
+    if reach.chunk is not None:
+        return int((visible & (place[:, None] // reach.chunk == place[None, :] // reach.chunk)).sum())
+    in_window = torch.ones_like(visible) if window is None else before < window
+    together = torch.zeros_like(visible)
     if isinstance(sees, Prefix):
         in_prefix = sample[sees.column] == 0
-        both = in_prefix[:, None] & in_prefix[None, :]
-        in_window = torch.ones_like(both) if window is None else before < window
-        return int(((visible & in_window) | (both if sees.beyond_window else both & in_window)).sum())
-    if sees is not None and sees.is_in(window):
+        together = in_prefix[:, None] & in_prefix[None, :]
+    elif sees is not None and sees.is_in(window):
         types = next(sample[name] for name in TYPE_KEYS if name in sample)
         is_media = types > 0
         run = (is_media & ~is_media.roll(1).index_fill(0, place[:1], False)).cumsum(0)
-        visible = visible | ((run[:, None] == run[None, :]) & is_media[:, None] & is_media[None, :])
-    return int((visible if window is None else visible & (before < window)).sum())
+        together = (run[:, None] == run[None, :]) & is_media[:, None] & is_media[None, :]
+    beyond = together if sees is not None and sees.beyond_window else together & in_window
+    return int(((visible & in_window) | beyond).sum())

@@ -25,13 +25,13 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vlmpack.attention import CAUSAL, AttentionCall, Pattern, Spans, choose
+from vlmpack.attention import CAUSAL, AttentionCall, Pattern, Reach, Spans, choose
 from vlmpack.errors import BackendError, ConfigError, FamilyError
 from vlmpack.families import Family, Prefix, Sees
 from vlmpack.layout import Segments, outside_graph
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup, is_subclassed
 from vlmpack.model.mechanisms.stand_ins import StandIn, plain_config, stand_in
-from vlmpack.model.mechanisms.stock import check_spans, measured_windows
+from vlmpack.model.mechanisms.stock import check_spans, measured_reaches
 from vlmpack.model.plain import check_not_bypassed, warn_past_the_forward
 from vlmpack.model.row import CONTEXT, RowContext
 
@@ -47,7 +47,7 @@ class RowAttention:
     def __init__(
         self,
         backend: str,
-        stock_windows: Mapping[int, int | None] | None = None,
+        stock_reaches: Mapping[int, Reach] | None = None,
         *,
         spans: Spans | None = None,
         in_window: Callable[[int | None], bool] = lambda window: True,
@@ -63,10 +63,10 @@ class RowAttention:
         """True if the model's own code always passes layers a mask, so that `is_causal` of theirs does not matter."""
         self.calls = 0
         """Calls of packed attention in the text model so far."""
-        self.stock_windows = stock_windows
-        """The window of each layer in the model's own code, by its number; None: not compared."""
-        self.windows: set[int | None] = set()
-        """The windows of the text model's layers that were called; None: of those that have none."""
+        self.stock_reaches = stock_reaches
+        """The reach of each layer in the model's own code, by its number; None: not compared."""
+        self.reaches: set[Reach] = set()
+        """The reaches of the text model's layers that were called."""
 
     def spans_of(self, window: int | None) -> Spans | None:
         """The spans in layers with this window."""
@@ -93,7 +93,7 @@ class Attention(Mechanism):
             if not isinstance(config := module.config, StandIn):
                 module.config = stand_in(config, name)
         if not _has_own_masks(model):
-            check_spans(model, layer_windows(model, again=True), spans_in(model))
+            check_spans(model, layer_reaches(model, again=True), spans_in(model))
 
     def detach(self, model: ModelParts, *, kept: Set[int] = frozenset()) -> None:
         """Restore the configurations."""
@@ -113,27 +113,27 @@ class Attention(Mechanism):
         return next(_not_computed(model, callers), None)
 
     def prepare(self, setup: RowSetup) -> RowAttention:
-        """Pass the name of the back-end, the windows of layers and the spans of the row on."""
-        windows = None if _has_own_masks(setup.model) else layer_windows(setup.model)
+        """Pass the name of the back-end, the reaches of layers and the spans of the row on."""
+        reaches = None if _has_own_masks(setup.model) else layer_reaches(setup.model)
         if (sees := spans_in(setup.model)) is None:
-            return RowAttention(setup.backend, windows)
+            return RowAttention(setup.backend, reaches)
         runs = sees.of_row(setup.row, setup.types, setup.metadata.media_runs)
         for name in setup.model.family.token_columns:
             setup.part.check_shared(setup.row.extras[name], name)
         spans = Spans(runs=setup.part.spans(runs), beyond_window=sees.beyond_window)
         always_masked = isinstance(sees, Prefix)
-        return RowAttention(setup.backend, windows, spans=spans, in_window=sees.is_in, always_masked=always_masked)
+        return RowAttention(setup.backend, reaches, spans=spans, in_window=sees.is_in, always_masked=always_masked)
 
     def work(self, setup: RowSetup, entry: RowAttention) -> Mapping[str, int]:
-        """Pairs of the layers with a window, and of those without."""
-        if entry.spans is None and not entry.windows - {None}:
+        """Pairs of the layers with a window or chunks, and of those without."""
+        if entry.spans is None and not any(reach.is_local for reach in entry.reaches):
             return {}
-        pairs = {window: setup.part.attended_pairs(window) for window in entry.windows}
-        for window in pairs:
-            if (spans := entry.spans_of(window)) is not None:
-                pairs[window] += spans.further_pairs(window)
-        in_window = [count for window, count in pairs.items() if window is not None]
-        return {"attended_pairs": max(pairs.values()), "window_pairs": min(in_window, default=0)}
+        pairs = {reach: setup.part.attended_pairs(reach) for reach in entry.reaches}
+        for reach in pairs:
+            if (spans := entry.spans_of(reach.window)) is not None:
+                pairs[reach] += spans.further_pairs(reach.window)
+        local = [count for reach, count in pairs.items() if reach.is_local]
+        return {"attended_pairs": max(pairs.values()), "window_pairs": min(local, default=0)}
 
     def check_ran(self, model: ModelParts, entry: RowAttention) -> None:
         """Look whether every attention layer that has a forward of its own called packed attention.
@@ -159,44 +159,49 @@ def spans_in(model: ModelParts) -> Sees | None:
     return sees if sees is not None and sees.enabled(model.text.config) else None
 
 
-# ---------------------------------------------------------------------- windows of the model's own code
+# ---------------------------------------------------------------------- reaches in the model's own code
 
-_WINDOWS: WeakKeyDictionary[nn.Module, dict[int, int | None]] = WeakKeyDictionary()
+_REACHES: WeakKeyDictionary[nn.Module, dict[int, Reach]] = WeakKeyDictionary()
 
 
-def layer_windows(model: ModelParts, *, again: bool = False) -> dict[int, int | None]:
-    """The window of each decoder layer with attention, by its number, as the model's own code masks it; None: none.
+def layer_reaches(model: ModelParts, *, again: bool = False) -> dict[int, Reach]:
+    """The reach of each decoder layer with attention, by its number, as the model's own code masks it.
 
     Args:
-        model: the model. Its windows are kept for as long as its text part lives.
+        model: the model. Its reaches are kept for as long as its text part lives.
         again: measure them anew, with its configuration as it is now.
 
     Raises:
-        FamilyError: a layer's mask is something else than causal within a window.
+        FamilyError: a layer's mask is something else than causal, within a window or a chunk.
     """
     text = model.text
-    if again or text not in _WINDOWS:
-        _WINDOWS[text] = measured_windows(text)
-    return _WINDOWS[text]
+    if again or text not in _REACHES:
+        _REACHES[text] = measured_reaches(text)
+    return _REACHES[text]
 
 
-def check_window(windows: Mapping[int, int | None], pattern: Pattern, layer: int) -> None:
+def with_chunk(reaches: Mapping[int, Reach], pattern: Pattern, layer: int) -> Pattern:
     """Compare the window that a layer passes to its attention function with its mask in the model's own code.
+
+    Returns:
+        The pattern with the layer's chunk, which no layer passes: it is in the mask alone.
 
     Raises:
         FamilyError: packed rows would attend to other tokens than the model's own code.
     """
-    if layer not in windows:
+    if layer not in reaches:
         raise FamilyError(
             f"layer {layer} gets no mask from its model, so what it attends to is not known; train this model without "
             "packing"
         )
-    if windows[layer] != pattern.window:
+    reach = reaches[layer]
+    if reach.window != pattern.window:
         raise FamilyError(
             f"layer {layer} calls attention with sliding_window={pattern.window}, but in the model's own code its mask "
-            f"has {windows[layer]}: its configuration was changed after packing was enabled, or the family is not as "
+            f"has {reach.window}: its configuration was changed after packing was enabled, or the family is not as "
             "described. Call enable_packing(model) again, or train this model without packing"
         )
+    return pattern if reach.chunk is None else replace(pattern, chunk=reach.chunk)
 
 
 # ---------------------------------------------------------------------- the modules that call attention
@@ -372,9 +377,9 @@ def run_on_row(
     entry: RowAttention = row.entries[Attention.name]
     if vision is None:
         entry.calls += 1
-        if entry.stock_windows is not None and module is not None:
-            check_window(entry.stock_windows, pattern, module.layer_idx)
-        entry.windows.add(pattern.window)
+        if entry.stock_reaches is not None and module is not None:
+            pattern = with_chunk(entry.stock_reaches, pattern, module.layer_idx)
+        entry.reaches.add(pattern.reach)
         pattern = _with_spans(pattern, entry, row, query.shape[1])
     segments = row.segments if vision is None else row.entries[OF_VISION].find(vision, query.shape[2])
     q_TNH, k_TKH, v_TKH = (_in_autocast(x.squeeze(0).transpose(0, 1)) for x in (query, key, value))

@@ -199,13 +199,15 @@ class Gate:
         return tuple(tensor.index_select(1, real) for tensor in args)
 
     def restore(self, block: nn.Module, args: Any, output: Any) -> Any:
-        """[1, R, D] to [1, T, D], zeros on padding. Blocks that return more beside keep it: layers do not read it."""
+        """[1, R, D], or [R, D], to [1, T, D], zeros on padding. Blocks that return more beside keep it: layers do not
+        read it."""
         call = self._calls.current
         real, call.real = call.real, None
         if real is None or output is None:
             return None
         hidden, *more = output if isinstance(output, tuple) else (output,)
-        restored = hidden.new_zeros(1, call.width, hidden.shape[-1]).index_copy_(1, real, hidden)
+        width = hidden.shape[-1]
+        restored = hidden.new_zeros(1, call.width, width).index_copy_(1, real, hidden.reshape(1, -1, width))
         return (restored, *more) if isinstance(output, tuple) else restored
 
 

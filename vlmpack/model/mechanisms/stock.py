@@ -7,7 +7,8 @@
 Twins share everything else with the model, which is not changed, not even while they run.
 
 transformers builds a mask from a function of (batch, head, query, key). Registered under a name of ours, a mask
-function hands that function itself on to each layer: so it is measured how far back a token sees, and no mask is built.
+function hands that function itself on to each layer: so it is measured how far back a token sees, in a window or in
+chunks, and no mask is built.
 Spans are compared on a few tokens, as whole masks.
 A descriptor that differs from the model is an error when packing is enabled, or at the first row.
 """
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 from transformers import AttentionMaskInterface
 
-from vlmpack.attention import Pattern, Spans, visible_keys
+from vlmpack.attention import EVERYTHING, Pattern, Reach, Spans, visible_keys
 from vlmpack.errors import FamilyError
 from vlmpack.families import Prefix, Sees
 from vlmpack.layout import Segments
@@ -57,32 +58,36 @@ AttentionMaskInterface.register(_NAME, _mask_function)
 AttentionMaskInterface.register(_DENSE, _dense_mask)
 
 
-def measured_windows(text: nn.Module) -> dict[int, int | None]:
-    """Measure the window of each decoder layer with attention, by its number, as the model's own code masks it.
-
-    Returns:
-        Tokens that a query attends to, itself included; None: all before it.
+def measured_reaches(text: nn.Module) -> dict[int, Reach]:
+    """Measure the reach of each decoder layer with attention, by its number, as the model's own code masks it.
 
     Raises:
-        FamilyError: a layer's mask is something else than causal within a window.
+        FamilyError: a layer's mask is something else than causal, within a window or a chunk.
     """
     masks = {layer: mask for layer, (mask, _) in _recorded_of_text(text).items() if callable(mask)}
-    windows = {mask: _window(mask, layer) for layer, mask in masks.items()}
-    return {layer: windows[mask] for layer, mask in masks.items()}
+    reaches = {mask: _reach(mask, layer) for layer, mask in masks.items()}
+    return {layer: reaches[mask] for layer, mask in masks.items()}
 
 
-def _window(mask: Any, layer: int) -> int | None:
-    """Measure how many tokens a far query attends to."""
-    keys = torch.arange(FAR + 2, device="cpu")
-    query = torch.tensor(FAR, device="cpu")
-    seen = mask(torch.tensor(0), torch.tensor(0), query, keys).expand(len(keys))
-    window = int(seen.sum())
-    if not torch.equal(seen, (keys <= query) & (query - keys < window)):
+def _reach(mask: Any, layer: int) -> Reach:
+    """Count the queries that attend to the first key; compare the keys of those around their last, and of far ones."""
+    places = torch.arange(FAR + 2, device="cpu")
+    zero = torch.tensor(0)
+    size = int(mask(zero, zero, places, zero).expand(len(places)).sum())
+    candidates = [Reach(window=size), Reach(chunk=size)] if 0 < size <= FAR else [EVERYTHING]
+    queries = sorted({0, *(min(n * size + step, FAR) for n in (1, 2, 3) for step in (-1, 0)), FAR - 1, FAR})
+    masked = {query: mask(zero, zero, torch.tensor(query), places).expand(len(places)) for query in queries}
+
+    def fits(reach: Reach) -> bool:
+        first = {query: reach.first_key(query) for query in masked}
+        return all(torch.equal(keys, (places >= first[query]) & (places <= query)) for query, keys in masked.items())
+
+    if (reach := next(filter(fits, candidates), None)) is None:
         raise FamilyError(
-            f"layer {layer} attends to other tokens than those before them, or a window of those, in the model's own "
-            "code, which packed rows cannot do; train this model without packing"
+            f"layer {layer} attends to other tokens than those before them, or a window or chunk of those, in the "
+            "model's own code, which packed rows cannot do; train this model without packing"
         )
-    return window if window <= FAR else None
+    return reach
 
 
 def check_positions(model: ModelParts) -> None:
@@ -180,12 +185,12 @@ WINDOW = 3
 """The window of the twin, in place of its own."""
 
 
-def check_spans(model: ModelParts, windows: Mapping[int, int | None], sees: Sees | None) -> None:
+def check_spans(model: ModelParts, reaches: Mapping[int, Reach], sees: Sees | None) -> None:
     """Compare masks of a sample with images, or with a prefix, in the model's own code with those of its descriptor.
 
     Args:
         model: the model.
-        windows: the window of each layer.
+        reaches: the reach of each layer.
         sees: the spans that packed rows have; None: none.
 
     Raises:
@@ -196,7 +201,8 @@ def check_spans(model: ModelParts, windows: Mapping[int, int | None], sees: Sees
     if column is None:
         return
     text, backbone = model.text, family.backbone(model.core)
-    settings: dict[str, Any] = {} if set(windows.values()) == {None} else {"sliding_window": WINDOW}
+    has_windows = any(reach.window is not None for reach in reaches.values())
+    settings: dict[str, Any] = {"sliding_window": WINDOW} if has_windows else {}
     if "hidden_size_per_layer_input" in vars(text):
         settings["hidden_size_per_layer_input"] = 0
     twin = _TextTwin(text, _DENSE, **settings)
@@ -212,10 +218,11 @@ def check_spans(model: ModelParts, windows: Mapping[int, int | None], sees: Sees
     found = twin.run(functools.partial(type(backbone).forward, whole), tokens, **inputs)
     spans = None if sees is None else Spans(runs=_runs_of(sees, types[0]), beyond_window=sees.beyond_window)
     for layer, (mask, _) in found.items():
-        if layer not in windows:
+        if layer not in reaches:
             continue
-        window = None if windows[layer] is None else WINDOW
-        pattern = Pattern(window=window, spans=spans if sees is not None and sees.is_in(windows[layer]) else None)
+        window = None if reaches[layer].window is None else WINDOW
+        of_layer = spans if sees is not None and sees.is_in(window) else None
+        pattern = Pattern(window=window, chunk=reaches[layer].chunk, spans=of_layer)
         expected = visible_keys(segments, segments, device, causal=True, pattern=pattern)
         if differs := (mask[0, 0] != expected).nonzero().tolist():
             query, key = differs[0]
@@ -237,6 +244,16 @@ def _twin(module: nn.Module, parts: Mapping[str, nn.Module], **attributes: Any) 
     twin = object.__new__(type(module))
     vars(twin).update(vars(module), _modules={**module._modules, **parts}, **attributes)
     return twin
+
+
+def _twin_of_paths(module: nn.Module, parts: Mapping[str, nn.Module]) -> Any:
+    """A twin with other parts at these paths, within twins of the parts that hold them."""
+    direct = {path: part for path, part in parts.items() if "." not in path}
+    for holder in {path.partition(".")[0] for path in parts} - direct.keys():
+        prefix = f"{holder}."
+        below = {path.removeprefix(prefix): part for path, part in parts.items() if path.startswith(prefix)}
+        direct[holder] = _twin_of_paths(module.get_submodule(holder), below)
+    return _twin(module, direct)
 
 
 # ---------------------------------------------------------------------- the head
@@ -282,10 +299,11 @@ def check_logits(model: ModelParts) -> None:
     hidden = torch.linspace(-3, 3, 6, device="cpu").reshape(1, 2, 3)
     values = torch.tensor([-900.0, -30.0, -2.0, 0.0, 0.5, 7.0, 31.0, 450.0], device="cpu").reshape(1, 2, 4)
     backbone, head = _Fixed(_Output(hidden)), _Fixed(values)
-    stock: Any = next(klass for klass in reversed(type(core).__mro__) if klass.__name__ == family.model_class)
-    twin = _twin(core, {family.backbone_path: backbone, family.head_path: head})
+    stock = family.stock_class(core)
+    twin = _twin_of_paths(core, {family.backbone_path or family.text_path: backbone, family.head_path: head})
     ids = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
-    logits = stock.forward(twin, input_ids=ids, use_cache=False, return_dict=True).logits
+    inputs = {"input_ids": ids} if family.backbone_path else {"inputs_embeds": hidden}
+    logits = stock.forward(twin, **inputs, use_cache=False, return_dict=True).logits
     expected = family.logits(values, family.text_config(core.config))
     if head.given is not hidden and not torch.equal(head.given, hidden):
         raise FamilyError(

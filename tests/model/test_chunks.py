@@ -1,0 +1,224 @@
+"""Llama 4: chunks of a sample, queries that are scaled by the place in it, and a head inside the text part.
+
+Chunks by themselves are in `tests/attention/test_patterns.py`."""
+
+from __future__ import annotations
+
+import functools
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from equality import alone_through, check_gradients, check_outputs, check_work, gradients, limits_of, poisoned
+from parts import parts_of
+from tiers import full
+from trees import rollouts, samples_of, shared
+
+from vlmpack.attention import Reach
+from vlmpack.attention.patterns import Chunks
+from vlmpack.errors import ConfigError, FamilyError
+from vlmpack.families import FAMILIES
+from vlmpack.layout import Segments, SlotRule, pack
+from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
+from vlmpack.model.backbone import pack_backbone
+from vlmpack.model.mechanisms import attention, query_scale
+from vlmpack.model.mechanisms.attention import layer_reaches
+from vlmpack.model.mechanisms.query_scale import Offsets, QueryScale
+from vlmpack.model.row import RowPart
+from vlmpack.testing import mixed_samples, padded, tiny_model
+
+pytestmark = [
+    pytest.mark.every_family,
+    pytest.mark.skipif("llama4" not in FAMILIES, reason="this transformers has another Llama 4"),
+]
+each_family = pytest.mark.parametrize("family", ["llama4_text", *full("llama4")])
+CHUNK = 7
+
+
+def fresh(family: str = "llama4_text", **sizes: Any) -> Any:
+    return tiny_model(family, seed=3, **{"layers": 2, **sizes})
+
+
+@functools.cache
+def truth(family: str = "llama4_text") -> Any:
+    model = fresh(family)
+    kinds = ("text", "image", "text") if family == "llama4" else ("text",) * 3
+    return alone_through(model, mixed_samples(model.config, seed=5, kinds=kinds, text=(3, 7), side=(1, 2)))
+
+
+def check_packed(family: str = "llama4_text", backend: str = "auto", **checkpointing: Any) -> Any:
+    own, model = truth(family), fresh(family)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+        model.enable_input_require_grads()
+    row = pack(padded(own.samples), rule=SlotRule(multiple=4), pad_token_id=17)
+    step = PackedStep(model, StepConfig(attention=backend))
+    with poisoned(model, row.segments):
+        result = step(row, logits=True)
+        result.loss.backward()
+    check_outputs(own, result, limits_of(family))
+    check_gradients(own, gradients(model), limits_of(family))
+    check_work(own, result, 4, model.config)
+    return result
+
+
+@each_family
+@pytest.mark.parametrize("backend", ["auto", *full("eager_mask")])
+def test_packed_equals_alone(family: str, backend: str) -> None:
+    work = check_packed(family, backend).work
+    assert max(truth(family).lengths) > 2 * CHUNK  # a sample of several chunks
+    assert 0 < work.window_pairs < work.attended_pairs
+
+
+@pytest.mark.full
+@each_family
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+def test_checkpointing_equals_alone(family: str, use_reentrant: bool) -> None:
+    """transformers takes caches from layers that are computed again: factors of queries do not go through one."""
+    check_packed(family, use_reentrant=use_reentrant)
+
+
+# ---------------------------------------------------------------------- what the comparison sees
+
+
+def of_the_row(segments: Segments, keys: Segments, size: int) -> Chunks:
+    """Chunks counted from the start of the row, cut once more at samples."""
+    lengths, slots = [], []
+    for (start, stop), slot in zip(segments.spans, segments.slots, strict=True):
+        edges = [start, *range((start // size + 1) * size, stop, size), stop]
+        pieces = [b - a for a, b in pairwise(edges)]
+        lengths += pieces
+        slots += [*pieces[:-1], pieces[-1] + slot - (stop - start)]
+    cut = Segments(lengths=tuple(lengths), slots=tuple(slots), total=segments.total, num_samples=len(lengths))
+    return Chunks(queries=cut, keys=cut)
+
+
+@pytest.mark.parametrize("breakage", ["dropped", "of the row", "factors of the row", "no factors"])
+def test_the_comparison_sees_chunks_and_factors_that_are(breakage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth()
+    if breakage == "dropped":
+        monkeypatch.setattr(attention, "with_chunk", lambda reaches, pattern, layer: pattern)
+    elif breakage == "of the row":
+        monkeypatch.setattr(Chunks, "of", of_the_row)
+    elif breakage == "factors of the row":
+        monkeypatch.setattr(QueryScale, "prepare", lambda self, setup: torch.zeros_like(setup.row.input_ids[0]))
+    else:
+        monkeypatch.setattr(QueryScale, "makers", lambda self, model: [])
+    with pytest.raises(AssertionError):
+        check_packed()
+
+
+# ---------------------------------------------------------------------- chunks
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 8192])
+def test_chunks_of_any_length_are_measured_without_a_mask(chunk: int) -> None:
+    model = fresh(layers=3)
+    assert layer_reaches(parts_of(model)) == {0: Reach(chunk=CHUNK), 1: Reach(), 2: Reach(chunk=CHUNK)}
+    model.config.attention_chunk_size = chunk
+    assert layer_reaches(parts_of(model), again=True)[0] == Reach(chunk=chunk)
+
+
+def test_a_configuration_with_other_chunks_is_read_anew_when_packing_is_enabled_again() -> None:
+    model = enable_packing(fresh())
+    row = pack(padded(truth().samples))
+    before = PackedStep(model)(row).work.window_pairs
+    model.config.attention_chunk_size = 3
+    assert PackedStep(enable_packing(model))(row).work.window_pairs < before
+
+
+def test_shared_prefixes_are_computed_once_within_chunks_and_at_their_places() -> None:
+    model = fresh()
+    samples = samples_of(model.config, rollouts(3, 9, 16, 1))
+    own, row = alone_through(model, samples), shared(samples)
+    assert row.tree is not None
+    assert row.tree.num_tokens < row.segments.num_tokens
+    result = PackedStep(model)(row, logits=True)
+    result.loss.backward()
+    check_outputs(own, result, limits_of("llama4_text"))
+    check_gradients(own, gradients(model), limits_of("llama4_text"))
+
+
+# ---------------------------------------------------------------------- factors of queries
+
+
+class Half(RowPart):
+    """The second half of a row, as a rank has it."""
+
+    def cut(self, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
+        return row.narrow(dim, row.shape[dim] // 2, row.shape[dim] // 2)
+
+
+@pytest.mark.parametrize("part", [RowPart, Half])
+def test_a_part_of_a_row_has_the_places_of_its_samples(part: type[RowPart]) -> None:
+    samples = mixed_samples(fresh().config, seed=5, kinds=("text",) * 3, text=(3, 7))
+    row = pack(padded(samples), rule=SlotRule(multiple=4))
+    setup: Any = SimpleNamespace(row=row, part=part(row.segments))
+    offsets = QueryScale().prepare(setup)
+    places = setup.part.cut(row.segments.position_in_segment())
+    assert len(offsets) == len(places)
+    assert torch.equal(offsets + torch.arange(len(offsets)), places)
+
+
+def test_a_layer_that_does_not_read_its_places_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh()
+    stock = type(model.model.layers[1].self_attn)
+    plain = stock.forward
+    monkeypatch.setattr(stock, "forward", lambda self, *args, past_key_values=None, **more: plain(self, *args, **more))
+    with pytest.raises(FamilyError, match="scales queries by their place and did not read it"):
+        query_scale.placed_class.__wrapped__(stock).forward(
+            model.model.layers[1].self_attn, torch.zeros(1, 3, 64), None, None, **row_of_layer()
+        )
+
+
+def row_of_layer() -> dict[str, Any]:
+    row = attention.RowContext(
+        segments=Segments.from_lengths([3]),
+        entries={"query_scale": torch.zeros(3, dtype=torch.int64), "attention": attention.RowAttention("auto")},
+    )
+    return {attention.CONTEXT: row}
+
+
+def test_a_model_without_factors_asks_for_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh()
+    for layer in model.model.layers:
+        layer.self_attn.attn_temperature_tuning = False
+    own = alone_through(model, truth().samples)
+    monkeypatch.setattr(Offsets, "get_seq_length", lambda *_: pytest.fail("nothing asks for it"))
+    result = PackedStep(model)(padded(own.samples), logits=True)
+    check_outputs(own, result, limits_of("llama4_text"))
+
+
+# ---------------------------------------------------------------------- the head inside the text part
+
+
+@pytest.mark.full
+def test_the_inner_head_computes_labelled_positions_alone() -> None:
+    model, seen = fresh("llama4"), []
+    head = model.language_model.lm_head
+    head.register_forward_hook(lambda module, args, output: seen.append(output.shape[-2]))
+    result = PackedStep(model)(padded(truth("llama4").samples))
+    assert seen == [result.num_targets]
+    seen.clear()
+    disable_packing(model)(input_ids=torch.ones(1, 5, dtype=torch.int64))
+    assert seen == [5]
+
+
+@pytest.mark.full
+def test_a_trainer_that_calls_the_model_without_its_head_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the head of llama4 is inside its text part"):
+        pack_backbone(enable_packing(fresh("llama4")))
+
+
+@pytest.mark.full
+def test_hidden_states_come_out_as_from_the_unmodified_model() -> None:
+    model, own = fresh("llama4").eval(), truth("llama4")
+    batch = padded(own.samples[:1], metadata=False).to_hf()
+    plain = model(**batch, output_hidden_states=True).hidden_states
+    packed = enable_packing(model)(**batch, output_hidden_states=True).hidden_states
+    assert len(packed) == len(plain) == 3
+    for ours, theirs in zip(packed, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
