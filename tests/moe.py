@@ -46,8 +46,9 @@ def decoder_layers(model: Any) -> list[Any]:
 
 
 def router_of(layer: Any) -> Any:
-    """The router of a decoder layer, whatever the family calls it."""
-    return getattr(layer.mlp, "gate", None) or layer.mlp.router
+    """The router of a decoder layer, whatever the family calls it, and its block of experts."""
+    block = getattr(layer, "mlp", None) or layer.feed_forward
+    return getattr(block, "gate", None) or block.router
 
 
 def before_experts(layer: Any) -> Any:
