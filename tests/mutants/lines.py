@@ -289,6 +289,13 @@ MUTANTS: tuple[Mutant, ...] = (
     *_of(
         "collate",
         (
+            "tiles that are not finite are refused",
+            "assemble.py",
+            "    if not tensors[0].is_floating_point():\n",
+            "    if True:\n",
+            "collate/test_by_processor.py -k tiles_are_pixels",
+        ),
+        (
             "the prefix of a sample is its prompt",
             "by_processor.py",
             "sample = self._encoded(tokens, learnt, images, prefix=len(before.ids))",
@@ -378,6 +385,41 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *_of(
         "families",
+        (
+            "tokens that start and end an image have its kind",
+            "family.py",
+            'for token in f"{name}_token_id", f"{name}_start_token_id", f"{name}_end_token_id":',
+            'for token in (f"{name}_token_id",):',
+            "model/test_vision_experts.py -k comparison_sees",
+        ),
+        (
+            "a view of more than 144 features has more queries",
+            "tiled.py",
+            "return 144 if rows * columns <= 144 else 256",
+            "return 144",
+            "model/test_vision_experts.py -k as_many_tokens",
+        ),
+        (
+            "a token ends the views of an image",
+            "tiled.py",
+            "return [of_tile * n + _queries(whole, config) + 1 for n in counts]",
+            "return [of_tile * n + _queries(whole, config) for n in counts]",
+            "model/test_vision_experts.py -k as_many_tokens",
+        ),
+        (
+            "tiles are as many as their images count",
+            "tiled.py",
+            "if len(counts) != len(whole) or sum(counts) != count:",
+            "if len(counts) != len(whole):",
+            "model/test_vision_experts.py -k tiles_are",
+        ),
+        (
+            "patches of tiles are counted",
+            "family.py",
+            'return tuple(name for name in self.media if name.startswith("pixel_values"))',
+            'return tuple(name for name in self.media if name == "pixel_values")',
+            "model/test_vision_experts.py -k tiles_are",
+        ),
         (
             "images of two samples are two spans",
             "spans.py",
@@ -1522,6 +1564,48 @@ MUTANTS: tuple[Mutant, ...] = (
             "vars(twin).update(vars(module), _modules={**module._modules, **parts}, **attributes)",
             "vars(twin).update(vars(module), _modules=module._modules); module._modules.update(parts)",
             "model/test_stock.py -k changed",
+        ),
+        (
+            "kinds of tokens go to blocks of experts without padding",
+            "mechanisms/experts.py",
+            "return tuple(tensor.index_select(1, real) for tensor in args)",
+            "return (args[0].index_select(1, real), *args[1:])",
+            "model/test_vision_experts.py -k comparison_sees",
+        ),
+        (
+            "experts of text and of images are counted apart",
+            "mechanisms/expert_choice.py",
+            "is_of_kind_R2 = torch.stack([~self.is_vision_R, self.is_vision_R], dim=-1)",
+            "is_of_kind_R2 = torch.stack([self.is_vision_R, ~self.is_vision_R], dim=-1)",
+            "model/test_vision_experts.py -k what_the_routers_chose",
+        ),
+        (
+            "a router's choice among groups is by their best expert",
+            "mechanisms/expert_choice.py",
+            "return _of_best_groups(probs_RgE, probs_RgE.amax(-1), self.top_groups)",
+            "return _of_best_groups(probs_RgE, probs_RgE.amax(-1), self.groups)",
+            "model/test_vision_experts.py -k best_groups",
+        ),
+        (
+            "a text part gives what its routers gave where its model drops it",
+            "engine.py",
+            "        if kwargs.get(CONTEXT) is row:",
+            "        if kwargs.get(CONTEXT) is None:",
+            "model/test_vision_experts.py -k what_the_routers_chose",
+        ),
+        (
+            "models are given the kinds of tokens for their experts",
+            "engine.py",
+            "**{name: part.cut(types) for name, types in family.expert_types_of(row.input_ids, setup.config).items()},",
+            "",
+            "model/test_vision_experts.py -k comparison_sees",
+        ),
+        (
+            "kinds of tokens that contradict ids are refused",
+            "columns.py",
+            "    differs = types != expected",
+            "    differs = types != types",
+            "model/test_vision_experts.py -k compared_with_the_ids",
         ),
         (
             "routers with a bias are counted by it",
@@ -3040,7 +3124,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "the probe's tree is shared",
             "forward_passes.py",
-            "return share(row, min_shared=1) if self.circumstance.shares else row",
+            "return share(replace(row, mm_token_type_ids=types), min_shared=1)",
             "return row",
             "probing/test_tree.py -k every_family",
         ),
