@@ -52,6 +52,7 @@ NAMES = {
     "lfm2_vl": "LFM2-VL",
     "deepseek_ocr2": "DeepSeek-OCR 2",
     "lfm2": "LFM2",
+    "lfm2_moe": "LFM2-MoE",
     "llama": "Llama",
     "llama4": "Llama 4",
     "llama4_text": "Llama 4 (text)",

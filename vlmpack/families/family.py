@@ -115,6 +115,8 @@ class Family:
     """The text part: embeddings and positions in, hidden states out."""
     vision_path: str | None = "model.visual"
     """The vision part: patches in, image features out; None: text only."""
+    blocks_path: str = "blocks"
+    """The blocks of a tower that attends within boundaries, inside the vision part."""
     head_path: str = "lm_head"
     """The linear layer from hidden states to logits, or to what `logits` makes them of."""
     returns_router_logits: bool = True
@@ -421,6 +423,11 @@ class Family:
     def audio_tower(self, model: nn.Module) -> nn.Module | None:
         """The audio part: log-mel frames in, audio features out; None: there is none."""
         return None if self.audio is None else model.get_submodule(self.audio.path)
+
+    def vision_blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The blocks of `vision_tower`; []: there is none."""
+        tower = self.vision_tower(model)
+        return [] if tower is None else list(tower.get_submodule(self.blocks_path).children())
 
     def head(self, model: nn.Module) -> nn.Module:
         """The linear layer behind the hidden states."""

@@ -161,9 +161,12 @@ def _differences(family: Family, model: Any) -> Iterator[str]:
         if path is not None and not _has(model, path):
             yield f"it has no part {path!r}"
             return
+    tower = family.vision_tower(model)
+    if tower is not None and not _has(tower, family.blocks_path):
+        yield f"its vision part has no part {family.blocks_path!r}"
     backbone = family.backbone(model) if family.backbone_path else model
     parameters = inspect.signature(type(backbone).forward).parameters
-    taken = [*family.media, *([] if family.token_types is None else [family.token_types])]
+    taken = [*family.media, *(name for name in (family.token_types, family.expert_types) if name is not None)]
     if missing := [name for name in taken if name not in parameters]:
         yield f"its backbone takes no {', '.join(missing)}"
     layers = list(family.language_model(model).get_submodule("layers").children())

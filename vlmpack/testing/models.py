@@ -228,7 +228,7 @@ def _enliven(model: nn.Module, generator: torch.Generator) -> None:
                 elif weight.ndim > 1:
                     _draw(weight, weight.shape[-1] ** -0.5, generator)
             for name, buffer in module.named_buffers(recurse=False):
-                if name == "e_score_correction_bias":  # so large that some tokens choose by it
+                if name in ("e_score_correction_bias", "expert_bias"):  # so large that some tokens choose by it
                     _draw(buffer, 0.2, generator)
 
 
@@ -441,6 +441,7 @@ RECIPES = {
     "glm4_moe": _Recipe(experts=True, more=texts.routed),
     "deepseek_v3": _Recipe(since_qwen3=False, experts=True, more=texts.deepseek_text),
     "lfm2": _Recipe(since_qwen3=False, more=texts.lfm2_text),
+    "lfm2_moe": _Recipe(since_qwen3=False, experts=True, more=texts.lfm2_moe_text),
     "gpt_oss": _Recipe(sdpa=False, experts=True, more=texts.gpt_oss_text),
 }
 """By `config.model_type`."""
