@@ -54,6 +54,7 @@ POOLED, CONVOLVED = "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"
 """One counts every second frame, the other convolves chunks three times, and reads their padding."""
 MIXED = ("everything", "text", "audio", "image", "everything")
 each_family = pytest.mark.parametrize("family", [POOLED, CONVOLVED])
+one_short = pytest.mark.parametrize("family", [POOLED, *full(CONVOLVED)])
 most_full = pytest.mark.parametrize("family", [*full(CONVOLVED), *only_exhaustive(POOLED)])
 
 
@@ -183,7 +184,7 @@ def test_positions_are_those_of_the_model_s_own_code(family: str) -> None:
     assert bool((found != found.round()).any()) == (family == CONVOLVED)
 
 
-@each_family
+@one_short
 def test_positions_that_a_caller_gives_are_compared(family: str) -> None:
     own, model = truth(family), enable_packing(fresh(family))
     row = pack(padded(own.samples))
@@ -225,7 +226,7 @@ def test_the_comparison_sees_audio_of_another_sample() -> None:
         packed(POOLED, other_audio(own.samples), own=own, model=model)
 
 
-@each_family
+@one_short
 def test_the_comparison_sees_audio_that_attends_beyond_its_windows(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +267,7 @@ def test_blocks_of_the_audio_tower_are_one_call_of_a_back_end(family: str, monke
     assert len(in_tower) == 2 * len(model.model.audio_tower.layers) * (1 if family == POOLED else 2)  # and recomputed
 
 
-@pytest.mark.parametrize("family", [POOLED, *full(CONVOLVED)])
+@most_full
 def test_a_step_syncs_for_positions_of_videos_alone(family: str) -> None:
     """With metadata nothing of audio or images is read from a device."""
     model = fresh(family)
@@ -457,6 +458,7 @@ def test_a_video_without_seconds_is_refused() -> None:
     refused(batch | {"second_per_grid_ts": torch.ones(1)}, ConfigError, r"takes no input 'second_per_grid_ts'")
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")  # sizes of the talker are not those of the tiny thinker
 def test_of_a_whole_model_the_thinker_is_packed() -> None:
     config = Qwen2_5OmniConfig(enable_audio_output=False)
