@@ -289,6 +289,13 @@ MUTANTS: tuple[Mutant, ...] = (
     *_of(
         "collate",
         (
+            "parts of an image have a token of their own",
+            "processor_metadata.py",
+            "image_ids = [vocab[PLACEHOLDERS[named]], *image_ids]",
+            "pass",
+            "collate/test_patch_tokens.py",
+        ),
+        (
             "the prefix of a sample is its prompt",
             "by_processor.py",
             "sample = self._encoded(tokens, learnt, images, prefix=len(before.ids))",
