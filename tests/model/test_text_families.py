@@ -117,17 +117,25 @@ def test_a_kernel_that_cannot_serve_a_pattern_is_refused_by_name() -> None:
 # ---------------------------------------------------------------------- routers with a bias
 
 
-def test_counts_of_experts_are_what_a_router_with_a_bias_chose() -> None:
-    model, chosen = tiny_model("deepseek_v3", seed=3, layers=2, experts=8), []
+BIASED = [family for family in ("deepseek_v3", "lfm2_moe") if family in FAMILIES]
+
+
+@pytest.mark.parametrize("family", BIASED)
+def test_counts_of_experts_are_what_a_router_with_a_bias_chose(family: str) -> None:
+    model, chosen = tiny_model(family, seed=3, layers=2, experts=8), []
     for layer in decoder_layers(model):
         router_of(layer).register_forward_hook(lambda router, args, output: chosen.append(output[2].flatten()))
-    config = model.config
-    assert (config.n_group, config.topk_group) == (2, 1)
-    result = PackedStep(model, StepConfig(z_loss_coef=0.1))(padded(truth("deepseek_v3").samples))
+    result = PackedStep(model, StepConfig(z_loss_coef=0.1))(padded(truth(family).samples))
     assert result.expert_counts.tolist() == [x.bincount(minlength=8).tolist() for x in chosen]
     assert result.aux_loss is None
-    by_probability = [ByProbability().counts(x, config.num_experts_per_tok).tolist() for x in result.router_logits]
+    top_k = model.config.num_experts_per_tok
+    by_probability = [ByProbability().counts(x, top_k).tolist() for x in result.router_logits]
     assert by_probability != result.expert_counts.tolist(), "no token chose by the bias or by groups"
+
+
+def test_the_router_of_deepseek_v3_chooses_among_groups() -> None:
+    config = tiny_model("deepseek_v3", layers=1, experts=8).config
+    assert (config.n_group, config.topk_group) == (2, 1)
 
 
 # ---------------------------------------------------------------------- generation, and back

@@ -10,6 +10,7 @@ import pytest
 import torch
 from equality import alone_through, by_sample, check_gradients, check_outputs, gradients, limits_of
 from moe import decoder_layers
+from tiers import full
 
 from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families import FAMILIES, Family
@@ -107,7 +108,7 @@ def without_ends(self: Family, input_ids: torch.Tensor, config: Any) -> dict[str
     return {self.expert_types: self.media_types(input_ids, config)}
 
 
-@pytest.mark.parametrize("broken", [as_text, without_ends])
+@pytest.mark.parametrize("broken", [without_ends, *full(as_text)])
 def test_the_comparison_sees_tokens_that_are_sent_to_experts_of_the_other_kind(
     broken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +119,7 @@ def test_the_comparison_sees_tokens_that_are_sent_to_experts_of_the_other_kind(
         ernie()
 
 
+@pytest.mark.full
 def test_the_probe_names_the_router_where_tokens_get_experts_of_the_other_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh(ERNIE)
     samples = [Sample.of({**sample}, sample.family) for sample in samples_of(ERNIE)]

@@ -173,6 +173,17 @@ def test_boundaries_of_towers_are_known_on_the_host(monkeypatch: pytest.MonkeyPa
             step(row)
 
 
+BLOCKS = [name for name, family in FAMILIES.items() if family.blocks_path != "blocks"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", *BLOCKS])
+def test_the_blocks_of_a_tower_are_found(family: str) -> None:
+    model = tiny_model(family, layers=1, vision_depth=3)
+    blocks = FAMILIES[family].vision_blocks(model)
+    assert len(blocks) == 3
+    assert len({type(block) for block in blocks}) == 1
+
+
 # ---------------------------------------------------------------------- positions of the model's own code
 
 

@@ -1,15 +1,15 @@
 """Families beside Qwen's whose images are patches with a grid each, one descriptor each.
 
-                    GLM-4.1V, 4.5V, 4.6V, OCR    PaddleOCR-VL                   Kimi K2.5
-    a patch         C values                     channels, rows and columns     as PaddleOCR-VL
-    merged          by the tower                 by the projector behind it     by the projector behind it
-    positions       MRoPE, as Qwen3-VL           MRoPE, as Qwen2-VL             one a token
-    videos          the placeholder of images    none                           frames attend to each other
-    text part       its own                      its own                        DeepSeek-V3
+                 GLM-4.1V to 4.6V, OCR       PaddleOCR-VL            ERNIE 4.5 VL            Kimi K2.5
+    a patch      C values, an image twice    channels, rows, columns C values, once          channels, rows, columns
+    merged       by the tower                by its projector        by its resampler        by its projector
+    positions    MRoPE, as Qwen3-VL          MRoPE, as Qwen2-VL      MRoPE, as Qwen2-VL      one a token
+    videos       the images' placeholder     none                    two frames a token      frames see each other
+    experts      4.5V                        none                    of text, of images      DeepSeek-V3's
 
 All take images alone here. Of a GLM-4V row with images and videos the model's own code puts the features of either kind
-on the placeholders of both, and counts them against all of these. Kimi K2.5 cuts a video into clips, of each of which
-it averages the frames, so that the tokens of a video do not follow from one grid.
+on the placeholders of both, and counts them against all of these. ERNIE and Kimi make fewer tokens of a video than
+its grid has cells: of two frames, or of all frames of a clip, which they average.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ GRIDS = (
         model_type="paddleocr_vl",
         model_class="PaddleOCRVLForConditionalGeneration",
         processor="PaddleOCRVLProcessor",
+        blocks_path="vision_model.encoder.layers",
         patch_size=14,
         flat_patches=False,
         media_over_ranks=False,
@@ -92,6 +93,7 @@ GRIDS = (
         media=_IMAGES,
         oldest_transformers=(5, 23),
         vision_path="model.vision_tower",
+        blocks_path="layers",
         text_type="deepseek_v3",
         returns_router_logits=False,
     ),

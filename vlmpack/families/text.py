@@ -58,6 +58,12 @@ TEXT = (
     text_family("glm4_moe", "Glm4MoeForCausalLM", mechanisms=_EXPERTS),
     text_family("deepseek_v3", "DeepseekV3ForCausalLM", mechanisms=_EXPERTS),
     text_family("lfm2", "Lfm2ForCausalLM", mechanisms={"short_conv": {"layer": "conv"}}, oldest_transformers=(5, 23)),
+    text_family(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        mechanisms={"short_conv": {"layer": "conv"}, "experts": {"layer": "feed_forward", "router": "gate"}},
+        oldest_transformers=(5, 23),
+    ),
     text_family("gpt_oss", "GptOssForCausalLM", mechanisms={"experts": {"layer": "mlp", "router": "router"}}),
 )
 """The descriptors."""

@@ -221,6 +221,7 @@ TILED = (
         "PixtralProcessor",
         tile_tokens=merged_patches,
         tile_boundaries=patches_of_sizes,
+        blocks_path="transformer.layers",
         media=_SIZES,
     ),
     tiled_family(
@@ -230,6 +231,7 @@ TILED = (
         mechanisms={"gated_delta": {"layer": "linear_attn"}},
         tile_tokens=merged_windows,
         tile_boundaries=patches_of_targets,
+        blocks_path="encoder.layers",
         media={"pixel_values": Join(axis=3), "target_sizes": Join()},
         oldest_transformers=(5, 23),
         text_type="qwen3_5",

@@ -153,9 +153,7 @@ def compile_layers(model: Model, **settings: Any) -> Model:
     """
     core = find_model(model)
     family = family_of(core)
-    vision = family.vision_tower(core)
-    layers = list(family.language_model(core).get_submodule("layers").children())
-    layers += [] if vision is None else vision.get_submodule("blocks").children()
+    layers = [*family.language_model(core).get_submodule("layers").children(), *family.vision_blocks(core)]
     for part in (part for layer in layers for part in layer.children()):
         part.compile(**{"dynamic": True, **settings})
     return model

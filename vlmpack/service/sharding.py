@@ -105,5 +105,4 @@ def idle_item(like: RowItem) -> RowItem:
 def _blocks(model: Any, family: Family) -> Iterator[Any]:
     """Layers of the text model, and blocks of the vision tower."""
     yield from family.language_model(model).get_submodule("layers").children()
-    if (tower := family.vision_tower(model)) is not None:
-        yield from tower.get_submodule("blocks").children()
+    yield from family.vision_blocks(model)

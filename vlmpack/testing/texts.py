@@ -114,6 +114,11 @@ def lfm2_text(sizes: TinySizes) -> dict[str, Any]:
     return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
 
 
+def lfm2_moe_text(sizes: TinySizes) -> dict[str, Any]:
+    """A dense first layer before two or more others."""
+    return {**lfm2_text(sizes), "num_dense_layers": int(sizes.layers > 2)}
+
+
 def gpt_oss_text(sizes: TinySizes) -> dict[str, Any]:
     return {**windows(sizes), "num_local_experts": sizes.experts}
 

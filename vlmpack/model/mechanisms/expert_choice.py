@@ -108,14 +108,21 @@ def choice_of(
     """
     routers: list[Any] = [block.get_submodule(parts[name]) for name in ("router", "vision_router") if name in parts]
     if is_vision_R is not None:
-        biases = [router.moe_statics.e_score_correction_bias.flatten() for router in routers]
+        biases = [_whole(router.moe_statics.e_score_correction_bias).flatten() for router in routers]
         return ByModality(bias_2E=torch.stack(biases).detach().clone(), is_vision_R=is_vision_R)
+    if (bias_E := getattr(block, "expert_bias", None)) is not None:
+        return ByBias(bias_E=bias_E.detach().clone(), groups=1, top_groups=1)
     for router in routers:
         if (bias_E := getattr(router, "e_score_correction_bias", None)) is not None:
             return ByBias(bias_E=bias_E.detach().clone(), groups=config.n_group, top_groups=config.topk_group)
         if getattr(router, "topk_method", None) == "group_limited_greedy":
             return ByGroup(groups=config.n_group, top_groups=config.topk_group)
     return ByProbability()
+
+
+def _whole(bias: Any) -> torch.Tensor:
+    """A bias that is a parameter, of which FSDP2 leaves each rank a part: one all-gather."""
+    return bias.full_tensor() if hasattr(bias, "full_tensor") else bias
 
 
 def _of_best_groups(scores_RgE: torch.Tensor, best_Rg: torch.Tensor, top_groups: int) -> torch.Tensor:

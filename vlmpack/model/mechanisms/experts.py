@@ -38,8 +38,8 @@ from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
 from vlmpack.model.mechanisms.expert_choice import ByProbability, ExpertChoice, choice_of
 from vlmpack.model.row import CONTEXT, RowContext, RowPart
 
-_MIXERS = ("self_attn", "linear_attn")
-"""Names of what runs before the experts in a decoder layer: attention, or a gated delta layer."""
+_MIXERS = ("self_attn", "linear_attn", "conv")
+"""Names of what runs before the experts in a decoder layer: attention, a gated delta layer, a short convolution."""
 
 _NUMBER = RemovableHandle(OrderedDict()).id
 """The number under which PyTorch stores our hooks, on every module. Every hook gets a number of its own, and compilers
