@@ -289,6 +289,13 @@ MUTANTS: tuple[Mutant, ...] = (
     *_of(
         "collate",
         (
+            "parts of an image have a token of their own",
+            "processor_metadata.py",
+            "image_ids = [vocab[PLACEHOLDERS[named]], *image_ids]",
+            "pass",
+            "collate/test_patch_tokens.py",
+        ),
+        (
             "tiles that are not finite are refused",
             "assemble.py",
             "    if not tensors[0].is_floating_point():\n",
@@ -803,8 +810,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "experts that return a list of tokens give it back to the row",
             "mechanisms/experts.py",
-            "index_copy_(1, real, hidden.reshape(1, -1, width))",
-            "index_copy_(1, real, hidden)",
+            "hidden = hidden if hidden.ndim == 3 else hidden[None]",
+            "pass",
             "model/test_chunks.py -k packed_equals_alone",
         ),
         (
@@ -831,8 +838,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "experts leave zeros on padding",
             "mechanisms/experts.py",
-            "restored = hidden.new_zeros(1, call.width, width)",
-            "restored = hidden.new_ones(1, call.width, width)",
+            "restored = hidden.new_zeros(1, call.width, hidden.shape[-1])",
+            "restored = hidden.new_ones(1, call.width, hidden.shape[-1])",
             "probing/test_breakage.py -k 'healthy and qwen3_next'",
         ),
         (
