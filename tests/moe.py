@@ -45,9 +45,14 @@ def decoder_layers(model: Any) -> list[Any]:
     return list(family_named(model.config.model_type).language_model(model).layers)
 
 
+def block_of(layer: Any) -> Any:
+    """The MLP of a decoder layer, or its block of experts."""
+    return getattr(layer, "mlp", None) or layer.feed_forward
+
+
 def router_of(layer: Any) -> Any:
-    """The router of a decoder layer, whatever the family calls it, and its block of experts."""
-    block = getattr(layer, "mlp", None) or layer.feed_forward
+    """The router of a decoder layer, whatever the family calls it."""
+    block = block_of(layer)
     return getattr(block, "gate", None) or block.router
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from equality import LOW_PRECISION, alone_through, by_sample, check_gradients, check_outputs, gradients, limits_of
+from moe import block_of
 from peft import LoraConfig, get_peft_model
 from tiers import only_exhaustive
 from torch._dynamo.utils import counters
@@ -156,8 +157,8 @@ def test_every_circumstance_is_what_it_is_called(family):
     calls = []
     for name in ("training", "checkpointing", "reentrant checkpointing"):
         model, own = truth(family, name)
-        mlp = FAMILIES[family].language_model(model).layers[0].mlp
-        hook = mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+        layer = FAMILIES[family].language_model(model).layers[0]
+        hook = block_of(layer).register_forward_pre_hook(lambda *_: calls.append(1))
         computed(model, own, "row")
         hook.remove()
         calls.append(0)

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from moe import block_of
 from peft import LoraConfig, get_peft_model
 
 from vlmpack.errors import ConfigError
@@ -119,7 +120,7 @@ def an_error_in_a_layer(model):
         raise KeyboardInterrupt
 
     layers = family_named(model.config.model_type).language_model(model).layers
-    for place in (layers[0].mlp, layers[1].mlp, model.lm_head):
+    for place in (block_of(layers[0]), block_of(layers[1]), model.lm_head):
         hook = place.register_forward_pre_hook(stumble)
         with pytest.raises(KeyboardInterrupt):
             model(**row_of(model))

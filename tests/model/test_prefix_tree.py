@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from equality import alone_through, check_gradients, check_low_precision, check_outputs, gradients, limits_of
+from moe import block_of
 from peft import LoraConfig, get_peft_model
 from tiers import only_exhaustive, tiers
 from torch._dynamo.utils import counters
@@ -321,7 +322,7 @@ def test_routers_count_a_shared_token_once_for_each_sample_that_has_it(family, p
 
 
 def attention_free_blocks(model):
-    return [layer.mlp for layer in FAMILIES[model.config.model_type].language_model(model).layers]
+    return [block_of(layer) for layer in FAMILIES[model.config.model_type].language_model(model).layers]
 
 
 @pytest.mark.parametrize("call_cost", [0, 1e9])

@@ -1533,8 +1533,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "routers with a bias are counted by it",
             "mechanisms/expert_choice.py",
-            "scores_RgE = (logits_RE.float().sigmoid() + self.bias_E).unflatten(1, (self.groups, -1))",
-            "scores_RgE = logits_RE.float().sigmoid().unflatten(1, (self.groups, -1))",
+            "scores_RgE = (logits_RE.sigmoid() + self.bias_E).unflatten(1, (self.groups, -1))",
+            "scores_RgE = logits_RE.sigmoid().unflatten(1, (self.groups, -1))",
             "model/test_text_families.py -k counts",
         ),
         (

@@ -115,8 +115,7 @@ def lfm2_text(sizes: TinySizes) -> dict[str, Any]:
 
 
 def lfm2_moe_text(sizes: TinySizes) -> dict[str, Any]:
-    """A dense first layer before two or more others."""
-    return {**lfm2_text(sizes), "num_dense_layers": int(sizes.layers > 2)}
+    return {**lfm2_text(sizes), "num_dense_layers": 0}
 
 
 def gpt_oss_text(sizes: TinySizes) -> dict[str, Any]:
