@@ -10,6 +10,7 @@ import torch
 from vlmpack.families import FAMILIES
 from vlmpack.layout import IGNORE, PackedRow, SlotRule, pack
 from vlmpack.model import StepConfig
+from vlmpack.model.mechanisms.experts import has_balance
 from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
 
 WORLD = 4
@@ -46,7 +47,9 @@ class Case:
 
     @property
     def has_experts(self) -> bool:
-        return FAMILIES[self.family].has("experts")
+        """Return whether it has routers with a load-balancing loss."""
+        family = FAMILIES[self.family]
+        return family.has("experts") and has_balance(family)
 
     def model(self) -> Any:
         sizes = {"vision_depth": 2, **self.sizes} if self.family in VISION else self.sizes
@@ -79,6 +82,7 @@ CASES = (
     Case(family="qwen3_vl", ranks=4, kinds=MIXED),
     Case(family="qwen2_5_vl", ranks=4, kinds=MIXED, sizes=WIDE),
     Case(family="qwen3_5", ranks=2, kinds=("text", "text")),
+    *(Case(family=family, ranks=4, sizes=WIDE) for family in ("llama4_text",) if family in FAMILIES),
     Case(family="qwen3_vl", ranks=4, multiple=8, learnt=0.5),
     Case(family="qwen3_vl_moe", ranks=2, multiple=4, aux_loss="sample"),
 )

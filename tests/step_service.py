@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from vlmpack.families import FAMILIES
-from vlmpack.service.datums import is_served
+from vlmpack.service.datums import not_served
 from vlmpack.service.engine import Engine, EngineConfig
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import (
@@ -169,4 +169,4 @@ def largest_difference(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tens
     return max(((a[n] - b[n]).abs().max() / b[n].abs().max().clamp(min=1e-12)).item() for n in a)
 
 
-FAMILY_NAMES = tuple(name for name, family in FAMILIES.items() if is_served(family))
+FAMILY_NAMES = tuple(name for name, family in FAMILIES.items() if not_served(family) is None)

@@ -77,11 +77,13 @@ reach, full attention in every layer. Families that others show have tests of th
 TAKE_TILES = (
     "tests/benchmarks/",
     "tests/collate/test_answers.py",
+    "tests/collate/test_audio.py",
     "tests/collate/test_by_processor.py",
     "tests/collate/test_families_beyond.py",
     "tests/collate/test_processor_images.py",
     "tests/data/test_family_processors.py",
     "tests/families/test_tiles.py",
+    "tests/model/test_audio.py",
     "tests/model/test_equality",
     "tests/model/test_generation.py",
     "tests/model/test_image_spans.py",
@@ -157,7 +159,8 @@ def shown_by_others() -> frozenset[str]:
 
 @cache
 def other_vision() -> frozenset[str]:
-    """Families with vision beside Qwen's."""
+    """Families with vision beside Qwen's, and those with audio."""
     from vlmpack.families import FAMILIES
 
-    return frozenset(name for name, family in FAMILIES.items() if family.has_vision and not name.startswith("qwen"))
+    others = (name for name, family in FAMILIES.items() if family.has_vision and not name.startswith("qwen"))
+    return frozenset(others) | {name for name, family in FAMILIES.items() if family.has_audio}

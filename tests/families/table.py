@@ -28,6 +28,8 @@ NAMES = {
     "qwen4_exp": "Qwen4-exp",
     "qwen3": "Qwen3",
     "qwen3_next": "Qwen3-Next",
+    "qwen2_5_omni_thinker": "Qwen2.5-Omni (thinker)",
+    "qwen3_omni_moe_thinker": "Qwen3-Omni (thinker)",
     "glm4v": "GLM-4.1V",
     "glm46v": "GLM-4.6V",
     "glm4v_moe": "GLM-4.5V",
@@ -109,7 +111,7 @@ def properties(model_type: str, family: Family) -> tuple[str, str]:
     """What a family takes, and what is kept apart: as its descriptor and its tiny configuration have it."""
     config = tiny_config(model_type)
     kinds = kinds_of(config)
-    takes = ["text", *["images"] * ("image" in kinds), *["videos"] * ("video" in kinds)]
+    takes = ["text", *["images"] * ("image" in kinds), *["videos"] * ("video" in kinds), *["audio"] * family.has_audio]
     apart = [words for name, words in MECHANISMS.items() if family.has(name)]
     apart += [words for words, there in _patterns(family, family.text_config(config)) if there]
     return ", ".join(takes), ", ".join(apart)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_window_index
 
 from vlmpack.families import FAMILIES
-from vlmpack.families.family import WindowRule, frame_segments, window_segments
+from vlmpack.families.frames import WindowRule, frame_segments, window_segments
 from vlmpack.layout import Grid
 from vlmpack.testing import KINDS, VISION, mixed_samples, padded, tiny_config
 

@@ -216,10 +216,10 @@ def test_a_batch_of_empty_rows_alone_needs_a_fixed_width():
 def test_media_of_an_empty_row_are_an_error():
     batch = PaddedBatch(input_ids=torch.zeros(2, 2).long(), attention_mask=torch.tensor([[1, 1], [0, 0]]))
     metadata = HostMetadata(lengths=(2, 0), images_per_sample=(0, 1))
-    with pytest.raises(LayoutError, match="row 1: no real token, but images or videos belong to it"):
+    with pytest.raises(LayoutError, match="row 1: no real token, but images, videos or audio belong to it"):
         pack(PaddedBatch(**{**vars(batch), "metadata": metadata}), keep_empty=True)
     types = torch.tensor([[0, 0], [1, 1]])
-    with pytest.raises(LayoutError, match="row 1: attention_mask hides image or video tokens"):
+    with pytest.raises(LayoutError, match="row 1: attention_mask hides tokens of images, videos or audio"):
         pack(PaddedBatch(**{**vars(batch), "mm_token_type_ids": types}), keep_empty=True)
 
 

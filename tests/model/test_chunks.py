@@ -114,7 +114,7 @@ def test_the_comparison_sees_chunks_and_factors_that_are(breakage: str, monkeypa
 # ---------------------------------------------------------------------- chunks
 
 
-@pytest.mark.parametrize("chunk", [2, 3, 8192])
+@pytest.mark.parametrize("chunk", [2, 8192])
 def test_chunks_of_any_length_are_measured_without_a_mask(chunk: int) -> None:
     model = fresh(layers=3)
     assert layer_reaches(parts_of(model)) == {0: Reach(chunk=CHUNK), 1: Reach(), 2: Reach(chunk=CHUNK)}
@@ -192,10 +192,39 @@ def test_a_model_without_factors_asks_for_no_place(monkeypatch: pytest.MonkeyPat
     check_outputs(own, result, limits_of("llama4_text"))
 
 
+def test_a_left_padded_batch_is_its_samples_alone() -> None:
+    """Not so in transformers, which counts places from the padding."""
+    own, model = truth(), fresh()
+    batch = padded(own.samples, "left", metadata=False).to_hf()
+    real = batch["attention_mask"].bool()
+    alone = torch.cat(own.logits)
+    assert (model(**batch).logits[real] - alone).abs().max() > 1e-2
+    result = PackedStep(model)(batch, logits=True)
+    check_outputs(own, result, limits_of("llama4_text"))
+
+
+# ---------------------------------------------------------------------- experts
+
+
+def test_routers_choose_for_real_tokens_alone_and_are_counted() -> None:
+    model, chosen, routed = fresh(experts=5, experts_per_token=3), [], []
+    for layer in model.model.layers:
+        block = layer.feed_forward
+        block.router.register_forward_hook(lambda _, args, output: chosen.append((output[0] > 0).sum(0).tolist()))
+        block.experts.register_forward_pre_hook(lambda _, args: routed.append(len(args[0])))
+    row = pack(padded(truth().samples), rule=SlotRule(multiple=8))
+    result = PackedStep(model, StepConfig(z_loss_coef=0.1))(row)
+    assert row.segments.has_gaps
+    assert routed == [5 * row.segments.num_tokens] * 2
+    assert result.expert_counts is not None
+    assert result.expert_counts.tolist() == chosen
+    assert result.expert_counts.sum(1).tolist() == [3 * row.segments.num_tokens] * 2
+    assert result.aux_loss is None
+
+
 # ---------------------------------------------------------------------- the head inside the text part
 
 
-@pytest.mark.full
 def test_the_inner_head_computes_labelled_positions_alone() -> None:
     model, seen = fresh("llama4"), []
     head = model.language_model.lm_head

@@ -157,8 +157,8 @@ def test_every_circumstance_is_what_it_is_called(family):
     calls = []
     for name in ("training", "checkpointing", "reentrant checkpointing"):
         model, own = truth(family, name)
-        layer = FAMILIES[family].language_model(model).layers[0]
-        hook = block_of(layer).register_forward_pre_hook(lambda *_: calls.append(1))
+        mlp = block_of(FAMILIES[family].language_model(model).layers[0])
+        hook = mlp.register_forward_pre_hook(lambda *_: calls.append(1))
         computed(model, own, "row")
         hook.remove()
         calls.append(0)

@@ -45,7 +45,8 @@ KINDS = {
     "image": ("image", "image", "image"),
     "images": ("images", "images"),
     "video": ("video", "video"),
-    "mixed": ("text", "video", "image", "text", "images_and_video", "images"),
+    "audio": ("audio", "audio"),
+    "mixed": ("text", "video", "image", "text", "images_and_video", "images", "audio", "everything"),
 }
 BATCHES = {family: kinds_in(family, KINDS) for family in FAMILIES}
 CELLS = [(family, kind) for family, kinds in BATCHES.items() for kind in kinds]
@@ -114,7 +115,11 @@ def test_the_matrix_has_every_kind_of_input_and_sees_the_vision_tower(family):
     descriptor = FAMILIES[family]
     for kind in BATCHES[family]:
         own = truth(family, kind)
-        assert any(name.startswith(f"{descriptor.vision_path}.") for name in own.gradients) == (kind != "text")
+        has_vision = kind not in ("text", "audio")
+        assert any(name.startswith(f"{descriptor.vision_path}.") for name in own.gradients) == has_vision
+        if descriptor.audio is not None:
+            has_audio = kind in ("audio", "mixed")
+            assert any(name.startswith(f"{descriptor.audio.path}.") for name in own.gradients) == has_audio
         images, videos = (any(name in s for s in own.samples) for name in ("pixel_values", "pixel_values_videos"))
         assert images == (kind in ("image", "images", "mixed"))
         assert videos == (descriptor.has_videos and kind in ("video", "mixed"))

@@ -214,7 +214,7 @@ def test_token_types_that_contradict_the_tokens_are_refused(model, samples, layo
     expected = model(**inputs).loss
     types = inputs["mm_token_type_ids"]
     assert torch.equal(model(**{**inputs, "mm_token_type_ids": types.int()}).loss, expected)
-    with pytest.raises(LayoutError, match=r"mm_token_type_ids contradicts input_ids|hides image or video tokens"):
+    with pytest.raises(LayoutError, match=r"mm_token_type_ids contradicts input_ids|hides tokens of images"):
         model(**{**inputs, "mm_token_type_ids": contradict(types)})
 
 

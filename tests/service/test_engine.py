@@ -28,6 +28,7 @@ from step_service import (
 )
 
 from vlmpack.errors import FamilyError, RequestError
+from vlmpack.families import FAMILIES
 from vlmpack.model import PackedStep
 from vlmpack.service import row_work, rows
 from vlmpack.service.engine import Engine
@@ -399,3 +400,9 @@ def test_the_base_model_is_described() -> None:
 def test_families_whose_images_are_no_grids_are_refused_by_name() -> None:
     with pytest.raises(FamilyError, match="llava: the service takes images as Qwen's models do"):
         Engine(tiny_model("llava"), None, name="m", tokenizer_id="t")
+
+
+@pytest.mark.skipif("llama4" not in FAMILIES, reason="this transformers has another Llama 4")
+def test_families_that_count_places_from_padding_are_refused_by_name() -> None:
+    with pytest.raises(FamilyError, match="llama4_text: it scales queries by places"):
+        Engine(tiny_model("llama4_text"), None, name="m", tokenizer_id="t")

@@ -48,6 +48,10 @@ def test_training_equals_samples_alone(family, reentrant, tmp_path):
         "remove_unused_columns": False,
         **checkpointing(use_reentrant=reentrant),
     }
+    if reentrant and family == "llama4":  # its tower hands hidden states on by keyword, in the unmodified model too
+        with pytest.raises(UserWarning, match="None of the inputs have requires_grad=True"):
+            train(model, samples, tmp_path, **settings)
+        return
     run = train(model, samples, tmp_path, **settings)
     assert run.losses == pytest.approx(expected.losses, rel=LOSS[family in other_vision()])
     assert len(run.gradients) == 2

@@ -58,6 +58,7 @@ class Spans:
             window: tokens that a query sees, itself included; None: all before it.
         """
         starts = [start for start, _ in segments.spans]
+        is_narrow = not self.beyond_window
         in_window: list[Place] = []
         beyond: list[Place] = []
         for start, stop in self.runs:
@@ -70,7 +71,7 @@ class Spans:
             assert start < stop <= last and before >= 0, f"the span {start}:{stop} is in no segment"
             if window is not None:
                 before = min(before, window - 1)
-            if window is None or not self.beyond_window:
+            if is_narrow or window is None:
                 in_window.append((start, stop, begin - before, end))
                 continue
             if before:

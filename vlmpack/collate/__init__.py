@@ -9,11 +9,12 @@ from vlmpack.collate.columns import CONVERSATION_COLUMNS, MEDIA_COLUMNS, MediaRe
 from vlmpack.collate.conversation import read_conversation
 from vlmpack.collate.encoded import OVERLENGTH, Encoded, Visual
 from vlmpack.collate.frame_sampling import FrameSampling
-from vlmpack.collate.processor_metadata import TEMPLATE_FIELDS, ProcessorMetadata, parts_of
+from vlmpack.collate.processor_metadata import AUDIO_FIELDS, TEMPLATE_FIELDS, ProcessorMetadata, parts_of
 from vlmpack.collate.skipped import SkipLimit, SkipLog, read_skip_log
 from vlmpack.collate.vision_keys import VIDEO_KEYS
 
 __all__ = [
+    "AUDIO_FIELDS",
     "CONVERSATION_COLUMNS",
     "MEDIA_COLUMNS",
     "OVERLENGTH",

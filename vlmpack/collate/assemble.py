@@ -40,6 +40,8 @@ NO_BUFFERS = PixelBuffers(0)
 PATCHES: Mapping[str, Join] = {}
 """No joins: images are patches with grids, one after the other."""
 
+_SECONDS = "video_second_per_grid"
+"""Qwen-Omni's name of the seconds from one grid of each video to the next."""
 DEFAULT_SECONDS = 1.0
 """Seconds per video grid where a sample has none: what Qwen2.5-VL's model assumes."""
 
@@ -82,7 +84,7 @@ def to_padded(
         attention_mask=batch([np.ones_like(s.input_ids) for s in samples], 0),
         labels=batch([s.labels for s in samples], IGNORE),
         mm_token_type_ids=batch([s.types for s in samples], 0),
-        media=_media(_images(samples), _videos(samples), pixel_dtype, buffers, joins),
+        media=_with_audio(_media(_images(samples), _videos(samples), pixel_dtype, buffers, joins), samples, joins),
         extras={name: batch([s.columns[name] for s in samples], 0) for name in samples[0].columns},
         metadata=_metadata(samples),
     )
@@ -125,7 +127,8 @@ def to_packed(
     if tree is not None:
         packed = with_tree(packed, tree)
         images, videos = [images[at] for at in tree.images], [videos[at] for at in tree.videos]
-    return replace(packed, media=_media(images, videos, pixel_dtype, buffers, joins))
+    media = _media(images, videos, pixel_dtype, buffers, joins)
+    return replace(packed, media=_with_audio(media, samples, joins))
 
 
 def _tree(
@@ -166,6 +169,7 @@ def _write(arrays: Sequence[np.ndarray], starts: Sequence[int], total: int, fill
 def _metadata(samples: Sequence[Encoded]) -> HostMetadata:
     images = tuple(len(sample.images) for sample in samples)
     videos = tuple(len(sample.videos) for sample in samples)
+    audios = tuple(len(sample.audios) for sample in samples)
     has_tiles = any(image.grid is None for image in _images(samples))
     return HostMetadata(
         lengths=tuple(sample.num_tokens for sample in samples),
@@ -175,6 +179,8 @@ def _metadata(samples: Sequence[Encoded]) -> HostMetadata:
         image_tokens=tuple(sum(image.runs) for image in _images(samples) if image.grid is None),
         images_per_sample=images if any(images) else (),
         videos_per_sample=videos if any(videos) else (),
+        audio_frames=tuple(0 if a.pixels is None else a.pixels.shape[2] for a in _audios(samples)),
+        audios_per_sample=audios if any(audios) else (),
         seconds_per_grid=_seconds(_videos(samples)),
         num_targets=sum(sample.num_targets for sample in samples),
         sample_ids=tuple(sample.sample_id for sample in samples if sample.sample_id is not None),
@@ -195,6 +201,27 @@ def _videos(samples: Sequence[Encoded]) -> list[Visual]:
     return [video for sample in samples for video in sample.videos]
 
 
+def _audios(samples: Sequence[Encoded]) -> list[Visual]:
+    return [audio for sample in samples for audio in sample.audios]
+
+
+def _with_audio(media: Media, samples: Sequence[Encoded], joins: Mapping[str, Join]) -> Media:
+    """Add log-mel frames, padded to the longest, and their mask. They stay float32: the model casts them itself."""
+    if not (audios := _audios(samples)):
+        return media
+    frames = _pixels(audios)
+    finite = [is_finite(part) for part in frames]
+    if not all(finite):
+        raise NotFinite(finite.index(False))
+    tensors = {
+        "input_features": joins["input_features"](frames),
+        "feature_attention_mask": joins["feature_attention_mask"](
+            [audio.tensors["feature_attention_mask"] for audio in audios]
+        ),
+    }
+    return replace(media, tensors={**media.tensors, **tensors})
+
+
 def _media(
     images: Sequence[Visual],
     videos: Sequence[Visual],
@@ -209,8 +236,9 @@ def _media(
         image_grid_thw=_table(grids),
         pixel_values_videos=_join(videos, dtype, buffers, Join()),
         video_grid_thw=_table(_grids(videos)),
-        second_per_grid_ts=torch.tensor(seconds) if seconds else None,
-        tensors={name: joins[name](_cast(tensors, dtype)) for name, tensors in parts.items() if tensors},
+        second_per_grid_ts=torch.tensor(seconds) if seconds and _SECONDS not in joins else None,
+        tensors={name: joins[name](_cast(tensors, dtype)) for name, tensors in parts.items() if tensors}
+        | ({_SECONDS: torch.tensor(seconds)} if seconds and _SECONDS in joins else {}),
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from vlmpack.collate.columns import KINDS, Kind, MediaRef
+from vlmpack.collate.columns import Kind, MediaRef
 from vlmpack.data import BRANCH_COLUMN
 from vlmpack.errors import Refusal
 
@@ -63,18 +63,23 @@ def branch_of(conversation: Conversation, turn: Any) -> Conversation:
         messages=tuple(_message(conversation.messages[at], parts[at]) for at in kept),
         images=_media([parts[at] for at in kept], "image"),
         videos=_media([parts[at] for at in kept], "video"),
+        audios=_media([parts[at] for at in kept], "audio"),
         trained_turns=None if learnt is None else (learnt[number],),
     )
 
 
 def _with_media(conversation: Conversation) -> list[Parts]:
-    """The parts of every message, each image and video with its reference."""
-    media = {"image": iter(conversation.images), "video": iter(conversation.videos)}
+    """The parts of every message, each image, video and audio with its reference."""
+    media = {
+        "image": iter(conversation.images),
+        "video": iter(conversation.videos),
+        "audio": iter(conversation.audios),
+    }
     messages: list[Parts] = []
     for message in conversation.messages:
         content = message["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        messages.append([(part, next(media[part["type"]]) if part["type"] in KINDS else None) for part in parts])
+        messages.append([(part, next(media[part["type"]]) if part["type"] in media else None) for part in parts])
     return messages
 
 

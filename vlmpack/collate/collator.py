@@ -120,7 +120,8 @@ class VLMCollator:
         self.processor = processor
         self.metadata = read_processor(processor, vocab_size=vocab_size)
         self.share_prefixes = _sharing(share_prefixes, layout, self.slots, self.metadata)
-        family = family_of_processor(processor) if _is_whole(self.metadata) else None
+        takes_others = _is_whole(self.metadata) or self.metadata.has_audio
+        family = family_of_processor(processor) if takes_others else None
         self._joins = PATCHES if family is None else family.media
         self._expert_types = None if family is None else family.expert_types
         self.file_rules = file_rules_of(processor, self.metadata, sampling=sampling, limits=video_limits)
@@ -236,9 +237,11 @@ class VLMCollator:
             return self._typed(to_batch(samples, pad_token_id=self.metadata.pad_token_id, joins=self._joins, **memory))
         except NotFinite:
             for at, sample in usable:
-                visuals = (*sample.images, *sample.videos)
-                if not all(is_finite(values) for visual in visuals for values in visual.values):
+                media = (*sample.images, *sample.videos, *sample.audios)
+                if not all(is_finite(values) for medium in media for values in medium.values):
                     message = "its pixels hold NaN or infinity; the image is broken or was normalised by 0"
+                    if not all(is_finite(audio.pixels) for audio in sample.audios if audio.pixels is not None):
+                        message = "its input_features hold NaN or infinity; the audio is broken"
                     named = {"index": at, "reason": "pixels_not_finite", "sample_id": sample.sample_id}
                     outcomes[at] = SampleError(message, **named)
         return self._lay_out(outcomes)
@@ -260,7 +263,7 @@ class VLMCollator:
 
     def _decoded(self, sample: Encoded, index: int, media: BatchMedia) -> Encoded:
         named = {} if sample.sample_id is None else {"id": sample.sample_id}
-        return self._checked(named, index, lambda: self._encoder.media.decode(self._sharable(sample), media))
+        return self._checked(named, index, lambda: self._encoder.decode(self._sharable(sample), media))
 
     def _fitted(self, sample: Encoded) -> Encoded:
         sample = self._sharable(sample)
@@ -384,7 +387,7 @@ def _sharing(
         raise ConfigError(
             f"share_prefixes lays the samples of a row out as a tree, but layout={layout!r}; choose layout='packed'"
         )
-    if _is_whole(metadata):
+    if _is_whole(metadata) or metadata.has_audio:
         raise ConfigError(
             "share_prefixes computes an image that samples share once, by its grid, which it knows of Qwen-VL's "
             "processors and of text models; leave it out of a collator with another processor"

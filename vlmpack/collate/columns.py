@@ -21,6 +21,7 @@ CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "prompt")
 """A feature with none of these and no `input_ids` is not a sample."""
 
 MEDIA_COLUMNS = ("image", "images", "video", "videos")
+AUDIO_COLUMNS = ("audio", "audios")
 _RECEIPT_COLUMNS = ("image", "ground_truth")
 _TEXT_COLUMNS = ("input_ids", *CONVERSATION_COLUMNS, "completion")
 _READ = {*_TEXT_COLUMNS, *MEDIA_COLUMNS, "system", "tools", "chat_template_kwargs", "id", "sample_id", BRANCH_COLUMN}
@@ -45,10 +46,11 @@ _KEPT = {*MEDIA_COLUMNS, "id", "sample_id", "length", "label", "labels", "label_
 """The columns that HF Trainer or TRL may leave of a sample whose text they dropped."""
 _OF_TOKENS = (
     *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"),
+    *("input_features", "feature_attention_mask", "video_second_per_grid"),
     *("completion_mask", "assistant_masks", "loss_mask"),
 )
 """Of samples that were tokenised before."""
-_KNOWN = {*_READ, *_OF_TOKENS, "labels", "attention_mask", "mm_token_type_ids", "second_per_grid_ts", "audio", "audios"}
+_KNOWN = {*_READ, *_OF_TOKENS, "labels", "attention_mask", "mm_token_type_ids", "second_per_grid_ts", *AUDIO_COLUMNS}
 _MANY = 12
 """Columns that are named in an error."""
 
@@ -80,7 +82,7 @@ def check_columns_filled(feature: Mapping[str, Any]) -> None:
         raise Refusal("bad_row", f"its {' and '.join(empty)} is None; fill it, or leave the sample out of the data set")
 
 
-def check_one_form(forms: Sequence[str], present: Mapping[str, Any]) -> None:
+def check_one_form(forms: Sequence[str], present: Mapping[str, Any], *, has_audio: bool = False) -> None:
     """Refuse a sample that is written down twice, or has columns that nothing reads with its conversation.
 
     Raises:
@@ -93,7 +95,7 @@ def check_one_form(forms: Sequence[str], present: Mapping[str, Any]) -> None:
             "bad_row",
             f"it has {match}, which belongs to input_ids, and {forms[0]}, of which its tokens are made; leave one out",
         )
-    if match := next((name for name in ("audio", "audios") if not is_empty(present.get(name))), None):
+    if match := next((name for name in AUDIO_COLUMNS if not has_audio and not is_empty(present.get(name))), None):
         raise Refusal("bad_row", f"it has {match}, which these models cannot hear; leave the column out")
 
 
@@ -199,24 +201,27 @@ def _listed(feature: Mapping[str, Any]) -> str:
     return ", ".join(names[:_MANY]) + (f" and {len(names) - _MANY} more" if len(names) > _MANY else "")
 
 
-Kind = Literal["image", "video"]
+Kind = Literal["image", "video", "audio"]
 KINDS: tuple[Kind, ...] = ("image", "video")
+"""The kinds of media that markers in a text may stand for; audio is in parts of messages."""
 Markers = Literal["auto", "places", "text"]
 """The meaning of `<image>` and `<video>` in a text: see `marked_kinds`."""
 
 _SOURCE_KEYS: dict[Kind, tuple[str, ...]] = {
     "image": ("image", "image_url", "url", "path", "bytes"),
     "video": ("video", "video_url", "url", "path", "bytes"),
+    "audio": ("audio",),
 }
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class MediaRef:
-    """One image or video: its source, and the keys by which it is resized."""
+    """One image, video or audio: its source, and the keys by which it is resized."""
 
     source: Any
-    """PIL image, path, bytes, or {"bytes", "path"}; for a video its file in one of these forms, or a list of frames."""
+    """PIL image, path, bytes, or {"bytes", "path"}; for a video its file in one of these forms, or a list of frames; an
+    array of an audio, or {"array", "sampling_rate"}."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The keys of qwen-vl-utils that stood beside it: min_pixels, resized_height, fps, ..."""
 
@@ -300,7 +305,8 @@ def column_media(present: Mapping[str, Any], kind: Kind) -> tuple[MediaRef, ...]
     value = item if many is None else many
     if value is None:
         return ()
-    if not isinstance(value, list | tuple) or (kind == "video" and many is None and _is_one_video(value)):
+    is_one = {"image": lambda _: False, "video": _is_one_video, "audio": _is_one_audio}[kind]
+    if not isinstance(value, list | tuple) or (many is None and is_one(value)):
         value = [value]
     return tuple(_reference(item, kind) or MediaRef(source=item) for item in value)
 
@@ -366,6 +372,11 @@ def _is_one_video(value: Sequence[Any]) -> bool:
     return not isinstance(first, str | list | tuple) and not is_element and not is_file
 
 
+def _is_one_audio(value: Sequence[Any]) -> bool:
+    """An `audio` column that holds numbers is one audio, as Arrow stores an array."""
+    return bool(value) and isinstance(value[0], int | float)
+
+
 def _reference(item: Any, kind: Kind) -> MediaRef | None:
     """The source inside a part, and the keys beside it; None if there is no source in it."""
     if not isinstance(item, Mapping):
@@ -393,7 +404,7 @@ def _options(item: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         Refusal: one of them is nearly a known key, and would change nothing.
     """
-    source_keys = {"type", "text", "bytes", *_SOURCE_KEYS["image"], *_SOURCE_KEYS["video"]}
+    source_keys = {"type", "text", "bytes", *(key for keys in _SOURCE_KEYS.values() for key in keys)}
     options = {name: value for name, value in item.items() if name not in source_keys and value is not None}
     for name in options:
         if key := misspelt_key(str(name)):

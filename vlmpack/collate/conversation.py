@@ -5,7 +5,7 @@
     NeMo       {"conversation": [{"role": ..., "content": [{"type": "image", "image": PIL}, ...]}]}
     Cauldron   {"texts": [{"user": ..., "assistant": ...}, ...], "images": [...]}
 
-A message's content is a string or a list of parts; a part is a text, or an image or video with its source inside
+A message's content is a string or a list of parts; a part is a text, or an image, video or audio with its source inside
 (`{"type": "image", "image": PIL | path | bytes | {"bytes", "path"}}`) or without one, which then comes from the
 `images` / `image` / `videos` / `video` column, in order. Where no message has such a part, `<image>` and `<video>` in
 the text of users are the places of the column's media, if there are as many. Keys that are None, or structs of None,
@@ -78,10 +78,11 @@ class Turn:
     """False: by its own flag it is only read."""
 
 
-def read_turns(value: Any, column: str, marked: Collection[str] = ()) -> list[Turn]:
+def read_turns(value: Any, column: str, marked: Collection[str] = (), *, has_audio: bool = False) -> list[Turn]:
     """The turns of a column: messages with role and content, Qwen's turns with from and value, or Cauldron's pairs.
 
     In the texts of the latter, `<image>` and `<video>` are placeholders if they are among the kinds that are `marked`.
+    `has_audio`: parts may be audio.
 
     Raises:
         Refusal: `bad_row`: they are no turns, one of them is empty, or its role or its flag is not known.
@@ -91,7 +92,7 @@ def read_turns(value: Any, column: str, marked: Collection[str] = ()) -> list[Tu
     if column == PAIRS_COLUMN:
         value = [turn for at, pair in enumerate(value) for turn in _pair(pair, f"{column}[{at}]")]
     is_qwen = isinstance(value[0], Mapping) and "from" in value[0]
-    read = partial(_qwen_turn, marked=marked) if is_qwen else _turn
+    read = partial(_qwen_turn, marked=marked) if is_qwen else partial(_turn, has_audio=has_audio)
     turns = [read(item, f"{column}[{i}]") for i, item in enumerate(value)]
     return _with_known_roles(turns, column)
 
@@ -130,7 +131,7 @@ def short(value: Any) -> str:
 # ---------------------------------------------------------------------- role and content
 
 
-def _turn(message: Any, where: str) -> Turn:
+def _turn(message: Any, where: str, *, has_audio: bool) -> Turn:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise Refusal("bad_row", f"{where} must be a mapping with a role and a content, got {_with_keys(message)}")
     content = message.get("content")
@@ -139,7 +140,8 @@ def _turn(message: Any, where: str) -> Turn:
     if isinstance(content, Mapping):
         content = [content]
     if isinstance(content, list | tuple):
-        content = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+        kinds = ("text", "image", "video", "audio")[: 4 if has_audio else 3]
+        content = [_part(part, f"{where}.content[{i}]", kinds) for i, part in enumerate(content)]
     elif not isinstance(content, str):
         raise Refusal("bad_row", f"{where}.content must be a string or a list of parts, got {short(content)}")
     _check_no_payload(message, where, but=())
@@ -165,18 +167,19 @@ def _no_content(message: Mapping[str, Any], where: str) -> str:
     )
 
 
-def _part(part: Any, where: str) -> dict[str, Any]:
+def _part(part: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
         raise Refusal("bad_row", f"{where} must be a mapping with a type, got {short(part)}")
     part = {key: value for key, value in part.items() if not is_absent(value)}
-    kind = part.get("type") or next((k for k in ("image", "image_url", "video", "text") if k in part), "")
+    kind = part.get("type") or next((k for k in ("image", "image_url", "video", "audio", "text") if k in part), "")
     if not isinstance(kind, str):
         raise Refusal("bad_row", f"{where}.type must be a text, such as 'image', got {short(kind)}")
     kind = {"image_url": "image", "video_url": "video", "input_image": "image", "input_text": "text"}.get(kind, kind)
-    if kind not in ("text", "image", "video"):
-        raise Refusal("bad_row", f"{where} is of type {kind!r}; only text, image and video parts can be used")
+    if kind not in kinds:
+        usable = f"{', '.join(kinds[:-1])} and {kinds[-1]}"
+        raise Refusal("bad_row", f"{where} is of type {kind!r}; only {usable} parts can be used")
     if kind == "text" and not isinstance(part.get("text"), str):
         raise Refusal("bad_row", f"{where} is a text part without a text, got {short(part)}")
     _check_no_payload(part, where, but=_PAYLOADS[kind])
@@ -271,10 +274,12 @@ class Conversation:
     """One sample as text with placeholders for its media."""
 
     messages: tuple[Mapping[str, Any], ...] = ()
-    """For the chat template: parts are {"type": "text", "text": ...}, {"type": "image"} or {"type": "video"}."""
+    """For the chat template: parts are {"type": "text", "text": ...}, or {"type": "image"}, "video" or "audio"."""
     images: tuple[MediaRef, ...] = ()
     """In the order of their placeholders."""
     videos: tuple[MediaRef, ...] = ()
+    """In the order of their placeholders."""
+    audios: tuple[MediaRef, ...] = ()
     """In the order of their placeholders."""
     plain: tuple[str, str] | None = None
     """(prompt, completion) as strings, to be used without a chat template; `messages` is empty then."""
@@ -308,13 +313,14 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def read_conversation(
-    feature: Mapping[str, Any], *, has_vision: bool = True, markers: Markers = "auto"
+    feature: Mapping[str, Any], *, has_vision: bool = True, has_audio: bool = False, markers: Markers = "auto"
 ) -> Conversation:
     """Read one sample of any of the shapes above; with a column `branch_turn`, one question and answer of it.
 
     Args:
         feature: the sample's columns.
         has_vision: whether the model has; to one that has not, `<image>` in a user's text is text.
+        has_audio: whether the model hears; to one that does not, audio is refused.
         markers: whether it is text to the others, or the place of an image: see `marked_kinds`.
 
     Raises:
@@ -324,7 +330,7 @@ def read_conversation(
     """
     present = {name: value for name, value in feature.items() if value is not None}
     marked = marked_kinds(feature, markers if has_vision else "text")
-    conversation = _read(present, feature, marked)
+    conversation = _read(present, feature, marked, has_audio=has_audio)
     users = [text_of(message) for message in conversation.messages if message["role"] == "user"]
     media = {"image": conversation.images, "video": conversation.videos}
     check_markers(
@@ -336,16 +342,19 @@ def read_conversation(
     return conversation if turn is None else branch_of(conversation, turn)
 
 
-def _read(present: Mapping[str, Any], feature: Mapping[str, Any], marked: Collection[Kind]) -> Conversation:
+def _read(
+    present: Mapping[str, Any], feature: Mapping[str, Any], marked: Collection[Kind], *, has_audio: bool
+) -> Conversation:
     columns = [name for name in ("messages", "conversation", "conversations") if name in present]
     if holds_pairs(present.get(PAIRS_COLUMN)):
         columns.append(PAIRS_COLUMN)
     is_pair = "prompt" in present and "completion" in present
-    check_one_form([*columns, "prompt and completion"] if is_pair else columns, present)
+    check_one_form([*columns, "prompt and completion"] if is_pair else columns, present, has_audio=has_audio)
     if columns:
-        return _conversation(read_turns(present[columns[0]], columns[0], marked), present, marked)
+        turns = read_turns(present[columns[0]], columns[0], marked, has_audio=has_audio)
+        return _conversation(turns, present, marked)
     if is_pair:
-        return _prompt_and_completion(present, marked)
+        return _prompt_and_completion(present, marked, has_audio=has_audio)
     check_columns_filled(feature)
     raise Refusal("no_columns", no_columns(feature), of_all=True)
 
@@ -371,24 +380,27 @@ def _conversation(turns: list[Turn], present: Mapping[str, Any], marked: Collect
     messages = [turn.message for turn in turns]
     videos = fill_placeholders(messages, present, "video", is_marked="video" in marked)
     images = fill_placeholders(messages, present, "image", is_marked="image" in marked)
+    audios = fill_placeholders(messages, present, "audio", is_marked=False)
     learnt = tuple(turn.learnt for turn in turns if turn.message["role"] == "assistant")
     return Conversation(
         messages=tuple(map(_without_payload, messages)),
         images=images,
         videos=videos,
+        audios=audios,
         trained_turns=None if all(learnt) else learnt,
         template_options=_template_options(present),
     )
 
 
-def _prompt_and_completion(present: Mapping[str, Any], marked: Collection[Kind]) -> Conversation:
+def _prompt_and_completion(present: Mapping[str, Any], marked: Collection[Kind], *, has_audio: bool) -> Conversation:
     prompt, completion = present["prompt"], present["completion"]
     if isinstance(prompt, str) != isinstance(completion, str):
         raise Refusal("bad_row", "prompt and completion must both be strings or both be lists of messages")
     if isinstance(prompt, str):
         return _plain(prompt, completion, present)
-    prompt_turns = [replace(turn, learnt=False) for turn in read_turns(prompt, "prompt", marked)]
-    return _conversation([*prompt_turns, *read_turns(completion, "completion", marked)], present, marked)
+    read = partial(read_turns, marked=marked, has_audio=has_audio)
+    prompt_turns = [replace(turn, learnt=False) for turn in read(prompt, "prompt")]
+    return _conversation([*prompt_turns, *read(completion, "completion")], present, marked)
 
 
 def _plain(prompt: str, completion: str, present: Mapping[str, Any]) -> Conversation:
@@ -398,14 +410,13 @@ def _plain(prompt: str, completion: str, present: Mapping[str, Any]) -> Conversa
             f"it has a column system, {short(present['system'])}, which has no place in plain strings; write it into "
             "the prompt, or give prompt and completion as lists of messages",
         )
-    images, videos = column_media(present, "image"), column_media(present, "video")
-    return Conversation(plain=(prompt, completion), images=images, videos=videos)
+    images, videos, audios = (column_media(present, kind) for kind in ("image", "video", "audio"))
+    return Conversation(plain=(prompt, completion), images=images, videos=videos, audios=audios)
 
 
 def _without_payload(message: Mapping[str, Any]) -> dict[str, Any]:
     """Keep only what a chat template needs: pixels in its variables would be copied, or printed."""
     if isinstance(message["content"], str):
         return dict(message)
-    keys = {"text": ("type", "text"), "image": ("type",), "video": ("type",)}
-    parts = [{key: part[key] for key in keys[part["type"]]} for part in message["content"]]
+    parts = [{key: part[key] for key in ("type", *["text"] * (part["type"] == "text"))} for part in message["content"]]
     return {**message, "content": parts}

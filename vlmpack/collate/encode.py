@@ -12,9 +12,10 @@ from typing import Any, final
 import numpy as np
 
 from vlmpack.collate.assemble import filler
+from vlmpack.collate.audio import AudioReader
 from vlmpack.collate.by_processor import ProcessorEncoder
 from vlmpack.collate.chat_template import ChatTemplate, check_characters
-from vlmpack.collate.columns import Kind, Markers, check_unread
+from vlmpack.collate.columns import Kind, Markers, MediaRef, check_unread
 from vlmpack.collate.conversation import Conversation, read_conversation
 from vlmpack.collate.encoded import (
     Encoded,
@@ -32,6 +33,9 @@ from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.collate.video_file import DEFAULT_RULES, FileRules
 from vlmpack.data import ImageLimits
 from vlmpack.errors import Refusal
+
+Hearing = Callable[[Sequence[MediaRef]], tuple[Visual, ...]]
+"""The audios of a sample, to their frames or their tokens."""
 
 
 @final
@@ -69,7 +73,8 @@ class Encoder:
             Refusal: the sample cannot be used.
             ConfigError: no sample can be used with this processor.
         """
-        return self._encode(feature, partial(self.media.cut_each, batch=batch, max_tokens=self.max_length))
+        cut = partial(self.media.cut_each, batch=batch, max_tokens=self.max_length)
+        return self._encode(feature, cut, lambda refs: self._audio.cut_each(refs))
 
     def measure(self, feature: Any, *, estimate: bool = False) -> Encoded:
         """The same without pixels, which are left where they are: images and videos are only measured, or estimated.
@@ -78,21 +83,39 @@ class Encoder:
             Refusal: the sample cannot be used, as far as can be seen without decoding its media.
             ConfigError: no sample can be used, or images cannot be measured, with this processor.
         """
-        return self._encode(feature, partial(self.media.measure_each, estimate=estimate))
+        measure = partial(self.media.measure_each, estimate=estimate)
+        return self._encode(feature, measure, lambda refs: self._audio.measure_each(refs))
 
-    def _encode(self, feature: Any, read: Callable[..., tuple[Visual, ...]]) -> Encoded:
+    def decode(self, sample: Encoded, batch: BatchMedia | None = None) -> Encoded:
+        """A sample that was only measured, with the values of all its media.
+
+        Raises:
+            Refusal: one of them cannot be used, or has changed since.
+        """
+        decoded = self.media.decode(sample, batch)
+        return self._audio.decode(decoded) if decoded.audios else decoded
+
+    def _encode(self, feature: Any, read: Callable[..., tuple[Visual, ...]], hear: Hearing) -> Encoded:
         if not isinstance(feature, Mapping):
             raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
         if feature.get("input_ids") is not None:
             if self.metadata.by_processor:
                 self._by_processor.check_not_tokenised()
             sample = read_tokenised(feature, self.metadata, train_on=self.train_on)
-            self._check_unread(feature, has_media=bool(sample.images or sample.videos), texts=())
+            if self.metadata.has_audio:
+                sample = replace(sample, audios=self._audio.given(feature))
+            has_media = bool(sample.images or sample.videos or sample.audios)
+            self._check_unread(feature, has_media=has_media, texts=())
         else:
-            conversation = read_conversation(feature, has_vision=self.metadata.has_vision, markers=self.markers)
-            has_media = bool(conversation.images or conversation.videos)
+            conversation = read_conversation(
+                feature,
+                has_vision=self.metadata.has_vision,
+                has_audio=self.metadata.has_audio,
+                markers=self.markers,
+            )
+            has_media = bool(conversation.images or conversation.videos or conversation.audios)
             self._check_unread(feature, has_media=has_media, texts=conversation.plain or tuple(conversation.texts()))
-            sample = self._encode_conversation(conversation, read)
+            sample = self._encode_conversation(conversation, read, hear)
         check_sample(sample, self.metadata)
         return sample
 
@@ -101,7 +124,9 @@ class Encoder:
         if columns and self.name_unread is not None and (new := self.name_unread(columns)):
             warnings.warn(f"samples have columns that nothing reads: {', '.join(new)}; this is said once", stacklevel=2)
 
-    def _encode_conversation(self, conversation: Conversation, read: Callable[..., tuple[Visual, ...]]) -> Encoded:
+    def _encode_conversation(
+        self, conversation: Conversation, read: Callable[..., tuple[Visual, ...]], hear: Hearing
+    ) -> Encoded:
         self._check_texts(conversation)
         if (conversation.images or conversation.videos) and not self.metadata.has_vision:
             raise Refusal(
@@ -109,23 +134,37 @@ class Encoder:
                 f"it has {len(conversation.images)} image(s) and {len(conversation.videos)} video(s), but a tokenizer "
                 "reads text only; give VLMCollator the processor of a vision-language model, or leave them out",
             )
+        if conversation.videos and self.metadata.has_audio:
+            raise Refusal(
+                "no_video",
+                f"it has {len(conversation.videos)} video(s), whose sizes and times a {type(self.processor).__name__} "
+                "sets by rules of its own, which need torchvision: tokenise such samples with the processor itself "
+                "(input_ids, labels, pixel_values_videos, ...), or give frames as images",
+            )
         images, videos = read(conversation.images, kind="image"), read(conversation.videos, kind="video")
+        audios = hear(conversation.audios)
         if conversation.plain:
             prompt, completion = conversation.plain
             conversation = replace(conversation, plain=(self._marked(prompt, images, videos), completion))
         if self.metadata.by_processor:
             return self._by_processor.encode(conversation, images)
         if conversation.plain:
-            ids, spans = self._plain(conversation.plain, images, videos)
+            ids, spans = self._plain(conversation.plain, images, videos, audios)
         else:
-            ids, spans = self._chat(conversation, images, videos)
+            ids, spans = self._chat(conversation, images, videos, audios)
         return Encoded(
             input_ids=ids,
             labels=make_labels(ids, self.metadata, spans=None if self.train_on == "all" else spans),
             types=token_types(ids, self.metadata),
             images=images,
             videos=videos,
+            audios=audios,
         )
+
+    @cached_property
+    def _audio(self) -> AudioReader:
+        """Reads audio."""
+        return AudioReader(processor=self.processor, metadata=self.metadata)
 
     @cached_property
     def media(self) -> MediaReader | ProcessorImages:
@@ -179,11 +218,9 @@ class Encoder:
                     "and give images and videos as parts of the message",
                 )
 
-    def _chat(
-        self, conversation: Conversation, images: Sequence[Visual], videos: Sequence[Visual]
-    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """(ids, learnt spans) of a conversation."""
-        ids = self._expand(self._template.render(conversation), images, videos)
+    def _chat(self, conversation: Conversation, *media: Sequence[Visual]) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """(ids, learnt spans) of a conversation; `media`: images, videos, audios."""
+        ids = self._expand(self._template.render(conversation), *media)
         if self.train_on == "all":
             return ids, []
         spans = assistant_spans(ids, self.metadata)
@@ -202,14 +239,12 @@ class Encoder:
                 of_all=not spans,
             )
 
-    def _plain(
-        self, plain: tuple[str, str], images: Sequence[Visual], videos: Sequence[Visual]
-    ) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    def _plain(self, plain: tuple[str, str], *media: Sequence[Visual]) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """(ids, learnt span) of prompt and completion, tokenised apart as generation will do it; the end is learnt."""
         prompt, completion = plain
         if not completion.rstrip().endswith(self.metadata.eos_token):
             completion += self.metadata.eos_token
-        before, after = self._expand(prompt, images, videos), self._ids(completion)
+        before, after = self._expand(prompt, *media), self._ids(completion)
         return np.concatenate((before, after)), [(len(before), len(before) + len(after))]
 
     def _marked(self, prompt: str, images: Sequence[Visual], videos: Sequence[Visual]) -> str:
@@ -235,13 +270,17 @@ class Encoder:
 
     # ------------------------------------------------------------------ placeholders
 
-    def _expand(self, text: str, images: Sequence[Visual], videos: Sequence[Visual]) -> np.ndarray:
-        """Tokenise text with one placeholder an image, then repeat each as often as its grid needs."""
+    def _expand(
+        self, text: str, images: Sequence[Visual], videos: Sequence[Visual], audios: Sequence[Visual]
+    ) -> np.ndarray:
+        """Tokenise text with one placeholder a medium, then repeat each as often as its grid or its frames need."""
         if self.metadata.frame_timestamps:
             text = self._write_frames(text, videos)
         ids = self._ids(text)
         counts = np.ones(len(ids), np.int64)
-        media: tuple[tuple[Kind, Sequence[Visual]], ...] = (("image", images), ("video", videos))
+        media: list[tuple[Kind, Sequence[Visual]]] = [("image", images), ("video", videos)]
+        if self.metadata.has_audio:
+            media.append(("audio", audios))
         for kind, visuals in media:
             needed = [n for visual in visuals for n in tokens_of(visual, self.metadata, kind=kind)]
             at = np.flatnonzero(ids == self.metadata.token_id(kind))

@@ -14,7 +14,7 @@ import torch
 from vlmpack.collate.columns import Kind, MediaRef
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.errors import Refusal
-from vlmpack.layout import IGNORE, IMAGE, TEXT, VIDEO, Grid
+from vlmpack.layout import AUDIO, IGNORE, IMAGE, TEXT, VIDEO, Grid
 
 
 @final
@@ -63,11 +63,13 @@ class Encoded:
     labels: np.ndarray
     """int64 [n], not shifted; -100 where nothing is learnt."""
     types: np.ndarray
-    """int64 [n]: 0 text, 1 image, 2 video."""
+    """int64 [n]: 0 text, 1 image, 2 video, 3 audio."""
     images: tuple[Visual, ...] = ()
     """In the order of their placeholders."""
     videos: tuple[Visual, ...] = ()
     """In the order of their placeholders."""
+    audios: tuple[Visual, ...] = ()
+    """In the order of their placeholders: log-mel frames [1, mel, f] as `pixels`, and one run of tokens."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     """int64 [n] each: further columns of its tokens that its family needs (`Family.token_columns`), by name."""
     cuts: tuple[int, ...] = ()
@@ -90,7 +92,7 @@ def check_sample(sample: Encoded, metadata: ProcessorMetadata) -> None:
     """Raise a `Refusal` for the first thing that is wrong with a sample; reasons are listed in the room's README."""
     check_ids(sample.input_ids, metadata)
     _check_labels(sample, metadata)
-    for visual in (*sample.images, *sample.videos):
+    for visual in (*sample.images, *sample.videos, *sample.audios):
         if visual.grid is not None:
             _check_grid(visual.grid, metadata)
         check_pixels(visual, metadata)
@@ -99,6 +101,8 @@ def check_sample(sample: Encoded, metadata: ProcessorMetadata) -> None:
         check_runs(sample.input_ids, sample.images, metadata, kind="image")
     if sample.videos or highest >= VIDEO:
         check_runs(sample.input_ids, sample.videos, metadata, kind="video")
+    if sample.audios or highest >= AUDIO:
+        check_runs(sample.input_ids, sample.audios, metadata, kind="audio")
     if sample.num_targets == 0:
         raise Refusal(
             "no_targets",
@@ -129,7 +133,7 @@ def check_runs(input_ids: np.ndarray, visuals: Sequence[Visual], metadata: Proce
     if not visuals:
         raise Refusal(
             f"{kind}_tokens_without_pixels",
-            f"it has {sum(lengths)} {kind} tokens but no {kind} pixels; add pixels and grid, or remove the tokens",
+            f"it has {sum(lengths)} {kind} tokens but no {kind} {_VALUES[kind]}, or remove the tokens",
         )
     if not lengths:
         raise Refusal(
@@ -137,11 +141,11 @@ def check_runs(input_ids: np.ndarray, visuals: Sequence[Visual], metadata: Proce
             f"it has the pixels of {len(visuals)} {kind}(s) but no {kind} token; is the placeholder missing?",
         )
     at = next(i for i, (a, b) in enumerate(zip_longest(lengths, needed)) if a != b)
-    if metadata.by_processor:
+    if metadata.by_processor or kind == "audio":
         raise Refusal(
             f"{kind}_token_mismatch",
             f"its runs of {kind} tokens are {_some(lengths)} long but its processor writes {_some(needed)} for its "
-            f"{len(visuals)} {kind}(s) (first difference at run {at}); do not truncate inside an image",
+            f"{len(visuals)} {kind}(s) (first difference at run {at}); do not truncate inside an {kind}",
         )
     raise Refusal(
         f"{kind}_token_mismatch",
@@ -149,6 +153,14 @@ def check_runs(input_ids: np.ndarray, visuals: Sequence[Visual], metadata: Proce
         f"run {at}); each {kind} needs frames * rows * columns / {metadata.merge_size**2} tokens in a run of its own: "
         "tokenise and cut into patches with the same processor settings, and do not truncate inside an image",
     )
+
+
+_VALUES: Mapping[Kind, str] = {
+    "image": "pixels; add pixels and grid",
+    "video": "pixels; add pixels and grid",
+    "audio": "frames; add input_features and feature_attention_mask",
+}
+"""What a medium of each kind is made of, and the remedy where it is missing."""
 
 
 def _joined(needed: Sequence[int], lengths: Sequence[int]) -> list[int]:
@@ -334,10 +346,11 @@ def fit(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int | None,
     if overlength == "truncate":
         return truncate(sample, metadata, max_length=max_length)
     media = int((sample.types != TEXT).sum())
+    heard = f" and {len(sample.audios)} audio(s)" if sample.audios else ""
     raise Refusal(
         OVERLENGTH,
         f"it has {sample.num_tokens} tokens ({media} of them for {len(sample.images)} image(s) and "
-        f"{len(sample.videos)} video(s)) but max_length={max_length}; raise max_length, lower the processor's "
+        f"{len(sample.videos)} video(s){heard}) but max_length={max_length}; raise max_length, lower the processor's "
         "max_pixels, or choose overlength='drop' or overlength='truncate'",
     )
 
@@ -354,9 +367,11 @@ def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int) -
     ids = sample.input_ids[:cut]
     images = _whole(sample.images, ids, metadata, kind="image")
     videos = _whole(sample.videos, ids, metadata, kind="video")
+    audios = _whole(sample.audios, ids, metadata, kind="audio")
     labels, types = sample.labels[:cut], sample.types[:cut]
     columns = {name: column[:cut] for name, column in sample.columns.items()}
-    shorter = replace(sample, input_ids=ids, labels=labels, types=types, images=images, videos=videos, columns=columns)
+    media = {"images": images, "videos": videos, "audios": audios}
+    shorter = replace(sample, input_ids=ids, labels=labels, types=types, columns=columns, **media)
     if metadata.images_together and len(images) < len(sample.images):
         raise Refusal(
             "truncated_away",
@@ -378,10 +393,13 @@ def boundaries(sample: Encoded, metadata: ProcessorMetadata) -> list[int]:
     if metadata.by_processor:
         return sorted({*sample.cuts, len(ids)})
     cuts = [_after_newline(ids, end + 1, metadata) for end in np.flatnonzero(ids == metadata.turn_end_id).tolist()]
-    for start, stop in runs(ids, metadata.image_token_id):
-        before = start - 1 if start and ids[start - 1] == metadata.vision_start_id else start
-        after = stop + 1 if stop < len(ids) and ids[stop] == metadata.vision_end_id else stop
-        cuts += [before, after]
+    borders = [(metadata.image_token_id, metadata.vision_start_id, metadata.vision_end_id)]
+    borders += [(metadata.audio_token_id, metadata.audio_start_id, metadata.audio_end_id)] * metadata.has_audio
+    for placeholder, first, last in borders:
+        for start, stop in runs(ids, placeholder):
+            before = start - 1 if start and ids[start - 1] == first else start
+            after = stop + 1 if stop < len(ids) and ids[stop] == last else stop
+            cuts += [before, after]
     return sorted({*cuts, len(ids)})
 
 

@@ -15,6 +15,9 @@ CHANNELS = 3
 QWEN = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
 """Classes of processors whose parts are called one by one; any other is called as a whole."""
 
+OMNI = ("Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor")
+"""Classes of processors whose parts are called one by one too, and that have one for audio."""
+
 _VISION = ("<|vision_start|>", "<|vision_end|>")
 BORDERS: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(QWEN, _VISION),
@@ -52,6 +55,18 @@ class ProcessorMetadata:
     vision_start_id: int = NO_ID
     """Its id."""
     vision_end_id: int = NO_ID
+    """Its id."""
+    audio_token: str = ""
+    """The placeholder that stands for one audio in rendered text, and is repeated for each of its tokens."""
+    audio_token_id: int = NO_ID
+    """Its id."""
+    audio_start: str = ""
+    """The token before each run of audio placeholders."""
+    audio_end: str = ""
+    """The token after each run of audio placeholders."""
+    audio_start_id: int = NO_ID
+    """Its id."""
+    audio_end_id: int = NO_ID
     """Its id."""
     turn_start_id: int | None
     """Id of ChatML's `<|im_start|>`; None: the tokenizer has no such token."""
@@ -91,9 +106,14 @@ class ProcessorMetadata:
         """Return whether there are images and videos: a text model has a tokenizer and no more."""
         return self.image_token_id != NO_ID
 
+    @property
+    def has_audio(self) -> bool:
+        """Return whether there is audio."""
+        return self.audio_token_id != NO_ID
+
     def token_id(self, kind: Kind) -> int:
-        """The id of the placeholder that stands for an image or a video."""
-        return self.image_token_id if kind == "image" else self.video_token_id
+        """The id of the placeholder that stands for an image, a video or an audio."""
+        return {"image": self.image_token_id, "video": self.video_token_id, "audio": self.audio_token_id}[kind]
 
     @property
     def patch_dim(self) -> int:
@@ -104,7 +124,8 @@ class ProcessorMetadata:
     def media_ids(self) -> tuple[int, ...]:
         """The ids that are never learnt."""
         ids = self.image_token_id, self.video_token_id, self.vision_start_id, self.vision_end_id
-        return *ids, *self.border_ids
+        audio = (self.audio_token_id, self.audio_start_id, self.audio_end_id) if self.has_audio else ()
+        return *ids, *audio, *self.border_ids
 
     @property
     def reserved(self) -> tuple[str, ...]:
@@ -115,15 +136,18 @@ class ProcessorMetadata:
 
     @property
     def reserved_media(self) -> tuple[str, ...]:
-        """Reserved tokens of images and videos."""
+        """Reserved tokens of images, videos and audio."""
         if self.by_processor:
             return self.special_tokens
         tokens = self.image_token, self.video_token, self.vision_start, self.vision_end
-        return tokens if self.has_vision else ()
+        audio = (self.audio_token, self.audio_start, self.audio_end) if self.has_audio else ()
+        return (*tokens, *audio) if self.has_vision else ()
 
 
 TEMPLATE_FIELDS = ("by_processor", "images_together", "border_ids", "special_tokens")
 """Fields of `ProcessorMetadata` beside the rules of Qwen's processors."""
+AUDIO_FIELDS = ("audio_token", "audio_token_id", "audio_start", "audio_end", "audio_start_id", "audio_end_id")
+"""Fields of processors that hear."""
 
 
 @final
@@ -135,6 +159,8 @@ class ProcessorParts:
     """Text to ids."""
     image_processor: Any
     """Images to patches; None: a tokenizer alone was given."""
+    feature_extractor: Any = None
+    """Audio to log-mel frames; None: there is none."""
     video_processor: Any = None
     """Its settings hold for files of videos; None: there is none, as it needs torchvision."""
 
@@ -148,6 +174,7 @@ def parts_of(processor: Any) -> ProcessorParts:
     return ProcessorParts(
         tokenizer=processor.tokenizer,
         image_processor=processor.image_processor,
+        feature_extractor=processor.feature_extractor if "feature_extractor" in processor.get_attributes() else None,
         video_processor=processor.video_processor if "video_processor" in processor.get_attributes() else None,
     )
 
@@ -168,7 +195,7 @@ def read_processor(processor: Any, *, vocab_size: int | None = None) -> Processo
 
     if isinstance(processor, PreTrainedTokenizerBase):
         settings = {} if _is_chatml(processor) else _template_settings(processor, ())
-    elif _class_in(processor, QWEN):
+    elif _class_in(processor, (*QWEN, *OMNI)):
         settings = _qwen_settings(processor)
     else:
         settings = processor_settings(processor)
@@ -199,12 +226,17 @@ def metadata_of(processor: Any, settings: Mapping[str, Any], *, vocab_size: int 
 
 def _qwen_settings(processor: Any) -> dict[str, Any]:
     videos, parts = family_of_processor(processor).videos, parts_of(processor)
-    tokens = {
-        "image_token": processor.image_token,
-        "video_token": processor.video_token,
-        "vision_start": "<|vision_start|>",
-        "vision_end": "<|vision_end|>",
-    }
+    tokens = {"image_token": processor.image_token, "video_token": processor.video_token}
+    if _class_in(processor, OMNI):
+        tokens |= {
+            "vision_start": processor.vision_bos_token,
+            "vision_end": processor.vision_eos_token,
+            "audio_token": processor.audio_token,
+            "audio_start": processor.audio_bos_token,
+            "audio_end": processor.audio_eos_token,
+        }
+    else:
+        tokens |= {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
     vocab = parts.tokenizer.get_vocab()
     return {
         **tokens,
@@ -213,7 +245,7 @@ def _qwen_settings(processor: Any) -> dict[str, Any]:
         "merge_size": parts.image_processor.merge_size,
         "temporal_patch_size": parts.image_processor.temporal_patch_size,
         "frame_timestamps": videos is run_per_frame,
-        "seconds_per_grid": videos is timed_run,
+        "seconds_per_grid": videos is timed_run or bool(_class_in(processor, OMNI)),
     }
 
 

@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlmpack.collate.columns import is_empty
+from vlmpack.collate.columns import AUDIO_COLUMNS, is_empty
 from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, make_labels, mask_media
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.data import BRANCH_COLUMN
 from vlmpack.errors import LayoutError, Refusal
-from vlmpack.layout import IGNORE, IMAGE, TEXT, VIDEO, Grid, lengths_from_mask
+from vlmpack.layout import AUDIO, IGNORE, IMAGE, TEXT, VIDEO, Grid, lengths_from_mask
 
 LABEL_COLUMNS = ("labels", "completion_mask", "assistant_masks", "loss_mask")
 """Columns from which labels are made; the masks are TRL's and SeqPacker's, 0 where nothing is learnt."""
 _MASKS = ("attention_mask", *LABEL_COLUMNS[1:])
+SECONDS = ("second_per_grid_ts", "video_second_per_grid")
+"""Names of the seconds from one grid of each video to the next, of Qwen2.5-VL and of Qwen-Omni."""
 _MISSPELT = ("shift_labels", "label_mask", "labels_mask", "loss_masks", "completion_masks", "assistant_mask")
 """Names that look like one of these columns, and that no library writes."""
 
@@ -99,22 +101,28 @@ def _check_read(feature: Mapping[str, Any]) -> None:
             "bad_row",
             f"it has input_ids and {BRANCH_COLUMN}, but only of messages can one question be taken; leave one out",
         )
-    for pixels, columns in (("pixel_values", ("image", "images")), ("pixel_values_videos", ("video", "videos"))):
+    for pixels, columns in (
+        ("pixel_values", ("image", "images")),
+        ("pixel_values_videos", ("video", "videos")),
+        ("input_features", AUDIO_COLUMNS),
+    ):
         if feature.get(pixels) is not None:
             continue
         if named := next((name for name in columns if not is_empty(feature.get(name))), None):
             raise Refusal(
                 "bad_row",
-                f"it has input_ids and {named}, but no {pixels}: the {columns[0]} would be lost; give the pixels that "
-                "the processor made with the ids, or leave input_ids out, so that both are made here",
+                f"it has input_ids and {named}, but no {pixels}: the {columns[0]} would be lost; give what the "
+                "processor made with the ids, or leave input_ids out, so that both are made here",
             )
 
 
 def token_types(input_ids: np.ndarray, metadata: ProcessorMetadata) -> np.ndarray:
-    """int64 [n]: 1 on image placeholders, 2 on video placeholders, 0 elsewhere."""
+    """int64 [n]: 1 on image placeholders, 2 on video placeholders, 3 on audio placeholders, 0 elsewhere."""
     types = np.full_like(input_ids, TEXT)
     types[input_ids == metadata.image_token_id] = IMAGE
     types[input_ids == metadata.video_token_id] = VIDEO
+    if metadata.has_audio:
+        types[input_ids == metadata.audio_token_id] = AUDIO
     return types
 
 
@@ -242,10 +250,10 @@ def _grids(value: Any, name: str) -> list[Grid]:
 
 
 def _seconds(feature: Mapping[str, Any], count: int) -> list[float | None]:
-    values = feature.get("second_per_grid_ts")
-    if values is None:
+    name = next((name for name in SECONDS if feature.get(name) is not None), None)
+    if name is None:
         return [None] * count
-    seconds = _array(values, "second_per_grid_ts").reshape(-1).tolist()
+    seconds = _array(feature[name], name).reshape(-1).tolist()
     if len(seconds) != count:
-        raise Refusal("bad_shape", f"second_per_grid_ts has {len(seconds)} entries for {count} videos")
+        raise Refusal("bad_shape", f"{name} has {len(seconds)} entries for {count} videos")
     return seconds

@@ -18,6 +18,8 @@ WITH_PROCESSOR = {name: family for name, family in FAMILIES.items() if family.ha
 """Families whose models have a processor; text models have a tokenizer."""
 QWEN = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
 """Classes of processors that need nothing but their parts: they have no settings of their own."""
+HEARING = ("Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor")
+"""Classes of processors whose feature extractors are used."""
 CONFIG = "config.json"
 IMAGE_PROCESSOR = "preprocessor_config.json"
 ALL_PARTS = "processor_config.json"
@@ -25,7 +27,7 @@ TOKENIZER = "tokenizer_config.json"
 
 
 def load_processor(source: str | os.PathLike[str]) -> Any:
-    """The processor of a hub model or a local folder, for text and images.
+    """The processor of a hub model or a local folder, for text, images and, of Qwen-Omni, audio.
 
     `AutoProcessor` cannot load one that has a video part without torchvision. This one has no such part, and its images
     go through Pillow, so that its output is the same on every machine.
@@ -55,8 +57,9 @@ def load_processor(source: str | os.PathLike[str]) -> Any:
 
 
 def _load_parts(of_class: Any, source: str | os.PathLike[str], tokenizer: Any) -> Any:
-    """A processor beyond Qwen's: its Pillow image processor and settings, without parts for videos and audio."""
-    from transformers import AutoImageProcessor
+    """A processor beyond Qwen-VL's: its Pillow image processor and settings, without parts for videos, and for audio
+    where it is not read."""
+    from transformers import AutoFeatureExtractor, AutoImageProcessor
 
     if "Placeholder" in of_class.__name__:  # transformers' own, of classes whose modules cannot be imported
         raise FamilyError(f"the processor of {source} needs torchvision, even for Pillow's images; install it")
@@ -64,9 +67,11 @@ def _load_parts(of_class: Any, source: str | os.PathLike[str], tokenizer: Any) -
     parts = of_class.get_attributes()
     names = [*inspect.signature(of_class.__init__).parameters]
     kept = {name: value for name, value in settings.items() if name in names and name not in (*parts, "chat_template")}
+    if of_class.__name__ in HEARING:
+        kept["feature_extractor"] = AutoFeatureExtractor.from_pretrained(source)
     return without_parts(
         of_class,
-        absent=[part for part in parts if part not in ("tokenizer", "image_processor")],
+        absent=[part for part in parts if part not in ("tokenizer", "image_processor", *kept)],
         image_processor=AutoImageProcessor.from_pretrained(source, backend="pil"),
         tokenizer=tokenizer,
         chat_template=settings.get("chat_template") or tokenizer.chat_template,
@@ -103,11 +108,16 @@ def without_parts(processor_class: Any, *, absent: Sequence[str], **parts: Any) 
 
 
 def save_processor(processor: Any, folder: str | os.PathLike[str]) -> None:
-    """Write tokenizer, image processor, chat template and settings; parts for videos and audio are left out.
+    """Write tokenizer, image processor, chat template and settings, and the feature extractor of a processor that
+    hears, in one file with the image processor as transformers reads both; other parts are left out.
 
     `load_processor` reads them again.
     """
     processor.image_processor.save_pretrained(folder)
+    if type(processor).__name__ in HEARING:
+        file = Path(folder, IMAGE_PROCESSOR)
+        both = {**processor.feature_extractor.to_dict(), **_read(file)}
+        file.write_text(json.dumps(both, indent=2, sort_keys=True), encoding="utf-8")
     processor.tokenizer._set_processor_class(type(processor).__name__)  # as transformers does: its file names the class
     processor.tokenizer.save_pretrained(folder)
     if isinstance(processor.chat_template, str):  # None, or several by name: the tokenizer has written what it has

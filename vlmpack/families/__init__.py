@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlmpack.families.audio import AskModel, AudioPart
 from vlmpack.families.family import Family, MRope, OneAxis
 from vlmpack.families.qwen import run_per_frame, timed_run
 from vlmpack.families.registry import FAMILIES, check_parts, family_named, family_of, family_of_processor
@@ -10,6 +11,8 @@ from vlmpack.families.tiles import Join
 
 __all__ = [
     "FAMILIES",
+    "AskModel",
+    "AudioPart",
     "Family",
     "ImageSpans",
     "Join",

@@ -9,14 +9,17 @@ from importlib import import_module
 from math import prod
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import nn
 
 from vlmpack.errors import FamilyError, LayoutError
+from vlmpack.families.audio import AskModel, AudioPart, SampleMedia, check_markers
+from vlmpack.families.frames import WindowRule, frame_segments, window_segments
 from vlmpack.families.media import ExpectedRuns, MediaItems, check_runs, media_items, row_positions
 from vlmpack.families.spans import Prefix, Sees
 from vlmpack.families.tiles import QWEN_MEDIA, Join, TileBoundaries, TileTokens, check_tiles, counted_tokens
-from vlmpack.layout import IMAGE, VIDEO, Grid, HostMetadata, Media, Segments, outside_graph
+from vlmpack.layout import AUDIO, IMAGE, VIDEO, Grid, HostMetadata, Media, Segments, outside_graph
 
 VideoPlacement = Callable[[MediaItems, Sequence[float], Any], MediaItems]
 """Runs of tokens of whole videos, seconds from one grid of each to the next, and the vision configuration, to the runs
@@ -76,7 +79,7 @@ class Family:
     mechanisms: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
     """The mechanisms of its decoder layers beside plain attention: of each of `vlmpack.model`, by its name, the names
     of its parts."""
-    positions_rule: MRope | OneAxis = MRope()
+    positions_rule: MRope | AskModel | OneAxis = MRope()
     """The rotary positions of its text part."""
     videos: VideoPlacement = single_run
     """The way in which its processor writes videos as tokens."""
@@ -102,6 +105,8 @@ class Family:
     """True if some blocks of the vision tower attend within windows of a frame (`window_size`)."""
     media_over_ranks: bool = True
     """True if ranks can compute its images together (`Parallel`), which takes grids."""
+    audio: AudioPart | None = None
+    """Its audio part; None: it takes no audio."""
     text_type: str | None = None
     """`model_type` whose code has its decoder layers; None: its own."""
     backbone_path: str = "model"
@@ -150,6 +155,11 @@ class Family:
         return "pixel_values_videos" in self.media
 
     @property
+    def has_audio(self) -> bool:
+        """Return whether it takes audio."""
+        return self.audio is not None
+
+    @property
     def pixel_names(self) -> tuple[str, ...]:
         """Names of the tensors that hold pixels."""
         return tuple(name for name in self.media if name.startswith("pixel_values"))
@@ -181,13 +191,15 @@ class Family:
         image_grids: Sequence[Grid] = (),
         video_grids: Sequence[Grid] = (),
         seconds_per_grid: Sequence[float] = (),
+        audio_frames: Sequence[int] = (),
         device: torch.device | str | None = None,
     ) -> torch.Tensor:
         """MRoPE positions of a packed row: int64 [4, 1, T], the text row, then time, height, width.
 
         Every segment gets what `get_rope_index` of the installed transformers gives its sample alone, bit for bit,
         and 0, 1, 2, ... as its text row; padding is 0. Boundaries at which only the rotary positions restart
-        (`rope_cu_seqlens`) are given as `segments` of their own. No host–device sync.
+        (`rope_cu_seqlens`) are given as `segments` of their own. No host–device sync; where the model itself is asked
+        (`AskModel`), one of a row with videos, whose positions may be float32.
 
         Args:
             mm_token_type_ids: [1, T], 0 text, 1 image, 2 video, on any device; None: text only.
@@ -195,7 +207,8 @@ class Family:
             config: the model's configuration.
             image_grids: (frames, rows, columns) in patches of each image, in row order.
             video_grids: the same of each video.
-            seconds_per_grid: seconds between two grids of each video (Qwen2.5-VL only); empty: 1.
+            seconds_per_grid: seconds between two grids of each video (Qwen2.5-VL, Qwen-Omni); empty: 1.
+            audio_frames: log-mel frames of each audio.
             device: where the result lives if there are no token types.
 
         Raises:
@@ -203,7 +216,18 @@ class Family:
         """
         images = self._images(image_grids, config)
         videos = self._videos(video_grids, seconds_per_grid, config)
-        return row_positions(mm_token_type_ids, segments, images=images, videos=videos, device=device)
+        positions = row_positions(mm_token_type_ids, segments, images=images, videos=videos, device=device)
+        rule = self.positions_rule
+        if not isinstance(rule, AskModel) or mm_token_type_ids is None or not rule.is_asked(image_grids, video_grids):
+            return positions
+        media = SampleMedia(
+            kinds=np.zeros(0, np.int64),
+            image_grids=image_grids,
+            video_grids=video_grids,
+            seconds=seconds_per_grid,
+            audio_frames=audio_frames,
+        )
+        return rule.replace_videos(positions, mm_token_type_ids, segments, media, config)
 
     def rotary_ids(self, positions: torch.Tensor) -> torch.Tensor:
         """The model's `position_ids` of [4, 1, T]: time, height, width; of a text model the text row, [1, T].
@@ -263,12 +287,22 @@ class Family:
             return ()
         return counted_tokens(media, metadata.image_tokens, self.tile_tokens, config)
 
-    def check_runs(self, types: torch.Tensor, segments: Segments, metadata: HostMetadata, *, config: Any) -> None:
-        """Compare each run of placeholders of a row with its grid, in the order of the grids. No host–device sync.
+    def check_runs(
+        self,
+        types: torch.Tensor,
+        segments: Segments,
+        metadata: HostMetadata,
+        *,
+        config: Any,
+        input_ids: torch.Tensor | None = None,
+    ) -> None:
+        """Compare each run of placeholders of a row with its grid or frames, in their order. No host–device sync.
 
         Args:
             types: [1, T], what `media_types` returns.
             segments: the row's samples.
+            input_ids: [1, T]; where the model is asked for positions, the tokens before media are compared with those
+                that it looks for.
             metadata: grids or tokens of images, and how many images and videos each sample has, if that was counted.
             config: the model's configuration.
 
@@ -285,19 +319,32 @@ class Family:
             ExpectedRuns(kind=IMAGE, name="image", items=images, per_sample=metadata.images_per_sample),
             ExpectedRuns(kind=VIDEO, name="video", items=videos, per_sample=metadata.videos_per_sample),
         )
-        check_runs(types, segments, expected)
+        check_runs(types, segments, (*expected, *self._audio_runs(metadata, config)))
+        if isinstance(self.positions_rule, AskModel) and input_ids is not None:
+            check_markers(input_ids, types, segments, config)
+
+    def _audio_runs(self, metadata: HostMetadata, config: Any) -> tuple[ExpectedRuns, ...]:
+        """The runs of audio tokens that a row has to have."""
+        if self.audio is None:
+            return ()
+        items = self.audio.items(metadata.audio_frames, config)
+        of_row = ExpectedRuns(
+            kind=AUDIO, name="audio", measure="frames", items=items, per_sample=metadata.audios_per_sample
+        )
+        return (of_row,)
 
     def video_runs(self, grids: Sequence[Grid], config: Any) -> list[int]:
         """Tokens of each run of placeholders that these videos stand for: whole videos, or single frames."""
         return self._videos(grids, (), config).grids.prod(1).tolist()
 
     def media_types(self, input_ids: torch.Tensor, config: Any) -> torch.Tensor:
-        """0 text, 1 image, 2 video for each token, int64 in the shape of `input_ids`: what processors give as
+        """0 text, 1 image, 2 video, 3 audio for each token, int64 in the shape of `input_ids`: what processors give as
         `mm_token_type_ids`."""
         if not self.has_vision:
             return torch.zeros_like(input_ids)
         types = (input_ids == config.image_token_id).long()
-        return types + 2 * (input_ids == config.video_token_id).long() if self.has_videos else types
+        types = types + VIDEO * (input_ids == config.video_token_id).long() if self.has_videos else types
+        return types + AUDIO * (input_ids == config.audio_token_id).long() if self.has_audio else types
 
     def expert_types_of(self, input_ids: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
         """The column of `expert_types`, int64 in the shape of `input_ids`, as the family's processor makes it of them;
@@ -373,6 +420,10 @@ class Family:
             return None
         return model.get_submodule(self.vision_path)
 
+    def audio_tower(self, model: nn.Module) -> nn.Module | None:
+        """The audio part: log-mel frames in, audio features out; None: there is none."""
+        return None if self.audio is None else model.get_submodule(self.audio.path)
+
     def vision_blocks(self, model: nn.Module) -> list[nn.Module]:
         """The blocks of `vision_tower`; []: there is none."""
         tower = self.vision_tower(model)
@@ -432,44 +483,3 @@ class WithoutHead(nn.Module):
 
 
 _WITHOUT_HEAD: weakref.WeakKeyDictionary[nn.Module, WithoutHead] = weakref.WeakKeyDictionary()
-
-
-# ---------------------------------------------------------------------- which patches attend to which
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class WindowRule:
-    """Window attention of a vision tower: all in patches."""
-
-    window: int
-    """Side of a window."""
-    merge: int
-    """Patches merged into one token along each side; windows hold whole tokens."""
-
-
-def frame_segments(grids: Sequence[Grid]) -> Segments:
-    """One segment for each frame of each image or video: h * w patches.
-
-    The same boundaries as `transformers.vision_utils.get_vision_cu_seqlens`.
-    """
-    return Segments.from_lengths([h * w for t, h, w in grids for _ in range(t)])
-
-
-def window_segments(grids: Sequence[Grid], rule: WindowRule) -> Segments:
-    """One segment for each window of each frame, in the order in which the tower lays windows out.
-
-    The same boundaries as Qwen2.5-VL's `get_window_index` gives after its empty windows are taken out.
-    """
-    side = rule.window // rule.merge
-    lengths: list[int] = []
-    for t, h, w in grids:
-        rows, columns = _pieces(h // rule.merge, side), _pieces(w // rule.merge, side)
-        lengths += [row * column * rule.merge**2 for row in rows for column in columns] * t
-    return Segments.from_lengths(lengths)
-
-
-def _pieces(tokens: int, side: int) -> list[int]:
-    """`tokens` in pieces of `side`, the last one shorter."""
-    whole, rest = divmod(tokens, side)
-    return [side] * whole + [rest] * bool(rest)

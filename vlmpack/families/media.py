@@ -180,9 +180,11 @@ class ExpectedRuns:
     """The runs of placeholders of one kind that a row has to have."""
 
     kind: int
-    """Their value in `mm_token_type_ids`: 1 image, 2 video."""
+    """Their value in `mm_token_type_ids`: 1 image, 2 video, 3 audio."""
     name: str
-    """ "image" or "video"."""
+    """ "image", "video" or "audio"."""
+    measure: str = "grids"
+    """What says how many tokens they are."""
     items: MediaItems
     """The runs, in row order."""
     per_sample: Sequence[int] = ()
@@ -206,7 +208,7 @@ class ExpectedRuns:
         if len(of_medium) != media:
             raise LayoutError(
                 f"the host metadata counts {list(self.per_sample)} {self.name}s of the samples, but there are {media} "
-                "grids; leave the metadata out of a batch that was changed"
+                f"{self.measure}; leave the metadata out of a batch that was changed"
             )
         return of_medium[self.items.medium]
 
@@ -263,8 +265,9 @@ class _RowRuns:
         starts, lengths = self._starts[of_kind], self._lengths[of_kind]
         if lengths.sum() != sizes.sum():
             raise LayoutError(
-                f"the {runs.name} grids make {sizes.sum()} tokens, but the row has another number of {runs.name} "
-                f"placeholders, {lengths.sum()}; every placeholder needs its pixels, and the other way round"
+                f"{self._sample_of_another_number(runs, starts, lengths)}the {runs.name} {runs.measure} make "
+                f"{sizes.sum()} tokens, but the row has another number of {runs.name} placeholders, {lengths.sum()}; "
+                "every placeholder needs its medium, and the other way round"
             )
         if not len(starts):
             return
@@ -284,6 +287,21 @@ class _RowRuns:
                 f"{runs.name} {medium[at]} of the row lies in sample {samples[at]}, but the host metadata says that it "
                 f"belongs to sample {counted[at]}; leave the metadata out of a batch whose tokens were moved"
             )
+
+    def _sample_of_another_number(self, runs: ExpectedRuns, starts: np.ndarray, lengths: np.ndarray) -> str:
+        """The first sample whose placeholders are not as many as its media make, in words; "" if that is not known."""
+        if (of_run := runs.samples) is None:
+            return ""
+        count, at = len(runs.per_sample), _samples_at(starts, self._segments)
+        expected, found = (
+            np.bincount(of[of >= 0], weights=sizes[of >= 0], minlength=count)
+            for of, sizes in ((of_run, runs.sizes), (at, lengths))
+        )
+        differs = np.flatnonzero(expected[:count] != found[:count])
+        if not len(differs):
+            return ""
+        sample = int(differs[0])
+        return f"sample {sample} has {found[sample]:.0f} {runs.name} placeholders for {expected[sample]:.0f} tokens: "
 
     def _differing(self, runs: ExpectedRuns, starts: np.ndarray, lengths: np.ndarray, samples: np.ndarray) -> str:
         """The first run that is not as expected; there is one among those that both have, as the totals agree."""

@@ -14,17 +14,20 @@ from vlmpack.families.family import Family
 from vlmpack.families.gemma import GEMMA
 from vlmpack.families.grids import GRIDS
 from vlmpack.families.llama import LLAMA
+from vlmpack.families.omni import OMNI
 from vlmpack.families.qwen import QWEN
 from vlmpack.families.text import TEXT
 from vlmpack.families.tiled import TILED
 
-_ALL = (*QWEN, *GRIDS, *TILED, *GEMMA, *LLAMA, *TEXT)
+_ALL = (*QWEN, *OMNI, *GRIDS, *TILED, *GEMMA, *LLAMA, *TEXT)
 _INSTALLED = tuple(int(part) for part in version("transformers").split(".")[:2])
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL if family.oldest_transformers <= _INSTALLED}
 """The families that are supported with the installed transformers, by `config.model_type`."""
 
-_ROUTER = "its MoE router statistics count padding as tokens, so the load-balancing loss of a packed row is wrong"
-_OMNI = "its positions interleave audio with video, and its audio tower has boundaries of its own; neither is computed"
+_TALKER = (
+    "its talker and its vocoder are trained on other objectives, of which a row has no targets; pack model.thinker, or "
+    "load the {0}, which reads the same checkpoint"
+)
 
 _CROSS = "its cross-attention layers take one mask over all images of a call, so samples would see each other's images"
 _ENCODER = "its encoder attends in both directions over a whole call, with padding masks alone between samples"
@@ -33,10 +36,8 @@ _MAMBA = "its Mamba layers carry state along the row, and nothing restarts it at
 _DIFFUSION = "its objective is no next-token loss: noise is drawn for whole blocks of a call"
 
 _REFUSED = {
-    "qwen2_5_omni": _OMNI,
-    "qwen2_5_omni_thinker": _OMNI,
-    "qwen3_omni_moe": f"{_OMNI}; and {_ROUTER}",
-    "qwen3_omni_moe_thinker": f"{_OMNI}; and {_ROUTER}",
+    "qwen2_5_omni": _TALKER.format("Qwen2_5OmniThinkerForConditionalGeneration"),
+    "qwen3_omni_moe": _TALKER.format("Qwen3OmniMoeThinkerForConditionalGeneration"),
     "mllama": _CROSS,
     "idefics": _CROSS,
     "florence2": _ENCODER,
@@ -155,7 +156,8 @@ def check_parts(family: Family, model: Any) -> None:
 
 
 def _differences(family: Family, model: Any) -> Iterator[str]:
-    for path in (family.backbone_path, family.text_path, family.vision_path, family.head_path):
+    audio_path = None if family.audio is None else family.audio.path
+    for path in (family.backbone_path, family.text_path, family.vision_path, audio_path, family.head_path):
         if path is not None and not _has(model, path):
             yield f"it has no part {path!r}"
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vlmpack.layout.batch import (
+    AUDIO,
     IMAGE,
     MEDIA_KEYS,
     METADATA_KEY,
@@ -53,6 +54,7 @@ from vlmpack.layout.sharing import (
 )
 
 __all__ = [
+    "AUDIO",
     "IGNORE",
     "IMAGE",
     "MEDIA_KEYS",

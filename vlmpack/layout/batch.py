@@ -17,7 +17,7 @@ from vlmpack.layout.segments import Segments
 Grid = tuple[int, int, int]
 """(frames, rows, columns) of patches of one image or video."""
 
-TEXT, IMAGE, VIDEO = 0, 1, 2
+TEXT, IMAGE, VIDEO, AUDIO = 0, 1, 2, 3
 """Kinds of tokens: the values of `mm_token_type_ids`."""
 
 METADATA_KEY = "vlmpack"
@@ -39,16 +39,20 @@ class HostMetadata:
     """One grid for each video, in sample order."""
     image_tokens: tuple[int, ...] = ()
     """Placeholder tokens of each image, in sample order, of families whose images are no grids; empty: not counted."""
+    audio_frames: tuple[int, ...] = ()
+    """Log-mel frames of each audio, in sample order; empty: not counted, or no audio."""
     images_per_sample: tuple[int, ...] = ()
     """Images of each sample; empty: not known, or no media at all."""
     videos_per_sample: tuple[int, ...] = ()
     """Videos of each sample; empty: not known, or no media at all."""
+    audios_per_sample: tuple[int, ...] = ()
+    """Audios of each sample; empty: not known, or no audio at all."""
     media_runs: tuple[tuple[tuple[int, int], ...], ...] = ()
     """Of each sample the runs of its media tokens, or its prefix, (start, stop) from its first token on; empty: not
     known. Models that see them in both directions read them; without, a row on an accelerator takes one host-device
     sync."""
     seconds_per_grid: tuple[float, ...] = ()
-    """Seconds from one video grid to the next, one for each video (Qwen2.5-VL)."""
+    """Seconds from one video grid to the next, one for each video (Qwen2.5-VL, Qwen-Omni)."""
     num_targets: int | None = None
     """Labelled next-token targets of the whole batch; None: not counted."""
     num_distinct_targets: int | None = None
@@ -59,6 +63,11 @@ class HostMetadata:
     """The boundaries of a row in a batch dictionary; None of a padded batch, and in a `PackedRow`, which holds them."""
     tree: PrefixTree | None = None
     """The prefix tree of a row in a batch dictionary; None: samples share nothing, or a `PackedRow` holds it."""
+
+    @property
+    def media_per_sample(self) -> tuple[tuple[int, ...], ...]:
+        """Images, videos and audios of each sample; each empty if it is not known."""
+        return self.images_per_sample, self.videos_per_sample, self.audios_per_sample
 
     @property
     def spans(self) -> MaskSpans:
@@ -86,10 +95,21 @@ class Media:
     second_per_grid_ts: torch.Tensor | None = None
     """[N] seconds from one grid of a video to the next (Qwen2.5-VL)."""
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Further tensors under the model's own names (`image_sizes`, `pixel_attention_mask`, ...)."""
+    """Further tensors under the model's own names (`image_sizes`, `input_features`, ...)."""
 
     def __repr__(self) -> str:
         return f"Media({', '.join(f'{name} {shape_of(value)}' for name, value in self.to_hf().items())})"
+
+    @property
+    def seconds_per_grid(self) -> Any:
+        """Seconds from one grid of each video to the next, by either name; None: there are none."""
+        seconds = self.second_per_grid_ts
+        return self.tensors.get("video_second_per_grid") if seconds is None else seconds
+
+    @property
+    def audio_mask(self) -> torch.Tensor | None:
+        """[N, F]: 1 on the frames that each audio has, 0 on padding; None: there is no audio."""
+        return self.tensors.get("feature_attention_mask")
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Media:
         """Move to a device; `non_blocking`: asynchronously, from pinned memory."""
@@ -121,7 +141,7 @@ class PaddedBatch:
     labels: torch.Tensor | None = None
     """[B, S] int64 in Hugging Face's convention: not shifted, -100 where nothing is to be learnt."""
     mm_token_type_ids: torch.Tensor | None = None
-    """[B, S]: 0 text, 1 image, 2 video."""
+    """[B, S]: 0 text, 1 image, 2 video, 3 audio."""
     position_ids: torch.Tensor | None = None
     """[3, B, S] time, height, width, or [4, B, S] with the place in the sample first; [B, S] of a text model. The step
     compares them with those it computes, except at pads. None: none came along."""
@@ -188,7 +208,11 @@ def media_of(media: Media) -> str:
     """The numbers of images and videos, in words; "" of a text."""
     if not isinstance(media, Media):
         return f", media {shape_of(media)}"
-    grids: dict[str, Any] = {"images": media.image_grid_thw, "videos": media.video_grid_thw}
+    grids: dict[str, Any] = {
+        "images": media.image_grid_thw,
+        "videos": media.video_grid_thw,
+        "audios": media.audio_mask,
+    }
     return "".join(
         f", {len(grid)} {name}" for name, grid in grids.items() if isinstance(grid, torch.Tensor) and grid.ndim
     )
@@ -312,7 +336,7 @@ def _check_unbroken(real: np.ndarray, lengths: np.ndarray) -> None:
 
 
 _CHANGED = (
-    f"{{}} is not what the host metadata ({METADATA_KEY!r}) say of this batch, so images or videos were changed behind "
+    f"{{}} is not what the host metadata ({METADATA_KEY!r}) say of this batch, so media were changed behind "
     "the collator; reorder samples before it, or leave the metadata out of the batch"
 )
 _COUNTS = (torch.int64, torch.int32)
@@ -347,6 +371,35 @@ def host_grids(known: tuple[Grid, ...], tensor: torch.Tensor | None, name: str) 
     return known
 
 
+def host_frames(known: tuple[int, ...], mask: torch.Tensor | None) -> tuple[int, ...]:
+    """Frames of each audio on the host; without metadata they are read from the device, one host-device sync.
+
+    Raises:
+        LayoutError: no mask [N, F] of 0 and 1; the metadata has other frames, or those of another number of audios.
+    """
+    if mask is None:
+        return ()
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.is_floating_point() or mask.is_complex():
+        shape = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise LayoutError(
+            f"feature_attention_mask must be a tensor [audios, frames] of 0 and 1, got {shape}; keep what the "
+            "processor gives with return_tensors='pt'"
+        )
+    message = "feature_attention_mask must hold 0 (padding) and 1 (a frame of the audio) and nothing else"
+    require(((mask == 0) | (mask == 1)).all(), message, LayoutError)
+    counts = mask.sum(1)
+    if not known:
+        return tuple(counts.tolist())
+    if len(known) != mask.shape[0]:
+        raise LayoutError(
+            f"the metadata has the frames of {len(known)} audios but feature_attention_mask is {list(mask.shape)}; was "
+            "the batch split or concatenated on its way (accelerate: set dispatch_batches=False)?"
+        )
+    expected = to_device(np.asarray(known, np.int64), mask.device)
+    require((counts == expected).all(), _CHANGED.format("feature_attention_mask"), LayoutError)
+    return known
+
+
 def host_seconds(known: tuple[float, ...], seconds: Any) -> tuple[float, ...]:
     """Seconds from one grid of each video to the next, N of them; without metadata read from the device, one sync.
 
@@ -365,7 +418,8 @@ def host_seconds(known: tuple[float, ...], seconds: Any) -> tuple[float, ...]:
         tensor = torch.zeros(1, 0, 0)
     if tensor.ndim not in (1, 2) or tensor.shape[1:].numel() != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
         raise LayoutError(
-            "second_per_grid_ts must be one number for each video, in a list or a tensor [N] or [N, 1]; got "
+            "second_per_grid_ts (Qwen-Omni: video_second_per_grid) must be one number for each video, in a list or a "
+            "tensor [N] or [N, 1]; got "
             f"{list(tensor.shape) if isinstance(seconds, torch.Tensor) else repr(seconds)[:80]}"
         )
     tensor = tensor.reshape(-1)

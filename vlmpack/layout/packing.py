@@ -142,7 +142,7 @@ def _check_metadata(batch: PaddedBatch, metadata: HostMetadata) -> None:
     (rows, width), spans = batch.input_ids.shape, metadata.spans
     ends = map(sum, zip(spans.offsets, spans.lengths, strict=False))
     agree = len(spans.lengths) == len(spans.offsets) == rows and max(ends, default=0) <= width
-    counts = metadata.images_per_sample, metadata.videos_per_sample, metadata.media_runs
+    counts = *metadata.media_per_sample, metadata.media_runs
     agree = agree and {*map(len, counts)} <= {0, rows}
     if agree and on_host(batch.attention_mask):
         agree = lengths_from_mask(batch.attention_mask) == spans
@@ -163,10 +163,12 @@ def _check_empty_rows(batch: PaddedBatch, spans: MaskSpans, *, keep_empty: bool)
             "segment of length 0"
         )
     metadata = batch.metadata
-    counts = () if metadata is None else (metadata.images_per_sample, metadata.videos_per_sample)
+    counts = () if metadata is None else metadata.media_per_sample
     for row in empty:
         if any(per_sample and per_sample[row] for per_sample in counts):
-            raise LayoutError(f"row {row}: no real token, but images or videos belong to it; leave its media out")
+            raise LayoutError(
+                f"row {row}: no real token, but images, videos or audio belong to it; leave its media out"
+            )
     if metadata is None and batch.mm_token_type_ids is not None:
         _check_hidden_media(batch.mm_token_type_ids, batch.attention_mask)
 
@@ -175,8 +177,8 @@ def _check_hidden_media(types: torch.Tensor, mask: torch.Tensor) -> None:
     hidden = ((types != 0) & (mask == 0)).any(1).cpu()
     if hidden.any():
         raise LayoutError(
-            f"row {int(hidden.int().argmax())}: attention_mask hides image or video tokens, but their pixels would "
-            "still be used; leave the sample's media out, or unmask its tokens"
+            f"row {int(hidden.int().argmax())}: attention_mask hides tokens of images, videos or audio, but these "
+            "would still be used; leave the sample's media out, or unmask its tokens"
         )
 
 

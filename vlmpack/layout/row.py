@@ -22,6 +22,7 @@ from vlmpack.layout.batch import (
     METADATA_KEY,
     HostMetadata,
     Media,
+    host_frames,
     host_grids,
     host_seconds,
     media_of,
@@ -80,7 +81,7 @@ class PackedRow:
     """[3, 1, T] time, height, width, or [4, 1, T] with the place in the sample first; [1, T] of a text model. The step
     compares them with those it computes. None: none came along."""
     mm_token_type_ids: torch.Tensor | None = None
-    """[1, T]: 0 text, 1 image, 2 video."""
+    """[1, T]: 0 text, 1 image, 2 video, 3 audio."""
     media: Media = field(default_factory=Media)
     """Pixels and grids in row order; with a `tree`, those that it computes, in its order."""
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -142,7 +143,8 @@ class PackedRow:
             known,
             image_grids=host_grids(known.image_grids, media.image_grid_thw, "image_grid_thw"),
             video_grids=host_grids(known.video_grids, media.video_grid_thw, "video_grid_thw"),
-            seconds_per_grid=host_seconds(known.seconds_per_grid, media.second_per_grid_ts),
+            seconds_per_grid=host_seconds(known.seconds_per_grid, media.seconds_per_grid),
+            audio_frames=host_frames(known.audio_frames, media.audio_mask),
         )
 
     def to_hf(self) -> dict[str, Any]:

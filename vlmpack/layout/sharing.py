@@ -374,6 +374,11 @@ def _num_distinct_targets(row: PackedRow, tree: PrefixTree) -> int | None:
 
 
 def _check_media(media: Media, metadata: HostMetadata) -> None:
+    if media.audio_mask is not None:
+        raise LayoutError(
+            "the row has audio, whose content is not compared, so that no prefix is shared: leave share_prefixes off "
+            "for samples with audio"
+        )
     if media.tensors or (media.pixel_values is not None and media.image_grid_thw is None and not metadata.image_grids):
         raise LayoutError(
             "images of this row have no grids (image_grid_thw), so that those of one sample cannot be found among its "

@@ -26,6 +26,9 @@ COLUMNS = frozenset((*_TOKENS, *_MEDIA, "cu_seqlens_q", "cu_seqlens_q_padded", "
 ROW_KEYS = (*BOUNDARIES, METADATA_KEY, "use_cache", "output_logits")
 """Keywords of a packed row, and requests of a batch, that the model's own forward may not have."""
 
+SOUND_IN_VIDEO = "use_audio_in_video"
+"""Qwen-Omni's request that audio tokens stand between those of the video that they belong to."""
+
 _WANTED = ("output_logits", "output_hidden_states")
 _BATCH_KEYS = frozenset((*_TOKENS, *_MEDIA, *BOUNDARIES, "num_items_in_batch", *_WANTED, METADATA_KEY, STEP))
 
@@ -40,11 +43,15 @@ def check_keys(inputs: dict[str, Any], family: Family, *, is_row: bool) -> None:
     Raises:
         ConfigError: it would; names what may have been meant.
     """
-    other_media = {*_MEDIA} - family.media.keys() if family.has_vision and not family.has_grids else set()
+    takes_others = family.has_audio or (family.has_vision and not family.has_grids)
+    other_media = {*_MEDIA} - family.media.keys() if takes_others else set()
     columns = {family.token_types or "mm_token_type_ids", family.expert_types, *family.token_columns} - {None}
     known = (_BATCH_KEYS | family.media.keys() | columns) - other_media
     for name, value in inputs.items():
         if value is None or name in known:
+            continue
+        if name == SOUND_IN_VIDEO and family.has_audio:
+            _check_apart(value)
             continue
         if name not in _SETTLED_KEYS:
             close = difflib.get_close_matches(name, known, n=1)
@@ -52,6 +59,14 @@ def check_keys(inputs: dict[str, Any], family: Family, *, is_row: bool) -> None:
             raise ConfigError(f"a packed step takes no input {name!r}{hint} It takes {', '.join(sorted(known))}")
         if is_row and name != "return_dict" and value is not False and not (isinstance(value, int) and value == 0):
             raise ConfigError(f"{name} cannot be combined with a packed row; leave it out")
+
+
+def _check_apart(value: Any) -> None:
+    if value:
+        raise ConfigError(
+            f"{SOUND_IN_VIDEO}={value!r} interleaves a video with its own sound, whose places in a row are not "
+            "supported: give the sound as audio of its own, and leave the keyword out"
+        )
 
 
 def columns_in(inputs: dict[str, Any], family: Family) -> tuple[str, ...]:

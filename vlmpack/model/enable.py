@@ -25,6 +25,7 @@ from vlmpack.model.forward import ENABLED, StepCall, packed_class
 from vlmpack.model.head import Scoring
 from vlmpack.model.mechanisms import Mechanism, ModelParts, base_of, is_subclassed
 from vlmpack.model.mechanisms.attention import Attention
+from vlmpack.model.mechanisms.audio import Audio
 from vlmpack.model.mechanisms.experts import Experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.inner_head import InnerHead
@@ -41,7 +42,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 MECHANISMS: tuple[Mechanism, ...] = (
     *(GatedDelta(), ShortConv(), PerSample(), QueryScale()),
-    *(Vision(), Experts(), Attention(), InnerHead()),
+    *(Audio(), Vision(), Experts(), Attention(), InnerHead()),
 )
 """All that packing supports. A family's descriptor names those that its layers have."""
 
@@ -123,8 +124,9 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
 
 def _check_over_ranks(family: Family) -> None:
     if family.has_vision and not (family.has_grids and family.media_over_ranks):
+        media = "images, videos and audio" if family.has_audio else "the images"
         raise ConfigError(
-            f"the images of {family.model_type} cannot be computed by several ranks together: leave parallel= out, and "
+            f"{media} of {family.model_type} cannot be computed by several ranks together: leave parallel= out, and "
             "give each rank rows of its own"
         )
 

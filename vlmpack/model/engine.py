@@ -232,6 +232,7 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
             f"a row with a prefix tree has images of {model.family.model_type}, which have no grids, so that it is not "
             "known which of them are shared: take the tree away with unshare(row)"
         )
+    _check_audio(model, row, metadata)
     if not model.family.has_vision or model.family.has_grids:
         _check_pixels(model, media.pixel_values, images, "pixel_values")
         _check_pixels(model, media.pixel_values_videos, videos, "pixel_values_videos")
@@ -274,7 +275,7 @@ def backbone_inputs(
     family, row, metadata, part = setup.model.family, setup.row, setup.metadata, setup.part
     if row.mm_token_type_ids is not None:
         _check_types(row.mm_token_type_ids, setup.types, row.segments)
-    family.check_runs(setup.types, row.segments, metadata, config=setup.config)
+    family.check_runs(setup.types, row.segments, metadata, config=setup.config, input_ids=row.input_ids)
     if rope_segments is not None:
         _check_no_tree(row)
         check_restarts(rope_segments, row.segments, setup.types)
@@ -284,6 +285,7 @@ def backbone_inputs(
         image_grids=metadata.image_grids,
         video_grids=metadata.video_grids,
         seconds_per_grid=metadata.seconds_per_grid,
+        audio_frames=metadata.audio_frames,
         config=setup.config,
     )
     part.check_shared(positions, "rotary positions")
@@ -304,6 +306,18 @@ def backbone_inputs(
     for mechanism in mechanisms:
         inputs |= mechanism.inputs(entries[mechanism.name])
     return inputs
+
+
+def _check_audio(model: ModelParts, row: PackedRow, metadata: HostMetadata) -> None:
+    """Audio features fit their mask and the model, and no prefix tree shares them."""
+    if model.family.audio is None:
+        return
+    model.family.audio.check_features(row.media, metadata.audio_frames, model.core.config)
+    if row.tree is not None and metadata.audio_frames:
+        raise LayoutError(
+            "a row with a prefix tree has audio, of which it is not known what samples share: take the tree away with "
+            "unshare(row)"
+        )
 
 
 def _check_pixels(model: ModelParts, pixels: torch.Tensor | None, grids: Sequence[Grid], name: str) -> None:
@@ -348,7 +362,7 @@ def _check_types(column: torch.Tensor, types: torch.Tensor, segments: Segments) 
         differs = differs & ~segments.padding_mask(types.device)
     message = (
         "mm_token_type_ids contradicts input_ids: it has to be 1 exactly on image placeholders, 2 on video "
-        "placeholders and 0 elsewhere; leave it out, it is made from input_ids"
+        "and 3 on audio placeholders, and 0 elsewhere; leave it out, it is made from input_ids"
     )
     require(~differs.any(), message, LayoutError)
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import FamilyError, LayoutError
-from vlmpack.families import Family
+from vlmpack.families import AskModel, Family
 from vlmpack.layout import (
     IMAGE,
     TEXT,
@@ -106,6 +106,9 @@ def check_rope_index(model: ModelParts) -> None:
         FamilyError: its `get_rope_index` places them otherwise than its family is described with.
     """
     family, config = model.family, model.core.config
+    if isinstance(family.positions_rule, AskModel):
+        _check_asked(model)
+        return
     merge = family.merge(config)
     images, videos = [(1, 2 * merge, 3 * merge)], [(2, merge, 2 * merge)] * family.has_videos
     kinds = [TEXT] * 2 + [IMAGE] * family.media_tokens(images, config) + [TEXT]
@@ -121,14 +124,60 @@ def check_rope_index(model: ModelParts) -> None:
     backbone: Any = family.backbone(model.core)
     # token ids are not read: the types are
     own, _ = backbone.get_rope_index(torch.zeros_like(types), mm_token_type_ids=types, **grids)
-    if not torch.equal(own.cpu(), expected[1:]):
-        at = int((own.cpu() != expected[1:]).any(0)[0].int().argmax())
+    _compare(own, expected, model, f"{len(videos)} videos")
+
+
+def _compare(own: torch.Tensor, expected: torch.Tensor, model: ModelParts, others: str) -> None:
+    """Compare positions of the model's own code, [3, 1, L], with those of the descriptor, [4, 1, L]."""
+    family = model.family
+    if (differs := own.cpu() != expected[1:]).any():
+        at = int(differs.any(0)[0].int().argmax())
         raise FamilyError(
-            f"token {at} of a sample with {len(images)} image and {len(videos)} videos is at {own[:, 0, at].tolist()} "
+            f"token {at} of a sample with 1 image and {others} is at {own[:, 0, at].tolist()} "
             f"(time, height, width) in the code of this {type(model.core).__name__}, but {family.model_type} is "
             f"described with {expected[1:, 0, at].tolist()}: rotary positions would be wrong. Use a transformers of "
             "the supported range, and an unmodified model"
         )
+
+
+def _check_asked(model: ModelParts) -> None:
+    """The same for a model that is asked for positions of videos, whose own code reads tokens: with audio, and with and
+    without a video."""
+    family, config = model.family, model.core.config
+    assert family.audio is not None
+    merge, frames = family.merge(config), 30
+    image, video = (1, 2 * merge, 3 * merge), (3, merge, 2 * merge)
+    audio_tokens = family.audio.tokens(frames, config.audio_config)
+    ids = [*_marked(config.vision_start_token_id, config.image_token_id, family.media_tokens([image], config))]
+    ids += _marked(config.audio_start_token_id, config.audio_token_id, audio_tokens)
+    clip = _marked(config.vision_start_token_id, config.video_token_id, family.media_tokens([video], config))
+    backbone: Any = family.backbone(model.core)
+    for videos in ([], [video]):
+        input_ids = torch.tensor([[*ids, *clip * len(videos)]], device="cpu")
+        seconds = [0.7] * len(videos)
+        expected = family.positions(
+            family.media_types(input_ids, config),
+            Segments.from_lengths([input_ids.shape[1]]),
+            config=config,
+            image_grids=[image],
+            video_grids=videos,
+            seconds_per_grid=seconds,
+            audio_frames=[frames],
+        )
+        own, _ = backbone.get_rope_index(
+            input_ids,
+            image_grid_thw=torch.tensor([image], device="cpu"),
+            video_grid_thw=torch.tensor(videos, device="cpu") if videos else None,
+            attention_mask=torch.ones_like(input_ids),
+            audio_seqlens=torch.tensor([frames], device="cpu"),
+            second_per_grids=torch.tensor(seconds, device="cpu") if videos else None,
+        )
+        _compare(own, expected, model, f"{len(videos)} videos and 1 audio")
+
+
+def _marked(start: int, placeholder: int, count: int) -> list[int]:
+    """Tokens of one medium, with one of text before and one after it; 0 is the id of some word."""
+    return [0, start, *[placeholder] * count, 0]
 
 
 @outside_graph

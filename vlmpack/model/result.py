@@ -37,6 +37,8 @@ class Work:
     0: there are no such layers."""
     window_pairs: int = 0
     """Query-key pairs in one layer with a sliding window, or with chunks; 0: there are no such layers."""
+    audio_frames: int = 0
+    """Log-mel frames that went through the audio tower, padding left out; 0: there is no audio."""
 
 
 @final

@@ -123,7 +123,7 @@ class LengthTable:
     sample_ids: np.ndarray
     """int64 [N]: the place of each in the data set, rising; refused samples have no entry."""
     text_tokens: np.ndarray
-    """int64 [N]: tokens that are not placeholders."""
+    """int64 [N]: tokens that are not placeholders of images or videos; those of audio are among them."""
     image_tokens: np.ndarray
     """int64 [N]: placeholders of images."""
     video_tokens: np.ndarray

@@ -359,6 +359,7 @@ class PlainRowPass:
             image_grids=metadata.image_grids,
             video_grids=metadata.video_grids,
             seconds_per_grid=metadata.seconds_per_grid,
+            audio_frames=metadata.audio_frames,
         )
         if family.token_types is not None:
             inputs[family.token_types] = types

@@ -9,6 +9,7 @@
     recurrent state  every gated delta layer with no tap but the current one, likewise
     router           the tokens that reach the experts of each layer, and what padding gets back
     vision           the tower with one sample's pixels changed, and its features against those of the sample alone
+    audio            the same of audio, by the embeddings that reach the text part (`audio.py`)
 
 Mechanisms are run on the hidden states, positions and boundaries that reached them in the row, so that an error of a
 layer before them does not count.
@@ -377,11 +378,10 @@ class _EmbeddedError(Exception):
 
 
 @torch.no_grad()
-def _embeddings(trace: Trace, samples: Sequence[Sample]) -> torch.Tensor:
-    """[1, T, D] that the text part is given of the row, with the pixels of these samples."""
+def embeddings_of(trace: Trace, media: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """[1, T, D] that the text part is given of the row, with these tensors in place of those of their names."""
     call, found = trace.backbone, []
-    tensors = media_of(samples).to_hf()
-    pixels = {name: tensors[name].to(call.kwargs[name]) for name in trace.probed.family.pixel_names if name in tensors}
+    changed = {name: values.to(call.kwargs[name]) for name, values in media.items()}
 
     def stop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         found.append(kwargs["inputs_embeds"])
@@ -391,7 +391,7 @@ def _embeddings(trace: Trace, samples: Sequence[Sample]) -> torch.Tensor:
     handle = text.register_forward_pre_hook(stop, with_kwargs=True)
     try:
         with suppress(_EmbeddedError):
-            call.module(*call.args, **{**call.kwargs, **pixels})
+            call.module(*call.args, **{**call.kwargs, **changed})
     finally:
         handle.remove()
     return found[0]
@@ -400,12 +400,18 @@ def _embeddings(trace: Trace, samples: Sequence[Sample]) -> torch.Tensor:
 def _tile_leak(trace: Trace) -> float:
     """Measure how far embeddings of samples move when pixels of others change; images are no rows of patches."""
     with_images = [at for at, sample in enumerate(trace.samples) if "pixel_values" in sample]
-    before, worst, config = _embeddings(trace, trace.samples), 0.0, trace.probed.config
+    before, worst, config = _with_pixels(trace, trace.samples), 0.0, trace.probed.config
     for changed in (with_images[::2], with_images[1::2]):
         samples = [perturbed(each, config) if at in changed else each for at, each in enumerate(trace.samples)]
         others = [span for at, span in enumerate(trace.segments.spans) if at not in changed]
-        worst = max(worst, largest_move(_embeddings(trace, samples), before, others, dim=1))
+        worst = max(worst, largest_move(_with_pixels(trace, samples), before, others, dim=1))
     return worst
+
+
+def _with_pixels(trace: Trace, samples: Sequence[Sample]) -> torch.Tensor:
+    tensors = media_of(samples).to_hf()
+    names = [name for name in trace.probed.family.pixel_names if name in tensors]
+    return embeddings_of(trace, {name: tensors[name] for name in names})
 
 
 def _vision_leak(call: ModuleCall, patches: list[int]) -> float:

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 
 from vlmpack.model import ModelParts, PackedStep, disable_packing, layer_reaches, spans_in
+from vlmpack.probing.audio import check_audio
 from vlmpack.probing.forward_passes import (
     GAPS,
     ROW,
@@ -252,6 +253,7 @@ def _mechanism_checks(setup: ProbeSetup, packed: PackedPass, reference: Referenc
         "gated delta layers": lambda: check_delta(traced),
         "router": lambda: [check_routing(traced)],
         "vision": lambda: [check_vision(traced, reference.features, plain_error=reference.feature_error)],
+        "audio": lambda: [check_audio(traced, reference.audio)],
     }
     return [inputs, logits, *(check for name, run in runs.items() for check in caught("mechanism", name, run))]
 

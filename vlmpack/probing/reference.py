@@ -78,6 +78,8 @@ class Reference:
     """cos and sin that reached attention, of each sample alone."""
     features: Sequence[Features]
     """Features of the vision tower, of each sample alone."""
+    audio: Sequence[torch.Tensor | None]
+    """[tokens, D] of the audio tower, of each sample alone; None: it has no audio."""
     feature_error: float
     """Error of plain transformers' features, computed for all images at once, against those."""
 
@@ -142,6 +144,7 @@ class _AloneRun:
     outcome: Outcome
     rotary: list[Rotary]
     features: list[Features]
+    audio: list[torch.Tensor | None]
 
 
 def _run_alone(setup: ProbeSetup, circumstance: Circumstance, probed: ProbedModel | None = None) -> _AloneRun:
@@ -149,9 +152,11 @@ def _run_alone(setup: ProbeSetup, circumstance: Circumstance, probed: ProbedMode
     probed = probed or setup.probed
     layer = next(iter(submodules(probed.family.language_model(probed.core), "self_attn").values()))
     tower = probed.family.vision_tower(probed.core)
-    modules = [layer] if tower is None else [layer, tower]
+    audio_tower = probed.family.audio_tower(probed.core)
+    modules = [module for module in (layer, tower, audio_tower) if module is not None]
     rotary: list[Rotary] = []
     features: list[Features] = []
+    audio: list[torch.Tensor | None] = []
 
     @contextmanager
     def recording() -> Iterator[None]:
@@ -159,9 +164,11 @@ def _run_alone(setup: ProbeSetup, circumstance: Circumstance, probed: ProbedMode
             yield
         rotary.append(rotary_of(calls[layer][0]))
         features.append([] if tower is None else features_of(calls[tower]))
+        of_audio = [] if audio_tower is None else calls[audio_tower]
+        audio.append(of_audio[0].output[0].detach() if of_audio else None)
 
     outcome = run_alone(probed.model, setup.samples, forward_context=recording)
-    return _AloneRun(outcome=outcome, rotary=rotary, features=features)
+    return _AloneRun(outcome=outcome, rotary=rotary, features=features, audio=audio)
 
 
 def _run_in_float32(setup: ProbeSetup, circumstance: Circumstance) -> Outcome:
@@ -189,6 +196,7 @@ def _reference(
         limits=Limits.beyond(errors, padded, factor=LOW_PRECISION_FACTOR if low else 2.0),
         rotary=alone.rotary,
         features=alone.features,
+        audio=alone.audio,
         feature_error=error_of_features,
     )
 
@@ -226,7 +234,7 @@ def _train_reference(setup: ProbeSetup, alone: _AloneRun, in_eval: Reference) ->
     if not steady(_run_alone(setup, ROW), trained):
         return None
     outcome = _run_in_float32(setup, ROW) if setup.probed.is_low else trained.outcome
-    return replace(in_eval, outcome=outcome, rotary=trained.rotary, features=trained.features)
+    return replace(in_eval, outcome=outcome, rotary=trained.rotary, features=trained.features, audio=trained.audio)
 
 
 def _autocast_reference(setup: ProbeSetup, in_train: Reference) -> Reference | None:

@@ -16,6 +16,7 @@ Cause = Literal[
     "recurrent state",
     "router",
     "vision",
+    "audio",
     "head",
     "loss count",
     "sample results",

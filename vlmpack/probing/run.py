@@ -14,6 +14,7 @@ from vlmpack.attention import BACKENDS, AttentionCall, choose
 from vlmpack.errors import ConfigError
 from vlmpack.layout import IMAGE, VIDEO
 from vlmpack.model import StepConfig, disable_packing, enable_packing, find_model, is_packing, packing_state
+from vlmpack.probing.audio import check_audio
 from vlmpack.probing.forward_passes import TREE, PlainPaddedPass, PlainRowPass, ProbedModel
 from vlmpack.probing.losses import check_loss_count
 from vlmpack.probing.mechanisms import check_delta, check_mask, check_positions, check_vision
@@ -208,6 +209,7 @@ def _baseline(forward: PlainRowPass | PlainPaddedPass, setup: ProbeSetup, refere
             _mask_or_cache(check_mask(traced), forward, setup),
             *check_delta(traced),
             check_vision(traced, reference.features, plain_error=reference.feature_error),
+            check_audio(traced, reference.audio),
             check_loss_count(result, samples),
         ]
         causes = causes_of(checks)

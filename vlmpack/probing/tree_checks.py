@@ -325,6 +325,8 @@ def _check_vision(traced: TracedTree, reference: Reference) -> Check:
     worst, calls = 0.0, iter(traced.trace.vision)
     samples = traced.trace.samples
     images, videos = ([grids_of(sample, modality) for sample in samples] for modality in ("image", "video"))
+    if not any((*images, *videos)):  # of a model whose samples with images are not shared
+        return Check.skipped("vision")
     for place, grids, computed in ((0, images, traced.tree.images), (-1, videos, traced.tree.videos)):
         owners = [(sample, grid) for sample, of_sample in enumerate(grids) for grid in of_sample]
         if not owners:

@@ -36,9 +36,19 @@ QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_
 """Families of which images are encoded: each image is a grid of patches and one run of placeholders."""
 
 
-def is_served(family: Family) -> bool:
-    """Return whether requests of a family can be encoded: text models, and those of Qwen that take images."""
-    return not family.has_vision or family.model_type in QWEN
+def not_served(family: Family) -> str | None:
+    """Why requests of a family cannot be served; None: they can, of text models and of those of Qwen with images."""
+    if family.has("query_scale"):
+        return (
+            "it scales queries by places that its own code counts from the padding of sequences decoded together; "
+            "serve another model"
+        )
+    if family.has_vision and family.model_type not in QWEN:
+        return (
+            "the service takes images as Qwen's models do, a grid of patches each; serve one "
+            f"of {', '.join(QWEN)}, or a text model"
+        )
+    return None
 
 
 @final

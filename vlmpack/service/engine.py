@@ -26,7 +26,7 @@ from vlmpack.model import enable_packing
 from vlmpack.service import shared_rows
 from vlmpack.service.adapters import Adapter, Adapters, Span, new_adapter
 from vlmpack.service.clients import ClientModel, read_settings
-from vlmpack.service.datums import QWEN, EncodedRequest, EncodedSequence, Encoder, ModelLimits, is_served
+from vlmpack.service.datums import EncodedRequest, EncodedSequence, Encoder, ModelLimits, not_served
 from vlmpack.service.generation import itself
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import AdamParams, Chunk, ForwardBackward, LoraConfig, OptimStepResult, Sample
@@ -130,11 +130,8 @@ class Engine:
         """
         self.config = config or EngineConfig()
         family = family_of(model)
-        if not is_served(family):
-            raise FamilyError(
-                f"{family.model_type}: the service takes images as Qwen's models do, a grid of patches each; serve one "
-                f"of {', '.join(QWEN)}, or a text model"
-            )
+        if (reason := not_served(family)) is not None:
+            raise FamilyError(f"{family.model_type}: {reason}")
         self._check_ranks(ranks)
         is_sharded = self.config.shard_on is not None
         self.model: Any = enable_packing(model, parallel=Parallel() if is_sharded else None)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from vlmpack.collate import TEMPLATE_FIELDS, VLMCollator, parts_of, read_conversation
+from vlmpack.collate import AUDIO_FIELDS, TEMPLATE_FIELDS, VLMCollator, parts_of, read_conversation
 from vlmpack.data import ImageError, read_size, settings_of
 from vlmpack.errors import ConfigError, Refusal
 from vlmpack.store.symbols import content_sums
@@ -196,6 +196,8 @@ def settings_key(collator: VLMCollator, *, estimate: bool = False, has_marks: bo
     """Compute the digest of everything besides the samples that decides lengths, and marks if entries have them."""
     parts = parts_of(collator.processor)
     metadata = {**asdict(collator.metadata), "newline_ids": sorted(collator.metadata.newline_ids)}
+    if not collator.metadata.has_audio:
+        metadata = {name: value for name, value in metadata.items() if name not in AUDIO_FIELDS}
     if collator.metadata.by_processor:
         metadata["settings"] = settings_of(collator.processor) if collator.metadata.has_vision else None
     else:
@@ -253,7 +255,12 @@ def content_of(
     """
     if not isinstance(feature, Mapping) or feature.get("input_ids") is not None:
         raise TypeError("no conversation")
-    row = read_conversation(feature, has_vision=collator.metadata.has_vision, markers=collator.markers)
+    metadata = collator.metadata
+    row = read_conversation(
+        feature, has_vision=metadata.has_vision, has_audio=metadata.has_audio, markers=collator.markers
+    )
+    if row.audios:
+        raise TypeError("audio is measured each time: counting it takes its length alone")
     images = [[read(ref.source), ref.options] for ref in row.images]
     videos = [[_frames(ref.source, read, read_file), ref.options] for ref in row.videos]
     return [row.messages, row.plain, row.trained_turns, row.template_options, images, videos]

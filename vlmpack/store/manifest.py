@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, final
 
-from vlmpack.collate import TEMPLATE_FIELDS, ProcessorMetadata, VLMCollator, parts_of
+from vlmpack.collate import AUDIO_FIELDS, TEMPLATE_FIELDS, ProcessorMetadata, VLMCollator, parts_of
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.files import unreadable
 from vlmpack.plan import LengthTable, Plan
@@ -273,7 +273,8 @@ def sha256_of(path: Path) -> str:
 
 IMAGE_SETTINGS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "rescale_factor", "resample")
 """Of an image processor, besides its sizes."""
-NOT_TOKENS = {"assistant_ids", "newline_ids", "patch_size", "merge_size", "temporal_patch_size", *TEMPLATE_FIELDS}
+_SIZES = ("patch_size", "merge_size", "temporal_patch_size")
+NOT_TOKENS = {"assistant_ids", "newline_ids", *_SIZES, *TEMPLATE_FIELDS, *AUDIO_FIELDS}
 """Fields of `ProcessorMetadata` that vocabulary, template and image settings decide."""
 PROBE = "The total is 75,000 Rp.\n\n  Größe 3½\u3000合計：１２３円 👍🏽 <|im_start|>user\nfoo_bar\t\\n 1e-5"
 """A text on whose tokens tokenizers of one vocabulary may still differ: merges, numbers, spaces, normalisation."""

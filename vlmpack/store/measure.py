@@ -132,9 +132,9 @@ def _table_of(samples: Sequence[Measured], min_shared: int | None) -> LengthTabl
 
 def lengths_of(sample: Encoded) -> Entry:
     """Count tokens, media, patches and targets of one sample, cut into patches or only measured."""
-    text, image, video = np.bincount(sample.types, minlength=3).tolist()
+    text, image, video, audio = np.bincount(sample.types, minlength=4).tolist()
     return Entry(
-        text_tokens=text,
+        text_tokens=text + audio,
         image_tokens=image,
         video_tokens=video,
         images=len(sample.images),

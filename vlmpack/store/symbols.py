@@ -110,14 +110,20 @@ def marks_of(sample: Encoded, metadata: ProcessorMetadata, limits: ImageLimits) 
 
 
 def check_grids(collator: VLMCollator, reason: str) -> None:
-    """Refuse a collator whose images have no grids that are known before they are cut.
+    """Refuse a collator whose images have no grids that are known before they are cut, or whose samples have audio.
 
     Raises:
         ConfigError: it has the processor of a family beyond Qwen-VL.
     """
-    if collator.metadata.by_processor and collator.metadata.has_vision:
+    metadata, name = collator.metadata, type(collator.processor).__name__
+    if metadata.has_audio or (metadata.by_processor and metadata.has_vision):
+        known = (
+            "samples of a {0} may have audio, which has none"
+            if metadata.has_audio
+            else "those of a {0} are known by their tokens alone"
+        )
         raise ConfigError(
-            f"{reason}, but those of a {type(collator.processor).__name__} are known by their tokens alone; train from "
+            f"{reason}, but {known.format(name)}; train from "
             "the data set itself: PackedStream and measure_lengths take every family"
         )
 

@@ -70,7 +70,8 @@ def branches_of(samples: Sequence[Sample], config: Any) -> Branches:
         samples: five of a probe: one with an image if the model takes any, any, a text, a long text, and any.
         config: of the model.
     """
-    if not family_named(config.model_type).has_grids:  # prefixes with such images are not shared
+    family = family_named(config.model_type)
+    if not family.has_grids or family.has_audio:  # prefixes with such media are not shared
         samples = [_without_images(each, config) for each in samples]
     first, _, text, long, last = samples[:5]
     pixels = {name: 2.0 - first[name] for name in ("pixel_values", "pixel_values_videos") if name in first}
@@ -84,9 +85,9 @@ def branches_of(samples: Sequence[Sample], config: Any) -> Branches:
 
 
 def _without_images(sample: Sample, config: Any) -> Sample:
-    """A text of the same length in place of a sample with images."""
-    length = len(sample["input_ids"])
-    return build_sample(config, stretches=[length], seed=length) if "pixel_values" in sample else sample
+    """A text of the same length in place of a sample with media."""
+    length, media = len(sample["input_ids"]), family_named(config.model_type).media
+    return build_sample(config, stretches=[length], seed=length) if sample.keys() & media.keys() else sample
 
 
 def joined(pieces: Sequence[Sample]) -> Sample:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.testing import texts, towers
+from vlmpack.testing import audio, texts, towers
 from vlmpack.testing.family_processors import tile_sizes
 
 DEFAULT_FAMILY = "qwen3_vl"
@@ -69,6 +69,12 @@ class TinySizes:
     """Id of the placeholder of an image token."""
     video_token_id: int = 5
     """Id of the placeholder of a video token."""
+    audio_token_id: int = 6
+    """Id of the placeholder of an audio token, in families that take audio."""
+    audio_start_token_id: int = 7
+    """Id of the token before an audio."""
+    audio_end_token_id: int = 8
+    """Id of the token after an audio."""
 
     @property
     def head_width(self) -> int:
@@ -83,6 +89,15 @@ class TinySizes:
             "video_token_id": self.video_token_id,
             "vision_start_token_id": self.vision_start_token_id,
             "vision_end_token_id": self.vision_end_token_id,
+        }
+
+    @property
+    def audio_tokens(self) -> dict[str, int]:
+        """The same of audio, in families that take it."""
+        return {
+            "audio_token_id": self.audio_token_id,
+            "audio_start_token_id": self.audio_start_token_id,
+            "audio_end_token_id": self.audio_end_token_id,
         }
 
 
@@ -154,7 +169,7 @@ def tiny_config(family: str = DEFAULT_FAMILY, *, processor: Any = None, **sizes:
 def _processor_sizes(processor: Any) -> dict[str, Any]:
     """Read token ids, vocabulary and patch sizes off a tiny processor, or a Qwen processor."""
     tokenizer, images = processor.tokenizer, processor.image_processor
-    if (sizes := tile_sizes(processor)) is not None:
+    if (sizes := tile_sizes(processor) or audio.omni_sizes(processor)) is not None:
         return sizes
     tokens = {"vision_start": "vision_start", "vision_end": "vision_end", "image": "image_pad", "video": "video_pad"}
     sizes = {"vocab_size": len(tokenizer), "patch_size": images.patch_size, "merge": images.merge_size}
@@ -194,7 +209,7 @@ def _enliven(model: nn.Module, generator: torch.Generator) -> None:
     Draw in float32 whatever the weights' dtype, so that models of two dtypes round the same numbers.
     """
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
+        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             fan_in = module.weight[0].numel()
             _draw(module.weight, fan_in**-0.5, generator)
         elif isinstance(module, nn.Embedding):
@@ -343,6 +358,8 @@ RECIPES = {
     "qwen3_5": _Recipe(vision=towers.qwen3_vision, hybrid=True),
     "qwen3_5_moe": _Recipe(vision=towers.qwen3_vision, hybrid=True, experts=True, dense=False),
     "qwen4_exp": _Recipe(vision=towers.qwen3_vision, hybrid=True, experts=True, dense=False, more=texts.qwen4_text),
+    "qwen2_5_omni_thinker": _Recipe(vision=audio.omni_windowed_vision, whole=audio.pooled_audio, since_qwen3=False),
+    "qwen3_omni_moe_thinker": _Recipe(vision=audio.omni_deepstack_vision, whole=audio.convolved_audio, experts=True),
     "qwen3": _Recipe(),
     "qwen3_next": _Recipe(hybrid=True, experts=True),
     "glm4v": _Recipe(vision=towers.glm_vision, since_qwen3=False),

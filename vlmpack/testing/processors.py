@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from vlmpack.data import without_video
+from vlmpack.data import without_parts
 from vlmpack.errors import ConfigError
 from vlmpack.families import FAMILIES
+from vlmpack.testing.audio import OMNI_TOKENS, omni_template, tiny_extractor
 from vlmpack.testing.family_processors import RECIPES, build_processor
 from vlmpack.testing.models import DEFAULT_FAMILY
 
@@ -90,11 +91,15 @@ def tiny_processor(
         min_pixels=4 * token_area if min_pixels is None else min_pixels,
         max_pixels=256 * token_area if max_pixels is None else max_pixels,
     )
-    return without_video(
+    has_audio = family in OMNI_TOKENS
+    template = omni_template(family) if has_audio else CHAT_TEMPLATE
+    return without_parts(
         FAMILIES[family].processor_class,
+        absent=("video_processor",),
         image_processor=image_processor,
         tokenizer=_tokenizer(family, vocab_size),
-        chat_template=CHAT_TEMPLATE if chat_template is None else chat_template,
+        chat_template=template if chat_template is None else chat_template,
+        **({"feature_extractor": tiny_extractor()} if has_audio else {}),
     )
 
 
@@ -118,11 +123,13 @@ def _tokenizer(family: str, vocab_size: int) -> Any:
     from transformers import Qwen2Tokenizer, Qwen3_5Tokenizer
 
     vocab, merges = json.loads(_trained_vocabulary(vocab_size))
+    named: dict[str, Any] = {"extra_special_tokens": OMNI_TOKENS[family]} if family in OMNI_TOKENS else {}
     tokenizer = (Qwen3_5Tokenizer if family in QWEN3_5_TOKENIZER else Qwen2Tokenizer)(
         vocab=vocab,
         merges=[tuple(merge) for merge in merges],  # pyright: ignore[reportArgumentType]
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
+        **named,
     )
     tokenizer.add_tokens(list(SPECIAL_TOKENS), special_tokens=True)
     return tokenizer

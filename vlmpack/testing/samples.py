@@ -4,7 +4,8 @@ A sample is a dictionary of what a Qwen processor gives for one conversation, wi
 
     input_ids [L], labels [L] (not shifted, -100 on media), and but for text models mm_token_type_ids [L] (0 text,
     1 image, 2 video); where there are any: pixel_values [P, C], image_grid_thw [N, 3], pixel_values_videos,
-    video_grid_thw, second_per_grid_ts [N] (Qwen2.5-VL)
+    video_grid_thw, second_per_grid_ts [N] (Qwen2.5-VL; Qwen-Omni's video_second_per_grid), input_features [N, mel, F]
+    and feature_attention_mask [N, F] (audio)
 
     samples = mixed_samples(config, seed=0)          # text only, one image, several images, ...
     batch = padded(samples, side="left")             # PaddedBatch
@@ -25,14 +26,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import VlmpackError
-from vlmpack.families import FAMILIES, Family, Join, family_named, media_runs
+from vlmpack.families import FAMILIES, AskModel, Family, Join, family_named, media_runs
 from vlmpack.layout import IGNORE, MEDIA_KEYS, Grid, HostMetadata, Media, PaddedBatch
+from vlmpack.testing.audio import audio_tensors, audio_tokens, frames_of
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts
 from vlmpack.testing.tiles import TILE_RULES, Sample, TiledImage, sample_like
 
-Kind = Literal["text", "image", "images", "video", "images_and_video"]
+Kind = Literal["text", "image", "images", "video", "images_and_video", "audio", "everything"]
 
 KINDS: tuple[Kind, ...] = ("text", "image", "images", "video", "images_and_video")
+AUDIO_KINDS: tuple[Kind, ...] = ("audio", "everything")
+"""The further kinds of families that take audio: one audio or two; an image, a video and an audio."""
 VISION = tuple(name for name, family in FAMILIES.items() if family.has_grids and family.has_videos)
 """Families that take images and videos as patches with a grid each."""
 TILED = tuple(name for name, family in FAMILIES.items() if family.has_vision and name not in VISION)
@@ -40,6 +44,7 @@ TILED = tuple(name for name, family in FAMILIES.items() if family.has_vision and
 TEXT_ONLY = tuple(name for name, family in FAMILIES.items() if not family.has_vision)
 TOKEN_KEYS = ("input_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids", "labels")
 MEDIA_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+AUDIO_TOKENS = ("audio_token_id", "audio_start_token_id", "audio_end_token_id")
 ENDS_OF_MEDIA = tuple(f"{name}_{end}_token_id" for name in ("image", "video") for end in ("start", "end"))
 IMAGE_TOKENS_KEY = "image_tokens"
 """int64 [N]: placeholder tokens of each image of a family whose images have no grids; no model takes it."""
@@ -56,11 +61,12 @@ def build_sample(
     image_grids: Sequence[Grid] = (),
     video_grids: Sequence[Grid] = (),
     seconds: Sequence[float] = (),
+    audio_frames: Sequence[int] = (),
     videos_first: bool = False,
     labelled: int | None = None,
     seed: int = 0,
 ) -> Sample:
-    """Build a sample of: text, image, text, image, ..., text, video, ..., text.
+    """Build a sample of: text, image, text, image, ..., text, video, ..., text; audios behind the first image or video.
 
     A first token of text is labelled too, although nothing predicts it when the sample is alone. A row that forgets to
     mask it learns it from the sample before. (Hugging Face's loss learns it from left padding: no reference there.)
@@ -70,19 +76,22 @@ def build_sample(
         stretches: tokens of each stretch of text, 0 or more; one stretch more than media.
         image_grids: (frames, rows, columns) of patches of each image.
         video_grids: the same of each video.
-        seconds: from one grid of each video to the next (Qwen2.5-VL).
+        seconds: from one grid of each video to the next (Qwen2.5-VL, Qwen-Omni).
+        audio_frames: log-mel frames of each audio.
         videos_first: put the videos before the images.
         labelled: label so many tokens at the end, and the first one; None: the first and the last stretch.
         seed: of words and pixels.
     """
-    assert len(stretches) == len(image_grids) + len(video_grids) + 1
+    assert len(stretches) == len(image_grids) + len(video_grids) + len(audio_frames) + 1
     family = family_named(config.model_type)
     rng = torch.Generator().manual_seed(seed + 1)
     several = len(image_grids) > 1
     tiles = [] if family.has_grids else [_tiled(config, grid, rng, several=several) for grid in image_grids]
     images: list[Sequence[int]] = [tiled.ids for tiled in tiles] or [_image(config, grid) for grid in image_grids]
     videos: list[Sequence[int]] = [_video(config, grid) for grid in video_grids]
-    media = [*(videos + images if videos_first else images + videos), []]
+    audios: list[Sequence[int]] = [audio_tokens(config, frames, family) for frames in audio_frames]
+    visual = videos + images if videos_first else images + videos
+    media = [*visual[:1], *audios, *visual[1:], []]
     ids: list[int] = []
     targets: list[bool] = []
     words = word_ids(config)
@@ -108,9 +117,18 @@ def build_sample(
         if grids:
             sample[name] = torch.tensor(grids)
             sample[pixels] = torch.randn(sum(map(prod, grids)), *family.patch_shape(config), generator=rng)
-    if video_grids and "tokens_per_second" in config.vision_config.to_dict():
-        sample["second_per_grid_ts"] = torch.tensor(seconds, dtype=torch.float32)
+    if audio_frames:
+        sample |= audio_tensors(config, audio_frames, rng)
+    if video_grids and (name := _seconds_name(config, family)) is not None:
+        sample[name] = torch.tensor(seconds, dtype=torch.float32)
     return Sample.of(sample, family)
+
+
+def _seconds_name(config: Any, family: Family) -> str | None:
+    """The name under which a model takes the seconds between grids of videos; None: it takes none."""
+    if "video_second_per_grid" in family.media:
+        return "video_second_per_grid"
+    return "second_per_grid_ts" if "tokens_per_second" in config.vision_config.to_dict() else None
 
 
 def _tiled(config: Any, grid: Grid, rng: torch.Generator, *, several: bool) -> TiledImage:
@@ -150,35 +168,38 @@ def random_sample(
     def pick(bounds: tuple[int, int]) -> int:
         return int(torch.randint(bounds[0], bounds[1] + 1, (), generator=rng))
 
-    images = {"image": 1, "images": 2 + pick((0, 1)), "images_and_video": 1}.get(kind, 0)
-    videos = {"video": 1, "images_and_video": 1}.get(kind, 0)
+    images = {"image": 1, "images": 2 + pick((0, 1)), "images_and_video": 1, "everything": 1}.get(kind, 0)
+    videos = {"video": 1, "images_and_video": 1, "everything": 1}.get(kind, 0)
     image_grids = [(1, merge * pick(side), merge * pick(side)) for _ in range(images)]
     video_grids = [(pick(frames), merge * pick(side), merge * pick(side)) for _ in range(videos)]
     seconds = [pick((1, 9)) * 0.25 for _ in video_grids]
-    stretches = [pick(text) for _ in range(images + videos + 1)]
+    audio_frames = [pick(frames_of(config)) for _ in range({"audio": 2, "everything": 1}.get(kind, 0))]
+    stretches = [pick(text) for _ in range(images + videos + len(audio_frames) + 1)]
     if kind == "text":
         stretches = [2 + 3 * stretches[0]]  # at least one target even if a stretch may be empty
-    return build_sample(
-        config, stretches=stretches, image_grids=image_grids, video_grids=video_grids, seconds=seconds, seed=seed
-    )
+    media = {"image_grids": image_grids, "video_grids": video_grids, "seconds": seconds, "audio_frames": audio_frames}
+    return build_sample(config, stretches=stretches, seed=seed, **media)
 
 
 def kinds_of(config: Any) -> tuple[Kind, ...]:
     """The kinds of samples that a model of this configuration takes."""
     family = family_named(config.model_type)
-    return KINDS if family.has_videos else KINDS[:3] if family.has_vision else KINDS[:1]
+    visual = KINDS if family.has_videos else KINDS[:3] if family.has_vision else KINDS[:1]
+    return (*visual, *AUDIO_KINDS) if family.has_audio else visual
 
 
 def mixed_samples(config: Any, *, seed: int = 0, kinds: Sequence[Kind] | None = None, **ranges: Any) -> list[Sample]:
-    """Draw one sample of each kind; None: four samples, with images if the model takes any."""
+    """Draw one sample of each kind; None: four samples, with images and audio if the model takes any."""
     if kinds is None:
-        has_vision = family_named(config.model_type).has_vision
-        kinds = ("image", "text", "images", "image") if has_vision else ("text",) * 4
+        family = family_named(config.model_type)
+        kinds = ("image", "text", "images", "image") if family.has_vision else ("text",) * 4
+        kinds = ("image", "text", "audio", "everything") if family.has_audio else kinds
     return [random_sample(config, kind, seed=1000 * seed + i, **ranges) for i, kind in enumerate(kinds)]
 
 
 def synthetic_samples(config: Any) -> list[Sample]:
-    """Build an image, a text, two images and a video; of a text model three texts. Lengths differ, seeds are fixed."""
+    """Build an image, a text, two images, a video and two audios, of each what the model takes; of a text model three
+    texts. Lengths differ, seeds are fixed."""
     family = family_named(config.model_type)
     if not family.has_vision:
         return [build_sample(config, stretches=[2 * n], labelled=n, seed=n) for n in (5, 11, 8)]
@@ -191,11 +212,17 @@ def synthetic_samples(config: Any) -> list[Sample]:
     if family.has_videos:
         clip = {"video_grids": [grid(2, 1, frames=2)], "seconds": [1.5]}
         videos.append(build_sample(config, stretches=[3, 4], seed=4, **clip))
+    audios: list[Sample] = []
+    if family.has_audio:
+        fewest, most = frames_of(config)
+        for at, frames in enumerate(((fewest,), (most, fewest))):
+            audios.append(build_sample(config, stretches=[3] * (len(frames) + 1), audio_frames=frames, seed=6 + at))
     return [
         build_sample(config, stretches=[5, 5], image_grids=[grid(2, 3)], seed=1),
         build_sample(config, stretches=[10], labelled=5, seed=2),
         build_sample(config, stretches=[4, 0, 4], image_grids=[grid(5, 2), grid(1, 3)], seed=3),
         *videos,
+        *audios,
     ]
 
 
@@ -242,20 +269,22 @@ def with_adversarial_lengths(samples: Sequence[Sample], config: Any) -> list[Sam
 
 
 def perturbed(sample: Sample, config: Any) -> Sample:
-    """Exchange every word and every pixel for another; shapes, labels and placeholders stay."""
+    """Exchange every word, pixel and frame for another; shapes, labels and placeholders stay."""
     words, ids = word_ids(config), sample["input_ids"]
     is_word = (ids >= words.start) & (ids < words.stop)
     others = torch.where(is_word, words.start + (ids - words.start + 7) % len(words), ids)
-    names = family_named(config.model_type).pixel_names
-    pixels = {name: 1.0 - sample[name] for name in names if name in sample}
-    return sample_like(sample, {**sample, "input_ids": others, **pixels})
+    family = family_named(config.model_type)
+    names = (*family.pixel_names, *["input_features"] * family.has_audio)
+    values = {name: 1.0 - sample[name] for name in names if name in sample}
+    return sample_like(sample, {**sample, "input_ids": others, **values})
 
 
 def word_ids(config: Any) -> range:
     """The longest run of token ids of which none is special."""
     text = family_named(config.model_type).text_config(config)
     settings = {**text.to_dict(), **config.to_dict()}
-    names = (*MEDIA_TOKENS, *ENDS_OF_MEDIA, "image_token_index", "video_token_index")
+    indices = ("image_token_index", "video_token_index", "audio_token_index")
+    names = (*MEDIA_TOKENS, *AUDIO_TOKENS, *ENDS_OF_MEDIA, *indices)
     ids = [settings.get(name) for name in (*names, "pad_token_id", "bos_token_id", "eos_token_id")]
     special = {i for value in ids if value is not None for i in (value if isinstance(value, list) else [value])}
     edges = sorted({-1, *(i for i in special if i < text.vocab_size), text.vocab_size})
@@ -268,6 +297,9 @@ def word_ids(config: Any) -> range:
 def alone(sample: Sample, *, labels: bool = True) -> dict[str, torch.Tensor]:
     """Keyword arguments of a Hugging Face model's forward for this sample alone."""
     tokens = {name: sample[name][None] for name in TOKEN_KEYS if name in sample and (labels or name != "labels")}
+    family = sample.family if isinstance(sample, Sample) else None
+    if family is not None and isinstance(family.positions_rule, AskModel):  # it reads its own mask for positions
+        tokens["attention_mask"] = torch.ones_like(tokens["input_ids"])
     return {**tokens, **_media(sample)}
 
 
@@ -314,7 +346,9 @@ def media_of(samples: Sequence[Sample]) -> Media:
 
 def metadata_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> HostMetadata:
     """Derive from the samples the metadata on the host that a collator adds."""
-    seconds = [s for sample in samples if "second_per_grid_ts" in sample for s in sample["second_per_grid_ts"].tolist()]
+    names = ("second_per_grid_ts", "video_second_per_grid")
+    seconds = [s for sample in samples for name in names if name in sample for s in sample[name].tolist()]
+    frames = [frames_in(sample) for sample in samples]
     image_grids, video_grids = ([grids_of(sample, name) for sample in samples] for name in ("image", "video"))
     tokens = [sample[IMAGE_TOKENS_KEY].tolist() if IMAGE_TOKENS_KEY in sample else [] for sample in samples]
     images = [len(grids) + len(of_tiles) for grids, of_tiles in zip(image_grids, tokens, strict=True)]
@@ -324,9 +358,11 @@ def metadata_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> 
         image_grids=tuple(grid for grids in image_grids for grid in grids),
         video_grids=tuple(grid for grids in video_grids for grid in grids),
         image_tokens=tuple(n for of_sample in tokens for n in of_sample),
+        audio_frames=tuple(count for of_sample in frames for count in of_sample),
         images_per_sample=tuple(images) if any(images) else (),
         media_runs=tuple(map(_runs, samples)) if any(tokens) or _token_columns(samples) else (),
         videos_per_sample=tuple(len(grids) for grids in video_grids) if any(video_grids) else (),
+        audios_per_sample=tuple(map(len, frames)) if any(frames) else (),
         seconds_per_grid=tuple(seconds),
         num_targets=sum(map(num_targets, samples)),
     )
@@ -366,10 +402,17 @@ def grids_of(sample: Sample, modality: Literal["image", "video"]) -> tuple[Grid,
     return tuple((t, h, w) for t, h, w in sample[name].tolist()) if name in sample else ()
 
 
+def frames_in(sample: Sample) -> tuple[int, ...]:
+    """Read the log-mel frames of each of a sample's audios."""
+    mask = sample.get("feature_attention_mask")
+    return () if mask is None else tuple(mask.sum(1).tolist())
+
+
 def kind_of(sample: Sample) -> str:
     """Name the media of a sample, for people: "text", "image", "2 images", "video", "image and video"."""
     counts = {modality: len(grids_of(sample, modality)) for modality in ("image", "video")}
     counts["image"] += len(sample.get(IMAGE_TOKENS_KEY, ()))
+    counts["audio"] = len(frames_in(sample))
     return " and ".join(name if n == 1 else f"{n} {name}s" for name, n in counts.items() if n) or "text"
 
 

@@ -155,14 +155,13 @@ CHUNK = 7
 
 
 def llama4_text(sizes: TinySizes) -> dict[str, Any]:
-    """Chunks and rotary positions in every other layer, from the first on, and experts in the others and the last,
-    whose queries are scaled from the third token on."""
+    """Chunks and rotary positions in every other layer, from the first on; in the others queries are scaled from the
+    third token on. Experts in all."""
     rotary = [1 - i % 2 for i in range(sizes.layers)]
     return {
         "attention_chunk_size": CHUNK,
         "no_rope_layers": rotary if sizes.layers > 1 else [1],
         "layer_types": ["chunked_attention" if here else "full_attention" for here in rotary],
-        "moe_layers": sorted({*range(1, sizes.layers, 2), sizes.layers - 1}),
         "num_local_experts": sizes.experts,
         "num_experts_per_tok": sizes.experts_per_token,
         "intermediate_size_mlp": 2 * sizes.hidden,

@@ -5,6 +5,7 @@ wrong, and prepares what it needs of a row; what it attached then runs its layer
 
     attention     attention functions under names of ours           every family
     vision        boundaries of the tower, features of ranks        families with vision
+    audio         groups of audios that do not change each other    families with audio
     gated_delta   convolution and recurrence restart                where a family's descriptor names it
     short_conv    taps end where a sample begins                    "
     per_sample    sparse attention, n-gram layers                   "
@@ -71,7 +72,7 @@ class RowSetup:
     part: RowPart
     """The part of it on this rank."""
     types: torch.Tensor
-    """[1, T]: 0 text, 1 image, 2 video."""
+    """[1, T]: 0 text, 1 image, 2 video, 3 audio."""
     backend: str
     """Name of the attention back-end, or "auto"."""
 

@@ -4,7 +4,7 @@ A call that carries a `RowContext` goes to a vlmpack back-end. A call without on
 batch) goes to the implementation that the model's configuration names.
 
     text model    vlmpack
-    vision tower  vlmpack_flash    transformers hands a vision tower's images over in one call only to implementations
+    towers        vlmpack_flash    transformers hands a vision tower's images over in one call only to implementations
                                    with "flash" in their name; others get them one by one
 
 The configuration keeps the name that it has: each attention module gets a stand-in for it (`stand_ins.py`).
@@ -208,18 +208,19 @@ def with_chunk(reaches: Mapping[int, Reach], pattern: Pattern, layer: int) -> Pa
 
 
 def _callers(model: ModelParts) -> Iterator[tuple[str, Any]]:
-    """(name, module) of all modules that call the attention function of their configuration, and the vision tower
-    itself, which measures its images only for implementations with "flash" in their name.
+    """(name, module) of all modules that call the attention function of their configuration, and the towers
+    themselves, which measure their images or audios only for implementations with "flash" in their name.
 
     Each step looks. `Module.modules()`, which puts together names, takes four times as long.
     """
-    text, vision = model.text, model.family.vision_tower(model.core)
-    for name, tower in ((TEXT, text), (VISION, vision)):
-        stack = [] if tower is None else [tower]
+    family, core = model.family, model.core
+    towers = [tower for tower in (family.vision_tower(core), family.audio_tower(core)) if tower is not None]
+    for name, part in ((TEXT, model.text), *((VISION, tower) for tower in towers)):
+        stack = [part]
         while stack:
             module = stack.pop()
             attributes = vars(module)
-            is_caller = "is_causal" in attributes or module is vision
+            is_caller = "is_causal" in attributes or module in towers
             if is_caller and isinstance(attributes.get("config"), PreTrainedConfig):
                 yield name, module
             stack.extend(child for child in module._modules.values() if child is not None)

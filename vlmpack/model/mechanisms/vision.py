@@ -29,15 +29,17 @@ from vlmpack.layout import IMAGE, VIDEO, Grid, Segments, around_graph, to_device
 from vlmpack.model.context_parallel_row import ContextParallelRow
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
 from vlmpack.model.mechanisms.attention import Attention, RowAttention
+from vlmpack.model.mechanisms.audio import audio_windows
 from vlmpack.model.row import CONTEXT, RowContext, RowPart
 
 
 @final
 class VisionRow:
-    """A row's entry: host boundaries of every vision-tower call, found again by what a call shows of itself.
+    """A row's entry: host boundaries of every call of a tower, found again by what a call shows of itself.
 
-    A vision block has its boundaries as a device tensor. Its length and the number of patches are read without a sync,
-    and in all but contrived batches they name the boundaries; where they do not, the tensor is read.
+    A block of the vision tower, or of the audio tower, has its boundaries as a device tensor. Its length and the number
+    of patches, or of frames, are read without a sync, and in all but contrived batches they name the boundaries; where
+    they do not, the tensor is read.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class Vision(ClassMechanism):
             return VisionRow(layouts, inputs=setup.row.media.to_hf())
         calls = [grids for grids in setup.part.media_grids(setup.metadata) if grids]
         layouts = [segments for grids in calls for segments in family.vision_segments(grids, setup.config)]
-        return VisionRow(layouts, inputs=setup.row.media.to_hf())
+        return VisionRow([*layouts, *audio_windows(setup)], inputs=setup.row.media.to_hf())
 
     def inputs(self, entry: VisionRow) -> Mapping[str, Any]:
         """Pixels and grids, or marks of features."""

@@ -1,0 +1,242 @@
+"""Audio in messages: arrays to log-mel frames and tokens, as Qwen-Omni's own processor makes them as a whole."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiers import full
+
+from vlmpack.collate import VLMCollator
+from vlmpack.data import load_processor
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.layout import AUDIO, PaddedBatch, pack
+from vlmpack.model import PackedStep
+from vlmpack.store import measure_lengths
+from vlmpack.testing import tiny_model, tiny_processor
+
+POOLED, CONVOLVED = "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"
+RATE = 16_000
+each_family = pytest.mark.parametrize("family", [POOLED, CONVOLVED])
+pytestmark = pytest.mark.every_family
+
+
+@lru_cache
+def processor_of(family: str) -> Any:
+    return tiny_processor(family)
+
+
+def sound(samples: int, seed: int = 0) -> np.ndarray:
+    """Noise of so many samples."""
+    return np.random.default_rng(seed).normal(scale=0.1, size=samples).astype(np.float32)
+
+
+def picture() -> Image.Image:
+    return Image.fromarray(np.random.default_rng(1).integers(0, 255, (120, 90, 3), dtype=np.uint8))
+
+
+def messages(*media: dict[str, Any], answer: str = "A dog.") -> list[dict[str, Any]]:
+    """A question about media, and its answer."""
+    parts = [{"type": "text", "text": "Listen: "}, *media, {"type": "text", "text": " What is it?"}]
+    return [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
+
+
+def heard(samples: int, seed: int = 0) -> dict[str, Any]:
+    return {"type": "audio", "audio": sound(samples, seed)}
+
+
+MIXED = ("audio", "image", "audio")
+
+
+@lru_cache
+def whole(family: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """(a sample with two audios and an image, what the processor as a whole makes of it)."""
+    arrays = [sound(2 * RATE + 77), sound(9_000, seed=1)]  # no whole number of frames
+    given = iter(arrays)
+    parts = [
+        heard(0) | {"audio": next(given)} if kind == "audio" else {"type": kind, kind: picture()} for kind in MIXED
+    ]
+    processor = processor_of(family)
+    text = processor.apply_chat_template(messages(*({"type": kind} for kind in MIXED)), tokenize=False)
+    made = processor(text=[text], images=[picture()], audio=arrays, return_tensors="pt")
+    return {"messages": messages(*parts)}, dict(made)
+
+
+def check_equal(batch: dict[str, Any], made: dict[str, torch.Tensor]) -> None:
+    for name in ("input_ids", "pixel_values", "image_grid_thw"):
+        assert torch.equal(batch[name], made[name])
+    kept = batch["feature_attention_mask"].bool()
+    assert torch.equal(kept.sum(1), made["feature_attention_mask"].sum(1))
+    assert kept.shape[1] == kept.sum(1).max()  # what a processor pads to its longest is cut off
+    for at, mask in enumerate(made["feature_attention_mask"].bool()):
+        assert torch.equal(batch["input_features"][at][:, kept[at]], made["input_features"][at][:, mask])
+
+
+@each_family
+def test_a_sample_is_what_the_whole_processor_makes(family: str) -> None:
+    sample, made = whole(family)
+    collator = VLMCollator(processor_of(family))
+    batch = collator([sample])
+    check_equal(batch, made)
+    assert batch["vlmpack"].audio_frames == tuple(made["feature_attention_mask"].sum(1).tolist())
+    assert batch["vlmpack"].audios_per_sample == (2,)
+    assert (batch["mm_token_type_ids"] == AUDIO).sum() == (batch["input_ids"] == collator.metadata.audio_token_id).sum()
+    learnt = processor_of(family).tokenizer.decode(batch["labels"][0][batch["labels"][0] != -100])
+    assert learnt == "A dog.<|im_end|>"
+
+
+@each_family
+def test_measured_and_tokenised_samples_are_the_same_batch(family: str) -> None:
+    sample, made = whole(family)
+    collator = VLMCollator(processor_of(family))
+    batch, measured = collator([sample]), collator.measure(sample)
+    assert all(audio.pixels is None for audio in measured.audios)
+    tokenised = {name: value[0] if name in ("input_ids", "attention_mask") else value for name, value in made.items()}
+    for other in (collator.decode([measured]).to_hf(), collator([tokenised])):
+        assert all(torch.equal(other[name], batch[name]) for name in batch if name != "vlmpack")
+    assert measure_lengths([sample], collator).tokens.tolist() == [batch["input_ids"].shape[1]]
+
+
+@each_family
+def test_a_row_of_the_collator_is_its_padded_batch_packed_and_goes_through_the_model(family: str) -> None:
+    processor = processor_of(family)
+    features = [whole(family)[0], {"messages": messages()}, {"messages": messages(heard(30_000, seed=3))}]
+    row = VLMCollator(processor, layout="packed").collate(features)
+    batch = VLMCollator(processor).collate(features)
+    assert isinstance(batch, PaddedBatch)
+    for name, tensor in pack(batch).media.to_hf().items():
+        assert torch.equal(row.media.to_hf()[name], tensor)
+    model = tiny_model(family, processor=processor)
+    alone = [VLMCollator(processor).collate([feature]).to_hf() for feature in features]
+    losses = [
+        model(**{n: x for n, x in each.items() if n not in ("vlmpack", "mm_token_type_ids")}).loss for each in alone
+    ]
+    torch.testing.assert_close(PackedStep(model)(row).sample_losses, torch.stack(losses).detach(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    "audio",
+    [
+        {"audio": {"array": sound(9_000), "sampling_rate": RATE}},
+        {"audio": sound(9_000).tolist()},
+        {"audio": torch.from_numpy(sound(9_000))},
+        {"audio": sound(9_000).astype(np.float64), "sampling_rate": RATE},
+    ],
+    ids=["as datasets.Audio decodes it", "list", "tensor", "double, with its rate"],
+)
+def test_arrays_of_every_kind_are_the_same_audio(audio: dict[str, Any]) -> None:
+    collator = VLMCollator(processor_of(POOLED))
+    expected, found = (collator([{"messages": messages(part)}]) for part in (heard(9_000), {"type": "audio", **audio}))
+    assert torch.equal(found["input_ids"], expected["input_ids"])
+    assert torch.equal(found["input_features"], expected["input_features"])
+
+
+def test_a_column_holds_audio_for_placeholders_or_for_the_first_question() -> None:
+    collator = VLMCollator(processor_of(POOLED))
+    expected = collator([{"messages": messages(heard(9_000))}])
+    found = collator([{"messages": messages({"type": "audio"}), "audio": sound(9_000)}])
+    assert torch.equal(found["input_ids"], expected["input_ids"])
+    first = collator([{"messages": messages(), "audios": [sound(9_000)]}])
+    assert first["input_ids"].shape == expected["input_ids"].shape
+    assert (first["input_ids"][0] == collator.metadata.audio_start_id).nonzero()[0] < 6
+
+
+REFUSED = {
+    "a path": (messages({"type": "audio", "audio": "dog.wav"}), "audio_source", "audio 0 is a str; give its samples"),
+    "two channels": (
+        messages({"type": "audio", "audio": sound(9_000).reshape(2, -1)}),
+        "audio_source",
+        r"float32 \[2, 4500\]; it must be finite floats \[n\] of one channel",
+    ),
+    "whole numbers": (messages({"type": "audio", "audio": np.arange(9_000)}), "audio_source", "int64"),
+    "another rate": (
+        messages({"type": "audio", "audio": {"array": sound(9_000), "sampling_rate": 8_000}}),
+        "audio_rate",
+        "was sampled 8000 times a second, and the model hears 16000; resample it",
+    ),
+    "too long": (
+        messages(heard(9 * RATE)),
+        "audio_too_long",
+        "lasts 9.0 s, and the processor cuts off what is beyond 8 s",
+    ),
+    "too short": (messages(heard(300)), "audio_source", "has 300 samples, too few for one token"),
+    "no source": (messages({"type": "audio"}), "media_count_mismatch", "1 audio placeholder"),
+    "a video": (
+        messages({"type": "video", "video": [picture()] * 2}),
+        "no_video",
+        "tokenise such samples with the processor itself",
+    ),
+    "a reserved token": (
+        messages({"type": "text", "text": "<|AUDIO|>"}),
+        "reserved_token_in_text",
+        r"its text holds '<\|AUDIO\|>'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_heard_is_refused_by_sample(case: str) -> None:
+    turns, reason, words = REFUSED[case]
+    with pytest.raises(SampleError, match=rf"sample 1 \(id 'b'\): .*{words}") as caught:
+        VLMCollator(processor_of(POOLED)).collate(
+            [{"messages": messages(heard(9_000)), "id": "a"}, {"messages": turns, "id": "b"}]
+        )
+    assert caught.value.reason == reason
+
+
+def test_longer_audio_is_no_fault_where_the_processor_cuts_nothing_off() -> None:
+    batch = VLMCollator(processor_of(CONVOLVED))([{"messages": messages(heard(9 * RATE))}])
+    assert batch["vlmpack"].audio_frames == (900,)
+
+
+def test_tokenised_samples_whose_audio_does_not_fit_are_refused() -> None:
+    _, made = whole(POOLED)
+    collator = VLMCollator(processor_of(POOLED))
+    sample = {name: value[0] if name in ("input_ids", "attention_mask") else value for name, value in made.items()}
+
+    def refused(words: str, **changes: Any) -> None:
+        with pytest.raises(SampleError, match=words):
+            collator([sample | changes])
+
+    refused("input_features alone", feature_attention_mask=None)
+    refused(r"input_features is torch.float32 \[6, 800\]", input_features=sample["input_features"][0])
+    refused(
+        r"its runs of audio tokens are \[50, 14\] long but its processor writes \[50\] for its 1 audio",
+        input_features=sample["input_features"][:1],
+        feature_attention_mask=sample["feature_attention_mask"][:1],
+    )
+    refused("but no audio frames; add input_features", input_features=None, feature_attention_mask=None)
+
+
+def test_models_that_cannot_hear_refuse_audio_and_stored_rows_and_trees_refuse_models_that_can() -> None:
+    with pytest.raises(SampleError, match="is of type 'audio'; only text, image and video parts can be used"):
+        VLMCollator(tiny_processor("qwen3_vl")).collate([{"messages": messages(heard(9_000))}])
+    with pytest.raises(ConfigError, match="leave it out of a collator with another processor"):
+        VLMCollator(processor_of(POOLED), layout="packed", share_prefixes=True)
+    with pytest.raises(ConfigError, match=r"samples of a Qwen2_5OmniProcessor may have audio"):
+        measure_lengths([whole(POOLED)[0]], VLMCollator(processor_of(POOLED)), min_shared=8)
+
+
+@pytest.mark.parametrize("family", [POOLED, *full(CONVOLVED)])
+def test_a_processor_that_was_saved_makes_the_same_batch(family: str, tmp_path: Any) -> None:
+    sample, made = whole(family)
+    processor_of(family).save_pretrained(tmp_path)
+    check_equal(VLMCollator(load_processor(tmp_path))([sample]), made)
+
+
+def test_a_sample_that_is_too_long_is_cut_beside_its_audio() -> None:
+    feature = {"messages": messages(heard(9_000), {"type": "image", "image": picture()}, heard(16_000))}
+    types = VLMCollator(processor_of(POOLED))([feature])["mm_token_type_ids"][0]
+    within = int((types == AUDIO).nonzero()[-1])
+    collator = VLMCollator(processor_of(POOLED), max_length=within, overlength="truncate", train_on="all")
+    batch = collator([feature])
+    assert batch["vlmpack"].audios_per_sample == (1,)
+    assert batch["vlmpack"].audio_frames == (57,)
+    assert batch["vlmpack"].images_per_sample == (1,)
+    assert int((batch["mm_token_type_ids"] == AUDIO).sum()) == 14
+    model = tiny_model(POOLED, processor=processor_of(POOLED))
+    assert PackedStep(model)(batch).work.audio_frames == 57

@@ -1,0 +1,408 @@
+"""Audio in a row: Qwen-Omni's thinkers with text, images, videos and audio, packed against alone."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from equality import (
+    Alone,
+    alone_through,
+    check_gradients,
+    check_low_precision,
+    check_outputs,
+    check_work,
+    gradients,
+    limits_of,
+    poisoned,
+)
+from tiers import full, only_exhaustive
+
+from vlmpack.context_parallel import Parallel
+from vlmpack.errors import ConfigError, FamilyError, LayoutError
+from vlmpack.families import FAMILIES, AudioPart
+from vlmpack.layout import AUDIO, Segments, SlotRule, pack, share
+from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
+from vlmpack.model.mechanisms import vision
+from vlmpack.probing import probe
+from vlmpack.testing import build_sample, mixed_samples, padded, run_alone, sample_like, tiny_model
+
+pytestmark = [
+    pytest.mark.every_family,
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+]
+POOLED, CONVOLVED = "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"
+"""One counts every second frame, the other convolves chunks three times, and reads their padding."""
+MIXED = ("everything", "text", "audio", "image", "everything")
+each_family = pytest.mark.parametrize("family", [POOLED, CONVOLVED])
+most_full = pytest.mark.parametrize("family", [*full(CONVOLVED), *only_exhaustive(POOLED)])
+
+
+def fresh(family: str) -> Any:
+    return tiny_model(family, seed=3, layers=2, hidden=32)
+
+
+@functools.cache
+def truth(family: str) -> Alone:
+    model = fresh(family)
+    return alone_through(model, mixed_samples(model.config, seed=5, kinds=MIXED, text=(2, 6), side=(1, 2)))
+
+
+def packed(family: str, inputs: Any = None, *, own: Alone | None = None, model: Any = None, **config: Any) -> Any:
+    """One step on a row with poison in its gaps, with checkpointing, compared with its samples alone."""
+    own, limits, model = own or truth(family), limits_of(family), model or fresh(family)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    row = pack(padded(own.samples), rule=SlotRule(multiple=8), pad_token_id=17)
+    step = PackedStep(model, StepConfig(slots=SlotRule(multiple=8), **config))
+    with poisoned(model, row.segments):
+        result = step(row if inputs is None else inputs, logits=True)
+        result.loss.backward()
+    check_outputs(own, result, limits)
+    check_gradients(own, gradients(model), limits)
+    check_work(own, result, 8, model.config)
+    return result
+
+
+def audio_of(family: str) -> AudioPart:
+    """The audio part of a family."""
+    audio = FAMILIES[family].audio
+    assert audio is not None
+    return audio
+
+
+def frames_in(samples: Any) -> int:
+    """Log-mel frames of all audios, by their masks."""
+    return sum(int(sample["feature_attention_mask"].sum()) for sample in samples if "feature_attention_mask" in sample)
+
+
+def with_audio(config: Any, *frames: tuple[int, ...]) -> list[Any]:
+    """Samples of nothing but text and audios of these lengths."""
+    return [
+        build_sample(config, stretches=[3] * (len(of) + 1), audio_frames=of, seed=at) for at, of in enumerate(frames)
+    ]
+
+
+@each_family
+def test_packed_equals_alone_in_every_tower(family: str) -> None:
+    result, own = packed(family), truth(family)
+    assert result.work.audio_frames == frames_in(own.samples) > 0
+    towers = (FAMILIES[family].vision_path, audio_of(family).path)
+    assert all(any(name.startswith(f"{tower}.") for name in own.gradients) for tower in towers)
+    assert {len(sample.get("input_features", ())) for sample in own.samples} == {0, 1, 2}
+
+
+@pytest.mark.full
+@each_family
+@pytest.mark.parametrize(
+    ("side", "metadata", "backend"),
+    [
+        ("left", True, "eager_mask"),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (("left", False, "auto"), ("right", False, "auto"))
+        ),
+    ],
+)
+def test_a_padded_batch_with_and_without_metadata_equals_alone(
+    family: str, side: Any, metadata: bool, backend: str
+) -> None:
+    packed(family, padded(truth(family).samples, side, metadata=metadata).to_hf(), attention=backend)
+
+
+@pytest.mark.parametrize("metadata", [True, *only_exhaustive(False)])
+def test_short_audio_beside_long_is_that_of_its_sample_alone(metadata: bool) -> None:
+    """Qwen3-Omni's convolutions read the padding of a chunk, so transformers' own padded batch is another model."""
+    model = fresh(CONVOLVED)
+    own = alone_through(model, with_audio(model.config, (30,), (230, 40), (57, 20), (99,), (30,)))
+    batch = padded(own.samples, metadata=False).to_hf()
+    with torch.no_grad():
+        plain = model(**batch).logits
+    moved = [float((row[: len(x)] - x).abs().max()) for row, x in zip(plain, own.logits, strict=True)]
+    assert moved[0] > 1e-3
+    assert moved[4] > 1e-3
+    assert moved[1] < 1e-5
+    packed(CONVOLVED, None if metadata else batch, own=own, model=model)
+
+
+# ---------------------------------------------------------------------- positions
+
+
+@each_family
+def test_positions_are_those_of_the_model_s_own_code(family: str) -> None:
+    """Bit for bit, with fractions of positions where the model has them."""
+    model = fresh(family)
+    kinds = ("video", "everything", "text", "images_and_video", "audio", "images")
+    samples = mixed_samples(model.config, seed=7, kinds=kinds)
+    for sample in samples:
+        if "video_second_per_grid" in sample:
+            sample["video_second_per_grid"] = torch.full_like(sample["video_second_per_grid"], 0.7)
+    row = pack(padded(samples), rule=SlotRule(multiple=4))
+    metadata, family_of_model = row.metadata, FAMILIES[family]
+    assert metadata is not None
+    found = family_of_model.positions(
+        family_of_model.media_types(row.input_ids, model.config),
+        row.segments,
+        config=model.config,
+        image_grids=metadata.image_grids,
+        video_grids=metadata.video_grids,
+        seconds_per_grid=metadata.seconds_per_grid,
+        audio_frames=metadata.audio_frames,
+    )
+    for sample, (start, stop) in zip(samples, row.segments.spans, strict=True):
+        mask = sample.get("feature_attention_mask")
+        own, _ = model.model.get_rope_index(
+            sample["input_ids"][None],
+            sample.get("image_grid_thw"),
+            sample.get("video_grid_thw"),
+            torch.ones(1, stop - start, dtype=torch.long),
+            audio_seqlens=None if mask is None else mask.sum(1),
+            second_per_grids=sample.get("video_second_per_grid"),
+        )
+        assert torch.equal(found[1:, 0, start:stop], own[:, 0].to(found.dtype))
+        assert found[0, 0, start:stop].tolist() == [*range(stop - start)]
+    assert not found[:, 0, row.segments.padding_mask()].any()
+    assert bool((found != found.round()).any()) == (family == CONVOLVED)
+
+
+@each_family
+def test_positions_that_a_caller_gives_are_compared(family: str) -> None:
+    own, model = truth(family), enable_packing(fresh(family))
+    row = pack(padded(own.samples))
+    seen: list[torch.Tensor] = []
+    hook = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True
+    )
+    step = PackedStep(model)
+    step(row)
+    hook.remove()
+    step(replace(row, position_ids=seen[0]))
+    with pytest.raises(LayoutError, match=r"position_ids are not what each sample has alone: sample 0 has"):
+        step(replace(row, position_ids=seen[0] + 1))
+
+
+def test_positions_that_are_not_the_model_s_own_are_an_error_when_packing_is_enabled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = fresh(POOLED)
+    own = model.model.get_rope_index
+    monkeypatch.setattr(model.model, "get_rope_index", lambda *args, **media: (own(*args, **media)[0] + 1, None))
+    with pytest.raises(FamilyError, match=rf"1 audio is at \[1, 1, 1\] .* but {POOLED} is described with"):
+        enable_packing(model)
+
+
+# ---------------------------------------------------------------------- what the comparison sees
+
+
+def other_audio(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """A batch in which audios of one length changed places."""
+    batch = padded(samples, metadata=False).to_hf()
+    return batch | {"input_features": batch["input_features"].flip(0)}
+
+
+def test_the_comparison_sees_audio_of_another_sample() -> None:
+    model = fresh(POOLED)
+    own = alone_through(model, with_audio(model.config, (17,), (17,)))
+    with pytest.raises(AssertionError):
+        packed(POOLED, other_audio(own.samples), own=own, model=model)
+
+
+@each_family
+def test_the_comparison_sees_audio_that_attends_beyond_its_windows(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fresh(family)
+    own = alone_through(model, with_audio(model.config, *([(40,), (33, 17)] if family == POOLED else [(450,), (101,)])))
+    monkeypatch.setattr(vision.VisionRow, "find", lambda self, cu, count: Segments.from_lengths([count]))
+    with pytest.raises(AssertionError):
+        packed(family, own=own, model=model)
+
+
+def test_boundaries_of_audio_are_known_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no block reads them from a device."""
+
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("boundaries were read from a tensor")
+
+    for family in (POOLED, CONVOLVED):
+        step, row = PackedStep(fresh(family)), pack(padded(truth(family).samples))
+        with monkeypatch.context() as patched:
+            patched.setattr(Segments, "from_boundaries", read)
+            step(row)
+
+
+@most_full
+def test_the_probe_finds_audio_exact_and_names_it_where_it_lands_in_another_sample(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = probe(tiny_model(family, layers=2))
+    assert report.verdict == "exact", [check for check in report.checks if check.is_bad]
+    assert any(check.name == "audio" and check.finding == "ok" for check in report.checks)
+    own: Any = vision.Vision.inputs
+
+    def rolled(self: Any, entry: Any) -> Any:
+        inputs = own(self, entry)
+        return inputs | {name: inputs[name].roll(1, 0) for name in ("input_features",) if name in inputs}
+
+    monkeypatch.setattr(vision.Vision, "inputs", rolled)
+    report = probe(tiny_model(family, layers=2), plain=False)
+    assert report.verdict != "exact"
+    assert "packing" in report.causes
+
+
+@most_full
+def test_the_probe_names_audio_whose_blocks_attend_beyond_their_windows(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = vision.audio_windows
+    monkeypatch.setattr(vision, "audio_windows", lambda setup: [_merged(segments) for segments in honest(setup)])
+    report = probe(tiny_model(family, layers=2), plain=False)
+    assert report.verdict != "exact"
+    assert "audio" in report.causes
+
+
+def _merged(segments: Segments) -> Segments:
+    """As many boundaries, of which all but the first lie at the end: found by their number, as the right ones are."""
+    lengths = [segments.total, *[0] * (len(segments.lengths) - 1)]
+    return Segments.from_lengths(lengths)
+
+
+# ---------------------------------------------------------------------- circumstances of training
+
+
+@most_full
+def test_adapters_on_the_audio_tower_learn_what_those_of_samples_alone_do(family: str) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "out_proj", "fc1"], init_lora_weights=False)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return peft.get_peft_model(fresh(family), config)
+
+    own = alone_through(adapted(), truth(family).samples)
+    assert any(".audio_tower." in name for name in own.gradients)
+    result = PackedStep(model := adapted())(pack(padded(own.samples), rule=SlotRule(multiple=8)), logits=True)
+    result.loss.backward()
+    check_outputs(own, result, limits_of(family))
+    check_gradients(own, gradients(model), replace(limits_of(family), gradient=4e-5))
+
+
+@most_full
+def test_in_bfloat16_a_row_is_as_close_to_float32_as_alone(family: str) -> None:
+    own = truth(family)
+    low = fresh(family).to(torch.bfloat16)
+    exact = fresh(family)
+    with torch.no_grad():
+        for p, q in zip(exact.parameters(), low.parameters(), strict=True):
+            p.copy_(q)
+    samples = [
+        sample_like(s, {n: x.to(torch.bfloat16).float() if x.is_floating_point() else x for n, x in s.items()})
+        for s in own.samples
+    ]
+    own = alone_through(exact, samples)
+    plain = Alone(samples=own.samples, outcome=run_alone(low, own.samples))
+    result = PackedStep(low)(pack(padded(own.samples), rule=SlotRule(multiple=8)), logits=True)
+    result.loss.backward()
+    check_low_precision(own, plain, result, gradients(low))
+
+
+@most_full
+def test_generation_with_audio_is_that_of_the_unmodified_model(family: str) -> None:
+    model = fresh(family).eval()
+    batch = padded(truth(family).samples[:1], metadata=False).to_hf()
+    del batch["labels"]
+    call = {**batch, "max_new_tokens": 4, "do_sample": False}
+    plain = model.generate(**call)
+    step = PackedStep(enable_packing(model))
+    assert torch.equal(model.generate(**call), plain)
+    with torch.no_grad():
+        step(padded(truth(family).samples))  # a row between two calls leaves nothing behind
+    assert torch.equal(model.generate(**call), plain)
+    assert torch.equal(disable_packing(model).generate(**call), plain)
+
+
+# ---------------------------------------------------------------------- refused
+
+
+def batch_of(*frames: tuple[int, ...], metadata: bool = True, **changes: Any) -> dict[str, Any]:
+    """A batch of Qwen2.5-Omni with audios of these lengths."""
+    samples = with_audio(fresh(POOLED).config, *frames)
+    return padded(samples, metadata=metadata).to_hf() | changes
+
+
+def refused(batch: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        PackedStep(fresh(POOLED))(batch)
+
+
+@pytest.mark.parametrize("metadata", [True, False])
+def test_audio_in_another_sample_than_its_placeholders_is_refused(metadata: bool) -> None:
+    """transformers puts features on placeholders of the whole batch."""
+    batch, swapped = batch_of((17,), (41,), metadata=metadata), batch_of((41,), (17,), metadata=False)
+    batch |= {name: swapped[name] for name in ("input_features", "feature_attention_mask")}
+    if metadata:
+        refused(batch, LayoutError, r"feature_attention_mask is not what the host metadata \('vlmpack'\) say")
+    else:
+        refused(batch, LayoutError, r"sample 0: a run of 4 audio placeholders begins at place 4 .* makes 10 tokens")
+
+
+def test_placeholders_without_their_audio_are_refused_by_sample() -> None:
+    batch = batch_of((17,), (41,))
+    batch["input_ids"][1, 4] = 100
+    refused(batch, LayoutError, r"sample 1 has 9 audio placeholders for 10 tokens: the audio frames make 14 tokens")
+
+
+def test_tensors_of_audio_that_do_not_fit_are_refused_by_name() -> None:
+    features, mask = (batch_of((17,))[name] for name in ("input_features", "feature_attention_mask"))
+    refused(batch_of((17,), input_features=features[:, :-1]), LayoutError, r"input_features must be .* \[1, 6, 17\]")
+    refused(batch_of((17,), input_features=None), LayoutError, r"feature_attention_mask without input_features")
+    refused(
+        batch_of((17,), feature_attention_mask=None, metadata=False),
+        LayoutError,
+        r"input_features without feature_attention_mask",
+    )
+    refused(batch_of((17,), feature_attention_mask=2 * mask), LayoutError, r"must hold 0 \(padding\) and 1")
+    refused(batch_of((17,), feature_attention_mask=mask.float()), LayoutError, r"\[audios, frames\] of 0 and 1")
+    refused(batch_of((17,), (2,)), LayoutError, r"audio 1 of the row has 2 frames .* too few for one token")
+
+
+def test_a_video_with_its_own_sound_is_refused() -> None:
+    refused(batch_of((17,), use_audio_in_video=True), ConfigError, r"interleaves a video with its own sound")
+    PackedStep(fresh(POOLED))(batch_of((17,), use_audio_in_video=False))
+
+
+def test_media_without_the_token_that_marks_their_start_are_refused() -> None:
+    config = fresh(POOLED).config
+    batch = padded([build_sample(config, stretches=[3, 2], image_grids=[(1, 2, 4)])]).to_hf()
+    batch["input_ids"][0, 3] = config.audio_start_token_id
+    refused(batch, LayoutError, r"sample 0: at place 4 of the row .*use_audio_in_video\) is not supported")
+
+
+def test_a_video_without_seconds_is_refused() -> None:
+    config = fresh(POOLED).config
+    batch = padded([build_sample(config, stretches=[3, 2], video_grids=[(2, 2, 4)], seconds=[1.0])]).to_hf()
+    del batch["video_second_per_grid"], batch["vlmpack"]
+    refused(batch, LayoutError, r"there are 1 videos but the seconds between two grids of 0")
+    refused(batch | {"second_per_grid_ts": torch.ones(1)}, ConfigError, r"takes no input 'second_per_grid_ts'")
+
+
+def test_prefixes_with_audio_are_not_shared() -> None:
+    (sample,) = with_audio(fresh(POOLED).config, (17,))
+    with pytest.raises(LayoutError, match=r"the row has audio, whose content is not compared"):
+        share(pack(padded([sample, sample_like(sample, dict(sample))])))
+
+
+@each_family
+def test_ranks_cannot_compute_audio_together(family: str) -> None:
+    with pytest.raises(ConfigError, match=rf"images, videos and audio of {family} cannot be computed by several ranks"):
+        enable_packing(fresh(family), parallel=Parallel())
+
+
+def test_samples_say_which_tokens_are_audio() -> None:
+    model = fresh(POOLED)
+    (sample,) = with_audio(model.config, (17, 9))
+    types = FAMILIES[POOLED].media_types(sample["input_ids"], model.config)
+    assert (types == AUDIO).sum() == 4 + 2  # every second frame, and the mean of each two of these

@@ -1,0 +1,207 @@
+"""Audio of a sample: arrays, by the processor's own feature extractor, to log-mel frames and tokens.
+
+    array [n] ──processor, all of a sample in one call──▶ frames [1, mel, f], mask [1, f], tokens
+    length n  ──counted─────────────────────────────────▶ tokens
+
+All audios of a sample go through the processor in one call, as it would take them: it may pad them to the longest,
+which the last frames of the others show. Frames behind an audio's own are cut off; the mask leaves them out anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib import import_module
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from vlmpack.collate.columns import MediaRef
+from vlmpack.collate.encoded import Encoded, Visual
+from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
+from vlmpack.errors import ConfigError, Refusal
+
+FEATURES, MASK = "input_features", "feature_attention_mask"
+"""Names of the tensors of audio."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AudioReader:
+    """Reads the audio of samples with the processor that the model was made with."""
+
+    processor: Any
+    """The processor, with a feature extractor."""
+    metadata: ProcessorMetadata
+    """The metadata of it."""
+
+    def cut_each(self, refs: Sequence[MediaRef]) -> tuple[Visual, ...]:
+        """Turn the audios of a sample into log-mel frames, in their order.
+
+        Raises:
+            Refusal: one of them cannot be used.
+        """
+        if not refs:
+            return ()
+        arrays = [self._array(ref, at) for at, ref in enumerate(refs)]
+        inputs, texts = self.processor._process_audio(arrays, **self._options)
+        frames = [int(mask.sum()) for mask in inputs[MASK]]
+        runs = [text.count(self.metadata.audio_token) for text in texts]
+        self._check_counts(arrays, frames, runs)
+        return tuple(
+            replace(_audio(values[:, :count][None].contiguous(), run), source=ref)
+            for values, count, run, ref in zip(inputs[FEATURES], frames, runs, refs, strict=True)
+        )
+
+    def measure_each(self, refs: Sequence[MediaRef]) -> tuple[Visual, ...]:
+        """Count the tokens of the audios of a sample by their lengths.
+
+        Raises:
+            Refusal: one of them cannot be used.
+        """
+        arrays = [self._array(ref, at) for at, ref in enumerate(refs)]
+        runs = map(self.tokens_of, self._frames(arrays))
+        return tuple(Visual(pixels=None, runs=(run,), source=ref) for run, ref in zip(runs, refs, strict=True))
+
+    def decode(self, sample: Encoded) -> Encoded:
+        """A sample that was only measured, with the frames of all its audios.
+
+        Raises:
+            Refusal: an audio cannot be used, or stands for other tokens than when it was measured (`audio_changed`).
+        """
+        refs = [audio.source for audio in sample.audios if audio.source is not None]
+        if len(refs) != len(sample.audios) or all(audio.pixels is not None for audio in sample.audios):
+            return sample
+        audios = self.cut_each(refs)
+        for at, (audio, measured) in enumerate(zip(audios, sample.audios, strict=True)):
+            if audio.runs != measured.runs:
+                raise Refusal(
+                    "audio_changed",
+                    f"audio {at} was measured as {measured.runs[0]} tokens and is now {audio.runs[0]}; it, or the "
+                    "processor, was changed since: measure and plan again",
+                )
+        return replace(sample, audios=audios)
+
+    def given(self, feature: Mapping[str, Any]) -> tuple[Visual, ...]:
+        """The audios of a sample that was tokenised before, by its `input_features` and `feature_attention_mask`.
+
+        Raises:
+            Refusal: one without the other, or tensors of other shapes than the processor makes (`audio_shape`).
+        """
+        there = [name for name in (FEATURES, MASK) if feature.get(name) is not None]
+        if not there:
+            return ()
+        if len(there) == 1:
+            raise Refusal("audio_shape", f"it has {there[0]} alone; {FEATURES} and {MASK} come from one call")
+        features, mask = (torch.as_tensor(feature[name]) for name in (FEATURES, MASK))
+        if features.ndim != 3 or features.shape[::2] != mask.shape or not features.is_floating_point():
+            raise Refusal(
+                "audio_shape",
+                f"{FEATURES} is {features.dtype} {list(features.shape)} and {MASK} {list(mask.shape)}; the processor "
+                "makes floats [audios, mel bins, frames], and a mask [audios, frames]",
+            )
+        kept = [values[:, of_audio.bool()] for values, of_audio in zip(features, mask, strict=True)]
+        return tuple(_audio(values[None], self.tokens_of(values.shape[1])) for values in kept)
+
+    def tokens_of(self, frames: int) -> int:
+        """Count the tokens that the processor writes for an audio of so many frames."""
+        module = import_module(type(self.processor).__mro__[self._depth].__module__)
+        return int(module._get_feat_extract_output_lengths(torch.tensor([frames]))[0])
+
+    # ------------------------------------------------------------------ one audio
+
+    def _array(self, ref: MediaRef, at: int) -> np.ndarray:
+        """float32 [n] of one audio.
+
+        Raises:
+            Refusal: it is no array of one channel at the processor's sampling rate, or too short or long for it.
+        """
+        source, rate = ref.source, ref.options.get("sampling_rate")
+        if isinstance(source, Mapping) and source.get("array") is not None:
+            source, rate = source["array"], source.get("sampling_rate", rate)
+        if isinstance(source, str | bytes | Mapping) or not np.shape(source):
+            raise Refusal(
+                "audio_source",
+                f"audio {at} is a {type(source).__name__}; give its samples as an array [n], or as "
+                '{"array": ..., "sampling_rate": ...}, the way datasets.Audio decodes it',
+            )
+        array = np.asarray(source)
+        if array.ndim != 1 or array.dtype.kind != "f" or not np.isfinite(array).all():
+            raise Refusal(
+                "audio_source",
+                f"audio {at} is {array.dtype} {list(array.shape)}; it must be finite floats [n] of one channel, in "
+                "-1 ... 1",
+            )
+        extractor = self._extractor
+        if rate is not None and rate != extractor.sampling_rate:
+            raise Refusal(
+                "audio_rate",
+                f"audio {at} was sampled {rate} times a second, and the model hears {extractor.sampling_rate}; "
+                f"resample it (datasets: cast_column(..., Audio(sampling_rate={extractor.sampling_rate})))",
+            )
+        if self._is_cut and len(array) > extractor.n_samples:
+            raise Refusal(
+                "audio_too_long",
+                f"audio {at} lasts {len(array) / extractor.sampling_rate:.1f} s, and the processor cuts off what is "
+                f"beyond {extractor.n_samples / extractor.sampling_rate:.0f} s; cut it into parts, or leave it out",
+            )
+        if self.tokens_of(len(array) // extractor.hop_length) < 1:
+            raise Refusal("audio_source", f"audio {at} has {len(array)} samples, too few for one token; leave it out")
+        return array.astype(np.float32)
+
+    def _frames(self, arrays: Sequence[np.ndarray]) -> list[int]:
+        """Count the frames of a sample's audios: begun ones too, but none behind the last whole one of the call."""
+        if not arrays:
+            return []
+        extractor, pads_to_longest = self._extractor, self._options.get("padding") in (True, "longest")
+        width = max(map(len, arrays)) if pads_to_longest else extractor.n_samples
+        return [min(-(-len(array) // extractor.hop_length), width // extractor.hop_length) for array in arrays]
+
+    def _check_counts(self, arrays: Sequence[np.ndarray], frames: Sequence[int], runs: Sequence[int]) -> None:
+        """Compare the frames and tokens that the processor made with those that are counted without it.
+
+        Raises:
+            ConfigError: they differ, so that measured samples would.
+        """
+        counted = self._frames(arrays)
+        if counted != [*frames] or [*map(self.tokens_of, counted)] != [*runs]:
+            raise ConfigError(
+                f"the installed {type(self.processor).__name__} makes {[*frames]} frames and {[*runs]} tokens of "
+                f"audios for which {counted} frames are counted; use a transformers of the supported range"
+            )
+
+    # ------------------------------------------------------------------ the processor
+
+    @property
+    def _extractor(self) -> Any:
+        extractor = parts_of(self.processor).feature_extractor
+        if extractor is None:
+            raise ConfigError(
+                f"this {type(self.processor).__name__} has no feature extractor, so that it hears nothing; load it "
+                "with vlmpack.data.load_processor, or make it with feature_extractor="
+            )
+        return extractor
+
+    @cached_property
+    def _depth(self) -> int:
+        """Where among the classes of the processor transformers' own is."""
+        return next(at for at, cls in enumerate(type(self.processor).__mro__) if "transformers." in cls.__module__)
+
+    @cached_property
+    def _options(self) -> dict[str, Any]:
+        tokenizer = parts_of(self.processor).tokenizer
+        merged = self.processor._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt")
+        return merged["audio_kwargs"]
+
+    @cached_property
+    def _is_cut(self) -> bool:
+        """True if the processor cuts long audio off: WhisperFeatureExtractor does, unless it is told not to."""
+        return bool(self._options.get("truncation", True))
+
+
+def _audio(features: torch.Tensor, tokens: int) -> Visual:
+    """One audio by its frames [1, mel, f]."""
+    mask = torch.ones(1, features.shape[2], dtype=torch.int64)
+    return Visual(pixels=features, tensors={MASK: mask}, runs=(tokens,))

@@ -1,0 +1,143 @@
+"""The thinkers of Qwen2.5-Omni and Qwen3-Omni: text, images, videos and audio in, text out."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from vlmpack.families.audio import AskModel, AudioPart, SampleMedia, media_starts
+from vlmpack.families.family import Family
+from vlmpack.families.frames import pieces
+from vlmpack.families.tiles import QWEN_MEDIA, Join
+from vlmpack.layout import AUDIO, IMAGE, VIDEO, Segments
+
+# ---------------------------------------------------------------------- tokens and windows of audio
+
+
+def _halved(count: int) -> int:
+    """Frames behind a convolution of three frames that takes every second one; 0 of none."""
+    return (count + 1) // 2
+
+
+def pooled_tokens(frames: int, audio: Any) -> int:
+    """Tokens of an audio of Qwen2.5-Omni: every second frame, and the mean of each two of these."""
+    return _halved(frames) // 2
+
+
+def chunk_windows(frames: Sequence[int], audio: Any) -> Segments:
+    """One segment for each chunk of `2 * n_window` frames of each audio, halved by a convolution."""
+    return Segments.from_lengths([_halved(chunk) for count in frames for chunk in pieces(count, 2 * audio.n_window)])
+
+
+_TOKENS_OF_CHUNK = 13
+"""Tokens that transformers counts for each whole chunk of Qwen3-Omni, of 100 frames in the released models."""
+
+
+def convolved_tokens(frames: int, audio: Any) -> int:
+    """Tokens of an audio of Qwen3-Omni: three convolutions over each chunk, each of which halves it."""
+    whole, rest = divmod(frames, 2 * audio.n_window)
+    return _TOKENS_OF_CHUNK * whole + _halved(_halved(_halved(rest)))
+
+
+def inference_windows(frames: Sequence[int], audio: Any) -> Segments:
+    """Segments of as many tokens as `n_window_infer` frames make; those of the longest chunk of a call set their size.
+
+    The same boundaries as `get_audio_cu_seqlens` of transformers.
+    """
+    longest = convolved_tokens(min(max(frames), 2 * audio.n_window), audio)
+    window = longest * (audio.n_window_infer // (2 * audio.n_window))
+    return Segments.from_lengths([piece for n in frames for piece in pieces(convolved_tokens(n, audio), window)])
+
+
+# ---------------------------------------------------------------------- positions of samples with videos
+
+_TEXT_ID, _VISION_START, _AUDIO_START = 0, 4, 5
+"""Ids of tokens in the stand-in for a sample; the others are the kinds of tokens."""
+
+
+def model_positions(sample: SampleMedia, config: Any, *, model_class: str) -> torch.Tensor:
+    """[3, L] of a sample alone, by the `get_rope_index` of the installed transformers; int64 or float32, as its own.
+
+    It is called on a stand-in that has only what it reads.
+    """
+    model: Any = getattr(importlib.import_module("transformers"), model_class)
+    settings = SimpleNamespace(
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        audio_token_id=AUDIO,
+        vision_start_token_id=_VISION_START,
+        audio_start_token_id=_AUDIO_START,
+        position_id_per_seconds=config.position_id_per_seconds,
+        seconds_per_chunk=getattr(config, "seconds_per_chunk", None),
+        audio_config=config.audio_config,
+    )
+    stand_in = SimpleNamespace(config=settings, spatial_merge_size=config.vision_config.spatial_merge_size)
+    stand_in.get_llm_pos_ids_for_vision = partial(model.get_llm_pos_ids_for_vision, stand_in)
+    ids = sample.kinds.astype(np.int64)
+    ids[media_starts(sample.kinds, IMAGE, VIDEO) - 1] = _VISION_START
+    ids[media_starts(sample.kinds, AUDIO) - 1] = _AUDIO_START
+    with torch.device("cpu"):
+        input_ids = torch.from_numpy(ids)[None]
+        positions, _ = model.get_rope_index(
+            stand_in,
+            input_ids,
+            image_grid_thw=torch.tensor(sample.image_grids) if len(sample.image_grids) else None,
+            video_grid_thw=torch.tensor(sample.video_grids) if len(sample.video_grids) else None,
+            attention_mask=torch.ones_like(input_ids),
+            audio_seqlens=torch.tensor(sample.audio_frames) if len(sample.audio_frames) else None,
+            second_per_grids=torch.tensor(sample.seconds, dtype=torch.float32) if len(sample.seconds) else None,
+        )
+    return positions[:, 0]
+
+
+# ---------------------------------------------------------------------- the families
+
+_MEDIA = {
+    **QWEN_MEDIA,
+    "video_second_per_grid": Join(),
+    "input_features": Join(pad=True),
+    "feature_attention_mask": Join(pad=True),
+}
+
+
+def _thinker(name: str, prefix: str, processor: str, **fields: Any) -> Family:
+    """The descriptor of the thinker of a family whose code is in the folder `name` of transformers."""
+    of_sample = partial(model_positions, model_class=f"{prefix}ThinkerModel")
+    return Family(
+        model_type=f"{name}_thinker",
+        model_class=f"{prefix}ThinkerForConditionalGeneration",
+        oldest_transformers=(5, 23),
+        positions_rule=AskModel(of_sample=of_sample),
+        processor=processor,
+        text_type=name,
+        token_types=None,
+        media=_MEDIA,
+        media_over_ranks=False,
+        **fields,
+    )
+
+
+OMNI = (
+    _thinker(
+        "qwen2_5_omni",
+        "Qwen2_5Omni",
+        "Qwen2_5OmniProcessor",
+        patch_size=14,
+        vision_windows=True,
+        audio=AudioPart(tokens=pooled_tokens, windows=chunk_windows),
+    ),
+    _thinker(
+        "qwen3_omni_moe",
+        "Qwen3OmniMoe",
+        "Qwen3OmniMoeProcessor",
+        mechanisms={"experts": {"layer": "mlp"}},
+        audio=AudioPart(tokens=convolved_tokens, windows=inference_windows, reads_padding=True, passes_row=False),
+    ),
+)
+"""The descriptors."""

@@ -1,0 +1,147 @@
+"""Audio: features of audio tokens that do not depend on other samples of a row, and boundaries of the tower's blocks.
+
+    input_features [N, mel, F], mask ──model──▶ frames of all audios, one after the other ──tower──▶ features
+                                                    └─ in groups of samples, where the tower reads padding
+
+transformers takes the padding out, cuts each audio into chunks, pads these to the longest chunk of the call, and lets
+blocks attend within chunks or windows of them. The host derives these boundaries from the frames of each audio; they
+lie in the row's entry of `vision`, where attention finds those of a call.
+
+Qwen3-Omni's convolutions read the padding of a chunk, which is no longer zero behind the first of them. Samples whose
+longest chunks are of one size go through its tower together, so that each audio is padded as in its sample alone. Its
+tower passes its layers no keywords of a row: a context variable does, and each layer takes the row from it when it is
+called, before checkpointing keeps the arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import numpy as np
+import torch
+from torch import nn
+
+from vlmpack.families import Family
+from vlmpack.layout import Segments, around_graph, to_device
+from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
+from vlmpack.model.row import CONTEXT, RowContext
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AudioRow:
+    """A row's entry."""
+
+    frames: tuple[int, ...]
+    """Log-mel frames of each audio."""
+    tokens: tuple[int, ...]
+    """Tokens of each audio."""
+    groups: Sequence[Sequence[int]]
+    """Numbers of the audios of each call of the tower."""
+
+
+@final
+class Audio(ClassMechanism):
+    """Audio of a row."""
+
+    name: ClassVar[str] = "audio"
+
+    def is_in(self, family: Family) -> bool:
+        """Families with an audio tower."""
+        return family.has_audio
+
+    def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
+        """The tower, where it reads padding; its layers, where it passes them no keywords."""
+        audio, tower = model.family.audio, model.family.audio_tower(model.core)
+        assert audio is not None
+        assert tower is not None
+        made: list[tuple[nn.Module, Maker]] = []
+        if audio.reads_padding or not audio.passes_row:
+            made.append((tower, grouped_class))
+        if not audio.passes_row:
+            made += [(layer, taking_class) for layer in tower.get_submodule("layers").children()]
+        return made
+
+    def prepare(self, setup: RowSetup) -> AudioRow:
+        """Frames, tokens and calls of the tower."""
+        audio, frames = setup.model.family.audio, setup.metadata.audio_frames
+        assert audio is not None
+        tokens = tuple(audio.tokens(count, setup.config.audio_config) for count in frames)
+        return AudioRow(frames=frames, tokens=tokens, groups=_groups(setup))
+
+    def work(self, setup: RowSetup, entry: AudioRow) -> Mapping[str, int]:
+        """Frames of all audios, padding left out."""
+        return {"audio_frames": sum(entry.frames)}
+
+
+def audio_windows(setup: RowSetup) -> list[Segments]:
+    """What the blocks of the audio tower attend within, of each call."""
+    audio, frames = setup.model.family.audio, setup.metadata.audio_frames
+    if audio is None:
+        return []
+    return [audio.windows([frames[at] for at in group], setup.config.audio_config) for group in _groups(setup)]
+
+
+def _groups(setup: RowSetup) -> list[list[int]]:
+    audio = setup.model.family.audio
+    assert audio is not None
+    return audio.groups(setup.types, setup.row.segments, setup.metadata, setup.config)
+
+
+# ---------------------------------------------------------------------- towers that read padding
+
+_ROW: ContextVar[RowContext | None] = ContextVar("vlmpack_row_of_audio_tower", default=None)
+
+
+@functools.cache
+def grouped_class(base: Any) -> type[nn.Module]:
+    """A subclass of an audio tower's class that computes groups of audios, and hands its row on; one a base class."""
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, input_features: Any = None, feature_lens: Any = None, **kwargs: Any) -> Any:
+        row: RowContext | None = kwargs.get(CONTEXT)
+        if row is None:
+            return base.forward(self, input_features, feature_lens=feature_lens, **kwargs)
+        token = _ROW.set(row)
+        try:
+            call = functools.partial(base.forward, self, **kwargs)
+            return _by_group(call, input_features, feature_lens, row.entries[Audio.name])
+        finally:
+            _ROW.reset(token)
+
+    return subclass(base, {"forward": around_graph(forward)}, grouped_class)
+
+
+def _by_group(call: Any, features: torch.Tensor, frames: torch.Tensor, entry: AudioRow) -> Any:
+    """What the tower returns for frames [mel, F] of all audios, with one call a group."""
+    if len(entry.groups) == 1:
+        return call(features, feature_lens=frames)
+    audios = features.split(entry.frames, dim=1)
+    parts: list[torch.Tensor] = [features.new_zeros(0)] * len(audios)
+    output = None
+    for group in entry.groups:
+        numbers = to_device(np.asarray(group, np.int64), frames.device)
+        joined = torch.cat([audios[at] for at in group], 1)
+        output = call(joined, feature_lens=frames.index_select(0, numbers))
+        of_group = output.last_hidden_state.split([entry.tokens[at] for at in group])
+        for at, part in zip(group, of_group, strict=True):
+            parts[at] = part
+    assert output is not None
+    output.last_hidden_state = output.pooler_output = torch.cat(parts)
+    return output
+
+
+@functools.cache
+def taking_class(base: Any) -> type[nn.Module]:
+    """A subclass of the class of an audio tower's layers that takes the row of its tower; one a base class."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (row := _ROW.get()) is not None:
+            kwargs[CONTEXT] = row
+        return base.__call__(self, *args, **kwargs)
+
+    return subclass(base, {"__call__": around_graph(call)}, taking_class)
