@@ -69,6 +69,10 @@ def granite_text(sizes: TinySizes) -> dict[str, Any]:
     }
 
 
+def cohere2_text(sizes: TinySizes) -> dict[str, Any]:
+    return {**windows(sizes), "logit_scale": 0.25}
+
+
 def routed(sizes: TinySizes) -> dict[str, Any]:
     """Experts in two groups, if they can be halved, of which a token chooses one."""
     groups = {"n_group": 1 if sizes.experts % 2 else 2, "topk_group": 1, "n_shared_experts": 1}
