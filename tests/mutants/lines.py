@@ -1615,10 +1615,17 @@ MUTANTS: tuple[Mutant, ...] = (
             "model/test_vision_experts.py -k compared_with_the_ids",
         ),
         (
+            "a bias that a block has, not its router, is read",
+            "mechanisms/expert_choice.py",
+            'if (bias_E := getattr(block, "expert_bias", None)) is not None:',
+            'if (bias_E := getattr(block, "no_bias", None)) is not None:',
+            "model/test_text_families.py -k a_router_with_a_bias",
+        ),
+        (
             "routers with a bias are counted by it",
             "mechanisms/expert_choice.py",
-            "scores_RgE = (logits_RE.float().sigmoid() + self.bias_E).unflatten(1, (self.groups, -1))",
-            "scores_RgE = logits_RE.float().sigmoid().unflatten(1, (self.groups, -1))",
+            "scores_RgE = (logits_RE.sigmoid() + self.bias_E).unflatten(1, (self.groups, -1))",
+            "scores_RgE = logits_RE.sigmoid().unflatten(1, (self.groups, -1))",
             "model/test_text_families.py -k counts",
         ),
         (
