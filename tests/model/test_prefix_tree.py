@@ -21,6 +21,7 @@ from trees import DEEP, STRANGER, VIDEOS, rollouts, samples_of, shared
 from waiting import waits_are_errors
 
 import vlmpack
+from vlmpack.attention import Reach
 from vlmpack.families import FAMILIES
 from vlmpack.layout import IGNORE, PrefixTree, Segments, recorded_syncs, unshare
 from vlmpack.model import PackedStep, StepConfig, compile_layers, disable_packing, enable_packing
@@ -75,7 +76,8 @@ def counted(model):
 
         def attend(q, k, v, segments, *, causal, keys=None, **settings):
             if causal:
-                first_key = settings["pattern"].reach.first_key
+                pattern = settings["pattern"]
+                first_key = Reach(window=pattern.window, chunk=pattern.chunk).first_key
                 spans = zip(segments.lengths, (keys or segments).lengths, strict=True)
                 seen["pairs"].append(sum(place + 1 - first_key(place) for n, m in spans for place in range(m - n, m)))
                 seen["widths"].add(len(q))

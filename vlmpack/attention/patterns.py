@@ -96,14 +96,6 @@ class Pattern:
     spans: Spans | None = None
     """Runs of tokens of the row that see each other in both directions, in no layer with chunks; None: none."""
 
-    def __post_init__(self) -> None:
-        assert self.chunk is None or (self.window is None and self.spans is None), "chunks have no window and no spans"
-
-    @property
-    def reach(self) -> Reach:
-        """How far back its queries attend."""
-        return Reach(window=self.window, chunk=self.chunk)
-
     @property
     def names(self) -> tuple[str, ...]:
         """The parts that a back-end has to compute."""

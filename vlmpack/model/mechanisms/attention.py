@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vlmpack.attention import CAUSAL, AttentionCall, Pattern, Reach, Spans, choose
+from vlmpack.attention import CAUSAL, EVERYTHING, AttentionCall, Pattern, Reach, Spans, choose
 from vlmpack.errors import BackendError, ConfigError, FamilyError
 from vlmpack.families import Family, Prefix, Sees
 from vlmpack.layout import Segments, outside_graph
@@ -126,7 +126,7 @@ class Attention(Mechanism):
 
     def work(self, setup: RowSetup, entry: RowAttention) -> Mapping[str, int]:
         """Pairs of the layers with a window or chunks, and of those without."""
-        if entry.spans is None and not any(reach.is_local for reach in entry.reaches):
+        if entry.spans is None and entry.reaches <= {EVERYTHING}:
             return {}
         pairs = {reach: setup.part.attended_pairs(reach) for reach in entry.reaches}
         for reach in pairs:
@@ -380,7 +380,7 @@ def run_on_row(
         entry.calls += 1
         if entry.stock_reaches is not None and module is not None:
             pattern = with_chunk(entry.stock_reaches, pattern, module.layer_idx)
-        entry.reaches.add(pattern.reach)
+        entry.reaches.add(Reach(window=pattern.window, chunk=pattern.chunk))
         pattern = _with_spans(pattern, entry, row, query.shape[1])
     segments = row.segments if vision is None else row.entries[OF_VISION].find(vision, query.shape[2])
     q_TNH, k_TKH, v_TKH = (_in_autocast(x.squeeze(0).transpose(0, 1)) for x in (query, key, value))

@@ -81,8 +81,7 @@ class Audio(ClassMechanism):
 def audio_windows(setup: RowSetup) -> list[Segments]:
     """What the blocks of the audio tower attend within, of each call."""
     audio, frames = setup.model.family.audio, setup.metadata.audio_frames
-    if audio is None:
-        return []
+    assert audio is not None
     return [audio.windows([frames[at] for at in group], setup.config.audio_config) for group in _groups(setup)]
 
 

@@ -95,7 +95,8 @@ class Vision(ClassMechanism):
             return VisionRow(layouts, inputs=setup.row.media.to_hf())
         calls = [grids for grids in setup.part.media_grids(setup.metadata) if grids]
         layouts = [segments for grids in calls for segments in family.vision_segments(grids, setup.config)]
-        return VisionRow([*layouts, *audio_windows(setup)], inputs=setup.row.media.to_hf())
+        layouts += audio_windows(setup) if family.has_audio else []
+        return VisionRow(layouts, inputs=setup.row.media.to_hf())
 
     def inputs(self, entry: VisionRow) -> Mapping[str, Any]:
         """Pixels and grids, or marks of features."""
