@@ -67,7 +67,7 @@ class RowPart:
 
     def attended_pairs(self, reach: Reach = EVERYTHING) -> int:
         """Query-key pairs of causal attention in one layer, on all ranks together; `reach`: that of the layer."""
-        return attended_pairs(self.computed, reach)
+        return self.computed.attended_pairs if reach == EVERYTHING else attended_pairs(self.computed, reach)
 
     def spans(self, runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
         """Runs of tokens of the row, (start, stop) of each, as places of what attention gets."""
