@@ -133,9 +133,10 @@ def test_chunks_are_segments_of_one_call(monkeypatch):
     cut = segments.in_chunks(4)
     assert (cut.lengths, cut.slots, cut.total) == ((4, 4, 1, 2), (4, 4, 4, 4), 16)
     assert cut.spans == ((0, 4), (4, 8), (8, 9), (12, 14))
-    fixed = Segments.from_lengths([9, 2], SlotRule(pad_to=32, max_segments=5)).in_chunks(2)
-    assert fixed.num_samples == len(fixed.lengths) == 5 + 4
-    assert len(fixed.kernel) == fixed.num_kernel_boundaries
+    fixed = SlotRule(pad_to=32, max_segments=5)
+    long, others = (Segments.from_lengths(lengths, fixed).in_chunks(2) for lengths in ([9, 2], [1, 2]))
+    assert long.num_samples == len(long.lengths) == 5 + 4
+    assert len(long.kernel) == len(others.kernel) == long.num_kernel_boundaries
     calls = []
     plain = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(

@@ -22,6 +22,7 @@ ENDS = {
     "glm46v": "",
     "paddleocr_vl": "<eos>",
     "ernie4_5_vl_moe": "<eos>",
+    "aya_vision": "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
 }
 """What ends an answer in families whose templates mark none."""
 MARKED = {"llava": "{} ", "llava_next": "{} ", "llava_onevision": "\n{}"}

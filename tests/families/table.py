@@ -51,6 +51,8 @@ NAMES = {
     "paligemma": "PaliGemma 1, 2",
     "lfm2_vl": "LFM2-VL",
     "deepseek_ocr2": "DeepSeek-OCR 2",
+    "cohere2_vision": "Command A Vision",
+    "aya_vision": "Aya Vision",
     "lfm2": "LFM2",
     "lfm2_moe": "LFM2-MoE",
     "llama": "Llama",

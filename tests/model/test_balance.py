@@ -15,6 +15,7 @@ from moe import (
     SHARES,
     TOP_K,
     batch_of,
+    block_of,
     decoder_layers,
     fresh,
     naive_counts,
@@ -118,7 +119,7 @@ def test_expert_counts_are_what_experts_were_sent(family, implementation, dtype)
     for layer in decoder_layers(model):
         with torch.no_grad():
             router_of(layer).weight[2] = router_of(layer).weight[0]
-        layer.mlp.experts.register_forward_pre_hook(lambda experts, args: sent.append(args[1].flatten()))
+        block_of(layer).experts.register_forward_pre_hook(lambda experts, args: sent.append(args[1].flatten()))
     row = pack(batch_of(model), rule=SlotRule(multiple=8))
     counts = PackedStep(model)(row, output_router_logits=True).expert_counts
     assert (counts.dtype, list(counts.shape)) == (torch.int64, [LAYERS, EXPERTS])
@@ -292,7 +293,7 @@ def test_blocks_that_do_not_call_their_routers_are_noticed(family):
 
     model = enable_packing(fresh(family))
     for layer in decoder_layers(model):
-        layer.mlp.forward = zeros if family == "gpt_oss" else torch.zeros_like
+        block_of(layer).forward = zeros if family == "gpt_oss" else torch.zeros_like
     given = batch_of(model).to_hf()
     with pytest.raises(ConfigError, match=r"routers saw \[\] tokens of a row with \d+ real ones"):
         model(**given, output_router_logits=True)

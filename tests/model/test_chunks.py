@@ -114,7 +114,7 @@ def test_the_comparison_sees_chunks_and_factors_that_are(breakage: str, monkeypa
 # ---------------------------------------------------------------------- chunks
 
 
-@pytest.mark.parametrize("chunk", [2, 8192])
+@pytest.mark.parametrize("chunk", [2, *full(8192)])
 def test_chunks_of_any_length_are_measured_without_a_mask(chunk: int) -> None:
     model = fresh(layers=3)
     assert layer_reaches(parts_of(model)) == {0: Reach(chunk=CHUNK), 1: Reach(), 2: Reach(chunk=CHUNK)}
@@ -122,6 +122,7 @@ def test_chunks_of_any_length_are_measured_without_a_mask(chunk: int) -> None:
     assert layer_reaches(parts_of(model), again=True)[0] == Reach(chunk=chunk)
 
 
+@pytest.mark.full
 def test_a_configuration_with_other_chunks_is_read_anew_when_packing_is_enabled_again() -> None:
     model = enable_packing(fresh())
     row = pack(padded(truth().samples))
@@ -182,6 +183,7 @@ def row_of_layer() -> dict[str, Any]:
     return {attention.CONTEXT: row}
 
 
+@pytest.mark.full
 def test_a_model_without_factors_asks_for_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh()
     for layer in model.model.layers:

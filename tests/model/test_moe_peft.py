@@ -20,15 +20,20 @@ from vlmpack.model import StepConfig, enable_packing
 
 TEXT = r".*(language_model|model)\.layers\.\d+\."
 QUERIES = r"self_attn\.(q|q_b)_proj"
+BLOCKS = ("mlp", "feed_forward")
+"""Names of blocks of experts."""
 WAYS = {
     "mixers": {"target_modules": TEXT + r"(self_attn\.(q|v|q_b|kv_b)_proj|linear_attn\.(in_proj_\w+|out_proj))"},
     "experts": {
         "target_modules": TEXT + QUERIES,
-        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        "target_parameters": [f"{block}.experts.{name}_proj" for block in BLOCKS for name in ("gate_up", "down")],
     },
-    "routers": {"target_modules": TEXT + QUERIES, "target_parameters": ["mlp.gate.weight", "mlp.router.weight"]},
+    "routers": {
+        "target_modules": TEXT + QUERIES,
+        "target_parameters": ["mlp.gate.weight", "mlp.router.weight", "feed_forward.gate.weight"],
+    },
     "routers in full": {"target_modules": TEXT + QUERIES, "modules_to_save": ["gate", "router"]},
-    "blocks in full": {"target_modules": TEXT + QUERIES, "modules_to_save": ["mlp"]},
+    "blocks in full": {"target_modules": TEXT + QUERIES, "modules_to_save": [*BLOCKS]},
 }
 ORDERS = ("enable, then adapt", "adapt, then enable")
 LIMITS = {"qwen4_exp": 1e-4}
@@ -94,7 +99,8 @@ def test_blocks_that_were_wrapped_are_noticed(family):
     batch = batch_of(model).to_hf()
     loss = model(**batch).loss
     for layer in decoder_layers(model):
-        layer.mlp = checkpoint_wrapper(layer.mlp)
+        name = next(name for name in BLOCKS if hasattr(layer, name))
+        setattr(layer, name, checkpoint_wrapper(getattr(layer, name)))
     with pytest.raises(ConfigError, match=r"blocks of experts were .*wrapped .* call enable_packing\(model\) again"):
         model(**batch)
     enable_packing(model)

@@ -289,6 +289,13 @@ MUTANTS: tuple[Mutant, ...] = (
     *_of(
         "collate",
         (
+            "parts of an image have a token of their own",
+            "processor_metadata.py",
+            "image_ids = [vocab[PLACEHOLDERS[named]], *image_ids]",
+            "pass",
+            "collate/test_patch_tokens.py",
+        ),
+        (
             "tiles that are not finite are refused",
             "assemble.py",
             "    if not tensors[0].is_floating_point():\n",
@@ -803,8 +810,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "experts that return a list of tokens give it back to the row",
             "mechanisms/experts.py",
-            "index_copy_(1, real, hidden.reshape(1, -1, width))",
-            "index_copy_(1, real, hidden)",
+            "hidden = hidden if hidden.ndim == 3 else hidden[None]",
+            "pass",
             "model/test_chunks.py -k packed_equals_alone",
         ),
         (
@@ -831,8 +838,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "experts leave zeros on padding",
             "mechanisms/experts.py",
-            "restored = hidden.new_zeros(1, call.width, width)",
-            "restored = hidden.new_ones(1, call.width, width)",
+            "restored = hidden.new_zeros(1, call.width, hidden.shape[-1])",
+            "restored = hidden.new_ones(1, call.width, hidden.shape[-1])",
             "probing/test_breakage.py -k 'healthy and qwen3_next'",
         ),
         (
@@ -1608,10 +1615,17 @@ MUTANTS: tuple[Mutant, ...] = (
             "model/test_vision_experts.py -k compared_with_the_ids",
         ),
         (
+            "a bias that a block has, not its router, is read",
+            "mechanisms/expert_choice.py",
+            'if (bias_E := getattr(block, "expert_bias", None)) is not None:',
+            'if (bias_E := getattr(block, "no_bias", None)) is not None:',
+            "model/test_text_families.py -k a_router_with_a_bias",
+        ),
+        (
             "routers with a bias are counted by it",
             "mechanisms/expert_choice.py",
-            "scores_RgE = (logits_RE.float().sigmoid() + self.bias_E).unflatten(1, (self.groups, -1))",
-            "scores_RgE = logits_RE.float().sigmoid().unflatten(1, (self.groups, -1))",
+            "scores_RgE = (logits_RE.sigmoid() + self.bias_E).unflatten(1, (self.groups, -1))",
+            "scores_RgE = logits_RE.sigmoid().unflatten(1, (self.groups, -1))",
             "model/test_text_families.py -k counts",
         ),
         (

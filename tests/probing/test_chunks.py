@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiers import only_exhaustive
+from transformers import AutoConfig
 
 from vlmpack.families import FAMILIES
 from vlmpack.layout import PrefixTree
 from vlmpack.model.mechanisms import attention
 from vlmpack.model.mechanisms.query_scale import QueryScale
-from vlmpack.probing import Report, probe
+from vlmpack.probing import Report, probe, small_copy
 from vlmpack.testing import tiny_model
 
 pytestmark = [
@@ -29,6 +31,15 @@ def probed(family: str = "llama4_text", **settings: Any) -> Report:
 def worst(report: Report, name: str) -> tuple[str, str | None, str]:
     check = next(check for check in report.checks if check.part == "mechanism" and name in check.name and check.is_bad)
     return check.finding, check.cause, check.detail
+
+
+def test_a_tiny_copy_has_chunks_and_steps_that_samples_of_a_probe_pass(tmp_path: Path) -> None:
+    AutoConfig.for_model("llama4_text", num_hidden_layers=8, head_dim=16, vocab_size=997).save_pretrained(tmp_path)
+    model = small_copy(str(tmp_path))
+    chunked, scaled = (layer.self_attn for layer in model.model.layers)
+    assert (chunked.use_rope, scaled.use_rope) == (1, 0)
+    assert model.config.layer_types == ["chunked_attention", "full_attention"]
+    assert (model.config.attention_chunk_size, scaled.floor_scale) == (8, 4)
 
 
 @pytest.mark.parametrize("family", only_exhaustive("llama4_text", "llama4"))

@@ -25,6 +25,8 @@ from vlmpack.trainer import PackedTrainer, check_trainer, loss_metrics
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 BEYOND = tuple(family for family in CHATTING if family in other_vision())
 """Families beyond Qwen whose processors can chat."""
+PROMPTED = tuple(family for family in ("deepseek_ocr2",) if family in DESCRIPTORS)
+"""Families without a chat template: samples are prompts with their answers."""
 SETTINGS = {"remove_unused_columns": False, "train_sampling_strategy": "sequential"}
 
 
@@ -49,6 +51,15 @@ def small_receipts():
         record = {**record, "image": record["image"].resize((96, 128))}
         rows.append(to_conversation(record))
     return rows
+
+
+def prompts():
+    """Four pictures, of which two are cut into tiles, as prompts with their answers."""
+    sizes, answers = ((90, 61), (200, 90), (40, 80), (90, 170)), ("75,000", "Nothing", "4", "A receipt")
+    return [
+        {"prompt": "<image>Total?", "completion": answer, "images": [picture(*size)]}
+        for size, answer in zip(sizes, answers, strict=True)
+    ]
 
 
 def alone(model, collate, rows):
@@ -95,14 +106,14 @@ def test_training_on_receipts(family, layout, tmp_path):
 
 
 @pytest.mark.every_family
-@pytest.mark.parametrize("family", tiers(BEYOND, short=[], exhaustive=BEYOND[1:]))
+@pytest.mark.parametrize("family", tiers((*BEYOND, *PROMPTED), short=[], exhaustive=(*BEYOND[1:], *PROMPTED)))
 def test_planned_rows_of_other_families_are_trained_and_evaluated_as_alone(family, tmp_path):
-    processor, rows = processor_of(family), small_receipts()
+    processor, rows = processor_of(family), prompts() if family in PROMPTED else small_receipts()
     model, collate = tiny_model(family, processor=processor), VLMCollator(processor, layout="packed")
     sums, counts = alone(model, VLMCollator(processor), rows)
     exact = float(sums.sum() / counts.sum())
     table = measure_lengths(rows, collate)
-    plan = plan_bins(table, 2 * max(table.tokens))
+    plan = plan_bins(table, (1 if family in PROMPTED else 2) * max(table.tokens))
     assert len(plan) > 1
     steps = {"gradient_accumulation_steps": len(plan), "max_steps": 1}
     args = arguments(tmp_path, dataloader_pin_memory=False, **steps, **SETTINGS)

@@ -25,6 +25,9 @@ BORDERS: Mapping[str, tuple[str, str]] = {
     "PaddleOCRVLProcessor": ("<|IMAGE_START|>", "<|IMAGE_END|>"),
 }
 """Tokens that templates write around images, by the class of the processor; those that it writes itself are known."""
+PLACEHOLDERS: Mapping[str, str] = {"Llama4Processor": "<|patch|>"}
+"""Tokens that stand for parts of an image, by the class of the processor, where its `image_token` stands for one alone
+or beside them."""
 IMAGES_TOGETHER = ("LlavaOnevisionProcessor",)
 """Classes of processors that cut an image otherwise when others stand in the same sample."""
 
@@ -274,6 +277,8 @@ def processor_settings(processor: Any) -> dict[str, Any]:
             "asked how it writes an image; use transformers 5.23 or later"
         ) from error
     vocab = tokenizer.get_vocab()
+    if (named := _class_in(processor, PLACEHOLDERS)) and PLACEHOLDERS[named] in vocab:
+        image_ids = [vocab[PLACEHOLDERS[named]], *image_ids]
     start, end = BORDERS.get(_class_in(processor, BORDERS), ("", ""))
     placeholder = tokenizer.convert_ids_to_tokens(image_ids[0])
     return {

@@ -6,6 +6,12 @@
     images           tiles of one size, rows of a batch; the tower attends within each
     head             of the model with images it is inside its text part, so that no module is the model without it
 
+A row of two samples, chunks of 2 tokens:
+
+    row        a a a a a  b b b
+    chunks     0 0 1 1 2  3 3 4        a token attends to those of its chunk before it
+    places     0 1 2 3 4  0 1 2        of which the others' queries are scaled
+
 Chunks are in no descriptor: they are measured in the masks of the model's own code, as windows are. Chunks of images
 are no others than those of text: a tile's tokens may lie in two of them.
 

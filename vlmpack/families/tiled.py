@@ -40,6 +40,12 @@ def tiles_of_one_size(tensors: Tensors, config: Any) -> Sequence[int]:
     return [config.image_seq_length] * len(tensors["pixel_values"])
 
 
+def shuffled_tiles(tensors: Tensors, config: Any) -> Sequence[int]:
+    """Every row of `pixel_values` [N, 3, H, W] makes a token of every `downsample_factor`² features."""
+    rows, columns = (n // config.vision_config.patch_size for n in tensors["pixel_values"].shape[-2:])
+    return [rows * columns // config.downsample_factor**2] * len(tensors["pixel_values"])
+
+
 def images_of_one_size(tensors: Tensors, config: Any) -> Sequence[int]:
     """Every row of `pixel_values` [N, 3, H, W] makes the features of the tower, without its CLS token by default; where
     images come with `image_sizes` [N, 2], each those of its own size."""
@@ -245,6 +251,17 @@ TILED = (
         media={"pixel_values": Join(pad=True), "pixel_attention_mask": Join(pad=True), "spatial_shapes": Join()},
         oldest_transformers=(5, 23),
         text_type="lfm2",
+    ),
+    *(
+        tiled_family(
+            model_type,
+            f"{name}ForConditionalGeneration",
+            f"{name}Processor",
+            tile_tokens=shuffled_tiles,
+            text_type="cohere2",
+            oldest_transformers=(5, 23),
+        )
+        for model_type, name in (("cohere2_vision", "Cohere2Vision"), ("aya_vision", "AyaVision"))
     ),
     tiled_family(
         "deepseek_ocr2",

@@ -351,7 +351,8 @@ class Segments:
         size 2    a a | a .   b b | b b | b . . .   c c . .        padding is in the last chunk's slot
         """
         if size not in self._chunks:
-            self._chunks[size] = self if self.max_length <= size else self._cut(size)
+            is_uncut = self.max_length <= size and self.num_kernel_boundaries is None  # a fixed number stays fixed
+            self._chunks[size] = self if is_uncut else self._cut(size)
         return self._chunks[size]
 
     def _cut(self, size: int) -> Segments:

@@ -112,6 +112,16 @@ ERNIE_TEMPLATE = (
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
 )
 
+AYA_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' }}"
+    "{% else %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>' }}{% endif %}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<image>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{% if message['role'] != 'user' %}{{ '<|END_RESPONSE|>' }}{% endif %}{{ '<|END_OF_TURN_TOKEN|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>' }}{% endif %}"
+)
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +282,19 @@ RECIPES: Mapping[str, ProcessorRecipe] = {
         sentences=True,
         patch_size=14,
         template=PADDLE_TEMPLATE,
+    ),
+    "aya_vision": ProcessorRecipe(
+        processor="AyaVisionProcessor",
+        image_processor="got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil",
+        images={"size": _SIZE, "min_patches": 1, "max_patches": 6},
+        special=(
+            *("<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "TILE", "TILE_GLOBAL"),
+            *("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"),
+            *("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        ),
+        ends=_ENDS,
+        template=AYA_TEMPLATE,
+        settings={"patch_size": PATCH, "downsample_factor": 2, "img_size": TILE},
     ),
     "ernie4_5_vl_moe": ProcessorRecipe(
         processor="Ernie4_5_VLMoeProcessor",

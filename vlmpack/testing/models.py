@@ -401,6 +401,16 @@ RECIPES = {
     "deepseek_ocr2": _Recipe(
         vision=towers.deepseek_ocr2_tower, experts=True, more=texts.deepseek_ocr2_text, whole=lambda _: {}, **TILED
     ),
+    "cohere2_vision": _Recipe(
+        vision=towers.siglip_tower,
+        text_type="cohere2",
+        more=texts.cohere2_text,
+        whole=lambda sizes: {"alignment_intermediate_size": 2 * sizes.vision_hidden},
+        **TILED,
+    ),
+    "aya_vision": _Recipe(
+        vision=towers.siglip_tower, text_type="cohere2", more=texts.cohere2_text, whole=towers.llava_settings, **TILED
+    ),
     "internvl": _Recipe(vision=towers.internvl_tower, text_type="qwen2", whole=towers.internvl_settings, **TILED),
     "llava": _Recipe(vision=towers.clip_tower, text_type="llama", whole=towers.llava_settings, **TILED),
     "llava_next": _Recipe(vision=towers.clip_tower, text_type="llama", whole=towers.anyres_settings, **TILED),
@@ -436,7 +446,7 @@ RECIPES = {
     "phi3": _Recipe(since_qwen3=False, more=lambda _: {"sliding_window": texts.WINDOW}),
     "olmo3": _Recipe(more=texts.two_ropes),
     "granite": _Recipe(since_qwen3=False, more=texts.granite_text),
-    "cohere2": _Recipe(more=lambda sizes: {**texts.windows(sizes), "logit_scale": 0.25}),
+    "cohere2": _Recipe(more=texts.cohere2_text),
     "smollm3": _Recipe(since_qwen3=False, more=lambda _: {"no_rope_layer_interval": 2}),
     "glm4_moe": _Recipe(experts=True, more=texts.routed),
     "deepseek_v3": _Recipe(since_qwen3=False, experts=True, more=texts.deepseek_text),

@@ -69,6 +69,10 @@ def granite_text(sizes: TinySizes) -> dict[str, Any]:
     }
 
 
+def cohere2_text(sizes: TinySizes) -> dict[str, Any]:
+    return {**windows(sizes), "logit_scale": 0.25}
+
+
 def routed(sizes: TinySizes) -> dict[str, Any]:
     """Experts in two groups, if they can be halved, of which a token chooses one."""
     groups = {"n_group": 1 if sizes.experts % 2 else 2, "topk_group": 1, "n_shared_experts": 1}
@@ -115,8 +119,7 @@ def lfm2_text(sizes: TinySizes) -> dict[str, Any]:
 
 
 def lfm2_moe_text(sizes: TinySizes) -> dict[str, Any]:
-    """A dense first layer before two or more others."""
-    return {**lfm2_text(sizes), "num_dense_layers": int(sizes.layers > 2)}
+    return {**lfm2_text(sizes), "num_dense_layers": 0}
 
 
 def gpt_oss_text(sizes: TinySizes) -> dict[str, Any]:

@@ -70,6 +70,15 @@ def _fixed_tiles(config: Any, grid: Grid, draw: Draw, *, several: bool) -> Tiled
     return TiledImage(ids=_between(config, config.image_seq_length * tiles), tensors=pixels)
 
 
+def _marked_squares(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
+    """As many tiles as the form has cells, and a thumbnail if these are several, with a token of text behind each."""
+    cells, side = grid[1] * grid[2], config.vision_config.image_size
+    tensors = {"pixel_values": draw(cells + (cells > 1), 3, side, side)}
+    rule = family_named(config.model_type).tile_tokens
+    assert rule is not None
+    return TiledImage(ids=_between(config, *rule(tensors, config), mark=True), tensors=tensors)
+
+
 def _crops(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
     """A whole image, and two crops of it if the form has several cells: each with its own start and end."""
     tiles = 1 if grid[1] * grid[2] == 1 else 3
@@ -210,6 +219,8 @@ TILE_RULES: dict[str, TileRule] = {
     "minicpmv4_6": _row_of_patches,
     "lfm2_vl": _masked_patches,
     "deepseek_ocr2": _views,
+    "cohere2_vision": _marked_squares,
+    "aya_vision": _marked_squares,
     "llama4": _separated_tiles,
     "gemma3": _crops,
     "gemma4": _padded_patches,

@@ -24,7 +24,7 @@ class ExpertChoice(ABC):
 
     @abstractmethod
     def scores(self, logits_RE: torch.Tensor) -> torch.Tensor:
-        """float32 [R, E]: the scores of which each token has the best."""
+        """Floats [R, E]: the scores of which each token has the best."""
 
     def counts(self, logits_RE: torch.Tensor, top_k: int) -> torch.Tensor:
         """int64 [E]: how many tokens each expert was sent."""
@@ -73,8 +73,8 @@ class ByBias(ExpertChoice):
     """Groups that the experts of a token are chosen from."""
 
     def scores(self, logits_RE: torch.Tensor) -> torch.Tensor:
-        """float32 [R, E]: scores with the bias; -inf in the other groups."""
-        scores_RgE = (logits_RE.float().sigmoid() + self.bias_E).unflatten(1, (self.groups, -1))
+        """[R, E]: scores in the type of the logits, as routers compute them, with the bias; -inf in other groups."""
+        scores_RgE = (logits_RE.sigmoid() + self.bias_E).unflatten(1, (self.groups, -1))
         return _of_best_groups(scores_RgE, scores_RgE.topk(2, dim=-1).values.sum(-1), self.top_groups)
 
 

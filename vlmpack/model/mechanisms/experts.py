@@ -206,8 +206,8 @@ class Gate:
         if real is None or output is None:
             return None
         hidden, *more = output if isinstance(output, tuple) else (output,)
-        width = hidden.shape[-1]
-        restored = hidden.new_zeros(1, call.width, width).index_copy_(1, real, hidden.reshape(1, -1, width))
+        hidden = hidden if hidden.ndim == 3 else hidden[None]
+        restored = hidden.new_zeros(1, call.width, hidden.shape[-1]).index_copy_(1, real, hidden)
         return (restored, *more) if isinstance(output, tuple) else restored
 
 
