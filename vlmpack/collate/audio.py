@@ -89,7 +89,7 @@ class AudioReader:
                 )
         return replace(sample, audios=audios)
 
-    def given(self, feature: Mapping[str, Any]) -> tuple[Visual, ...]:
+    def read_tokenised(self, feature: Mapping[str, Any]) -> tuple[Visual, ...]:
         """The audios of a sample that was tokenised before, by its `input_features` and `feature_attention_mask`.
 
         Raises:

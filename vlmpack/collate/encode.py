@@ -103,7 +103,7 @@ class Encoder:
                 self._by_processor.check_not_tokenised()
             sample = read_tokenised(feature, self.metadata, train_on=self.train_on)
             if self.metadata.has_audio:
-                sample = replace(sample, audios=self._audio.given(feature))
+                sample = replace(sample, audios=self._audio.read_tokenised(feature))
             has_media = bool(sample.images or sample.videos or sample.audios)
             self._check_unread(feature, has_media=has_media, texts=())
         else:

@@ -127,13 +127,13 @@ def check_rope_index(model: ModelParts) -> None:
     _compare(own, expected, model, f"{len(videos)} videos")
 
 
-def _compare(own: torch.Tensor, expected: torch.Tensor, model: ModelParts, others: str) -> None:
+def _compare(stock: torch.Tensor, expected: torch.Tensor, model: ModelParts, others: str) -> None:
     """Compare positions of the model's own code, [3, 1, L], with those of the descriptor, [4, 1, L]."""
     family = model.family
-    if (differs := own.cpu() != expected[1:]).any():
+    if (differs := stock.cpu() != expected[1:]).any():
         at = int(differs.any(0)[0].int().argmax())
         raise FamilyError(
-            f"token {at} of a sample with 1 image and {others} is at {own[:, 0, at].tolist()} "
+            f"token {at} of a sample with 1 image and {others} is at {stock[:, 0, at].tolist()} "
             f"(time, height, width) in the code of this {type(model.core).__name__}, but {family.model_type} is "
             f"described with {expected[1:, 0, at].tolist()}: rotary positions would be wrong. Use a transformers of "
             "the supported range, and an unmodified model"
@@ -141,8 +141,7 @@ def _compare(own: torch.Tensor, expected: torch.Tensor, model: ModelParts, other
 
 
 def _check_asked(model: ModelParts) -> None:
-    """The same for a model that is asked for positions of videos, whose own code reads tokens: with audio, and with and
-    without a video."""
+    """Compare positions of a sample with audio, with and without a video, of a model whose own code reads tokens."""
     family, config = model.family, model.core.config
     assert family.audio is not None
     merge, frames = family.merge(config), 30
@@ -164,7 +163,7 @@ def _check_asked(model: ModelParts) -> None:
             seconds_per_grid=seconds,
             audio_frames=[frames],
         )
-        own, _ = backbone.get_rope_index(
+        stock, _ = backbone.get_rope_index(
             input_ids,
             image_grid_thw=torch.tensor([image], device="cpu"),
             video_grid_thw=torch.tensor(videos, device="cpu") if videos else None,
@@ -172,7 +171,7 @@ def _check_asked(model: ModelParts) -> None:
             audio_seqlens=torch.tensor([frames], device="cpu"),
             second_per_grids=torch.tensor(seconds, device="cpu") if videos else None,
         )
-        _compare(own, expected, model, f"{len(videos)} videos and 1 audio")
+        _compare(stock, expected, model, f"{len(videos)} videos and 1 audio")
 
 
 def _marked(start: int, placeholder: int, count: int) -> list[int]:

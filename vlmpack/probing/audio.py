@@ -41,8 +41,8 @@ def check_audio(trace: Trace, alone: Sequence[torch.Tensor | None]) -> Check:
         if expected is None:
             continue
         is_audio = _audio_tokens(trace.probed.family, sample, trace.probed.config).to(embeddings.device)
-        found = embeddings[0, span[0] : span[1]][is_audio]
-        error = max(error, distance(found, expected) if found.shape == expected.shape else float("inf"))
+        in_row = embeddings[0, span[0] : span[1]][is_audio]
+        error = max(error, distance(in_row, expected) if in_row.shape == expected.shape else float("inf"))
     limit = FEATURE_LIMITS.get(embeddings.dtype, FEATURE_LIMIT_IN_LOW_PRECISION)
     detail = f"a sample's audio features are off by {error:.1e} from those of the sample alone"
     compared = Check.of_mechanism("audio", error, limit, detail)

@@ -59,12 +59,12 @@ class Audio(ClassMechanism):
         audio, tower = model.family.audio, model.family.audio_tower(model.core)
         assert audio is not None
         assert tower is not None
-        made: list[tuple[nn.Module, Maker]] = []
+        changed: list[tuple[nn.Module, Maker]] = []
         if audio.reads_padding or not audio.passes_row:
-            made.append((tower, grouped_class))
+            changed.append((tower, grouped_class))
         if not audio.passes_row:
-            made += [(layer, taking_class) for layer in tower.get_submodule("layers").children()]
-        return made
+            changed += [(layer, taking_class) for layer in tower.get_submodule("layers").children()]
+        return changed
 
     def prepare(self, setup: RowSetup) -> AudioRow:
         """Frames, tokens and calls of the tower."""
