@@ -111,6 +111,10 @@ def _reads_qwen(item: pytest.Item) -> bool:
     return item.nodeid.startswith(READ_QWEN) and _is_shown_by_others(item)
 
 
+MADE_OF_OTHERS = frozenset({"aya_vision", "cohere2_vision"})
+"""Families of which every part is one of others in these tiers: InternVL's tiles, Cohere 2's text."""
+
+
 def mark_families(items: Iterable[pytest.Item]) -> None:
     """Mark as `full` one case of each test with every third of the families that bring no part of the code, and as
     `exhaustive` the others; ever the same ones, in another test other families, in other circumstances."""
@@ -121,7 +125,8 @@ def mark_families(items: Iterable[pytest.Item]) -> None:
             cases.setdefault((item.nodeid.partition("[")[0], _family_of(item)), []).append(item)
     for (test, family), product in cases.items():
         number = sorted(shown_by_others()).index(family)
-        kept = product[number % len(product)] if (number + crc32(test.encode())) % 3 == 0 else None
+        is_shown = (number + crc32(test.encode())) % 3 == 0 and family not in MADE_OF_OTHERS
+        kept = product[number % len(product)] if is_shown else None
         for item in product:
             if item is not kept:
                 item.add_marker(pytest.mark.exhaustive)

@@ -121,7 +121,7 @@ def test_the_comparison_sees_tokens_that_are_sent_to_experts_of_the_other_kind(
 
 @pytest.mark.full
 def test_the_probe_names_the_router_where_tokens_get_experts_of_the_other_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = fresh(ERNIE)
+    model = fresh(ERNIE, layers=1)
     samples = [Sample.of({**sample}, sample.family) for sample in samples_of(ERNIE)]
     monkeypatch.setattr("vlmpack.probing.run.synthetic_samples", lambda config: samples)
     monkeypatch.setattr(Family, "expert_types_of", without_ends)
