@@ -90,6 +90,7 @@ TAKE_TILES = (
     "tests/model/test_vision_experts.py",
     "tests/model/test_vision_families.py",
     "tests/probing/test_image_spans.py",
+    "tests/probing/test_run.py",
     "tests/testing/test_models.py",
     "tests/trainer/test_checkpoint_weights.py",
     "tests/trainer/test_checkpointing.py",

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from chats import BEYOND
 from peft import LoraConfig, get_peft_model
-from tiers import full, only_exhaustive
+from tiers import full, only_exhaustive, tiers
 
 import vlmpack
 from vlmpack.errors import BackendError, ConfigError, FamilyError
@@ -32,6 +33,19 @@ def test_receipts_go_through_the_users_own_processor(family: str) -> None:
     assert [sample.split(",")[0] for sample in report.samples] == [
         "image", "image", "text", "text", "2 images", "video",
     ]  # fmt: skip
+    assert report.row_tokens > sum(int(sample.split()[-2]) for sample in report.samples), "no gaps"
+
+
+@pytest.mark.full
+@pytest.mark.every_family
+@pytest.mark.parametrize(
+    "family", tiers(BEYOND, short=[], exhaustive=[name for name in BEYOND if name not in ("internvl", "paligemma")])
+)
+def test_so_they_do_through_that_of_a_family_beyond_qwen(family: str) -> None:
+    processor = tiny_processor(family)
+    report = vlmpack.probe(tiny_model(family, processor=processor), processor)
+    assert report.verdict == "exact", report
+    assert {sample.split(",")[0] for sample in report.samples} == {"image", "2 images", "text"}
     assert report.row_tokens > sum(int(sample.split()[-2]) for sample in report.samples), "no gaps"
 
 
@@ -141,6 +155,8 @@ def test_the_processor_of_another_model_is_refused() -> None:
         vlmpack.probe(tiny_model("qwen2_5_vl", vocab_size=2000), processor)
     with pytest.raises(ConfigError, match=r"0 image tokens of this model where its pixels make \d+"):
         vlmpack.probe(tiny_model("qwen3_vl", vocab_size=2000), processor)
+    with pytest.raises(ConfigError, match="the processor is no InternVLProcessor, of which the model takes images"):
+        vlmpack.probe(tiny_model("internvl", vocab_size=2000), tiny_processor("llava"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

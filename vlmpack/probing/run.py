@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from math import prod
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -141,19 +142,38 @@ def _check_processor_fits(samples: Sequence[Sample], probed: ProbedModel) -> Non
     vocabulary = family.text_config(config).vocab_size
     if (highest := max(int(sample["input_ids"].max()) for sample in samples)) >= vocabulary:
         raise ConfigError(f"the processor makes token id {highest}, and the model has {vocabulary} of them; {remedy}")
-    width = family.patch_channels(config)
     for sample in samples:
-        for pixels in (sample.get("pixel_values"), sample.get("pixel_values_videos")):
-            if pixels is not None and pixels.shape[-1] != width:
-                patches = f"patches of {pixels.shape[-1]} numbers, and the model takes {width}"
-                raise ConfigError(f"the processor makes {patches}; {remedy}")
         types = family.media_types(sample["input_ids"], config)
-        grids = ((IMAGE, "image", grids_of(sample, "image")), (VIDEO, "video", grids_of(sample, "video")))
-        for modality, name, media in grids:
-            expected = family.media_tokens(media, config)
+        for modality, name, expected in _expected_tokens(sample, probed):
             if (placeholders := int((types == modality).sum())) != expected:
                 counts = f"{placeholders} {name} tokens of this model where its pixels make {expected}"
                 raise ConfigError(f"the processor writes {counts}; {remedy}")
+
+
+def _expected_tokens(sample: Sample, probed: ProbedModel) -> Iterator[tuple[int, str, int]]:
+    """Kind, name and placeholders of the images, and of the videos, as the model counts them.
+
+    Raises:
+        ConfigError: pixels are of another model's processor.
+    """
+    family, config, remedy = probed.family, probed.config, "give the processor that was saved with the model"
+    if family.tile_tokens is not None:
+        made_for = None if sample.family is None else sample.family.processor
+        if made_for != family.processor:
+            raise ConfigError(f"the processor is no {family.processor}, of which the model takes images; {remedy}")
+        media = {name: sample[name] for name in family.media if name in sample}
+        yield IMAGE, "image", sum(family.tile_tokens(media, config)) if media else 0
+        return
+    shape = family.patch_shape(config)
+    kinds: tuple[tuple[int, Literal["image", "video"], str], ...] = (
+        (IMAGE, "image", "pixel_values"),
+        (VIDEO, "video", "pixel_values_videos"),
+    )
+    for modality, name, key in kinds:
+        if (pixels := sample.get(key)) is not None and tuple(pixels.shape[1:]) != shape:
+            patches = f"patches of {prod(pixels.shape[1:])} numbers, and the model takes {prod(shape)}"
+            raise ConfigError(f"the processor makes {patches}; {remedy}")
+        yield modality, name, family.media_tokens(grids_of(sample, name), config)
 
 
 def _checks(

@@ -25,7 +25,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from vlmpack.collate import VLMCollator
-from vlmpack.errors import VlmpackError
+from vlmpack.errors import SampleError, VlmpackError
 from vlmpack.families import FAMILIES, AskModel, Family, Join, family_named, family_of_processor, media_runs
 from vlmpack.layout import IGNORE, MEDIA_KEYS, Grid, HostMetadata, Media, PaddedBatch
 from vlmpack.testing.audio import audio_tensors, audio_tokens, frames_of, noises
@@ -52,6 +52,8 @@ LONG_TEXT = 140
 """Tokens of a text that exceeds the 128 tokens at which kernels change their way."""
 IMAGE_TOKENS, FRAME_TOKENS = 24, 8
 """Most tokens of an image of `processed_samples`, and of a frame of its video."""
+SMALL = (64, 64)
+"""Pixels of an image of `processed_samples` whose size the processor decides: one tile."""
 
 
 def build_sample(
@@ -233,37 +235,65 @@ def processed_samples(processor: Any) -> list[Sample]:
     receipts = SyntheticReceipts(num=3, scale=SMALLEST_LEGIBLE)
     records = [receipts[i] for i in range(3)]
     totals = [json.loads(record["ground_truth"])["gt_parse"]["total"]["total_price"] for record in records]
-    area = (processor.image_processor.patch_size * processor.image_processor.merge_size) ** 2
-    bounds = {"min_pixels": 4 * area, "max_pixels": IMAGE_TOKENS * area}
-    first, *others = ({"type": "image", "image": record["image"], **bounds} for record in records)
+    by_grid = not collator.metadata.by_processor
+    images = [record["image"] if by_grid else record["image"].resize(SMALL) for record in records]
+    bounds = _bounds(processor.image_processor, IMAGE_TOKENS) if by_grid else {}
+    first, *others = ({"type": "image", "image": image, **bounds} for image in images)
+    try:
+        text = _processed(collator, "What is two times 14,500?", "It is 29,000.")
+    except SampleError:  # a processor that writes no prompt without an image
+        text = _processed(collator, "And here?", totals[1], others[0])
     samples = [
         _processed(collator, "What is the total?", totals[0], first),
-        _processed(collator, "What is two times 14,500?", "It is 29,000."),
+        text,
         _processed(collator, "And the totals of these two?", f"They are {totals[1]} and {totals[2]}.", *others),
     ]
-    frames = [records[i]["image"].resize((160, 200)) for i in (0, 0, 1, 1)]  # a long receipt would be too thin
-    video = {"type": "video", "video": frames, **bounds, "max_pixels": FRAME_TOKENS * area}
-    with suppress(VlmpackError):  # a processor that takes no videos
-        samples.append(_processed(collator, "What is shown?", "Two receipts.", video))
+    if by_grid:
+        frames = [records[i]["image"].resize((160, 200)) for i in (0, 0, 1, 1)]  # a long receipt would be too thin
+        video = {"type": "video", "video": frames, **_bounds(processor.image_processor, FRAME_TOKENS)}
+        with suppress(VlmpackError):  # a processor that takes no videos
+            samples.append(_processed(collator, "What is shown?", "Two receipts.", video))
     if collator.metadata.has_audio:
         samples += [_processed(collator, "What is heard?", "Some noise.", sound) for sound in noises(2)]
     return samples
 
 
+def _bounds(image_processor: Any, most_tokens: int) -> dict[str, int]:
+    """Settings of an image, or of a video's frames, of 4 to so many tokens."""
+    area = (image_processor.patch_size * image_processor.merge_size) ** 2
+    return {"min_pixels": 4 * area, "max_pixels": most_tokens * area}
+
+
 def _processed(collator: VLMCollator, question: str, answer: str, *media: dict[str, Any]) -> Sample:
-    user = {"role": "user", "content": [*media, {"type": "text", "text": question}]}
-    assistant = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
-    batch = collator.collate([{"messages": [user, assistant]}]).to_hf()
-    family = family_of_processor(collator.processor) if collator.metadata.has_audio else None
-    of_family = () if family is None else family.media
-    sample = {name: batch[name][0] for name in TOKEN_KEYS if name in batch} | {
-        name: batch[name] for name in dict.fromkeys((*MEDIA_KEYS, *of_family)) if name in batch
-    }
-    if family is not None and family.token_types is None:
-        del sample["mm_token_type_ids"]
+    batch = collator.collate([_record(collator.processor, question, answer, media)])
+    tensors: dict[str, Any] = batch.to_hf()
+    if collator.metadata.by_processor or collator.metadata.has_audio:
+        family = family_of_processor(collator.processor)
+        if family.token_types != "mm_token_type_ids":
+            types = tensors.pop("mm_token_type_ids")
+            tensors |= {} if family.token_types is None else {family.token_types: types}
+    else:
+        family = None
+    columns = (*TOKEN_KEYS, *(() if family is None else family.token_columns))
+    names = dict.fromkeys((*MEDIA_KEYS, *(() if family is None else family.media)))
+    sample = {name: tensors[name][0] for name in columns if name in tensors}
+    sample |= {name: tensors[name] for name in names if name in tensors}
+    if batch.metadata is not None and batch.metadata.image_tokens:
+        sample[IMAGE_TOKENS_KEY] = torch.tensor(batch.metadata.image_tokens)
     sample["labels"] = torch.cat([sample["input_ids"][:1], sample["labels"][1:]])
     floats = {name: tensor.float() for name, tensor in sample.items() if tensor.is_floating_point()}
     return Sample.of({**sample, **floats}, family)
+
+
+def _record(processor: Any, question: str, answer: str, media: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A conversation; of a processor without a chat template a prompt with its answer."""
+    if processor.chat_template is None:
+        images = [medium["image"] for medium in media]
+        prompt = processor.image_token * len(images) + question
+        return {"prompt": prompt, "completion": answer, **({"images": images} if images else {})}
+    user = {"role": "user", "content": [*media, {"type": "text", "text": question}]}
+    assistant = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
+    return {"messages": [user, assistant]}
 
 
 def with_adversarial_lengths(samples: Sequence[Sample], config: Any) -> list[Sample]:
