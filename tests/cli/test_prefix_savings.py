@@ -11,7 +11,9 @@ import pytest
 from cli.test_analyze import analyze, numbers, table_of
 from PIL import Image
 from rich.console import Console
+from typer.testing import CliRunner
 
+from vlmpack.cli import app
 from vlmpack.cli.analyze import Analysis, Packing, print_analysis
 from vlmpack.cli.prefix_savings import short
 from vlmpack.errors import ConfigError
@@ -84,3 +86,15 @@ def test_a_table_without_groups_cannot_be_simulated_with_sharing() -> None:
 )
 def test_large_counts_are_short(count: int, expected: str) -> None:
     assert short(count) == expected
+
+
+def test_of_images_without_grids_it_says_that_it_did_not_look(questions):
+    """By default; asked for, it is refused."""
+    asked = ["analyze", questions, "--processor", "tiny:gemma3"]
+    found = CliRunner().invoke(app, asked)
+    assert found.exit_code == 0
+    assert "Shared prefixes were not looked for" in found.stdout
+    assert "Gemma3Processor are known by their tokens alone" in found.stdout
+    refused = CliRunner().invoke(app, [*asked, "--min-shared", "64"])
+    assert refused.exit_code == 2
+    assert "those of a Gemma3Processor are known by their tokens alone" in refused.output

@@ -37,6 +37,16 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 SamplesPerUpdate = Annotated[
     int | None, typer.Option(min=1, help="Samples that an update sees, instead of --accumulation.")
 ]
+MIN_SHARED = 64
+"""Tokens of the shortest prefix that counts as shared, where none are given."""
+MinShared = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Find samples that begin alike with so many tokens, by the bytes of images; 0: do not. By default "
+        f"{MIN_SHARED}, where images have grids.",
+    ),
+]
 Estimate = Annotated[
     bool, typer.Option("--estimate", help="Count ceil(H/32) x ceil(W/32) tokens an image: no resize rule is used.")
 ]
@@ -66,7 +76,7 @@ def analyze(
     overlength: options.Overlength = "error",
     max_pixels: options.MaxPixels = None,
     train_on: options.TrainOn = "assistant",
-    min_shared: options.MinShared = 64,
+    min_shared: MinShared = None,
     estimate: Estimate = False,
     workers: options.Workers = 0,
     cache: options.Cache = None,
@@ -86,6 +96,7 @@ def analyze(
         check_extra("plots", "matplotlib", needed_by="`vlmpack analyze --out`")
 
     from vlmpack.plan import CAPACITIES
+    from vlmpack.store import why_no_grids
 
     packing = Packing(
         capacities=tuple(capacity or CAPACITIES), rows_per_device=rows_per_device, strategy=strategy,
@@ -99,10 +110,14 @@ def analyze(
     if out is not None:
         options.make_folder("--out", out)
     console = Console(quiet=as_json)
-    least = min_shared or None
+    without = None if min_shared is not None else why_no_grids(inputs.collator)
+    least = None if without or min_shared == 0 else min_shared or MIN_SHARED
     table = measure(inputs, quiet=quiet, workers=workers, cache=cache, estimate=estimate, min_shared=least)
     analysis = Analysis(source=dataset, table=table, packing=packing, is_estimate=estimate, min_shared=least)
     print_analysis(analysis, console)
+    if without:
+        console.print()
+        print_text(console, Text(f"Shared prefixes were not looked for: images are found by grids, but {without}."))
     for path in _save(analysis, out) if out is not None else ():
         console.print(f"written: {path}", highlight=False, markup=False)
     if as_json:

@@ -115,17 +115,21 @@ def check_grids(collator: VLMCollator, reason: str) -> None:
     Raises:
         ConfigError: it has the processor of a family beyond Qwen-VL.
     """
-    metadata, name = collator.metadata, type(collator.processor).__name__
-    if metadata.has_audio or (metadata.by_processor and metadata.has_vision):
-        known = (
-            "samples of a {0} may have audio, which has none"
-            if metadata.has_audio
-            else "those of a {0} are known by their tokens alone"
-        )
+    if without := why_no_grids(collator):
         raise ConfigError(
-            f"{reason}, but {known.format(name)}; train from "
-            "the data set itself: PackedStream and measure_lengths take every family"
+            f"{reason}, but {without}; train from the data set itself: PackedStream and measure_lengths take every "
+            "family"
         )
+
+
+def why_no_grids(collator: VLMCollator) -> str | None:
+    """Return the reason why media of a collator's samples are not known by grids, in words; None: they are."""
+    metadata, name = collator.metadata, type(collator.processor).__name__
+    if metadata.has_audio:
+        return f"samples of a {name} may have audio, which has none"
+    if metadata.by_processor and metadata.has_vision:
+        return f"those of a {name} are known by their tokens alone"
+    return None
 
 
 def _number(visual: Visual, limits: ImageLimits) -> int:
