@@ -91,6 +91,8 @@ TAKE_TILES = (
     "tests/model/test_vision_families.py",
     "tests/probing/test_image_spans.py",
     "tests/probing/test_run.py",
+    "tests/probing/test_weights.py::test_families_whose_parts",
+    "tests/probing/test_weights.py::test_such_a_copy",
     "tests/testing/test_models.py",
     "tests/trainer/test_checkpoint_weights.py",
     "tests/trainer/test_checkpointing.py",

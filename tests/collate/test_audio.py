@@ -154,6 +154,11 @@ REFUSED = {
         r"float32 \[2, 4500\]; it must be finite floats \[n\] of one channel",
     ),
     "whole numbers": (messages({"type": "audio", "audio": np.arange(9_000)}), "audio_source", "int64"),
+    "samples of 16 bits": (
+        messages({"type": "audio", "audio": sound(9_000) * 32768}),
+        "audio_source",
+        "has values up to .*, and the model hears -1 ... 1; divide samples of 16 bits by 32768",
+    ),
     "another rate": (
         messages({"type": "audio", "audio": {"array": sound(9_000), "sampling_rate": 8_000}}),
         "audio_rate",

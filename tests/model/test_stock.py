@@ -13,6 +13,7 @@ from transformers.models.llama import modeling_llama
 
 from vlmpack.attention import Pattern, Reach
 from vlmpack.errors import FamilyError
+from vlmpack.families import FAMILIES
 from vlmpack.families.family import plain_logits
 from vlmpack.families.text import capped_logits, divided_logits, multiplied_logits
 from vlmpack.layout import pack
@@ -159,3 +160,17 @@ def test_the_first_row_of_a_model_has_router_statistics() -> None:
     counts = PackedStep(model)(row, output_router_logits=True).expert_counts
     assert counts is not None
     assert counts.sum() == 2 * row.segments.num_tokens * model.config.text_config.num_experts_per_tok
+
+
+@pytest.mark.every_family
+@pytest.mark.parametrize(("family", "setting"), [("gemma2", "sliding_window"), ("llama4_text", "attention_chunk_size")])
+def test_masks_that_are_changed_after_packing_was_enabled_are_seen(family: str, setting: str) -> None:
+    """Gemma's layers pass the window that they were made with, and Llama 4's pass no chunk: neither shows it."""
+    if family not in FAMILIES:
+        pytest.skip(f"{family} is no family of this transformers")
+    model = enable_packing(tiny_model(family))
+    step, batch = PackedStep(model), padded(mixed_samples(model.config))
+    step(batch)
+    setattr(model.config, setting, 3)
+    with pytest.raises(FamilyError, match=rf"{setting} was \d+ and is 3: .* Call enable_packing\(model\) again"):
+        step(batch)

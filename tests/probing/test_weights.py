@@ -133,3 +133,20 @@ def test_a_tiny_copy_of_a_large_configuration_is_exact(family: str, tmp_path: Pa
     assert sum(p.numel() for p in model.parameters()) < weights.count_weights(config, family_named(family))
     report = probe(model, plain=False, share_prefixes=False)
     assert (report.verdict, report.family) == ("exact", family)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_families_whose_parts_have_other_settings_have_a_tiny_copy_too(family: str, tmp_path: Path) -> None:
+    tiny_config(family).save_pretrained(tmp_path)
+    loaded = load(str(tmp_path), device=CPU, dtype=torch.float32)
+    assert loaded.model.config.model_type == family
+    assert loaded.weights.startswith(("a tiny copy with", f"a tiny {family} of another configuration with"))
+
+
+@pytest.mark.every_family
+@pytest.mark.parametrize("family", ["gemma3", *full("gemma2", "ernie4_5_vl_moe", "qwen3_omni_moe_thinker")])
+def test_such_a_copy_is_exact(family: str, tmp_path: Path) -> None:
+    """Gemma 2 has no sdpa attention in transformers."""
+    tiny_config(family).save_pretrained(tmp_path)
+    loaded = load(str(tmp_path), device=CPU, dtype=torch.float32)
+    assert probe(loaded.model, plain=False, share_prefixes=False).verdict == "exact"

@@ -25,6 +25,8 @@ from vlmpack.errors import ConfigError, Refusal
 
 FEATURES, MASK = "input_features", "feature_attention_mask"
 """Names of the tensors of audio."""
+LOUDEST = 4.0
+"""Largest sample of an audio; resampling makes some that are a little beyond 1, and whole numbers are far beyond."""
 PADDED = "padded_to"
 """Key beside a measured audio: samples to which its processor pads it. Audios that are cut off later may be longer."""
 
@@ -151,6 +153,12 @@ class AudioReader:
                 "audio_source",
                 f"audio {at} is {array.dtype} {list(array.shape)}; it must be finite floats [n] of one channel, in "
                 "-1 ... 1",
+            )
+        if len(array) and np.abs(array).max() > LOUDEST:
+            raise Refusal(
+                "audio_source",
+                f"audio {at} has values up to {np.abs(array).max():.6g}, and the model hears -1 ... 1; divide samples "
+                "of 16 bits by 32768",
             )
         extractor = self._extractor
         if rate is not None and rate != extractor.sampling_rate:

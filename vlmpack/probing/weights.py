@@ -17,7 +17,7 @@ from vlmpack.data import load_processor
 from vlmpack.errors import ConfigError
 from vlmpack.families import Family, family_named
 from vlmpack.probing.report import one_line
-from vlmpack.testing import TinySizes
+from vlmpack.testing import TinySizes, tiny_model
 
 BYTES_A_WEIGHT = 12
 """Of a probe: weight, gradient and true gradient in float32; in bfloat16 the float32 copy needs the room."""
@@ -58,9 +58,12 @@ def load(model_id: str, *, device: torch.device, dtype: torch.dtype, tiny: bool 
     reason = "as asked" if tiny else _why_not(model_id, config, family, device)
     if reason:
         model = small_copy(model_id, dtype=dtype)
-        return Loaded(model=model.to(device), processor=None, weights=f"a tiny copy with random weights: {reason}")
+        what = (
+            "a tiny copy" if _can_shrink(config.to_dict()) else f"a tiny {family.model_type} of another configuration"
+        )
+        return Loaded(model=model.to(device), processor=None, weights=f"{what} with random weights: {reason}")
     try:
-        model = auto_class(family).from_pretrained(model_id, dtype=dtype, attn_implementation="sdpa")
+        model = auto_class(family).from_pretrained(model_id, dtype=dtype)
     except UNREADABLE as error:
         message = f"{model_id}: its weights cannot be read; --tiny probes a small copy. {one_line(error)}"
         raise ConfigError(message) from error
@@ -150,7 +153,8 @@ def small_copy(model_id: str, *, dtype: torch.dtype = torch.float32, seed: int =
     """A random model of the class that `model_id` names, on the CPU.
 
     Head widths, rotary settings, patches, windows, convolutions, biases and activations are the model's own. Layers (of
-    each kind one), heads, experts and vocabulary are few, and the weights random: only the configuration is read.
+    each kind one), heads, experts and vocabulary are few, and the weights random: only the configuration is read. Of a
+    family that hears, or whose vision part or experts have other settings than Qwen-VL's, it is `tiny_model`, whatever the configuration.
 
     Raises:
         FamilyError: the family cannot be packed exactly, and what would leak.
@@ -159,10 +163,12 @@ def small_copy(model_id: str, *, dtype: torch.dtype = torch.float32, seed: int =
 
     config = AutoConfig.from_pretrained(model_id)
     family = family_named(config.model_type)
+    if not _can_shrink(config.to_dict()):
+        return tiny_model(family.model_type, dtype=dtype, seed=seed)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         small = type(config).from_dict(shrink(config.to_dict()))
-        return auto_class(family).from_config(small, dtype=dtype, attn_implementation="sdpa")
+        return auto_class(family).from_config(small, dtype=dtype)
 
 
 def auto_class(family: Family) -> Any:
@@ -170,6 +176,17 @@ def auto_class(family: Family) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if family.has_vision else AutoModelForCausalLM
+
+
+def _can_shrink(config: dict[str, Any]) -> bool:
+    """Return whether `shrink` knows the settings of a configuration."""
+    text = config.get("text_config", config)
+    of_one_kind = not isinstance(text.get("moe_intermediate_size"), list | tuple)
+    return (
+        of_one_kind
+        and "audio_config" not in config
+        and ("vision_config" not in config or {"depth", "num_heads"} <= config["vision_config"].keys())
+    )
 
 
 def shrink(config: dict[str, Any]) -> dict[str, Any]:

@@ -80,8 +80,8 @@ def tiny_processor(
         if chat_template is not None:
             processor.chat_template = chat_template
         return processor
-    if family not in FAMILIES or FAMILIES[family].processor is None:
-        names = [*(name for name, descriptor in FAMILIES.items() if descriptor.processor), *RECIPES]
+    names = [name for name, one in FAMILIES.items() if name in RECIPES or (one.has_grids and one.has_videos)]
+    if family not in names:
         raise ConfigError(f"no processor for family {family!r}; use one of {', '.join(names)}")
     if vocab_size < 256:
         raise ConfigError(f"vocab_size={vocab_size} has no room for the 256 bytes; use at least 256")

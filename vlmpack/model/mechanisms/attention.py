@@ -114,7 +114,7 @@ class Attention(Mechanism):
 
     def prepare(self, setup: RowSetup) -> RowAttention:
         """Pass the name of the back-end, the reaches of layers and the spans of the row on."""
-        reaches = None if _has_own_masks(setup.model) else layer_reaches(setup.model)
+        reaches = None if _has_own_masks(setup.model) else _reaches_as_enabled(setup.model)
         if (sees := spans_in(setup.model)) is None:
             return RowAttention(setup.backend, reaches)
         runs = sees.of_row(setup.row, setup.types, setup.metadata.media_runs)
@@ -161,7 +161,9 @@ def spans_in(model: ModelParts) -> Sees | None:
 
 # ---------------------------------------------------------------------- reaches in the model's own code
 
-_REACHES: WeakKeyDictionary[nn.Module, dict[int, Reach]] = WeakKeyDictionary()
+_MASK_SETTINGS = ("sliding_window", "use_sliding_window", "max_window_layers", "attention_chunk_size", "layer_types")
+"""Names of the settings by which models make masks."""
+_REACHES: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], dict[int, Reach]]] = WeakKeyDictionary()
 
 
 def layer_reaches(model: ModelParts, *, again: bool = False) -> dict[int, Reach]:
@@ -176,8 +178,31 @@ def layer_reaches(model: ModelParts, *, again: bool = False) -> dict[int, Reach]
     """
     text = model.text
     if again or text not in _REACHES:
-        _REACHES[text] = measured_reaches(text)
-    return _REACHES[text]
+        _REACHES[text] = _mask_settings(text), measured_reaches(text)
+    return _REACHES[text][1]
+
+
+def _reaches_as_enabled(model: ModelParts) -> dict[int, Reach]:
+    """The reaches that were compared when packing was enabled.
+
+    Raises:
+        FamilyError: the settings of masks are others now.
+    """
+    reaches = layer_reaches(model)
+    before, now = _REACHES[model.text][0], _mask_settings(model.text)
+    if changed := [name for name in _MASK_SETTINGS if before[name] != now[name]]:
+        was = ", ".join(f"{name} was {before[name]} and is {now[name]}" for name in changed)
+        raise FamilyError(
+            f"{was}: the model's configuration was changed after packing was enabled. Call enable_packing(model) "
+            "again, or train this model without packing"
+        )
+    return reaches
+
+
+def _mask_settings(text: Any) -> dict[str, Any]:
+    """Settings of masks; a list is copied, since it may be changed where it is."""
+    settings = {name: vars(text.config).get(name) for name in _MASK_SETTINGS}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
 def with_chunk(reaches: Mapping[int, Reach], pattern: Pattern, layer: int) -> Pattern:
