@@ -154,7 +154,8 @@ def small_copy(model_id: str, *, dtype: torch.dtype = torch.float32, seed: int =
 
     Head widths, rotary settings, patches, windows, convolutions, biases and activations are the model's own. Layers (of
     each kind one), heads, experts and vocabulary are few, and the weights random: only the configuration is read. Of a
-    family that hears, or whose vision part or experts have other settings than Qwen-VL's, it is `tiny_model`, whatever the configuration.
+    family that hears, or whose vision part or experts have other settings than Qwen-VL's, it is `tiny_model`, whatever
+    the configuration.
 
     Raises:
         FamilyError: the family cannot be packed exactly, and what would leak.
