@@ -105,6 +105,7 @@ def test_layers_with_experts_share_what_is_compiled_however_many_they_are(family
     assert graphs[0] == graphs[1] > 0
 
 
+@pytest.mark.full
 @config.patch(fail_on_recompile_limit_hit=True)
 def test_packing_that_is_taken_off_and_put_on_again_compiles_nothing_anew():
     """As around generation, once in an epoch."""

@@ -15,7 +15,7 @@ TWELVE = (*KINDS, *KINDS[:5])
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiers(FAMILIES, short=["qwen2_5_vl", "qwen3_vl_moe", "qwen3_5"]))
 def test_accumulated_batches_equal_one_big_batch_of_samples_alone(family, layout, tmp_path):
     reference, model = tiny_model(family), enable_packing(tiny_model(family))
     samples = receipts(model, kinds=TWELVE)
