@@ -30,6 +30,9 @@ CORE_STEP    := $(addprefix tests/model/test_,attach.py balance.py delta.py equa
 CORE_TRAINER := $(addprefix tests/trainer/test_,end_to_end.py evaluate.py loss.py)
 CORE_TESTS   := tests/families $(CORE_STEP) $(CORE_TRAINER) tests/test_traps.py -m "not dist and not full"
 
+# Tests start hundreds of processes: each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-full test-exhaustive mutants bench lint format docs wheel wheel-fresh dist test-oldest constraints clean
