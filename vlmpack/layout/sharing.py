@@ -381,8 +381,9 @@ def _check_media(media: Media, metadata: HostMetadata) -> None:
         )
     if media.tensors or (media.pixel_values is not None and media.image_grid_thw is None and not metadata.image_grids):
         raise LayoutError(
-            "images of this row have no grids (image_grid_thw), so that those of one sample cannot be found among its "
-            "pixels, and no prefix is shared: leave share_prefixes off for this model"
+            "media of this row are not images and videos with grids alone (image_grid_thw, video_grid_thw), so that "
+            "those of one sample cannot be found among its pixels, and no prefix is shared: leave share_prefixes off "
+            "for this model"
         )
     for pixels, grids in (
         (media.pixel_values, metadata.image_grids),
