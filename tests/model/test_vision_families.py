@@ -253,7 +253,7 @@ def test_ranks_cannot_compute_images_together(family: str) -> None:
 def test_prefixes_with_images_are_not_shared(family: str) -> None:
     image = truth(family).samples[1]
     row = pack(padded([image, sample_like(image, dict(image))]))
-    with pytest.raises(LayoutError, match=r"images of this row have no grids .* leave share_prefixes off"):
+    with pytest.raises(LayoutError, match=r"media of this row are not images .* leave share_prefixes off"):
         share(row)
 
 
