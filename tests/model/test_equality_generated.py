@@ -85,8 +85,9 @@ def test_no_sample_sees_another(family, lengths, data):
             step(pack(padded(batch)), logits=True).row_logits[0].split(lengths)
             for batch in (texts, [*texts[:changed], other, *texts[changed + 1 :]])
         )
+    has_experts = FAMILIES[family].has("experts") or family == "gemma4"  # whose routers have no statistics
     for i, (first, second) in enumerate(zip(before, after, strict=True)):
         if i == changed:
             assert (first - second).abs().max() > 0.1
         else:
-            assert (first - second).abs().max() <= (limits_of(family).logits if FAMILIES[family].has("experts") else 0)
+            assert (first - second).abs().max() <= (limits_of(family).logits if has_experts else 0)
