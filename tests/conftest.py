@@ -28,7 +28,7 @@ from torch._dynamo.utils import counters
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiers import mark_families, mark_products, without_others
+from tiers import mark_families, mark_products, mark_siblings, without_others
 
 hypothesis.settings.register_profile(
     "vlmpack",
@@ -51,6 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Two tiers, see `tiers`; and a test that needs a GPU says so where there is none."""
     items[:] = without_others(items)
     mark_families(items)
+    mark_siblings(items)
     mark_products(items)
     if torch.cuda.is_available():
         return

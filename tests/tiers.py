@@ -9,7 +9,7 @@ Cases of a value that is itself in the full tier only stay there, and show nothi
 
 Of families that bring no part of the code with them a third is in the full tier in each test, each once, in a
 circumstance that differs from family to family; their other cases are exhaustive. Tests with the mark `every_family`
-are as the others.
+are as the others. Two families that share their mechanisms with a third are in every third test of the short tier.
 """
 
 from __future__ import annotations
@@ -133,6 +133,30 @@ def mark_families(items: Iterable[pytest.Item]) -> None:
         for item in product:
             if item is not kept:
                 item.add_marker(pytest.mark.exhaustive)
+
+
+SIBLINGS = {"qwen3_next": "qwen3_5_moe", "qwen4_exp": "qwen3_5_moe"}
+"""Families that share most of their mechanisms with another: gated delta layers, and experts."""
+WITH_SIBLINGS = ("tests/model/test_equality", "tests/probing/test_breakage.py")
+"""Tests that go through siblings in the short tier, whatever their names: the matrix, and what must be found broken."""
+
+
+def mark_siblings(items: Iterable[pytest.Item]) -> None:
+    """Mark the cases of siblings in two of three tests that go through the other family too: as `full` in one of
+    them, as `exhaustive` in the other."""
+    tests: dict[str, dict[str, list[pytest.Item]]] = {}
+    for item in items:
+        if not item.nodeid.startswith(WITH_SIBLINGS):
+            for family in (*SIBLINGS, *SIBLINGS.values()):
+                if _has_family(item, frozenset({family})):
+                    tests.setdefault(item.nodeid.partition("[")[0], {}).setdefault(family, []).append(item)
+    for test, of_family in tests.items():
+        for family, other in SIBLINGS.items():
+            third = crc32(f"{test} {family}".encode()) % 3
+            for item in of_family.get(family, ()) if other in of_family and third else ():
+                item.add_marker(pytest.mark.full)
+                if third == 2:
+                    item.add_marker(pytest.mark.exhaustive)
 
 
 def _family_of(item: pytest.Item) -> str:
