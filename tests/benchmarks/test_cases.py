@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiers import full, only_exhaustive
+from tiers import full, only_exhaustive, tiers
 
 from benchmarks.cases.attention import Site
 from benchmarks.cases.head import all_rows, head_inputs, labelled_rows, measure_chunks
@@ -85,7 +85,7 @@ TARGETS = {
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", tiers(SHAPES, [], exhaustive=["pixels", "lengths", "attention", "collate", "compile"]))
 def test_a_case_measures_and_holds_its_figures_to_the_targets(name):
     found = CASES[name].run(QUICK, SHAPES[name])
     figures = [figure for figure in found if not isinstance(figure, Skipped)]
