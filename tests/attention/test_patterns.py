@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import varlen
 
@@ -59,6 +59,7 @@ def gradients(out: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
 
 @serving
 @settings(max_examples=15)
+@example(lengths=[11, 2], rule=SlotRule(), pattern=Pattern(window=3), many=1)
 @given(lengths=lengths_lists, rule=rules, pattern=patterns, many=st.sampled_from([1, 256]))
 def test_each_segment_is_what_it_is_alone(attend, lengths, rule, pattern, many):
     if pattern.sinks is not None:
