@@ -17,7 +17,7 @@ import pytest
 import torch
 from chats import chat, processor_of
 from clips import CODECS, clip_bytes, write_clip
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from tiers import tiers
@@ -85,6 +85,7 @@ RULES = {"linspace": transformers_rule("qwen3_vl"), "arange": transformers_rule(
 
 
 @settings(deadline=None, max_examples=150)
+@example(spacing="arange", total=90, rate=10.0, fps=1.0, num_frames=None, least=2, most=800)  # nine are no pairs
 @given(
     spacing=st.sampled_from(sorted(RULES)),
     total=st.integers(2, 3000),
