@@ -66,6 +66,16 @@ def test_a_stored_row_has_the_tree_that_the_collator_finds(dataset: PackedDatase
     assert "vlmpack" in dataset[0]
 
 
+def test_samples_of_several_images_in_a_row_have_their_own(tmp_path: Path):
+    samples, folder = questions(images=3), tmp_path / "rows"
+    store(folder, samples, sharing(), capacity=10 * CAPACITY)
+    dataset = PackedDataset(folder, processor_of())
+    (row,) = places(dataset)
+    expected = sharing().collate([samples[place] for place in row])
+    assert len(expected.tree.images) == 3
+    check_same(dataset.row(0), expected)
+
+
 def test_rows_compute_what_was_planned(dataset: PackedDataset, kept: Path):
     plan = Plan.load(kept / "plan.zip")
     assert plan.groups is not None and plan.tree_tokens.max() <= CAPACITY < plan.tokens.max()
