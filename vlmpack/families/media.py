@@ -184,7 +184,7 @@ class ExpectedRuns:
     name: str
     """ "image", "video" or "audio"."""
     measure: str = "grids"
-    """What says how many tokens they are."""
+    """The source of the number of their tokens, in words."""
     items: MediaItems
     """The runs, in row order."""
     per_sample: Sequence[int] = ()

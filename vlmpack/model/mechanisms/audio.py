@@ -79,7 +79,7 @@ class Audio(ClassMechanism):
 
 
 def audio_windows(setup: RowSetup) -> list[Segments]:
-    """What the blocks of the audio tower attend within, of each call."""
+    """Derive the boundaries that blocks of the audio tower attend within, one set for each of its calls."""
     audio, frames = setup.model.family.audio, setup.metadata.audio_frames
     assert audio is not None
     return [audio.windows([frames[at] for at in group], setup.config.audio_config) for group in _groups(setup)]
@@ -116,7 +116,7 @@ def grouped_class(base: Any) -> type[nn.Module]:
 
 
 def _by_group(call: Any, features: torch.Tensor, frames: torch.Tensor, entry: AudioRow) -> Any:
-    """What the tower returns for frames [mel, F] of all audios, with one call a group."""
+    """Compute features of frames [mel, F] of all audios, with one call of the tower for each group."""
     if len(entry.groups) == 1:
         return call(features, feature_lens=frames)
     audios = features.split(entry.frames, dim=1)
