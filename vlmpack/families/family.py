@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from math import prod
 from typing import Any, final
@@ -18,8 +19,17 @@ from vlmpack.families.audio import AskModel, AudioPart, SampleMedia, check_marke
 from vlmpack.families.frames import WindowRule, frame_segments, window_segments
 from vlmpack.families.media import ExpectedRuns, MediaItems, check_runs, media_items, row_positions
 from vlmpack.families.spans import Prefix, Sees
-from vlmpack.families.tiles import QWEN_MEDIA, Join, TileBoundaries, TileTokens, check_tiles, counted_tokens
-from vlmpack.layout import AUDIO, IMAGE, VIDEO, Grid, HostMetadata, Media, Segments, outside_graph
+from vlmpack.families.tiles import (
+    QWEN_MEDIA,
+    Join,
+    TileBoundaries,
+    TileEntries,
+    TileTokens,
+    check_tiles,
+    counted_tokens,
+)
+from vlmpack.families.units import find_media
+from vlmpack.layout import AUDIO, IMAGE, VIDEO, FindMedia, Grid, HostMetadata, Media, Segments, outside_graph
 
 VideoPlacement = Callable[[MediaItems, Sequence[float], Any], MediaItems]
 """Runs of tokens of whole videos, seconds from one grid of each to the next, and the vision configuration, to the runs
@@ -86,6 +96,8 @@ class Family:
     tile_tokens: TileTokens | None = None
     """Of a family whose images are rows of a batch, or tiles: the placeholder tokens of each; None: images are patches
     with a grid each."""
+    tile_entries: TileEntries | None = None
+    """Of such a family: the entries of each tile or image in tensors that have not one each; None: all have."""
     tile_boundaries: TileBoundaries | None = None
     """Of such a family whose tower attends within boundaries: those of each of its blocks; None: it has none."""
     token_types: str | None = "mm_token_type_ids"
@@ -286,6 +298,10 @@ class Family:
         if self.tile_tokens is None:
             return ()
         return counted_tokens(media, metadata.image_tokens, self.tile_tokens, config)
+
+    def media_units(self, config: Any) -> FindMedia:
+        """Return the function that finds the media of a row, each with its part of the tensors, for `share`."""
+        return partial(find_media, self, config)
 
     def check_runs(
         self,

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.families.family import Family, OneAxis
 from vlmpack.families.tiles import Join
-from vlmpack.layout import Segments
+from vlmpack.layout import Entries, Segments
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -118,6 +119,13 @@ def tiles_with_pixels(tensors: Tensors, config: Any) -> Sequence[int]:
     return [int(side**2 / config.scale_factor**2)] * int(real.sum())
 
 
+def places_of_tiles_with_pixels(tensors: Tensors, config: Any) -> Mapping[str, Sequence[np.ndarray]]:
+    """The place of every tile that is not padding, in all tensors."""
+    real = tensors["pixel_values"].flatten(0, 1).flatten(1).any(1)
+    places = list(real.nonzero().numpy())
+    return {name: places for name in tensors}
+
+
 def merged_patches(tensors: Tensors, config: Any) -> Sequence[int]:
     """Each image of `image_sizes` [N, 2] makes a token of every square of `spatial_merge_size` patches."""
     side = config.vision_config.patch_size * config.spatial_merge_size
@@ -136,6 +144,12 @@ def merged_windows(tensors: Tensors, config: Any) -> Sequence[int]:
     return [
         (height // (inner * rows)) * (width // (inner * columns)) for height, width in tensors["target_sizes"].tolist()
     ]
+
+
+def columns_of_targets(tensors: Tensors, config: Any) -> Mapping[str, Sequence[np.ndarray]]:
+    """Columns of `pixel_values` [1, 3, P, columns]: P for every patch of each image of `target_sizes` [N, 2]."""
+    side = config.vision_config.patch_size
+    return {"pixel_values": Entries.of_counts((tensors["target_sizes"].prod(-1) * side).tolist()).of_medium}
 
 
 def patches_of_targets(tensors: Tensors, config: Any) -> Sequence[Segments]:
@@ -166,6 +180,13 @@ def views_of_images(tensors: Tensors, config: Any) -> Sequence[int]:
         )
     of_tile = 0 if tiles is None else _queries(tiles, config)
     return [of_tile * n + _queries(whole, config) + 1 for n in counts]
+
+
+def tiles_of_views(tensors: Tensors, config: Any) -> Mapping[str, Sequence[np.ndarray]]:
+    """The tiles in `pixel_values_local` of each image of `num_local_patches` [N]."""
+    if "num_local_patches" not in tensors:
+        return {}
+    return {"pixel_values_local": Entries.of_counts(tensors["num_local_patches"].tolist()).of_medium}
 
 
 def _queries(pixels: torch.Tensor, config: Any) -> int:
@@ -201,7 +222,7 @@ TILED = (
         "LlavaOnevisionForConditionalGeneration",
         "LlavaOnevisionProcessor",
         tile_tokens=tiles_of_single_images,
-        media=_SIZES | {"batch_num_images": Join()},
+        media=_SIZES | {"batch_num_images": Join(counts_images=True)},
     ),
     tiled_family(
         "smolvlm",
@@ -210,6 +231,7 @@ TILED = (
         text_path="model.text_model",
         vision_path="model.vision_model",
         tile_tokens=tiles_with_pixels,
+        tile_entries=places_of_tiles_with_pixels,
         media=_ROWS_OF_TILES,
     ),
     tiled_family(
@@ -219,6 +241,7 @@ TILED = (
         text_path="model.text_model",
         vision_path="model.vision_model",
         tile_tokens=tiles_with_pixels,
+        tile_entries=places_of_tiles_with_pixels,
         media=_ROWS_OF_TILES,
     ),
     tiled_family(
@@ -236,6 +259,7 @@ TILED = (
         "MiniCPMV4_6Processor",
         mechanisms={"gated_delta": {"layer": "linear_attn"}},
         tile_tokens=merged_windows,
+        tile_entries=columns_of_targets,
         tile_boundaries=patches_of_targets,
         blocks_path="encoder.layers",
         media={"pixel_values": Join(axis=3), "target_sizes": Join()},
@@ -269,6 +293,7 @@ TILED = (
         "DeepseekOcr2Processor",
         mechanisms={"experts": {"layer": "mlp", "router": "gate"}},
         tile_tokens=views_of_images,
+        tile_entries=tiles_of_views,
         media={"pixel_values": Join(), "pixel_values_local": Join(), "num_local_patches": Join()},
         oldest_transformers=(5, 23),
     ),

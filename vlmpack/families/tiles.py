@@ -29,6 +29,10 @@ from vlmpack.layout import IMAGE, HostMetadata, Media, Segments, on_host, requir
 TileTokens = Callable[[Mapping[str, torch.Tensor], Any], Sequence[int]]
 """Media tensors by name, and the model's configuration, to the placeholder tokens of each tile or image, in order."""
 
+TileEntries = Callable[[Mapping[str, torch.Tensor], Any], Mapping[str, Sequence[np.ndarray]]]
+"""Media tensors by name, and the model's configuration, to the entries of each tile or image, int64 along the axis on
+which samples are joined, in the tensors that have not one each."""
+
 TileBoundaries = Callable[[Mapping[str, torch.Tensor], Any], Sequence[Segments]]
 """Media tensors by name, and the model's configuration, to every set of boundaries that blocks of a tower attend in."""
 
@@ -42,6 +46,8 @@ class Join:
     """The axis along which samples follow each other."""
     pad: bool = False
     """True if the other axes are padded with zeros to a common size."""
+    counts_images: bool = False
+    """True if its entries are the numbers of images of samples, [samples with images]."""
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Join tensors of any equal number of axes, in order.

@@ -224,18 +224,16 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
         LayoutError: media or token ids that do not fit the row or the model.
     """
     metadata, media, config = row.host_metadata(), row.media, model.core.config
-    metadata = replace(metadata, image_tokens=model.family.image_tokens(media, metadata, config))
     part = part_of(row, metadata, parallel)
-    images, videos = part.media_grids(metadata)
-    if row.tree is not None and metadata.image_tokens:
-        raise LayoutError(
-            f"a row with a prefix tree has images of {model.family.model_type}, which have no grids, so that it is not "
-            "known which of them are shared: take the tree away with unshare(row)"
-        )
-    _check_audio(model, row, metadata)
+    computed = part.computed_media(metadata)
+    tokens = model.family.image_tokens(media, computed, config)
+    if row.tree is None:
+        metadata = replace(metadata, image_tokens=tokens)
+    if model.family.audio is not None:
+        model.family.audio.check_features(media, computed.audio_frames, config)
     if not model.family.has_vision or model.family.has_grids:
-        _check_pixels(model, media.pixel_values, images, "pixel_values")
-        _check_pixels(model, media.pixel_values_videos, videos, "pixel_values_videos")
+        _check_pixels(model, media.pixel_values, computed.image_grids, "pixel_values")
+        _check_pixels(model, media.pixel_values_videos, computed.video_grids, "pixel_values_videos")
     _check_vocabulary(row, model.family.text_config(config).vocab_size)
     types = model.family.media_types(row.input_ids, config)
     return RowSetup(model=model, row=row, metadata=metadata, part=part, types=types, backend=backend)
@@ -306,18 +304,6 @@ def backbone_inputs(
     for mechanism in mechanisms:
         inputs |= mechanism.inputs(entries[mechanism.name])
     return inputs
-
-
-def _check_audio(model: ModelParts, row: PackedRow, metadata: HostMetadata) -> None:
-    """Audio features fit their mask and the model, and no prefix tree shares them."""
-    if model.family.audio is None:
-        return
-    model.family.audio.check_features(row.media, metadata.audio_frames, model.core.config)
-    if row.tree is not None and metadata.audio_frames:
-        raise LayoutError(
-            "a row with a prefix tree has audio, of which it is not known what samples share: take the tree away with "
-            "unshare(row)"
-        )
 
 
 def _check_pixels(model: ModelParts, pixels: torch.Tensor | None, grids: Sequence[Grid], name: str) -> None:
@@ -412,7 +398,8 @@ def _patches(setup: RowSetup) -> int:
     family = setup.model.family
     if family.has_vision and not family.has_grids:
         return family.tile_patches(setup.row.media, setup.config)
-    return sum(prod(grid) for grids in setup.part.media_grids(setup.metadata) for grid in grids)
+    computed = setup.part.computed_media(setup.metadata)
+    return sum(map(prod, (*computed.image_grids, *computed.video_grids)))
 
 
 @outside_graph

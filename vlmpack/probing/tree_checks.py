@@ -213,7 +213,8 @@ def _mechanisms(setup: ProbeSetup, packed: PackedPass, reference: Reference) -> 
     row = packed.row(setup.samples)
     if row.tree is None:
         return [Check.wrong("packing", "samples that begin alike share nothing")]
-    checks = [check_packed_row(unshare(row), setup.samples, packed.segments(setup.samples))]
+    units = setup.probed.family.media_units(setup.probed.config)
+    checks = [check_packed_row(unshare(row, units=units), setup.samples, packed.segments(setup.samples))]
     if checks[0].is_bad:
         return checks
     with setup.computing(TREE):

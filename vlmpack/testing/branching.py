@@ -15,7 +15,7 @@ from typing import Any, final
 
 import torch
 
-from vlmpack.families import family_named
+from vlmpack.families import Join, family_named
 from vlmpack.layout import IGNORE, IMAGE, VIDEO
 from vlmpack.testing.samples import build_sample, grids_of, perturbed
 from vlmpack.testing.tiles import Sample, sample_like
@@ -92,9 +92,13 @@ def _without_images(sample: Sample, config: Any) -> Sample:
 
 def joined(pieces: Sequence[Sample]) -> Sample:
     """Lay pieces one after the other into one sample, their media in the same order."""
-    names = dict.fromkeys(name for piece in pieces for name in piece)
-    laid = {name: torch.cat([piece[name] for piece in pieces if name in piece]) for name in names}
-    for name in pieces[0].family.token_columns if pieces[0].family else ():
+    names, family = dict.fromkeys(name for piece in pieces for name in piece), pieces[0].family
+    joins = {} if family is None else family.media
+    laid: dict[str, torch.Tensor] = {}
+    for name in names:
+        join, parts = joins.get(name, Join()), [piece[name] for piece in pieces if name in piece]
+        laid[name] = torch.stack(parts).sum(0) if join.counts_images else join(parts)
+    for name in () if family is None else family.token_columns:
         laid[name] = laid[name].cummax(0).values  # the prefix of the first one
     return sample_like(pieces[0], laid)
 

@@ -66,6 +66,7 @@ def build_sample(
     audio_frames: Sequence[int] = (),
     videos_first: bool = False,
     labelled: int | None = None,
+    several: bool | None = None,
     seed: int = 0,
 ) -> Sample:
     """Build a sample of: text, image, text, image, ..., text, video, ..., text; audios behind the first image or video.
@@ -82,12 +83,13 @@ def build_sample(
         audio_frames: log-mel frames of each audio.
         videos_first: put the videos before the images.
         labelled: label so many tokens at the end, and the first one; None: the first and the last stretch.
+        several: whether its images are written as those of a sample with several images; None: if it has several.
         seed: of words and pixels.
     """
     assert len(stretches) == len(image_grids) + len(video_grids) + len(audio_frames) + 1
     family = family_named(config.model_type)
     rng = torch.Generator().manual_seed(seed + 1)
-    several = len(image_grids) > 1
+    several = len(image_grids) > 1 if several is None else several
     tiles = [] if family.has_grids else [_tiled(config, grid, rng, several=several) for grid in image_grids]
     images: list[Sequence[int]] = [tiled.ids for tiled in tiles] or [_image(config, grid) for grid in image_grids]
     videos: list[Sequence[int]] = [_video(config, grid) for grid in video_grids]
