@@ -123,7 +123,7 @@ def places_of_tiles_with_pixels(tensors: Tensors, config: Any) -> Mapping[str, S
     """The place of every tile that is not padding, in all tensors."""
     real = tensors["pixel_values"].flatten(0, 1).flatten(1).any(1)
     places = list(real.nonzero().numpy())
-    return {name: places for name in tensors}
+    return dict.fromkeys(tensors, places)
 
 
 def merged_patches(tensors: Tensors, config: Any) -> Sequence[int]:
