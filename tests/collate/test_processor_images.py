@@ -158,11 +158,6 @@ def test_an_estimate_by_squares_of_pixels_is_refused():
         collator_of("internvl").measure(chat("?", "5", picture()), estimate=True)
 
 
-def test_shared_prefixes_are_refused():
-    with pytest.raises(ConfigError, match="leave it out of a collator with another processor"):
-        collator_of("internvl", layout="packed", share_prefixes=True)
-
-
 def test_placeholders_that_have_no_image_are_refused():
     error = refusal({"prompt": "<IMG_CONTEXT> <IMG_CONTEXT>?", "completion": "5", "images": [picture()]})
     assert error.reason == "placeholder_mismatch"

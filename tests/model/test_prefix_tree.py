@@ -17,7 +17,7 @@ from moe import block_of
 from peft import LoraConfig, get_peft_model
 from tiers import only_exhaustive, tiers
 from torch._dynamo.utils import counters
-from trees import DEEP, STRANGER, VIDEOS, rollouts, samples_of, shared
+from trees import DEEP, STRANGER, VIDEOS, rollouts, samples_of, shared, units_of
 from waiting import waits_are_errors
 
 import vlmpack
@@ -27,7 +27,7 @@ from vlmpack.layout import IGNORE, PrefixTree, Segments, recorded_syncs, unshare
 from vlmpack.model import PackedStep, StepConfig, compile_layers, disable_packing, enable_packing
 from vlmpack.model.mechanisms import attention
 from vlmpack.model.mechanisms.gated_delta_tree import DeltaTree
-from vlmpack.testing import VISION, tiny_model
+from vlmpack.testing import tiny_model
 
 TREES = {
     "deep": (DEEP, STRANGER),
@@ -41,6 +41,8 @@ DELTA_GRADIENT = 5e-5
 """Largest error of a gradient where states are handed on: the layer's own chunks round at other places."""
 GEMMA4_GRADIENT = 3e-5
 """The row of the same samples without a tree is off by 1.5e-5, in its tower."""
+SIZES_ARE_READ = ("glm_ocr", "mistral3", "minicpmv4_6")
+"""Families whose towers are given the sizes of images on the device, which are read."""
 HOME = Path(vlmpack.__file__).parent
 ONE_OF_EACH = ("qwen3_vl", "qwen3_5_moe", "qwen4_exp")
 """Families that have every mechanism between them."""
@@ -168,7 +170,10 @@ def adapted(model):
     targets = r".*(self_attn\.\w+_proj\w*|linear_attn\.\w*_proj\w*|visual\.blocks.*\.(qkv|proj))"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        return get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+        # PEFT adapts no layer of Gemma 4's tower
+        others = r".*vision_tower.*" if model.config.model_type == "gemma4" else None
+        settings = {"target_modules": targets, "exclude_modules": others, "init_lora_weights": False}
+        return get_peft_model(model, LoraConfig(r=4, **settings))
 
 
 def checkpointed(model, reentrant):
@@ -191,6 +196,8 @@ CIRCUMSTANCES = {
 @pytest.mark.parametrize("name", CIRCUMSTANCES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_every_circumstance_of_training(family, name):
+    if (family, name) == ("llama4", "reentrant checkpointing"):
+        pytest.skip("transformers gives the tower of Llama 4 no gradient there")
     prepare = CIRCUMSTANCES[name]
     samples = drawn(family, "deep")
     alone = alone_through(prepare(fresh(family)), samples)
@@ -321,7 +328,7 @@ def test_routers_count_a_shared_token_once_for_each_sample_that_has_it(family, p
     for block in attention_free_blocks(model):
         block.register_forward_hook(lambda module, args, out: tokens.append(args[0].shape[-2]))
     results, grads = [], []
-    for given in (row, unshare(row)):
+    for given in (row, unshare(row, units=units_of(drawn(family, "deep")))):
         step = PackedStep(model, config)
         results.append(step(given, output_router_logits=True))
         results[-1].loss.backward()
@@ -362,7 +369,7 @@ def test_nodes_whose_state_is_read_are_never_padded_and_every_node_is_computed_o
 # ---------------------------------------------------------------------- host and device
 
 
-@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen3_vl"]))
+@pytest.mark.parametrize("family", tiers([name for name in FAMILIES if name not in SIZES_ARE_READ], ["qwen3_vl"]))
 def test_nothing_waits_for_the_device(family):
     model = enable_packing(fresh(family))
     row = shared(drawn(family, "deep"))
