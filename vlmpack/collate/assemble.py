@@ -14,7 +14,7 @@ from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.errors import check_whole_number
-from vlmpack.families import Family, Join, media_runs, prefix_run
+from vlmpack.families import Family, Join
 from vlmpack.layout import (
     IGNORE,
     IMAGE,
@@ -232,7 +232,7 @@ def _metadata(samples: Sequence[Encoded]) -> HostMetadata:
     has_tiles = any(image.grid is None for image in _images(samples))
     return HostMetadata(
         lengths=tuple(sample.num_tokens for sample in samples),
-        media_runs=tuple(map(_runs, samples)) if has_tiles or samples[0].columns else (),
+        media_runs=tuple(sample.media_runs for sample in samples) if has_tiles or samples[0].columns else (),
         image_grids=_grids(_images(samples)),
         video_grids=_grids(_videos(samples)),
         image_tokens=tuple(sum(image.runs) for image in _images(samples) if image.grid is None),
@@ -244,12 +244,6 @@ def _metadata(samples: Sequence[Encoded]) -> HostMetadata:
         num_targets=sum(sample.num_targets for sample in samples),
         sample_ids=tuple(sample.sample_id for sample in samples if sample.sample_id is not None),
     )
-
-
-def _runs(sample: Encoded) -> tuple[tuple[int, int], ...]:
-    """The prefix of a sample whose family has prefixes, or the runs of its media tokens."""
-    column = next(iter(sample.columns.values()), None)
-    return media_runs(sample.types) if column is None else prefix_run(column)
 
 
 def _images(samples: Sequence[Encoded]) -> list[Visual]:
