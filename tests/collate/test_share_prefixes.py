@@ -78,7 +78,7 @@ def test_the_row_is_the_shared_plain_row():
 
 
 @pytest.mark.every_family
-@pytest.mark.parametrize("family", tiers(BEYOND, ["gemma3"], exhaustive=[*BEYOND[1::2]]))
+@pytest.mark.parametrize("family", tiers(BEYOND, ["idefics3", "llava_onevision"], exhaustive=BEYOND[1::2]))
 def test_so_it_is_of_every_family(family):
     first, twin, other = picture(120, 90), picture(120, 90, seed=1), picture(257, 140, seed=2)
     pairs = ("a", twin), ("a", other), ("b", twin)

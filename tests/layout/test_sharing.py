@@ -27,6 +27,7 @@ from vlmpack.layout import (
     Segments,
     SlotRule,
     content_numbers,
+    find_prefix_tree,
     media_units,
     nothing_on_host,
     share,
@@ -221,6 +222,8 @@ def test_a_video_at_another_rate_is_another_one():
     assert share(row).tree.videos == (0,)
     other = replace(row, media=replace(row.media, second_per_grid_ts=torch.tensor([0.5, 1.0])))
     assert share(other) is other
+    whole = replace(other, metadata=other.host_metadata())
+    assert find_prefix_tree(whole, videos=[0, 0]) is None  # whose frames alone are compared
 
 
 def test_media_that_agree_where_they_are_looked_at_are_compared_whole():

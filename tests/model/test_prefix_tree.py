@@ -142,6 +142,15 @@ def test_every_sample_is_what_it_is_alone_and_shared_tokens_are_computed_once(fa
         assert tree.num_tokens <= work.delta_tokens <= 1.25 * tree.num_tokens
 
 
+@pytest.mark.every_family
+@pytest.mark.parametrize("family", ["gemma3", "llava_onevision", "paligemma", "qwen3_omni_moe_thinker"])
+def test_images_without_grids_and_audio_are_shared(family):
+    """Images, or prompts, that see all of themselves; images that are others beside a second one; audio."""
+    row, result = check_step(family, "deep")
+    assert result.work.physical_tokens == row.tree.num_tokens < row.segments.num_tokens
+    assert len(row.tree.images) < len(row.known_metadata.image_tokens or row.known_metadata.image_grids)
+
+
 def unshared_patches(row, family, config):
     media = unshare(row, units=family.media_units(config)).media
     if not family.has_grids:

@@ -27,6 +27,7 @@ from vlmpack.families.tiles import (
     TileTokens,
     check_tiles,
     counted_tokens,
+    patches_in,
 )
 from vlmpack.families.units import find_media
 from vlmpack.layout import AUDIO, IMAGE, VIDEO, FindMedia, Grid, HostMetadata, Media, Segments, outside_graph
@@ -404,13 +405,9 @@ class Family:
 
     def tile_patches(self, media: Media, config: Any) -> int:
         """Patches of all pixels of a family whose images have no grids: padding of tiles to a common size included."""
-        vision = self.vision_config(config)
-        vision = getattr(vision, "sam_config", vision)  # of DeepSeek-OCR 2's tower the part that is given pixels
-        sides = vision.patch_size if isinstance(vision.patch_size, list | tuple) else (vision.patch_size,) * 2
-        channels = getattr(vision, "num_channels", 3)
         tensors = media.to_hf()
-        values = sum(tensors[name].numel() for name in self.pixel_names if name in tensors)
-        return values // (channels * prod(sides))
+        pixels = [tensors[name] for name in self.pixel_names if name in tensors]
+        return patches_in(pixels, self.vision_config(config))
 
     # ------------------------------------------------------------------ parts of the model
 

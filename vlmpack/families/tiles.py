@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, final
 
 import numpy as np
@@ -106,6 +107,13 @@ def counted_tokens(media: Media, known: Sequence[int], rule: TileTokens, config:
             f"it make {sum(counted)}; leave the metadata out of a batch whose images were changed"
         )
     return tuple(known) or counted
+
+
+def patches_in(pixels: Sequence[torch.Tensor], vision: Any) -> int:
+    """Count the patches of all these pixels; `vision`: the vision part's configuration."""
+    vision = getattr(vision, "sam_config", vision)  # of DeepSeek-OCR 2's tower the part that is given pixels
+    sides = vision.patch_size if isinstance(vision.patch_size, list | tuple) else (vision.patch_size,) * 2
+    return sum(tensor.numel() for tensor in pixels) // (getattr(vision, "num_channels", 3) * prod(sides))
 
 
 def check_tiles(types: torch.Tensor, segments: Segments, metadata: HostMetadata) -> None:

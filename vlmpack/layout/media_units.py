@@ -81,8 +81,8 @@ class ImagesOfSamples:
     """Of each image: whether it is the only one of its sample."""
 
     def contents(self, tensor: torch.Tensor) -> Sequence[Hashable]:
-        """An image that is alone has other features than one that is not."""
-        return self.is_alone
+        """Return whether each image is alone: it has other features then."""
+        return [*self.is_alone]
 
     def take(self, tensor: torch.Tensor, media: Sequence[int], samples: Sequence[int] | None) -> torch.Tensor:
         """Count these images: of each sample, or without samples of neighbours that are not alone."""
