@@ -17,49 +17,27 @@ from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.audio import AskModel, AudioPart, SampleMedia, check_markers
 from vlmpack.families.frames import WindowRule, frame_segments, window_segments
 from vlmpack.families.media import ExpectedRuns, MediaItems, check_runs, media_items, row_positions
+from vlmpack.families.rules import (
+    LogitsRule,
+    MRope,
+    OneAxis,
+    VideoPlacement,
+    check_seconds,
+    plain_logits,
+    single_run,
+)
+from vlmpack.families.shared_placeholder import frames_as_images, kinds_between
 from vlmpack.families.spans import Prefix, Sees
-from vlmpack.families.tiles import QWEN_MEDIA, Join, TileBoundaries, TileTokens, check_tiles, counted_tokens
-from vlmpack.layout import AUDIO, IMAGE, VIDEO, Grid, HostMetadata, Media, Segments, outside_graph
-
-VideoPlacement = Callable[[MediaItems, Sequence[float], Any], MediaItems]
-"""Runs of tokens of whole videos, seconds from one grid of each to the next, and the vision configuration, to the runs
-that the family's processor writes and the distances of their frames."""
-
-
-LogitsRule = Callable[[torch.Tensor, Any], torch.Tensor]
-"""The output of the head, and the text part's configuration, to logits."""
-
-
-def plain_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
-    """Take the head's output as logits."""
-    return output
-
-
-def single_run(videos: MediaItems, seconds: Sequence[float], vision: Any) -> MediaItems:
-    """Place a video as one run of tokens, its frames one position apart."""
-    return videos
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class MRope:
-    """Multimodal rotary positions, three a token: time, height and width, by the grids of images and videos."""
-
-    axes: int = 3
-    """Rotary positions of a token."""
-    start: int = 0
-    """Position of the first token."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class OneAxis:
-    """One rotary position a token: its place in the sample."""
-
-    axes: int = 1
-    """Rotary positions of a token."""
-    start: int = 0
-    """Position of the first token."""
+from vlmpack.families.tiles import (
+    QWEN_MEDIA,
+    Join,
+    TileBoundaries,
+    TileTokens,
+    check_floats,
+    check_tiles,
+    counted_tokens,
+)
+from vlmpack.layout import AUDIO, IMAGE, VIDEO, Grid, HostMetadata, Media, PackedRow, Segments, outside_graph
 
 
 @final
@@ -79,10 +57,12 @@ class Family:
     mechanisms: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
     """The mechanisms of its decoder layers beside plain attention: of each of `vlmpack.model`, by its name, the names
     of its parts."""
-    positions_rule: MRope | AskModel | OneAxis = MRope()
+    positions_rule: MRope | AskModel | OneAxis = field(default_factory=MRope)
     """The rotary positions of its text part."""
     videos: VideoPlacement = single_run
     """The way in which its processor writes videos as tokens."""
+    videos_as_images: bool = False
+    """True if its videos are written with the placeholder of images: rows hand their frames on as images."""
     tile_tokens: TileTokens | None = None
     """Of a family whose images are rows of a batch, or tiles: the placeholder tokens of each; None: images are patches
     with a grid each."""
@@ -277,6 +257,10 @@ class Family:
         self._check_takes(grids)
         return sum(self.tokens_per_image(grid, self.merge(config)) for grid in grids)
 
+    def check_floats(self, media: Media) -> None:
+        """Insist that pixels, and features of audio, are floats: towers would cast whole numbers, or fail."""
+        check_floats(media, (*self.pixel_names, "input_features"))
+
     def image_tokens(self, media: Media, metadata: HostMetadata, config: Any) -> tuple[int, ...]:
         """Placeholder tokens of each image or tile of a row, in order; () of a family whose images have grids.
 
@@ -312,6 +296,7 @@ class Family:
         images, videos = self._images(metadata.image_grids, config), self._videos(metadata.video_grids, (), config)
         if not self.has_vision:
             return
+        check_seconds(metadata.seconds_per_grid, metadata.videos_per_sample)
         if not self.has_grids:
             check_tiles(types, segments, metadata)
             return
@@ -342,9 +327,34 @@ class Family:
         `mm_token_type_ids`."""
         if not self.has_vision:
             return torch.zeros_like(input_ids)
+        if self.videos_as_images:
+            return kinds_between(input_ids, config)
         types = (input_ids == config.image_token_id).long()
         types = types + VIDEO * (input_ids == config.video_token_id).long() if self.has_videos else types
         return types + AUDIO * (input_ids == config.audio_token_id).long() if self.has_audio else types
+
+    def types_of_row(self, row: PackedRow, config: Any) -> torch.Tensor:
+        """The same of a row, [1, T]: where images and videos have one placeholder, the row's own column tells them
+        apart, or tokens of the same sample."""
+        if not self.videos_as_images:
+            return self.media_types(row.input_ids, config)
+        return kinds_between(row.input_ids, config, segments=row.segments, column=row.mm_token_type_ids)
+
+    @property
+    def type_values(self) -> str:
+        """The values of `mm_token_type_ids` on placeholders, in words."""
+        kinds = ((IMAGE, "image", self.has_vision), (VIDEO, "video", self.has_videos), (AUDIO, "audio", self.has_audio))
+        return "".join(f"{value} exactly on {name} placeholders, " for value, name, has in kinds if has)
+
+    def media_of_row(
+        self, row: PackedRow, types: torch.Tensor, metadata: HostMetadata
+    ) -> tuple[Media, tuple[tuple[Grid, ...], ...]]:
+        """The media of a row whose images have grids as the model without its head takes them, and the grids of each
+        call of its tower; raises a LayoutError where `frames_as_images` does."""
+        if not self.videos_as_images:
+            return row.media, (metadata.image_grids, metadata.video_grids)
+        media, grids = frames_as_images(row, types, metadata, self.model_type)
+        return media, (grids,)
 
     def expert_types_of(self, input_ids: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
         """The column of `expert_types`, int64 in the shape of `input_ids`, as the family's processor makes it of them;

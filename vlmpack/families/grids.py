@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlmpack.families.family import Family, OneAxis
-from vlmpack.families.tiles import Join
+from vlmpack.families.family import Family
+from vlmpack.families.rules import OneAxis, run_per_frame
+from vlmpack.families.tiles import QWEN_MEDIA, Join
 
 _IMAGES = {"pixel_values": Join(), "image_grid_thw": Join()}
 """Patches and grids of images, one after the other."""
@@ -35,7 +36,9 @@ def _glm(model_type: str, model_class: str, processor: str, **settings: Any) -> 
         processor=processor,
         patch_size=14,
         media_over_ranks=False,
-        media=_IMAGES,
+        media=QWEN_MEDIA,
+        videos=run_per_frame,
+        videos_as_images=True,
         **settings,
     )
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.families.family import Family, OneAxis
+from vlmpack.families.family import Family
+from vlmpack.families.rules import OneAxis
 from vlmpack.families.tiles import Join
 from vlmpack.layout import Segments
 

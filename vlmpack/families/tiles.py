@@ -66,6 +66,20 @@ def _padded(tensor: torch.Tensor, sizes: np.ndarray, axis: int) -> torch.Tensor:
     return F.pad(tensor, [end for n in reversed(missing) for end in (0, n)]) if any(missing) else tensor
 
 
+def check_floats(media: Media, names: Sequence[str]) -> None:
+    """Insist that these tensors of a row, where it has them, hold floats.
+
+    Raises:
+        LayoutError: one does not.
+    """
+    for name, tensor in media.to_hf().items():
+        if name in names and isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
+            raise LayoutError(
+                f"{name} is {tensor.dtype}, but the model reads rescaled and normalised floats; give what its "
+                "processor makes (pixels of 0 to 255 are not that), or .float() of values that were stored rounded"
+            )
+
+
 QWEN_MEDIA: Mapping[str, Join] = {
     name: Join() for name in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 }
@@ -144,6 +158,17 @@ def _per_sample(metadata: HostMetadata) -> np.ndarray | None:
     return ends[last] - ends[last - per_sample]
 
 
+def _first_that_differs(counted: np.ndarray, images: np.ndarray, expected: np.ndarray | None) -> str:
+    """The first sample whose placeholders are not those of its images, in words; without the images of samples, the
+    first one that ends where no image does; "": all end so, and images are left over."""
+    differs = ~np.isin(counted.cumsum(), np.append(images.cumsum(), 0)) if expected is None else counted != expected
+    if not differs.any():
+        return ""
+    sample = int(differs.argmax())
+    of_images = "ends where no image does" if expected is None else f"has images of {expected[sample]} tokens"
+    return f"sample {sample} has {counted[sample]} image placeholders and {of_images}: "
+
+
 def _check_on_host(counted: np.ndarray, total: int, images: np.ndarray, expected: np.ndarray | None) -> None:
     if total != counted.sum():
         raise LayoutError(
@@ -151,8 +176,8 @@ def _check_on_host(counted: np.ndarray, total: int, images: np.ndarray, expected
         )
     if total != images.sum():
         raise LayoutError(
-            f"the row has {total} image placeholders, but its {len(images)} images or tiles make {images.sum()} "
-            f"tokens; {_REMEDY}"
+            f"{_first_that_differs(counted, images, expected)}the row has {total} image placeholders, but its "
+            f"{len(images)} images or tiles make {images.sum()} tokens; {_REMEDY}"
         )
     if expected is not None and (counted != expected).any():
         sample = int((counted != expected).argmax())

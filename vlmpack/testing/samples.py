@@ -81,7 +81,8 @@ def build_sample(
         seconds: from one grid of each video to the next (Qwen2.5-VL, Qwen-Omni).
         audio_frames: log-mel frames of each audio.
         videos_first: put the videos before the images.
-        labelled: label so many tokens at the end, and the first one; None: the first and the last stretch.
+        labelled: label so many tokens at the end, and the first one; None: the first and the last stretch. Behind a
+            prefix (PaliGemma) come these tokens; None: half of the last stretch.
         seed: of words and pixels.
     """
     assert len(stretches) == len(image_grids) + len(video_grids) + len(audio_frames) + 1
@@ -108,8 +109,9 @@ def build_sample(
     if family.token_types is not None:
         sample[family.token_types] = family.media_types(input_ids, config)
     sample |= family.expert_types_of(input_ids, config)
-    for name in family.token_columns:  # the suffix is half of the last stretch of text
-        sample[name] = (torch.arange(len(ids)) >= len(ids) - (stretches[-1] + 1) // 2).long()
+    suffix = (stretches[-1] + 1) // 2 if labelled is None else labelled
+    for name in family.token_columns:
+        sample[name] = (torch.arange(len(ids)) >= len(ids) - suffix).long()
     if tiles:
         return Sample.of(sample | _joined(tiles, family, config), family)
     for name, pixels, grids in (
@@ -187,6 +189,7 @@ def kinds_of(config: Any) -> tuple[Kind, ...]:
     """The kinds of samples that a model of this configuration takes."""
     family = family_named(config.model_type)
     visual = KINDS if family.has_videos else KINDS[:3] if family.has_vision else KINDS[:1]
+    visual = visual[:4] if family.videos_as_images else visual
     return (*visual, *AUDIO_KINDS) if family.has_audio else visual
 
 
@@ -455,13 +458,21 @@ def kind_of(sample: Sample) -> str:
 
 
 def _image(config: Any, grid: Grid) -> list[int]:
-    tokens = family_named(config.model_type).media_tokens([grid], config)
+    return _image_of(config, family_named(config.model_type).media_tokens([grid], config))
+
+
+def _image_of(config: Any, tokens: int) -> list[int]:
     return [config.vision_start_token_id, *[config.image_token_id] * tokens, config.vision_end_token_id]
 
 
 def _video(config: Any, grid: Grid) -> list[int]:
-    """Write a time stamp of two words before each frame if the family writes frames apart, as Qwen3-VL does."""
+    """Write a time stamp of two words before each frame if the family writes frames apart, as Qwen3-VL does; GLM-4V
+    writes it after."""
     family = family_named(config.model_type)
+    if family.videos_as_images:
+        runs = family.video_runs([grid], config)
+        frames = [[*_image_of(config, tokens), *word_ids(config)[:2]] for tokens in runs]
+        return [config.video_start_token_id, *(token for frame in frames for token in frame), config.video_end_token_id]
     apart = len(family.video_runs([(2, *grid[1:])], config)) > 1
     stamp = list(word_ids(config)[:2]) if apart else []
     runs, start, end = family.video_runs([grid], config), config.vision_start_token_id, config.vision_end_token_id
