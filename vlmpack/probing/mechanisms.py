@@ -30,6 +30,7 @@ from vlmpack.attention import EVERYTHING, Reach
 from vlmpack.families import Sees
 from vlmpack.layout import PackedRow, Segments
 from vlmpack.model import ModelParts, layer_reaches, spans_in
+from vlmpack.probing.forward_passes import frames_as_images
 from vlmpack.probing.report import Cause, Check
 from vlmpack.probing.trace import (
     CACHES,
@@ -70,7 +71,7 @@ def check_packed_row(row: PackedRow, samples: Sequence[Sample], segments: Segmen
 def check_model_inputs(trace: Trace) -> Check:
     """Compare what reaches the model with the samples."""
     inputs = trace.backbone.kwargs
-    return _check_tokens(inputs["input_ids"], inputs, trace.samples, trace.segments)
+    return _check_tokens(inputs["input_ids"], inputs, [*map(frames_as_images, trace.samples)], trace.segments)
 
 
 def _check_tokens(
@@ -366,6 +367,7 @@ def feature_error(calls: Sequence[ModuleCall], samples: Sequence[Sample], alone:
 
 def _patches(samples: Sequence[Sample]) -> list[list[int]]:
     """Patches of each sample, for every call of the tower: its images, its videos."""
+    samples = [*map(frames_as_images, samples)]
     counts = [
         [sum(map(prod, grids_of(sample, "image"))) for sample in samples],
         [sum(map(prod, grids_of(sample, "video"))) for sample in samples],
