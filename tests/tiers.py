@@ -81,6 +81,7 @@ TAKE_TILES = (
     "tests/collate/test_by_processor.py",
     "tests/collate/test_families_beyond.py",
     "tests/collate/test_processor_images.py",
+    "tests/collate/test_tokenised_grids.py",
     "tests/data/test_family_processors.py",
     "tests/families/test_tiles.py",
     "tests/model/test_audio.py",

@@ -130,11 +130,10 @@ class AudioReader:
             if self.tokens_of(frames) < 1:
                 fault = f"audio {at} has {len(array)} samples, too few for one token; leave it out"
                 raise Refusal("audio_source", fault)
-        shortest = self._shortest_call
-        if arrays and self._longest(arrays) < shortest:
+        if arrays and (longest := self._longest(arrays)) < self._shortest_call:
             fault = (
-                f"audio {int(np.argmax([*map(len, arrays)]))}, its longest, has {self._longest(arrays)} samples, but "
-                f"the processor's spectrum takes {shortest}; lengthen it with silence, or leave it out"
+                f"audio {int(np.argmax([*map(len, arrays)]))}, its longest, has {longest} samples, but the processor's "
+                f"spectrum takes {self._shortest_call}; lengthen it with silence, or leave it out"
             )
             raise Refusal("audio_source", fault)
         return arrays
