@@ -127,9 +127,9 @@ def receipt_config(family: Family, shapes: ReceiptShapes) -> Any:
         vocab_size=shapes.vocab_size,
     )
     text = family.text_config(config)
-    for name in ("sliding_window", "attention_chunk_size"):
-        if vars(text).get(name) is not None:
-            setattr(text, name, shapes.longest // 3)
+    for name in {"sliding_window", "attention_chunk_size"} & vars(text).keys():
+        if vars(text)[name] is not None:
+            text.update({name: shapes.longest // 3})
     if family.model_type in PATCHES_OF_TOKEN:
         shortest = min(shapes.lengths)
         side = isqrt(max(1, shortest - shapes.labelled(shortest) - 2))  # the tokens before and after an image

@@ -4,12 +4,12 @@
     a patch      C values, an image twice    channels, rows, columns C values, once          channels, rows, columns
     merged       by the tower                by its projector        by its resampler        by its projector
     positions    MRoPE, as Qwen3-VL          MRoPE, as Qwen2-VL      MRoPE, as Qwen2-VL      one a token
-    videos       the images' placeholder     none                    two frames a token      frames see each other
+    videos       frames as images            none                    two frames a token      frames see each other
     experts      4.5V                        none                    of text, of images      DeepSeek-V3's
 
-All take images alone here. Of a GLM-4V row with images and videos the model's own code puts the features of either kind
-on the placeholders of both, and counts them against all of these. ERNIE and Kimi make fewer tokens of a video than
-its grid has cells: of two frames, or of all frames of a clip, which they average.
+Frames of GLM-4V's videos have the placeholder of images (`shared_placeholder.py`). The others take images alone here:
+ERNIE and Kimi make fewer tokens of a video than its grid has cells: of two frames, or of all frames of a clip, which
+they average.
 """
 
 from __future__ import annotations
