@@ -41,9 +41,9 @@ def test_a_callers_column_tells_images_and_videos_apart_where_ids_of_ends_are_ot
 
 
 def row_of(**metadata: Any) -> Any:
-    """Samples of an image of 1 patch, of a video of two frames of 2 patches, and of an image of 3."""
-    ids = [IMAGE, TEXT, START, IMAGE, TEXT, IMAGE, END, IMAGE, TEXT]
-    known = HostMetadata(lengths=(2, 5, 2), image_grids=((1, 1, 1), (1, 1, 3)), video_grids=((2, 1, 2),), **metadata)
+    """Samples of an image of 1 patch, of a video of two frames of 2 patches, and of images of 2 and 1."""
+    ids = [IMAGE, TEXT, START, IMAGE, TEXT, IMAGE, END, IMAGE, TEXT, IMAGE, TEXT]
+    known = HostMetadata(lengths=(2, 5, 4), image_grids=((1, 1, 1), (1, 1, 2), (1, 1, 1)), video_grids=((2, 1, 2),), **metadata)
     media = Media(
         pixel_values=torch.tensor([[0.0], [5.0], [6.0], [7.0]]),
         image_grid_thw=torch.tensor(known.image_grids),
@@ -55,7 +55,7 @@ def row_of(**metadata: Any) -> Any:
     return row, kinds_between(row.input_ids, CONFIG, segments=segments), known
 
 
-COUNTED = {"images_per_sample": (1, 0, 1), "videos_per_sample": (0, 1, 0)}
+COUNTED = {"images_per_sample": (1, 0, 2), "videos_per_sample": (0, 1, 0)}
 
 
 @pytest.mark.parametrize("metadata", [COUNTED, {}], ids=["counted", "not counted"])
@@ -64,7 +64,7 @@ def test_frames_stand_among_images_in_the_order_of_samples(metadata: dict[str, A
     assert media.pixel_values is not None
     assert media.image_grid_thw is not None
     assert media.pixel_values[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert grids == ((1, 1, 1), (1, 1, 2), (1, 1, 2), (1, 1, 3))
+    assert grids == ((1, 1, 1), (1, 1, 2), (1, 1, 2), (1, 1, 2), (1, 1, 1))
     assert media.image_grid_thw.tolist() == [list(grid) for grid in grids]
     assert media.pixel_values_videos is None
     assert media.video_grid_thw is None
@@ -74,11 +74,11 @@ def test_frames_stand_among_images_in_the_order_of_samples(metadata: dict[str, A
     ("metadata", "message"),
     [
         (
-            {"images_per_sample": (1, 1, 0), "videos_per_sample": (0, 1, 0)},
+            {"images_per_sample": (1, 2, 0), "videos_per_sample": (0, 1, 0)},
             "sample 1 has images and videos, which glm4v",
         ),
         ({"images_per_sample": (1, 0, 0), "videos_per_sample": (0, 1, 0)}, r"have \[1, 0, 0\] images and \[0, 2, 0\] "),
-        ({"images_per_sample": (1, 0, 1), "videos_per_sample": (0, 0, 0)}, "leave the metadata out"),
+        ({"images_per_sample": (1, 0, 2), "videos_per_sample": (0, 0, 0)}, "leave the metadata out"),
     ],
 )
 def test_samples_of_both_and_other_counts_are_refused(metadata: dict[str, Any], message: str) -> None:
