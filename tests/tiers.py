@@ -90,6 +90,7 @@ TAKE_TILES = (
     "tests/model/test_image_spans.py",
     "tests/model/test_vision_experts.py",
     "tests/model/test_vision_families.py",
+    "tests/model/test_videos_beyond.py",
     "tests/probing/test_image_spans.py",
     "tests/probing/test_run.py",
     "tests/probing/test_weights.py::test_families_whose_parts",

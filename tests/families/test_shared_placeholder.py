@@ -43,7 +43,9 @@ def test_a_callers_column_tells_images_and_videos_apart_where_ids_of_ends_are_ot
 def row_of(**metadata: Any) -> Any:
     """Samples of an image of 1 patch, of a video of two frames of 2 patches, and of images of 2 and 1."""
     ids = [IMAGE, TEXT, START, IMAGE, TEXT, IMAGE, END, IMAGE, TEXT, IMAGE, TEXT]
-    known = HostMetadata(lengths=(2, 5, 4), image_grids=((1, 1, 1), (1, 1, 2), (1, 1, 1)), video_grids=((2, 1, 2),), **metadata)
+    known = HostMetadata(
+        lengths=(2, 5, 4), image_grids=((1, 1, 1), (1, 1, 2), (1, 1, 1)), video_grids=((2, 1, 2),), **metadata
+    )
     media = Media(
         pixel_values=torch.tensor([[0.0], [5.0], [6.0], [7.0]]),
         image_grid_thw=torch.tensor(known.image_grids),

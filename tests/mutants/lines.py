@@ -289,6 +289,27 @@ MUTANTS: tuple[Mutant, ...] = (
     *_of(
         "collate",
         (
+            "tokens of a video between its ends are no images",
+            "tokenised.py",
+            "        types[is_open & (types == IMAGE)] = VIDEO",
+            "        types[is_open & (types == VIDEO)] = VIDEO",
+            "collate/test_tokenised_grids.py",
+        ),
+        (
+            "a sample of images and videos of one placeholder is not collated",
+            "encoded.py",
+            "    if metadata.video_ends and sample.images and sample.videos:",
+            "    if metadata.video_ends and not sample.images and not sample.videos:",
+            "collate/test_tokenised_grids.py -k images_and_videos",
+        ),
+        (
+            "audio that is shorter than half a spectrum is refused",
+            "audio.py",
+            "return self._extractor.n_fft // 2 + 1 if self._pads_to_longest else 0",
+            "return 0",
+            "collate/test_audio.py -k spectrum",
+        ),
+        (
             "parts of an image have a token of their own",
             "processor_metadata.py",
             "image_ids = [vocab[PLACEHOLDERS[named]], *image_ids]",
@@ -517,6 +538,20 @@ MUTANTS: tuple[Mutant, ...] = (
             "spatial_3T = before - before.index_select(0, start) + offsets_3T",
             "spatial_3T = before + offsets_3T",
             "families/test_vectors.py families/test_positions.py",
+        ),
+        (
+            "videos without grids have their placeholders",
+            "family.py",
+            "                check_tiles(types, segments, videos, kind=VIDEO)",
+            "                pass",
+            "model/test_videos_beyond.py -k another_order_than",
+        ),
+        (
+            "a token ends a video of pooled frames",
+            "tiled.py",
+            "** 2 + 1] * len(videos)",
+            "** 2] * len(videos)",
+            "model/test_videos_beyond.py -k share_a_row",
         ),
         (
             "a video that is cut off ends with its sample",
@@ -1554,7 +1589,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a step compares runs of placeholders with grids",
             "engine.py",
-            "family.check_runs(setup.types, row.segments, metadata, config=setup.config, input_ids=row.input_ids)",
+            "family.check_runs(setup.types, row.segments, metadata, config=setup.config, row=row)",
             "pass",
             "model/test_media_order.py -k exchanged",
         ),

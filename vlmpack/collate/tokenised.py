@@ -72,10 +72,11 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
 
 def _check_told_apart(feature: Mapping[str, Any], metadata: ProcessorMetadata, train_on: TrainOn) -> None:
     """Refuse what cannot be told from token ids of other templates and processors than Qwen's."""
-    if feature.get("pixel_values") is not None and not metadata.has_grids:
+    pixels = next((name for name in ("pixel_values", "pixel_values_videos") if feature.get(name) is not None), None)
+    if pixels is not None and not metadata.has_grids:
         raise Refusal(
             "bad_row",
-            "it has input_ids and pixel_values, whose images cannot be told apart in this family; give messages and "
+            f"it has input_ids and {pixels}, whose images cannot be told apart in this family; give messages and "
             "images, so that both are made here",
             of_all=True,
         )

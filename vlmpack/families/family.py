@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from math import prod
 from typing import Any, final
@@ -17,15 +17,7 @@ from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.audio import AskModel, AudioPart, SampleMedia, check_markers
 from vlmpack.families.frames import WindowRule, frame_segments, window_segments
 from vlmpack.families.media import ExpectedRuns, MediaItems, check_runs, media_items, row_positions
-from vlmpack.families.rules import (
-    LogitsRule,
-    MRope,
-    OneAxis,
-    VideoPlacement,
-    check_seconds,
-    plain_logits,
-    single_run,
-)
+from vlmpack.families.rules import LogitsRule, MRope, OneAxis, VideoPlacement, check_seconds, plain_logits, single_run
 from vlmpack.families.shared_placeholder import frames_as_images, kinds_between
 from vlmpack.families.spans import Prefix, Sees
 from vlmpack.families.tiles import (
@@ -66,6 +58,8 @@ class Family:
     tile_tokens: TileTokens | None = None
     """Of a family whose images are rows of a batch, or tiles: the placeholder tokens of each; None: images are patches
     with a grid each."""
+    video_tokens: TileTokens | None = None
+    """Of such a family that takes videos: the placeholder tokens of each; None: it takes none."""
     tile_boundaries: TileBoundaries | None = None
     """Of such a family whose tower attends within boundaries: those of each of its blocks; None: it has none."""
     token_types: str | None = "mm_token_type_ids"
@@ -278,17 +272,17 @@ class Family:
         metadata: HostMetadata,
         *,
         config: Any,
-        input_ids: torch.Tensor | None = None,
+        row: PackedRow | None = None,
     ) -> None:
         """Compare each run of placeholders of a row with its grid or frames, in their order. No host–device sync.
 
         Args:
             types: [1, T], what `media_types` returns.
             segments: the row's samples.
-            input_ids: [1, T]; where the model is asked for positions, the tokens before media are compared with those
-                that it looks for.
             metadata: grids or tokens of images, and how many images and videos each sample has, if that was counted.
             config: the model's configuration.
+            row: where the model is asked for positions, its tokens before media are compared with those that the model
+                looks for; videos without grids are counted by their shapes.
 
         Raises:
             LayoutError: a run of another length or in another sample; on the host it names the sample.
@@ -299,14 +293,18 @@ class Family:
         check_seconds(metadata.seconds_per_grid, metadata.videos_per_sample)
         if not self.has_grids:
             check_tiles(types, segments, metadata)
+            if self.video_tokens is not None:
+                tokens = tuple(self.video_tokens(row.media.to_hf() if row is not None else {}, config))
+                videos = replace(metadata, image_tokens=tokens, images_per_sample=metadata.videos_per_sample)
+                check_tiles(types, segments, videos, kind=VIDEO)
             return
         expected = (
             ExpectedRuns(kind=IMAGE, name="image", items=images, per_sample=metadata.images_per_sample),
             ExpectedRuns(kind=VIDEO, name="video", items=videos, per_sample=metadata.videos_per_sample),
         )
         check_runs(types, segments, (*expected, *self._audio_runs(metadata, config)))
-        if isinstance(self.positions_rule, AskModel) and input_ids is not None:
-            check_markers(input_ids, types, segments, config)
+        if isinstance(self.positions_rule, AskModel) and row is not None:
+            check_markers(row.input_ids, types, segments, config)
 
     def _audio_runs(self, metadata: HostMetadata, config: Any) -> tuple[ExpectedRuns, ...]:
         """The runs of audio tokens that a row has to have."""

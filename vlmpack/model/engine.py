@@ -228,7 +228,8 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
     metadata = replace(metadata, image_tokens=model.family.image_tokens(media, metadata, config))
     part = part_of(row, metadata, parallel)
     images, videos = part.media_grids(metadata)
-    if row.tree is not None and metadata.image_tokens:
+    has_tiles = bool(metadata.image_tokens) or (media.pixel_values_videos is not None and not metadata.video_grids)
+    if row.tree is not None and has_tiles:
         raise LayoutError(
             f"a row with a prefix tree has images of {model.family.model_type}, which have no grids, so that it is not "
             "known which of them are shared: take the tree away with unshare(row)"
@@ -276,7 +277,7 @@ def backbone_inputs(
     family, row, metadata, part = setup.model.family, setup.row, setup.metadata, setup.part
     if row.mm_token_type_ids is not None:
         _check_types(row.mm_token_type_ids, setup.types, row.segments, family)
-    family.check_runs(setup.types, row.segments, metadata, config=setup.config, input_ids=row.input_ids)
+    family.check_runs(setup.types, row.segments, metadata, config=setup.config, row=row)
     if rope_segments is not None:
         _check_no_tree(row)
         check_restarts(rope_segments, row.segments, setup.types)

@@ -401,7 +401,8 @@ def embeddings_of(trace: Trace, media: Mapping[str, torch.Tensor]) -> torch.Tens
 
 def _tile_leak(trace: Trace) -> float:
     """Measure how far embeddings of samples move when pixels of others change; images are no rows of patches."""
-    with_images = [at for at, sample in enumerate(trace.samples) if "pixel_values" in sample]
+    pixels = set(trace.probed.family.pixel_names)
+    with_images = [at for at, sample in enumerate(trace.samples) if pixels & sample.keys()]
     before, worst, config = _with_pixels(trace, trace.samples), 0.0, trace.probed.config
     for changed in (with_images[::2], with_images[1::2]):
         samples = [perturbed(each, config) if at in changed else each for at, each in enumerate(trace.samples)]

@@ -30,7 +30,7 @@ from vlmpack.families import FAMILIES, AskModel, Family, Join, family_named, fam
 from vlmpack.layout import IGNORE, MEDIA_KEYS, Grid, HostMetadata, Media, PaddedBatch
 from vlmpack.testing.audio import audio_tensors, audio_tokens, frames_of, noises
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts
-from vlmpack.testing.tiles import TILE_RULES, Sample, TiledImage, sample_like
+from vlmpack.testing.tiles import TILE_RULES, Draw, Sample, TiledImage, frames_of_one_size, sample_like
 
 Kind = Literal["text", "image", "images", "video", "images_and_video", "audio", "everything"]
 
@@ -40,7 +40,7 @@ AUDIO_KINDS: tuple[Kind, ...] = ("audio", "everything")
 VISION = tuple(name for name, family in FAMILIES.items() if family.has_grids and family.has_videos)
 """Families that take images and videos as patches with a grid each."""
 TILED = tuple(name for name, family in FAMILIES.items() if family.has_vision and name not in VISION)
-"""Families that take images alone, most of them as rows of a batch or tiles."""
+"""The other families with vision, most of which take images as rows of a batch or tiles."""
 TEXT_ONLY = tuple(name for name, family in FAMILIES.items() if not family.has_vision)
 TOKEN_KEYS = ("input_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids", "labels")
 MEDIA_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -91,7 +91,8 @@ def build_sample(
     several = len(image_grids) > 1
     tiles = [] if family.has_grids else [_tiled(config, grid, rng, several=several) for grid in image_grids]
     images: list[Sequence[int]] = [tiled.ids for tiled in tiles] or [_image(config, grid) for grid in image_grids]
-    videos: list[Sequence[int]] = [_video(config, grid) for grid in video_grids]
+    clips = [] if family.has_grids else [frames_of_one_size(config, _draw(rng)) for _ in video_grids]
+    videos: list[Sequence[int]] = [clip.ids for clip in clips] or [_video(config, grid) for grid in video_grids]
     audios: list[Sequence[int]] = [audio_tokens(config, frames, family) for frames in audio_frames]
     visual = videos + images if videos_first else images + videos
     media = [*visual[:1], *audios, *visual[1:], []]
@@ -112,8 +113,8 @@ def build_sample(
     suffix = (stretches[-1] + 1) // 2 if labelled is None else labelled
     for name in family.token_columns:
         sample[name] = (torch.arange(len(ids)) >= len(ids) - suffix).long()
-    if tiles:
-        return Sample.of(sample | _joined(tiles, family, config), family)
+    if tiles or clips:
+        return Sample.of(sample | _joined(tiles, clips, family, config), family)
     for name, pixels, grids in (
         ("image_grid_thw", "pixel_values", image_grids),
         ("video_grid_thw", "pixel_values_videos", video_grids),
@@ -137,15 +138,23 @@ def _seconds_name(config: Any, family: Family) -> str | None:
 
 def _tiled(config: Any, grid: Grid, rng: torch.Generator, *, several: bool) -> TiledImage:
     rule = TILE_RULES[config.model_type]
-    return rule(config, grid, lambda *sizes: torch.randn(sizes, generator=rng), several=several)
+    return rule(config, grid, _draw(rng), several=several)
 
 
-def _joined(tiles: Sequence[TiledImage], family: Family, config: Any) -> dict[str, torch.Tensor]:
-    """The images of one sample as one tensor of each name."""
+def _draw(rng: torch.Generator) -> Draw:
+    return lambda *sizes: torch.randn(sizes, generator=rng)
+
+
+def _joined(
+    tiles: Sequence[TiledImage], clips: Sequence[TiledImage], family: Family, config: Any
+) -> dict[str, torch.Tensor]:
+    """The images and videos of one sample as one tensor of each name."""
     parts: dict[str, list[torch.Tensor]] = {}
-    for name, tensor in (item for tiled in tiles for item in tiled.tensors.items()):
+    for name, tensor in (item for tiled in (*tiles, *clips) for item in tiled.tensors.items()):
         parts.setdefault(name, []).append(tensor)
     joined = {name: family.media[name](tensors) for name, tensors in parts.items()}
+    if not tiles:
+        return joined
     tokens = [sum(token == config.image_token_id for token in tiled.ids) for tiled in tiles]
     if "batch_num_images" in family.media:
         joined["batch_num_images"] = torch.tensor([len(tiles)])
@@ -393,6 +402,8 @@ def metadata_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> 
     image_grids, video_grids = ([grids_of(sample, name) for sample in samples] for name in ("image", "video"))
     tokens = [sample[IMAGE_TOKENS_KEY].tolist() if IMAGE_TOKENS_KEY in sample else [] for sample in samples]
     images = [len(grids) + len(of_tiles) for grids, of_tiles in zip(image_grids, tokens, strict=True)]
+    clips = [sample.get("pixel_values_videos", ()) for sample in samples]
+    videos = [len(grids) or len(frames) for grids, frames in zip(video_grids, clips, strict=True)]
     return HostMetadata(
         lengths=tuple(len(sample["input_ids"]) for sample in samples),
         offsets=offsets if any(offsets) else (),
@@ -402,7 +413,7 @@ def metadata_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> 
         audio_frames=tuple(count for of_sample in frames for count in of_sample),
         images_per_sample=tuple(images) if any(images) else (),
         media_runs=tuple(map(_runs, samples)) if any(tokens) or _token_columns(samples) else (),
-        videos_per_sample=tuple(len(grids) for grids in video_grids) if any(video_grids) else (),
+        videos_per_sample=tuple(videos) if any(videos) else (),
         audios_per_sample=tuple(map(len, frames)) if any(frames) else (),
         seconds_per_grid=tuple(seconds),
         num_targets=sum(map(num_targets, samples)),
