@@ -17,7 +17,7 @@ from vlmpack.store import measure_lengths
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model, tiny_processor
 
 pytestmark = pytest.mark.every_family
-GRIDS = [name for name in ("glm4v", "glm46v", "glm4v_moe", "paddleocr_vl") if name in FAMILIES]
+GRIDS = [name for name in ("glm4v", "ernie4_5_vl_moe", "glm46v", "glm4v_moe", "paddleocr_vl") if name in FAMILIES]
 
 
 @functools.cache
@@ -27,10 +27,11 @@ def config_of(family: str) -> Any:
 
 def feature_of(sample: Any) -> dict[str, Any]:
     """What a person's own processing stores: lists of ids and labels, tensors of media."""
-    return {name: value.tolist() if name in ("input_ids", "labels") else value for name, value in sample.items()}
+    kept = {name: value for name, value in sample.items() if name != "moe_mm_token_type_ids"}  # made of ids
+    return {name: value.tolist() if name in ("input_ids", "labels") else value for name, value in kept.items()}
 
 
-@pytest.mark.parametrize("family", [GRIDS[0], *full(*GRIDS[1:])])
+@pytest.mark.parametrize("family", [*GRIDS[:2], *full(*GRIDS[2:])])
 def test_tokenised_samples_are_joined_as_they_are(family: str) -> None:
     videos = ("video", "video") if FAMILIES[family].has_videos else ()
     samples = mixed_samples(config_of(family), seed=3, kinds=("image", "text", "images", *videos))
@@ -78,6 +79,14 @@ def test_videos_whose_frames_are_not_those_of_their_tokens_are_refused() -> None
     assert refused(as_image).reason == "pixels_without_image_tokens"
     bare = {name: feature[name] for name in ("input_ids", "labels")}
     assert refused(bare).reason == "video_tokens_without_pixels"
+
+
+def test_frames_that_are_left_over_are_refused() -> None:
+    sample = feature_of(build_sample(config_of("ernie4_5_vl_moe"), stretches=[2, 2], **CLIP))
+    odd = {"video_grid_thw": torch.tensor([[1, 2, 4]]), "pixel_values_videos": sample["pixel_values_videos"][:8]}
+    with pytest.raises(SampleError, match="a video has 1 frames, and the model makes a token of 2 each") as caught:
+        VLMCollator(tiny_processor("ernie4_5_vl_moe")).collate([sample | odd])
+    assert caught.value.reason == "bad_grid"
 
 
 def test_a_video_is_cut_off_whole_or_not_at_all() -> None:

@@ -540,6 +540,20 @@ MUTANTS: tuple[Mutant, ...] = (
             "families/test_vectors.py families/test_positions.py",
         ),
         (
+            "a token stands for as many frames as the model merges",
+            "rules.py",
+            "return replace(videos, grids=videos.grids // (size, 1, 1))",
+            "return videos",
+            "model/test_videos_beyond.py -k share_a_row",
+        ),
+        (
+            "frames that are left over are refused",
+            "rules.py",
+            "    if (odd := videos.grids[:, 0] % size).any():",
+            "    if (odd := videos.grids[:, 0] < 0).any():",
+            "model/test_videos_beyond.py -k makes_no_token",
+        ),
+        (
             "videos without grids have their placeholders",
             "family.py",
             "                check_tiles(types, segments, videos, kind=VIDEO)",

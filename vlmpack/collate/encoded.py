@@ -96,6 +96,13 @@ def check_sample(sample: Encoded, metadata: ProcessorMetadata) -> None:
         if visual.grid is not None:
             _check_grid(visual.grid, metadata)
         check_pixels(visual, metadata)
+    for video in sample.videos:
+        if video.grid is not None and video.grid[0] % metadata.frames_per_token:
+            raise Refusal(
+                "bad_grid",
+                f"a video has {video.grid[0]} frames, and the model makes a token of {metadata.frames_per_token} each; "
+                "repeat its last frame, as the model's processor does",
+            )
     highest = sample.types.max(initial=0)  # most samples have no video, and many no image: nothing to look for
     if sample.images or highest >= IMAGE:
         check_runs(sample.types, sample.images, metadata, kind="image")
@@ -202,6 +209,7 @@ def tokens_of(visual: Visual, metadata: ProcessorMetadata, *, kind: Kind) -> lis
         return list(visual.runs)
     frames, rows, columns = visual.grid
     merged = rows * columns // metadata.merge_size**2
+    frames = frames // metadata.frames_per_token if kind == "video" else frames
     return [merged] * frames if kind == "video" and metadata.frame_timestamps else [frames * merged]
 
 

@@ -7,9 +7,8 @@
     videos       frames as images            none                    two frames a token      frames see each other
     experts      4.5V                        none                    of text, of images      DeepSeek-V3's
 
-Frames of GLM-4V's videos have the placeholder of images (`shared_placeholder.py`). The others take images alone here:
-ERNIE and Kimi make fewer tokens of a video than its grid has cells: of two frames, or of all frames of a clip, which
-they average.
+Frames of GLM-4V's videos have the placeholder of images (`shared_placeholder.py`). Kimi takes images alone here: its
+tokens of a video are means over all frames of a clip.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from vlmpack.families.family import Family
-from vlmpack.families.rules import OneAxis, run_per_frame
+from vlmpack.families.rules import OneAxis, run_of_pairs, run_per_frame
 from vlmpack.families.tiles import QWEN_MEDIA, Join
 
 _IMAGES = {"pixel_values": Join(), "image_grid_thw": Join()}
@@ -79,7 +78,8 @@ GRIDS = (
         patch_size=14,
         patches_of_frames=False,
         media_over_ranks=False,
-        media=_IMAGES,
+        media=QWEN_MEDIA,
+        videos=run_of_pairs,
         oldest_transformers=(5, 23),
         vision_path="model.vision_tower",
     ),

@@ -64,6 +64,22 @@ def run_per_frame(videos: MediaItems, seconds: Sequence[float], vision: Any) -> 
     return MediaItems(grids=frames, interval=np.ones(len(frames), np.float32), medium=medium)
 
 
+def run_of_pairs(videos: MediaItems, seconds: Sequence[float], vision: Any) -> MediaItems:
+    """Place a video as one run of tokens, each of several frames (`temporal_merge_size`), one position apart.
+
+    Raises:
+        LayoutError: frames are left over, of which the model makes no token.
+    """
+    size = vision.temporal_merge_size
+    if (odd := videos.grids[:, 0] % size).any():
+        at = int(odd.argmax())
+        raise LayoutError(
+            f"video {at}: its grid has {videos.grids[at, 0]} frames, and the model makes a token of {size} each; "
+            "repeat its last frame, as the model's processor does"
+        )
+    return replace(videos, grids=videos.grids // (size, 1, 1))
+
+
 def timed_run(
     videos: MediaItems, seconds: Sequence[float], vision: Any, *, whole_seconds: bool | None = None
 ) -> MediaItems:

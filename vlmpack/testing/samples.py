@@ -26,7 +26,16 @@ from torch.nn.utils.rnn import pad_sequence
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import SampleError, VlmpackError
-from vlmpack.families import FAMILIES, AskModel, Family, Join, family_named, family_of_processor, media_runs
+from vlmpack.families import (
+    FAMILIES,
+    AskModel,
+    Family,
+    Join,
+    family_named,
+    family_of_processor,
+    media_runs,
+    run_of_pairs,
+)
 from vlmpack.layout import IGNORE, MEDIA_KEYS, Grid, HostMetadata, Media, PaddedBatch
 from vlmpack.testing.audio import audio_tensors, audio_tokens, frames_of, noises
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts
@@ -176,7 +185,8 @@ def random_sample(
     and video frames.
     """
     rng = torch.Generator().manual_seed(seed)
-    merge = family_named(config.model_type).merge(config)
+    family = family_named(config.model_type)
+    merge = family.merge(config)
 
     def pick(bounds: tuple[int, int]) -> int:
         return int(torch.randint(bounds[0], bounds[1] + 1, (), generator=rng))
@@ -185,6 +195,8 @@ def random_sample(
     videos = {"video": 1, "images_and_video": 1, "everything": 1}.get(kind, 0)
     image_grids = [(1, merge * pick(side), merge * pick(side)) for _ in range(images)]
     video_grids = [(pick(frames), merge * pick(side), merge * pick(side)) for _ in range(videos)]
+    if family.videos is run_of_pairs:
+        video_grids = [(count + count % 2, rows, columns) for count, rows, columns in video_grids]
     seconds = [pick((1, 9)) * 0.25 for _ in video_grids]
     audio_frames = [pick(frames_of(config)) for _ in range({"audio": 2, "everything": 1}.get(kind, 0))]
     stretches = [pick(text) for _ in range(images + videos + len(audio_frames) + 1)]
@@ -487,4 +499,6 @@ def _video(config: Any, grid: Grid) -> list[int]:
     apart = len(family.video_runs([(2, *grid[1:])], config)) > 1
     stamp = list(word_ids(config)[:2]) if apart else []
     runs, start, end = family.video_runs([grid], config), config.vision_start_token_id, config.vision_end_token_id
+    if family.expert_types is not None:  # by which these choose experts too
+        start, end = config.video_start_token_id, config.video_end_token_id
     return [token for tokens in runs for token in (*stamp, start, *[config.video_token_id] * tokens, end)]
