@@ -205,6 +205,17 @@ def test_audio_of_every_length_is_what_the_whole_processor_makes(samples: int) -
     assert torch.equal(batch["input_features"][0], made["input_features"][0][:, mask])
 
 
+@pytest.mark.parametrize("way", ["collate", "measure"])
+def test_audio_that_is_too_short_for_the_spectrum_of_a_call_is_refused(way: str) -> None:
+    """The processor mirrors 200 values of its longest audio; a short one beside a longer one is read."""
+    collator = VLMCollator(processor_of(CONVOLVED))
+    call = collator.measure if way == "measure" else lambda sample: collator.collate([sample])
+    with pytest.raises(SampleError, match=r"audio 0, its longest, has 200 samples, but .* takes 201; lengthen it"):
+        call({"messages": messages(heard(200))})
+    call({"messages": messages(heard(201))})
+    call({"messages": messages(heard(200), heard(201))})
+
+
 def test_longer_audio_is_no_fault_where_the_processor_cuts_nothing_off() -> None:
     batch = VLMCollator(processor_of(CONVOLVED))([{"messages": messages(heard(9 * RATE))}])
     assert batch["vlmpack"].audio_frames == (900,)

@@ -270,7 +270,7 @@ def test_tensors_of_other_families_are_refused_by_name(family: str) -> None:
         PackedStep(fresh(family))(row_of(family, image_grid_thw=grid))
 
 
-@pytest.mark.parametrize("family", ["paddleocr_vl", *full("glm4v")])
+@pytest.mark.parametrize("family", ["paddleocr_vl", *full("kimi_k25")])
 def test_videos_are_refused_where_images_alone_are_taken(family: str) -> None:
     assert "video" not in kinds_of(fresh(family).config)
     patches = torch.zeros(4, *FAMILIES[family].patch_shape(fresh(family).config))

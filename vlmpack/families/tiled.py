@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.families.family import Family, OneAxis
+from vlmpack.families.family import Family
+from vlmpack.families.rules import OneAxis
 from vlmpack.families.tiles import Join
 from vlmpack.layout import Entries, Segments
 
@@ -83,6 +84,24 @@ def tiles_of_single_images(tensors: Tensors, config: Any) -> Sequence[int]:
             height, width = int(height // ratio), int(width // ratio)
         tokens.append(_thumbnail(config) + (height * (width + 1) if single else 1))
     return tokens
+
+
+def pooled_frames(tensors: Tensors, config: Any) -> Sequence[int]:
+    """Each video of `pixel_values_videos` [N, F, 3, H, W] makes the features of its frames, pooled two by two, and a
+    token that ends it.
+
+    Raises:
+        LayoutError: frames of another size than the tower's tiles.
+    """
+    if (videos := tensors.get("pixel_values_videos")) is None:
+        return ()
+    side = config.vision_config.image_size
+    if videos.ndim != 5 or tuple(videos.shape[2:]) != (3, side, side):
+        raise LayoutError(
+            f"pixel_values_videos is {list(videos.shape)}, but the model takes videos of equally many frames, "
+            f"[videos, frames, 3, {side}, {side}]; keep what the processor makes"
+        )
+    return [videos.shape[1] * (-(-_side(config) // 2)) ** 2 + 1] * len(videos)
 
 
 def _side(config: Any) -> int:
@@ -222,7 +241,8 @@ TILED = (
         "LlavaOnevisionForConditionalGeneration",
         "LlavaOnevisionProcessor",
         tile_tokens=tiles_of_single_images,
-        media=_SIZES | {"batch_num_images": Join(counts_images=True)},
+        video_tokens=pooled_frames,
+        media=_SIZES | {"batch_num_images": Join(counts_images=True), "pixel_values_videos": Join()},
     ),
     tiled_family(
         "smolvlm",

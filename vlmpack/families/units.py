@@ -51,13 +51,14 @@ def find_media(family: Family, config: Any, row: PackedRow) -> RowMedia:
         raise LayoutError(f"the row has {min(unknown)}, which a {family.model_type} does not take; leave it out")
     for tensor in tensors.values():
         check_pixels_on_host(torch.as_tensor(tensor))
-    types = family.media_types(row.input_ids, config)
+    types = family.types_of_row(row, config)
     of_row = RowMedia(metadata=row.host_metadata(), types=types)
     if family.has_grids:
         of_grids = units_of_grids(row)
         of_row = replace(of_row, images=of_grids.images, videos=of_grids.videos)
-    elif row.media.pixel_values is not None:
-        of_row = _with_tiles(of_row, family, config, row)
+    else:
+        of_row = of_row if row.media.pixel_values is None else _with_tiles(of_row, family, config, row)
+        of_row = of_row if family.video_tokens is None else _with_clips(of_row, family, config, row)
     if row.media.audio_mask is not None:
         of_row = replace(of_row, audios=_audios(family, row, types))
     return replace(of_row, metadata=_with_runs(of_row.metadata, family, config, row, types))
@@ -72,6 +73,8 @@ def _with_tiles(of_row: RowMedia, family: Family, config: Any, row: PackedRow) -
     entries = {} if family.tile_entries is None else family.tile_entries(tensors, config)
     parts: dict[str, Entries | ImagesOfSamples] = {}
     for name, tensor in tensors.items():
+        if name == _CLIPS:
+            continue
         axis = family.media[name].axis
         if family.media[name].counts_images:
             parts[name] = ImagesOfSamples(is_alone=[n == 1 for n in tensor.tolist() for _ in range(n)])
@@ -87,6 +90,21 @@ def _with_tiles(of_row: RowMedia, family: Family, config: Any, row: PackedRow) -
     if not metadata.image_tokens:
         metadata = replace(metadata, image_tokens=(*tokens,))
     return replace(of_row, images=MediaUnits(parts=parts), metadata=metadata)
+
+
+_CLIPS = "pixel_values_videos"
+
+
+def _with_clips(of_row: RowMedia, family: Family, config: Any, row: PackedRow) -> RowMedia:
+    """Add videos that are rows of a batch, and the tokens of each."""
+    assert family.video_tokens is not None
+    tensors = row.media.to_hf()
+    if _CLIPS not in tensors:
+        return of_row
+    tokens = [int(count) for count in family.video_tokens(tensors, config)]
+    videos = MediaUnits(parts={_CLIPS: Entries.of_counts([1] * len(tokens))})
+    metadata = of_row.metadata if of_row.metadata.video_tokens else replace(of_row.metadata, video_tokens=(*tokens,))
+    return replace(of_row, videos=videos, metadata=metadata)
 
 
 def _joined(entries: Sequence[np.ndarray]) -> np.ndarray:

@@ -240,7 +240,7 @@ def metadata_of_tree(metadata: HostMetadata, tree: PrefixTree) -> HostMetadata:
     """
     of_kinds = (
         ("image", tree.images, ("image_grids", "image_tokens")),
-        ("video", tree.videos, ("video_grids", "seconds_per_grid")),
+        ("video", tree.videos, ("video_grids", "video_tokens", "seconds_per_grid")),
         ("audio", tree.audios, ("audio_frames",)),
     )
     chosen: dict[str, Any] = {}

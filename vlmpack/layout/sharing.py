@@ -297,12 +297,13 @@ def _media_spans(row: PackedRow, kind: int) -> np.ndarray:
 
 def _tokens_of_media(metadata: HostMetadata, kind: int, count: int) -> np.ndarray:
     """int64 [N]: placeholders of each image or video, `count` together."""
-    name, tokens = _NAMES[kind], np.asarray(metadata.image_tokens if kind == IMAGE else (), np.int64)
+    name = _NAMES[kind]
+    tokens = np.asarray(metadata.image_tokens if kind == IMAGE else metadata.video_tokens, np.int64)
     if len(tokens):
         if tokens.sum() != count:
             raise LayoutError(
                 f"the row has {count} {name} placeholders for {len(tokens)} {name}s of {tokens.tolist()[:8]} tokens; "
-                f"give the media of every sample, and mm_token_type_ids (1 on image placeholders)"
+                "give the media of every sample, and mm_token_type_ids (1 on image, 2 on video placeholders)"
             )
         return tokens
     patches = np.asarray(

@@ -224,6 +224,7 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
         LayoutError: media or token ids that do not fit the row or the model.
     """
     metadata, media, config = row.host_metadata(), row.media, model.core.config
+    model.family.check_floats(media)
     part = part_of(row, metadata, parallel)
     computed = part.computed_media(metadata)
     tokens = model.family.image_tokens(media, computed, config)
@@ -235,7 +236,7 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
         _check_pixels(model, media.pixel_values, computed.image_grids, "pixel_values")
         _check_pixels(model, media.pixel_values_videos, computed.video_grids, "pixel_values_videos")
     _check_vocabulary(row, model.family.text_config(config).vocab_size)
-    types = model.family.media_types(row.input_ids, config)
+    types = model.family.types_of_row(row, config)
     return RowSetup(model=model, row=row, metadata=metadata, part=part, types=types, backend=backend)
 
 
@@ -272,8 +273,8 @@ def backbone_inputs(
     """
     family, row, metadata, part = setup.model.family, setup.row, setup.metadata, setup.part
     if row.mm_token_type_ids is not None:
-        _check_types(row.mm_token_type_ids, setup.types, row.segments)
-    family.check_runs(setup.types, row.segments, metadata, config=setup.config, input_ids=row.input_ids)
+        _check_types(row.mm_token_type_ids, setup.types, row.segments, family)
+    family.check_runs(setup.types, row.segments, metadata, config=setup.config, row=row)
     if rope_segments is not None:
         _check_no_tree(row)
         check_restarts(rope_segments, row.segments, setup.types)
@@ -335,7 +336,7 @@ def _check_no_tree(row: PackedRow) -> None:
         )
 
 
-def _check_types(column: torch.Tensor, types: torch.Tensor, segments: Segments) -> None:
+def _check_types(column: torch.Tensor, types: torch.Tensor, segments: Segments, family: Family) -> None:
     """Compare a caller's type of each token, [1, T], with the token ids; padding does not matter."""
     check_is_tensor(column, "mm_token_type_ids")
     if column.shape != types.shape or column.is_complex():
@@ -347,8 +348,8 @@ def _check_types(column: torch.Tensor, types: torch.Tensor, segments: Segments) 
     if segments.has_gaps:
         differs = differs & ~segments.padding_mask(types.device)
     message = (
-        "mm_token_type_ids contradicts input_ids: it has to be 1 exactly on image placeholders, 2 on video "
-        "and 3 on audio placeholders, and 0 elsewhere; leave it out, it is made from input_ids"
+        f"mm_token_type_ids contradicts input_ids: it has to be {family.type_values}and 0 elsewhere; leave it out, it "
+        "is made from input_ids"
     )
     require(~differs.any(), message, LayoutError)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vlmpack.families import FAMILIES, Family
-from vlmpack.testing.towers import deepstack_vision, vision_settings
+from vlmpack.testing.towers import deepstack_vision, patch_blocks, vision_settings
 
 if TYPE_CHECKING:
     from vlmpack.testing.models import TinySizes
@@ -22,28 +22,16 @@ UNREAD = 1e4
 # ---------------------------------------------------------------------- settings of tiny models
 
 
-def _blocks(sizes: TinySizes) -> dict[str, Any]:
-    assert sizes.patch_size is not None
-    return {
-        "depth": sizes.vision_depth,
-        "num_heads": sizes.vision_heads,
-        "in_channels": 3,
-        "patch_size": sizes.patch_size,
-        "spatial_merge_size": sizes.merge,
-        "temporal_patch_size": sizes.temporal_patch_size,
-    }
-
-
 def omni_windowed_vision(sizes: TinySizes) -> dict[str, Any]:
     """Windows of 4 x 4 tokens as in the released models; the last block sees whole images."""
     assert sizes.patch_size is not None
     windows = {"window_size": 4 * sizes.merge * sizes.patch_size, "fullatt_block_indexes": [sizes.vision_depth - 1]}
-    return {**_blocks(sizes), **vision_settings(sizes), **windows}
+    return {**patch_blocks(sizes), **vision_settings(sizes), **windows}
 
 
 def omni_deepstack_vision(sizes: TinySizes) -> dict[str, Any]:
     """Deepstack features of images, as in Qwen3-VL."""
-    return {**_blocks(sizes), **deepstack_vision(sizes)}
+    return {**patch_blocks(sizes), **deepstack_vision(sizes)}
 
 
 def _audio(sizes: TinySizes) -> dict[str, Any]:

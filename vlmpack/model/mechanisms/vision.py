@@ -93,11 +93,10 @@ class Vision(ClassMechanism):
         if not family.has_grids:
             layouts = family.tower_segments(setup.row.media, setup.config)
             return VisionRow(layouts, inputs=setup.row.media.to_hf())
-        computed = setup.part.computed_media(setup.metadata)
-        calls = [grids for grids in (computed.image_grids, computed.video_grids) if grids]
-        layouts = [segments for grids in calls for segments in family.vision_segments(grids, setup.config)]
+        media, calls = family.media_of_row(setup.row, setup.types, setup.metadata)
+        layouts = [segments for grids in calls if grids for segments in family.vision_segments(grids, setup.config)]
         layouts += audio_windows(setup) if family.has_audio else []
-        return VisionRow(layouts, inputs=setup.row.media.to_hf())
+        return VisionRow(layouts, inputs=media.to_hf())
 
     def inputs(self, entry: VisionRow) -> Mapping[str, Any]:
         """Pixels and grids, or marks of features."""
