@@ -3864,4 +3864,21 @@ MUTANTS: tuple[Mutant, ...] = (
             "collate/test_audio.py -k whole_processor_makes",
         ),
     ),
+    *_of(
+        "trainer",
+        (
+            "trainers of preferences and samples share nothing where images have no grids",
+            "trl.py",
+            "share_prefixes = self.shares_prefixes and (family.has_grids or not family.has_vision)",
+            "share_prefixes = self.shares_prefixes",
+            "trainer/test_grpo.py -k images_have_grids",
+        ),
+        (
+            "placeholders of videos are suppressed where there are any",
+            "trl.py",
+            "if has_videos and not trainer.use_vllm and trainer.generation_config.suppress_tokens:",
+            "if not trainer.use_vllm and trainer.generation_config.suppress_tokens:",
+            "trainer/test_grpo.py -k images_have_grids",
+        ),
+    ),
 )
