@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from test_readme import DOCS, examples
 from tiers import tiers
 from training import apart, distance
-from trl_runs import BEYOND_QWEN, arguments, finish, grpo, processor_of, prompts, reward, saved, trl
+from trl_runs import BEYOND_QWEN, arguments, finish, grpo, placeholders, processor_of, prompts, reward, saved, trl
 
 from vlmpack.errors import ConfigError
 from vlmpack.families import family_of
@@ -209,6 +209,7 @@ def test_prefixes_are_shared_where_images_have_grids(tmp_path):
     for family, shared in (("qwen3_vl", True), ("llava", False)):
         run = grpo(PackedGRPOTrainer, saved(tmp_path, family), tmp_path, sharing={})
         assert (run.share_prefixes is not None) == shared
+        assert run.generation_config.suppress_tokens == placeholders(run.model)  # of videos where there are any
 
 
 @pytest.mark.full
