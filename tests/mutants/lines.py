@@ -3881,4 +3881,21 @@ MUTANTS: tuple[Mutant, ...] = (
             "trainer/test_grpo.py -k images_have_grids",
         ),
     ),
+    *_of(
+        "model",
+        (
+            "a forward that replaces that of the model's class is refused",
+            "plain.py",
+            "if stock.forward.__module__ != stock.__module__:",
+            "if stock.forward.__module__ is None:",
+            "model/test_attach.py -k replaces_the_class",
+        ),
+        (
+            "entropies are of the logits, whatever cross_entropy leaves in them",
+            "head.py",
+            "return torch.stack([target_l - logits_lV.logsumexp(-1), entropies(logits_lV)], -1)",
+            'return torch.stack([-F.cross_entropy(logits_lV, targets_l, reduction="none"), entropies(logits_lV)], -1)',
+            "model/test_head.py -k overwrites",
+        ),
+    ),
 )
