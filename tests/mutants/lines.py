@@ -3898,4 +3898,28 @@ MUTANTS: tuple[Mutant, ...] = (
             "model/test_head.py -k overwrites",
         ),
     ),
+    *_of(
+        "cli",
+        (
+            "a mix has the weights of the command line",
+            "mixing.py",
+            "mixed = mix_datasets(datasets, weights or None, num=num, stopping_strategy=stopping, seed=seed)",
+            "mixed = mix_datasets(datasets, None, num=num, stopping_strategy=stopping, seed=seed)",
+            "cli/test_mixing.py -k packed_samples",
+        ),
+        (
+            "a mix has the seed of the command line",
+            "inputs.py",
+            "dataset = open_mix(options.dataset, options.mix, num=options.num, seed=options.seed, open_one=open_one)",
+            "dataset = open_mix(options.dataset, options.mix, num=options.num, seed=0, open_one=open_one)",
+            "cli/test_mixing.py -k packed_samples",
+        ),
+        (
+            "data sets of a mix have names that differ",
+            "mixing.py",
+            "if len(set(names)) == len(names):",
+            "if names:",
+            "cli/test_mixing.py -k names",
+        ),
+    ),
 )
