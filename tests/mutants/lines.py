@@ -3922,4 +3922,14 @@ MUTANTS: tuple[Mutant, ...] = (
             "cli/test_mixing.py -k names",
         ),
     ),
+    *_of(
+        "data",
+        (
+            "answers that were rejected are left out where the chosen ones are read",
+            "foreign.py",
+            'if "chosen" in self.names:  # the answers that are learnt: the others are left out on purpose',
+            'if "rejected" in self.names:  # the answers that are learnt: the others are left out on purpose',
+            "data/test_formats.py -k chosen_answers",
+        ),
+    ),
 )

@@ -19,7 +19,7 @@ from vlmpack.plan import plan_bins
 from vlmpack.store import measure_lengths
 from vlmpack.testing import tiny_processor
 from vlmpack.trainer import check_trainer
-from vlmpack.trainer.trl import PackedSFTTrainer
+from vlmpack.trainer.trl import PackedDPOTrainer, PackedSFTTrainer
 
 pytestmark = [
     pytest.mark.full,
@@ -264,9 +264,18 @@ def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     part = {"type": "image", "image": "receipts/1.png"}
     Path("chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": [part]}]}))
+    said = (("human", "<image>How much?"), ("gpt", "75"), ("gpt", "?"))
+    turns = [{"from": name, "value": value} for name, value in said]
+    picture(64, 64).save("0.png")
+    ranked = {"conversations": turns[:1], "chosen": turns[1], "rejected": turns[2], "images": ["0.png"]}
+    Path("ranked.jsonl").write_text(f"{json.dumps(ranked)}\n" * 4)
     names = {"__name__": "page"}
     for example in examples(DOCS / "trl.md"):
         exec(example.code, names)
     assert names["trainer"].state.log_history[0]["packing/computed"] < 0.75  # the prompts of pairs once
     assert names["conversations"][0]["messages"][0]["content"][0]["image"] == part["image"]
     assert names["planned"].evaluation.token_loss > 0
+    assert names["ranked"][0]["chosen"] == [{"role": "assistant", "content": "75"}]
+    args = arguments("DPOConfig", tmp_path, per_device_train_batch_size=2, max_steps=1)
+    models = [saved(tmp_path) for _ in range(2)]
+    PackedDPOTrainer(*models, args=args, train_dataset=names["ranked"], processing_class=processor_of()).train()
