@@ -101,8 +101,11 @@ TAKE_TILES = (
     "tests/testing/test_models.py",
     "tests/trainer/test_checkpoint_weights.py",
     "tests/trainer/test_checkpointing.py",
+    "tests/trainer/test_dpo.py",
     "tests/trainer/test_end_to_end.py",
+    "tests/trainer/test_grpo.py",
     "tests/trainer/test_peft.py",
+    "tests/trainer/test_sft.py",
 )
 """Tests that samples of families with other images than Qwen's go through: others read grids or videos."""
 

@@ -3990,4 +3990,72 @@ MUTANTS: tuple[Mutant, ...] = (
             "collate/test_audio.py -k whole_processor_makes",
         ),
     ),
+    *_of(
+        "trainer",
+        (
+            "trainers of preferences and samples share nothing where images have no grids",
+            "trl.py",
+            "share_prefixes = self.shares_prefixes and (family.has_grids or not family.has_vision)",
+            "share_prefixes = self.shares_prefixes",
+            "trainer/test_grpo.py -k images_have_grids",
+        ),
+        (
+            "placeholders of videos are suppressed where there are any",
+            "trl.py",
+            "if has_videos and not trainer.use_vllm and trainer.generation_config.suppress_tokens:",
+            "if not trainer.use_vllm and trainer.generation_config.suppress_tokens:",
+            "trainer/test_grpo.py -k images_have_grids",
+        ),
+    ),
+    *_of(
+        "model",
+        (
+            "a forward that replaces that of the model's class is refused",
+            "plain.py",
+            "if stock.forward.__module__ != stock.__module__:",
+            "if stock.forward.__module__ is None:",
+            "model/test_attach.py -k replaces_the_class",
+        ),
+        (
+            "entropies are of the logits, whatever cross_entropy leaves in them",
+            "head.py",
+            "return torch.stack([target_l - logits_lV.logsumexp(-1), entropies(logits_lV)], -1)",
+            'return torch.stack([-F.cross_entropy(logits_lV, targets_l, reduction="none"), entropies(logits_lV)], -1)',
+            "model/test_head.py -k overwrites",
+        ),
+    ),
+    *_of(
+        "cli",
+        (
+            "a mix has the weights of the command line",
+            "mixing.py",
+            "mixed = mix_datasets(datasets, weights or None, num=num, stopping_strategy=stopping, seed=seed)",
+            "mixed = mix_datasets(datasets, None, num=num, stopping_strategy=stopping, seed=seed)",
+            "cli/test_mixing.py -k packed_samples",
+        ),
+        (
+            "a mix has the seed of the command line",
+            "inputs.py",
+            "dataset = open_mix(options.dataset, options.mix, num=options.num, seed=options.seed, open_one=open_one)",
+            "dataset = open_mix(options.dataset, options.mix, num=options.num, seed=0, open_one=open_one)",
+            "cli/test_mixing.py -k packed_samples",
+        ),
+        (
+            "data sets of a mix have names that differ",
+            "mixing.py",
+            "if len(set(names)) == len(names):",
+            "if names:",
+            "cli/test_mixing.py -k names",
+        ),
+    ),
+    *_of(
+        "data",
+        (
+            "answers that were rejected are left out where the chosen ones are read",
+            "foreign.py",
+            'if "chosen" in self.names:  # the answers that are learnt: the others are left out on purpose',
+            'if "rejected" in self.names:  # the answers that are learnt: the others are left out on purpose',
+            "data/test_formats.py -k chosen_answers",
+        ),
+    ),
 )
