@@ -41,19 +41,7 @@ from vlmpack.families.tiles import (
     patches_in,
 )
 from vlmpack.families.units import find_media
-from vlmpack.layout import (
-    AUDIO,
-    IMAGE,
-    VIDEO,
-    FindMedia,
-    Grid,
-    HostMetadata,
-    Media,
-    PackedRow,
-    Segments,
-    metadata_of_tree,
-    outside_graph,
-)
+from vlmpack.layout import AUDIO, IMAGE, VIDEO, FindMedia, Grid, HostMetadata, Media, PackedRow, Segments, outside_graph
 
 
 @final
@@ -377,12 +365,11 @@ class Family:
         return "".join(f"{value} exactly on {name} placeholders, " for value, name, has in kinds if has)
 
     def media_of_row(
-        self, row: PackedRow, types: torch.Tensor, metadata: HostMetadata
+        self, row: PackedRow, types: torch.Tensor, metadata: HostMetadata, computed: HostMetadata
     ) -> tuple[Media, tuple[tuple[Grid, ...], ...]]:
         """The media of a row whose images have grids as the model without its head takes them, and the grids of each
-        call of its tower; raises a LayoutError where `frames_as_images` does."""
+        call of its tower (`computed`: metadata of its media); raises a LayoutError where `frames_as_images` does."""
         if not self.videos_as_images:
-            computed = metadata if row.tree is None else metadata_of_tree(metadata, row.tree)
             return row.media, (computed.image_grids, computed.video_grids)
         media, grids = frames_as_images(row, types, metadata, self.model_type)
         return media, (grids,)

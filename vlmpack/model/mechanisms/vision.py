@@ -93,7 +93,8 @@ class Vision(ClassMechanism):
         if not family.has_grids:
             layouts = family.tower_segments(setup.row.media, setup.config)
             return VisionRow(layouts, inputs=setup.row.media.to_hf())
-        media, calls = family.media_of_row(setup.row, setup.types, setup.metadata)
+        computed = setup.part.computed_media(setup.metadata)
+        media, calls = family.media_of_row(setup.row, setup.types, setup.metadata, computed)
         layouts = [segments for grids in calls if grids for segments in family.vision_segments(grids, setup.config)]
         layouts += audio_windows(setup) if family.has_audio else []
         return VisionRow(layouts, inputs=media.to_hf())
