@@ -37,7 +37,7 @@ from vlmpack.families import (
     run_of_pairs,
 )
 from vlmpack.layout import IGNORE, MEDIA_KEYS, Grid, HostMetadata, Media, PaddedBatch
-from vlmpack.testing.audio import audio_tensors, audio_tokens, frames_of, noises
+from vlmpack.testing.audio import audio_tensors, audio_tokens, frames_in, frames_of, noises
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts
 from vlmpack.testing.tiles import TILE_RULES, Draw, Sample, TiledImage, frames_of_one_size, sample_like
 
@@ -442,10 +442,9 @@ def _token_columns(samples: Sequence[Sample]) -> tuple[str, ...]:
 
 def _columns(samples: Sequence[Sample]) -> tuple[str, ...]:
     """Names of the columns of prefixes, and of those by which experts are chosen."""
-    expert_types = [
-        sample.family.expert_types for sample in samples[:1] if isinstance(sample, Sample) and sample.family
-    ]
-    return (*_token_columns(samples), *(name for name in expert_types if name is not None))
+    families = [sample.family for sample in samples[:1] if isinstance(sample, Sample) and sample.family]
+    expert_types = [family.expert_types for family in families if family.expert_types is not None]
+    return (*_token_columns(samples), *expert_types)
 
 
 def _runs(sample: Sample) -> Any:
@@ -466,12 +465,6 @@ def grids_of(sample: Sample, modality: Literal["image", "video"]) -> tuple[Grid,
     """Read a sample's grids as tuples of integers."""
     name = f"{modality}_grid_thw"
     return tuple((t, h, w) for t, h, w in sample[name].tolist()) if name in sample else ()
-
-
-def frames_in(sample: Sample) -> tuple[int, ...]:
-    """Read the log-mel frames of each of a sample's audios."""
-    mask = sample.get("feature_attention_mask")
-    return () if mask is None else tuple(mask.sum(1).tolist())
 
 
 def kind_of(sample: Sample) -> str:
