@@ -12,7 +12,7 @@ from vlmpack.collate import VLMCollator
 from vlmpack.collate.processor_images import TRIALS
 from vlmpack.errors import ConfigError, FamilyError, SampleError
 from vlmpack.loading import PackedStream, RowSettings
-from vlmpack.store import StoreSettings, measure_lengths, write_rows
+from vlmpack.store import measure_lengths
 from vlmpack.testing import tiny_processor
 
 pytestmark = pytest.mark.every_family
@@ -261,12 +261,6 @@ def test_a_stream_and_a_table_of_lengths_take_every_family():
     assert len(rows) > 1
     assert lengths == sorted(table.tokens.tolist())
     assert table.images.sum() == 6
-
-
-def test_stored_rows_of_them_are_refused(tmp_path):
-    features, collator = [chat("Total?", "5", encoded(picture()))], collator_of("internvl", layout="packed")
-    with pytest.raises(ConfigError, match="stored rows hold images by their grids, but those of a InternVLProcessor"):
-        write_rows(features, tmp_path / "rows", collator, StoreSettings(capacity=512))
 
 
 def test_the_largest_area_of_an_image_is_no_option_of_other_processors():

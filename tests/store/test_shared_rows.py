@@ -8,17 +8,20 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 import torch
-from chats import chat, picture, processor_of
+from chats import BEYOND, chat, of_family, picture, processor_of
 from measured import encoded
 from store.stores import asked, check_same, frames, packing, places, store
+from tiers import tiers
 
-from vlmpack.collate import SharePrefixes
+from vlmpack.collate import SharePrefixes, VLMCollator
 from vlmpack.errors import ConfigError
 from vlmpack.plan import Plan
 from vlmpack.store import Manifest, PackedDataset
+from vlmpack.testing import tiny_processor
 
 MIN_SHARED = 8
 CAPACITY = 80
+STORED = [family for family in BEYOND if family != "paligemma"]
 
 
 def questions(images: int = 4) -> list[dict]:
@@ -64,6 +67,42 @@ def test_a_stored_row_has_the_tree_that_the_collator_finds(dataset: PackedDatase
         trees.append(expected.tree)
     assert sum(tree is not None for tree in trees) >= 4
     assert "vlmpack" in dataset[0]
+
+
+@pytest.mark.every_family
+@pytest.mark.parametrize("sharing", [False, SharePrefixes(min_shared=MIN_SHARED)], ids=["apart", "shared"])
+@pytest.mark.parametrize("family", tiers(STORED, ["llava_onevision"], exhaustive=STORED[::2]))
+def test_rows_of_every_family_with_a_processor_are_stored(family: str, sharing: SharePrefixes | bool, tmp_path: Path):
+    first, second = encoded(190, 61, seed=0), encoded(90, 61, seed=1)
+    about = (first,), (second,), (first, second)
+    questions_of = [
+        of_family(family, question, "5", *images) for images in about for question in ("Total?", "Who is it?")
+    ]
+    samples = [{**sample, "id": f"{at}"} for at, sample in enumerate(questions_of)]
+    collator = VLMCollator(tiny_processor(family), layout="packed", share_prefixes=sharing)
+    total = sum(collator.measure(sample).num_tokens for sample in samples)
+    store(tmp_path / "rows", samples, collator, capacity=total * 2 // 3)
+    dataset = PackedDataset(tmp_path / "rows", collator.processor)
+    assert sorted(place for row in places(dataset) for place in row) == list(range(len(samples)))
+    for at, row in enumerate(places(dataset)):
+        expected = collator.collate([samples[place] for place in row])
+        check_same(dataset.row(at), expected)
+        assert dataset.row(at).tree == dataset.tree(at) == expected.tree
+
+
+def test_a_store_of_another_processor_of_such_a_family_is_refused(tmp_path: Path):
+    collator = VLMCollator(tiny_processor("internvl"), layout="packed")
+    store(tmp_path / "rows", [of_family("internvl", "Total?", "5", encoded(90, 61))], collator, capacity=500)
+    other = tiny_processor("internvl")
+    other.image_processor.max_patches = 2
+    with pytest.raises(ConfigError, match=r"another processor: images\.settings was"):
+        PackedDataset(tmp_path / "rows", other)
+
+
+def test_prompts_that_see_all_of_themselves_are_not_stored(tmp_path: Path):
+    sample = of_family("paligemma", "Total?", "5", picture(90, 61))
+    with pytest.raises(ConfigError, match="the prompts of a PaliGemmaProcessor see all of themselves, and stored rows"):
+        store(tmp_path, [sample], VLMCollator(tiny_processor("paligemma"), layout="packed"))
 
 
 def test_samples_of_several_images_in_a_row_have_their_own(tmp_path: Path):

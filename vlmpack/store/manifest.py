@@ -307,6 +307,9 @@ def differences(stored: Mapping[str, Any], current: Mapping[str, Any], name: str
 
 def _image_settings(image_processor: Any, metadata: ProcessorMetadata) -> dict[str, Any]:
     settings = image_processor.to_dict()
+    if metadata.by_processor:  # of which no setting is known to have no effect
+        text = json.dumps(settings, sort_keys=True, default=str)
+        return {"settings": _short_digest(text)}
     size = image_processor.size
     return {
         **{name: settings.get(name) for name in IMAGE_SETTINGS},

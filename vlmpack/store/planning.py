@@ -29,7 +29,7 @@ from vlmpack.plan import (
 )
 from vlmpack.store.manifest import Counts, FixedSizes
 from vlmpack.store.records import IMAGES, Images
-from vlmpack.store.symbols import check_grids
+from vlmpack.store.symbols import check_storable
 
 
 @final
@@ -76,9 +76,10 @@ def check_collator(collator: VLMCollator, settings: StoreSettings) -> None:
     """Refuse the collator unless its rows can be stored.
 
     Raises:
-        ConfigError: it pads, fixes sizes that are fixed when rows are read, or has slots that do not fit the capacity.
+        ConfigError: its samples have more than a row can hold; it pads, fixes sizes that are fixed when rows are read,
+            or has slots that do not fit the capacity.
     """
-    check_grids(collator, "stored rows hold images by their grids")
+    check_storable(collator)
     slots = collator.slots
     if collator.layout != "packed":
         raise ConfigError("rows are stored by VLMCollator(layout='packed'); this one has layout='padded'")

@@ -79,8 +79,9 @@ def pyarrow() -> Any:
     return pyarrow
 
 
-def schema(*, has_media: bool, is_shared: bool = False) -> Any:
-    """Return the columns; a store of texts has none for media, and one of shared media has their numbers."""
+def schema(*, has_media: bool, is_shared: bool = False, has_runs: bool = False) -> Any:
+    """Return the columns; a store of texts has none for media, one of shared media has their numbers, and one of a
+    family whose processor writes images by itself has the tokens of their runs."""
     pa = pyarrow()
     ints, texts = pa.list_(pa.int32()), pa.list_(pa.string())
     columns = [("input_ids", ints), ("labels", ints), ("cu_seqlens", ints), ("places", pa.list_(pa.int64()))]
@@ -88,7 +89,7 @@ def schema(*, has_media: bool, is_shared: bool = False) -> Any:
     if not has_media:
         return pa.schema(columns)
     image = pa.struct([("bytes", pa.binary()), ("path", pa.string()), ("sha256", pa.string())])
-    info = [("grid", ints), ("options", pa.string())]
+    info = [("grid", ints), ("options", pa.string()), *([("runs", ints)] if has_runs else [])]
     times = [("seconds", pa.float64()), ("timestamps", pa.list_(pa.float64()))]
     columns += [("images_per_sample", ints), ("videos_per_sample", ints)]
     columns += [("image_info", pa.list_(pa.struct(info))), ("video_info", pa.list_(pa.struct([*info, *times])))]
@@ -98,11 +99,11 @@ def schema(*, has_media: bool, is_shared: bool = False) -> Any:
     return pa.schema(columns)
 
 
-def open_writer(file: Any, *, has_media: bool, is_shared: bool = False) -> Any:
-    """Open a `ParquetWriter` for tables of one row, each of which becomes a row group."""
+def open_writer(file: Any, columns: Any) -> Any:
+    """Open a `ParquetWriter` for tables of one row, each of which becomes a row group; `columns`: the schema."""
     return pyarrow().parquet.ParquetWriter(
         file,
-        schema(has_media=has_media, is_shared=is_shared),
+        columns,
         compression=COMPRESSION,
         use_dictionary=False,
         write_statistics=False,
@@ -324,7 +325,8 @@ def _info(visual: Visual, *, is_video: bool = False) -> dict[str, Any]:
     sizing = {key: ref.options[key] for key in OPTION_KEYS if ref.options.get(key) is not None}
     if is_video and not isinstance(ref.source, list | tuple):
         sizing[IS_FILE] = True
-    return {"grid": list(visual.patch_grid), "options": json.dumps(sizing, sort_keys=True, default=_number)}
+    options = json.dumps(sizing, sort_keys=True, default=_number)
+    return {"grid": list(visual.grid or ()), "runs": list(visual.runs), "options": options}
 
 
 def _source(visual: Visual) -> MediaRef:
@@ -468,7 +470,7 @@ def _stored(table: Any, kind: str, count: int) -> Sequence[Any]:
 
 def _visual(info: Mapping[str, Any], stored: Any, limits: ImageLimits, video_limits: VideoLimits) -> Visual:
     """Make an image, or a video of a list of frames or of one file; None: without its source."""
-    frames, rows, columns = info["grid"]
+    grid, runs = tuple(info["grid"]) or None, tuple(info.get("runs", ()))
     seconds, timestamps, source = info.get("seconds"), tuple(info.get("timestamps", ())), None
     if stored is not None:
         options = json.loads(info["options"])
@@ -477,7 +479,7 @@ def _visual(info: Mapping[str, Any], stored: Any, limits: ImageLimits, video_lim
         else:
             source = [_lazy(frame, limits) for frame in stored] if isinstance(stored, list) else _lazy(stored, limits)
         source = MediaRef(source=source, options=options)
-    return Visual(grid=(frames, rows, columns), pixels=None, seconds=seconds, timestamps=timestamps, source=source)
+    return Visual(grid=grid, runs=runs, pixels=None, seconds=seconds, timestamps=timestamps, source=source)
 
 
 def _lazy(stored: StoredImage, limits: ImageLimits) -> Mapping[str, Any]:

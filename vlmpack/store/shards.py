@@ -125,7 +125,7 @@ class ShardWriter:
     def _write(self, job: ShardJob, path: Path) -> None:
         """Write the rows one by one; an error that the data set raises is no error of the file."""
         written = []
-        with open_writer(path, has_media=self.has_media, is_shared=self._is_shared) as writer:
+        with open_writer(path, self._schema) as writer:
             for planned in job.rows:
                 row = self._row(planned)
                 written.append(checksums(row))
@@ -137,13 +137,19 @@ class ShardWriter:
         features = [self.dataset[sample.place] for sample in planned]
         samples = [self._outline(feature, sample) for feature, sample in zip(features, planned, strict=True)]
         digests = [sample_digest(feature, self.collator) for feature in features]
-        columns = schema(has_media=self.has_media, is_shared=self._is_shared)
         places = [sample.place for sample in planned]
         limits = self.collator.limits, self.collator.file_rules.limits
         record = record_of(samples, places, digests, self.images, *limits)
         if self._is_shared:
             record = each_medium_once(record)
+        columns = self._schema
         return pyarrow().Table.from_pylist([{name: record[name] for name in columns.names}], schema=columns)
+
+    @property
+    def _schema(self) -> Any:
+        """The columns of the file."""
+        has_runs = self.collator.metadata.by_processor
+        return schema(has_media=self.has_media, is_shared=self._is_shared, has_runs=has_runs)
 
     @property
     def _is_shared(self) -> bool:

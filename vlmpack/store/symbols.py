@@ -20,6 +20,7 @@ from PIL import Image
 from vlmpack.collate import Encoded, ProcessorMetadata, Visual, VLMCollator
 from vlmpack.data import ImageError, ImageLimits, load_image, read_encoded
 from vlmpack.errors import ConfigError
+from vlmpack.families import family_of_processor
 from vlmpack.layout import IMAGE, VIDEO, HostMetadata, PackedRow, PrefixTree, Segments, find_prefix_tree
 from vlmpack.plan import PrefixMarks
 
@@ -77,7 +78,9 @@ def tree_of(samples: Sequence[Encoded], *, limits: ImageLimits, min_shared: int)
     ids, types = (torch.from_numpy(column).view(1, -1) for column in columns)
     metadata = HostMetadata(
         lengths=segments.lengths,
-        image_grids=tuple(image.patch_grid for image in images),
+        image_grids=tuple(image.patch_grid for image in images if not image.runs),
+        image_tokens=tuple(sum(image.runs) for image in images if image.runs),
+        media_runs=tuple(s.media_runs for s in samples) if any(image.runs for image in images) else (),
         video_grids=tuple(video.patch_grid for video in videos),
         images_per_sample=tuple(len(sample.images) for sample in samples) if images else (),
         videos_per_sample=tuple(len(sample.videos) for sample in samples) if videos else (),
@@ -103,8 +106,6 @@ def marks_of(sample: Encoded, metadata: ProcessorMetadata, limits: ImageLimits) 
         symbols[places] = np.repeat(media_numbers(visuals, limits), tokens)
         ends += (places[np.cumsum(tokens) - 1] + 1).tolist() if visuals else []
         patches += [num_patches(visual) for visual in visuals]
-    if metadata.images_together and len(sample.images) > 1:  # other tiles than if it were alone
-        symbols[sample.types == IMAGE] += len(sample.images)
     if metadata.by_processor and metadata.has_vision:
         for start, stop in sample.media_runs:
             symbols[start:stop] = _digest(symbols[start:stop].tobytes())
@@ -119,20 +120,20 @@ def num_patches(visual: Visual) -> int:
     return sum(visual.runs) if visual.grid is None or visual.runs else prod(visual.grid)
 
 
-def check_grids(collator: VLMCollator, reason: str) -> None:
-    """Refuse a collator whose images have no grids that are known before they are cut, or whose samples have audio.
+def check_storable(collator: VLMCollator) -> None:
+    """Refuse a collator whose samples are more than ids, labels, images and videos.
 
     Raises:
-        ConfigError: it has the processor of a family beyond Qwen-VL.
+        ConfigError: they may have audio, or have prompts that see all of themselves.
     """
     metadata, name = collator.metadata, type(collator.processor).__name__
-    without = why_no_marks(collator)
-    if without is None and metadata.by_processor and metadata.has_vision:
-        without = f"those of a {name} are known by their tokens alone"
-    if without:
+    more = f"samples of a {name} may have audio" if metadata.has_audio else None
+    if metadata.by_processor and metadata.has_vision and family_of_processor(collator.processor).token_columns:
+        more = f"the prompts of a {name} see all of themselves, and stored rows do not say where they end"
+    if more:
         raise ConfigError(
-            f"{reason}, but {without}; train from the data set itself: PackedStream and measure_lengths take every "
-            "family"
+            f"stored rows hold ids, labels, images and videos, but {more}; train from the data set itself: "
+            "PackedStream and measure_lengths take every family"
         )
 
 
@@ -161,7 +162,8 @@ def _tokens(visual: Visual, metadata: ProcessorMetadata) -> int:
 
 
 def _number(visual: Visual, limits: ImageLimits) -> int:
-    content = [_content(visual, limits), visual.grid, visual.seconds, visual.timestamps]
+    content: list[Any] = [_content(visual, limits), visual.grid, visual.seconds, visual.timestamps]
+    content += [visual.runs] if visual.runs else []  # an image beside others may have other tokens than alone
     return _digest(json.dumps(content).encode())
 
 
