@@ -21,8 +21,10 @@ pytestmark = [
     pytest.mark.every_family,
     pytest.mark.skipif("llava_onevision" not in FAMILIES, reason="this transformers has other families"),
 ]
-GLM, TILES, PAIRS = "glm4v", "llava_onevision", "ernie4_5_vl_moe"
-each_family = pytest.mark.parametrize("family", [GLM, TILES, PAIRS, *only_exhaustive("glm46v", "glm4v_moe", "glm_ocr")])
+GLM, TILES, PAIRS, NAVIT = "glm4v", "llava_onevision", "ernie4_5_vl_moe", "minicpmv4_6"
+each_family = pytest.mark.parametrize(
+    "family", [GLM, TILES, PAIRS, NAVIT, *only_exhaustive("glm46v", "glm4v_moe", "glm_ocr")]
+)
 both = pytest.mark.parametrize("family", [GLM, TILES, *full(PAIRS)])
 
 
@@ -50,7 +52,10 @@ def test_samples_of_videos_and_of_images_share_a_row(family: str, metadata: bool
     check_gradients(alone, gradients(model), limits_of(family))
     check_work(alone, result, 4, model.config)
     values = sum(tensor.numel() for name, tensor in row.media.to_hf().items() if name in FAMILIES[family].pixel_names)
-    of_patch = FAMILIES[family].patch_channels(model.config) if family != TILES else 3 * 6**2
+    has_grids = FAMILIES[family].has_grids
+    of_patch = (
+        FAMILIES[family].patch_channels(model.config) if has_grids else 3 * model.config.vision_config.patch_size**2
+    )
     assert result.work.vision_patches == values // of_patch
 
 
@@ -71,7 +76,7 @@ def test_videos_in_another_order_than_their_samples_are_seen_by_their_places(fam
     model = enable_packing(fresh(family))
     batch = padded(truth(family).samples, metadata=False).to_hf()
     lost = batch | {"pixel_values_videos": batch["pixel_values_videos"][:-1]}
-    if family != TILES:
+    if "video_grid_thw" in batch:
         lost |= {name: batch[name][:-1] for name in ("video_grid_thw",)}
         lost["pixel_values_videos"] = batch["pixel_values_videos"][: -int(batch["video_grid_thw"][-1].prod())]
     with pytest.raises(LayoutError, match=r"sample \d has .* video|sample \d has a run of"):
@@ -118,7 +123,7 @@ def test_frames_of_another_size_than_the_tower_s_are_refused() -> None:
         enable_packing(fresh(TILES))(**batch | {"pixel_values_videos": batch["pixel_values_videos"][..., :-1]})
 
 
-@pytest.mark.parametrize("family", full(GLM, TILES, PAIRS))
+@pytest.mark.parametrize("family", [*full(GLM, TILES), *only_exhaustive(PAIRS, NAVIT)])
 def test_the_probe_finds_videos_exact(family: str) -> None:
     report = probe(fresh(family))
     assert report.verdict == "exact"

@@ -554,6 +554,13 @@ MUTANTS: tuple[Mutant, ...] = (
             "model/test_videos_beyond.py -k makes_no_token",
         ),
         (
+            "frames of MiniCPM-V are merged as images are",
+            "tiled.py",
+            'return _merged(tensors["target_sizes_videos"], config) if "target_sizes_videos" in tensors else ()',
+            'return tensors["target_sizes_videos"].prod(-1).tolist() if "target_sizes_videos" in tensors else ()',
+            "model/test_videos_beyond.py -k share_a_row",
+        ),
+        (
             "videos without grids have their placeholders",
             "family.py",
             "                check_tiles(types, segments, videos, kind=VIDEO)",

@@ -370,7 +370,7 @@ class Family:
     def tower_segments(self, media: Media, config: Any) -> Sequence[Segments]:
         """Every set of boundaries that blocks of the tower attend within, of images without grids; on a device their
         sizes are read, one host–device sync."""
-        if self.tile_boundaries is None or media.pixel_values is None:
+        if self.tile_boundaries is None or not {*self.pixel_names} & media.to_hf().keys():
             return ()
         return self.tile_boundaries(media.to_hf(), config)
 
