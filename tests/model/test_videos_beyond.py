@@ -36,7 +36,7 @@ def fresh(family: str) -> Any:
 def truth(family: str) -> Any:
     model = fresh(family)
     wanted = ("text", "video", "image", "images_and_video", "video", "images")
-    kinds = [kind for kind in wanted if kind in kinds_of(model.config)]
+    kinds: list[Any] = [kind for kind in wanted if kind in kinds_of(model.config)]
     return alone_through(model, mixed_samples(model.config, seed=5, kinds=kinds, text=(1, 6), side=(1, 2)))
 
 
@@ -136,6 +136,7 @@ def test_in_bfloat16_a_row_is_as_close_to_float32_as_alone(family: str) -> None:
     alone = truth(family)
     rounded = alone_through(fresh(family).to(torch.bfloat16), alone.samples)
     result = PackedStep(fresh(family).to(torch.bfloat16))(pack(padded(alone.samples)), logits=True)
+    assert result.row_logits is not None
     errors = [
         max(
             float((ours.detach().float() - theirs).abs().max())
