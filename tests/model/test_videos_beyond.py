@@ -41,7 +41,7 @@ def truth(family: str) -> Any:
 
 
 @each_family
-@pytest.mark.parametrize("metadata", [True, False])
+@pytest.mark.parametrize("metadata", [True, *full(False)])
 def test_samples_of_videos_and_of_images_share_a_row(family: str, metadata: bool) -> None:
     alone, model = truth(family), fresh(family)
     row = pack(padded(alone.samples, metadata=metadata), rule=SlotRule(multiple=4), pad_token_id=17)
