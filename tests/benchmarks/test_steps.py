@@ -33,7 +33,10 @@ def test_both_steps_leave_the_same_gradients(family):
     theirs, ours = (dict(model.named_parameters()) for model in (pair.model, pair.packed_step.model))
     assert theirs.keys() == ours.keys()
     for name, parameter in theirs.items():
-        if ".indexer." in name or ".vision_tower.head." in name:  # it only chooses; it is not called
+        uncalled = ("visual.",) if pair.model.config.model_type == "qwen2_5_omni_thinker" else ()  # its samples hear
+        if (
+            name.startswith(uncalled) or ".indexer." in name or ".vision_tower.head." in name
+        ):  # the indexer only chooses
             assert parameter.grad is ours[name].grad is None
             continue
         assert parameter.grad is not None
