@@ -81,6 +81,7 @@ TAKE_TILES = (
     "tests/collate/test_by_processor.py",
     "tests/collate/test_families_beyond.py",
     "tests/collate/test_processor_images.py",
+    "tests/collate/test_share_prefixes.py",
     "tests/collate/test_tokenised_grids.py",
     "tests/data/test_family_processors.py",
     "tests/families/test_tiles.py",
@@ -88,6 +89,7 @@ TAKE_TILES = (
     "tests/model/test_equality",
     "tests/model/test_generation.py",
     "tests/model/test_image_spans.py",
+    "tests/model/test_prefix_tree.py",
     "tests/model/test_vision_experts.py",
     "tests/model/test_vision_families.py",
     "tests/model/test_videos_beyond.py",
@@ -95,11 +97,15 @@ TAKE_TILES = (
     "tests/probing/test_run.py",
     "tests/probing/test_weights.py::test_families_whose_parts",
     "tests/probing/test_weights.py::test_such_a_copy",
+    "tests/store/test_shared_prefixes.py",
     "tests/testing/test_models.py",
     "tests/trainer/test_checkpoint_weights.py",
     "tests/trainer/test_checkpointing.py",
+    "tests/trainer/test_dpo.py",
     "tests/trainer/test_end_to_end.py",
+    "tests/trainer/test_grpo.py",
     "tests/trainer/test_peft.py",
+    "tests/trainer/test_sft.py",
 )
 """Tests that samples of families with other images than Qwen's go through: others read grids or videos."""
 

@@ -7,15 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import picture
+from chats import CHATTING, picture
+from tiers import tiers
 from training import Gradients, Run, logged, weights
 
 from vlmpack.collate import SharePrefixes
+from vlmpack.families import family_of
 from vlmpack.model import enable_packing, find_model
 from vlmpack.testing import tiny_model, tiny_processor
 
 trl = pytest.importorskip("trl", reason="needs TRL: pip install trl")
 
+TRAINED = [family for family in CHATTING if family != "ernie4_5_vl_moe"]
+"""Families beyond Qwen that TRL trains: of ERNIE it hands over the kinds of the prompt's tokens alone."""
+BEYOND_QWEN = tiers(TRAINED, [], exhaustive=[family for family in TRAINED if family != "gemma3"])
 SIZES = {"hidden": 32, "heads": 2, "layers": 2, "vision_depth": 1}
 
 
@@ -82,14 +87,30 @@ def finish(run: Any) -> tuple[Run, dict[str, Any]]:
     return Run(losses=logged(run), gradients=seen.steps), weights(run.model)
 
 
+SHARED = {"share_prefixes": SharePrefixes(min_shared=4)}  # prompts of these runs are short
+
+
+def placeholders(core: Any) -> list[int]:
+    """Tokens of images and of videos, where there are any."""
+    config = core.config
+    return [config.image_token_id, *([config.video_token_id] if family_of(core).has_videos else [])]
+
+
 def grpo(
-    trainer: Any, model: Any, folder: Path, *, dataset: Any = None, peft_config: Any = None, **settings: Any
+    trainer: Any,
+    model: Any,
+    folder: Path,
+    *,
+    dataset: Any = None,
+    peft_config: Any = None,
+    sharing: dict[str, Any] = SHARED,
+    **settings: Any,
 ) -> Any:
     """A trainer of groups: completions of one to seven tokens, without placeholders of images and videos."""
     core = find_model(model)
     processor = processor_of(core.config.model_type)
     sampling = {
-        "suppress_tokens": [core.config.image_token_id, core.config.video_token_id],
+        "suppress_tokens": placeholders(core),
         "sequence_bias": [[[processor.tokenizer.eos_token_id], 5.5]],
     }
     defaults: dict[str, Any] = {
@@ -98,10 +119,8 @@ def grpo(
         "max_completion_length": 7,
         "generation_kwargs": sampling,
     }
-    sharing = {}
     if trainer.__name__.startswith("Packed"):
         enable_packing(model)
-        sharing = {"share_prefixes": SharePrefixes(min_shared=4)}  # these prompts are short
     return trainer(
         model,
         reward_funcs=reward,
@@ -109,5 +128,5 @@ def grpo(
         train_dataset=prompts() if dataset is None else dataset,
         processing_class=processor,
         peft_config=peft_config,
-        **sharing,
+        **(sharing if trainer.__name__.startswith("Packed") else {}),
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -43,34 +46,94 @@ def test_a_shell_can_read_it(shell: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def completed(typed: str, tmp_path: Path) -> set[str]:
+def of_bash(typed: str, file: Path) -> set[str]:
     """What bash offers where a line ends."""
-    (tmp_path / "script").write_text(script("bash"))
     words = typed.split(" ")
     setting = f"COMP_WORDS=({' '.join(repr(word) for word in words)}); COMP_CWORD={len(words) - 1}"
-    code = f'source {tmp_path / "script"}; {setting}; _vlmpack; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    code = f'source {file}; {setting}; _vlmpack; printf "%s\\n" "${{COMPREPLY[@]}}"'
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     return set(done.stdout.split())
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="waits for a machine with bash")
-@pytest.mark.parametrize(
-    ("typed", "offered"),
-    [
-        ("vlmpack s", {"show", "serve", "schema"}),
-        ("vlmpack --v", {"--version"}),
-        ("vlmpack pack rows.jsonl out --overl", {"--overlength"}),
-        ("vlmpack pack rows.jsonl --oversize ", {"error", "drop", "own_row"}),
-        ("vlmpack analyze rows.jsonl --strategy ", set(STRATEGIES)),
-        ("vlmpack completion ", set(SHELLS)),
-        ("vlmpack serve --no", {"--no-share-prefixes"}),
-        ("vlmpack pack rows.jsonl --capacity ", set()),  # a number
-        ("vlmpack pack ", set()),  # bash completes files itself
-    ],
-)
-def test_bash_offers_what_fits_there(typed: str, offered: set[str], tmp_path: Path) -> None:
-    assert completed(typed, tmp_path) == offered
+def of_fish(typed: str, file: Path) -> set[str]:
+    """The same of fish."""
+    code = f"source {file}; complete -C '{typed}'"
+    done = subprocess.run(["fish", "-c", code], capture_output=True, text=True, check=True, cwd=file.parent)
+    assert done.stderr == ""
+    return {line.partition("\t")[0] for line in done.stdout.splitlines()}
+
+
+ZSH = """
+autoload -Uz compinit && compinit -D -u
+source {file}
+compadd() {{
+    local -a matches
+    [[ ${{@[1,(i)(-|--)]}} == *-[OAD]\\ * ]] || {{ builtin compadd -A matches "$@"; print -rl -- $matches >> {out} }}
+    builtin compadd "$@"
+}}
+complete-and-end() {{ _main_complete; exit }}
+zle -C complete-and-end complete-word complete-and-end
+bindkey '^I' complete-and-end
+cd {folder}
+print ready
+"""
+"""Writes every match of the first tab to a file, and ends."""
+
+
+def of_zsh(typed: str, file: Path) -> set[str]:
+    """The same of zsh, which completes at a terminal alone."""
+    out = file.with_name("matches")
+    out.touch()
+    (file.with_name(".zshrc")).write_text(ZSH.format(file=file, out=out, folder=file.parent))
+    shell, terminal = pty.fork()
+    if not shell:
+        os.environ |= {"ZDOTDIR": str(file.parent), "TERM": "dumb"}
+        os.execlp("zsh", "zsh", "-d", "-i")
+    shown = b""
+    while b"ready" not in shown:
+        shown += os.read(terminal, 1024)
+    os.write(terminal, f"{typed}\t".encode())
+    with suppress(OSError):  # when the shell has ended
+        while os.read(terminal, 1024):
+            pass
+    os.waitpid(shell, 0)
+    os.close(terminal)
+    return set(out.read_text().split())
+
+
+COMPLETED = {"bash": of_bash, "zsh": of_zsh, "fish": of_fish}
+LINES = {
+    "vlmpack s": {"show", "serve", "schema"},
+    "vlmpack --v": {"--version"},
+    "vlmpack pack rows.jsonl out --overl": {"--overlength"},
+    "vlmpack pack rows.jsonl --oversize ": {"error", "drop", "own_row"},
+    "vlmpack analyze rows.jsonl --strategy ": set(STRATEGIES),
+    "vlmpack completion ": set(SHELLS),
+    "vlmpack serve --no": {"--no-share-prefixes"},
+    "vlmpack pack show --row": {"--rows-multiple"},  # a file with the name of a verb
+    "vlmpack pack rows.jsonl --capacity ": set(),  # a number
+}
+
+
+@pytest.mark.parametrize("typed", LINES)
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_shell_offers_what_fits_there(shell: str, typed: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"waits for a machine with {shell}")
+    (tmp_path / "script").write_text(script(shell))
+    assert COMPLETED[shell](typed, tmp_path / "script") == LINES[typed]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_shell_offers_files_for_data_and_folders(shell: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"waits for a machine with {shell}")
+    (tmp_path / "script").write_text(script(shell))
+    (tmp_path / "rows.jsonl").touch()
+    offered = {"rows.jsonl"} if shell != "bash" else set()  # bash completes files itself
+    assert COMPLETED[shell]("vlmpack pack ro", tmp_path / "script") == offered
+    assert COMPLETED[shell]("vlmpack analyze x --cache ro", tmp_path / "script") == offered
 
 
 def test_another_shell_is_refused() -> None:

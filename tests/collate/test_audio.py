@@ -240,11 +240,9 @@ def test_tokenised_samples_whose_audio_does_not_fit_are_refused() -> None:
     refused("but no audio frames; add input_features", input_features=None, feature_attention_mask=None)
 
 
-def test_models_that_cannot_hear_refuse_audio_and_stored_rows_and_trees_refuse_models_that_can() -> None:
+def test_models_that_cannot_hear_refuse_audio_and_stored_rows_refuse_models_that_can() -> None:
     with pytest.raises(SampleError, match="is of type 'audio'; only text, image and video parts can be used"):
         VLMCollator(tiny_processor("qwen3_vl")).collate([{"messages": messages(heard(9_000))}])
-    with pytest.raises(ConfigError, match="leave it out of a collator with another processor"):
-        VLMCollator(processor_of(POOLED), layout="packed", share_prefixes=True)
     with pytest.raises(ConfigError, match=r"samples of a Qwen2_5OmniProcessor may have audio"):
         measure_lengths([whole(POOLED)[0]], VLMCollator(processor_of(POOLED)), min_shared=8)
 

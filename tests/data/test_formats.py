@@ -178,6 +178,20 @@ class TestColumns:
         samples = open_dataset(written(rows, tmp_path), columns={"talk": "conversation"}, branches="turns")
         assert len(samples) == 4
 
+    def test_chosen_answers_are_learnt_without_the_rejected_ones(self, tmp_path: Path) -> None:
+        question, answers = {"role": "user", "content": "2 + 2?"}, ("4", "5")
+        chosen, rejected = ([{"role": "assistant", "content": answer}] for answer in answers)
+        pairs = written([{"prompt": [question], "chosen": chosen, "rejected": rejected}], tmp_path)
+        sample = open_dataset(pairs, columns={"chosen": "completion"})[0]
+        assert sample == {"prompt": [question], "completion": chosen, "id": 0}
+        assert read(sample) == (chat("2 + 2?", "4"), 0)
+        whole = written([{"chosen": [question, *chosen], "rejected": [question, *rejected]}], tmp_path)
+        assert open_dataset(whole, columns={"chosen": "messages"})[0] == {"messages": [question, *chosen], "id": 0}
+        with pytest.raises(ConfigError, match=r"PackedDPOTrainer .* columns=\{'chosen': 'messages'\}"):
+            open_dataset(whole)
+        with pytest.raises(ConfigError, match=r"for PackedDPOTrainer .* columns=\{'chosen': 'completion'\}"):
+            read({"prompt": [question], "chosen": chosen, "rejected": rejected})
+
     @pytest.mark.parametrize(
         ("columns", "expected"),
         [

@@ -11,7 +11,7 @@ from torch import nn
 
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.families import FAMILIES
+from vlmpack.families import FAMILIES, family_of
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing, is_packing
 from vlmpack.testing import mixed_samples, padded, random_sample, tiny_model
@@ -180,6 +180,21 @@ def test_ligers_kernels_without_its_fused_loss_are_the_remedy_in_either_order(fi
             model(**row)
         model = liger_patched(enable_packing(tiny_model("qwen3_vl")), fused_linear_cross_entropy=False)
     assert torch.equal(model(**batch).loss, expected)
+
+
+@pytest.mark.parametrize("first", ["Liger", "packing"])
+def test_a_forward_that_replaces_the_classs_is_refused(first, monkeypatch):
+    """As `apply_liger_kernel_to_...()` does without `model=`: the fused loss would be bypassed without a word."""
+    model = tiny_model("qwen3_vl")
+    if first == "packing":
+        enable_packing(model)
+    batch = padded(mixed_samples(model.config)).to_hf()
+    monkeypatch.setattr(family_of(model).stock_class(model), "forward", lambda self, **inputs: None)
+    seen = r"class Qwen3VLForConditionalGeneration was replaced by that of .*test_attach.*Liger: apply_"
+    with pytest.raises(ConfigError, match=seen):
+        enable_packing(model)(**batch)
+    monkeypatch.undo()
+    assert torch.isfinite(enable_packing(model)(**batch).loss)
 
 
 def test_a_wrapped_model_is_found():

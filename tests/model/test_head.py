@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -94,6 +95,27 @@ def test_scores_are_those_of_the_tempered_softmax(count, chunk, temperature):
             ]
             for found, wanted in zip(*gradients, strict=True):
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_entropies_are_of_logits_that_a_cross_entropy_overwrites(monkeypatch):
+    """Liger's does, when it is put in the place of PyTorch's."""
+    plain = F.cross_entropy
+
+    def overwriting(logits, targets, **settings):
+        loss = plain(logits.clone(), targets, **settings)
+        logits.data.fill_(7)
+        return loss
+
+    monkeypatch.setattr(F, "cross_entropy", overwriting)
+    torch.manual_seed(0)
+    head, hidden = nn.Linear(WIDTH, VOCAB), torch.randn(1, 5, WIDTH, requires_grad=True)
+    index = targets = torch.arange(5)
+    logprobs, entropy = score_targets(hidden, index, targets, head, chunk=9, scoring=Scoring(entropy=True))
+    truth = head(hidden[0]).log_softmax(-1)
+    torch.testing.assert_close(logprobs, truth[index, targets])
+    torch.testing.assert_close(entropy, -(truth.exp() * truth).sum(-1))
+    ours, theirs = (torch.autograd.grad(x.sum(), hidden)[0] for x in (entropy, -(truth.exp() * truth).sum(-1)))
+    torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan")])

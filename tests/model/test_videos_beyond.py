@@ -15,7 +15,7 @@ from vlmpack.errors import LayoutError
 from vlmpack.families import FAMILIES
 from vlmpack.layout import SlotRule, pack, share
 from vlmpack.model import PackedStep, enable_packing
-from vlmpack.testing import build_sample, kinds_of, mixed_samples, padded, sample_like, tiny_model
+from vlmpack.testing import build_sample, joined, kinds_of, mixed_samples, padded, sample_like, tiny_model
 
 pytestmark = [
     pytest.mark.every_family,
@@ -95,14 +95,19 @@ def test_a_sample_of_images_and_videos_with_one_placeholder_is_refused(metadata:
         PackedStep(model)(padded(samples, metadata=metadata))
 
 
-def test_prefixes_with_videos_are_not_shared() -> None:
+def test_videos_that_samples_share_are_computed_once() -> None:
     model = fresh(GLM)
-    sample = build_sample(model.config, stretches=[3, 4], video_grids=[(2, 2, 2)], seconds=[1.0])
-    row = pack(padded([sample, sample]))
-    with pytest.raises(
-        LayoutError, match="has videos, which glm4v writes with the placeholders of images: take the tree"
-    ):
-        PackedStep(model)(share(row))
+    video = build_sample(model.config, stretches=[3, 4], video_grids=[(2, 2, 2)], seconds=[1.0])
+    image = build_sample(model.config, stretches=[2, 5], image_grids=[(1, 2, 4)])
+    row = pack(padded([video, image, video, image]))
+    shared = share(row, min_shared=1)
+    assert shared.tree is not None
+    assert (shared.tree.images, shared.tree.videos) == ((0,), (0,))
+    found, expected = (PackedStep(model)(each, logits=True) for each in (shared, row))
+    assert torch.allclose(found.row_logits, expected.row_logits, atol=1e-5)
+    both = joined([video, image])
+    with pytest.raises(LayoutError, match="sample 0 has images and videos, which glm4v writes with one placeholder"):
+        PackedStep(model)(share(pack(padded([both, both])), min_shared=1))
 
 
 def test_frames_of_which_the_model_makes_no_token_are_refused() -> None:

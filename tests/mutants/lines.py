@@ -197,8 +197,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "prefix tree: media are compared with those that it computes",
             "row.py",
-            "replace(self, tree=None, metadata=metadata_of_tree(known, self.tree)).host_metadata()",
-            "pass",
+            "            self.metadata_of_media()\n",
+            "",
             "layout/test_sharing.py",
         ),
         (
@@ -231,7 +231,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "prefixes: media that seem alike are compared whole",
-            "sharing.py",
+            "media_units.py",
             "equal = next((other for other in candidates if _are_equal(values, _bits(blocks[other]))), at)",
             "equal = next(iter(candidates), at)",
             "layout/test_sharing.py",
@@ -239,22 +239,22 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "prefixes: media are told apart by content",
             "sharing.py",
-            "number = numbers.setdefault((content, written), len(numbers))",
-            "number = numbers.setdefault(written, len(numbers))",
+            "write(start, stop, (kind, number, more, values[start:stop].tobytes()))",
+            "write(start, stop, (kind, more, values[start:stop].tobytes()))",
             "layout/test_sharing.py",
         ),
         (
             "prefixes: what stands between frames is part of a video",
             "sharing.py",
-            "number = numbers.setdefault((content, written), len(numbers))",
-            "number = numbers.setdefault(content, len(numbers))",
+            "write(start, stop, (kind, number, more, values[start:stop].tobytes()))",
+            "write(start, stop, (kind, number, more))",
             "layout/test_sharing.py",
         ),
         (
             "prefixes: seconds are part of a video",
             "sharing.py",
-            "seconds = metadata.seconds_per_grid if kind == VIDEO else ()",
-            "seconds = ()",
+            "details = (metadata.image_grids, zip_longest(metadata.video_grids, metadata.seconds_per_grid), ())",
+            "details = (metadata.image_grids, metadata.video_grids, ())",
             "layout/test_sharing.py",
         ),
         (
@@ -281,9 +281,37 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "prefixes: a tree that is given divides no image",
             "sharing.py",
-            "whole = medium[first] == medium[first[before[medium]]]  # as",
-            "whole = medium == medium  # as",
+            "whole = self.atoms[first] == self.atoms[first[self.atoms]]  # as",
+            "whole = first == first  # as",
             "layout/test_sharing.py",
+        ),
+        (
+            "prefixes: tokens that see each other are shared together",
+            "sharing.py",
+            "                if begin != last:  # an atom",
+            "                if begin > last:  # an atom",
+            "model/test_prefixes.py",
+        ),
+        (
+            "prefixes: an audio is a run of placeholders",
+            "sharing.py",
+            "ends = np.flatnonzero((np.diff(placeholders) > 1) | (np.diff(samples[placeholders]) > 0))",
+            "ends = np.flatnonzero(np.diff(placeholders) > 9)",
+            "model/test_audio.py -k audio_is_shared",
+        ),
+        (
+            "prefixes: media are taken in the tree's order",
+            "media_units.py",
+            "return torch.cat([self._part(tensor, self.of_medium[at]) for at in media], self.axis)",
+            "return torch.cat([self._part(tensor, self.of_medium[at]) for at in sorted(media)], self.axis)",
+            "layout/test_sharing.py",
+        ),
+        (
+            "prefixes: what features depend on beside their tensors counts",
+            "media_units.py",
+            "further = [] if self.context is None else [self.context]",
+            "further = []",
+            "model/test_audio.py -k audio_is_shared",
         ),
     ),
     *_of(
@@ -354,8 +382,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "prefixes: media of a row are joined once",
             "assemble.py",
-            "images, videos = [images[at] for at in tree.images], [videos[at] for at in tree.videos]",
-            "pass",
+            "images=_counted_in_tree([media.images[at] for at in tree.images], _joins(family)),",
+            "images=media.images,",
             "collate/test_share_prefixes.py",
         ),
         (
@@ -1177,8 +1205,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "patches of a tree are those that it computes",
             "engine.py",
-            "for grids in setup.part.media_grids(setup.metadata) for grid in grids",
-            "for grids in (setup.metadata.image_grids, setup.metadata.video_grids) for grid in grids",
+            "return sum(map(prod, (*computed.image_grids, *computed.video_grids)))",
+            "return sum(map(prod, (*setup.metadata.image_grids, *setup.metadata.video_grids)))",
             "model/test_prefix_tree.py -k computed_once",
         ),
         (
@@ -1405,7 +1433,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a packed backbone shares beginnings",
             "backbone.py",
-            "row = _shared(row, self._min_shared)",
+            "row = _shared(row, self._min_shared, state.family.media_units(model.core.config))",
             "pass",
             "model/test_backbone.py",
         ),
@@ -3243,7 +3271,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "the probe's tree is shared",
             "forward_passes.py",
-            "return share(replace(row, mm_token_type_ids=types), min_shared=1)",
+            "return share(row, min_shared=1, units=self.probed.family.media_units(self.probed.config))",
             "return row",
             "probing/test_tree.py -k every_family",
         ),
@@ -3278,7 +3306,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a tree's images are those of the samples",
             "tree_checks.py",
-            "    checks = [check_packed_row(unshare(row), setup.samples, packed.segments(setup.samples))]",
+            "    checks = [check_packed_row(unshare(row, units=units), setup.samples, packed.segments(setup.samples))]",
             "    checks = [Check.of_mechanism('packing', 0, 0, '')]",
             "probing/test_tree.py -k compared",
         ),
@@ -3907,11 +3935,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "model/test_audio.py -k another_sample_than_its_placeholders",
         ),
         (
-            "prefixes with audio are not shared",
-            "sharing.py",
+            "audio is shared with its family alone",
+            "media_units.py",
             "if media.audio_mask is not None:",
             "if media.audio_mask is not None and media.pixel_values is not None:",
-            "model/test_audio.py -k prefixes_with_audio",
+            "model/test_audio.py -k audio_is_shared",
         ),
     ),
     *_of(
@@ -3967,6 +3995,74 @@ MUTANTS: tuple[Mutant, ...] = (
             "width = longest if self._pads_to_longest else extractor.n_samples",
             "width = extractor.n_samples",
             "collate/test_audio.py -k whole_processor_makes",
+        ),
+    ),
+    *_of(
+        "trainer",
+        (
+            "trainers of preferences and samples share nothing where images have no grids",
+            "trl.py",
+            "share_prefixes = self.shares_prefixes and (family.has_grids or not family.has_vision)",
+            "share_prefixes = self.shares_prefixes",
+            "trainer/test_grpo.py -k images_have_grids",
+        ),
+        (
+            "placeholders of videos are suppressed where there are any",
+            "trl.py",
+            "if has_videos and not trainer.use_vllm and trainer.generation_config.suppress_tokens:",
+            "if not trainer.use_vllm and trainer.generation_config.suppress_tokens:",
+            "trainer/test_grpo.py -k images_have_grids",
+        ),
+    ),
+    *_of(
+        "model",
+        (
+            "a forward that replaces that of the model's class is refused",
+            "plain.py",
+            "if stock.forward.__module__ != stock.__module__:",
+            "if stock.forward.__module__ is None:",
+            "model/test_attach.py -k replaces_the_class",
+        ),
+        (
+            "entropies are of the logits, whatever cross_entropy leaves in them",
+            "head.py",
+            "return torch.stack([target_l - logits_lV.logsumexp(-1), entropies(logits_lV)], -1)",
+            'return torch.stack([-F.cross_entropy(logits_lV, targets_l, reduction="none"), entropies(logits_lV)], -1)',
+            "model/test_head.py -k overwrites",
+        ),
+    ),
+    *_of(
+        "cli",
+        (
+            "a mix has the weights of the command line",
+            "mixing.py",
+            "mixed = mix_datasets(datasets, weights or None, num=num, stopping_strategy=stopping, seed=seed)",
+            "mixed = mix_datasets(datasets, None, num=num, stopping_strategy=stopping, seed=seed)",
+            "cli/test_mixing.py -k packed_samples",
+        ),
+        (
+            "a mix has the seed of the command line",
+            "inputs.py",
+            "dataset = open_mix(options.dataset, options.mix, num=options.num, seed=options.seed, open_one=open_one)",
+            "dataset = open_mix(options.dataset, options.mix, num=options.num, seed=0, open_one=open_one)",
+            "cli/test_mixing.py -k packed_samples",
+        ),
+        (
+            "data sets of a mix have names that differ",
+            "mixing.py",
+            "if len(set(names)) == len(names):",
+            "if names:",
+            "cli/test_mixing.py -k names",
+        ),
+    ),
+    *_of(
+        "data",
+        (
+            "answers that were rejected are left out where the chosen ones are read",
+            "foreign.py",
+            'if "chosen" in self.names:  # the answers that are learnt: the others are left out on purpose',
+            'if "rejected" in self.names:  # the answers that are learnt: the others are left out on purpose',
+            "data/test_formats.py -k chosen_answers",
         ),
     ),
 )

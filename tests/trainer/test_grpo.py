@@ -8,11 +8,12 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from test_readme import DOCS, examples
 from tiers import tiers
-from training import distance
-from trl_runs import arguments, finish, grpo, processor_of, prompts, reward, saved, trl
+from training import apart, distance
+from trl_runs import BEYOND_QWEN, arguments, finish, grpo, placeholders, processor_of, prompts, reward, saved, trl
 
 from vlmpack.errors import ConfigError
-from vlmpack.model import StepConfig, enable_packing, is_packing
+from vlmpack.families import family_of
+from vlmpack.model import StepConfig, enable_packing, find_model, is_packing, packing_state
 from vlmpack.trainer import PackedGRPOTrainer, check_trainer
 
 pytestmark = [
@@ -26,21 +27,35 @@ LOSS = {"vespo": 4e-6}
 """Relative limit of a loss where it is not 1e-6: powers of ratios round more."""
 
 
-def compared(tmp_path, family="qwen3_vl", *, adapted=lambda model: model, **settings):
+class Aligned(trl.GRPOTrainer):
+    """TRL's own, with the kinds of tokens read off the ids: it takes those of a prompt with two first tokens."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        family = family_of(self.model)
+
+        def align(backbone, args, inputs):
+            return args, {**inputs, family.token_types: family.media_types(inputs["input_ids"], self.model.config)}
+
+        for model in (self.model, self.ref_model):
+            family.backbone(model).register_forward_pre_hook(align, with_kwargs=True)
+
+
+def compared(tmp_path, family="qwen3_vl", *, adapted=lambda model: model, steps=3, padded=trl.GRPOTrainer, **settings):
     """Both trainers' runs, compared; the packed one is returned."""
     runs, finished = [], []
-    for trainer in (trl.GRPOTrainer, PackedGRPOTrainer):  # one after the other: it seeds the global generator
-        runs.append(grpo(trainer, adapted(saved(tmp_path, family)), tmp_path, **settings))
+    for trainer in (padded, PackedGRPOTrainer):  # one after the other: it seeds the global generator
+        runs.append(grpo(trainer, adapted(saved(tmp_path, family)), tmp_path, max_steps=steps, **settings))
         finished.append(finish(runs[-1]))
     (padded, reference), (packed, ours) = finished
     assert packed.losses[0] == pytest.approx(padded.losses[0], rel=LOSS.get(settings.get("loss_type"), 1e-6), abs=1e-6)
     assert packed.losses == pytest.approx(padded.losses, rel=1e-5, abs=1e-5)  # of weights apart by rounding
-    assert len(packed.gradients) == 3
+    assert len(packed.gradients) == len(padded.gradients) == steps
     assert max(float(gradient.abs().max()) for truth in padded.gradients for gradient in truth.values()) > 1e-3
-    errors = [distance(*gradients) for gradients in zip(padded.gradients, packed.gradients, strict=True)]
+    errors = [apart(*gradients) for gradients in zip(padded.gradients, packed.gradients, strict=True)]
     assert errors[0] < 1e-5
     assert max(errors) < 2e-4  # vespo's weights are exponentials of sums of ratios, and magnify it
-    assert distance(reference, ours) < 1e-5
+    assert apart(reference, ours) < 1e-5
     same_metrics(*(run.state.log_history for run in runs))
     return runs[1]
 
@@ -59,6 +74,11 @@ def test_steps_are_those_of_the_padded_trainer(loss_type, beta, tmp_path):
     settings = {"num_iterations": 2, "temperature": 0.7, "gradient_accumulation_steps": 2}
     run = compared(tmp_path, loss_type=loss_type, beta=beta, **settings)
     assert run.state.log_history[0]["packing/computed"] < 0.5
+
+
+@pytest.mark.full
+def test_ten_steps(tmp_path):
+    compared(tmp_path, steps=10, beta=0.1, num_iterations=2)
 
 
 @pytest.mark.full
@@ -92,6 +112,19 @@ def test_families(family, tmp_path):
     run = compared(tmp_path, family, beta=0.1, num_iterations=2, **settings)
     assert run.state.log_history[0]["packing/computed"] < 0.5
     assert ("aux_loss" in run.state.log_history[0]) == family.endswith("moe")
+
+
+@pytest.mark.full
+@pytest.mark.every_family
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # processors of GLM
+@pytest.mark.parametrize("family", BEYOND_QWEN)
+def test_families_beyond_qwen(family, tmp_path):
+    """Samples of a prompt share it where images have grids."""
+    if family in ("llava_onevision", "paddleocr_vl"):
+        pytest.skip("TRL's own GRPOTrainer cannot train it")
+    padded = Aligned if family.startswith("gemma") else trl.GRPOTrainer
+    run = compared(tmp_path, family, padded=padded, sharing={}, beta=0.1)
+    assert (run.share_prefixes is not None) == packing_state(find_model(run.model)).family.has_grids
 
 
 @pytest.mark.full
@@ -170,6 +203,13 @@ def made(model, tmp_path, **settings):
 def test_a_policy_by_name_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"packing cannot be enabled on 'policy', which TRL would load: load the"):
         made("policy", tmp_path)
+
+
+def test_prefixes_are_shared_where_images_have_grids(tmp_path):
+    for family, shared in (("qwen3_vl", True), ("llava", False)):
+        run = grpo(PackedGRPOTrainer, saved(tmp_path, family), tmp_path, sharing={})
+        assert (run.share_prefixes is not None) == shared
+        assert run.generation_config.suppress_tokens == placeholders(run.model)  # of videos where there are any
 
 
 @pytest.mark.full

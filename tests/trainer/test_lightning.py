@@ -1,4 +1,4 @@
-"""The module of the page on recipes in Lightning: its losses and weights are those of a loop over padded batches."""
+"""The module of the page on recipes in Lightning: ten steps are those of a loop over padded batches."""
 
 from __future__ import annotations
 
@@ -10,20 +10,39 @@ pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 
 
 def test_the_module_trains_as_a_loop_over_padded_batches(tmp_path, monkeypatch):
-    pytest.importorskip("lightning", reason="needs Lightning: pip install lightning")
+    lightning = pytest.importorskip("lightning", reason="needs Lightning: pip install lightning")
     monkeypatch.chdir(tmp_path)
-    names = {"__name__": "page"}
+    page = {"__name__": "page"}
     for example in examples(DOCS / "recipes.md"):
-        exec(example.code, names)
-    reference = names["tiny_model"](processor=names["processor"])
-    collator = names["VLMCollator"](names["processor"], layout="padded")
-    optimizer = torch.optim.SGD(reference.parameters(), lr=1e-3)
-    for at in (0, 3):
-        batch = collator(names["receipts"][at : at + 3])
+        exec(example.code, page)
+    assert float(page["trainer"].callback_metrics["loss"]) > 0
+
+    class Losses(lightning.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, index):
+            losses.append(float(outputs["loss"]))
+
+    losses: list[float] = []
+    module = page["PackedModule"](page["tiny_model"](processor=page["processor"]), 0.05)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    lightning.Trainer(max_steps=10, accelerator="cpu", callbacks=[Losses()], **quiet).fit(module, page["rows"])
+
+    reference = page["tiny_model"](processor=page["processor"])
+    expected = padded_losses(reference, page["VLMCollator"](page["processor"], layout="padded"), page["receipts"])
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert losses[-1] < losses[0] - 0.1  # the guard: it learns
+    for ours, theirs in zip(module.model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def padded_losses(model, collator, receipts):
+    """The losses of ten steps over padded batches of three receipts each."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
+    for step in range(10):
+        batch = collator(receipts[(at := 3 * (step % 2)) : at + 3])
         batch.pop("vlmpack")
-        reference(**batch).loss.backward()
+        loss = model(**batch).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert float(names["trainer"].callback_metrics["loss"]) > 0
-    for ours, theirs in zip(names["module"].model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        losses.append(loss.item())
+    return losses

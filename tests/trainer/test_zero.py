@@ -33,7 +33,7 @@ def of_one_process(steps):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_clipped_accumulated_and_resumed_steps(stage, tmp_path):
+def test_ten_clipped_accumulated_and_resumed_steps(stage, tmp_path):
     pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install deepspeed")
     script = Path(__file__).with_name("zero_two_ranks.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
@@ -43,7 +43,7 @@ def test_clipped_accumulated_and_resumed_steps(stage, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     ours = torch.load(tmp_path / f"zero{stage}.pt")
-    losses, norms, weights = of_one_process(4)
+    losses, norms, weights = of_one_process(10)
     assert ours["losses"] == pytest.approx(losses, rel=1e-4)
     assert min(norms) > 0.5  # the guard: gradients were clipped
     assert ours["norms"] == pytest.approx(norms, rel=1e-3)

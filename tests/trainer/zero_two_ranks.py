@@ -21,7 +21,7 @@ from vlmpack.context_parallel import Parallel
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.testing import tiny_model
 
-STEPS, RESUMED_AT = 4, 2
+STEPS, RESUMED_AT = 10, 4
 
 
 def settings(stage: int) -> dict:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import InputOptions, measure, open_inputs
+from vlmpack.cli.mixing import MixOptions, mix_lines, mix_numbers
 from vlmpack.cli.prefix_savings import PrefixSavings, print_savings
 from vlmpack.errors import ConfigError, check_extra
 from vlmpack.files import write_text
@@ -71,6 +72,9 @@ def analyze(
     image_root: options.ImageRoot = None,
     branches: options.Branches = "conversation",
     columns: options.Columns = None,
+    mix: options.Mix = None,
+    stopping_strategy: options.Stopping = "first_exhausted",
+    epoch: options.Epoch = 0,
     seed: options.Seed = 0,
     max_length: options.MaxLength = None,
     overlength: options.Overlength = "error",
@@ -96,28 +100,33 @@ def analyze(
         check_extra("plots", "matplotlib", needed_by="`vlmpack analyze --out`")
 
     from vlmpack.plan import CAPACITIES
-    from vlmpack.store import why_no_grids
+    from vlmpack.store import why_no_marks
 
     packing = Packing(
         capacities=tuple(capacity or CAPACITIES), rows_per_device=rows_per_device, strategy=strategy,
         recipe=_recipe(world_size, per_device_batch, accumulation, samples_per_update),
         max_patches=max_patches, max_images=max_images,
     )  # fmt: skip
-    inputs = open_inputs(InputOptions(
+    source = InputOptions(
         dataset=dataset, processor=processor, split=split, num=num, seed=seed, max_length=max_length,
         overlength=overlength, max_pixels=max_pixels, image_root=image_root, branches=branches, columns=columns,
-    ), train_on=train_on)  # fmt: skip
+        mix=MixOptions.of(mix, stopping_strategy, epoch),
+    )  # fmt: skip
+    inputs = open_inputs(source, train_on=train_on)
     if out is not None:
         options.make_folder("--out", out)
     console = Console(quiet=as_json)
-    without = None if min_shared is not None else why_no_grids(inputs.collator)
+    without = None if min_shared is not None else why_no_marks(inputs.collator)
     least = None if without or min_shared == 0 else min_shared or MIN_SHARED
     table = measure(inputs, quiet=quiet, workers=workers, cache=cache, estimate=estimate, min_shared=least)
-    analysis = Analysis(source=dataset, table=table, packing=packing, is_estimate=estimate, min_shared=least)
+    analysis = Analysis(
+        source=source.title, table=table, packing=packing, is_estimate=estimate, min_shared=least,
+        mix=mix_numbers(inputs.dataset),
+    )  # fmt: skip
     print_analysis(analysis, console)
     if without:
         console.print()
-        print_text(console, Text(f"Shared prefixes were not looked for: images are found by grids, but {without}."))
+        print_text(console, Text(f"Shared prefixes were not looked for: {without}."))
     for path in _save(analysis, out) if out is not None else ():
         console.print(f"written: {path}", highlight=False, markup=False)
     if as_json:
@@ -213,6 +222,8 @@ class Analysis:
     """Image tokens are estimated by the image's size alone."""
     min_shared: int | None = None
     """Tokens of the shortest prefix that counts as shared; None: shared prefixes were not looked for."""
+    mix: dict[str, Any] | None = None
+    """Counts of each data set of a mix; None: there is one data set."""
 
     @cached_property
     def simulations(self) -> tuple[Simulation, ...]:
@@ -265,6 +276,7 @@ class Analysis:
         table, recipe = self.table, self.packing.recipe
         return {
             "source": self.source,
+            "mix": self.mix,
             "samples": len(table),
             "refused": {
                 "samples": len(table.refused),
@@ -292,6 +304,8 @@ class Analysis:
 def print_analysis(analysis: Analysis, console: Console) -> None:
     """Print tables, histograms and recipes."""
     console.print(_head(analysis), soft_wrap=not console.is_terminal)
+    for line in mix_lines(analysis.mix):
+        print_text(console, Text(line), indent=2)
     _print_refused(analysis.table, console)
     if not len(analysis.table):
         return

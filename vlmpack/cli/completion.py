@@ -199,7 +199,7 @@ def fish(verbs: Sequence[Verb]) -> str:
     ]
     lines += [f"complete -c vlmpack -n __fish_use_subcommand -l {name}" for name in ("version", "help")]
     for verb in verbs:
-        here = f"complete -c vlmpack -n '__fish_seen_subcommand_from {verb.name}'"
+        here = f"complete -c vlmpack -n 'string match -q {verb.name} -- (commandline -opc)[2]'"
         for argument in verb.arguments:
             words = _quoted(" ".join(argument.words), fish=True)
             lines.append(f"{here} -a {words}" if argument.words else f"{here} -F")

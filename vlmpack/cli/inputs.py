@@ -6,18 +6,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
+from vlmpack.cli.mixing import MixOptions, open_mix
 from vlmpack.cli.options import refuse_file
 from vlmpack.cli.progress import progress_bars
 from vlmpack.errors import ConfigError
 
 if TYPE_CHECKING:
     from vlmpack.collate import VLMCollator
-    from vlmpack.data import OpenDataset
+    from vlmpack.data import MixedDataset, OpenDataset
     from vlmpack.plan import LengthTable
 
 SYNTHETIC = "synthetic"
@@ -52,12 +53,19 @@ class InputOptions:
     """What a sample is: one of `BRANCHES`."""
     columns: str | None = None
     """Names of columns as JSON, or a file that describes them; None: they have known names."""
+    mix: MixOptions = field(default_factory=MixOptions)
+    """Data sets beside it; `num` then counts the samples of the mix, and limits and columns are of each."""
+
+    @property
+    def title(self) -> str:
+        """The data set as it was named; of a mix, all of them."""
+        return " + ".join((self.dataset, *self.mix.sources))
 
 
 class Inputs(NamedTuple):
     """A data set, and the collator that makes rows of it."""
 
-    dataset: OpenDataset
+    dataset: OpenDataset | MixedDataset
     """Samples."""
     collator: VLMCollator
     """Holds the processor."""
@@ -77,10 +85,18 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
     from vlmpack.collate import VLMCollator
 
     _check(options)
-    dataset = open_samples(
-        options.dataset, split=options.split, num=options.num, seed=options.seed, image_root=options.image_root,
-        branches=options.branches, columns=options.columns, small=tiny_family(options.processor) is not None,
-    )  # fmt: skip
+
+    def open_one(source: str, num: int | None = None) -> OpenDataset:
+        check_source(source, split=options.split)
+        return open_samples(
+            source, split=options.split, num=num, seed=options.seed, image_root=options.image_root,
+            branches=options.branches, columns=options.columns, small=tiny_family(options.processor) is not None,
+        )  # fmt: skip
+
+    if options.mix.sources:
+        dataset = open_mix(options.dataset, options.mix, num=options.num, seed=options.seed, open_one=open_one)
+    else:
+        dataset = open_one(options.dataset, options.num)
     processor = limit_pixels(named_processor(options.processor), options.max_pixels)
     limits: dict[str, Any] = {"max_length": options.max_length, "overlength": options.overlength}
     return Inputs(dataset, VLMCollator(processor, layout="packed", **limits, **settings))
@@ -131,31 +147,38 @@ def open_samples(
 
 
 def _check(options: InputOptions) -> None:
-    """Refuse options that contradict each other, and a source that would be read as something else.
+    """Refuse options that contradict each other.
 
     Raises:
-        ConfigError: a folder of packed rows, a split of a file that has none, a missing folder of images, or
-            `--overlength` without `--max-length`.
+        ConfigError: a missing folder of images, or `--overlength` without `--max-length`.
     """
-    from vlmpack.data import JSON_FILES
-    from vlmpack.store import is_store
-
-    path, root = Path(options.dataset).expanduser(), options.image_root
-    if is_store(path):
-        raise ConfigError(
-            f"{options.dataset} is packed already: `vlmpack pack` wrote it. `vlmpack show {options.dataset}` shows its "
-            "rows; give the data set that it was made of"
-        )
-    check_finished(options.dataset)
-    if options.split != DEFAULT_SPLIT and path.suffix in JSON_FILES and path.is_file():
-        raise ConfigError(
-            f"--split {options.split}: {options.dataset} is a JSON file, which is one split, whatever it is called; "
-            "leave --split out"
-        )
+    root = options.image_root
     if root is not None and not root.expanduser().is_dir():
         raise ConfigError(f"--image-root {root} is no folder here; give the one at which images' paths start")
     if options.overlength != "error" and options.max_length is None:
         raise ConfigError(f"--overlength {options.overlength} needs --max-length, the most tokens of a sample")
+
+
+def check_source(source: str, *, split: str) -> None:
+    """Refuse a source that would be read as something else.
+
+    Raises:
+        ConfigError: a folder of packed rows, or a split of a file that has none.
+    """
+    from vlmpack.data import JSON_FILES
+    from vlmpack.store import is_store
+
+    path = Path(source).expanduser()
+    if is_store(path):
+        raise ConfigError(
+            f"{source} is packed already: `vlmpack pack` wrote it. `vlmpack show {source}` shows its "
+            "rows; give the data set that it was made of"
+        )
+    check_finished(source)
+    if split != DEFAULT_SPLIT and path.suffix in JSON_FILES and path.is_file():
+        raise ConfigError(
+            f"--split {split}: {source} is a JSON file, which is one split, whatever it is called; leave --split out"
+        )
 
 
 def check_finished(source: str) -> None:

@@ -27,6 +27,7 @@ STRATEGIES = (
     "rolling_fill",
     "next_fit",
 )
+STOPPING = ("first_exhausted", "all_exhausted")
 DTYPES = ("float32", "bfloat16")
 DEVICES = ("cpu", "cuda")
 
@@ -70,7 +71,22 @@ MaxPixels = Annotated[
 ]
 Split = Annotated[str, typer.Option(help="Of a data set that has several; a JSON file has one.")]
 Num = Annotated[int | None, typer.Option(min=1, help="The first so many samples; by default all.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of synthetic receipts.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of synthetic receipts, and of the order of a mix.")]
+Mix = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--mix",
+        help="Another data set to mix in, once or more: SOURCE=WEIGHT has WEIGHT samples for each of the first data "
+        "set's; SOURCE without weights: every sample once.",
+    ),
+]
+Stopping = Annotated[
+    str,
+    word(*STOPPING, help="End of a mix's epoch: first_exhausted (before a sample comes twice) or all_exhausted."),
+]
+Epoch = Annotated[
+    int, typer.Option(min=0, help="Of a mix: the next one goes on in each data set where this one stopped.")
+]
 MaxLength = Annotated[int | None, typer.Option(min=2, help="Most tokens of a sample; by default any.")]
 Overlength = Annotated[
     str,

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import InputOptions, open_inputs
+from vlmpack.cli.mixing import MixOptions, mix_lines, mix_numbers
 from vlmpack.cli.progress import progress_bars
 from vlmpack.errors import check_extra
 from vlmpack.terminal import format_bytes, make_table, number_columns, print_table, print_text, sample_name, text_column
@@ -55,6 +56,9 @@ def pack(
     image_root: options.ImageRoot = None,
     branches: options.Branches = "conversation",
     columns: options.Columns = None,
+    mix: options.Mix = None,
+    stopping_strategy: options.Stopping = "first_exhausted",
+    epoch: options.Epoch = 0,
     seed: options.Seed = 0,
     max_length: options.MaxLength = None,
     overlength: options.Overlength = "error",
@@ -103,6 +107,7 @@ def pack(
     source = InputOptions(
         dataset=dataset, processor=processor, split=split, num=num, seed=seed, max_length=max_length,
         overlength=overlength, max_pixels=max_pixels, image_root=image_root, branches=branches, columns=columns,
+        mix=MixOptions.of(mix, stopping_strategy, epoch),
     )  # fmt: skip
     slots = SlotRule(multiple=pad_seq_to_mult, max_segments=max_segments)
     skip_limit = None if max_bad_fraction is None else SkipLimit(max_bad_fraction=max_bad_fraction)
@@ -115,9 +120,10 @@ def pack(
             inputs.dataset, out, inputs.collator, settings, workers=workers, executor="ray" if ray else "local",
             cache=cache, progress=progress,
         )  # fmt: skip
-    print_store(out, manifest, Console(quiet=as_json))
+    mixed = mix_numbers(inputs.dataset)
+    print_store(out, manifest, Console(quiet=as_json), mix=mixed)
     if as_json:
-        typer.echo(json.dumps(numbers(out, manifest), indent=2))
+        typer.echo(json.dumps({**numbers(out, manifest), "mix": mixed}, indent=2))
 
 
 def numbers(out: Path, manifest: Manifest) -> dict[str, Any]:
@@ -138,13 +144,15 @@ def numbers(out: Path, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def print_store(out: Path, manifest: Manifest, console: Console) -> None:
-    """Print rows, samples, sizes, and the samples left out of the folder `out`."""
+def print_store(out: Path, manifest: Manifest, console: Console, *, mix: dict[str, Any] | None = None) -> None:
+    """Print rows, samples, sizes, the data sets of a mix, and the samples left out of the folder `out`."""
     table = make_table("name", *number_columns("number"), text_column("meaning"), header=False)
     console.print(f"[bold]{escape(str(out))}[/]", highlight=False, soft_wrap=not console.is_terminal)
     for name, number, meaning in _lines(manifest):
         table.add_row(f"[cyan]{name}[/]", number, f"[dim]{meaning}[/]")
     print_table(console, table)
+    for line in mix_lines(mix):
+        print_text(console, Text(f"mixed: {line}"))
     if manifest.counts.refused + manifest.counts.dropped:
         _print_left_out(out, manifest, console)
 

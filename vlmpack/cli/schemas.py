@@ -161,10 +161,23 @@ _SAVINGS = record(
         ),
     },
 )
+_MIX = mapping(
+    "The data sets of --mix by their names, with which the ids of their samples begin; null: there is one data set.",
+    record(
+        "One data set.",
+        {
+            "weight": number("Its share of the samples."),
+            "size": count("Samples that it has."),
+            "samples": count("Samples of it in this epoch, before any is left out."),
+            "passes": number("Passes over it in this epoch."),
+        },
+    ),
+)
 _ANALYZE = record(
     "Lengths of a data set, and packing simulated.",
     {
-        "source": text("The data set, as it was named."),
+        "source": text("The data set, as it was named; of a mix, all of them."),
+        "mix": optional(_MIX),
         "samples": count("Samples that can be used."),
         "refused": record(
             "Samples that cannot be used.",
@@ -243,6 +256,7 @@ _PACK = record(
         "bytes": count("Their size."),
         "reasons": mapping("Samples left out, by reason.", count("Samples.")),
         "left_out": optional(text("The file that lists samples left out; null: there are none.")),
+        "mix": optional(_MIX),
     },
 )
 _TREE = record(

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import SYNTHETIC, InputOptions, check_finished, measure, open_inputs
+from vlmpack.cli.mixing import MixOptions
 from vlmpack.cli.tree_drawing import TreeDrawing, letter, style
 from vlmpack.errors import ConfigError, LayoutError
 
@@ -51,6 +52,9 @@ def show(
     image_root: options.ImageRoot = None,
     branches: options.Branches = "conversation",
     columns: options.Columns = None,
+    mix: options.Mix = None,
+    stopping_strategy: options.Stopping = "first_exhausted",
+    epoch: options.Epoch = 0,
     seed: options.Seed = 0,
     max_length: options.MaxLength = None,
     overlength: options.Overlength = "error",
@@ -69,7 +73,12 @@ def show(
     from vlmpack.store import is_store
 
     console, numbers = Console(), row or [0]
+    mixed = MixOptions.of(mix, stopping_strategy, epoch)
     if is_store(Path(source).expanduser()):
+        if mixed.sources:
+            raise ConfigError(
+                f"--mix {mixed.sources[0]}: {source} is packed already, so nothing is mixed; leave it out"
+            )
         rows = stored_rows(source)
     else:
         check_finished(source)
@@ -77,6 +86,7 @@ def show(
             dataset=source, processor=_checked_processor(source, processor), split=split, num=num, seed=seed,
             max_length=max_length, overlength=overlength, max_pixels=max_pixels, image_root=image_root,
             branches=branches, columns=columns,
+            mix=mixed,
         )  # fmt: skip
         rows = planned_rows(
             inputs, quiet=quiet, numbers=numbers, capacity=capacity, workers=workers, cache=cache,
@@ -304,7 +314,7 @@ def planned_rows(
         )
 
     return Rows(
-        summary=f"{source.dataset}: {len(plan.sample_ids):,} samples in {len(plan):,} rows of {capacity:,} tokens, "
+        summary=f"{source.title}: {len(plan.sample_ids):,} samples in {len(plan):,} rows of {capacity:,} tokens, "
         f"{plan.fill:.2%} full{_left_out(len(table.refused), len(plan.dropped) - len(table.refused))}",
         count=len(plan),
         capacity=capacity,

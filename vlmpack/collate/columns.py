@@ -177,6 +177,11 @@ def _remedy(feature: Mapping[str, Any]) -> str:
         )
     if near := [f"{name!r}: did you mean {column!r}?" for name in feature if (column := _nearest(str(name)))]:
         return f"{' '.join(near)} Rename the column"
+    if "chosen" in feature and "rejected" in feature:
+        return (
+            "A pair of answers is for PackedDPOTrainer of vlmpack.trainer.trl; to learn the chosen ones alone: "
+            "open_dataset(..., columns={'chosen': 'completion'})"
+        )
     if "prompt" in feature or "completion" in feature:
         return "A prompt comes with its completion: give both, or write them as messages"
     if not any(isinstance(feature[name], str | list | tuple | Mapping) for name in feature if name not in _KEPT):

@@ -14,6 +14,7 @@ import torch
 from vlmpack.collate.columns import Kind, MediaRef
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.errors import Refusal
+from vlmpack.families import Runs, media_runs, prefix_run
 from vlmpack.layout import AUDIO, IGNORE, IMAGE, TEXT, VIDEO, Grid
 
 
@@ -81,6 +82,12 @@ class Encoded:
     def num_tokens(self) -> int:
         """n."""
         return len(self.input_ids)
+
+    @property
+    def media_runs(self) -> Runs:
+        """The prefix of a sample whose family has prefixes, or the runs of its media tokens."""
+        column = next(iter(self.columns.values()), None)
+        return media_runs(self.types) if column is None else prefix_run(column)
 
     @cached_property
     def num_targets(self) -> int:

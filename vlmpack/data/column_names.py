@@ -61,8 +61,8 @@ def _check_target(target: str) -> None:
         return
     if target in _PREFERENCES:
         raise ConfigError(
-            f"columns= reads a column as {target!r}: preferences are not trained on here; leave it out, and open the "
-            "chosen answers as response"
+            f"columns= reads a column as {target!r}: preferences are not trained on here; leave it out, and read the "
+            "chosen answers: {'chosen': 'completion'} (pairs: PackedDPOTrainer of vlmpack.trainer.trl)"
         )
     near = get_close_matches(target, TARGETS, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""

@@ -61,6 +61,8 @@ class ColumnMap:
             ValueError: two columns have one name, or turns or pairs are none.
         """
         renamed: dict[str, Any] = {}
+        if "chosen" in self.names:  # the answers that are learnt: the others are left out on purpose
+            row = {name: value for name, value in row.items() if not name.startswith("rejected")}
         for name, value in row.items():
             target = self.names.get(name, name)
             if target in renamed and value is not None and renamed[target] is not None:

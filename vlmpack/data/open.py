@@ -107,7 +107,8 @@ def open_dataset(
             once to count them.
         columns: columns of the data set -> the names that are read, such as `{"question": "query", "answer":
             "response"}`; as JSON, as ms-swift's `--columns` has it; or the path of a LLaMA-Factory `dataset_info.json`
-            that describes the source. None: the columns have known names.
+            that describes the source. Where `chosen` is read, rejected answers are left out. None: the columns have
+            known names.
 
     Raises:
         ConfigError: the source, split or number do not fit what is there; it cannot be read, or holds no samples;
@@ -301,11 +302,18 @@ def _are_receipts(rows: Rows, name: str) -> bool:
     if PAIRS_COLUMN in columns:
         return False
     known = ", ".join(("input_ids", *CONVERSATIONS, PAIRS_COLUMN))
-    raise ConfigError(f"{name} holds {', '.join(map(str, columns)) or 'nothing'}, and none of {known}; {_remedy(rows)}")
+    raise ConfigError(
+        f"{name} holds {', '.join(map(str, columns)) or 'nothing'}, and none of {known}; {_remedy(rows, columns)}"
+    )
 
 
-def _remedy(rows: Rows) -> str:
-    """A file of one object may hold all samples under a key."""
+def _remedy(rows: Rows, columns: Sequence[str]) -> str:
+    """A file of one object may hold all samples under a key; pairs of answers are for other trainers."""
+    if {"chosen", "rejected"} <= set(columns):
+        return (
+            "PackedDPOTrainer of vlmpack.trainer.trl trains on these pairs as datasets.load_dataset reads them; to "
+            "learn the chosen answers alone: columns={'chosen': 'messages'}"
+        )
     lists = [name for name, value in rows[0].items() if isinstance(value, list)] if isinstance(rows, JsonRows) else []
     if len(rows) == 1 and lists:
         return f"if the samples are the list under its key {lists[0]!r}, write that list alone into a file"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from math import prod
 from typing import Any, final
@@ -17,18 +17,30 @@ from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.audio import AskModel, AudioPart, SampleMedia, check_markers
 from vlmpack.families.frames import WindowRule, frame_segments, window_segments
 from vlmpack.families.media import ExpectedRuns, MediaItems, check_runs, media_items, row_positions
-from vlmpack.families.rules import LogitsRule, MRope, OneAxis, VideoPlacement, check_seconds, plain_logits, single_run
+from vlmpack.families.rules import (
+    LogitsRule,
+    MRope,
+    OneAxis,
+    VideoPlacement,
+    check_seconds,
+    plain_logits,
+    single_run,
+    without_head,
+)
 from vlmpack.families.shared_placeholder import frames_as_images, kinds_between
 from vlmpack.families.spans import Prefix, Sees
 from vlmpack.families.tiles import (
     QWEN_MEDIA,
     Join,
     TileBoundaries,
+    TileEntries,
     TileTokens,
     check_tiles,
     counted_tokens,
+    patches_in,
 )
-from vlmpack.layout import AUDIO, IMAGE, VIDEO, Grid, HostMetadata, Media, PackedRow, Segments, outside_graph
+from vlmpack.families.units import find_media
+from vlmpack.layout import AUDIO, IMAGE, VIDEO, FindMedia, Grid, HostMetadata, Media, PackedRow, Segments, outside_graph
 
 
 @final
@@ -57,6 +69,8 @@ class Family:
     tile_tokens: TileTokens | None = None
     """Of a family whose images are rows of a batch, or tiles: the placeholder tokens of each; None: images are patches
     with a grid each."""
+    tile_entries: TileEntries | None = None
+    """Of such a family: the entries of each tile or image in tensors that have not one each; None: all have."""
     video_tokens: TileTokens | None = None
     """Of such a family that takes videos: the placeholder tokens of each; None: it takes none."""
     tile_boundaries: TileBoundaries | None = None
@@ -270,6 +284,10 @@ class Family:
             return ()
         return counted_tokens(media, metadata.image_tokens, self.tile_tokens, config)
 
+    def media_units(self, config: Any) -> FindMedia:
+        """Return the function that finds the media of a row, each with its part of the tensors, for `share`."""
+        return partial(find_media, self, config)
+
     def check_runs(
         self,
         types: torch.Tensor,
@@ -300,7 +318,9 @@ class Family:
         if not self.has_grids:
             check_tiles(types, segments, metadata)
             if self.video_tokens is not None:
-                tokens = tuple(self.video_tokens(row.media.to_hf() if row is not None else {}, config))
+                tokens = metadata.video_tokens  # of a row with a prefix tree, whose media are not those of the samples
+                if row is not None and row.tree is None:
+                    tokens = tuple(self.video_tokens(row.media.to_hf(), config))
                 videos = replace(metadata, image_tokens=tokens, images_per_sample=metadata.videos_per_sample)
                 check_tiles(types, segments, videos, kind=VIDEO)
             return
@@ -351,12 +371,12 @@ class Family:
         return "".join(f"{value} exactly on {name} placeholders, " for value, name, has in kinds if has)
 
     def media_of_row(
-        self, row: PackedRow, types: torch.Tensor, metadata: HostMetadata
+        self, row: PackedRow, types: torch.Tensor, metadata: HostMetadata, computed: HostMetadata
     ) -> tuple[Media, tuple[tuple[Grid, ...], ...]]:
         """The media of a row whose images have grids as the model without its head takes them, and the grids of each
-        call of its tower; raises a LayoutError where `frames_as_images` does."""
+        call of its tower (`computed`: metadata of its media); raises a LayoutError where `frames_as_images` does."""
         if not self.videos_as_images:
-            return row.media, (metadata.image_grids, metadata.video_grids)
+            return row.media, (computed.image_grids, computed.video_grids)
         media, grids = frames_as_images(row, types, metadata, self.model_type)
         return media, (grids,)
 
@@ -402,13 +422,9 @@ class Family:
 
     def tile_patches(self, media: Media, config: Any) -> int:
         """Patches of all pixels of a family whose images have no grids: padding of tiles to a common size included."""
-        vision = self.vision_config(config)
-        vision = getattr(vision, "sam_config", vision)  # of DeepSeek-OCR 2's tower the part that is given pixels
-        sides = vision.patch_size if isinstance(vision.patch_size, list | tuple) else (vision.patch_size,) * 2
-        channels = getattr(vision, "num_channels", 3)
         tensors = media.to_hf()
-        values = sum(tensors[name].numel() for name in self.pixel_names if name in tensors)
-        return values // (channels * prod(sides))
+        pixels = [tensors[name] for name in self.pixel_names if name in tensors]
+        return patches_in(pixels, self.vision_config(config))
 
     # ------------------------------------------------------------------ parts of the model
 
@@ -416,9 +432,7 @@ class Family:
         """The model without its head: ids, pixels and positions in, hidden states out."""
         if self.backbone_path:
             return model.get_submodule(self.backbone_path)
-        if model not in _WITHOUT_HEAD:
-            _WITHOUT_HEAD[model] = WithoutHead(model, self.stock_class(model))
-        return _WITHOUT_HEAD[model]
+        return without_head(model, self.stock_class(model))
 
     def stock_class(self, model: nn.Module) -> Any:
         """The transformers class of a model of this family, whatever subclass of it the model is."""
@@ -480,20 +494,3 @@ class Family:
                 "use a merge_kernel_size of as many rows as columns"
             )
         return rows
-
-
-@final
-class WithoutHead(nn.Module):
-    """A model whose text part holds the head, as a module that is given a row: its own forward, for which the head
-    leaves rows alone (the mechanism `inner_head`). No part of the model, and without parameters."""
-
-    def __init__(self, model: nn.Module, stock_class: Any) -> None:
-        super().__init__()
-        self._model, self._stock_class = weakref.ref(model), stock_class
-
-    def forward(self, **inputs: Any) -> Any:
-        """Call the model's own forward."""
-        return self._stock_class.forward(self._model(), **inputs)
-
-
-_WITHOUT_HEAD: weakref.WeakKeyDictionary[nn.Module, WithoutHead] = weakref.WeakKeyDictionary()

@@ -1,7 +1,9 @@
-"""Rules that descriptors choose from: rotary positions, how videos are placed, what is done to the head's output."""
+"""Rules that descriptors choose from: rotary positions, how videos are placed, what is done to the head's output; and a
+model without its head, where that is no part of it."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -10,6 +12,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
+from torch import nn
 
 from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.media import MediaItems
@@ -155,3 +158,30 @@ def truncates_seconds() -> bool:
             "[0, 2, 5] and [0, 0, 0]. Its video positions would be wrong: use a version of the supported range"
         )
     return times == [0, 0, 0]
+
+
+# ---------------------------------------------------------------------- models whose text part holds the head
+
+
+@final
+class WithoutHead(nn.Module):
+    """A model whose text part holds the head, as a module that is given a row: its own forward, for which the head
+    leaves rows alone (the mechanism `inner_head`). No part of the model, and without parameters."""
+
+    def __init__(self, model: nn.Module, stock_class: Any) -> None:
+        super().__init__()
+        self._model, self._stock_class = weakref.ref(model), stock_class
+
+    def forward(self, **inputs: Any) -> Any:
+        """Call the model's own forward."""
+        return self._stock_class.forward(self._model(), **inputs)
+
+
+def without_head(model: nn.Module, stock_class: Any) -> WithoutHead:
+    """Return the model as one without its head, ever the same object."""
+    if model not in _WITHOUT_HEAD:
+        _WITHOUT_HEAD[model] = WithoutHead(model, stock_class)
+    return _WITHOUT_HEAD[model]
+
+
+_WITHOUT_HEAD: weakref.WeakKeyDictionary[nn.Module, WithoutHead] = weakref.WeakKeyDictionary()

@@ -23,7 +23,7 @@ import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.families.audio import media_starts
-from vlmpack.layout import IMAGE, VIDEO, Grid, HostMetadata, Media, PackedRow, Segments, to_device
+from vlmpack.layout import IMAGE, VIDEO, Grid, HostMetadata, Media, PackedRow, Segments, metadata_of_tree, to_device
 
 
 def kinds_between(
@@ -57,32 +57,30 @@ def frames_as_images(
     A row with images and videos whose metadata do not count them by sample takes one host–device sync on a device.
 
     Args:
-        row: whose media are those of the samples.
+        row: whose media are those of the samples, or of its prefix tree.
         types: [1, T], 0 text, 1 image, 2 video.
-        metadata: with the grids of images and videos.
+        metadata: with the grids of images and videos of the samples.
         model_type: of the family, for errors.
 
     Returns:
         The media, and their grids.
 
     Raises:
-        LayoutError: a sample has images and videos, the row a prefix tree, or the metadata count other media.
+        LayoutError: a sample has images and videos, or the metadata count other media.
     """
-    media, images = row.media, metadata.image_grids
-    if not metadata.video_grids:
+    media, tree = row.media, row.tree
+    computed = metadata if tree is None else metadata_of_tree(metadata, tree)
+    images, frames = computed.image_grids, _frames(computed)
+    if not frames:
         return media, images
-    if row.tree is not None:
-        raise LayoutError(
-            f"a row with a prefix tree has videos, which {model_type} writes with the placeholders of images: take the "
-            "tree away with unshare(row)"
-        )
     assert media.pixel_values_videos is not None, "their patches were counted"
-    frames = tuple((1, rows, columns) for count, rows, columns in metadata.video_grids for _ in range(count))
     pixels, grids = media.pixel_values_videos, frames
     if images:
         assert media.pixel_values is not None, "their patches were counted"
         counts_S2 = _media_of_samples(types, row.segments, metadata)
-        _check_apart(counts_S2, (len(images), len(frames)), model_type)
+        _check_apart(counts_S2, (len(metadata.image_grids), len(_frames(metadata))), model_type)
+        if tree is not None:  # its nodes have whole media, in its order
+            counts_S2 = _counted_by_tokens(types.index_select(-1, tree.source(types.device)), tree.nodes)
         pixels, grids = _interleaved(counts_S2, (images, frames), (media.pixel_values, media.pixel_values_videos))
     table = to_device(np.asarray(grids, np.int64), pixels.device)
     return Media(pixel_values=pixels, image_grid_thw=table), grids
@@ -95,9 +93,19 @@ def _media_of_samples(types: torch.Tensor, segments: Segments, metadata: HostMet
         lengths = np.append(0, np.cumsum([count for count, _, _ in metadata.video_grids]))
         last = np.minimum(np.cumsum(videos), len(lengths) - 1)
         return np.stack([np.asarray(images), np.diff(lengths[last], prepend=0)], 1)
+    return _counted_by_tokens(types, segments)
+
+
+def _counted_by_tokens(types: torch.Tensor, segments: Segments) -> np.ndarray:
+    """int64 [S, 2]: runs of placeholders of images, and of frames, in each segment."""
     kinds_T = types[0].cpu().numpy()
-    of_samples = [kinds_T[start:stop] for start, stop in segments.spans]
-    return np.asarray([[len(media_starts(kinds, kind)) for kind in (IMAGE, VIDEO)] for kinds in of_samples])
+    of_segments = [kinds_T[start:stop] for start, stop in segments.spans]
+    return np.asarray([[len(media_starts(kinds, kind)) for kind in (IMAGE, VIDEO)] for kinds in of_segments])
+
+
+def _frames(metadata: HostMetadata) -> tuple[Grid, ...]:
+    """A grid for each frame of all videos."""
+    return tuple((1, rows, columns) for count, rows, columns in metadata.video_grids for _ in range(count))
 
 
 def _check_apart(counts_S2: np.ndarray, totals: tuple[int, int], model_type: str) -> None:

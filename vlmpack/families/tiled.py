@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.families.family import Family
 from vlmpack.families.rules import OneAxis
 from vlmpack.families.tiles import Join
-from vlmpack.layout import Segments
+from vlmpack.layout import Entries, Segments
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -137,6 +138,13 @@ def tiles_with_pixels(tensors: Tensors, config: Any) -> Sequence[int]:
     return [int(side**2 / config.scale_factor**2)] * int(real.sum())
 
 
+def places_of_tiles_with_pixels(tensors: Tensors, config: Any) -> Mapping[str, Sequence[np.ndarray]]:
+    """The place of every tile that is not padding, in all tensors."""
+    real = tensors["pixel_values"].flatten(0, 1).flatten(1).any(1)
+    places = list(real.nonzero().numpy())
+    return dict.fromkeys(tensors, places)
+
+
 def merged_patches(tensors: Tensors, config: Any) -> Sequence[int]:
     """Each image of `image_sizes` [N, 2] makes a token of every square of `spatial_merge_size` patches."""
     side = config.vision_config.patch_size * config.spatial_merge_size
@@ -162,6 +170,17 @@ def _merged(sizes_N2: torch.Tensor, config: Any) -> Sequence[int]:
     rows, columns = (n**config.merger_times for n in config.merge_kernel_size)
     inner = 1 if config.downsample_mode == "4x" else 2
     return [(height // (inner * rows)) * (width // (inner * columns)) for height, width in sizes_N2.tolist()]
+
+
+def columns_of_targets(tensors: Tensors, config: Any) -> Mapping[str, Sequence[np.ndarray]]:
+    """Columns of `pixel_values` [1, 3, P, columns]: P for every patch of each image of `target_sizes` [N, 2]; and those
+    of frames of videos."""
+    side, sizes = config.vision_config.patch_size, {"": "target_sizes", "_videos": "target_sizes_videos"}
+    return {
+        f"pixel_values{of}": Entries.of_counts((tensors[name].prod(-1) * side).tolist()).of_medium
+        for of, name in sizes.items()
+        if name in tensors
+    }
 
 
 def patches_of_targets(tensors: Tensors, config: Any) -> Sequence[Segments]:
@@ -193,6 +212,13 @@ def views_of_images(tensors: Tensors, config: Any) -> Sequence[int]:
         )
     of_tile = 0 if tiles is None else _queries(tiles, config)
     return [of_tile * n + _queries(whole, config) + 1 for n in counts]
+
+
+def tiles_of_views(tensors: Tensors, config: Any) -> Mapping[str, Sequence[np.ndarray]]:
+    """The tiles in `pixel_values_local` of each image of `num_local_patches` [N]."""
+    if "num_local_patches" not in tensors:
+        return {}
+    return {"pixel_values_local": Entries.of_counts(tensors["num_local_patches"].tolist()).of_medium}
 
 
 def _queries(pixels: torch.Tensor, config: Any) -> int:
@@ -229,7 +255,7 @@ TILED = (
         "LlavaOnevisionProcessor",
         tile_tokens=tiles_of_single_images,
         video_tokens=pooled_frames,
-        media=_SIZES | {"batch_num_images": Join(), "pixel_values_videos": Join()},
+        media=_SIZES | {"batch_num_images": Join(counts_images=True), "pixel_values_videos": Join()},
     ),
     tiled_family(
         "smolvlm",
@@ -238,6 +264,7 @@ TILED = (
         text_path="model.text_model",
         vision_path="model.vision_model",
         tile_tokens=tiles_with_pixels,
+        tile_entries=places_of_tiles_with_pixels,
         media=_ROWS_OF_TILES,
     ),
     tiled_family(
@@ -247,6 +274,7 @@ TILED = (
         text_path="model.text_model",
         vision_path="model.vision_model",
         tile_tokens=tiles_with_pixels,
+        tile_entries=places_of_tiles_with_pixels,
         media=_ROWS_OF_TILES,
     ),
     tiled_family(
@@ -264,6 +292,7 @@ TILED = (
         "MiniCPMV4_6Processor",
         mechanisms={"gated_delta": {"layer": "linear_attn"}},
         tile_tokens=merged_windows,
+        tile_entries=columns_of_targets,
         tile_boundaries=patches_of_targets,
         blocks_path="encoder.layers",
         video_tokens=merged_windows_of_frames,
@@ -303,6 +332,7 @@ TILED = (
         "DeepseekOcr2Processor",
         mechanisms={"experts": {"layer": "mlp", "router": "gate"}},
         tile_tokens=views_of_images,
+        tile_entries=tiles_of_views,
         media={"pixel_values": Join(), "pixel_values_local": Join(), "num_local_patches": Join()},
         oldest_transformers=(5, 23),
     ),

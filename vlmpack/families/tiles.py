@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, final
 
 import numpy as np
@@ -28,6 +29,10 @@ from vlmpack.layout import IMAGE, VIDEO, HostMetadata, Media, Segments, on_host,
 
 TileTokens = Callable[[Mapping[str, torch.Tensor], Any], Sequence[int]]
 """Media tensors by name, and the model's configuration, to the placeholder tokens of each tile or image, in order."""
+
+TileEntries = Callable[[Mapping[str, torch.Tensor], Any], Mapping[str, Sequence[np.ndarray]]]
+"""Media tensors by name, and the model's configuration, to the entries of each tile or image, int64 along the axis on
+which samples are joined, in the tensors that have not one each."""
 
 TileBoundaries = Callable[[Mapping[str, torch.Tensor], Any], Sequence[Segments]]
 """Media tensors by name, and the model's configuration, to every set of boundaries that blocks of a tower attend in."""
@@ -42,6 +47,8 @@ class Join:
     """The axis along which samples follow each other."""
     pad: bool = False
     """True if the other axes are padded with zeros to a common size."""
+    counts_images: bool = False
+    """True if its entries are the numbers of images of samples, [samples with images]."""
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Join tensors of any equal number of axes, in order.
@@ -100,6 +107,13 @@ def counted_tokens(media: Media, known: Sequence[int], rule: TileTokens, config:
             f"it make {sum(counted)}; leave the metadata out of a batch whose images were changed"
         )
     return tuple(known) or counted
+
+
+def patches_in(pixels: Sequence[torch.Tensor], vision: Any) -> int:
+    """Count the patches of all these pixels; `vision`: the vision part's configuration."""
+    vision = getattr(vision, "sam_config", vision)  # of DeepSeek-OCR 2's tower the part that is given pixels
+    sides = vision.patch_size if isinstance(vision.patch_size, list | tuple) else (vision.patch_size,) * 2
+    return sum(tensor.numel() for tensor in pixels) // (getattr(vision, "num_channels", 3) * prod(sides))
 
 
 def check_tiles(types: torch.Tensor, segments: Segments, metadata: HostMetadata, *, kind: int = IMAGE) -> None:

@@ -34,7 +34,7 @@ from vlmpack.model.context_parallel_row import ContextParallelRow
 from vlmpack.model.head import Scoring, score_targets, target_positions
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
 from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_statistics
-from vlmpack.model.plain import check_adapters, check_loss
+from vlmpack.model.plain import check_adapters, check_class_forward, check_loss
 from vlmpack.model.positions import check_positions, check_restarts
 from vlmpack.model.prefix_tree_row import PrefixTreeRow
 from vlmpack.model.result import LossCount, StepResult, Work, sums_by_sample
@@ -104,6 +104,7 @@ class PackingState:
             ConfigError: its packed rows would be wrong.
         """
         check_loss(core)
+        check_class_forward(core, self.family)
         check_adapters(core)
         parts = self.parts_of(core)
         for mechanism in self.mechanisms:
@@ -225,19 +226,16 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
     """
     metadata, media, config = row.host_metadata(), row.media, model.core.config
     model.family.check_floats(media)
-    metadata = replace(metadata, image_tokens=model.family.image_tokens(media, metadata, config))
     part = part_of(row, metadata, parallel)
-    images, videos = part.media_grids(metadata)
-    has_tiles = bool(metadata.image_tokens) or (media.pixel_values_videos is not None and not metadata.video_grids)
-    if row.tree is not None and has_tiles:
-        raise LayoutError(
-            f"a row with a prefix tree has images of {model.family.model_type}, which have no grids, so that it is not "
-            "known which of them are shared: take the tree away with unshare(row)"
-        )
-    _check_audio(model, row, metadata)
+    computed = part.computed_media(metadata)
+    tokens = model.family.image_tokens(media, computed, config)
+    if row.tree is None:
+        metadata = replace(metadata, image_tokens=tokens)
+    if model.family.audio is not None:
+        model.family.audio.check_features(media, computed.audio_frames, config)
     if not model.family.has_vision or model.family.has_grids:
-        _check_pixels(model, media.pixel_values, images, "pixel_values")
-        _check_pixels(model, media.pixel_values_videos, videos, "pixel_values_videos")
+        _check_pixels(model, media.pixel_values, computed.image_grids, "pixel_values")
+        _check_pixels(model, media.pixel_values_videos, computed.video_grids, "pixel_values_videos")
     _check_vocabulary(row, model.family.text_config(config).vocab_size)
     types = model.family.types_of_row(row, config)
     return RowSetup(model=model, row=row, metadata=metadata, part=part, types=types, backend=backend)
@@ -308,18 +306,6 @@ def backbone_inputs(
     for mechanism in mechanisms:
         inputs |= mechanism.inputs(entries[mechanism.name])
     return inputs
-
-
-def _check_audio(model: ModelParts, row: PackedRow, metadata: HostMetadata) -> None:
-    """Audio features fit their mask and the model, and no prefix tree shares them."""
-    if model.family.audio is None:
-        return
-    model.family.audio.check_features(row.media, metadata.audio_frames, model.core.config)
-    if row.tree is not None and metadata.audio_frames:
-        raise LayoutError(
-            "a row with a prefix tree has audio, of which it is not known what samples share: take the tree away with "
-            "unshare(row)"
-        )
 
 
 def _check_pixels(model: ModelParts, pixels: torch.Tensor | None, grids: Sequence[Grid], name: str) -> None:
@@ -414,7 +400,8 @@ def _patches(setup: RowSetup) -> int:
     family = setup.model.family
     if family.has_vision and not family.has_grids:
         return family.tile_patches(setup.row.media, setup.config)
-    return sum(prod(grid) for grids in setup.part.media_grids(setup.metadata) for grid in grids)
+    computed = setup.part.computed_media(setup.metadata)
+    return sum(map(prod, (*computed.image_grids, *computed.video_grids)))
 
 
 @outside_graph

@@ -85,8 +85,11 @@ def score_targets(
 
     def scores(hidden_lD: torch.Tensor, targets_l: torch.Tensor, head: Head) -> torch.Tensor:
         logits_lV = head(hidden_lD).float() / scoring.temperature
-        logprobs_l = -F.cross_entropy(logits_lV, targets_l, reduction="none")
-        return torch.stack([logprobs_l, entropies(logits_lV)] if scoring.entropy else [logprobs_l], -1)
+        if not scoring.entropy:
+            return -F.cross_entropy(logits_lV, targets_l, reduction="none")[:, None]
+        # Without `cross_entropy`: Liger's, in its place, overwrites the logits.
+        target_l = logits_lV.gather(-1, targets_l[:, None])[:, 0]
+        return torch.stack([target_l - logits_lV.logsumexp(-1), entropies(logits_lV)], -1)
 
     return list(_by_chunks(scores, hidden_LD, targets, head, chunk).unbind(-1))
 

@@ -101,6 +101,26 @@ def check_loss(core: nn.Module) -> None:
         )
 
 
+def check_class_forward(core: nn.Module, family: Family) -> None:
+    """Check that the forward of the model's class is that of transformers, for all models of the class.
+
+    Raises:
+        ConfigError: it was replaced on the class, as by Liger's function without `model=`.
+    """
+    stock = family.stock_class(core)
+    if stock.forward.__module__ != stock.__module__:
+        raise ConfigError(
+            f"the forward of the class {stock.__name__} was replaced by that of {stock.forward.__module__}, which "
+            f"packed rows would bypass. {_WITHOUT_LIGERS_LOSS} Start a new process for it: the class stays replaced"
+        )
+
+
+_WITHOUT_LIGERS_LOSS = (
+    "Liger: apply_liger_kernel_to_...(fused_linear_cross_entropy=False) keeps its other kernels, and the head of "
+    "vlmpack computes labelled positions alone, in chunks."
+)
+
+
 def check_forward(core: nn.Module, family: Family) -> None:
     """Check that the model has the forward of its class: packed rows go through the family's backbone and head.
 

@@ -280,8 +280,7 @@ class PackedPass:
         row = pack(self._batch(samples, metadata=metadata), rule=self.rule, pad_token_id=self.poison)
         if not self.circumstance.shares:
             return row
-        types = self.probed.family.media_types(row.input_ids, self.probed.config)
-        return share(replace(row, mm_token_type_ids=types), min_shared=1)
+        return share(row, min_shared=1, units=self.probed.family.media_units(self.probed.config))
 
     def _batch(self, samples: Sequence[Sample], *, metadata: bool = True) -> PaddedBatch:
         return padded(samples, self.circumstance.padded or "right", metadata=metadata)

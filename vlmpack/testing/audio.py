@@ -13,6 +13,7 @@ from vlmpack.testing.towers import deepstack_vision, patch_blocks, vision_settin
 
 if TYPE_CHECKING:
     from vlmpack.testing.models import TinySizes
+    from vlmpack.testing.tiles import Sample
 
 MEL_BINS = 6
 """Log-mel bins of tiny models."""
@@ -155,3 +156,9 @@ def audio_tensors(config: Any, frames: Sequence[int], rng: torch.Generator) -> d
     mask = (torch.arange(max(frames))[None] < torch.tensor(frames)[:, None]).long()
     values = torch.randn(len(frames), config.audio_config.num_mel_bins, max(frames), generator=rng)
     return {"input_features": values.where(mask[:, None].bool(), UNREAD), "feature_attention_mask": mask}
+
+
+def frames_in(sample: Sample) -> tuple[int, ...]:
+    """Read the log-mel frames of each of a sample's audios."""
+    mask = sample.get("feature_attention_mask")
+    return () if mask is None else tuple(mask.sum(1).tolist())

@@ -37,7 +37,7 @@ from vlmpack.families import (
     run_of_pairs,
 )
 from vlmpack.layout import IGNORE, MEDIA_KEYS, Grid, HostMetadata, Media, PaddedBatch
-from vlmpack.testing.audio import audio_tensors, audio_tokens, frames_of, noises
+from vlmpack.testing.audio import audio_tensors, audio_tokens, frames_in, frames_of, noises
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts
 from vlmpack.testing.tiles import Sample, TiledImage, sample_like, tiled_image, tiled_video
 
@@ -75,6 +75,7 @@ def build_sample(
     audio_frames: Sequence[int] = (),
     videos_first: bool = False,
     labelled: int | None = None,
+    several: bool | None = None,
     seed: int = 0,
 ) -> Sample:
     """Build a sample of: text, image, text, image, ..., text, video, ..., text; audios behind the first image or video.
@@ -92,12 +93,13 @@ def build_sample(
         videos_first: put the videos before the images.
         labelled: label so many tokens at the end, and the first one; None: the first and the last stretch. Behind a
             prefix (PaliGemma) come these tokens; None: half of the last stretch.
+        several: whether its images are written as those of a sample with several images; None: if it has several.
         seed: of words and pixels.
     """
     assert len(stretches) == len(image_grids) + len(video_grids) + len(audio_frames) + 1
     family = family_named(config.model_type)
     rng = torch.Generator().manual_seed(seed + 1)
-    several = len(image_grids) > 1
+    several = len(image_grids) > 1 if several is None else several
     tiles = [] if family.has_grids else [tiled_image(config, grid, rng, several=several) for grid in image_grids]
     images: list[Sequence[int]] = [tiled.ids for tiled in tiles] or [_image(config, grid) for grid in image_grids]
     clips = [] if family.has_grids else [tiled_video(config, grid, rng) for grid in video_grids]
@@ -431,10 +433,9 @@ def _token_columns(samples: Sequence[Sample]) -> tuple[str, ...]:
 
 def _columns(samples: Sequence[Sample]) -> tuple[str, ...]:
     """Names of the columns of prefixes, and of those by which experts are chosen."""
-    expert_types = [
-        sample.family.expert_types for sample in samples[:1] if isinstance(sample, Sample) and sample.family
-    ]
-    return (*_token_columns(samples), *(name for name in expert_types if name is not None))
+    families = [sample.family for sample in samples[:1] if isinstance(sample, Sample) and sample.family]
+    expert_types = [family.expert_types for family in families if family.expert_types is not None]
+    return (*_token_columns(samples), *expert_types)
 
 
 def _runs(sample: Sample) -> Any:
@@ -455,12 +456,6 @@ def grids_of(sample: Sample, modality: Literal["image", "video"]) -> tuple[Grid,
     """Read a sample's grids as tuples of integers."""
     name = f"{modality}_grid_thw"
     return tuple((t, h, w) for t, h, w in sample[name].tolist()) if name in sample else ()
-
-
-def frames_in(sample: Sample) -> tuple[int, ...]:
-    """Read the log-mel frames of each of a sample's audios."""
-    mask = sample.get("feature_attention_mask")
-    return () if mask is None else tuple(mask.sum(1).tolist())
 
 
 def kind_of(sample: Sample) -> str:

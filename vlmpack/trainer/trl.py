@@ -46,7 +46,8 @@ class _PackedHead(RenamedWeights):
         model: the policy, or a `PeftModel` of it; not a name, of which TRL would load it. Packing is enabled on it.
         *args: those of TRL's trainer.
         share_prefixes: compute what samples of a micro-batch begin with alike, images included, once. Where there is
-            dropout, they have one mask in common there. None: as is usual for this trainer.
+            dropout, they have one mask in common there. None: as is usual for this trainer, where the images of the
+            model's family have grids, by which shared ones are found; others share nothing.
         **kwargs: those of TRL's trainer.
 
     Raises:
@@ -54,7 +55,7 @@ class _PackedHead(RenamedWeights):
     """
 
     shares_prefixes = False
-    """Whether beginnings are shared unless the trainer is told."""
+    """True if beginnings are shared where `share_prefixes` is None."""
 
     def __init__(
         self, model: Any, *args: Any, share_prefixes: bool | SharePrefixes | None = None, **kwargs: Any
@@ -64,14 +65,16 @@ class _PackedHead(RenamedWeights):
                 f"packing cannot be enabled on {model!r:.60}, which TRL would load: load the model and hand it over, "
                 "AutoModelForImageTextToText.from_pretrained(...)"
             )
-        share_prefixes = self.shares_prefixes if share_prefixes is None else share_prefixes
-        if not isinstance(share_prefixes, bool):
+        if share_prefixes is not None and not isinstance(share_prefixes, bool):
             check_kind("share_prefixes", share_prefixes, SharePrefixes, "SharePrefixes(min_shared=64)")
+        if not is_packing(model):
+            enable_packing(model)
+        if share_prefixes is None:
+            family = packing_state(find_model(model)).family
+            share_prefixes = self.shares_prefixes and (family.has_grids or not family.has_vision)
         self.share_prefixes = SharePrefixes() if share_prefixes is True else share_prefixes or None
         """How beginnings are shared; None: they are not."""
         self._packed_calls = 0
-        if not is_packing(model):
-            enable_packing(model)
         trainer_of_trl: Any = super()
         trainer_of_trl.__init__(model, *args, **kwargs)
         trainer: Any = self
@@ -167,9 +170,10 @@ class _Sampling(_PackedHead):
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(model, *args, **kwargs)
         trainer: Any = self
-        config: Any = find_model(trainer.model).config
-        if not trainer.use_vllm and trainer.generation_config.suppress_tokens:
-            suppressed = sorted({*trainer.generation_config.suppress_tokens, config.video_token_id})
+        core = find_model(trainer.model)
+        has_videos = packing_state(core).family.has_videos
+        if has_videos and not trainer.use_vllm and trainer.generation_config.suppress_tokens:
+            suppressed = sorted({*trainer.generation_config.suppress_tokens, core.config.video_token_id})
             trainer.generation_config.suppress_tokens = trainer.generation_kwargs["suppress_tokens"] = suppressed
 
 

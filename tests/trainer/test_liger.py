@@ -1,0 +1,73 @@
+"""Liger's norms, gated MLPs and rotary positions in packed rows: equal to samples alone with the same kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiers import only_exhaustive
+
+pytestmark = [pytest.mark.full, pytest.mark.slow]
+
+EVERYTHING = {"norm", "rotary", "gated MLP"}
+FAMILIES = {
+    "qwen3": EVERYTHING,
+    "llama": EVERYTHING,
+    "qwen2": EVERYTHING,
+    "gemma2": EVERYTHING,
+    "gemma3": EVERYTHING,
+    "paligemma": EVERYTHING,
+    "llama4": {"norm", "gated MLP"},
+    "qwen2_5_vl": {"norm", "gated MLP"},
+    "qwen3_vl": {"norm", "rotary"},
+}
+"""The kernels that Liger 0.8.5 has for each: its multimodal rotary positions of Qwen2.5-VL are of another place."""
+
+
+def run(*arguments):
+    """What liger_runs.py found, in a process of its own."""
+    for package in ("liger_kernel", "triton"):
+        pytest.importorskip(package, reason="needs Liger: pip install liger-kernel triton")
+    script = Path(__file__).with_name("liger_runs.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, str(script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.every_family
+@pytest.mark.parametrize("order", ["before", *only_exhaustive("after", "class")])
+@pytest.mark.parametrize("family", ["qwen3", *only_exhaustive(*list(FAMILIES)[1:])])
+def test_a_packed_row_is_its_samples_alone_with_the_same_kernels(family, order):
+    found = run("compare", family, order)
+    assert found["loss"] < 2e-6
+    assert found["gradients"] < 1e-5
+    assert found["padding"] == 0
+    assert set(found["packed"]) == set(found["alone"]) == FAMILIES[family]
+    assert found["packed"]["norm"] < found["alone"]["norm"]
+
+
+@pytest.mark.parametrize("order", ["before", *only_exhaustive("after", "class")])
+def test_its_fused_loss_is_refused_by_name(order):
+    assert "Liger" in run("refuse", "qwen3", order)["refused"]
+
+
+@pytest.mark.parametrize("steps", [3, *only_exhaustive(10)])
+def test_steps_of_trainer_are_those_of_the_padded_run(steps, tmp_path):
+    found = run("train", "qwen3", steps, tmp_path)
+    padded, packed = found["losses"]
+    assert len(padded) == steps
+    assert packed == pytest.approx(padded, rel=1e-5)
+    assert padded[-1] < padded[0]
+    assert found["weights"] < 1e-4
+    assert set(found["packed"]) == EVERYTHING
