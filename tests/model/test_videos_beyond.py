@@ -110,6 +110,21 @@ def test_videos_that_samples_share_are_computed_once() -> None:
         PackedStep(model)(share(pack(padded([both, both])), min_shared=1))
 
 
+@pytest.mark.parametrize("family", [NAVIT, *full(TILES, PAIRS)])
+def test_videos_of_other_forms_are_shared_with_their_own_patches(family: str) -> None:
+    model = fresh(family)
+    forms = ({"video_grids": [(2, 2, 4)]}, {"image_grids": [(1, 2, 2)]}, {"video_grids": [(4, 2, 2)]})
+    once = [
+        build_sample(model.config, stretches=[2, 6], seconds=[1.0] * ("video_grids" in form), seed=at, **form)
+        for at, form in enumerate(forms)
+    ]
+    row = pack(padded([sample for sample in once for _ in range(2)]))
+    shared = share(row, min_shared=1, units=FAMILIES[family].media_units(model.config))
+    found, expected, single = (PackedStep(model)(each, logits=True) for each in (shared, row, pack(padded(once))))
+    assert torch.allclose(found.row_logits, expected.row_logits, atol=1e-5)
+    assert found.work.vision_patches == single.work.vision_patches == expected.work.vision_patches // 2
+
+
 def test_frames_of_which_the_model_makes_no_token_are_refused() -> None:
     model = fresh(PAIRS)
     sample = build_sample(model.config, stretches=[2, 3], video_grids=[(4, 2, 2)], seconds=[1.0])

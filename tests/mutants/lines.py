@@ -582,6 +582,13 @@ MUTANTS: tuple[Mutant, ...] = (
             "model/test_videos_beyond.py -k makes_no_token",
         ),
         (
+            "frames of videos without grids have columns of their own",
+            "units.py",
+            "of_medium=list(entries.get(name) or Entries.of_counts([1] * len(tokens)).of_medium),",
+            "of_medium=list(Entries.of_counts([1] * len(tokens)).of_medium),",
+            "model/test_videos_beyond.py -k other_forms",
+        ),
+        (
             "frames of MiniCPM-V are merged as images are",
             "tiled.py",
             'return _merged(tensors["target_sizes_videos"], config) if "target_sizes_videos" in tensors else ()',
