@@ -32,8 +32,11 @@ def test_both_steps_leave_the_same_gradients(family):
     assert float(pair.padded()) == pytest.approx(float(pair.packed()), rel=1e-5)
     theirs, ours = (dict(model.named_parameters()) for model in (pair.model, pair.packed_step.model))
     assert theirs.keys() == ours.keys()
+    unused = [".indexer.", ".vision_tower.head."]  # it only chooses; it is not called
+    if family == "qwen2_5_omni_thinker":  # samples that only hear, whose ends of audio are tokens of text
+        unused += ["model.visual.", ".audio_bos_eos_token."]
     for name, parameter in theirs.items():
-        if ".indexer." in name or ".vision_tower.head." in name:  # it only chooses; it is not called
+        if any(part in name for part in unused):
             assert parameter.grad is ours[name].grad is None
             continue
         assert parameter.grad is not None

@@ -37,6 +37,7 @@ def test_tokenised_samples_are_joined_as_they_are(family: str) -> None:
     samples = mixed_samples(config_of(family), seed=3, kinds=("image", "text", "images", *videos))
     features, collator = [*map(feature_of, samples)], VLMCollator(tiny_processor(family))
     batch, expected = collator.collate(features), padded(samples)
+    assert expected.metadata is not None
     real = expected.attention_mask.bool()
     assert torch.equal(batch.input_ids[real], expected.input_ids[real])
     assert batch.metadata == replace(expected.metadata, sample_ids=tuple(range(len(samples))))

@@ -40,7 +40,7 @@ def test_a_callers_column_tells_images_and_videos_apart_where_ids_of_ends_are_ot
     assert kinds_between(torch.tensor([IDS]), other, column=wrong)[0].tolist() == [2 * (i == IMAGE) for i in IDS]
 
 
-def row_of(**metadata: Any) -> Any:
+def row_of(**metadata: Any) -> dict[str, Any]:
     """Samples of an image of 1 patch, of a video of two frames of 2 patches, and of images of 2 and 1."""
     ids = [IMAGE, TEXT, START, IMAGE, TEXT, IMAGE, END, IMAGE, TEXT, IMAGE, TEXT]
     known = HostMetadata(
@@ -54,7 +54,8 @@ def row_of(**metadata: Any) -> Any:
     )
     segments = Segments.from_lengths(known.lengths)
     row = PackedRow(input_ids=torch.tensor([ids]), segments=segments, media=media, metadata=known)
-    return row, kinds_between(row.input_ids, CONFIG, segments=segments), known
+    types = kinds_between(row.input_ids, CONFIG, segments=segments)
+    return {"row": row, "types": types, "metadata": known, "model_type": "glm4v"}
 
 
 COUNTED = {"images_per_sample": (1, 0, 2), "videos_per_sample": (0, 1, 0)}
@@ -62,7 +63,7 @@ COUNTED = {"images_per_sample": (1, 0, 2), "videos_per_sample": (0, 1, 0)}
 
 @pytest.mark.parametrize("metadata", [COUNTED, {}], ids=["counted", "not counted"])
 def test_frames_stand_among_images_in_the_order_of_samples(metadata: dict[str, Any]) -> None:
-    media, grids = frames_as_images(*row_of(**metadata), "glm4v")
+    media, grids = frames_as_images(**row_of(**metadata))
     assert media.pixel_values is not None
     assert media.image_grid_thw is not None
     assert media.pixel_values[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
@@ -85,4 +86,4 @@ def test_frames_stand_among_images_in_the_order_of_samples(metadata: dict[str, A
 )
 def test_samples_of_both_and_other_counts_are_refused(metadata: dict[str, Any], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        frames_as_images(*row_of(**metadata), "glm4v")
+        frames_as_images(**row_of(**metadata))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import tiers
 
-from vlmpack.families import FAMILIES
+from vlmpack.families import FAMILIES, run_of_pairs
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig
 from vlmpack.model.mechanisms import gated_delta
@@ -26,7 +26,8 @@ def samples_for(draw, family):
     images = videos = []
     if family in VISION:
         images = draw(st.lists(st.tuples(st.just(1), sides, sides), max_size=3))
-        videos = draw(st.lists(st.tuples(st.integers(1, 3), sides, sides), max_size=1))
+        frames = st.sampled_from([2, 4]) if FAMILIES[family].videos is run_of_pairs else st.integers(1, 3)
+        videos = draw(st.lists(st.tuples(frames, sides, sides), max_size=1))
         images = [] if videos and FAMILIES[family].videos_as_images else images
     count = len(images) + len(videos) + 1
     shortest, longest = (0, 9) if count > 1 else (1, 70)

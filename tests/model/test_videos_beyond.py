@@ -21,8 +21,10 @@ pytestmark = [
     pytest.mark.every_family,
     pytest.mark.skipif("llava_onevision" not in FAMILIES, reason="this transformers has other families"),
 ]
-GLM, TILES, PAIRS = "glm4v", "llava_onevision", "ernie4_5_vl_moe"
-each_family = pytest.mark.parametrize("family", [GLM, TILES, PAIRS, *only_exhaustive("glm46v", "glm4v_moe", "glm_ocr")])
+GLM, TILES, PAIRS, NAVIT = "glm4v", "llava_onevision", "ernie4_5_vl_moe", "minicpmv4_6"
+each_family = pytest.mark.parametrize(
+    "family", [GLM, TILES, PAIRS, NAVIT, *only_exhaustive("glm46v", "glm4v_moe", "glm_ocr")]
+)
 both = pytest.mark.parametrize("family", [GLM, TILES, *full(PAIRS)])
 
 
@@ -34,12 +36,12 @@ def fresh(family: str) -> Any:
 def truth(family: str) -> Any:
     model = fresh(family)
     wanted = ("text", "video", "image", "images_and_video", "video", "images")
-    kinds = [kind for kind in wanted if kind in kinds_of(model.config)]
+    kinds: list[Any] = [kind for kind in wanted if kind in kinds_of(model.config)]
     return alone_through(model, mixed_samples(model.config, seed=5, kinds=kinds, text=(1, 6), side=(1, 2)))
 
 
 @each_family
-@pytest.mark.parametrize("metadata", [True, False])
+@pytest.mark.parametrize("metadata", [True, *full(False)])
 def test_samples_of_videos_and_of_images_share_a_row(family: str, metadata: bool) -> None:
     alone, model = truth(family), fresh(family)
     row = pack(padded(alone.samples, metadata=metadata), rule=SlotRule(multiple=4), pad_token_id=17)
@@ -50,7 +52,10 @@ def test_samples_of_videos_and_of_images_share_a_row(family: str, metadata: bool
     check_gradients(alone, gradients(model), limits_of(family))
     check_work(alone, result, 4, model.config)
     values = sum(tensor.numel() for name, tensor in row.media.to_hf().items() if name in FAMILIES[family].pixel_names)
-    of_patch = FAMILIES[family].patch_channels(model.config) if family != TILES else 3 * 6**2
+    has_grids = FAMILIES[family].has_grids
+    of_patch = (
+        FAMILIES[family].patch_channels(model.config) if has_grids else 3 * model.config.vision_config.patch_size**2
+    )
     assert result.work.vision_patches == values // of_patch
 
 
@@ -71,7 +76,7 @@ def test_videos_in_another_order_than_their_samples_are_seen_by_their_places(fam
     model = enable_packing(fresh(family))
     batch = padded(truth(family).samples, metadata=False).to_hf()
     lost = batch | {"pixel_values_videos": batch["pixel_values_videos"][:-1]}
-    if family != TILES:
+    if "video_grid_thw" in batch:
         lost |= {name: batch[name][:-1] for name in ("video_grid_thw",)}
         lost["pixel_values_videos"] = batch["pixel_values_videos"][: -int(batch["video_grid_thw"][-1].prod())]
     with pytest.raises(LayoutError, match=r"sample \d has .* video|sample \d has a run of"):
@@ -105,6 +110,21 @@ def test_videos_that_samples_share_are_computed_once() -> None:
         PackedStep(model)(share(pack(padded([both, both])), min_shared=1))
 
 
+@pytest.mark.parametrize("family", [NAVIT, *full(TILES, PAIRS)])
+def test_videos_of_other_forms_are_shared_with_their_own_patches(family: str) -> None:
+    model = fresh(family)
+    forms = ({"video_grids": [(2, 2, 4)]}, {"image_grids": [(1, 2, 2)]}, {"video_grids": [(4, 2, 2)]})
+    once = [
+        build_sample(model.config, stretches=[2, 6], seconds=[1.0] * ("video_grids" in form), seed=at, **form)
+        for at, form in enumerate(forms)
+    ]
+    row = pack(padded([sample for sample in once for _ in range(2)]))
+    shared = share(row, min_shared=1, units=FAMILIES[family].media_units(model.config))
+    found, expected, single = (PackedStep(model)(each, logits=True) for each in (shared, row, pack(padded(once))))
+    assert torch.allclose(found.row_logits, expected.row_logits, atol=1e-5)
+    assert found.work.vision_patches == single.work.vision_patches == expected.work.vision_patches // 2
+
+
 def test_frames_of_which_the_model_makes_no_token_are_refused() -> None:
     model = fresh(PAIRS)
     sample = build_sample(model.config, stretches=[2, 3], video_grids=[(4, 2, 2)], seconds=[1.0])
@@ -123,7 +143,7 @@ def test_frames_of_another_size_than_the_tower_s_are_refused() -> None:
         enable_packing(fresh(TILES))(**batch | {"pixel_values_videos": batch["pixel_values_videos"][..., :-1]})
 
 
-@pytest.mark.parametrize("family", full(GLM, TILES, PAIRS))
+@pytest.mark.parametrize("family", [*full(GLM, TILES), *only_exhaustive(PAIRS, NAVIT)])
 def test_the_probe_finds_videos_exact(family: str) -> None:
     report = probe(fresh(family))
     assert report.verdict == "exact"
@@ -136,6 +156,7 @@ def test_in_bfloat16_a_row_is_as_close_to_float32_as_alone(family: str) -> None:
     alone = truth(family)
     rounded = alone_through(fresh(family).to(torch.bfloat16), alone.samples)
     result = PackedStep(fresh(family).to(torch.bfloat16))(pack(padded(alone.samples)), logits=True)
+    assert result.row_logits is not None
     errors = [
         max(
             float((ours.detach().float() - theirs).abs().max())

@@ -35,7 +35,6 @@ from vlmpack.families.tiles import (
     TileBoundaries,
     TileEntries,
     TileTokens,
-    check_floats,
     check_tiles,
     counted_tokens,
     patches_in,
@@ -267,7 +266,13 @@ class Family:
 
     def check_floats(self, media: Media) -> None:
         """Insist that pixels, and features of audio, are floats: towers would cast whole numbers, or fail."""
-        check_floats(media, (*self.pixel_names, "input_features"))
+        for name, tensor in media.to_hf().items():
+            is_float = not isinstance(tensor, torch.Tensor) or tensor.is_floating_point()
+            if not is_float and name in (*self.pixel_names, "input_features"):
+                raise LayoutError(
+                    f"{name} is {tensor.dtype}, but the model reads rescaled and normalised floats; give what its "
+                    "processor makes (pixels of 0 to 255 are not that), or .float() of values that were stored rounded"
+                )
 
     def image_tokens(self, media: Media, metadata: HostMetadata, config: Any) -> tuple[int, ...]:
         """Placeholder tokens of each image or tile of a row, in order; () of a family whose images have grids.
@@ -308,7 +313,8 @@ class Family:
         images, videos = self._images(metadata.image_grids, config), self._videos(metadata.video_grids, (), config)
         if not self.has_vision:
             return
-        check_seconds(metadata.seconds_per_grid, metadata.videos_per_sample)
+        if metadata.seconds_per_grid:
+            check_seconds(metadata.seconds_per_grid, metadata.videos_per_sample)
         if not self.has_grids:
             check_tiles(types, segments, metadata)
             if self.video_tokens is not None:
@@ -390,7 +396,7 @@ class Family:
     def tower_segments(self, media: Media, config: Any) -> Sequence[Segments]:
         """Every set of boundaries that blocks of the tower attend within, of images without grids; on a device their
         sizes are read, one host–device sync."""
-        if self.tile_boundaries is None or media.pixel_values is None:
+        if self.tile_boundaries is None or not {*self.pixel_names} & media.to_hf().keys():
             return ()
         return self.tile_boundaries(media.to_hf(), config)
 

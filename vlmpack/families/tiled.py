@@ -158,23 +158,36 @@ def patches_of_sizes(tensors: Tensors, config: Any) -> Sequence[Segments]:
 
 def merged_windows(tensors: Tensors, config: Any) -> Sequence[int]:
     """Each image of `target_sizes` [N, 2], in patches, is merged `merger_times`, and once more inside the tower."""
+    return _merged(tensors["target_sizes"], config)
+
+
+def merged_windows_of_frames(tensors: Tensors, config: Any) -> Sequence[int]:
+    """As `merged_windows`, of each frame of a video, or tile of one, of `target_sizes_videos` [N, 2]."""
+    return _merged(tensors["target_sizes_videos"], config) if "target_sizes_videos" in tensors else ()
+
+
+def _merged(sizes_N2: torch.Tensor, config: Any) -> Sequence[int]:
     rows, columns = (n**config.merger_times for n in config.merge_kernel_size)
     inner = 1 if config.downsample_mode == "4x" else 2
-    return [
-        (height // (inner * rows)) * (width // (inner * columns)) for height, width in tensors["target_sizes"].tolist()
-    ]
+    return [(height // (inner * rows)) * (width // (inner * columns)) for height, width in sizes_N2.tolist()]
 
 
 def columns_of_targets(tensors: Tensors, config: Any) -> Mapping[str, Sequence[np.ndarray]]:
-    """Columns of `pixel_values` [1, 3, P, columns]: P for every patch of each image of `target_sizes` [N, 2]."""
-    side = config.vision_config.patch_size
-    return {"pixel_values": Entries.of_counts((tensors["target_sizes"].prod(-1) * side).tolist()).of_medium}
+    """Columns of `pixel_values` [1, 3, P, columns]: P for every patch of each image of `target_sizes` [N, 2]; and those
+    of frames of videos."""
+    side, sizes = config.vision_config.patch_size, {"": "target_sizes", "_videos": "target_sizes_videos"}
+    return {
+        f"pixel_values{of}": Entries.of_counts((tensors[name].prod(-1) * side).tolist()).of_medium
+        for of, name in sizes.items()
+        if name in tensors
+    }
 
 
 def patches_of_targets(tensors: Tensors, config: Any) -> Sequence[Segments]:
-    """The patches of each image of `target_sizes` [N, 2], before and after they are merged inside the tower."""
-    patches = tensors["target_sizes"].prod(-1).tolist()
-    return [Segments.from_lengths(patches), Segments.from_lengths([n // 4 for n in patches])]
+    """The patches of each image of `target_sizes` [N, 2], and of each frame, before and after they are merged inside
+    the tower."""
+    calls = [tensors[name].prod(-1).tolist() for name in ("target_sizes", "target_sizes_videos") if name in tensors]
+    return [Segments.from_lengths([n // merged for n in patches]) for patches in calls for merged in (1, 4)]
 
 
 def shuffled_patches(tensors: Tensors, config: Any) -> Sequence[int]:
@@ -282,7 +295,13 @@ TILED = (
         tile_entries=columns_of_targets,
         tile_boundaries=patches_of_targets,
         blocks_path="encoder.layers",
-        media={"pixel_values": Join(axis=3), "target_sizes": Join()},
+        video_tokens=merged_windows_of_frames,
+        media={
+            "pixel_values": Join(axis=3),
+            "target_sizes": Join(),
+            "pixel_values_videos": Join(axis=3),
+            "target_sizes_videos": Join(),
+        },
         oldest_transformers=(5, 23),
         text_type="qwen3_5",
     ),

@@ -73,20 +73,6 @@ def _padded(tensor: torch.Tensor, sizes: np.ndarray, axis: int) -> torch.Tensor:
     return F.pad(tensor, [end for n in reversed(missing) for end in (0, n)]) if any(missing) else tensor
 
 
-def check_floats(media: Media, names: Sequence[str]) -> None:
-    """Insist that these tensors of a row, where it has them, hold floats.
-
-    Raises:
-        LayoutError: one does not.
-    """
-    for name, tensor in media.to_hf().items():
-        if name in names and isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
-            raise LayoutError(
-                f"{name} is {tensor.dtype}, but the model reads rescaled and normalised floats; give what its "
-                "processor makes (pixels of 0 to 255 are not that), or .float() of values that were stored rounded"
-            )
-
-
 QWEN_MEDIA: Mapping[str, Join] = {
     name: Join() for name in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 }

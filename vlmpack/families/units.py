@@ -73,7 +73,7 @@ def _with_tiles(of_row: RowMedia, family: Family, config: Any, row: PackedRow) -
     entries = {} if family.tile_entries is None else family.tile_entries(tensors, config)
     parts: dict[str, Entries | ImagesOfSamples] = {}
     for name, tensor in tensors.items():
-        if name == _CLIPS:
+        if name in _OF_VIDEOS:
             continue
         axis = family.media[name].axis
         if family.media[name].counts_images:
@@ -92,17 +92,27 @@ def _with_tiles(of_row: RowMedia, family: Family, config: Any, row: PackedRow) -
     return replace(of_row, images=MediaUnits(parts=parts), metadata=metadata)
 
 
-_CLIPS = "pixel_values_videos"
+_OF_VIDEOS = ("pixel_values_videos", "target_sizes_videos")
+"""Tensors of videos without grids."""
 
 
 def _with_clips(of_row: RowMedia, family: Family, config: Any, row: PackedRow) -> RowMedia:
-    """Add videos that are rows of a batch, and the tokens of each."""
+    """Add videos that are rows of a batch, or frames of videos that are patches, and the tokens of each."""
     assert family.video_tokens is not None
     tensors = row.media.to_hf()
-    if _CLIPS not in tensors:
+    if _OF_VIDEOS[0] not in tensors:
         return of_row
     tokens = [int(count) for count in family.video_tokens(tensors, config)]
-    videos = MediaUnits(parts={_CLIPS: Entries.of_counts([1] * len(tokens))})
+    entries = {} if family.tile_entries is None else family.tile_entries(tensors, config)
+    parts: dict[str, Entries | ImagesOfSamples] = {
+        name: Entries(
+            of_medium=list(entries.get(name) or Entries.of_counts([1] * len(tokens)).of_medium),
+            axis=family.media[name].axis,
+        )
+        for name in _OF_VIDEOS
+        if name in tensors
+    }
+    videos = MediaUnits(parts=parts)
     metadata = of_row.metadata if of_row.metadata.video_tokens else replace(of_row.metadata, video_tokens=(*tokens,))
     return replace(of_row, videos=videos, metadata=metadata)
 

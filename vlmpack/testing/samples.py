@@ -39,7 +39,7 @@ from vlmpack.families import (
 from vlmpack.layout import IGNORE, MEDIA_KEYS, Grid, HostMetadata, Media, PaddedBatch
 from vlmpack.testing.audio import audio_tensors, audio_tokens, frames_in, frames_of, noises
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts
-from vlmpack.testing.tiles import TILE_RULES, Draw, Sample, TiledImage, frames_of_one_size, sample_like
+from vlmpack.testing.tiles import Sample, TiledImage, sample_like, tiled_image, tiled_video
 
 Kind = Literal["text", "image", "images", "video", "images_and_video", "audio", "everything"]
 
@@ -100,9 +100,9 @@ def build_sample(
     family = family_named(config.model_type)
     rng = torch.Generator().manual_seed(seed + 1)
     several = len(image_grids) > 1 if several is None else several
-    tiles = [] if family.has_grids else [_tiled(config, grid, rng, several=several) for grid in image_grids]
+    tiles = [] if family.has_grids else [tiled_image(config, grid, rng, several=several) for grid in image_grids]
     images: list[Sequence[int]] = [tiled.ids for tiled in tiles] or [_image(config, grid) for grid in image_grids]
-    clips = [] if family.has_grids else [frames_of_one_size(config, _draw(rng)) for _ in video_grids]
+    clips = [] if family.has_grids else [tiled_video(config, grid, rng) for grid in video_grids]
     videos: list[Sequence[int]] = [clip.ids for clip in clips] or [_video(config, grid) for grid in video_grids]
     audios: list[Sequence[int]] = [audio_tokens(config, frames, family) for frames in audio_frames]
     visual = videos + images if videos_first else images + videos
@@ -145,15 +145,6 @@ def _seconds_name(config: Any, family: Family) -> str | None:
     if "video_second_per_grid" in family.media:
         return "video_second_per_grid"
     return "second_per_grid_ts" if "tokens_per_second" in config.vision_config.to_dict() else None
-
-
-def _tiled(config: Any, grid: Grid, rng: torch.Generator, *, several: bool) -> TiledImage:
-    rule = TILE_RULES[config.model_type]
-    return rule(config, grid, _draw(rng), several=several)
-
-
-def _draw(rng: torch.Generator) -> Draw:
-    return lambda *sizes: torch.randn(sizes, generator=rng)
 
 
 def _joined(

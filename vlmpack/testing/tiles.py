@@ -208,16 +208,35 @@ def _views(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
     return TiledImage(ids=[config.image_token_id] * sum(rule(tensors, config)), tensors=tensors)
 
 
-def frames_of_one_size(config: Any, draw: Draw) -> TiledImage:
+def _frames_of_one_size(config: Any, grid: Grid, draw: Draw) -> TiledImage:
     """A video of two frames, whatever its form: all videos of a call have equally many."""
     side = config.vision_config.image_size
     tensors = {"pixel_values_videos": draw(1, 2, 3, side, side)}
+    return TiledImage(ids=_of_video(config, tensors), tensors=tensors)
+
+
+def _row_of_frames(config: Any, grid: Grid, draw: Draw) -> TiledImage:
+    """Patches of all frames one after the other along the last axis, each frame of the form."""
+    side, (frames, rows, columns) = config.vision_config.patch_size, (grid[0], 4 * grid[1], 4 * grid[2])
+    sizes = torch.tensor([[rows, columns]] * frames, dtype=torch.int32)
+    pixels = draw(1, 3, side, side * frames * rows * columns)
+    tensors = {"pixel_values_videos": pixels, "target_sizes_videos": sizes}
+    return TiledImage(ids=_of_video(config, tensors), tensors=tensors)
+
+
+def _of_video(config: Any, tensors: dict[str, torch.Tensor]) -> list[int]:
+    """The tokens of a video, as its family counts them: runs between the tokens of start and end."""
     rule = family_named(config.model_type).video_tokens
     assert rule is not None
-    (tokens,) = rule(tensors, config)
-    placeholders = [config.video_token_id] * tokens
-    return TiledImage(ids=[config.vision_start_token_id, *placeholders, config.vision_end_token_id], tensors=tensors)
+    start, end = config.vision_start_token_id, config.vision_end_token_id
+    return [token for count in rule(tensors, config) for token in (start, *[config.video_token_id] * count, end)]
 
+
+TILE_VIDEOS: dict[str, Callable[[Any, Grid, Draw], TiledImage]] = {
+    "llava_onevision": _frames_of_one_size,
+    "minicpmv4_6": _row_of_frames,
+}
+"""By `config.model_type`: a video of a form."""
 
 TILE_RULES: dict[str, TileRule] = {
     "internvl": _fixed_tiles,
@@ -239,3 +258,17 @@ TILE_RULES: dict[str, TileRule] = {
     "paligemma": _bare_image,
 }
 """By `config.model_type`."""
+
+
+def tiled_image(config: Any, grid: Grid, rng: torch.Generator, *, several: bool) -> TiledImage:
+    """Make an image of a form; `several`: its sample has others."""
+    return TILE_RULES[config.model_type](config, grid, _draws(rng), several=several)
+
+
+def tiled_video(config: Any, grid: Grid, rng: torch.Generator) -> TiledImage:
+    """Make a video of a form."""
+    return TILE_VIDEOS[config.model_type](config, grid, _draws(rng))
+
+
+def _draws(rng: torch.Generator) -> Draw:
+    return lambda *sizes: torch.randn(sizes, generator=rng)
