@@ -3932,4 +3932,14 @@ MUTANTS: tuple[Mutant, ...] = (
             "data/test_formats.py -k chosen_answers",
         ),
     ),
+    *_of(
+        "trainer",
+        (
+            "an evaluation of which no capacity is known is in batches",
+            "packed_trainer.py",
+            "self.eval_packing = self._has_eval_capacity if eval_packing is None else eval_packing",
+            "self.eval_packing = eval_packing is None or eval_packing",
+            "trainer/test_packed_trainer.py -k without_a_capacity",
+        ),
+    ),
 )
