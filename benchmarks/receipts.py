@@ -14,7 +14,7 @@ from typing import Any, final
 
 import torch
 
-from vlmpack.families import Family
+from vlmpack.families import Family, family_named
 from vlmpack.layout import IGNORE, Grid, HostMetadata, Media, PaddedBatch
 from vlmpack.testing import Sample, build_sample, padded, tiny_config
 
@@ -30,7 +30,17 @@ BY_FORMULA = (
     "qwen3_next",
 )
 """Families whose FLOPs are known by formula too (`step_flops`)."""
-MEASURED = (*BY_FORMULA, "mistral3", "gemma3", "gemma2", "lfm2", "gpt_oss")
+MEASURED = (
+    *BY_FORMULA,
+    "qwen2_5_omni_thinker",
+    "mistral3",
+    "gemma3",
+    "paligemma",
+    "gemma2",
+    "lfm2",
+    "gpt_oss",
+    "llama4_text",
+)
 """Families that are measured: one at least of each mechanism. The others share theirs."""
 FIRST_WORD = 6
 """Ids below this are special tokens of tiny models."""
@@ -38,8 +48,13 @@ HEAD = 64
 """Channels of an attention head."""
 DELTA_HEAD = 128
 """Channels of a head of a gated delta layer."""
-GEMMA = "gemma3"
-"""Its images have one number of tokens, whatever their form; each is pooled of four patches."""
+PATCHES_OF_TOKEN = {"gemma3": 2, "paligemma": 1}
+"""Patches along the side of what makes a token, of families whose images have one number of tokens, whatever their
+form."""
+FRAMES_OF_TOKEN = 4
+"""Log-mel frames of a token of Qwen2.5-Omni."""
+AUDIO_WINDOW = 100
+"""Half of the log-mel frames that a block of Qwen2.5-Omni's audio tower attends within, as released."""
 
 
 @final
@@ -94,8 +109,8 @@ def receipt_config(family: Family, shapes: ReceiptShapes) -> Any:
 
     Every MLP is three times as wide as the text model. Experts share that width: those that a token is sent to have it
     together, and an expert that all tokens share is one more of them. Gated delta layers have keys of that width and
-    values of twice as much, in heads of 128, as in Qwen3.5 and Qwen3-Next. A sliding window is a third of the longest
-    sample.
+    values of twice as much, in heads of 128, as in Qwen3.5 and Qwen3-Next. A sliding window, or a chunk, is a third of
+    the longest sample. An audio tower is as deep and as wide as that of images.
     """
     config = tiny_config(
         family.model_type,
@@ -112,14 +127,19 @@ def receipt_config(family: Family, shapes: ReceiptShapes) -> Any:
         vocab_size=shapes.vocab_size,
     )
     text = family.text_config(config)
-    if vars(text).get("sliding_window") is not None:
-        text.sliding_window = shapes.longest // 3
-    if family.model_type == GEMMA:
+    for name in {"sliding_window", "attention_chunk_size"} & vars(text).keys():
+        if vars(text)[name] is not None:
+            text.update({name: shapes.longest // 3})
+    if family.model_type in PATCHES_OF_TOKEN:
         shortest = min(shapes.lengths)
         side = isqrt(max(1, shortest - shapes.labelled(shortest) - 2))  # the tokens before and after an image
-        config.mm_tokens_per_image = side**2
-        config.vision_config.image_size = 2 * side * config.vision_config.patch_size
-    if family.model_type == "gpt_oss":
+        config.mm_tokens_per_image = text.num_image_tokens = side**2
+        patches = PATCHES_OF_TOKEN[family.model_type] * side
+        config.vision_config.image_size = patches * config.vision_config.patch_size
+    if family.has_audio:
+        config.audio_config.n_window, config.audio_config.max_source_positions = AUDIO_WINDOW, AUDIO_WINDOW
+        config.audio_config.encoder_layers = shapes.vision_depth
+    if family.model_type in ("gpt_oss", "llama4_text"):
         text.intermediate_size = 3 * shapes.hidden // shapes.experts_per_token
     elif family.has("experts"):
         text.moe_intermediate_size = 3 * shapes.hidden // shapes.experts_per_token
@@ -170,8 +190,8 @@ def receipt_batch(
     )
     if not family.has_vision:
         return batch.to(device)
-    if not family.has_grids:
-        return padded(tiled_samples(config, shapes, seed=seed)).to(device)
+    if not family.has_grids or family.has_audio:
+        return padded(built_samples(config, shapes, seed=seed)).to(device)
     drawn = rng if device == "cpu" else torch.Generator(device).manual_seed(seed)
     return _with_images(batch, family, config, shapes, drawn).to(device)
 
@@ -194,31 +214,35 @@ def _with_images(
     return replace(batch, input_ids=ids, mm_token_type_ids=types, media=media, metadata=metadata)
 
 
-def tiled_samples(config: Any, shapes: ReceiptShapes, *, seed: int = 0) -> list[Sample]:
-    """The samples of a family whose images have no grids, one by one: each an image, then text."""
+def built_samples(config: Any, shapes: ReceiptShapes, *, seed: int = 0) -> list[Sample]:
+    """The samples of a family whose images have no grids, or that takes audio, one by one: each an image or an audio,
+    then text."""
     return [
         build_sample(
             config,
-            stretches=[0, length - _image_length(config, grid)],
-            image_grids=[grid],
+            stretches=[0, length - _medium_length(config, medium)],
             labelled=shapes.labelled(length),
             seed=len(shapes.lengths) * seed + at,
+            **medium,
         )
         for at, length in enumerate(shapes.lengths)
-        for grid in [_tiled_grid(config, shapes, length)]
+        for medium in [_medium(config, shapes, length)]
     ]
 
 
-def _tiled_grid(config: Any, shapes: ReceiptShapes, length: int) -> Grid:
-    """The largest image whose tokens, with those around and between them, leave room for the labels."""
-    tokens = round(length * shapes.image_share)
-    grids = [(1, 1, 1)] if config.model_type == GEMMA else [image_grid(n, 1) for n in range(tokens, 0, -1)]
-    room = length - shapes.labelled(length)
-    return next((grid for grid in grids if _image_length(config, grid) <= room), grids[-1])
+def _medium(config: Any, shapes: ReceiptShapes, length: int) -> dict[str, Any]:
+    """The largest image or audio whose tokens, with those around and between them, leave room for the labels."""
+    room, tokens = length - shapes.labelled(length), round(length * shapes.image_share)
+    media: list[dict[str, Any]] = [{"image_grids": [image_grid(n, 1)]} for n in range(tokens, 0, -1)]
+    if config.model_type in PATCHES_OF_TOKEN:
+        media = [{"image_grids": [(1, 1, 1)]}]
+    elif family_named(config.model_type).has_audio:
+        media = [{"audio_frames": [FRAMES_OF_TOKEN * tokens]}]
+    return next((medium for medium in media if _medium_length(config, medium) <= room), media[-1])
 
 
-def _image_length(config: Any, grid: Grid) -> int:
-    return len(build_sample(config, stretches=[0, 0], image_grids=[grid])["input_ids"])
+def _medium_length(config: Any, medium: dict[str, Any]) -> int:
+    return len(build_sample(config, stretches=[0, 0], **medium)["input_ids"])
 
 
 def alone(batch: PaddedBatch) -> list[dict[str, torch.Tensor]]:

@@ -56,3 +56,10 @@ def tokenised(family: str, text: str, *images: Any, **more: Any) -> dict:
 def learnt(processor: Any, labels: Any) -> str:
     """What the labels say, as text."""
     return processor.tokenizer.decode([i for i in np.asarray(labels).reshape(-1).tolist() if i != -100])
+
+
+def of_family(family: str, question: str, answer: str, *images: Any) -> dict[str, Any]:
+    """A question about images, as a family's processor takes it."""
+    if family in CHATTING:
+        return chat(question, answer, *images)
+    return {"prompt": "<image>" * len(images) + question, "completion": answer, "images": list(images)}

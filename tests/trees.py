@@ -1,4 +1,4 @@
-"""Samples that begin alike: drawn as a tree of pieces, each a stretch of text, images or videos.
+"""Samples that begin alike: drawn as a tree of pieces, each a stretch of text, images or videos, and audio.
 
 root = Piece(text=5, images=2, children=(Piece(text=3), Piece(text=1, ends=2)))
 samples = samples_of(config, root, ...)          # one for each end of a piece, depth first
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from vlmpack.families import family_named
-from vlmpack.layout import IGNORE, PackedRow, pack, share
-from vlmpack.testing import VISION, Sample, build_sample, padded
+from vlmpack.layout import IGNORE, FindMedia, PackedRow, pack, share
+from vlmpack.testing import Sample, build_sample, joined, padded, tiny_config
+from vlmpack.testing.audio import frames_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class Piece:
     text: int = 4
     """Tokens of text behind its media, at least 1."""
     images: int = 0
-    """Images before the text; a text model has none."""
+    """Images before the text, and an audio if there are some, as far as a model takes them."""
     videos: int = 0
     """Videos before the text."""
     children: tuple[Piece, ...] = ()
@@ -44,7 +45,7 @@ def samples_of(config: Any, *roots: Piece, masked: Sequence[int] = (), seed: int
         seed: of words and pixels.
     """
     counter = iter(range(1000 * seed, 1000 * seed + 1000))
-    samples = [_joined(config, path) for root in roots for path in _paths(config, root, (), counter)]
+    samples = [_joined(config, path) for root in roots for path in _paths(root, (), counter)]
     for i, sample in enumerate(samples if masked else ()):
         sample["labels"][: masked[i % len(masked)]] = IGNORE
     return samples
@@ -52,9 +53,16 @@ def samples_of(config: Any, *roots: Piece, masked: Sequence[int] = (), seed: int
 
 def shared(samples: Sequence[Sample], *, min_shared: int = 1) -> PackedRow:
     """Pack samples into a row with its prefix tree."""
-    row = share(pack(padded(samples)), min_shared=min_shared)
+    row = share(pack(padded(samples)), min_shared=min_shared, units=units_of(samples))
     assert row.tree is not None, "these samples share nothing"
     return row
+
+
+def units_of(samples: Sequence[Sample]) -> FindMedia:
+    """Find the media of rows of these samples."""
+    family = samples[0].family
+    assert family is not None
+    return family.media_units(tiny_config(family.model_type))
 
 
 def rollouts(*branches: int, prefix: int = 12, images: int = 1) -> Piece:
@@ -76,36 +84,37 @@ STRANGER = Piece(text=8, images=1)
 VIDEOS = Piece(text=3, videos=1, children=(Piece(text=4), Piece(text=2, videos=1)))
 
 
-def _paths(
-    config: Any, piece: Piece, before: tuple[Sample, ...], counter: Iterator[int]
-) -> Iterator[tuple[Sample, ...]]:
-    path = (*before, _built(config, piece, next(counter)))
+def _paths(piece: Piece, before: tuple[_Seeded, ...], counter: Iterator[int]) -> Iterator[tuple[_Seeded, ...]]:
+    path = (*before, (piece, next(counter)))
     for _ in range(int(not piece.children) if piece.ends is None else piece.ends):
         yield path
     for child in piece.children:
-        yield from _paths(config, child, path, counter)
+        yield from _paths(child, path, counter)
 
 
-def _built(config: Any, piece: Piece, seed: int) -> Sample:
-    has_vision = config.model_type in VISION
-    images, videos = (piece.images, piece.videos) if has_vision else (0, 0)
-    side = family_named(config.model_type).merge(config)
-    image_grids = [(1, 2 * side, (2 + (seed + i) % 2) * side) for i in range(images)]
-    video_grids = [(2, side, 2 * side)] * videos
-    return build_sample(
-        config,
-        stretches=[*[0] * (images + videos), piece.text],
-        image_grids=image_grids,
-        video_grids=video_grids,
-        seconds=[1.5] * videos,
-        seed=seed,
-    )
+_Seeded = tuple[Piece, int]
 
 
-def _joined(config: Any, path: Sequence[Sample]) -> Sample:
-    sample = {
-        name: torch.cat([piece[name] for piece in path if name in piece]) for name in {n for p in path for n in p}
-    }
+def _joined(config: Any, path: Sequence[_Seeded]) -> Sample:
+    several = sum(piece.images for piece, _ in path) > 1
+    sample = joined([_built(config, piece, seed, several) for piece, seed in path])
     types = family_named(config.model_type).media_types(sample["input_ids"], config)
     sample["labels"] = torch.where(types == 0, sample["input_ids"], IGNORE)
     return sample
+
+
+def _built(config: Any, piece: Piece, seed: int, several: bool) -> Sample:
+    family = family_named(config.model_type)
+    images, videos = piece.images * family.has_vision, piece.videos * family.has_videos
+    audios = min(images, 1) * family.has_audio
+    side = family.merge(config)
+    return build_sample(
+        config,
+        stretches=[*[0] * (images + videos + audios), piece.text],
+        image_grids=[(1, 2 * side, (2 + (seed + i) % 2) * side) for i in range(images)],
+        video_grids=[(2, side, 2 * side)] * videos,
+        seconds=[1.5] * videos,
+        audio_frames=[frames_of(config)[seed % 2] for _ in range(audios)],
+        several=several,
+        seed=seed,
+    )

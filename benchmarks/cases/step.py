@@ -31,11 +31,11 @@ from benchmarks.receipts import (
     BY_FORMULA,
     ReceiptShapes,
     alone,
+    built_samples,
     hf_inputs,
     receipt_batch,
     receipt_config,
     receipt_model,
-    tiled_samples,
 )
 from benchmarks.timing import Timings, alternate
 from vlmpack.errors import VlmpackError
@@ -74,10 +74,10 @@ class StepPair:
         models = [receipt_model(family, shapes, seed=settings.seed, device=settings.device) for _ in range(2)]
         config, seed, device = models[0].config, settings.seed, settings.device
         batch = receipt_batch(family, config, shapes, seed=seed, device=device)
-        if family.has_grids or not family.has_vision:
+        if family.model_type in BY_FORMULA or not family.has_vision:
             singles = alone(batch)
         else:
-            singles = [hf_inputs(padded([one]).to(device)) for one in tiled_samples(config, shapes, seed=seed)]
+            singles = [hf_inputs(padded([one]).to(device)) for one in built_samples(config, shapes, seed=seed)]
         return cls(model=models[0], packed_step=PackedStep(models[1]), batch=batch, singles=singles)
 
     @property

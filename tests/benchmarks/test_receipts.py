@@ -42,7 +42,7 @@ def test_the_metadata_are_those_of_the_tensors(name):
     assert metadata.num_targets == int((batch.labels[:, 1:] != -100).sum())
 
 
-@pytest.mark.parametrize("name", [name for name in MEASURED if family_named(name).has_grids])
+@pytest.mark.parametrize("name", [name for name in BY_FORMULA if family_named(name).has_grids])
 def test_every_sample_has_an_image_and_its_placeholders(name):
     model, batch = model_and_batch(name)
     metadata = batch.metadata
@@ -55,7 +55,7 @@ def test_every_sample_has_an_image_and_its_placeholders(name):
 
 
 @pytest.mark.every_family
-@pytest.mark.parametrize("name", ["mistral3", "gemma3"])
+@pytest.mark.parametrize("name", ["mistral3", "gemma3", "paligemma"])
 def test_images_without_grids_have_placeholders_too(name):
     model, batch = model_and_batch(name)
     metadata = batch.metadata
@@ -64,6 +64,25 @@ def test_images_without_grids_have_placeholders_too(name):
     per_row = (batch.input_ids == model.config.image_token_id).sum(1)
     assert per_row.tolist() == list(metadata.image_tokens)
     assert min(per_row) > 0
+
+
+@pytest.mark.every_family
+def test_a_family_that_hears_gets_audio_of_as_many_tokens():
+    model, batch = model_and_batch("qwen2_5_omni_thinker")
+    metadata = batch.metadata
+    assert metadata is not None
+    assert metadata.audios_per_sample == (1,) * TINY.samples
+    per_row = (batch.input_ids == model.config.audio_token_id).sum(1)
+    assert per_row.tolist() == [round(n * TINY.image_share) for n in TINY.lengths]
+
+
+@pytest.mark.every_family
+def test_a_prefix_ends_where_labels_begin_and_chunks_are_shorter_than_samples():
+    _, batch = model_and_batch("paligemma")
+    assert batch.labels is not None
+    suffix, labelled = batch.extras["token_type_ids"] == 1, batch.labels != -100
+    assert torch.equal(suffix[:, 1:], labelled[:, 1:])  # its first token is labelled too
+    assert receipt_config(family_named("llama4_text"), TINY).attention_chunk_size == TINY.longest // 3
 
 
 def test_a_family_without_vision_gets_text_of_the_same_lengths():

@@ -179,7 +179,7 @@ def test_the_filler_is_a_sound_sample_with_nothing_to_learn(family):
     metadata = read_processor(processor_of(family))
     fill = filler(metadata)
     check_ids(fill.input_ids, metadata)
-    check_runs(fill.input_ids, fill.images, metadata, kind="image")
+    check_runs(fill.types, fill.images, metadata, kind="image")
     assert fill.num_targets == 0
     (image,) = fill.images
     assert tuple(image.pixels.shape) == (4, metadata.patch_dim)

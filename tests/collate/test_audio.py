@@ -205,6 +205,17 @@ def test_audio_of_every_length_is_what_the_whole_processor_makes(samples: int) -
     assert torch.equal(batch["input_features"][0], made["input_features"][0][:, mask])
 
 
+@pytest.mark.parametrize("way", ["collate", "measure"])
+def test_audio_that_is_too_short_for_the_spectrum_of_a_call_is_refused(way: str) -> None:
+    """The processor mirrors 200 values of its longest audio; a short one beside a longer one is read."""
+    collator = VLMCollator(processor_of(CONVOLVED))
+    call = collator.measure if way == "measure" else lambda sample: collator.collate([sample])
+    with pytest.raises(SampleError, match=r"audio 0, its longest, has 200 samples, but .* takes 201; lengthen it"):
+        call({"messages": messages(heard(200))})
+    call({"messages": messages(heard(201))})
+    call({"messages": messages(heard(200), heard(201))})
+
+
 def test_longer_audio_is_no_fault_where_the_processor_cuts_nothing_off() -> None:
     batch = VLMCollator(processor_of(CONVOLVED))([{"messages": messages(heard(9 * RATE))}])
     assert batch["vlmpack"].audio_frames == (900,)
@@ -229,11 +240,9 @@ def test_tokenised_samples_whose_audio_does_not_fit_are_refused() -> None:
     refused("but no audio frames; add input_features", input_features=None, feature_attention_mask=None)
 
 
-def test_models_that_cannot_hear_refuse_audio_and_stored_rows_and_trees_refuse_models_that_can() -> None:
+def test_models_that_cannot_hear_refuse_audio_and_stored_rows_refuse_models_that_can() -> None:
     with pytest.raises(SampleError, match="is of type 'audio'; only text, image and video parts can be used"):
         VLMCollator(tiny_processor("qwen3_vl")).collate([{"messages": messages(heard(9_000))}])
-    with pytest.raises(ConfigError, match="leave it out of a collator with another processor"):
-        VLMCollator(processor_of(POOLED), layout="packed", share_prefixes=True)
     with pytest.raises(ConfigError, match=r"samples of a Qwen2_5OmniProcessor may have audio"):
         measure_lengths([whole(POOLED)[0]], VLMCollator(processor_of(POOLED)), min_shared=8)
 

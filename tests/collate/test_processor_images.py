@@ -4,7 +4,7 @@ import io
 
 import pytest
 import torch
-from chats import BEYOND, CHATTING, SHOWN, chat, needs, picture
+from chats import BEYOND, SHOWN, chat, needs, of_family, picture
 from tiers import tiers
 
 from vlmpack.cli.inputs import limit_pixels
@@ -25,9 +25,7 @@ SIZES = ((40, 30), (61, 143), (400, 90), (90, 400), (257, 256), (33, 31))
 
 
 def feature_of(family, *images, answer="75,000"):
-    if family not in CHATTING:
-        return {"prompt": "<image>" * len(images) + "Total?", "completion": answer, "images": list(images)}
-    return chat("Total?", answer, *images)
+    return of_family(family, "Total?", answer, *images)
 
 
 def encoded(image):
@@ -158,11 +156,6 @@ def test_an_estimate_by_squares_of_pixels_is_refused():
         collator_of("internvl").measure(chat("?", "5", picture()), estimate=True)
 
 
-def test_shared_prefixes_are_refused():
-    with pytest.raises(ConfigError, match="leave it out of a collator with another processor"):
-        collator_of("internvl", layout="packed", share_prefixes=True)
-
-
 def test_placeholders_that_have_no_image_are_refused():
     error = refusal({"prompt": "<IMG_CONTEXT> <IMG_CONTEXT>?", "completion": "5", "images": [picture()]})
     assert error.reason == "placeholder_mismatch"
@@ -270,10 +263,8 @@ def test_a_stream_and_a_table_of_lengths_take_every_family():
     assert table.images.sum() == 6
 
 
-def test_stored_rows_and_shared_prefixes_of_them_are_refused(tmp_path):
+def test_stored_rows_of_them_are_refused(tmp_path):
     features, collator = [chat("Total?", "5", encoded(picture()))], collator_of("internvl", layout="packed")
-    with pytest.raises(ConfigError, match="min_shared finds images that samples share by their grids, but those of a"):
-        measure_lengths(features, collator, min_shared=64)
     with pytest.raises(ConfigError, match="stored rows hold images by their grids, but those of a InternVLProcessor"):
         write_rows(features, tmp_path / "rows", collator, StoreSettings(capacity=512))
 

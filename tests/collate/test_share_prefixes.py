@@ -9,14 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from chats import chat, picture, processor_of, tokenised
+from chats import BEYOND, chat, of_family, picture, processor_of, tokenised
+from tiers import tiers
 
 from vlmpack import PackedStep
 from vlmpack.collate import SharePrefixes, SkipLog, Visual, VLMCollator
 from vlmpack.collate.media import MediaReader
 from vlmpack.errors import ConfigError, SampleError
+from vlmpack.families import family_named
 from vlmpack.layout import PackedRow, SlotRule, share, unshare
-from vlmpack.testing import tiny_model
+from vlmpack.testing import tiny_model, tiny_processor
 
 LOW = SharePrefixes(min_shared=8)
 TURNS = (
@@ -73,6 +75,27 @@ def test_the_row_is_the_shared_plain_row():
     assert_equal_rows(unshare(row), unshare(share(plain, min_shared=8)))
     assert (row.tree.images, row.tree.videos) == ((0, 3), (0,))
     assert torch.equal(unshare(row).media.pixel_values, plain.media.pixel_values)
+
+
+@pytest.mark.every_family
+@pytest.mark.parametrize("family", tiers(BEYOND, ["idefics3", "llava_onevision"], exhaustive=BEYOND[1::2]))
+def test_so_it_is_of_every_family(family):
+    first, twin, other = picture(120, 90), picture(120, 90, seed=1), picture(257, 140, seed=2)
+    pairs = ("a", twin), ("a", other), ("b", twin)
+    samples = [
+        *(of_family(family, "What is the total?", answer, first) for answer in ("75", "none")),
+        *(of_family(family, "Who is it?", "a", image) for image in (first, twin)),
+        *(of_family(family, "Which?", answer, first, image) for answer, image in pairs),
+    ]
+    processor = tiny_processor(family)
+    config = tiny_model(family, processor=processor).config
+    row, plain = (VLMCollator(processor, layout="packed", share_prefixes=how).collate(samples) for how in (LOW, False))
+    units = family_named(family).media_units(config)
+    assert_equal_rows(row, share(plain, min_shared=8, units=units))
+    assert len(row.tree.images) < 10
+    assert row.tree.num_tokens < plain.segments.num_tokens
+    for name, tensor in plain.media.to_hf().items():
+        assert torch.equal(unshare(row, units=units).media.to_hf()[name], tensor)
 
 
 def test_measured_samples_give_the_same_row():

@@ -10,7 +10,7 @@ import torch
 from vlmpack.errors import LayoutError
 from vlmpack.families import FAMILIES
 from vlmpack.families.media import media_items
-from vlmpack.families.qwen import truncates_seconds
+from vlmpack.families.rules import truncates_seconds
 from vlmpack.layout import Segments
 from vlmpack.testing import TEXT_ONLY, VISION, tiny_config
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from waiting import waits_are_errors
 
 from vlmpack.families import FAMILIES
-from vlmpack.families.qwen import truncates_seconds
+from vlmpack.families.rules import truncates_seconds
 from vlmpack.layout import Grid, PackedRow, Segments, SlotRule, pack, recorded_syncs
 from vlmpack.testing import kinds_of, mixed_samples, padded, tiny_config
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmpack.families import FAMILIES, Family, family_of
-from vlmpack.families.qwen import timed_run, truncates_seconds
+from vlmpack.families.rules import timed_run, truncates_seconds
 from vlmpack.layout import HostMetadata, PackedRow, Segments, SlotRule, pack
 from vlmpack.testing import (
     KINDS,

@@ -186,3 +186,12 @@ def test_every_descriptor_is_that_of_its_models(name: str) -> None:
 def test_a_model_that_is_not_as_described_is_refused(name: str, change: dict[str, Any], problem: str) -> None:
     with pytest.raises(FamilyError, match=rf"is not as {name} is described: {problem}"):
         check_parts(replace(FAMILIES[name], **change), tiny_model(name))
+
+
+@pytest.mark.every_family
+def test_the_kinds_of_tokens_are_those_that_a_family_takes() -> None:
+    words = {name: family.type_values for name, family in FAMILIES.items()}
+    assert words["qwen3_vl"] == words["glm4v"] == "1 exactly on image placeholders, 2 exactly on video placeholders, "
+    assert words["paddleocr_vl"] == words["gemma3"] == "1 exactly on image placeholders, "
+    assert words["qwen3"] == ""
+    assert all(("3 exactly" in words[name]) == family.has_audio for name, family in FAMILIES.items())

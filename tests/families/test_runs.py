@@ -122,6 +122,26 @@ def test_images_counted_in_another_sample():
     )
 
 
+def test_without_counts_by_sample_the_first_sample_that_does_not_fit_is_named():
+    types, lengths = IMAGE * 4 + X + IMAGE * 4 + X, [6, 6]
+    assert refusal(types, lengths, image_grids=[FOUR]).startswith("sample 1 has a run of 4, but no image is left: ")
+    assert refusal(types, lengths, image_grids=[EIGHT, FOUR]).startswith(
+        "sample 0 has a run of 4, but its next image makes 8: the image grids make 12 tokens"
+    )
+    assert refusal(types, lengths, image_grids=[FOUR, FOUR, FOUR]).startswith("the image grids make 12 tokens")
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", *[name for name in ("qwen2_5_omni_thinker",) if name in FAMILIES]])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.5])
+def test_seconds_that_are_no_times(name, value):
+    types, grids = VIDEO * 4 + X + VIDEO * 4, {"video_grids": [FOUR, FOUR]}
+    assert refusal(types, [6, 4], name, **grids, seconds_per_grid=(0.0, 0.5)) is None
+    message = refusal(types, [6, 4], name, **grids, seconds_per_grid=(0.5, value))
+    assert message.startswith(f"video 1: seconds_per_grid is {value}; it must be a finite time, not negative")
+    counted = refusal(types, [6, 4], name, **grids, seconds_per_grid=(0.5, value), videos_per_sample=(1, 1))
+    assert counted.startswith(f"sample 1: video 1: seconds_per_grid is {value}")
+
+
 def test_placeholders_on_padding():
     gaps = Segments.from_boundaries([0, 4, 8], [0, 8, 12])
     assert "place 4 of the row is padding, but has image" in refusal(

@@ -11,7 +11,7 @@ import torch
 from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families import FAMILIES, Join, family_named, registry
 from vlmpack.families.tiles import check_tiles
-from vlmpack.layout import HostMetadata, Segments
+from vlmpack.layout import HostMetadata, Media, Segments
 
 
 def test_samples_follow_each_other_along_the_axis() -> None:
@@ -51,11 +51,26 @@ def test_images_that_end_where_samples_do_fit(tokens: tuple[int, ...], per_sampl
         ((2, 4), (1, 1), "sample 0 has 3 image placeholders, but its images make 2 tokens"),
         ((2, 1, 3), (1, 2), "sample 0 has 3 image placeholders, but its images make 2 tokens"),
         ((3, 3, 1), (), "the row has 6 image placeholders, but its 3 images or tiles make 7"),
+        ((3,), (), "sample 1 has 3 image placeholders and ends where no image does: the row has 6"),
+        ((2, 3), (1, 1), "sample 0 has 3 image placeholders and has images of 2 tokens: the row has 6"),
     ],
 )
 def test_images_that_do_not_fit_are_refused(tokens: tuple[int, ...], per_sample: tuple[int, ...], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         check_tiles(ROW, SEGMENTS, metadata(tokens, per_sample))
+
+
+@pytest.mark.every_family
+@pytest.mark.parametrize("family", [name for name in FAMILIES if FAMILIES[name].has_vision])
+def test_media_that_are_no_floats_are_refused(family: str) -> None:
+    names = FAMILIES[family].pixel_names + ("input_features",) * FAMILIES[family].has_audio
+    for name in names:
+        for wrong in (torch.uint8, torch.int64, torch.complex64):
+            media = Media.from_hf({name: torch.ones(2, 3, dtype=wrong)}, names=names)
+            with pytest.raises(LayoutError, match=f"{name} is {wrong}, but the model reads rescaled and normalised"):
+                FAMILIES[family].check_floats(media)
+    floats = {name: torch.ones(2, 3, dtype=torch.bfloat16) for name in names}
+    FAMILIES[family].check_floats(Media.from_hf(floats | {"image_sizes": torch.ones(1, 2).long()}, names=[*names]))
 
 
 def test_placeholders_on_padding_are_refused() -> None:

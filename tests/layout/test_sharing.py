@@ -27,9 +27,10 @@ from vlmpack.layout import (
     Segments,
     SlotRule,
     content_numbers,
+    find_prefix_tree,
+    media_units,
     nothing_on_host,
     share,
-    sharing,
     shift_labels,
     unshare,
 )
@@ -203,7 +204,7 @@ def test_images_of_one_grid_and_other_content_are_not_merged():
 
 def test_placeholders_alone_would_merge_them(monkeypatch):
     """The guard of the tests above: without contents they fail."""
-    monkeypatch.setattr(sharing, "content_numbers", lambda blocks: [0] * len(blocks))
+    monkeypatch.setattr(media_units, "content_numbers", lambda blocks: [0] * len(blocks))
     row = row_of([[CAT, *word(1)], [DOG, *word(1)]])
     shared = share(row, min_shared=1)
     assert shared.tree.num_tokens == 3
@@ -221,12 +222,14 @@ def test_a_video_at_another_rate_is_another_one():
     assert share(row).tree.videos == (0,)
     other = replace(row, media=replace(row.media, second_per_grid_ts=torch.tensor([0.5, 1.0])))
     assert share(other) is other
+    whole = replace(other, metadata=other.host_metadata())
+    assert find_prefix_tree(whole, videos=[0, 0]) is None  # whose frames alone are compared
 
 
 def test_media_that_agree_where_they_are_looked_at_are_compared_whole():
-    first = torch.arange(2 * 3 * sharing.LOOKED_AT).float().view(-1, 3)
+    first = torch.arange(2 * 3 * media_units.LOOKED_AT).float().view(-1, 3)
     last = first.clone()
-    step = first.numel() // sharing.LOOKED_AT | 1
+    step = first.numel() // media_units.LOOKED_AT | 1
     assert step > 1
     last.view(-1)[1] += 1  # not looked at: the first value and every `step`-th are
     assert content_numbers([first, last, first.clone(), first]) == [0, 1, 0, 0]
@@ -346,7 +349,7 @@ def test_media_changed_behind_a_tree_are_refused():
     changed = replace(shared, media=replace(shared.media, image_grid_thw=torch.tensor([[1, 4, 2]])))
     with pytest.raises(LayoutError, match="image_grid_thw is not what the host metadata"):
         changed.host_metadata()
-    with pytest.raises(LayoutError, match="the tree computes image 0, but the metadata has the grids of 0"):
+    with pytest.raises(LayoutError, match="the tree computes image 0, but the metadata has 0 images"):
         replace(shared, metadata=None).host_metadata()
     with pytest.raises(LayoutError, match="has 1 grids but image_grid_thw"):
         replace(shared, media=PICTURES.media).host_metadata()

@@ -35,6 +35,7 @@ from vlmpack.testing import (
     Kind,
     build_sample,
     compare,
+    joined,
     mixed_samples,
     padded,
     run_alone,
@@ -44,6 +45,7 @@ from vlmpack.testing import (
     tiny_model,
     tiny_processor,
 )
+from vlmpack.testing.audio import frames_of
 
 pytestmark = [
     pytest.mark.every_family,
@@ -471,10 +473,18 @@ def test_of_a_whole_model_the_thinker_is_packed() -> None:
     assert compare(run_packed(whole.thinker, pack(padded(samples)), samples), alone).logits < 1e-5
 
 
-def test_prefixes_with_audio_are_not_shared() -> None:
-    (sample,) = with_audio(fresh(POOLED).config, (17,))
-    with pytest.raises(LayoutError, match=r"the row has audio, whose content is not compared"):
-        share(pack(padded([sample, sample_like(sample, dict(sample))])))
+@each_family
+def test_an_audio_is_shared_where_its_features_are_equal(family: str) -> None:
+    """Behind a longer audio a tower that reads padding makes other features of a short one."""
+    config = fresh(family).config
+    (short,) = with_audio(config, (frames_of(config)[0],))
+    (longer,) = with_audio(config, (frames_of(config)[1],))
+    row = pack(padded([short, sample_like(short, dict(short)), joined([short, longer]), joined([short, short])]))
+    tree = share(row, min_shared=1, units=FAMILIES[family].media_units(config)).tree
+    assert tree is not None
+    assert tree.audios == ((0, 3, 5) if family == POOLED else (0, 5, 2, 3))
+    with pytest.raises(LayoutError, match=r"the row has audio, so that .*media_units\(model.config\)"):
+        share(row)
 
 
 @each_family

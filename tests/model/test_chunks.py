@@ -224,6 +224,16 @@ def test_routers_choose_for_real_tokens_alone_and_are_counted() -> None:
     assert result.aux_loss is None
 
 
+def test_chunks_of_one_token_are_no_windows() -> None:
+    models = fresh(), fresh()
+    for model in models:
+        model.config.attention_chunk_size = 1
+    alone = alone_through(models[0], mixed_samples(models[0].config, seed=5, kinds=("text", "text")))
+    result = PackedStep(models[1])(pack(padded(alone.samples)), logits=True)
+    check_outputs(alone, result, limits_of("llama4_text"))
+    assert result.work.window_pairs == sum(alone.lengths)
+
+
 # ---------------------------------------------------------------------- the head inside the text part
 
 

@@ -27,6 +27,7 @@ def samples_for(draw, family):
     if family in VISION:
         images = draw(st.lists(st.tuples(st.just(1), sides, sides), max_size=3))
         videos = draw(st.lists(st.tuples(st.integers(1, 3), sides, sides), max_size=1))
+        images = [] if videos and FAMILIES[family].videos_as_images else images
     count = len(images) + len(videos) + 1
     shortest, longest = (0, 9) if count > 1 else (1, 70)
     return {

@@ -17,7 +17,7 @@ from moe import block_of
 from peft import LoraConfig, get_peft_model
 from tiers import only_exhaustive, tiers
 from torch._dynamo.utils import counters
-from trees import DEEP, STRANGER, VIDEOS, rollouts, samples_of, shared
+from trees import DEEP, STRANGER, VIDEOS, rollouts, samples_of, shared, units_of
 from waiting import waits_are_errors
 
 import vlmpack
@@ -27,7 +27,7 @@ from vlmpack.layout import IGNORE, PrefixTree, Segments, recorded_syncs, unshare
 from vlmpack.model import PackedStep, StepConfig, compile_layers, disable_packing, enable_packing
 from vlmpack.model.mechanisms import attention
 from vlmpack.model.mechanisms.gated_delta_tree import DeltaTree
-from vlmpack.testing import VISION, tiny_model
+from vlmpack.testing import tiny_model
 
 TREES = {
     "deep": (DEEP, STRANGER),
@@ -39,6 +39,10 @@ MASKED = 0, 4, 9
 """Tokens at the start of each sample that are not learnt, in turn: some samples learn what others mask."""
 DELTA_GRADIENT = 5e-5
 """Largest error of a gradient where states are handed on: the layer's own chunks round at other places."""
+GEMMA4_GRADIENT = 3e-5
+"""The row of the same samples without a tree is off by 1.5e-5, in its tower."""
+SIZES_ARE_READ = ("glm_ocr", "mistral3", "minicpmv4_6")
+"""Families whose towers are given the sizes of images on the device, which are read."""
 HOME = Path(vlmpack.__file__).parent
 ONE_OF_EACH = ("qwen3_vl", "qwen3_5_moe", "qwen4_exp")
 """Families that have every mechanism between them."""
@@ -62,6 +66,8 @@ def truth(family, name):
 
 def limits(family):
     of_family = limits_of(family)
+    if family == "gemma4":
+        return replace(of_family, gradient=GEMMA4_GRADIENT)
     return replace(of_family, gradient=DELTA_GRADIENT) if FAMILIES[family].has("gated_delta") else of_family
 
 
@@ -79,14 +85,17 @@ def counted(model):
                 pattern = settings["pattern"]
                 first_key = Reach(window=pattern.window, chunk=pattern.chunk).first_key
                 spans = zip(segments.lengths, (keys or segments).lengths, strict=True)
-                seen["pairs"].append(sum(place + 1 - first_key(place) for n, m in spans for place in range(m - n, m)))
+                further = 0 if pattern.spans is None else pattern.spans.further_pairs(pattern.window)
+                causal_pairs = sum(place + 1 - first_key(place) for n, m in spans for place in range(m - n, m))
+                seen["pairs"].append(causal_pairs + further)
                 seen["widths"].add(len(q))
             return backend(q, k, v, segments, causal=causal, keys=keys, **settings)
 
         return attend
 
     def patches(module, args, kwargs):
-        seen["patches"] += len(args[0] if args else kwargs["hidden_states"])
+        pixels = args[0] if args else next(iter(kwargs.values()))
+        seen["patches"] += pixels.shape[1] if pixels.ndim == 5 else len(pixels)  # of a batch of one row
 
     tower = FAMILIES[model.config.model_type].vision_tower(model)
     hooks = [] if tower is None else [tower.register_forward_pre_hook(patches, with_kwargs=True)]
@@ -118,17 +127,34 @@ def test_every_sample_is_what_it_is_alone_and_shared_tokens_are_computed_once(fa
     tree, work = row.tree, result.work
     assert (work.real_tokens, work.physical_tokens) == (row.segments.num_tokens, tree.num_tokens)
     assert tree.num_tokens < row.segments.num_tokens
-    assert work.vision_patches == seen["patches"] < unshared_patches(row) or family not in VISION
+    descriptor = FAMILIES[family]
+    assert work.vision_patches == seen["patches"] or not descriptor.has_grids
+    if name == "deep" and descriptor.has_vision:
+        assert work.vision_patches < unshared_patches(row, descriptor, model.config)
+    if name == "deep" and descriptor.has_audio:
+        assert len(row.media.audio_mask) == len(tree.audios) < len(row.known_metadata.audio_frames)
+        assert work.audio_frames == row.media.audio_mask.sum()
     if not FAMILIES[family].has("per_sample"):
         assert {*seen["pairs"]} == {work.attended_pairs, work.window_pairs or work.attended_pairs}
-        assert work.attended_pairs == tree.attended_pairs or {*seen["pairs"]} == {work.window_pairs}
+        assert work.attended_pairs == tree.attended_pairs or descriptor.sees or {*seen["pairs"]} == {work.window_pairs}
         assert seen["widths"] == {tree.num_tokens}
     if FAMILIES[family].has("gated_delta"):
         assert tree.num_tokens <= work.delta_tokens <= 1.25 * tree.num_tokens
 
 
-def unshared_patches(row):
-    media = unshare(row).media
+@pytest.mark.every_family
+@pytest.mark.parametrize("family", ["gemma3", "llava_onevision", "paligemma", "qwen3_omni_moe_thinker"])
+def test_images_without_grids_and_audio_are_shared(family):
+    """Images, or prompts, that see all of themselves; images that are others beside a second one; audio."""
+    row, result = check_step(family, "deep")
+    assert result.work.physical_tokens == row.tree.num_tokens < row.segments.num_tokens
+    assert len(row.tree.images) < len(row.known_metadata.image_tokens or row.known_metadata.image_grids)
+
+
+def unshared_patches(row, family, config):
+    media = unshare(row, units=family.media_units(config)).media
+    if not family.has_grids:
+        return family.tile_patches(media, config)
     return sum(len(x) for x in (media.pixel_values, media.pixel_values_videos) if x is not None)
 
 
@@ -153,7 +179,10 @@ def adapted(model):
     targets = r".*(self_attn\.\w+_proj\w*|linear_attn\.\w*_proj\w*|visual\.blocks.*\.(qkv|proj))"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        return get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+        # PEFT adapts no layer of Gemma 4's tower
+        others = r".*vision_tower.*" if model.config.model_type == "gemma4" else None
+        settings = {"target_modules": targets, "exclude_modules": others, "init_lora_weights": False}
+        return get_peft_model(model, LoraConfig(r=4, **settings))
 
 
 def checkpointed(model, reentrant):
@@ -176,6 +205,8 @@ CIRCUMSTANCES = {
 @pytest.mark.parametrize("name", CIRCUMSTANCES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_every_circumstance_of_training(family, name):
+    if (family, name) == ("llama4", "reentrant checkpointing"):
+        pytest.skip("transformers gives the tower of Llama 4 no gradient there")
     prepare = CIRCUMSTANCES[name]
     samples = drawn(family, "deep")
     alone = alone_through(prepare(fresh(family)), samples)
@@ -306,7 +337,7 @@ def test_routers_count_a_shared_token_once_for_each_sample_that_has_it(family, p
     for block in attention_free_blocks(model):
         block.register_forward_hook(lambda module, args, out: tokens.append(args[0].shape[-2]))
     results, grads = [], []
-    for given in (row, unshare(row)):
+    for given in (row, unshare(row, units=units_of(drawn(family, "deep")))):
         step = PackedStep(model, config)
         results.append(step(given, output_router_logits=True))
         results[-1].loss.backward()
@@ -347,7 +378,7 @@ def test_nodes_whose_state_is_read_are_never_padded_and_every_node_is_computed_o
 # ---------------------------------------------------------------------- host and device
 
 
-@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen3_vl"]))
+@pytest.mark.parametrize("family", tiers([name for name in FAMILIES if name not in SIZES_ARE_READ], ["qwen3_vl"]))
 def test_nothing_waits_for_the_device(family):
     model = enable_packing(fresh(family))
     row = shared(drawn(family, "deep"))

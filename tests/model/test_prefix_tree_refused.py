@@ -13,8 +13,7 @@ from trees import DEEP, STRANGER, Piece, rollouts, samples_of, shared
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import Family
-from vlmpack.layout import Buckets, unshare
-from vlmpack.layout import sharing as sharing_room
+from vlmpack.layout import Buckets, media_units, unshare
 from vlmpack.model import PackedStep, disable_packing, enable_packing
 from vlmpack.model.mechanisms import gated_delta_tree
 from vlmpack.model.mechanisms.gated_delta_tree import DeltaTree, HandedState
@@ -227,7 +226,7 @@ def test_images_are_shared_by_their_content(monkeypatch):
         return result.work.vision_patches
 
     assert check() == 2 * len(first[0]["pixel_values"])
-    monkeypatch.setattr(sharing_room, "content_numbers", lambda blocks: [0] * len(blocks))
+    monkeypatch.setattr(media_units, "content_numbers", lambda blocks: [0] * len(blocks))
     with pytest.raises(AssertionError):
         check()
     disable_packing(model)

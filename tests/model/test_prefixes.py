@@ -202,8 +202,10 @@ def test_samples_that_share_tokens_and_not_their_prefix_are_refused() -> None:
     assert shared.tree is not None
     own = alone_through(fresh(), samples[:2])
     check_outputs(own, step(shared, logits=True), LIMITS)
+    row = pack(padded(samples[1:]))
+    assert share(row, min_shared=1).tree is None
     with pytest.raises(LayoutError, match="token_type_ids of tokens that the prefix tree says are shared differ"):
-        step(share(pack(padded(samples[1:])), min_shared=1))
+        step(share(replace(row, metadata=None), min_shared=1))
 
 
 # ---------------------------------------------------------------------- the collator

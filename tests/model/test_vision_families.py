@@ -28,7 +28,7 @@ from tiers import full, only_exhaustive, other_vision, tiers
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, FamilyError, LayoutError
 from vlmpack.families import FAMILIES
-from vlmpack.layout import Segments, SlotRule, pack, share
+from vlmpack.layout import Segments, SlotRule, pack, share, unshare
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.probing import probe
@@ -250,10 +250,16 @@ def test_ranks_cannot_compute_images_together(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", TILED)
-def test_prefixes_with_images_are_not_shared(family: str) -> None:
-    image = truth(family).samples[1]
+def test_prefixes_with_images_are_shared_with_the_family_alone(family: str) -> None:
+    image, config = truth(family).samples[1], fresh(family).config
     row = pack(padded([image, sample_like(image, dict(image))]))
-    with pytest.raises(LayoutError, match=r"media of this row are not images .* leave share_prefixes off"):
+    units = FAMILIES[family].media_units(config)
+    shared = share(row, units=units, min_shared=1)
+    assert shared.tree is not None
+    assert shared.tree.num_tokens == len(image["input_ids"])
+    for name, tensor in unshare(shared, units=units).media.to_hf().items():
+        assert torch.equal(tensor, row.media.to_hf()[name])
+    with pytest.raises(LayoutError, match=r"media of this row are not images .*media_units\(model.config\)"):
         share(row)
 
 
@@ -264,7 +270,7 @@ def test_tensors_of_other_families_are_refused_by_name(family: str) -> None:
         PackedStep(fresh(family))(row_of(family, image_grid_thw=grid))
 
 
-@pytest.mark.parametrize("family", ["paddleocr_vl", *full("glm4v")])
+@pytest.mark.parametrize("family", ["paddleocr_vl", *full("kimi_k25")])
 def test_videos_are_refused_where_images_alone_are_taken(family: str) -> None:
     assert "video" not in kinds_of(fresh(family).config)
     patches = torch.zeros(4, *FAMILIES[family].patch_shape(fresh(family).config))

@@ -12,7 +12,7 @@ import torch
 from tiers import full, tiers
 
 from vlmpack.families import FAMILIES
-from vlmpack.layout import PackedRow, Segments, ranges, sharing
+from vlmpack.layout import PackedRow, Segments, media_units, ranges
 from vlmpack.model import prefix_tree_row
 from vlmpack.model.mechanisms import gated_delta
 from vlmpack.model.mechanisms.gated_delta_tree import HandedState
@@ -150,7 +150,7 @@ def one_picture(patch: Patch) -> None:
 
 def without_content(patch: Patch) -> None:
     """Images are told apart by their ids and grids alone."""
-    patch.setattr(sharing, "content_numbers", lambda blocks: [0] * len(blocks))
+    patch.setattr(media_units, "content_numbers", lambda blocks: [0] * len(blocks))
 
 
 def untried(patch: Patch) -> None:

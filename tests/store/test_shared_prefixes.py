@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chats import chat, picture, processor_of, tokenised
+from chats import BEYOND, chat, of_family, picture, processor_of, tokenised
 from measured import encoded
+from tiers import tiers
 
-from vlmpack.collate import VLMCollator
+from vlmpack.collate import SharePrefixes, VLMCollator
 from vlmpack.errors import ConfigError
-from vlmpack.plan import LengthTable
+from vlmpack.plan import LengthTable, plan_bins
 from vlmpack.store import measure_lengths
 from vlmpack.store.measure import _load_marks, _measure_places, _save_marks
+from vlmpack.testing import tiny_processor
 
 QUESTIONS = ("What is the total of this receipt?", "Who sold it?", "On which day was it paid?")
 
@@ -110,3 +112,24 @@ def test_parts_measured_apart_give_the_groups_of_the_whole(tmp_path: Path) -> No
     from vlmpack.plan import groups_of_marks
 
     assert groups_of_marks(marks, min_shared=8) == whole.groups
+
+
+@pytest.mark.every_family
+@pytest.mark.parametrize("family", tiers(BEYOND, ["llava_onevision"], exhaustive=BEYOND[::2]))
+def test_planned_rows_of_every_family_with_a_processor_have_room_for_what_they_share(family: str) -> None:
+    """Three questions about each of two images, and about both."""
+    first, second = encoded(190, 61, seed=0), encoded(190, 61, seed=1)
+    samples = [
+        of_family(family, q, "5", *images) for images in ((first,), (second,), (first, second)) for q in QUESTIONS
+    ]
+    collator = VLMCollator(tiny_processor(family), layout="packed", share_prefixes=SharePrefixes(min_shared=8))
+    table = measure_lengths(samples, collator, min_shared=8)
+    assert table.groups is not None
+    capacity = int(table.tokens.sum() // 2)
+    rows = [[int(at) for at in row] for row in plan_bins(table, capacity, groups=table.groups)]
+    batches = [collator.collate([samples[at] for at in row]) for row in rows]
+    computed = [row.segments.num_tokens if row.tree is None else row.tree.num_tokens for row in batches]
+    assert max(computed) <= capacity
+    if family != "paligemma":  # its prompts see all of themselves, so that questions about one image share nothing
+        assert table.group.tolist()[:6] == [0, 0, 0, 1, 1, 1]
+        assert sum(computed) < table.tokens.sum()

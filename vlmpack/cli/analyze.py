@@ -100,7 +100,7 @@ def analyze(
         check_extra("plots", "matplotlib", needed_by="`vlmpack analyze --out`")
 
     from vlmpack.plan import CAPACITIES
-    from vlmpack.store import why_no_grids
+    from vlmpack.store import why_no_marks
 
     packing = Packing(
         capacities=tuple(capacity or CAPACITIES), rows_per_device=rows_per_device, strategy=strategy,
@@ -116,7 +116,7 @@ def analyze(
     if out is not None:
         options.make_folder("--out", out)
     console = Console(quiet=as_json)
-    without = None if min_shared is not None else why_no_grids(inputs.collator)
+    without = None if min_shared is not None else why_no_marks(inputs.collator)
     least = None if without or min_shared == 0 else min_shared or MIN_SHARED
     table = measure(inputs, quiet=quiet, workers=workers, cache=cache, estimate=estimate, min_shared=least)
     analysis = Analysis(
@@ -126,7 +126,7 @@ def analyze(
     print_analysis(analysis, console)
     if without:
         console.print()
-        print_text(console, Text(f"Shared prefixes were not looked for: images are found by grids, but {without}."))
+        print_text(console, Text(f"Shared prefixes were not looked for: {without}."))
     for path in _save(analysis, out) if out is not None else ():
         console.print(f"written: {path}", highlight=False, markup=False)
     if as_json:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import final
@@ -14,7 +14,7 @@ from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.errors import check_whole_number
-from vlmpack.families import Join, media_runs, prefix_run
+from vlmpack.families import Family, Join
 from vlmpack.layout import (
     IGNORE,
     IMAGE,
@@ -22,6 +22,7 @@ from vlmpack.layout import (
     TEXT,
     Grid,
     HostMetadata,
+    ImagesOfSamples,
     Media,
     PackedRow,
     PaddedBatch,
@@ -36,9 +37,6 @@ from vlmpack.layout import (
 
 NO_BUFFERS = PixelBuffers(0)
 """New memory for every batch."""
-
-PATCHES: Mapping[str, Join] = {}
-"""No joins: images are patches with grids, one after the other."""
 
 _SECONDS = "video_second_per_grid"
 """Qwen-Omni's name of the seconds from one grid of each video to the next."""
@@ -66,9 +64,9 @@ def to_padded(
     pad_token_id: int,
     pixel_dtype: torch.dtype | None = None,
     buffers: PixelBuffers = NO_BUFFERS,
-    joins: Mapping[str, Join] = PATCHES,
+    family: Family | None = None,
 ) -> PaddedBatch:
-    """Pad samples on the right to [B, S]; S is the longest one. `joins`: of `Family.media`, for images without grids.
+    """Pad samples on the right to [B, S]; S is the longest one. `family`: of a model with other media than Qwen-VL's.
 
     Raises:
         NotFinite: pixels of a sample are not finite.
@@ -84,7 +82,7 @@ def to_padded(
         attention_mask=batch([np.ones_like(s.input_ids) for s in samples], 0),
         labels=batch([s.labels for s in samples], IGNORE),
         mm_token_type_ids=batch([s.types for s in samples], 0),
-        media=_with_audio(_media(_images(samples), _videos(samples), pixel_dtype, buffers, joins), samples, joins),
+        media=_media(_media_of(samples), pixel_dtype, buffers, family),
         extras={name: batch([s.columns[name] for s in samples], 0) for name in samples[0].columns},
         metadata=_metadata(samples),
     )
@@ -97,7 +95,7 @@ def to_packed(
     pad_token_id: int,
     pixel_dtype: torch.dtype | None = None,
     buffers: PixelBuffers = NO_BUFFERS,
-    joins: Mapping[str, Join] = PATCHES,
+    family: Family | None = None,
     sharing: SharePrefixes | None = None,
 ) -> PackedRow:
     """Pack samples into a row [1, T]: equal to `pack(to_padded(samples), rule=rule)`.
@@ -122,25 +120,86 @@ def to_packed(
         extras={name: row([s.columns[name] for s in samples], 0) for name in samples[0].columns},
         metadata=_metadata(samples),
     )
-    images, videos = _images(samples), _videos(samples)
-    tree = None if sharing is None else _tree(packed, images, videos, sharing)
+    media = _media_of(samples)
+    tree = None if sharing is None else _tree(packed, samples, media, sharing, family)
     if tree is not None:
         packed = with_tree(packed, tree)
-        images, videos = [images[at] for at in tree.images], [videos[at] for at in tree.videos]
-    media = _media(images, videos, pixel_dtype, buffers, joins)
-    return replace(packed, media=_with_audio(media, samples, joins))
+        media = _MediaOfRow(
+            images=_counted_in_tree([media.images[at] for at in tree.images], _joins(family)),
+            videos=[media.videos[at] for at in tree.videos],
+            audios=[media.audios[at] for at in tree.audios],
+        )
+    return replace(packed, media=_media(media, pixel_dtype, buffers, family))
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _MediaOfRow:
+    """The media of a batch, or of a prefix tree, in order."""
+
+    images: Sequence[Visual]
+    videos: Sequence[Visual]
+    audios: Sequence[Visual]
+
+
+def _media_of(samples: Sequence[Encoded]) -> _MediaOfRow:
+    return _MediaOfRow(images=_images(samples), videos=_videos(samples), audios=_audios(samples))
+
+
+def _joins(family: Family | None) -> Mapping[str, Join]:
+    return {} if family is None else family.media
 
 
 def _tree(
-    row: PackedRow, images: Sequence[Visual], videos: Sequence[Visual], sharing: SharePrefixes
+    row: PackedRow, samples: Sequence[Encoded], media: _MediaOfRow, sharing: SharePrefixes, family: Family | None
 ) -> PrefixTree | None:
     """The tree of a row without pixels, found before those of its media are joined."""
+    longest = None
+    if family is not None and family.audio is not None and family.audio.reads_padding:
+        frames = [[audio.values[0].shape[2] for audio in sample.audios] for sample in samples]
+        longest = [max(of_sample) for of_sample in frames for _ in of_sample]
     return find_prefix_tree(
         row,
-        images=content_numbers(_pixels(images)),
-        videos=content_numbers(_pixels(videos)),
+        images=_numbers(media.images, _joins(family)),
+        videos=_numbers(media.videos, _joins(family)),
+        audios=_numbers(media.audios, _joins(family), longest),
         min_shared=sharing.min_shared,
     )
+
+
+def _numbers(
+    visuals: Sequence[Visual], joins: Mapping[str, Join], context: Sequence[Hashable] | None = None
+) -> list[int]:
+    """One number for each of these media; equal ones have equal features. `context`: what these depend on beside."""
+    contents: list[Sequence[Hashable]] = [content_numbers(_pixels(visuals))]
+    for name in dict.fromkeys(name for visual in visuals for name in visual.tensors):
+        tensors = [visual.tensors.get(name, _NOTHING) for visual in visuals]
+        contents.append(_are_alone(tensors) if joins[name].counts_images else content_numbers(tensors))
+    numbers: dict[Hashable, int] = {}
+    further = [] if context is None else [context]
+    return [numbers.setdefault(content, len(numbers)) for content in zip(*contents, *further, strict=True)]
+
+
+_NOTHING = torch.zeros(0)
+
+
+def _are_alone(counts: Sequence[torch.Tensor]) -> list[bool]:
+    """Whether each image is the only one of its sample; the number of images is with the first of each."""
+    return [count.tolist() == [1] for count in counts]
+
+
+def _counted_in_tree(images: Sequence[Visual], joins: Mapping[str, Join]) -> Sequence[Visual]:
+    """Images with the numbers of images that they make in a tree, each with the first of its group."""
+    for name in (name for name, join in joins.items() if join.counts_images):
+        of_images = [image.tensors.get(name, _NOTHING) for image in images]
+        is_alone = _are_alone(of_images)
+        counts = ImagesOfSamples(is_alone=is_alone).take(torch.zeros(0, dtype=torch.int64), range(len(images)), None)
+        firsts = dict(zip((counts.cumsum(0) - counts).tolist(), counts.split(1), strict=True))
+        images = [
+            replace(image, tensors={**image.tensors, name: firsts.get(at, counts[:0])})
+            for at, image in enumerate(images)
+        ]
+    return images
 
 
 def filler(metadata: ProcessorMetadata) -> Encoded:
@@ -173,7 +232,7 @@ def _metadata(samples: Sequence[Encoded]) -> HostMetadata:
     has_tiles = any(image.grid is None for image in _images(samples))
     return HostMetadata(
         lengths=tuple(sample.num_tokens for sample in samples),
-        media_runs=tuple(map(_runs, samples)) if has_tiles or samples[0].columns else (),
+        media_runs=tuple(sample.media_runs for sample in samples) if has_tiles or samples[0].columns else (),
         image_grids=_grids(_images(samples)),
         video_grids=_grids(_videos(samples)),
         image_tokens=tuple(sum(image.runs) for image in _images(samples) if image.grid is None),
@@ -185,12 +244,6 @@ def _metadata(samples: Sequence[Encoded]) -> HostMetadata:
         num_targets=sum(sample.num_targets for sample in samples),
         sample_ids=tuple(sample.sample_id for sample in samples if sample.sample_id is not None),
     )
-
-
-def _runs(sample: Encoded) -> tuple[tuple[int, int], ...]:
-    """The prefix of a sample whose family has prefixes, or the runs of its media tokens."""
-    column = next(iter(sample.columns.values()), None)
-    return media_runs(sample.types) if column is None else prefix_run(column)
 
 
 def _images(samples: Sequence[Encoded]) -> list[Visual]:
@@ -205,41 +258,34 @@ def _audios(samples: Sequence[Encoded]) -> list[Visual]:
     return [audio for sample in samples for audio in sample.audios]
 
 
-def _with_audio(media: Media, samples: Sequence[Encoded], joins: Mapping[str, Join]) -> Media:
-    """Add log-mel frames, padded to the longest, and their mask. They stay float32: the model casts them itself."""
-    if not (audios := _audios(samples)):
-        return media
-    frames = _pixels(audios)
-    finite = [is_finite(part) for part in frames]
-    if not all(finite):
-        raise NotFinite(finite.index(False))
-    tensors = {
-        "input_features": joins["input_features"](frames),
-        "feature_attention_mask": joins["feature_attention_mask"](
-            [audio.tensors["feature_attention_mask"] for audio in audios]
-        ),
-    }
-    return replace(media, tensors={**media.tensors, **tensors})
-
-
-def _media(
-    images: Sequence[Visual],
-    videos: Sequence[Visual],
-    dtype: torch.dtype | None,
-    buffers: PixelBuffers,
-    joins: Mapping[str, Join],
-) -> Media:
+def _media(row: _MediaOfRow, dtype: torch.dtype | None, buffers: PixelBuffers, family: Family | None) -> Media:
+    """Tensors of media; log-mel frames stay float32: the model casts them itself."""
+    joins, images, videos = _joins(family), row.images, row.videos
     seconds, grids = _seconds(videos), _grids(images)
     parts = {name: [image.tensors[name] for image in images if name in image.tensors] for name in joins}
+    tensors = {name: joins[name](_cast(tensors, dtype)) for name, tensors in parts.items() if tensors}
+    if seconds and _SECONDS in joins:
+        tensors[_SECONDS] = torch.tensor(seconds)
     return Media(
         pixel_values=_join(images, dtype, buffers, joins.get("pixel_values", Join())),
         image_grid_thw=_table(grids),
         pixel_values_videos=_join(videos, dtype, buffers, Join()),
         video_grid_thw=_table(_grids(videos)),
         second_per_grid_ts=torch.tensor(seconds) if seconds and _SECONDS not in joins else None,
-        tensors={name: joins[name](_cast(tensors, dtype)) for name, tensors in parts.items() if tensors}
-        | ({_SECONDS: torch.tensor(seconds)} if seconds and _SECONDS in joins else {}),
+        tensors={**tensors, **_audio_tensors(row.audios, joins)},
     )
+
+
+def _audio_tensors(audios: Sequence[Visual], joins: Mapping[str, Join]) -> dict[str, torch.Tensor]:
+    """Log-mel frames, padded to the longest, and their mask; {} of none."""
+    if not audios:
+        return {}
+    frames = _pixels(audios)
+    finite = [is_finite(part) for part in frames]
+    if not all(finite):
+        raise NotFinite(finite.index(False))
+    mask = "feature_attention_mask"
+    return {"input_features": joins["input_features"](frames), mask: joins[mask]([a.tensors[mask] for a in audios])}
 
 
 def _cast(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:

@@ -130,6 +130,12 @@ class AudioReader:
             if self.tokens_of(frames) < 1:
                 fault = f"audio {at} has {len(array)} samples, too few for one token; leave it out"
                 raise Refusal("audio_source", fault)
+        if arrays and (longest := self._longest(arrays)) < self._shortest_call:
+            fault = (
+                f"audio {int(np.argmax([*map(len, arrays)]))}, its longest, has {longest} samples, but the processor's "
+                f"spectrum takes {self._shortest_call}; lengthen it with silence, or leave it out"
+            )
+            raise Refusal("audio_source", fault)
         return arrays
 
     def _array(self, ref: MediaRef, at: int) -> np.ndarray:
@@ -238,6 +244,12 @@ class AudioReader:
     def _pads_to_longest(self) -> bool:
         """True if the processor pads the audios of a call to the longest, not to the most that it takes."""
         return self._options.get("padding") in (True, "longest")
+
+    @property
+    def _shortest_call(self) -> int:
+        """Samples that the longest audio of a call has to have: its beginning is mirrored over half a spectrum's width
+        unless silence follows it."""
+        return self._extractor.n_fft // 2 + 1 if self._pads_to_longest else 0
 
     @cached_property
     def _is_cut(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, Literal, final, get_args
 
 import torch
 
-from vlmpack.collate.assemble import PATCHES, SharePrefixes, to_packed, to_padded
+from vlmpack.collate.assemble import SharePrefixes, to_packed, to_padded
 from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.columns import Markers
 from vlmpack.collate.encode import Encoder
@@ -119,11 +119,9 @@ class VLMCollator:
         self.buffers = PixelBuffers(pixel_buffers)
         self.processor = processor
         self.metadata = read_processor(processor, vocab_size=vocab_size)
-        self.share_prefixes = _sharing(share_prefixes, layout, self.slots, self.metadata)
+        self.share_prefixes = _sharing(share_prefixes, layout, self.slots)
         takes_others = _is_whole(self.metadata) or self.metadata.has_audio
-        family = family_of_processor(processor) if takes_others else None
-        self._joins = PATCHES if family is None else family.media
-        self._expert_types = None if family is None else family.expert_types
+        self._family = family_of_processor(processor) if takes_others else None
         self.file_rules = file_rules_of(processor, self.metadata, sampling=sampling, limits=video_limits)
         self.skip_log = SkipLog(skip_log, limit=skip_limit)
         """Counts of received, used and refused samples, by reason."""
@@ -232,9 +230,9 @@ class VLMCollator:
         samples = [_with_id(sample, at) for at, sample in usable] or [self._encoder.filler]
         to_row = partial(to_packed, rule=self.slots, sharing=self.share_prefixes)
         to_batch = to_row if self.layout == "packed" else to_padded
-        memory = {"pixel_dtype": self.pixel_dtype, "buffers": self.buffers}
+        further = {"pixel_dtype": self.pixel_dtype, "buffers": self.buffers, "family": self._family}
         try:
-            return self._typed(to_batch(samples, pad_token_id=self.metadata.pad_token_id, joins=self._joins, **memory))
+            return self._typed(to_batch(samples, pad_token_id=self.metadata.pad_token_id, **further))
         except NotFinite:
             for at, sample in usable:
                 media = (*sample.images, *sample.videos, *sample.audios)
@@ -248,10 +246,10 @@ class VLMCollator:
 
     def _typed(self, batch: PaddedBatch | PackedRow) -> PaddedBatch | PackedRow:
         """Add the kinds of tokens by which experts are chosen, as the processor makes them, where a model has such."""
-        if self._expert_types is None:
+        if self._family is None or self._family.expert_types is None:
             return batch
         types = self.processor.create_moe_mm_token_type_ids(batch.input_ids.numpy())
-        return replace(batch, extras={**batch.extras, self._expert_types: torch.from_numpy(types)})
+        return replace(batch, extras={**batch.extras, self._family.expert_types: torch.from_numpy(types)})
 
     # ------------------------------------------------------------------ one sample
 
@@ -371,9 +369,7 @@ def _is_whole(metadata: ProcessorMetadata) -> bool:
     return metadata.by_processor and metadata.has_vision
 
 
-def _sharing(
-    share_prefixes: bool | SharePrefixes, layout: BatchLayout, slots: SlotRule, metadata: ProcessorMetadata
-) -> SharePrefixes | None:
+def _sharing(share_prefixes: bool | SharePrefixes, layout: BatchLayout, slots: SlotRule) -> SharePrefixes | None:
     """Return how samples share prefixes; None: not at all.
 
     Raises:
@@ -386,11 +382,6 @@ def _sharing(
     if layout != "packed":
         raise ConfigError(
             f"share_prefixes lays the samples of a row out as a tree, but layout={layout!r}; choose layout='packed'"
-        )
-    if _is_whole(metadata) or metadata.has_audio:
-        raise ConfigError(
-            "share_prefixes computes an image that samples share once, by its grid, which it knows of Qwen-VL's "
-            "processors and of text models; leave it out of a collator with another processor"
         )
     if slots != SlotRule():
         raise ConfigError(

@@ -14,6 +14,7 @@ import torch
 from vlmpack.collate.columns import Kind, MediaRef
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.errors import Refusal
+from vlmpack.families import Runs, media_runs, prefix_run
 from vlmpack.layout import AUDIO, IGNORE, IMAGE, TEXT, VIDEO, Grid
 
 
@@ -82,6 +83,12 @@ class Encoded:
         """n."""
         return len(self.input_ids)
 
+    @property
+    def media_runs(self) -> Runs:
+        """The prefix of a sample whose family has prefixes, or the runs of its media tokens."""
+        column = next(iter(self.columns.values()), None)
+        return media_runs(self.types) if column is None else prefix_run(column)
+
     @cached_property
     def num_targets(self) -> int:
         """Labelled next-token targets: the first token is no target."""
@@ -96,13 +103,26 @@ def check_sample(sample: Encoded, metadata: ProcessorMetadata) -> None:
         if visual.grid is not None:
             _check_grid(visual.grid, metadata)
         check_pixels(visual, metadata)
+    for video in sample.videos:
+        if video.grid is not None and video.grid[0] % metadata.frames_per_token:
+            raise Refusal(
+                "bad_grid",
+                f"a video has {video.grid[0]} frames, and the model makes a token of {metadata.frames_per_token} each; "
+                "repeat its last frame, as the model's processor does",
+            )
     highest = sample.types.max(initial=0)  # most samples have no video, and many no image: nothing to look for
     if sample.images or highest >= IMAGE:
-        check_runs(sample.input_ids, sample.images, metadata, kind="image")
+        check_runs(sample.types, sample.images, metadata, kind="image")
     if sample.videos or highest >= VIDEO:
-        check_runs(sample.input_ids, sample.videos, metadata, kind="video")
+        check_runs(sample.types, sample.videos, metadata, kind="video")
     if sample.audios or highest >= AUDIO:
-        check_runs(sample.input_ids, sample.audios, metadata, kind="audio")
+        check_runs(sample.types, sample.audios, metadata, kind="audio")
+    if metadata.video_ends and sample.images and sample.videos:
+        raise Refusal(
+            "ambiguous_media",
+            f"it has {len(sample.images)} image(s) and {len(sample.videos)} video(s), which its model writes with one "
+            "placeholder and takes only apart; leave one of them out, or give frames as images",
+        )
     if sample.num_targets == 0:
         raise Refusal(
             "no_targets",
@@ -124,9 +144,9 @@ def check_ids(input_ids: np.ndarray, metadata: ProcessorMetadata) -> None:
         )
 
 
-def check_runs(input_ids: np.ndarray, visuals: Sequence[Visual], metadata: ProcessorMetadata, *, kind: Kind) -> None:
+def check_runs(types: np.ndarray, visuals: Sequence[Visual], metadata: ProcessorMetadata, *, kind: Kind) -> None:
     """Each unbroken run of placeholders has the length that its own image or frame needs, in order."""
-    lengths = run_lengths(input_ids, metadata.token_id(kind))
+    lengths = run_lengths(types, _TYPES[kind])
     needed = [n for visual in visuals for n in tokens_of(visual, metadata, kind=kind)]
     if lengths == needed or (metadata.by_processor and lengths == _joined(needed, lengths)):
         return
@@ -174,9 +194,12 @@ def _joined(needed: Sequence[int], lengths: Sequence[int]) -> list[int]:
     return [*joined, *remaining]
 
 
-def run_lengths(input_ids: np.ndarray, token_id: int) -> list[int]:
-    """Lengths of the unbroken runs of `token_id`, in order."""
-    return [stop - start for start, stop in runs(input_ids, token_id)]
+_TYPES: Mapping[Kind, int] = {"image": IMAGE, "video": VIDEO, "audio": AUDIO}
+
+
+def run_lengths(types: np.ndarray, of_kind: int) -> list[int]:
+    """Lengths of the unbroken runs of tokens of a kind, in order."""
+    return [stop - start for start, stop in runs(types, of_kind)]
 
 
 def runs(input_ids: np.ndarray, token_id: int) -> list[tuple[int, int]]:
@@ -193,6 +216,7 @@ def tokens_of(visual: Visual, metadata: ProcessorMetadata, *, kind: Kind) -> lis
         return list(visual.runs)
     frames, rows, columns = visual.grid
     merged = rows * columns // metadata.merge_size**2
+    frames = frames // metadata.frames_per_token if kind == "video" else frames
     return [merged] * frames if kind == "video" and metadata.frame_timestamps else [frames * merged]
 
 
@@ -365,10 +389,10 @@ def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int) -
     """
     cut = max((c for c in boundaries(sample, metadata) if c <= max_length), default=0)
     ids = sample.input_ids[:cut]
-    images = _whole(sample.images, ids, metadata, kind="image")
-    videos = _whole(sample.videos, ids, metadata, kind="video")
-    audios = _whole(sample.audios, ids, metadata, kind="audio")
     labels, types = sample.labels[:cut], sample.types[:cut]
+    images = _whole(sample.images, types, metadata, kind="image")
+    videos = _whole(sample.videos, types, metadata, kind="video")
+    audios = _whole(sample.audios, types, metadata, kind="audio")
     columns = {name: column[:cut] for name, column in sample.columns.items()}
     media = {"images": images, "videos": videos, "audios": audios}
     shorter = replace(sample, input_ids=ids, labels=labels, types=types, columns=columns, **media)
@@ -409,9 +433,9 @@ def _after_newline(ids: np.ndarray, position: int, metadata: ProcessorMetadata) 
 
 
 def _whole(
-    visuals: tuple[Visual, ...], ids: np.ndarray, metadata: ProcessorMetadata, *, kind: Kind
+    visuals: tuple[Visual, ...], types: np.ndarray, metadata: ProcessorMetadata, *, kind: Kind
 ) -> tuple[Visual, ...]:
-    """The leading images (or videos) whose placeholders are all among `ids`."""
-    num_tokens = np.count_nonzero(ids == metadata.token_id(kind))
+    """The leading images (or videos) whose placeholders are all among the tokens of these types."""
+    num_tokens = np.count_nonzero(types == _TYPES[kind])
     ends = accumulate(sum(tokens_of(visual, metadata, kind=kind)) for visual in visuals)
     return tuple(visual for visual, end in zip(visuals, ends, strict=True) if end <= num_tokens)

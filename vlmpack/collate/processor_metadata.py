@@ -8,7 +8,7 @@ from typing import Any, final
 
 from vlmpack.collate.columns import Kind
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.families import family_of_processor, run_per_frame, timed_run
+from vlmpack.families import Family, family_of_processor, run_of_pairs, run_per_frame, timed_run
 
 CHANNELS = 3
 
@@ -28,6 +28,9 @@ BORDERS: Mapping[str, tuple[str, str]] = {
 PLACEHOLDERS: Mapping[str, str] = {"Llama4Processor": "<|patch|>"}
 """Tokens that stand for parts of an image, by the class of the processor, where its `image_token` stands for one alone
 or beside them."""
+VIDEO_ENDS = ("<|begin_of_video|>", "<|end_of_video|>")
+"""Tokens around a video of GLM-4V, by which its processors too tell videos from images."""
+
 IMAGES_TOGETHER = ("LlavaOnevisionProcessor",)
 """Classes of processors that cut an image otherwise when others stand in the same sample."""
 
@@ -101,6 +104,13 @@ class ProcessorMetadata:
     """True if the processor cuts an image otherwise when others stand in the same sample."""
     border_ids: tuple[int, ...] = ()
     """Ids of the tokens beside `image_token_id` that are written around images and never learnt."""
+    has_grids: bool = False
+    """True if images of a processor that encodes samples itself are patches with a grid each."""
+    frames_per_token: int = 1
+    """Frames of a video that make one token together, of a processor that encodes samples itself."""
+    video_ends: tuple[int, ...] = ()
+    """Ids of the tokens that start and end a video whose placeholder is that of images; (): videos have their own, or
+    there are none."""
     special_tokens: tuple[str, ...] = ()
     """The tokenizer's special tokens, where the template may write any of them."""
 
@@ -147,7 +157,15 @@ class ProcessorMetadata:
         return (*tokens, *audio) if self.has_vision else ()
 
 
-TEMPLATE_FIELDS = ("by_processor", "images_together", "border_ids", "special_tokens")
+TEMPLATE_FIELDS = (
+    "by_processor",
+    "images_together",
+    "border_ids",
+    "has_grids",
+    "frames_per_token",
+    "video_ends",
+    "special_tokens",
+)
 """Fields of `ProcessorMetadata` beside the rules of Qwen's processors."""
 AUDIO_FIELDS = ("audio_token", "audio_token_id", "audio_start", "audio_end", "audio_start_id", "audio_end_id")
 """Fields of processors that hear."""
@@ -292,7 +310,18 @@ def processor_settings(processor: Any) -> dict[str, Any]:
         "vision_start_id": vocab.get(start, NO_ID),
         "vision_end_id": vocab.get(end, NO_ID),
         "merge_size": parts_of(processor).image_processor.merge_size if family.has_grids else 1,
+        "has_grids": family.has_grids,
+        **(_video_settings(processor, family, vocab) if family.has_videos else {}),
     }
+
+
+def _video_settings(processor: Any, family: Family, vocab: Mapping[str, int]) -> dict[str, Any]:
+    """Read the placeholder of videos, or the tokens around those whose frames have the placeholder of images."""
+    if not family.videos_as_images:
+        pairs = {"frames_per_token": 2} if family.videos is run_of_pairs else {}
+        return {"video_token_id": vocab.get(processor.video_token, NO_ID), **pairs}
+    ends = tuple(vocab[token] for token in VIDEO_ENDS if token in vocab)
+    return {"video_ends": ends if len(ends) == len(VIDEO_ENDS) else (), "frame_timestamps": True}
 
 
 def _class_in(processor: Any, names: Collection[str]) -> str:

@@ -60,22 +60,23 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
     types = token_types(ids, metadata)
     _check_types(feature, types, keep)
     if metadata.by_processor:
-        _check_text_alone(feature, train_on)
+        _check_told_apart(feature, metadata, train_on)
     return Encoded(
         input_ids=ids,
         labels=_labels(feature, ids, keep, metadata, train_on),
         types=types,
-        images=_visuals(feature, "pixel_values", "image_grid_thw"),
-        videos=_visuals(feature, "pixel_values_videos", "video_grid_thw"),
+        images=_visuals(feature, "pixel_values", "image_grid_thw", metadata),
+        videos=_visuals(feature, "pixel_values_videos", "video_grid_thw", metadata),
     )
 
 
-def _check_text_alone(feature: Mapping[str, Any], train_on: TrainOn) -> None:
+def _check_told_apart(feature: Mapping[str, Any], metadata: ProcessorMetadata, train_on: TrainOn) -> None:
     """Refuse what cannot be told from token ids of other templates and processors than Qwen's."""
-    if feature.get("pixel_values") is not None:
+    pixels = next((name for name in ("pixel_values", "pixel_values_videos") if feature.get(name) is not None), None)
+    if pixels is not None and not metadata.has_grids:
         raise Refusal(
             "bad_row",
-            "it has input_ids and pixel_values, whose images cannot be told apart in this family; give messages and "
+            f"it has input_ids and {pixels}, whose images cannot be told apart in this family; give messages and "
             "images, so that both are made here",
             of_all=True,
         )
@@ -121,6 +122,10 @@ def token_types(input_ids: np.ndarray, metadata: ProcessorMetadata) -> np.ndarra
     types = np.full_like(input_ids, TEXT)
     types[input_ids == metadata.image_token_id] = IMAGE
     types[input_ids == metadata.video_token_id] = VIDEO
+    if metadata.video_ends:
+        start, end = metadata.video_ends
+        is_open = np.cumsum(input_ids == start) > np.cumsum(input_ids == end)
+        types[is_open & (types == IMAGE)] = VIDEO
     if metadata.has_audio:
         types[input_ids == metadata.audio_token_id] = AUDIO
     return types
@@ -185,8 +190,8 @@ def _check_types(feature: Mapping[str, Any], types: np.ndarray, keep: slice) -> 
     if len(values) != len(types) or (values != types).any():
         raise Refusal(
             "token_type_mismatch",
-            "mm_token_type_ids does not say 1 exactly on image placeholders, 2 on video placeholders and 0 elsewhere; "
-            "leave the column out, it is made from input_ids",
+            "mm_token_type_ids are not the kinds of its placeholders (1 image, 2 video, 3 audio, 0 elsewhere); leave "
+            "the column out, it is made from input_ids",
         )
 
 
@@ -208,7 +213,9 @@ def _labels(
     return mask_media(labels, ids, metadata)
 
 
-def _visuals(feature: Mapping[str, Any], pixel_name: str, grid_name: str) -> tuple[Visual, ...]:
+def _visuals(
+    feature: Mapping[str, Any], pixel_name: str, grid_name: str, metadata: ProcessorMetadata
+) -> tuple[Visual, ...]:
     """One entry an image or video: views into the given pixels, cut by the grids."""
     present = [name for name in (pixel_name, grid_name) if feature.get(name) is not None]
     if not present:
@@ -218,7 +225,8 @@ def _visuals(feature: Mapping[str, Any], pixel_name: str, grid_name: str) -> tup
         raise Refusal("pixel_shape", f"it has {present[0]} but no {missing}; both come from one call of the processor")
     pixels, grids = _pixels(feature[pixel_name], pixel_name), _grids(feature[grid_name], grid_name)
     rows = [frames * height * width for frames, height, width in grids]
-    if min(rows, default=0) < 0 or pixels.ndim != 2 or sum(rows) != pixels.shape[0]:
+    has_form = pixels.ndim == 2 or (metadata.by_processor and pixels.ndim > 2)  # of patches of rows and columns too
+    if min(rows, default=0) < 0 or not has_form or sum(rows) != pixels.shape[0]:
         raise Refusal(
             "pixel_shape",
             f"{pixel_name} has shape {list(pixels.shape)} but {grid_name} {list(map(list, grids))} needs {sum(rows)} "

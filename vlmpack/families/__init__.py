@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from vlmpack.families.audio import AskModel, AudioPart
-from vlmpack.families.family import Family, MRope, OneAxis
-from vlmpack.families.qwen import run_per_frame, timed_run
+from vlmpack.families.family import Family
 from vlmpack.families.registry import FAMILIES, check_parts, family_named, family_of, family_of_processor
-from vlmpack.families.spans import ImageSpans, Prefix, Sees, media_runs, prefix_run, runs_of_row
+from vlmpack.families.rules import MRope, OneAxis, run_of_pairs, run_per_frame, timed_run
+from vlmpack.families.spans import ImageSpans, Prefix, Runs, Sees, media_runs, prefix_run, runs_of_row
 from vlmpack.families.tiles import Join
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "MRope",
     "OneAxis",
     "Prefix",
+    "Runs",
     "Sees",
     "check_parts",
     "family_named",
@@ -26,6 +27,7 @@ __all__ = [
     "family_of_processor",
     "media_runs",
     "prefix_run",
+    "run_of_pairs",
     "run_per_frame",
     "runs_of_row",
     "timed_run",

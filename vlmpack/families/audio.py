@@ -87,29 +87,46 @@ class AudioPart:
                 f"and the model, got {shape}; use the processor that belongs to the model"
             )
 
-    def groups(self, types: torch.Tensor, segments: Segments, metadata: HostMetadata, config: Any) -> list[list[int]]:
-        """Numbers of the audios of each call of the tower.
+    def longest_of_samples(self, types: torch.Tensor, segments: Segments, metadata: HostMetadata) -> np.ndarray:
+        """int64 [N]: frames of the longest audio of the sample of each audio.
 
-        Without `audios_per_sample` in the metadata of a tower that reads padding, runs are counted: on a device one
-        host–device sync.
+        Without `audios_per_sample` in the metadata runs are counted: on a device one host–device sync.
+
+        Args:
+            types: [1, T], kinds of tokens.
+            segments: the row's samples.
+            metadata: with the frames of each audio.
+        """
+        per_sample = metadata.audios_per_sample or _counted(types, segments)
+        samples = np.repeat(np.arange(len(per_sample)), per_sample)
+        longest = np.zeros(len(per_sample), np.int64)
+        np.maximum.at(longest, samples, np.asarray(metadata.audio_frames, np.int64))
+        return longest[samples]
+
+    def groups(
+        self,
+        types: torch.Tensor,
+        segments: Segments,
+        metadata: HostMetadata,
+        config: Any,
+        computed: Sequence[int],
+    ) -> list[list[int]]:
+        """Places, among the audios that are computed, of those of each call of the tower.
 
         Args:
             types: [1, T], kinds of tokens.
             segments: the row's samples.
             metadata: with the frames of each audio.
             config: the model's configuration.
+            computed: numbers of the audios that are computed, in the order in which they are.
         """
-        frames = np.asarray(metadata.audio_frames, np.int64)
-        if not len(frames):
+        if not len(computed):
             return []
         if not self.reads_padding:
-            return [[*range(len(frames))]]
-        per_sample = metadata.audios_per_sample or _counted(types, segments)
-        samples = np.repeat(np.arange(len(per_sample)), per_sample)
-        longest = np.zeros(len(per_sample), np.int64)
-        np.maximum.at(longest, samples, np.minimum(frames, 2 * config.audio_config.n_window))
-        of_audio = longest[samples]
-        return [np.flatnonzero(of_audio == chunk).tolist() for chunk in np.unique(of_audio)]
+            return [[*range(len(computed))]]
+        longest = self.longest_of_samples(types, segments, metadata)[list(computed)]
+        chunks = np.minimum(longest, 2 * config.audio_config.n_window)
+        return [np.flatnonzero(chunks == chunk).tolist() for chunk in np.unique(chunks)]
 
 
 def _counted(types: torch.Tensor, segments: Segments) -> tuple[int, ...]:

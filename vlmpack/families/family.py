@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from math import prod
 from typing import Any, final
@@ -17,49 +17,31 @@ from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.audio import AskModel, AudioPart, SampleMedia, check_markers
 from vlmpack.families.frames import WindowRule, frame_segments, window_segments
 from vlmpack.families.media import ExpectedRuns, MediaItems, check_runs, media_items, row_positions
+from vlmpack.families.rules import (
+    LogitsRule,
+    MRope,
+    OneAxis,
+    VideoPlacement,
+    check_seconds,
+    plain_logits,
+    single_run,
+    without_head,
+)
+from vlmpack.families.shared_placeholder import frames_as_images, kinds_between
 from vlmpack.families.spans import Prefix, Sees
-from vlmpack.families.tiles import QWEN_MEDIA, Join, TileBoundaries, TileTokens, check_tiles, counted_tokens
-from vlmpack.layout import AUDIO, IMAGE, VIDEO, Grid, HostMetadata, Media, Segments, outside_graph
-
-VideoPlacement = Callable[[MediaItems, Sequence[float], Any], MediaItems]
-"""Runs of tokens of whole videos, seconds from one grid of each to the next, and the vision configuration, to the runs
-that the family's processor writes and the distances of their frames."""
-
-
-LogitsRule = Callable[[torch.Tensor, Any], torch.Tensor]
-"""The output of the head, and the text part's configuration, to logits."""
-
-
-def plain_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
-    """Take the head's output as logits."""
-    return output
-
-
-def single_run(videos: MediaItems, seconds: Sequence[float], vision: Any) -> MediaItems:
-    """Place a video as one run of tokens, its frames one position apart."""
-    return videos
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class MRope:
-    """Multimodal rotary positions, three a token: time, height and width, by the grids of images and videos."""
-
-    axes: int = 3
-    """Rotary positions of a token."""
-    start: int = 0
-    """Position of the first token."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class OneAxis:
-    """One rotary position a token: its place in the sample."""
-
-    axes: int = 1
-    """Rotary positions of a token."""
-    start: int = 0
-    """Position of the first token."""
+from vlmpack.families.tiles import (
+    QWEN_MEDIA,
+    Join,
+    TileBoundaries,
+    TileEntries,
+    TileTokens,
+    check_floats,
+    check_tiles,
+    counted_tokens,
+    patches_in,
+)
+from vlmpack.families.units import find_media
+from vlmpack.layout import AUDIO, IMAGE, VIDEO, FindMedia, Grid, HostMetadata, Media, PackedRow, Segments, outside_graph
 
 
 @final
@@ -79,13 +61,19 @@ class Family:
     mechanisms: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
     """The mechanisms of its decoder layers beside plain attention: of each of `vlmpack.model`, by its name, the names
     of its parts."""
-    positions_rule: MRope | AskModel | OneAxis = MRope()
+    positions_rule: MRope | AskModel | OneAxis = field(default_factory=MRope)
     """The rotary positions of its text part."""
     videos: VideoPlacement = single_run
     """The way in which its processor writes videos as tokens."""
+    videos_as_images: bool = False
+    """True if its videos are written with the placeholder of images: rows hand their frames on as images."""
     tile_tokens: TileTokens | None = None
     """Of a family whose images are rows of a batch, or tiles: the placeholder tokens of each; None: images are patches
     with a grid each."""
+    tile_entries: TileEntries | None = None
+    """Of such a family: the entries of each tile or image in tensors that have not one each; None: all have."""
+    video_tokens: TileTokens | None = None
+    """Of such a family that takes videos: the placeholder tokens of each; None: it takes none."""
     tile_boundaries: TileBoundaries | None = None
     """Of such a family whose tower attends within boundaries: those of each of its blocks; None: it has none."""
     token_types: str | None = "mm_token_type_ids"
@@ -277,6 +265,10 @@ class Family:
         self._check_takes(grids)
         return sum(self.tokens_per_image(grid, self.merge(config)) for grid in grids)
 
+    def check_floats(self, media: Media) -> None:
+        """Insist that pixels, and features of audio, are floats: towers would cast whole numbers, or fail."""
+        check_floats(media, (*self.pixel_names, "input_features"))
+
     def image_tokens(self, media: Media, metadata: HostMetadata, config: Any) -> tuple[int, ...]:
         """Placeholder tokens of each image or tile of a row, in order; () of a family whose images have grids.
 
@@ -287,6 +279,10 @@ class Family:
             return ()
         return counted_tokens(media, metadata.image_tokens, self.tile_tokens, config)
 
+    def media_units(self, config: Any) -> FindMedia:
+        """Return the function that finds the media of a row, each with its part of the tensors, for `share`."""
+        return partial(find_media, self, config)
+
     def check_runs(
         self,
         types: torch.Tensor,
@@ -294,17 +290,17 @@ class Family:
         metadata: HostMetadata,
         *,
         config: Any,
-        input_ids: torch.Tensor | None = None,
+        row: PackedRow | None = None,
     ) -> None:
         """Compare each run of placeholders of a row with its grid or frames, in their order. No host–device sync.
 
         Args:
             types: [1, T], what `media_types` returns.
             segments: the row's samples.
-            input_ids: [1, T]; where the model is asked for positions, the tokens before media are compared with those
-                that it looks for.
             metadata: grids or tokens of images, and how many images and videos each sample has, if that was counted.
             config: the model's configuration.
+            row: where the model is asked for positions, its tokens before media are compared with those that the model
+                looks for; videos without grids are counted by their shapes.
 
         Raises:
             LayoutError: a run of another length or in another sample; on the host it names the sample.
@@ -312,16 +308,23 @@ class Family:
         images, videos = self._images(metadata.image_grids, config), self._videos(metadata.video_grids, (), config)
         if not self.has_vision:
             return
+        check_seconds(metadata.seconds_per_grid, metadata.videos_per_sample)
         if not self.has_grids:
             check_tiles(types, segments, metadata)
+            if self.video_tokens is not None:
+                tokens = metadata.video_tokens  # of a row with a prefix tree, whose media are not those of the samples
+                if row is not None and row.tree is None:
+                    tokens = tuple(self.video_tokens(row.media.to_hf(), config))
+                videos = replace(metadata, image_tokens=tokens, images_per_sample=metadata.videos_per_sample)
+                check_tiles(types, segments, videos, kind=VIDEO)
             return
         expected = (
             ExpectedRuns(kind=IMAGE, name="image", items=images, per_sample=metadata.images_per_sample),
             ExpectedRuns(kind=VIDEO, name="video", items=videos, per_sample=metadata.videos_per_sample),
         )
         check_runs(types, segments, (*expected, *self._audio_runs(metadata, config)))
-        if isinstance(self.positions_rule, AskModel) and input_ids is not None:
-            check_markers(input_ids, types, segments, config)
+        if isinstance(self.positions_rule, AskModel) and row is not None:
+            check_markers(row.input_ids, types, segments, config)
 
     def _audio_runs(self, metadata: HostMetadata, config: Any) -> tuple[ExpectedRuns, ...]:
         """The runs of audio tokens that a row has to have."""
@@ -342,9 +345,34 @@ class Family:
         `mm_token_type_ids`."""
         if not self.has_vision:
             return torch.zeros_like(input_ids)
+        if self.videos_as_images:
+            return kinds_between(input_ids, config)
         types = (input_ids == config.image_token_id).long()
         types = types + VIDEO * (input_ids == config.video_token_id).long() if self.has_videos else types
         return types + AUDIO * (input_ids == config.audio_token_id).long() if self.has_audio else types
+
+    def types_of_row(self, row: PackedRow, config: Any) -> torch.Tensor:
+        """The same of a row, [1, T]: where images and videos have one placeholder, the row's own column tells them
+        apart, or tokens of the same sample."""
+        if not self.videos_as_images:
+            return self.media_types(row.input_ids, config)
+        return kinds_between(row.input_ids, config, segments=row.segments, column=row.mm_token_type_ids)
+
+    @property
+    def type_values(self) -> str:
+        """The values of `mm_token_type_ids` on placeholders, in words."""
+        kinds = ((IMAGE, "image", self.has_vision), (VIDEO, "video", self.has_videos), (AUDIO, "audio", self.has_audio))
+        return "".join(f"{value} exactly on {name} placeholders, " for value, name, has in kinds if has)
+
+    def media_of_row(
+        self, row: PackedRow, types: torch.Tensor, metadata: HostMetadata, computed: HostMetadata
+    ) -> tuple[Media, tuple[tuple[Grid, ...], ...]]:
+        """The media of a row whose images have grids as the model without its head takes them, and the grids of each
+        call of its tower (`computed`: metadata of its media); raises a LayoutError where `frames_as_images` does."""
+        if not self.videos_as_images:
+            return row.media, (computed.image_grids, computed.video_grids)
+        media, grids = frames_as_images(row, types, metadata, self.model_type)
+        return media, (grids,)
 
     def expert_types_of(self, input_ids: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
         """The column of `expert_types`, int64 in the shape of `input_ids`, as the family's processor makes it of them;
@@ -388,13 +416,9 @@ class Family:
 
     def tile_patches(self, media: Media, config: Any) -> int:
         """Patches of all pixels of a family whose images have no grids: padding of tiles to a common size included."""
-        vision = self.vision_config(config)
-        vision = getattr(vision, "sam_config", vision)  # of DeepSeek-OCR 2's tower the part that is given pixels
-        sides = vision.patch_size if isinstance(vision.patch_size, list | tuple) else (vision.patch_size,) * 2
-        channels = getattr(vision, "num_channels", 3)
         tensors = media.to_hf()
-        values = sum(tensors[name].numel() for name in self.pixel_names if name in tensors)
-        return values // (channels * prod(sides))
+        pixels = [tensors[name] for name in self.pixel_names if name in tensors]
+        return patches_in(pixels, self.vision_config(config))
 
     # ------------------------------------------------------------------ parts of the model
 
@@ -402,9 +426,7 @@ class Family:
         """The model without its head: ids, pixels and positions in, hidden states out."""
         if self.backbone_path:
             return model.get_submodule(self.backbone_path)
-        if model not in _WITHOUT_HEAD:
-            _WITHOUT_HEAD[model] = WithoutHead(model, self.stock_class(model))
-        return _WITHOUT_HEAD[model]
+        return without_head(model, self.stock_class(model))
 
     def stock_class(self, model: nn.Module) -> Any:
         """The transformers class of a model of this family, whatever subclass of it the model is."""
@@ -466,20 +488,3 @@ class Family:
                 "use a merge_kernel_size of as many rows as columns"
             )
         return rows
-
-
-@final
-class WithoutHead(nn.Module):
-    """A model whose text part holds the head, as a module that is given a row: its own forward, for which the head
-    leaves rows alone (the mechanism `inner_head`). No part of the model, and without parameters."""
-
-    def __init__(self, model: nn.Module, stock_class: Any) -> None:
-        super().__init__()
-        self._model, self._stock_class = weakref.ref(model), stock_class
-
-    def forward(self, **inputs: Any) -> Any:
-        """Call the model's own forward."""
-        return self._stock_class.forward(self._model(), **inputs)
-
-
-_WITHOUT_HEAD: weakref.WeakKeyDictionary[nn.Module, WithoutHead] = weakref.WeakKeyDictionary()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vlmpack.families.family import OneAxis
+from vlmpack.families.rules import OneAxis
 from vlmpack.families.spans import ImageSpans, Prefix
 from vlmpack.families.text import capped_logits
 from vlmpack.families.tiled import tiled_family

@@ -4,20 +4,20 @@
     a patch      C values, an image twice    channels, rows, columns C values, once          channels, rows, columns
     merged       by the tower                by its projector        by its resampler        by its projector
     positions    MRoPE, as Qwen3-VL          MRoPE, as Qwen2-VL      MRoPE, as Qwen2-VL      one a token
-    videos       the images' placeholder     none                    two frames a token      frames see each other
+    videos       frames as images            none                    two frames a token      frames see each other
     experts      4.5V                        none                    of text, of images      DeepSeek-V3's
 
-All take images alone here. Of a GLM-4V row with images and videos the model's own code puts the features of either kind
-on the placeholders of both, and counts them against all of these. ERNIE and Kimi make fewer tokens of a video than
-its grid has cells: of two frames, or of all frames of a clip, which they average.
+Frames of GLM-4V's videos have the placeholder of images (`shared_placeholder.py`). Kimi takes images alone here: its
+tokens of a video are means over all frames of a clip.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from vlmpack.families.family import Family, OneAxis
-from vlmpack.families.tiles import Join
+from vlmpack.families.family import Family
+from vlmpack.families.rules import OneAxis, run_of_pairs, run_per_frame
+from vlmpack.families.tiles import QWEN_MEDIA, Join
 
 _IMAGES = {"pixel_values": Join(), "image_grid_thw": Join()}
 """Patches and grids of images, one after the other."""
@@ -35,7 +35,9 @@ def _glm(model_type: str, model_class: str, processor: str, **settings: Any) -> 
         processor=processor,
         patch_size=14,
         media_over_ranks=False,
-        media=_IMAGES,
+        media=QWEN_MEDIA,
+        videos=run_per_frame,
+        videos_as_images=True,
         **settings,
     )
 
@@ -76,7 +78,8 @@ GRIDS = (
         patch_size=14,
         patches_of_frames=False,
         media_over_ranks=False,
-        media=_IMAGES,
+        media=QWEN_MEDIA,
+        videos=run_of_pairs,
         oldest_transformers=(5, 23),
         vision_path="model.vision_tower",
     ),

@@ -291,7 +291,7 @@ class _RowRuns:
     def _sample_of_another_number(self, runs: ExpectedRuns, starts: np.ndarray, lengths: np.ndarray) -> str:
         """The first sample whose placeholders are not as many as its media make, in words; "" if that is not known."""
         if (of_run := runs.samples) is None:
-            return ""
+            return self._first_unlike(runs, starts, lengths)
         count, at = len(runs.per_sample), _samples_at(starts, self._segments)
         expected, found = (
             np.bincount(of[of >= 0], weights=sizes[of >= 0], minlength=count)
@@ -302,6 +302,16 @@ class _RowRuns:
             return ""
         sample = int(differs[0])
         return f"sample {sample} has {found[sample]:.0f} {runs.name} placeholders for {expected[sample]:.0f} tokens: "
+
+    def _first_unlike(self, runs: ExpectedRuns, starts: np.ndarray, lengths: np.ndarray) -> str:
+        """The sample of the first run that is not of the next medium, in words; "": media are left over."""
+        shared = min(len(lengths), len(runs.sizes))
+        unlike = np.append(lengths[:shared] != runs.sizes[:shared], True)
+        if (first := int(unlike.argmax())) == len(lengths):
+            return ""
+        sample = _samples_at(starts[first : first + 1], self._segments)[0]
+        tokens = f"its next {runs.name} makes {runs.sizes[first]}" if first < shared else f"no {runs.name} is left"
+        return "" if sample == PADDING else f"sample {sample} has a run of {lengths[first]}, but {tokens}: "
 
     def _differing(self, runs: ExpectedRuns, starts: np.ndarray, lengths: np.ndarray, samples: np.ndarray) -> str:
         """The first run that is not as expected; there is one among those that both have, as the totals agree."""

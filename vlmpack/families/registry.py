@@ -145,9 +145,8 @@ def check_parts(family: Family, model: Any) -> None:
     problems = list(_differences(family, model))
     if family.has_grids and family.has_videos and not problems:
         merge = family.merge(model.config)
-        family.video_runs(
-            [(1, merge, merge)], model.config
-        )  # may try the installed transformers, here and not in a step
+        # may try the installed transformers, here and not in a step
+        family.video_runs([(2, merge, merge)], model.config)
     if problems:
         raise FamilyError(
             f"this {type(model).__name__} is not as {family.model_type} is described: {'; '.join(problems)}. Use a "

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from vlmpack.families.family import Family, OneAxis
+from vlmpack.families.family import Family
+from vlmpack.families.rules import OneAxis
 
 # ---------------------------------------------------------------------- from the head's output to logits
 

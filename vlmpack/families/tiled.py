@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.families.family import Family, OneAxis
+from vlmpack.families.family import Family
+from vlmpack.families.rules import OneAxis
 from vlmpack.families.tiles import Join
-from vlmpack.layout import Segments
+from vlmpack.layout import Entries, Segments
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -84,6 +86,24 @@ def tiles_of_single_images(tensors: Tensors, config: Any) -> Sequence[int]:
     return tokens
 
 
+def pooled_frames(tensors: Tensors, config: Any) -> Sequence[int]:
+    """Each video of `pixel_values_videos` [N, F, 3, H, W] makes the features of its frames, pooled two by two, and a
+    token that ends it.
+
+    Raises:
+        LayoutError: frames of another size than the tower's tiles.
+    """
+    if (videos := tensors.get("pixel_values_videos")) is None:
+        return ()
+    side = config.vision_config.image_size
+    if videos.ndim != 5 or tuple(videos.shape[2:]) != (3, side, side):
+        raise LayoutError(
+            f"pixel_values_videos is {list(videos.shape)}, but the model takes videos of equally many frames, "
+            f"[videos, frames, 3, {side}, {side}]; keep what the processor makes"
+        )
+    return [videos.shape[1] * (-(-_side(config) // 2)) ** 2 + 1] * len(videos)
+
+
 def _side(config: Any) -> int:
     """Patches along the side of a tile."""
     return config.vision_config.image_size // config.vision_config.patch_size
@@ -118,6 +138,13 @@ def tiles_with_pixels(tensors: Tensors, config: Any) -> Sequence[int]:
     return [int(side**2 / config.scale_factor**2)] * int(real.sum())
 
 
+def places_of_tiles_with_pixels(tensors: Tensors, config: Any) -> Mapping[str, Sequence[np.ndarray]]:
+    """The place of every tile that is not padding, in all tensors."""
+    real = tensors["pixel_values"].flatten(0, 1).flatten(1).any(1)
+    places = list(real.nonzero().numpy())
+    return dict.fromkeys(tensors, places)
+
+
 def merged_patches(tensors: Tensors, config: Any) -> Sequence[int]:
     """Each image of `image_sizes` [N, 2] makes a token of every square of `spatial_merge_size` patches."""
     side = config.vision_config.patch_size * config.spatial_merge_size
@@ -136,6 +163,12 @@ def merged_windows(tensors: Tensors, config: Any) -> Sequence[int]:
     return [
         (height // (inner * rows)) * (width // (inner * columns)) for height, width in tensors["target_sizes"].tolist()
     ]
+
+
+def columns_of_targets(tensors: Tensors, config: Any) -> Mapping[str, Sequence[np.ndarray]]:
+    """Columns of `pixel_values` [1, 3, P, columns]: P for every patch of each image of `target_sizes` [N, 2]."""
+    side = config.vision_config.patch_size
+    return {"pixel_values": Entries.of_counts((tensors["target_sizes"].prod(-1) * side).tolist()).of_medium}
 
 
 def patches_of_targets(tensors: Tensors, config: Any) -> Sequence[Segments]:
@@ -166,6 +199,13 @@ def views_of_images(tensors: Tensors, config: Any) -> Sequence[int]:
         )
     of_tile = 0 if tiles is None else _queries(tiles, config)
     return [of_tile * n + _queries(whole, config) + 1 for n in counts]
+
+
+def tiles_of_views(tensors: Tensors, config: Any) -> Mapping[str, Sequence[np.ndarray]]:
+    """The tiles in `pixel_values_local` of each image of `num_local_patches` [N]."""
+    if "num_local_patches" not in tensors:
+        return {}
+    return {"pixel_values_local": Entries.of_counts(tensors["num_local_patches"].tolist()).of_medium}
 
 
 def _queries(pixels: torch.Tensor, config: Any) -> int:
@@ -201,7 +241,8 @@ TILED = (
         "LlavaOnevisionForConditionalGeneration",
         "LlavaOnevisionProcessor",
         tile_tokens=tiles_of_single_images,
-        media=_SIZES | {"batch_num_images": Join()},
+        video_tokens=pooled_frames,
+        media=_SIZES | {"batch_num_images": Join(counts_images=True), "pixel_values_videos": Join()},
     ),
     tiled_family(
         "smolvlm",
@@ -210,6 +251,7 @@ TILED = (
         text_path="model.text_model",
         vision_path="model.vision_model",
         tile_tokens=tiles_with_pixels,
+        tile_entries=places_of_tiles_with_pixels,
         media=_ROWS_OF_TILES,
     ),
     tiled_family(
@@ -219,6 +261,7 @@ TILED = (
         text_path="model.text_model",
         vision_path="model.vision_model",
         tile_tokens=tiles_with_pixels,
+        tile_entries=places_of_tiles_with_pixels,
         media=_ROWS_OF_TILES,
     ),
     tiled_family(
@@ -236,6 +279,7 @@ TILED = (
         "MiniCPMV4_6Processor",
         mechanisms={"gated_delta": {"layer": "linear_attn"}},
         tile_tokens=merged_windows,
+        tile_entries=columns_of_targets,
         tile_boundaries=patches_of_targets,
         blocks_path="encoder.layers",
         media={"pixel_values": Join(axis=3), "target_sizes": Join()},
@@ -269,6 +313,7 @@ TILED = (
         "DeepseekOcr2Processor",
         mechanisms={"experts": {"layer": "mlp", "router": "gate"}},
         tile_tokens=views_of_images,
+        tile_entries=tiles_of_views,
         media={"pixel_values": Join(), "pixel_values_local": Join(), "num_local_patches": Join()},
         oldest_transformers=(5, 23),
     ),

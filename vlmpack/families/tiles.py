@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, final
 
 import numpy as np
@@ -24,10 +25,14 @@ import torch
 import torch.nn.functional as F
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import IMAGE, HostMetadata, Media, Segments, on_host, require, to_device
+from vlmpack.layout import IMAGE, VIDEO, HostMetadata, Media, Segments, on_host, require, to_device
 
 TileTokens = Callable[[Mapping[str, torch.Tensor], Any], Sequence[int]]
 """Media tensors by name, and the model's configuration, to the placeholder tokens of each tile or image, in order."""
+
+TileEntries = Callable[[Mapping[str, torch.Tensor], Any], Mapping[str, Sequence[np.ndarray]]]
+"""Media tensors by name, and the model's configuration, to the entries of each tile or image, int64 along the axis on
+which samples are joined, in the tensors that have not one each."""
 
 TileBoundaries = Callable[[Mapping[str, torch.Tensor], Any], Sequence[Segments]]
 """Media tensors by name, and the model's configuration, to every set of boundaries that blocks of a tower attend in."""
@@ -42,6 +47,8 @@ class Join:
     """The axis along which samples follow each other."""
     pad: bool = False
     """True if the other axes are padded with zeros to a common size."""
+    counts_images: bool = False
+    """True if its entries are the numbers of images of samples, [samples with images]."""
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Join tensors of any equal number of axes, in order.
@@ -64,6 +71,20 @@ class Join:
 def _padded(tensor: torch.Tensor, sizes: np.ndarray, axis: int) -> torch.Tensor:
     missing = [0 if at == axis else int(size) - n for at, (size, n) in enumerate(zip(sizes, tensor.shape, strict=True))]
     return F.pad(tensor, [end for n in reversed(missing) for end in (0, n)]) if any(missing) else tensor
+
+
+def check_floats(media: Media, names: Sequence[str]) -> None:
+    """Insist that these tensors of a row, where it has them, hold floats.
+
+    Raises:
+        LayoutError: one does not.
+    """
+    for name, tensor in media.to_hf().items():
+        if name in names and isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
+            raise LayoutError(
+                f"{name} is {tensor.dtype}, but the model reads rescaled and normalised floats; give what its "
+                "processor makes (pixels of 0 to 255 are not that), or .float() of values that were stored rounded"
+            )
 
 
 QWEN_MEDIA: Mapping[str, Join] = {
@@ -102,36 +123,47 @@ def counted_tokens(media: Media, known: Sequence[int], rule: TileTokens, config:
     return tuple(known) or counted
 
 
-def check_tiles(types: torch.Tensor, segments: Segments, metadata: HostMetadata) -> None:
-    """Insist that each sample has the placeholders of its own images. No host–device sync.
+def patches_in(pixels: Sequence[torch.Tensor], vision: Any) -> int:
+    """Count the patches of all these pixels; `vision`: the vision part's configuration."""
+    vision = getattr(vision, "sam_config", vision)  # of DeepSeek-OCR 2's tower the part that is given pixels
+    sides = vision.patch_size if isinstance(vision.patch_size, list | tuple) else (vision.patch_size,) * 2
+    return sum(tensor.numel() for tensor in pixels) // (getattr(vision, "num_channels", 3) * prod(sides))
+
+
+def check_tiles(types: torch.Tensor, segments: Segments, metadata: HostMetadata, *, kind: int = IMAGE) -> None:
+    """Insist that each sample has the placeholders of its own images, or videos. No host–device sync.
 
     Args:
-        types: [1, T], 0 text, 1 image.
+        types: [1, T], 0 text, 1 image, 2 video.
         segments: the row's samples.
-        metadata: with the tokens of each image or tile, and the images of each sample, if that was counted.
+        metadata: with the tokens of each image or tile, and the images of each sample, if that was counted; of videos
+            with theirs in place of images'.
+        kind: of the placeholders.
 
     Raises:
         LayoutError: placeholders on padding, of another number than the images make, or images in two samples; on the
             host it names the sample.
     """
-    counts = (types[0] == IMAGE).cumsum(0)
+    counts = (types[0] == kind).cumsum(0)
     counts_T1 = torch.cat((counts.new_zeros(1), counts))
     edges = np.asarray([edge for span in segments.spans for edge in span], np.int64)
     of_spans = counts_T1.index_select(0, to_device(edges, types.device)).view(-1, 2)
     of_samples = of_spans[:, 1] - of_spans[:, 0]
     expected, images = _per_sample(metadata), np.asarray(metadata.image_tokens, np.int64)
     if on_host(types):
-        _check_on_host(of_samples.numpy(), int(counts_T1[-1]), images, expected)
+        _check_on_host(of_samples.numpy(), int(counts_T1[-1]), images, expected, _NOUNS[kind])
         return
     total = (counts_T1[-1] == int(images.sum())) & (of_samples.sum() == int(images.sum()))
     if expected is not None:
         right = (of_samples == to_device(expected, types.device)).all()
     else:
         right = torch.isin(of_samples.cumsum(0), to_device(np.append(images.cumsum(), 0), types.device)).all()
-    require(total & right, "image placeholders of a sample are not as many as its images make: " + _REMEDY, LayoutError)
+    require(total & right, _SOMEWHERE.format(_NOUNS[kind]) + _REMEDY, LayoutError)
 
 
-_REMEDY = "every image needs its placeholders and its pixels; images come in the order of their samples"
+_NOUNS = {IMAGE: "image", VIDEO: "video"}
+_SOMEWHERE = "{0} placeholders of a sample are not as many as its {0}s make: "
+_REMEDY = "every image or video needs its placeholders and its pixels, in the order of samples"
 
 
 def _per_sample(metadata: HostMetadata) -> np.ndarray | None:
@@ -144,27 +176,38 @@ def _per_sample(metadata: HostMetadata) -> np.ndarray | None:
     return ends[last] - ends[last - per_sample]
 
 
-def _check_on_host(counted: np.ndarray, total: int, images: np.ndarray, expected: np.ndarray | None) -> None:
+def _first_that_differs(counted: np.ndarray, images: np.ndarray, expected: np.ndarray | None, noun: str) -> str:
+    """The first sample whose placeholders are not those of its images, in words; without the images of samples, the
+    first one that ends where no image does; "": all end so, and images are left over."""
+    differs = ~np.isin(counted.cumsum(), np.append(images.cumsum(), 0)) if expected is None else counted != expected
+    if not differs.any():
+        return ""
+    sample = int(differs.argmax())
+    of_images = f"ends where no {noun} does" if expected is None else f"has {noun}s of {expected[sample]} tokens"
+    return f"sample {sample} has {counted[sample]} {noun} placeholders and {of_images}: "
+
+
+def _check_on_host(counted: np.ndarray, total: int, images: np.ndarray, expected: np.ndarray | None, noun: str) -> None:
     if total != counted.sum():
         raise LayoutError(
-            f"padding of the row has {total - counted.sum()} image placeholders; {_REMEDY}, and padding has none"
+            f"padding of the row has {total - counted.sum()} {noun} placeholders; {_REMEDY}, and padding has none"
         )
     if total != images.sum():
         raise LayoutError(
-            f"the row has {total} image placeholders, but its {len(images)} images or tiles make {images.sum()} "
-            f"tokens; {_REMEDY}"
+            f"{_first_that_differs(counted, images, expected, noun)}the row has {total} {noun} placeholders, but its "
+            f"{len(images)} {noun}s or tiles make {images.sum()} tokens; {_REMEDY}"
         )
     if expected is not None and (counted != expected).any():
         sample = int((counted != expected).argmax())
         raise LayoutError(
-            f"sample {sample} has {counted[sample]} image placeholders, but its images make {expected[sample]} tokens; "
-            f"{_REMEDY}"
+            f"sample {sample} has {counted[sample]} {noun} placeholders, but its {noun}s make {expected[sample]} "
+            f"tokens; {_REMEDY}"
         )
     ends = counted.cumsum()
     cut = ~np.isin(ends, np.append(images.cumsum(), 0))
     if cut.any():
         sample = int(cut.argmax())
         raise LayoutError(
-            f"sample {sample} ends in the middle of an image: it and the samples before it have {ends[sample]} image "
-            f"placeholders, but images and tiles end at {images.cumsum().tolist()[:9]}; {_REMEDY}"
+            f"sample {sample} ends in the middle of an {noun}: it and the samples before it have {ends[sample]} {noun} "
+            f"placeholders, but {noun}s and tiles end at {images.cumsum().tolist()[:9]}; {_REMEDY}"
         )

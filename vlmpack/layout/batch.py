@@ -39,6 +39,8 @@ class HostMetadata:
     """One grid for each video, in sample order."""
     image_tokens: tuple[int, ...] = ()
     """Placeholder tokens of each image, in sample order, of families whose images are no grids; empty: not counted."""
+    video_tokens: tuple[int, ...] = ()
+    """The same of each video."""
     audio_frames: tuple[int, ...] = ()
     """Log-mel frames of each audio, in sample order; empty: not counted, or no audio."""
     images_per_sample: tuple[int, ...] = ()

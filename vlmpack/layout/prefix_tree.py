@@ -55,6 +55,8 @@ class PrefixTree:
     """Images that are computed, in the order of the tree: numbers among all images of the samples, in row order."""
     videos: tuple[int, ...] = ()
     """Videos that are computed, likewise."""
+    audios: tuple[int, ...] = ()
+    """Audios that are computed, likewise."""
 
     def __post_init__(self) -> None:
         check_without_padding(self.segments)

@@ -137,7 +137,7 @@ class PackedRow:
         """
         known, media = self.known_metadata, self.media
         if self.tree is not None:  # the media are a part of those that the metadata has: compare that part alone
-            replace(self, tree=None, metadata=metadata_of_tree(known, self.tree)).host_metadata()
+            self.metadata_of_media()
             return known
         return replace(
             known,
@@ -146,6 +146,12 @@ class PackedRow:
             seconds_per_grid=host_seconds(known.seconds_per_grid, media.seconds_per_grid),
             audio_frames=host_frames(known.audio_frames, media.audio_mask),
         )
+
+    def metadata_of_media(self) -> HostMetadata:
+        """`host_metadata` of the media that the row holds: with a tree, of those that it computes."""
+        if self.tree is None:
+            return self.host_metadata()
+        return replace(self, tree=None, metadata=metadata_of_tree(self.known_metadata, self.tree)).host_metadata()
 
     def to_hf(self) -> dict[str, Any]:
         """A dictionary for a DataLoader and for `model(**batch)` of a model with packing enabled.
@@ -232,22 +238,22 @@ def metadata_of_tree(metadata: HostMetadata, tree: PrefixTree) -> HostMetadata:
     Raises:
         LayoutError: the row has fewer media than the tree.
     """
-    for name, computed, grids in (
-        ("image", tree.images, metadata.image_grids),
-        ("video", tree.videos, metadata.video_grids),
-    ):
-        if max(computed, default=-1) >= len(grids):
-            raise LayoutError(
-                f"the tree computes {name} {max(computed)}, but the metadata has the grids of {len(grids)}; a row that "
-                f"is shared needs its metadata ({METADATA_KEY!r}): leave it in the batch"
-            )
-    seconds = metadata.seconds_per_grid
-    return replace(
-        metadata,
-        image_grids=tuple(metadata.image_grids[at] for at in tree.images),
-        video_grids=tuple(metadata.video_grids[at] for at in tree.videos),
-        seconds_per_grid=tuple(seconds[at] for at in tree.videos) if seconds else (),
+    of_kinds = (
+        ("image", tree.images, ("image_grids", "image_tokens")),
+        ("video", tree.videos, ("video_grids", "video_tokens", "seconds_per_grid")),
+        ("audio", tree.audios, ("audio_frames",)),
     )
+    chosen: dict[str, Any] = {}
+    for kind, computed, names in of_kinds:
+        values = {name: metadata.__dict__[name] for name in names}
+        count = max(map(len, values.values()))
+        if max(computed, default=-1) >= count:
+            raise LayoutError(
+                f"the tree computes {kind} {max(computed)}, but the metadata has {count} {kind}s; a row that is shared "
+                f"needs its metadata ({METADATA_KEY!r}): leave it in the batch"
+            )
+        chosen |= {name: tuple(of_row[at] for at in computed) for name, of_row in values.items() if of_row}
+    return replace(metadata, **chosen)
 
 
 def _segments_from(batch: Mapping[str, Any], *, total: int) -> Segments:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from math import prod
 from typing import final
 
@@ -20,20 +21,16 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError, check_kind, check_whole_number
-from vlmpack.layout.batch import IMAGE, VIDEO, Grid, HostMetadata, Media
+from vlmpack.layout.batch import AUDIO, IMAGE, VIDEO, HostMetadata
 from vlmpack.layout.device import on_host, outside_graph
+from vlmpack.layout.media_units import FindMedia, grid_units
 from vlmpack.layout.prefix_tree import PrefixTree, check_without_padding
-from vlmpack.layout.row import IGNORE, PackedRow, metadata_of_tree
+from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.layout.segments import Segments
 from vlmpack.layout.trie import compressed_trie
 
 MIN_SHARED = 64
 """Tokens below which a shared beginning is not worth a node: chat templates share about ten of every sample."""
-
-LOOKED_AT = 2**13
-"""Values of a medium, spread over it, that have to agree with another's before both are compared whole."""
-PIECE = 2**15
-"""Values that are compared at a time, in the cache of a core."""
 
 
 @outside_graph
@@ -43,8 +40,9 @@ def share(
     min_shared: int = MIN_SHARED,
     groups: Sequence[Hashable] | torch.Tensor | None = None,
     tree: PrefixTree | None = None,
+    units: FindMedia = grid_units,
 ) -> PackedRow:
-    """Find the prefix tree of a row on the host, and keep every image and video of it once.
+    """Find the prefix tree of a row on the host, and keep every image, video and audio of it once.
 
     Tokens, labels, extras and metadata stay those of every sample. Media are compared by their content.
 
@@ -55,6 +53,8 @@ def share(
             repeat so many tokens. Equal samples are always shared.
         groups: a group of each sample; samples of different groups share nothing. None: all are compared.
         tree: the tree, where it is known; it is compared with the samples. None: it is found.
+        units: finds the media of the row. By default by grids; of images without grids, of audio, and of models in
+            which prompts see all of themselves: `Family.media_units(model.config)`.
 
     Returns:
         The row with `tree`; the row itself if its samples share nothing.
@@ -64,19 +64,20 @@ def share(
             placeholders, or a tree that is not this row's. Names the sample and the remedy.
     """
     check_kind("row", row, PackedRow, "collator.collate(samples)")
-    row = unshare(row)
-    metadata, media = row.host_metadata(), row.media
-    _check_media(media, metadata)
-    images = content_numbers(_blocks(media.pixel_values, metadata.image_grids))
-    videos = content_numbers(_blocks(media.pixel_values_videos, metadata.video_grids))
-    whole = replace(row, metadata=metadata)
+    row = unshare(row, units=units)
+    of_row = units(row)
+    numbers = [medium.numbers(row.media) for medium in of_row.by_kind]
+    types = of_row.types if row.mm_token_type_ids is None else row.mm_token_type_ids
+    whole = replace(row, metadata=of_row.metadata, mm_token_type_ids=types)
     if tree is None:
-        tree = find_prefix_tree(whole, images=images, videos=videos, min_shared=min_shared, groups=groups)
+        images, videos, audios = numbers
+        found = {"images": images, "videos": videos, "audios": audios}
+        tree = find_prefix_tree(whole, **found, min_shared=min_shared, groups=groups)
     else:
-        tree = _Symbols.of(whole, images, videos).compared(tree)
+        tree = _Symbols.of(whole, numbers).compared(tree)
     if tree is None:
         return row
-    return with_tree(replace(whole, media=_kept(media, metadata, tree.images, tree.videos)), tree)
+    return with_tree(replace(whole, media=of_row.take(row.media, (tree.images, tree.videos, tree.audios))), tree)
 
 
 def check_unshared(row: PackedRow, user: str) -> None:
@@ -99,24 +100,29 @@ def with_tree(row: PackedRow, tree: PrefixTree) -> PackedRow:
 
 
 @outside_graph
-def unshare(row: PackedRow) -> PackedRow:
+def unshare(row: PackedRow, *, units: FindMedia = grid_units) -> PackedRow:
     """Return the row without its tree, with the media of every sample: the inverse of `share`.
 
+    Args:
+        row: a row; without a tree it is returned as it is.
+        units: as of `share`.
+
     Raises:
-        LayoutError: the row is on a device.
+        LayoutError: the row is on a device, or `units` cannot find its media.
     """
     tree = row.tree
     if tree is None:
         return row
     _check_on_host(row)
-    metadata = row.known_metadata
-    starts = {kind: _media_starts(row, _grids(metadata, kind), kind) for kind in (IMAGE, VIDEO)}
-    place = tree.place().numpy()
-    # each medium of the row stands where one of the tree does
-    images = np.searchsorted(place[starts[IMAGE][list(tree.images)]], place[starts[IMAGE]])
-    videos = np.searchsorted(place[starts[VIDEO][list(tree.videos)]], place[starts[VIDEO]])
-    media = _kept(row.media, metadata_of_tree(metadata, tree), images.tolist(), videos.tolist())
-    return replace(row, tree=None, media=media, metadata=replace(metadata, num_distinct_targets=None))
+    place, of_sample = tree.place().numpy(), row.segments.seq_idx().numpy()
+    chosen, samples = [], []
+    for kind, computed in zip(_KINDS, (tree.images, tree.videos, tree.audios), strict=True):
+        starts = _media_spans(row, kind)[:, 0]
+        # each medium of the row stands where one of the tree does
+        chosen.append(np.searchsorted(place[starts[list(computed)]], place[starts]).tolist())
+        samples.append(of_sample[starts].tolist())
+    media = units(row).take(row.media, chosen, samples)
+    return replace(row, tree=None, media=media, metadata=replace(row.known_metadata, num_distinct_targets=None))
 
 
 @outside_graph
@@ -125,15 +131,17 @@ def find_prefix_tree(
     *,
     images: Sequence[int] = (),
     videos: Sequence[int] = (),
+    audios: Sequence[int] = (),
     min_shared: int = MIN_SHARED,
     groups: Sequence[Hashable] | torch.Tensor | None = None,
 ) -> PrefixTree | None:
     """Find the tree of a row whose media are known by numbers; its pixels are not read.
 
     Args:
-        row: without padding, on the host, its metadata with the grids of all media.
+        row: without padding, on the host, its metadata with the grids, or the tokens, of all media.
         images: one number for each image, in row order; equal ones are equal images (`content_numbers`).
         videos: of each video, likewise.
+        audios: of each audio, likewise.
         min_shared: as of `share`.
         groups: as of `share`.
 
@@ -148,36 +156,12 @@ def find_prefix_tree(
     groups = _plain(groups, row.segments.num_samples)
     if row.segments.num_samples == 1:
         return None
-    symbols = _Symbols.of(row, images, videos)
+    symbols = _Symbols.of(row, (images, videos, audios))
     trie = compressed_trie(symbols.of_samples, groups, min_shared)
     if sum(trie.lengths) == row.segments.total:
         return None
     tree = PrefixTree(segments=row.segments, parents=(*trie.parents,), lengths=(*trie.lengths,), leaves=(*trie.leaves,))
     return symbols.with_media(tree)
-
-
-def content_numbers(blocks: Sequence[torch.Tensor]) -> list[int]:
-    """Number media by their content: equal numbers if and only if shape, type and every value are the same bits.
-
-    Some values of each find those that may be equal; these are then compared whole.
-
-    Args:
-        blocks: [P, C] of each, on the host.
-    """
-    numbers: list[int] = []
-    by_object: dict[int, int] = {}
-    alike: dict[Hashable, list[int]] = {}  # places of different media that agree in the values looked at
-    for at, block in enumerate(blocks):
-        if id(block) not in by_object:
-            values = _bits(block)
-            step = len(values) // LOOKED_AT | 1  # odd: sides of patches are even
-            candidates = alike.setdefault((block.shape, block.dtype, values[::step].tobytes()), [])
-            equal = next((other for other in candidates if _are_equal(values, _bits(blocks[other]))), at)
-            if equal == at:
-                candidates.append(at)
-            by_object[id(block)] = equal
-        numbers.append(by_object[id(block)])
-    return numbers
 
 
 def _plain(groups: Sequence[Hashable] | torch.Tensor | None, count: int) -> list[Hashable]:
@@ -191,40 +175,58 @@ def _plain(groups: Sequence[Hashable] | torch.Tensor | None, count: int) -> list
 
 # ---------------------------------------------------------------------- symbols
 
+_KINDS = (IMAGE, VIDEO, AUDIO)
+_NAMES = {IMAGE: "image", VIDEO: "video", AUDIO: "audio"}
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Symbols:
-    """The row as numbers that are equal where tokens, and the media that they stand for, are."""
+    """The row as numbers that are equal where tokens, and the media that they stand for, are.
+
+    No branch begins inside an atom: a medium with the text between its frames, or a run of tokens that see each other
+    in both directions. All tokens of an atom have the number of its whole content.
+    """
 
     values: np.ndarray
     """int64 [T]."""
+    atoms: np.ndarray
+    """int64 [T]: where in the row the atom of each token begins; other tokens are their own."""
     segments: Segments
     """Of the row."""
-    image_starts: np.ndarray
-    """int64: where in the row the first placeholder of each image is."""
-    video_starts: np.ndarray
-    """The same of videos."""
+    starts: Sequence[np.ndarray]
+    """int64 each: where in the row the first placeholder of each image, each video and each audio is."""
 
     @classmethod
-    def of(cls, row: PackedRow, images: Sequence[int], videos: Sequence[int]) -> _Symbols:
-        """Check that the row can be shared, and number its tokens.
+    def of(cls, row: PackedRow, numbers: Sequence[Sequence[int]]) -> _Symbols:
+        """Check that the row can be shared, and number its tokens; `numbers`: of images, videos and audios.
 
         Raises:
             LayoutError: see `share`.
         """
         _check_on_host(row)
         _check_targets(row)
-        values, starts = row.input_ids[0].numpy().copy(), {}
-        for kind, numbers in ((IMAGE, images), (VIDEO, videos)):
-            metadata = row.known_metadata
-            seconds = metadata.seconds_per_grid if kind == VIDEO else ()
-            grids = _grids(metadata, kind)
-            starts[kind] = _media_starts(row, grids, kind)
-            assert len(numbers) == len(grids), "one number for each medium"
-            contents = zip(numbers, grids, seconds or [None] * len(grids), strict=True)
-            _write_media(values, row, list(contents), starts[kind], kind)
-        return cls(values=values, segments=row.segments, image_starts=starts[IMAGE], video_starts=starts[VIDEO])
+        metadata = row.known_metadata
+        values, atoms = row.input_ids[0].numpy().copy(), np.arange(row.segments.total)
+        contents: dict[Hashable, int] = {}
+
+        def write(start: int, stop: int, content: Hashable) -> None:
+            values[start:stop] = -1 - contents.setdefault(content, len(contents))
+            atoms[start:stop] = start
+
+        spans = [_media_spans(row, kind) for kind in _KINDS]
+        details = (metadata.image_grids, zip_longest(metadata.video_grids, metadata.seconds_per_grid), ())
+        for kind, of_kind, spans_N2, detail in zip(_KINDS, numbers, spans, details, strict=True):
+            assert len(of_kind) == len(spans_N2), "one number for each medium"
+            for number, (start, stop), more in zip_longest(of_kind, spans_N2.tolist(), detail):
+                write(start, stop, (kind, number, more, values[start:stop].tobytes()))
+        for (first, _), runs in zip(row.segments.spans, metadata.media_runs, strict=False):
+            for start, stop in runs:
+                begin, last = atoms[first + start], atoms[first + stop - 1]
+                if begin != last:  # an atom may reach beyond the run
+                    end = last + np.count_nonzero(atoms == last)
+                    write(begin, end, values[begin:end].tobytes())
+        return cls(values=values, atoms=atoms, segments=row.segments, starts=[s[:, 0] for s in spans])
 
     @property
     def of_samples(self) -> list[np.ndarray]:
@@ -236,7 +238,7 @@ class _Symbols:
 
         Raises:
             LayoutError: it is of another row; samples differ where it says that they are alike; or a node ends
-                inside an image or a video.
+                inside an atom.
         """
         if tree.segments != self.segments:
             raise LayoutError(
@@ -245,11 +247,8 @@ class _Symbols:
             )
         first = tree.source().numpy()[tree.place().numpy()]  # where in the row each token is taken from
         self._require(self.values == self.values[first], "is another one there, or stands for other media")
-        for starts, parity in ((self.image_starts, 1), (self.video_starts, 0)):
-            before = np.append(0, starts)
-            medium = np.searchsorted(starts, np.arange(self.segments.total), side="right")
-            whole = medium[first] == medium[first[before[medium]]]  # as the medium's first placeholder is
-            self._require(whole | (self.values >= 0) | (self.values % 2 != parity), "is inside an image or video there")
+        whole = self.atoms[first] == self.atoms[first[self.atoms]]  # as the atom's first token is
+        self._require(whole, "is inside an image or video there, or inside tokens that all see each other")
         return self.with_media(tree)
 
     def _require(self, agree: np.ndarray, fault: str) -> None:
@@ -263,7 +262,8 @@ class _Symbols:
 
     def with_media(self, tree: PrefixTree) -> PrefixTree:
         """The tree with the media that are computed: those whose placeholders it takes from the row."""
-        return replace(tree, images=_computed(tree, self.image_starts), videos=_computed(tree, self.video_starts))
+        images, videos, audios = (_computed(tree, starts) for starts in self.starts)
+        return replace(tree, images=images, videos=videos, audios=audios)
 
 
 def _computed(tree: PrefixTree, starts: np.ndarray) -> tuple[int, ...]:
@@ -273,64 +273,69 @@ def _computed(tree: PrefixTree, starts: np.ndarray) -> tuple[int, ...]:
     return tuple(computed[np.argsort(place[starts[computed]])].tolist())
 
 
-def _write_media(
-    values: np.ndarray, row: PackedRow, contents: Sequence[Hashable], starts: np.ndarray, kind: int
-) -> None:
-    """Replace the placeholders of each medium by a negative number of its content.
-
-    Of a video whose frames are written apart, what stands between them is part of its content: no branch begins there.
-    """
-    if not len(starts):
-        return
-    placeholders = _placeholders(row, kind)
-    bounds = np.append(np.searchsorted(placeholders, starts), len(placeholders))
-    numbers: dict[Hashable, int] = {}
-    for at, content in enumerate(contents):
-        hits = placeholders[bounds[at] : bounds[at + 1]]
-        written = row.input_ids[0, starts[at] : hits[-1] + 1].numpy().tobytes()
-        number = numbers.setdefault((content, written), len(numbers))
-        values[hits] = -1 - (2 * number + (kind == VIDEO))
-
-
-def _media_starts(row: PackedRow, grids: Sequence[Grid], kind: int) -> np.ndarray:
-    """int64 [N]: where in the row the first placeholder of each image or video is.
+def _media_spans(row: PackedRow, kind: int) -> np.ndarray:
+    """int64 [N, 2]: where in the row each image, video or audio begins and ends, from first to last placeholder.
 
     Raises:
-        LayoutError: there are not as many placeholders as the grids need, or those of one lie in two samples.
+        LayoutError: there are not as many placeholders as its media need, or those of one lie in two samples.
     """
     placeholders = _placeholders(row, kind)
-    name = "image" if kind == IMAGE else "video"
-    patches = np.asarray([prod(grid) for grid in grids], np.int64)
-    per_token, rest = divmod(int(patches.sum()), max(len(placeholders), 1))
-    if bool(len(patches)) != bool(len(placeholders)) or rest or (per_token and (patches % per_token).any()):
+    samples = row.segments.seq_idx().numpy()
+    if kind == AUDIO:
+        return _run_spans(placeholders, samples, len(row.known_metadata.audio_frames))
+    tokens = _tokens_of_media(row.known_metadata, kind, len(placeholders))
+    stops = tokens.cumsum()
+    first, last = placeholders[stops - tokens], placeholders[stops - 1]
+    torn = np.flatnonzero(samples[first] != samples[last])
+    if len(torn):
         raise LayoutError(
-            f"the row has {len(placeholders)} {name} placeholders for {len(patches)} {name}s of {patches.tolist()[:8]} "
+            f"the placeholders of {_NAMES[kind]} {torn[0]} lie in sample {samples[first[torn[0]]]} and in the next; "
+            "media have to be in the order of the samples"
+        )
+    return np.stack((first, last + 1), 1)
+
+
+def _tokens_of_media(metadata: HostMetadata, kind: int, count: int) -> np.ndarray:
+    """int64 [N]: placeholders of each image or video, `count` together."""
+    name = _NAMES[kind]
+    tokens = np.asarray(metadata.image_tokens if kind == IMAGE else metadata.video_tokens, np.int64)
+    if len(tokens):
+        if tokens.sum() != count:
+            raise LayoutError(
+                f"the row has {count} {name} placeholders for {len(tokens)} {name}s of {tokens.tolist()[:8]} tokens; "
+                "give the media of every sample, and mm_token_type_ids (1 on image, 2 on video placeholders)"
+            )
+        return tokens
+    patches = np.asarray(
+        [prod(grid) for grid in (metadata.image_grids if kind == IMAGE else metadata.video_grids)], int
+    )
+    per_token, rest = divmod(int(patches.sum()), max(count, 1))
+    if bool(len(patches)) != bool(count) or rest or (per_token and (patches % per_token).any()):
+        raise LayoutError(
+            f"the row has {count} {name} placeholders for {len(patches)} {name}s of {patches.tolist()[:8]} "
             "patches, which do not divide; give the media of every sample, and mm_token_type_ids (1 on image, 2 on "
             "video placeholders)"
         )
-    if not len(patches):
-        return np.zeros(0, np.int64)
-    tokens = patches // per_token
-    stops = np.cumsum(tokens)
-    samples = row.segments.seq_idx().numpy()[placeholders]
-    torn = np.flatnonzero(samples[stops - tokens] != samples[stops - 1])
-    if len(torn):
+    return patches // max(per_token, 1)
+
+
+def _run_spans(placeholders: np.ndarray, samples: np.ndarray, count: int) -> np.ndarray:
+    """int64 [N, 2]: begin and end of each audio, which has a run of placeholders of its own in its sample."""
+    ends = np.flatnonzero((np.diff(placeholders) > 1) | (np.diff(samples[placeholders]) > 0))
+    edges = np.append(np.append(-1, ends), len(placeholders) - 1) if len(placeholders) else np.zeros(1, np.int64)
+    if len(edges) - 1 != count:
         raise LayoutError(
-            f"the placeholders of {name} {torn[0]} lie in sample {samples[stops - tokens][torn[0]]} and in the next; "
-            "grids have to be in the order of the samples"
+            f"the row has {len(edges) - 1} runs of audio placeholders for {count} audios; give the audios of every "
+            "sample, and mm_token_type_ids (3 on audio placeholders)"
         )
-    return placeholders[stops - tokens]
+    return np.stack((placeholders[edges[:-1] + 1], placeholders[edges[1:]] + 1), 1)
 
 
 def _placeholders(row: PackedRow, kind: int) -> np.ndarray:
-    """int64: where in the row the placeholders of images, or of videos, are."""
+    """int64: where in the row the placeholders of images, videos or audios are."""
     if row.mm_token_type_ids is None:
         return np.zeros(0, np.int64)
     return np.flatnonzero(row.mm_token_type_ids[0].numpy() == kind)
-
-
-def _grids(metadata: HostMetadata, kind: int) -> tuple[Grid, ...]:
-    return metadata.image_grids if kind == IMAGE else metadata.video_grids
 
 
 def _check_on_host(row: PackedRow) -> None:
@@ -368,67 +373,3 @@ def _num_distinct_targets(row: PackedRow, tree: PrefixTree) -> int | None:
         return None
     predictions = np.flatnonzero(row.shift_labels[0].numpy() != IGNORE)
     return len(np.unique(tree.place().numpy()[predictions + 1]))
-
-
-# ---------------------------------------------------------------------- media
-
-
-def _check_media(media: Media, metadata: HostMetadata) -> None:
-    if media.audio_mask is not None:
-        raise LayoutError(
-            "the row has audio, whose content is not compared, so that no prefix is shared: leave share_prefixes off "
-            "for samples with audio"
-        )
-    if media.tensors or (media.pixel_values is not None and media.image_grid_thw is None and not metadata.image_grids):
-        raise LayoutError(
-            "media of this row are not images and videos with grids alone (image_grid_thw, video_grid_thw), so that "
-            "those of one sample cannot be found among its pixels, and no prefix is shared: leave share_prefixes off "
-            "for this model"
-        )
-    for pixels, grids in (
-        (media.pixel_values, metadata.image_grids),
-        (media.pixel_values_videos, metadata.video_grids),
-    ):
-        count, expected = 0 if pixels is None else len(pixels), sum(map(prod, grids))
-        if count != expected:
-            raise LayoutError(f"the grids describe {expected} patches, the row has {count}; give every sample's media")
-        if pixels is not None and not on_host(pixels):
-            raise LayoutError(f"the pixels are on {pixels.device}; share the row before it is moved to a device")
-
-
-def _blocks(pixels: torch.Tensor | None, grids: Sequence[Grid]) -> tuple[torch.Tensor, ...]:
-    """[P, C] of each medium: views."""
-    return () if pixels is None else pixels.detach().split([prod(grid) for grid in grids])
-
-
-def _kept(media: Media, metadata: HostMetadata, images: Sequence[int], videos: Sequence[int]) -> Media:
-    """Images and videos of these numbers, in this order."""
-    seconds = media.second_per_grid_ts
-    return Media(
-        pixel_values=_chosen(media.pixel_values, metadata.image_grids, images),
-        image_grid_thw=None if media.image_grid_thw is None else media.image_grid_thw[list(images)],
-        pixel_values_videos=_chosen(media.pixel_values_videos, metadata.video_grids, videos),
-        video_grid_thw=None if media.video_grid_thw is None else media.video_grid_thw[list(videos)],
-        second_per_grid_ts=None if seconds is None else seconds[list(videos)],
-    )
-
-
-def _chosen(pixels: torch.Tensor | None, grids: Sequence[Grid], kept: Sequence[int]) -> torch.Tensor | None:
-    if pixels is None or list(kept) == list(range(len(grids))):
-        return pixels
-    blocks = pixels.split([prod(grid) for grid in grids])
-    return torch.cat([blocks[at] for at in kept])
-
-
-_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(block: torch.Tensor) -> np.ndarray:
-    """Every value as a whole number of the same bits: NaN equals itself, and no type is missing in numpy."""
-    return block.detach().contiguous().view(_OF_WIDTH[block.element_size()]).numpy().reshape(-1)
-
-
-def _are_equal(values: np.ndarray, others: np.ndarray) -> bool:
-    """Compare piece by piece, up to the first difference."""
-    pieces = range(0, len(values), PIECE)
-    return all(np.array_equal(values[at : at + PIECE], others[at : at + PIECE]) for at in pieces)

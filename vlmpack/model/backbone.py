@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError, check_whole_number
-from vlmpack.layout import METADATA_KEY, PackedRow, outside_graph, share, unpack
+from vlmpack.layout import METADATA_KEY, FindMedia, PackedRow, outside_graph, share, unpack
 from vlmpack.model.columns import check_keys
 from vlmpack.model.engine import PackingState, backbone_inputs, finish, packing_state, setup_row, stored_state
 from vlmpack.model.forward import is_row_input, row_of, unpackable
@@ -103,7 +103,7 @@ class _BackboneHooks:
         offsets = None if handed_row else row.known_metadata.offsets
         real = ~row.segments.padding_mask(row.input_ids.device)[None] if handed_row else mask != 0
         if not handed_row and self._min_shared is not None:
-            row = _shared(row, self._min_shared)
+            row = _shared(row, self._min_shared, state.family.media_units(model.core.config))
         setup = setup_row(model, row, parallel=state.parallel, backend=state.config.attention)
         packed = backbone_inputs(setup, state.mechanisms, rope_segments=None)
         packed[CONTEXT].entries[_ENTRY] = _Caller(setup=setup, mask=real, offsets=offsets)
@@ -129,9 +129,9 @@ class _BackboneHooks:
 _LOOKED_AT = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", METADATA_KEY)
 
 
-def _shared(row: PackedRow, min_shared: int) -> PackedRow:
+def _shared(row: PackedRow, min_shared: int, units: FindMedia) -> PackedRow:
     """Find the row's prefix tree on the host, where pixels are compared."""
-    return share(row.to("cpu"), min_shared=min_shared).to(row.input_ids.device)
+    return share(row.to("cpu"), min_shared=min_shared, units=units).to(row.input_ids.device)
 
 
 def pack_backbone(model: nn.Module, *, min_shared: int | None = None, report: Report | None = None) -> None:

@@ -225,20 +225,19 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
         LayoutError: media or token ids that do not fit the row or the model.
     """
     metadata, media, config = row.host_metadata(), row.media, model.core.config
-    metadata = replace(metadata, image_tokens=model.family.image_tokens(media, metadata, config))
+    model.family.check_floats(media)
     part = part_of(row, metadata, parallel)
-    images, videos = part.media_grids(metadata)
-    if row.tree is not None and metadata.image_tokens:
-        raise LayoutError(
-            f"a row with a prefix tree has images of {model.family.model_type}, which have no grids, so that it is not "
-            "known which of them are shared: take the tree away with unshare(row)"
-        )
-    _check_audio(model, row, metadata)
+    computed = part.computed_media(metadata)
+    tokens = model.family.image_tokens(media, computed, config)
+    if row.tree is None:
+        metadata = replace(metadata, image_tokens=tokens)
+    if model.family.audio is not None:
+        model.family.audio.check_features(media, computed.audio_frames, config)
     if not model.family.has_vision or model.family.has_grids:
-        _check_pixels(model, media.pixel_values, images, "pixel_values")
-        _check_pixels(model, media.pixel_values_videos, videos, "pixel_values_videos")
+        _check_pixels(model, media.pixel_values, computed.image_grids, "pixel_values")
+        _check_pixels(model, media.pixel_values_videos, computed.video_grids, "pixel_values_videos")
     _check_vocabulary(row, model.family.text_config(config).vocab_size)
-    types = model.family.media_types(row.input_ids, config)
+    types = model.family.types_of_row(row, config)
     return RowSetup(model=model, row=row, metadata=metadata, part=part, types=types, backend=backend)
 
 
@@ -275,8 +274,8 @@ def backbone_inputs(
     """
     family, row, metadata, part = setup.model.family, setup.row, setup.metadata, setup.part
     if row.mm_token_type_ids is not None:
-        _check_types(row.mm_token_type_ids, setup.types, row.segments)
-    family.check_runs(setup.types, row.segments, metadata, config=setup.config, input_ids=row.input_ids)
+        _check_types(row.mm_token_type_ids, setup.types, row.segments, family)
+    family.check_runs(setup.types, row.segments, metadata, config=setup.config, row=row)
     if rope_segments is not None:
         _check_no_tree(row)
         check_restarts(rope_segments, row.segments, setup.types)
@@ -309,18 +308,6 @@ def backbone_inputs(
     return inputs
 
 
-def _check_audio(model: ModelParts, row: PackedRow, metadata: HostMetadata) -> None:
-    """Audio features fit their mask and the model, and no prefix tree shares them."""
-    if model.family.audio is None:
-        return
-    model.family.audio.check_features(row.media, metadata.audio_frames, model.core.config)
-    if row.tree is not None and metadata.audio_frames:
-        raise LayoutError(
-            "a row with a prefix tree has audio, of which it is not known what samples share: take the tree away with "
-            "unshare(row)"
-        )
-
-
 def _check_pixels(model: ModelParts, pixels: torch.Tensor | None, grids: Sequence[Grid], name: str) -> None:
     """Patches are as many as the grids describe, and were cut for this model."""
     shape = model.family.patch_shape(model.core.config) if model.family.has_vision else (0,)
@@ -350,7 +337,7 @@ def _check_no_tree(row: PackedRow) -> None:
         )
 
 
-def _check_types(column: torch.Tensor, types: torch.Tensor, segments: Segments) -> None:
+def _check_types(column: torch.Tensor, types: torch.Tensor, segments: Segments, family: Family) -> None:
     """Compare a caller's type of each token, [1, T], with the token ids; padding does not matter."""
     check_is_tensor(column, "mm_token_type_ids")
     if column.shape != types.shape or column.is_complex():
@@ -362,8 +349,8 @@ def _check_types(column: torch.Tensor, types: torch.Tensor, segments: Segments) 
     if segments.has_gaps:
         differs = differs & ~segments.padding_mask(types.device)
     message = (
-        "mm_token_type_ids contradicts input_ids: it has to be 1 exactly on image placeholders, 2 on video "
-        "and 3 on audio placeholders, and 0 elsewhere; leave it out, it is made from input_ids"
+        f"mm_token_type_ids contradicts input_ids: it has to be {family.type_values}and 0 elsewhere; leave it out, it "
+        "is made from input_ids"
     )
     require(~differs.any(), message, LayoutError)
 
@@ -413,7 +400,8 @@ def _patches(setup: RowSetup) -> int:
     family = setup.model.family
     if family.has_vision and not family.has_grids:
         return family.tile_patches(setup.row.media, setup.config)
-    return sum(prod(grid) for grids in setup.part.media_grids(setup.metadata) for grid in grids)
+    computed = setup.part.computed_media(setup.metadata)
+    return sum(map(prod, (*computed.image_grids, *computed.video_grids)))
 
 
 @outside_graph

@@ -22,7 +22,17 @@ import torch
 from vlmpack.attention import EVERYTHING, Reach, attended_pairs
 from vlmpack.context_parallel import Attend
 from vlmpack.errors import LayoutError
-from vlmpack.layout import IGNORE, Grid, HostMetadata, PackedRow, PrefixTree, Segments, on_host, require, roll_left
+from vlmpack.layout import (
+    IGNORE,
+    HostMetadata,
+    PackedRow,
+    PrefixTree,
+    Segments,
+    metadata_of_tree,
+    on_host,
+    require,
+    roll_left,
+)
 from vlmpack.model.path_attention import attend_along_paths
 from vlmpack.model.row import OnHeads, OnTensors, PartTargets, RowPart
 
@@ -76,10 +86,13 @@ class PrefixTreeRow(RowPart):
             shared.add((first, last + 1))
         return tuple(sorted(shared))
 
-    def media_grids(self, metadata: HostMetadata) -> tuple[tuple[Grid, ...], tuple[Grid, ...]]:
-        """Those that are computed, in the order of the tree."""
-        images, videos = metadata.image_grids, metadata.video_grids
-        return tuple(images[i] for i in self.tree.images), tuple(videos[i] for i in self.tree.videos)
+    def computed_media(self, metadata: HostMetadata) -> HostMetadata:
+        """Metadata of those that samples share once, in the order of the tree."""
+        return metadata_of_tree(metadata, self.tree)
+
+    def computed_audios(self, metadata: HostMetadata) -> Sequence[int]:
+        """Those of the tree."""
+        return self.tree.audios
 
     def check_shared(self, row_kT: torch.Tensor, name: str) -> None:
         """Compare each token with the one that is computed in its place."""

@@ -18,7 +18,7 @@ import torch
 
 from vlmpack.attention import EVERYTHING, Reach, attended_pairs
 from vlmpack.context_parallel import Attend
-from vlmpack.layout import Grid, HostMetadata, Segments
+from vlmpack.layout import HostMetadata, Segments
 
 CONTEXT = "vlmpack_row"
 """The keyword under which a `RowContext` reaches every layer."""
@@ -73,9 +73,13 @@ class RowPart:
         """Runs of tokens of the row, (start, stop) of each, as places of what attention gets."""
         return runs
 
-    def media_grids(self, metadata: HostMetadata) -> tuple[tuple[Grid, ...], tuple[Grid, ...]]:
-        """(images, videos) that go through the vision tower, on all ranks together."""
-        return metadata.image_grids, metadata.video_grids
+    def computed_media(self, metadata: HostMetadata) -> HostMetadata:
+        """Metadata of the media that go through the towers, on all ranks together; `metadata`: of the row."""
+        return metadata
+
+    def computed_audios(self, metadata: HostMetadata) -> Sequence[int]:
+        """Numbers of the audios that go through the audio tower, in its order."""
+        return range(len(metadata.audio_frames))
 
     def check_shared(self, row_kT: torch.Tensor, name: str) -> None:
         """Check that tokens which go through the model once for several samples are equal in all of them.

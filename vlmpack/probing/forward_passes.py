@@ -28,18 +28,20 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from vlmpack.families import Family, family_of
-from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, Segments, SlotRule, pack, share
+from vlmpack.layout import IMAGE, METADATA_KEY, PackedRow, PaddedBatch, Segments, SlotRule, pack, share
 from vlmpack.model import PackedStep, StepConfig, StepResult, find_model
 from vlmpack.testing import (
     Outcome,
     Sample,
     backward,
+    grids_of,
     media_of,
     metadata_of,
     num_targets,
     outcome_of,
     padded,
     plain_output,
+    sample_like,
     take_gradients,
 )
 
@@ -278,8 +280,7 @@ class PackedPass:
         row = pack(self._batch(samples, metadata=metadata), rule=self.rule, pad_token_id=self.poison)
         if not self.circumstance.shares:
             return row
-        types = self.probed.family.media_types(row.input_ids, self.probed.config)
-        return share(replace(row, mm_token_type_ids=types), min_shared=1)
+        return share(row, min_shared=1, units=self.probed.family.media_units(self.probed.config))
 
     def _batch(self, samples: Sequence[Sample], *, metadata: bool = True) -> PaddedBatch:
         return padded(samples, self.circumstance.padded or "right", metadata=metadata)
@@ -323,6 +324,20 @@ class PackedPass:
         return [row[-length:] if is_left else row[:length] for row, length in rows]
 
 
+def frames_as_images(sample: Sample) -> Sample:
+    """The sample with the frames of its videos as images, if its family's videos have the placeholder of images.
+
+    To the model that is the same, and its own code takes images and videos in no other way together.
+    """
+    grids = grids_of(sample, "video")
+    if not grids or sample.family is None or not sample.family.videos_as_images:
+        return sample
+    others = {name: tensor for name, tensor in sample.items() if name not in sample.family.media}
+    others["mm_token_type_ids"] = sample["mm_token_type_ids"].clamp(max=IMAGE)
+    frames = torch.tensor([(1, rows, columns) for count, rows, columns in grids for _ in range(count)])
+    return sample_like(sample, {**others, "pixel_values": sample["pixel_values_videos"], "image_grid_thw": frames})
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlainRowPass:
@@ -348,10 +363,12 @@ class PlainRowPass:
 
     def __call__(self, samples: Sequence[Sample]) -> ForwardResult:
         """Compute the row."""
+        samples = [*map(frames_as_images, samples)]
         tokens = {name: torch.cat([sample[name] for sample in samples])[None] for name in ("input_ids", "labels")}
         inputs = {**tokens, **media_of(samples).to_hf()}
         family, metadata, segments = self.probed.family, metadata_of(samples), self.segments(samples)
         types = family.media_types(inputs["input_ids"], self.probed.config)
+        types = types.clamp(max=IMAGE) if family.videos_as_images else types
         positions = family.positions(
             types,
             segments,
@@ -398,6 +415,7 @@ class PlainPaddedPass:
         return result, output.get("aux_loss")
 
     def _compute(self, samples: Sequence[Sample], **settings: bool) -> tuple[ForwardResult, Any]:
+        samples = [*map(frames_as_images, samples)]
         inputs = {name: x for name, x in padded(samples).to_hf().items() if isinstance(x, torch.Tensor)}
         output = plain_output(self.probed.model, inputs, **settings)
         logits = [row[: len(sample["input_ids"])] for row, sample in zip(output.logits, samples, strict=True)]

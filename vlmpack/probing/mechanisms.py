@@ -30,6 +30,7 @@ from vlmpack.attention import EVERYTHING, Reach
 from vlmpack.families import Sees
 from vlmpack.layout import PackedRow, Segments
 from vlmpack.model import ModelParts, layer_reaches, spans_in
+from vlmpack.probing.forward_passes import frames_as_images
 from vlmpack.probing.report import Cause, Check
 from vlmpack.probing.trace import (
     CACHES,
@@ -70,7 +71,7 @@ def check_packed_row(row: PackedRow, samples: Sequence[Sample], segments: Segmen
 def check_model_inputs(trace: Trace) -> Check:
     """Compare what reaches the model with the samples."""
     inputs = trace.backbone.kwargs
-    return _check_tokens(inputs["input_ids"], inputs, trace.samples, trace.segments)
+    return _check_tokens(inputs["input_ids"], inputs, [*map(frames_as_images, trace.samples)], trace.segments)
 
 
 def _check_tokens(
@@ -366,6 +367,7 @@ def feature_error(calls: Sequence[ModuleCall], samples: Sequence[Sample], alone:
 
 def _patches(samples: Sequence[Sample]) -> list[list[int]]:
     """Patches of each sample, for every call of the tower: its images, its videos."""
+    samples = [*map(frames_as_images, samples)]
     counts = [
         [sum(map(prod, grids_of(sample, "image"))) for sample in samples],
         [sum(map(prod, grids_of(sample, "video"))) for sample in samples],
@@ -399,7 +401,8 @@ def embeddings_of(trace: Trace, media: Mapping[str, torch.Tensor]) -> torch.Tens
 
 def _tile_leak(trace: Trace) -> float:
     """Measure how far embeddings of samples move when pixels of others change; images are no rows of patches."""
-    with_images = [at for at, sample in enumerate(trace.samples) if "pixel_values" in sample]
+    pixels = set(trace.probed.family.pixel_names)
+    with_images = [at for at, sample in enumerate(trace.samples) if pixels & sample.keys()]
     before, worst, config = _with_pixels(trace, trace.samples), 0.0, trace.probed.config
     for changed in (with_images[::2], with_images[1::2]):
         samples = [perturbed(each, config) if at in changed else each for at, each in enumerate(trace.samples)]

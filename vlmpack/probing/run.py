@@ -173,7 +173,9 @@ def _expected_tokens(sample: Sample, probed: ProbedModel) -> Iterator[tuple[int,
         if (pixels := sample.get(key)) is not None and tuple(pixels.shape[1:]) != shape:
             patches = f"patches of {prod(pixels.shape[1:])} numbers, and the model takes {prod(shape)}"
             raise ConfigError(f"the processor makes {patches}; {remedy}")
-        yield modality, name, family.media_tokens(grids_of(sample, name), config)
+        grids = grids_of(sample, name)
+        tokens = sum(family.video_runs(grids, config)) if modality == VIDEO else family.media_tokens(grids, config)
+        yield modality, name, tokens
 
 
 def _checks(

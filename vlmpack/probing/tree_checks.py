@@ -26,7 +26,7 @@ import torch
 
 from vlmpack.attention import EVERYTHING, Reach
 from vlmpack.layout import PackedRow, PrefixTree, unshare
-from vlmpack.model import ModelParts, layer_reaches
+from vlmpack.model import ModelParts, layer_reaches, spans_in
 from vlmpack.probing.forward_passes import TREE, PackedPass
 from vlmpack.probing.losses import RouterLosses, reference_router_losses
 from vlmpack.probing.mechanisms import (
@@ -213,7 +213,8 @@ def _mechanisms(setup: ProbeSetup, packed: PackedPass, reference: Reference) -> 
     row = packed.row(setup.samples)
     if row.tree is None:
         return [Check.wrong("packing", "samples that begin alike share nothing")]
-    checks = [check_packed_row(unshare(row), setup.samples, packed.segments(setup.samples))]
+    units = setup.probed.family.media_units(setup.probed.config)
+    checks = [check_packed_row(unshare(row, units=units), setup.samples, packed.segments(setup.samples))]
     if checks[0].is_bad:
         return checks
     with setup.computing(TREE):
@@ -364,7 +365,8 @@ def _work(setup: ProbeSetup, packed: PackedPass) -> Iterator[Check]:
         work = packed.step(packed.inputs(setup.samples)).work
         computed, dense = count_pairs(lambda: packed(setup.samples), setup.probed)
         probed, sparse = setup.probed, setup.probed.family.has("per_sample")
-        reaches = {} if sparse else layer_reaches(ModelParts(family=probed.family, core=probed.core))
+        parts = ModelParts(family=probed.family, core=probed.core)
+        reaches = {} if sparse else layer_reaches(parts)
         local = any(reach.is_local for reach in reaches.values())
     counts: dict[str, tuple[int, int, Cause]] = {
         "tokens": (work.physical_tokens, least.tokens, "packing"),
@@ -375,6 +377,8 @@ def _work(setup: ProbeSetup, packed: PackedPass) -> Iterator[Check]:
     needed = sum(n * k for n, k in zip(row.tree.lengths, row.tree.keys.lengths, strict=True))
     if sparse:
         needed = sum(length**2 for length in row.segments.lengths)
+    if spans_in(parts) is not None:  # their queries and all keys up to their ends go through a second call
+        needed += _pairs_of_spans(row, setup)
     if computed is not None and not dense:
         counts["attended pairs"] = computed, min(computed, needed) if local else needed, "mask"
     for name, (value, expected, cause) in counts.items():
@@ -384,3 +388,15 @@ def _work(setup: ProbeSetup, packed: PackedPass) -> Iterator[Check]:
     if "attended pairs" not in counts:
         why = "no known kernel ran" if computed is None else "a dense mask"
         yield Check(part="work", name="attended pairs", finding="not counted", allowed=needed, detail=why)
+
+
+def _pairs_of_spans(row: PackedRow, setup: ProbeSetup) -> int:
+    """Queries of the distinct runs of tokens that see each other, times the keys up to the end of each."""
+    assert row.tree is not None
+    place = row.tree.place().tolist()
+    runs = {
+        place[first + start]: (stop - start) * stop
+        for (first, _), sample in zip(row.segments.spans, setup.samples, strict=True)
+        for start, stop in setup.probed.runs_of(sample)
+    }
+    return sum(runs.values())

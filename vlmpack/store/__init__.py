@@ -9,7 +9,7 @@ from vlmpack.store.measure import measure_lengths
 from vlmpack.store.planning import StoreSettings
 from vlmpack.store.read import PackedDataset
 from vlmpack.store.records import IMAGES
-from vlmpack.store.symbols import tree_of, why_no_grids
+from vlmpack.store.symbols import tree_of, why_no_marks
 from vlmpack.store.write import Progress, write_rows
 
 __all__ = [
@@ -24,6 +24,6 @@ __all__ = [
     "is_unfinished_store",
     "measure_lengths",
     "tree_of",
-    "why_no_grids",
+    "why_no_marks",
     "write_rows",
 ]

@@ -14,14 +14,13 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, pairwise
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
 from torch.utils.data import IterableDataset, Subset
 
-from vlmpack.collate import Encoded, Visual, VLMCollator, sample_id_of
+from vlmpack.collate import Encoded, VLMCollator, sample_id_of
 from vlmpack.data import StoredRows
 from vlmpack.errors import ConfigError, SampleError, check_kind, check_whole_number
 from vlmpack.files import atomic_file, writing
@@ -30,7 +29,7 @@ from vlmpack.plan import LengthTable, PrefixMarks, Refused, divided_up, groups_o
 from vlmpack.store.cache import Entry, LengthCache, sample_key, settings_key
 from vlmpack.store.executors import Start, in_order, in_order_on_ray
 from vlmpack.store.folder import WorkFolder
-from vlmpack.store.symbols import check_grids, marks_of
+from vlmpack.store.symbols import check_marks, marks_of, num_patches
 
 SampleProgress = Callable[[int, int | None], None]
 """Is called with the number of samples that are measured and the number of all; None: the data set has no length."""
@@ -87,7 +86,7 @@ def measure_lengths(
     check_kind("collator", collator, VLMCollator, "VLMCollator(processor)")
     if min_shared is not None:
         check_whole_number("min_shared", min_shared, remedy="or None to look for no shared prefixes")
-        check_grids(collator, "min_shared finds images that samples share by their grids")
+        check_marks(collator)
         if collator.share_prefixes is not None and min_shared < (least := collator.share_prefixes.min_shared):
             raise ConfigError(
                 f"min_shared is {min_shared}, but the collator repeats shared prefixes of less than {least} tokens, so "
@@ -139,14 +138,9 @@ def lengths_of(sample: Encoded) -> Entry:
         video_tokens=video,
         images=len(sample.images),
         videos=len(sample.videos),
-        patches=sum(_patches(visual) for visual in (*sample.images, *sample.videos)),
+        patches=sum(num_patches(visual) for visual in (*sample.images, *sample.videos)),
         targets=sample.num_targets,
     )
-
-
-def _patches(visual: Visual) -> int:
-    """Patches of an image or video; its tokens, of families that are measured by these."""
-    return sum(visual.runs) if visual.grid is None or visual.runs else prod(visual.grid)
 
 
 # ---------------------------------------------------------------------- one part

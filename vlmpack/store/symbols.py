@@ -99,14 +99,24 @@ def marks_of(sample: Encoded, metadata: ProcessorMetadata, limits: ImageLimits) 
     ends, patches = [], []
     for kind, visuals in ((IMAGE, sample.images), (VIDEO, sample.videos)):
         places = np.flatnonzero(sample.types == kind)
-        tokens = [prod(visual.patch_grid) // metadata.merge_size**2 for visual in visuals]
+        tokens = [_tokens(visual, metadata) for visual in visuals]
         symbols[places] = np.repeat(media_numbers(visuals, limits), tokens)
         ends += (places[np.cumsum(tokens) - 1] + 1).tolist() if visuals else []
-        patches += [prod(visual.patch_grid) for visual in visuals]
+        patches += [num_patches(visual) for visual in visuals]
+    if metadata.images_together and len(sample.images) > 1:  # other tiles than if it were alone
+        symbols[sample.types == IMAGE] += len(sample.images)
+    if metadata.by_processor and metadata.has_vision:
+        for start, stop in sample.media_runs:
+            symbols[start:stop] = _digest(symbols[start:stop].tobytes())
     media = np.array(sorted(zip(ends, patches, strict=True)), np.int64).reshape(-1, 2)
     learnt = sample.labels >= 0
     turn_ends = np.flatnonzero(learnt[1:] != learnt[:-1]) + 1
     return PrefixMarks.of(symbols, turn_ends, media[:, 0], media[:, 1])
+
+
+def num_patches(visual: Visual) -> int:
+    """Patches of an image or video; its tokens, of families that are measured by these."""
+    return sum(visual.runs) if visual.grid is None or visual.runs else prod(visual.grid)
 
 
 def check_grids(collator: VLMCollator, reason: str) -> None:
@@ -115,27 +125,49 @@ def check_grids(collator: VLMCollator, reason: str) -> None:
     Raises:
         ConfigError: it has the processor of a family beyond Qwen-VL.
     """
-    if without := why_no_grids(collator):
+    metadata, name = collator.metadata, type(collator.processor).__name__
+    without = why_no_marks(collator)
+    if without is None and metadata.by_processor and metadata.has_vision:
+        without = f"those of a {name} are known by their tokens alone"
+    if without:
         raise ConfigError(
             f"{reason}, but {without}; train from the data set itself: PackedStream and measure_lengths take every "
             "family"
         )
 
 
-def why_no_grids(collator: VLMCollator) -> str | None:
-    """Return the reason why media of a collator's samples are not known by grids, in words; None: they are."""
-    metadata, name = collator.metadata, type(collator.processor).__name__
-    if metadata.has_audio:
-        return f"samples of a {name} may have audio, which has none"
-    if metadata.by_processor and metadata.has_vision:
-        return f"those of a {name} are known by their tokens alone"
-    return None
+def why_no_marks(collator: VLMCollator) -> str | None:
+    """Return the reason why it is not marked what a collator's samples begin with, in words; None: it is."""
+    if not collator.metadata.has_audio:
+        return None
+    return f"samples of a {type(collator.processor).__name__} may have audio, whose content is not summed up"
+
+
+def check_marks(collator: VLMCollator) -> None:
+    """Refuse a collator whose samples' beginnings are not marked.
+
+    Raises:
+        ConfigError: its samples may have audio.
+    """
+    if without := why_no_marks(collator):
+        raise ConfigError(
+            f"min_shared finds what samples share by the content of their images, but {without}; leave it out: "
+            "VLMCollator(share_prefixes=True) shares prefixes within a row all the same"
+        )
+
+
+def _tokens(visual: Visual, metadata: ProcessorMetadata) -> int:
+    return sum(visual.runs) if visual.runs else prod(visual.patch_grid) // metadata.merge_size**2
 
 
 def _number(visual: Visual, limits: ImageLimits) -> int:
     content = [_content(visual, limits), visual.grid, visual.seconds, visual.timestamps]
-    digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return _digest(json.dumps(content).encode())
+
+
+def _digest(content: bytes) -> int:
+    """A number of 63 bits."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
 
 
 def _content(visual: Visual, limits: ImageLimits) -> Sequence[Any]:

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from vlmpack.families import FAMILIES, Family
-from vlmpack.testing.towers import deepstack_vision, vision_settings
+from vlmpack.testing.towers import deepstack_vision, patch_blocks, vision_settings
 
 if TYPE_CHECKING:
     from vlmpack.testing.models import TinySizes
+    from vlmpack.testing.tiles import Sample
 
 MEL_BINS = 6
 """Log-mel bins of tiny models."""
@@ -22,28 +23,16 @@ UNREAD = 1e4
 # ---------------------------------------------------------------------- settings of tiny models
 
 
-def _blocks(sizes: TinySizes) -> dict[str, Any]:
-    assert sizes.patch_size is not None
-    return {
-        "depth": sizes.vision_depth,
-        "num_heads": sizes.vision_heads,
-        "in_channels": 3,
-        "patch_size": sizes.patch_size,
-        "spatial_merge_size": sizes.merge,
-        "temporal_patch_size": sizes.temporal_patch_size,
-    }
-
-
 def omni_windowed_vision(sizes: TinySizes) -> dict[str, Any]:
     """Windows of 4 x 4 tokens as in the released models; the last block sees whole images."""
     assert sizes.patch_size is not None
     windows = {"window_size": 4 * sizes.merge * sizes.patch_size, "fullatt_block_indexes": [sizes.vision_depth - 1]}
-    return {**_blocks(sizes), **vision_settings(sizes), **windows}
+    return {**patch_blocks(sizes), **vision_settings(sizes), **windows}
 
 
 def omni_deepstack_vision(sizes: TinySizes) -> dict[str, Any]:
     """Deepstack features of images, as in Qwen3-VL."""
-    return {**_blocks(sizes), **deepstack_vision(sizes)}
+    return {**patch_blocks(sizes), **deepstack_vision(sizes)}
 
 
 def _audio(sizes: TinySizes) -> dict[str, Any]:
@@ -167,3 +156,9 @@ def audio_tensors(config: Any, frames: Sequence[int], rng: torch.Generator) -> d
     mask = (torch.arange(max(frames))[None] < torch.tensor(frames)[:, None]).long()
     values = torch.randn(len(frames), config.audio_config.num_mel_bins, max(frames), generator=rng)
     return {"input_features": values.where(mask[:, None].bool(), UNREAD), "feature_attention_mask": mask}
+
+
+def frames_in(sample: Sample) -> tuple[int, ...]:
+    """Read the log-mel frames of each of a sample's audios."""
+    mask = sample.get("feature_attention_mask")
+    return () if mask is None else tuple(mask.sum(1).tolist())

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from itertools import chain
 from typing import Any, final
 
 import torch
 
-from vlmpack.families import family_named
-from vlmpack.layout import IGNORE, IMAGE, VIDEO
-from vlmpack.testing.samples import build_sample, grids_of, perturbed
+from vlmpack.families import Family, Join, family_named
+from vlmpack.layout import AUDIO, IGNORE, IMAGE, VIDEO, Media, MediaUnits, RowMedia, pack
+from vlmpack.testing.samples import build_sample, padded, perturbed
 from vlmpack.testing.tiles import Sample, sample_like
 
 Span = tuple[int, int]
@@ -71,9 +71,9 @@ def branches_of(samples: Sequence[Sample], config: Any) -> Branches:
         config: of the model.
     """
     family = family_named(config.model_type)
-    if not family.has_grids or family.has_audio:  # prefixes with such media are not shared
-        samples = [_without_images(each, config) for each in samples]
     first, _, text, long, last = samples[:5]
+    if any(join.counts_images for join in family.media.values()):  # an image is another one beside others
+        last = _without_images(last, config)
     pixels = {name: 2.0 - first[name] for name in ("pixel_values", "pixel_values_videos") if name in first}
     stranger = sample_like(first, {**first, **pixels}) if pixels else _other_words(_other_words(first, config), config)
     return Branches(
@@ -92,9 +92,13 @@ def _without_images(sample: Sample, config: Any) -> Sample:
 
 def joined(pieces: Sequence[Sample]) -> Sample:
     """Lay pieces one after the other into one sample, their media in the same order."""
-    names = dict.fromkeys(name for piece in pieces for name in piece)
-    laid = {name: torch.cat([piece[name] for piece in pieces if name in piece]) for name in names}
-    for name in pieces[0].family.token_columns if pieces[0].family else ():
+    names, family = dict.fromkeys(name for piece in pieces for name in piece), pieces[0].family
+    joins = {} if family is None else family.media
+    laid: dict[str, torch.Tensor] = {}
+    for name in names:
+        join, parts = joins.get(name, Join()), [piece[name] for piece in pieces if name in piece]
+        laid[name] = torch.stack(parts).sum(0) if join.counts_images else join(parts)
+    for name in () if family is None else family.token_columns:
         laid[name] = laid[name].cummax(0).values  # the prefix of the first one
     return sample_like(pieces[0], laid)
 
@@ -123,12 +127,21 @@ class PrefixCount:
 
 
 def distinct_prefixes(samples: Sequence[Sample], config: Any) -> PrefixCount:
-    """Count by a trie of single tokens; a placeholder is a token with the content of its image or video."""
+    """Count by a trie of single tokens. A placeholder is a token with the content of its image, video or audio, and one
+    that sees later tokens is one with all of them."""
+    family, row = family_named(config.model_type), pack(padded(samples))
+    of_row = family.media_units(config)(row)
+    media = _media_tokens(of_row, row.media, family, config)
     numbers: dict[tuple[int, Hashable], int] = {}
     pairs = patches = 0
-    for sample in samples:
+    for at, sample in enumerate(samples):
         before = 0
-        for depth, (symbol, new_patches) in enumerate(_symbols(sample, config), start=1):
+        kinds = family.media_types(sample["input_ids"], config).tolist()
+        contents, begun = zip(*(next(media[kind]) if kind else (None, 0) for kind in kinds), strict=True)
+        symbols: list[Hashable] = list(zip(sample["input_ids"].tolist(), contents, strict=True))
+        for start, stop in chain(*of_row.metadata.media_runs[at : at + 1]):
+            symbols[start:stop] = [(place, *symbols[start:stop]) for place in range(stop - start)]
+        for depth, (symbol, new_patches) in enumerate(zip(symbols, begun, strict=True), start=1):
             key = before, symbol
             if key not in numbers:
                 numbers[key] = len(numbers) + 1
@@ -138,23 +151,36 @@ def distinct_prefixes(samples: Sequence[Sample], config: Any) -> PrefixCount:
     return PrefixCount(tokens=len(numbers), pairs=pairs, patches=patches)
 
 
-def _symbols(sample: Sample, config: Any) -> Iterator[tuple[Hashable, int]]:
-    """(symbol, patches that begin there) of each token."""
-    family = family_named(config.model_type)
-    media = {}
-    for kind, name, grids in (
-        (IMAGE, "pixel_values", grids_of(sample, "image")),
-        (VIDEO, "pixel_values_videos", grids_of(sample, "video")),
-    ):
-        blocks = sample[name].split([prod(grid) for grid in grids]) if grids else ()
-        media[kind] = iter(
+def _media_tokens(
+    of_row: RowMedia, media: Media, family: Family, config: Any
+) -> dict[int, Iterator[tuple[Hashable, int]]]:
+    """(content of its medium, patches that begin there) of each placeholder of all samples, by kind, in order."""
+    metadata, audio = of_row.metadata, family.audio
+    tokens = {
+        IMAGE: metadata.image_tokens or [family.media_tokens([grid], config) for grid in metadata.image_grids],
+        VIDEO: [family.media_tokens([grid], config) for grid in metadata.video_grids],
+        AUDIO: [] if audio is None else [audio.tokens(n, config.audio_config) for n in metadata.audio_frames],
+    }
+    return {
+        kind: iter(
             [
-                ((grid, block.numpy().tobytes()), len(block) if token == 0 else 0)
-                for grid, block in zip(grids, blocks, strict=True)
-                for token in range(family.media_tokens([grid], config))
+                (content, patches if token == 0 else 0)
+                for at, count in enumerate(tokens[kind])
+                for content, patches in [_content(units, at, media, family, config)]
+                for token in range(count)
             ]
         )
-    types = family.media_types(sample["input_ids"], config)
-    for token, kind in zip(sample["input_ids"].tolist(), types.tolist(), strict=True):
-        content, patches = next(media[kind]) if kind else (None, 0)
-        yield (token, content), patches
+        for kind, units in zip((IMAGE, VIDEO, AUDIO), of_row.by_kind, strict=True)
+    }
+
+
+def _content(units: MediaUnits, at: int, media: Media, family: Family, config: Any) -> tuple[Hashable, int]:
+    """(the bytes of a medium's tensors, its patches)."""
+    tensors = units.take(media, [at], None)
+    content = tuple((name, tensor.shape, tensor.numpy().tobytes()) for name, tensor in tensors.items())
+    pixels = {name: tensor for name, tensor in tensors.items() if name in family.pixel_names}
+    if family.has_grids:
+        patches = sum(map(len, pixels.values()))
+    else:
+        patches = family.tile_patches(Media.from_hf(pixels, names=family.pixel_names), config)
+    return (content, None if units.context is None else units.context[at]), patches

@@ -370,6 +370,8 @@ def tile_sizes(processor: Any) -> dict[str, Any] | None:
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
+    if (of_videos := vars(processor).get("video_token_id")) is not None:
+        ids["video_token_id"] = of_videos
     if "image_start_token" in recipe.named:
         ids |= {"vision_start_token_id": processor.image_start_token_id, "video_token_id": processor.video_token_id}
         ids["vision_end_token_id"] = processor.image_end_token_id

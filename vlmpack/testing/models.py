@@ -287,15 +287,7 @@ def _config(sizes: TinySizes, recipe: _Recipe, family: str) -> Any:
     if recipe.whole is not None:
         vision, whole = recipe.vision(sizes), sizes.media_tokens | recipe.whole(sizes)
         return AutoConfig.for_model(family, text_config=text, vision_config=vision, **whole)
-    vision = {
-        "depth": sizes.vision_depth,
-        "num_heads": sizes.vision_heads,
-        "in_channels": 3,
-        "patch_size": sizes.patch_size,
-        "spatial_merge_size": sizes.merge,
-        "temporal_patch_size": sizes.temporal_patch_size,
-        **recipe.vision(sizes),
-    }
+    vision = towers.patch_blocks(sizes) | recipe.vision(sizes)
     return AutoConfig.for_model(family, text_config=text, vision_config=vision, **sizes.media_tokens)
 
 
@@ -349,6 +341,7 @@ def _rope(sizes: TinySizes, recipe: _Recipe) -> dict[str, Any]:
 TILED: dict[str, Any] = {"mrope": False, "since_qwen3": False, "patch_size": 6}
 """Parts of recipes of families whose images are tiles."""
 GEMMA: dict[str, Any] = TILED | {"since_qwen3": True}
+GLM: dict[str, Any] = {"vision": towers.glm_vision, "whole": towers.video_ends, "since_qwen3": False}
 
 RECIPES = {
     "qwen2_vl": _Recipe(vision=towers.qwen2_vision, since_qwen3=False),
@@ -362,10 +355,10 @@ RECIPES = {
     "qwen3_omni_moe_thinker": _Recipe(vision=audio.omni_deepstack_vision, whole=audio.convolved_audio, experts=True),
     "qwen3": _Recipe(),
     "qwen3_next": _Recipe(hybrid=True, experts=True),
-    "glm4v": _Recipe(vision=towers.glm_vision, since_qwen3=False),
-    "glm46v": _Recipe(vision=towers.glm_vision, text_type="glm4v_text", since_qwen3=False),
-    "glm4v_moe": _Recipe(vision=towers.glm_vision, since_qwen3=False, experts=True, more=texts.glm_moe_text),
-    "glm_ocr": _Recipe(vision=towers.glm_vision, since_qwen3=False, more=lambda sizes: {"head_dim": sizes.head_width}),
+    "glm4v": _Recipe(**GLM),
+    "glm46v": _Recipe(text_type="glm4v_text", **GLM),
+    "glm4v_moe": _Recipe(experts=True, more=texts.glm_moe_text, **GLM),
+    "glm_ocr": _Recipe(more=lambda sizes: {"head_dim": sizes.head_width}, **GLM),
     "paddleocr_vl": _Recipe(
         vision=towers.paddle_vision,
         since_qwen3=False,

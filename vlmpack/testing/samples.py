@@ -26,11 +26,20 @@ from torch.nn.utils.rnn import pad_sequence
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import SampleError, VlmpackError
-from vlmpack.families import FAMILIES, AskModel, Family, Join, family_named, family_of_processor, media_runs
+from vlmpack.families import (
+    FAMILIES,
+    AskModel,
+    Family,
+    Join,
+    family_named,
+    family_of_processor,
+    media_runs,
+    run_of_pairs,
+)
 from vlmpack.layout import IGNORE, MEDIA_KEYS, Grid, HostMetadata, Media, PaddedBatch
-from vlmpack.testing.audio import audio_tensors, audio_tokens, frames_of, noises
+from vlmpack.testing.audio import audio_tensors, audio_tokens, frames_in, frames_of, noises
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts
-from vlmpack.testing.tiles import TILE_RULES, Sample, TiledImage, sample_like
+from vlmpack.testing.tiles import TILE_RULES, Draw, Sample, TiledImage, frames_of_one_size, sample_like
 
 Kind = Literal["text", "image", "images", "video", "images_and_video", "audio", "everything"]
 
@@ -40,7 +49,7 @@ AUDIO_KINDS: tuple[Kind, ...] = ("audio", "everything")
 VISION = tuple(name for name, family in FAMILIES.items() if family.has_grids and family.has_videos)
 """Families that take images and videos as patches with a grid each."""
 TILED = tuple(name for name, family in FAMILIES.items() if family.has_vision and name not in VISION)
-"""Families that take images alone, most of them as rows of a batch or tiles."""
+"""The other families with vision, most of which take images as rows of a batch or tiles."""
 TEXT_ONLY = tuple(name for name, family in FAMILIES.items() if not family.has_vision)
 TOKEN_KEYS = ("input_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids", "labels")
 MEDIA_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -66,6 +75,7 @@ def build_sample(
     audio_frames: Sequence[int] = (),
     videos_first: bool = False,
     labelled: int | None = None,
+    several: bool | None = None,
     seed: int = 0,
 ) -> Sample:
     """Build a sample of: text, image, text, image, ..., text, video, ..., text; audios behind the first image or video.
@@ -81,16 +91,19 @@ def build_sample(
         seconds: from one grid of each video to the next (Qwen2.5-VL, Qwen-Omni).
         audio_frames: log-mel frames of each audio.
         videos_first: put the videos before the images.
-        labelled: label so many tokens at the end, and the first one; None: the first and the last stretch.
+        labelled: label so many tokens at the end, and the first one; None: the first and the last stretch. Behind a
+            prefix (PaliGemma) come these tokens; None: half of the last stretch.
+        several: whether its images are written as those of a sample with several images; None: if it has several.
         seed: of words and pixels.
     """
     assert len(stretches) == len(image_grids) + len(video_grids) + len(audio_frames) + 1
     family = family_named(config.model_type)
     rng = torch.Generator().manual_seed(seed + 1)
-    several = len(image_grids) > 1
+    several = len(image_grids) > 1 if several is None else several
     tiles = [] if family.has_grids else [_tiled(config, grid, rng, several=several) for grid in image_grids]
     images: list[Sequence[int]] = [tiled.ids for tiled in tiles] or [_image(config, grid) for grid in image_grids]
-    videos: list[Sequence[int]] = [_video(config, grid) for grid in video_grids]
+    clips = [] if family.has_grids else [frames_of_one_size(config, _draw(rng)) for _ in video_grids]
+    videos: list[Sequence[int]] = [clip.ids for clip in clips] or [_video(config, grid) for grid in video_grids]
     audios: list[Sequence[int]] = [audio_tokens(config, frames, family) for frames in audio_frames]
     visual = videos + images if videos_first else images + videos
     media = [*visual[:1], *audios, *visual[1:], []]
@@ -108,10 +121,11 @@ def build_sample(
     if family.token_types is not None:
         sample[family.token_types] = family.media_types(input_ids, config)
     sample |= family.expert_types_of(input_ids, config)
-    for name in family.token_columns:  # the suffix is half of the last stretch of text
-        sample[name] = (torch.arange(len(ids)) >= len(ids) - (stretches[-1] + 1) // 2).long()
-    if tiles:
-        return Sample.of(sample | _joined(tiles, family, config), family)
+    suffix = (stretches[-1] + 1) // 2 if labelled is None else labelled
+    for name in family.token_columns:
+        sample[name] = (torch.arange(len(ids)) >= len(ids) - suffix).long()
+    if tiles or clips:
+        return Sample.of(sample | _joined(tiles, clips, family, config), family)
     for name, pixels, grids in (
         ("image_grid_thw", "pixel_values", image_grids),
         ("video_grid_thw", "pixel_values_videos", video_grids),
@@ -135,15 +149,23 @@ def _seconds_name(config: Any, family: Family) -> str | None:
 
 def _tiled(config: Any, grid: Grid, rng: torch.Generator, *, several: bool) -> TiledImage:
     rule = TILE_RULES[config.model_type]
-    return rule(config, grid, lambda *sizes: torch.randn(sizes, generator=rng), several=several)
+    return rule(config, grid, _draw(rng), several=several)
 
 
-def _joined(tiles: Sequence[TiledImage], family: Family, config: Any) -> dict[str, torch.Tensor]:
-    """The images of one sample as one tensor of each name."""
+def _draw(rng: torch.Generator) -> Draw:
+    return lambda *sizes: torch.randn(sizes, generator=rng)
+
+
+def _joined(
+    tiles: Sequence[TiledImage], clips: Sequence[TiledImage], family: Family, config: Any
+) -> dict[str, torch.Tensor]:
+    """The images and videos of one sample as one tensor of each name."""
     parts: dict[str, list[torch.Tensor]] = {}
-    for name, tensor in (item for tiled in tiles for item in tiled.tensors.items()):
+    for name, tensor in (item for tiled in (*tiles, *clips) for item in tiled.tensors.items()):
         parts.setdefault(name, []).append(tensor)
     joined = {name: family.media[name](tensors) for name, tensors in parts.items()}
+    if not tiles:
+        return joined
     tokens = [sum(token == config.image_token_id for token in tiled.ids) for tiled in tiles]
     if "batch_num_images" in family.media:
         joined["batch_num_images"] = torch.tensor([len(tiles)])
@@ -165,7 +187,8 @@ def random_sample(
     and video frames.
     """
     rng = torch.Generator().manual_seed(seed)
-    merge = family_named(config.model_type).merge(config)
+    family = family_named(config.model_type)
+    merge = family.merge(config)
 
     def pick(bounds: tuple[int, int]) -> int:
         return int(torch.randint(bounds[0], bounds[1] + 1, (), generator=rng))
@@ -174,6 +197,8 @@ def random_sample(
     videos = {"video": 1, "images_and_video": 1, "everything": 1}.get(kind, 0)
     image_grids = [(1, merge * pick(side), merge * pick(side)) for _ in range(images)]
     video_grids = [(pick(frames), merge * pick(side), merge * pick(side)) for _ in range(videos)]
+    if family.videos is run_of_pairs:
+        video_grids = [(count + count % 2, rows, columns) for count, rows, columns in video_grids]
     seconds = [pick((1, 9)) * 0.25 for _ in video_grids]
     audio_frames = [pick(frames_of(config)) for _ in range({"audio": 2, "everything": 1}.get(kind, 0))]
     stretches = [pick(text) for _ in range(images + videos + len(audio_frames) + 1)]
@@ -187,6 +212,7 @@ def kinds_of(config: Any) -> tuple[Kind, ...]:
     """The kinds of samples that a model of this configuration takes."""
     family = family_named(config.model_type)
     visual = KINDS if family.has_videos else KINDS[:3] if family.has_vision else KINDS[:1]
+    visual = visual[:4] if family.videos_as_images else visual
     return (*visual, *AUDIO_KINDS) if family.has_audio else visual
 
 
@@ -390,6 +416,8 @@ def metadata_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> 
     image_grids, video_grids = ([grids_of(sample, name) for sample in samples] for name in ("image", "video"))
     tokens = [sample[IMAGE_TOKENS_KEY].tolist() if IMAGE_TOKENS_KEY in sample else [] for sample in samples]
     images = [len(grids) + len(of_tiles) for grids, of_tiles in zip(image_grids, tokens, strict=True)]
+    clips = [sample.get("pixel_values_videos", ()) for sample in samples]
+    videos = [len(grids) or len(frames) for grids, frames in zip(video_grids, clips, strict=True)]
     return HostMetadata(
         lengths=tuple(len(sample["input_ids"]) for sample in samples),
         offsets=offsets if any(offsets) else (),
@@ -399,7 +427,7 @@ def metadata_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> 
         audio_frames=tuple(count for of_sample in frames for count in of_sample),
         images_per_sample=tuple(images) if any(images) else (),
         media_runs=tuple(map(_runs, samples)) if any(tokens) or _token_columns(samples) else (),
-        videos_per_sample=tuple(len(grids) for grids in video_grids) if any(video_grids) else (),
+        videos_per_sample=tuple(videos) if any(videos) else (),
         audios_per_sample=tuple(map(len, frames)) if any(frames) else (),
         seconds_per_grid=tuple(seconds),
         num_targets=sum(map(num_targets, samples)),
@@ -414,10 +442,9 @@ def _token_columns(samples: Sequence[Sample]) -> tuple[str, ...]:
 
 def _columns(samples: Sequence[Sample]) -> tuple[str, ...]:
     """Names of the columns of prefixes, and of those by which experts are chosen."""
-    expert_types = [
-        sample.family.expert_types for sample in samples[:1] if isinstance(sample, Sample) and sample.family
-    ]
-    return (*_token_columns(samples), *(name for name in expert_types if name is not None))
+    families = [sample.family for sample in samples[:1] if isinstance(sample, Sample) and sample.family]
+    expert_types = [family.expert_types for family in families if family.expert_types is not None]
+    return (*_token_columns(samples), *expert_types)
 
 
 def _runs(sample: Sample) -> Any:
@@ -440,12 +467,6 @@ def grids_of(sample: Sample, modality: Literal["image", "video"]) -> tuple[Grid,
     return tuple((t, h, w) for t, h, w in sample[name].tolist()) if name in sample else ()
 
 
-def frames_in(sample: Sample) -> tuple[int, ...]:
-    """Read the log-mel frames of each of a sample's audios."""
-    mask = sample.get("feature_attention_mask")
-    return () if mask is None else tuple(mask.sum(1).tolist())
-
-
 def kind_of(sample: Sample) -> str:
     """Name the media of a sample, for people: "text", "image", "2 images", "video", "image and video"."""
     counts = {modality: len(grids_of(sample, modality)) for modality in ("image", "video")}
@@ -455,14 +476,24 @@ def kind_of(sample: Sample) -> str:
 
 
 def _image(config: Any, grid: Grid) -> list[int]:
-    tokens = family_named(config.model_type).media_tokens([grid], config)
+    return _image_of(config, family_named(config.model_type).media_tokens([grid], config))
+
+
+def _image_of(config: Any, tokens: int) -> list[int]:
     return [config.vision_start_token_id, *[config.image_token_id] * tokens, config.vision_end_token_id]
 
 
 def _video(config: Any, grid: Grid) -> list[int]:
-    """Write a time stamp of two words before each frame if the family writes frames apart, as Qwen3-VL does."""
+    """Write a time stamp of two words before each frame if the family writes frames apart, as Qwen3-VL does; GLM-4V
+    writes it after."""
     family = family_named(config.model_type)
+    if family.videos_as_images:
+        runs = family.video_runs([grid], config)
+        frames = [[*_image_of(config, tokens), *word_ids(config)[:2]] for tokens in runs]
+        return [config.video_start_token_id, *(token for frame in frames for token in frame), config.video_end_token_id]
     apart = len(family.video_runs([(2, *grid[1:])], config)) > 1
     stamp = list(word_ids(config)[:2]) if apart else []
     runs, start, end = family.video_runs([grid], config), config.vision_start_token_id, config.vision_end_token_id
+    if family.expert_types is not None:  # by which these choose experts too
+        start, end = config.video_start_token_id, config.video_end_token_id
     return [token for tokens in runs for token in (*stamp, start, *[config.video_token_id] * tokens, end)]

@@ -208,6 +208,17 @@ def _views(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
     return TiledImage(ids=[config.image_token_id] * sum(rule(tensors, config)), tensors=tensors)
 
 
+def frames_of_one_size(config: Any, draw: Draw) -> TiledImage:
+    """A video of two frames, whatever its form: all videos of a call have equally many."""
+    side = config.vision_config.image_size
+    tensors = {"pixel_values_videos": draw(1, 2, 3, side, side)}
+    rule = family_named(config.model_type).video_tokens
+    assert rule is not None
+    (tokens,) = rule(tensors, config)
+    placeholders = [config.video_token_id] * tokens
+    return TiledImage(ids=[config.vision_start_token_id, *placeholders, config.vision_end_token_id], tensors=tensors)
+
+
 TILE_RULES: dict[str, TileRule] = {
     "internvl": _fixed_tiles,
     "llava": _fixed_image,

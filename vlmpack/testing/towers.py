@@ -8,6 +8,19 @@ if TYPE_CHECKING:
     from vlmpack.testing.models import TinySizes
 
 
+def patch_blocks(sizes: TinySizes) -> dict[str, Any]:
+    """Sizes of a tower whose images are patches with a grid each."""
+    assert sizes.patch_size is not None
+    return {
+        "depth": sizes.vision_depth,
+        "num_heads": sizes.vision_heads,
+        "in_channels": 3,
+        "patch_size": sizes.patch_size,
+        "spatial_merge_size": sizes.merge,
+        "temporal_patch_size": sizes.temporal_patch_size,
+    }
+
+
 def qwen2_vision(sizes: TinySizes) -> dict[str, Any]:
     return {"embed_dim": sizes.vision_hidden, "hidden_size": sizes.hidden, "mlp_ratio": 2}
 
@@ -92,7 +105,12 @@ def anyres_settings(sizes: TinySizes) -> dict[str, Any]:
 
 def glm_vision(sizes: TinySizes) -> dict[str, Any]:
     side = 4 * sizes.merge * (sizes.patch_size or 1)
-    return {**vision_settings(sizes), "intermediate_size": 2 * sizes.vision_hidden, "image_size": side}
+    return {
+        **patch_blocks(sizes),
+        **vision_settings(sizes),
+        "intermediate_size": 2 * sizes.vision_hidden,
+        "image_size": side,
+    }
 
 
 def paddle_vision(sizes: TinySizes) -> dict[str, Any]:
@@ -110,10 +128,14 @@ def ernie_vision(sizes: TinySizes) -> dict[str, Any]:
     }
 
 
+def video_ends(sizes: TinySizes) -> dict[str, Any]:
+    """Tokens that start and end a video: the last two of the vocabulary."""
+    return {"video_start_token_id": sizes.vocab_size - 2, "video_end_token_id": sizes.vocab_size - 1}
+
+
 def ernie_settings(sizes: TinySizes) -> dict[str, Any]:
-    """Tokens that start and end an image; those of a video are the last two of the vocabulary."""
     image = {"image_start_token_id": sizes.vision_start_token_id, "image_end_token_id": sizes.vision_end_token_id}
-    return {**image, "video_start_token_id": sizes.vocab_size - 2, "video_end_token_id": sizes.vocab_size - 1}
+    return image | video_ends(sizes)
 
 
 def kimi_vision(sizes: TinySizes) -> dict[str, Any]:

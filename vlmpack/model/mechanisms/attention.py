@@ -220,6 +220,8 @@ def with_chunk(reaches: Mapping[int, Reach], pattern: Pattern, layer: int) -> Pa
             "packing"
         )
     reach = reaches[layer]
+    if reach.window == 1 and pattern.window is None:  # its mask is that of chunks of 1 too, which no layer passes
+        reach = Reach(chunk=1)
     if reach.window != pattern.window:
         raise FamilyError(
             f"layer {layer} calls attention with sliding_window={pattern.window}, but in the model's own code its mask "

@@ -37,7 +37,7 @@ class AudioRow:
     """A row's entry."""
 
     frames: tuple[int, ...]
-    """Log-mel frames of each audio."""
+    """Log-mel frames of each audio that is computed."""
     tokens: tuple[int, ...]
     """Tokens of each audio."""
     groups: Sequence[Sequence[int]]
@@ -68,7 +68,7 @@ class Audio(ClassMechanism):
 
     def prepare(self, setup: RowSetup) -> AudioRow:
         """Frames, tokens and calls of the tower."""
-        audio, frames = setup.model.family.audio, setup.metadata.audio_frames
+        audio, frames = setup.model.family.audio, _frames(setup)
         assert audio is not None
         tokens = tuple(audio.tokens(count, setup.config.audio_config) for count in frames)
         return AudioRow(frames=frames, tokens=tokens, groups=_groups(setup))
@@ -80,15 +80,21 @@ class Audio(ClassMechanism):
 
 def audio_windows(setup: RowSetup) -> list[Segments]:
     """Derive the boundaries that blocks of the audio tower attend within, one set for each of its calls."""
-    audio, frames = setup.model.family.audio, setup.metadata.audio_frames
+    audio, frames = setup.model.family.audio, _frames(setup)
     assert audio is not None
     return [audio.windows([frames[at] for at in group], setup.config.audio_config) for group in _groups(setup)]
+
+
+def _frames(setup: RowSetup) -> tuple[int, ...]:
+    """Log-mel frames of each audio that is computed."""
+    return setup.part.computed_media(setup.metadata).audio_frames
 
 
 def _groups(setup: RowSetup) -> list[list[int]]:
     audio = setup.model.family.audio
     assert audio is not None
-    return audio.groups(setup.types, setup.row.segments, setup.metadata, setup.config)
+    computed = setup.part.computed_audios(setup.metadata)
+    return audio.groups(setup.types, setup.row.segments, setup.metadata, setup.config, computed)
 
 
 # ---------------------------------------------------------------------- towers that read padding

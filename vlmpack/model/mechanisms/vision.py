@@ -93,10 +93,11 @@ class Vision(ClassMechanism):
         if not family.has_grids:
             layouts = family.tower_segments(setup.row.media, setup.config)
             return VisionRow(layouts, inputs=setup.row.media.to_hf())
-        calls = [grids for grids in setup.part.media_grids(setup.metadata) if grids]
-        layouts = [segments for grids in calls for segments in family.vision_segments(grids, setup.config)]
+        computed = setup.part.computed_media(setup.metadata)
+        media, calls = family.media_of_row(setup.row, setup.types, setup.metadata, computed)
+        layouts = [segments for grids in calls if grids for segments in family.vision_segments(grids, setup.config)]
         layouts += audio_windows(setup) if family.has_audio else []
-        return VisionRow(layouts, inputs=setup.row.media.to_hf())
+        return VisionRow(layouts, inputs=media.to_hf())
 
     def inputs(self, entry: VisionRow) -> Mapping[str, Any]:
         """Pixels and grids, or marks of features."""
@@ -249,10 +250,11 @@ def _features_of_part(setup: RowSetup) -> dict[str, MediaFeatures]:
 
 def _spread(setup: RowSetup) -> tuple[MediaShare, MediaShare]:
     """Images and videos, spread over ranks together."""
-    images, videos = setup.part.media_grids(setup.metadata)
+    computed = setup.part.computed_media(setup.metadata)
     merge = setup.model.family.merge(setup.config)
-    both = MediaShare.spread((*images, *videos), ranks=setup.part.ranks, merge=merge)
-    cut = len(images)
+    grids = (*computed.image_grids, *computed.video_grids)
+    both = MediaShare.spread(grids, ranks=setup.part.ranks, merge=merge)
+    cut = len(computed.image_grids)
     return (
         replace(both, grids=both.grids[:cut], rank_of=both.rank_of[:cut]),
         replace(both, grids=both.grids[cut:], rank_of=both.rank_of[cut:]),

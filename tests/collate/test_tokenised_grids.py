@@ -1,0 +1,97 @@
+"""Tokenised samples of families beyond Qwen whose media are patches with grids: images, and videos of GLM-4V."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiers import full
+
+from vlmpack.collate import VLMCollator
+from vlmpack.errors import SampleError
+from vlmpack.families import FAMILIES
+from vlmpack.store import measure_lengths
+from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model, tiny_processor
+
+pytestmark = pytest.mark.every_family
+GRIDS = [name for name in ("glm4v", "ernie4_5_vl_moe", "glm46v", "glm4v_moe", "paddleocr_vl") if name in FAMILIES]
+
+
+@functools.cache
+def config_of(family: str) -> Any:
+    return tiny_model(family, processor=tiny_processor(family), layers=1).config
+
+
+def feature_of(sample: Any) -> dict[str, Any]:
+    """What a person's own processing stores: lists of ids and labels, tensors of media."""
+    kept = {name: value for name, value in sample.items() if name != "moe_mm_token_type_ids"}  # made of ids
+    return {name: value.tolist() if name in ("input_ids", "labels") else value for name, value in kept.items()}
+
+
+@pytest.mark.parametrize("family", [*GRIDS[:2], *full(*GRIDS[2:])])
+def test_tokenised_samples_are_joined_as_they_are(family: str) -> None:
+    videos = ("video", "video") if FAMILIES[family].has_videos else ()
+    samples = mixed_samples(config_of(family), seed=3, kinds=("image", "text", "images", *videos))
+    features, collator = [*map(feature_of, samples)], VLMCollator(tiny_processor(family))
+    batch, expected = collator.collate(features), padded(samples)
+    real = expected.attention_mask.bool()
+    assert torch.equal(batch.input_ids[real], expected.input_ids[real])
+    assert batch.metadata == replace(expected.metadata, sample_ids=tuple(range(len(samples))))
+    ours, theirs = batch.to_hf(), expected.to_hf()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        if isinstance(tensor, torch.Tensor) and name not in ("input_ids", "labels"):
+            assert torch.equal(ours[name], tensor), name
+    assert torch.equal(ours["labels"][:, 1:], theirs["labels"][:, 1:])
+    table = measure_lengths(features, collator)
+    assert [*table.tokens] == [len(sample["input_ids"]) for sample in samples]
+    measured = [collator.measure(feature) for feature in features]
+    assert collator.decode(measured).metadata == batch.metadata
+
+
+CLIP = {"video_grids": [(2, 2, 4)], "seconds": [1.0]}
+
+
+def refused(feature: dict[str, Any]) -> SampleError:
+    with pytest.raises(SampleError, match="sample 0") as caught:
+        VLMCollator(tiny_processor("glm4v")).collate([feature])
+    return caught.value
+
+
+def test_a_sample_of_images_and_videos_is_refused() -> None:
+    sample = build_sample(config_of("glm4v"), stretches=[2, 2, 2], image_grids=[(1, 2, 2)], **CLIP)
+    error = refused(feature_of(sample))
+    assert error.reason == "ambiguous_media"
+    assert "it has 1 image(s) and 1 video(s), which its model writes with one placeholder" in str(error)
+
+
+def test_videos_whose_frames_are_not_those_of_their_tokens_are_refused() -> None:
+    feature = feature_of(build_sample(config_of("glm4v"), stretches=[2, 2], **CLIP))
+    longer = feature | {"video_grid_thw": torch.tensor([[1, 4, 4]])}
+    assert refused(longer).reason == "video_token_mismatch"
+    lost = {name: value for name, value in feature.items() if name != "video_grid_thw"}
+    assert refused(lost).reason == "pixel_shape"
+    as_image = feature | {"image_grid_thw": torch.tensor([[2, 2, 4]]), "pixel_values": feature["pixel_values_videos"]}
+    del as_image["video_grid_thw"], as_image["pixel_values_videos"]
+    assert refused(as_image).reason == "pixels_without_image_tokens"
+    bare = {name: feature[name] for name in ("input_ids", "labels")}
+    assert refused(bare).reason == "video_tokens_without_pixels"
+
+
+def test_frames_that_are_left_over_are_refused() -> None:
+    sample = feature_of(build_sample(config_of("ernie4_5_vl_moe"), stretches=[2, 2], **CLIP))
+    odd = {"video_grid_thw": torch.tensor([[1, 2, 4]]), "pixel_values_videos": sample["pixel_values_videos"][:8]}
+    with pytest.raises(SampleError, match="a video has 1 frames, and the model makes a token of 2 each") as caught:
+        VLMCollator(tiny_processor("ernie4_5_vl_moe")).collate([sample | odd])
+    assert caught.value.reason == "bad_grid"
+
+
+def test_a_video_is_cut_off_whole_or_not_at_all() -> None:
+    collator = VLMCollator(tiny_processor("glm4v"), max_length=5, overlength="truncate")
+    feature = feature_of(build_sample(config_of("glm4v"), stretches=[2, 2], **CLIP))
+    with pytest.raises(SampleError) as caught:
+        collator.collate([feature])
+    assert caught.value.reason == "truncated_away"

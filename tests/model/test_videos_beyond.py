@@ -1,0 +1,146 @@
+"""Videos of families beyond Qwen in rows with samples of every other kind: packed equals alone; what is refused."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from equality import alone_through, check_gradients, check_outputs, check_work, gradients, limits_of, poisoned
+from tiers import full, only_exhaustive
+
+from vlmpack import probe
+from vlmpack.errors import LayoutError
+from vlmpack.families import FAMILIES
+from vlmpack.layout import SlotRule, pack, share
+from vlmpack.model import PackedStep, enable_packing
+from vlmpack.testing import build_sample, joined, kinds_of, mixed_samples, padded, sample_like, tiny_model
+
+pytestmark = [
+    pytest.mark.every_family,
+    pytest.mark.skipif("llava_onevision" not in FAMILIES, reason="this transformers has other families"),
+]
+GLM, TILES, PAIRS = "glm4v", "llava_onevision", "ernie4_5_vl_moe"
+each_family = pytest.mark.parametrize("family", [GLM, TILES, PAIRS, *only_exhaustive("glm46v", "glm4v_moe", "glm_ocr")])
+both = pytest.mark.parametrize("family", [GLM, TILES, *full(PAIRS)])
+
+
+def fresh(family: str) -> Any:
+    return tiny_model(family, seed=3, layers=2)
+
+
+@functools.cache
+def truth(family: str) -> Any:
+    model = fresh(family)
+    wanted = ("text", "video", "image", "images_and_video", "video", "images")
+    kinds = [kind for kind in wanted if kind in kinds_of(model.config)]
+    return alone_through(model, mixed_samples(model.config, seed=5, kinds=kinds, text=(1, 6), side=(1, 2)))
+
+
+@each_family
+@pytest.mark.parametrize("metadata", [True, False])
+def test_samples_of_videos_and_of_images_share_a_row(family: str, metadata: bool) -> None:
+    alone, model = truth(family), fresh(family)
+    row = pack(padded(alone.samples, metadata=metadata), rule=SlotRule(multiple=4), pad_token_id=17)
+    with poisoned(model, row.segments):
+        result = PackedStep(model)(row, logits=True)
+        result.loss.backward()
+    check_outputs(alone, result, limits_of(family))
+    check_gradients(alone, gradients(model), limits_of(family))
+    check_work(alone, result, 4, model.config)
+    values = sum(tensor.numel() for name, tensor in row.media.to_hf().items() if name in FAMILIES[family].pixel_names)
+    of_patch = FAMILIES[family].patch_channels(model.config) if family != TILES else 3 * 6**2
+    assert result.work.vision_patches == values // of_patch
+
+
+@both
+def test_in_another_order_each_sample_is_what_it_was(family: str) -> None:
+    alone = truth(family)
+    order = [*range(len(alone.samples))][::-1]
+    batch = padded([alone.samples[at] for at in order], "left").to_hf()
+    logits = enable_packing(fresh(family))(**batch, output_logits=True).logits
+    for row, at in zip(logits, order, strict=True):
+        expected = alone.logits[at]
+        assert (row[-len(expected) :] - expected).abs().max() <= 2e-5
+
+
+@both
+def test_videos_in_another_order_than_their_samples_are_seen_by_their_places(family: str) -> None:
+    """(Of LLaVA-OneVision all videos of a call are as long: nobody can notice two that changed places.)"""
+    model = enable_packing(fresh(family))
+    batch = padded(truth(family).samples, metadata=False).to_hf()
+    lost = batch | {"pixel_values_videos": batch["pixel_values_videos"][:-1]}
+    if family != TILES:
+        lost |= {name: batch[name][:-1] for name in ("video_grid_thw",)}
+        lost["pixel_values_videos"] = batch["pixel_values_videos"][: -int(batch["video_grid_thw"][-1].prod())]
+    with pytest.raises(LayoutError, match=r"sample \d has .* video|sample \d has a run of"):
+        model(**lost)
+    bare = {name: x for name, x in batch.items() if name not in ("pixel_values_videos", "video_grid_thw")}
+    with pytest.raises(LayoutError, match="video placeholders"):
+        model(**bare)
+
+
+@pytest.mark.parametrize("metadata", [True, False])
+def test_a_sample_of_images_and_videos_with_one_placeholder_is_refused(metadata: bool) -> None:
+    model = fresh(GLM)
+    media = {"image_grids": [(1, 2, 2)], "video_grids": [(2, 2, 2)], "seconds": [1.0]}
+    samples = [build_sample(model.config, stretches=[3]), build_sample(model.config, stretches=[1, 1, 1], **media)]
+    with pytest.raises(LayoutError, match="sample 1 has images and videos, which glm4v writes with one placeholder"):
+        PackedStep(model)(padded(samples, metadata=metadata))
+
+
+def test_videos_that_samples_share_are_computed_once() -> None:
+    model = fresh(GLM)
+    video = build_sample(model.config, stretches=[3, 4], video_grids=[(2, 2, 2)], seconds=[1.0])
+    image = build_sample(model.config, stretches=[2, 5], image_grids=[(1, 2, 4)])
+    row = pack(padded([video, image, video, image]))
+    shared = share(row, min_shared=1)
+    assert shared.tree is not None
+    assert (shared.tree.images, shared.tree.videos) == ((0,), (0,))
+    found, expected = (PackedStep(model)(each, logits=True) for each in (shared, row))
+    assert torch.allclose(found.row_logits, expected.row_logits, atol=1e-5)
+    both = joined([video, image])
+    with pytest.raises(LayoutError, match="sample 0 has images and videos, which glm4v writes with one placeholder"):
+        PackedStep(model)(share(pack(padded([both, both])), min_shared=1))
+
+
+def test_frames_of_which_the_model_makes_no_token_are_refused() -> None:
+    model = fresh(PAIRS)
+    sample = build_sample(model.config, stretches=[2, 3], video_grids=[(4, 2, 2)], seconds=[1.0])
+    odd = {"video_grid_thw": torch.tensor([[3, 2, 2]]), "pixel_values_videos": sample["pixel_values_videos"][:12]}
+    with pytest.raises(
+        LayoutError, match="video 0: its grid has 3 frames, and the model makes a token of 2 each; repeat"
+    ):
+        PackedStep(model)(padded([sample_like(sample, {**sample, **odd})]))
+
+
+def test_frames_of_another_size_than_the_tower_s_are_refused() -> None:
+    batch = padded(truth(TILES).samples).to_hf()
+    with pytest.raises(
+        LayoutError, match=r"the model takes videos of equally many frames, \[videos, frames, 3, 24, 24\]"
+    ):
+        enable_packing(fresh(TILES))(**batch | {"pixel_values_videos": batch["pixel_values_videos"][..., :-1]})
+
+
+@pytest.mark.parametrize("family", full(GLM, TILES, PAIRS))
+def test_the_probe_finds_videos_exact(family: str) -> None:
+    report = probe(fresh(family))
+    assert report.verdict == "exact"
+    assert [baseline.verdict for baseline in report.plain][-1] == "exact"  # the padded batch
+
+
+@pytest.mark.full
+@both
+def test_in_bfloat16_a_row_is_as_close_to_float32_as_alone(family: str) -> None:
+    alone = truth(family)
+    rounded = alone_through(fresh(family).to(torch.bfloat16), alone.samples)
+    result = PackedStep(fresh(family).to(torch.bfloat16))(pack(padded(alone.samples)), logits=True)
+    errors = [
+        max(
+            float((ours.detach().float() - theirs).abs().max())
+            for ours, theirs in zip(found, alone.logits, strict=True)
+        )
+        for found in (result.row_logits[0].split(alone.lengths), rounded.logits)
+    ]
+    assert errors[0] <= 2 * errors[1]
