@@ -3993,18 +3993,11 @@ MUTANTS: tuple[Mutant, ...] = (
     *_of(
         "trainer",
         (
-            "trainers of preferences and samples share nothing where images have no grids",
-            "trl.py",
-            "share_prefixes = self.shares_prefixes and (family.has_grids or not family.has_vision)",
-            "share_prefixes = self.shares_prefixes",
-            "trainer/test_grpo.py -k images_have_grids",
-        ),
-        (
             "placeholders of videos are suppressed where there are any",
             "trl.py",
             "if has_videos and not trainer.use_vllm and trainer.generation_config.suppress_tokens:",
             "if not trainer.use_vllm and trainer.generation_config.suppress_tokens:",
-            "trainer/test_grpo.py -k images_have_grids",
+            "trainer/test_grpo.py -k placeholders_of_videos",
         ),
     ),
     *_of(

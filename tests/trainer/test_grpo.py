@@ -13,7 +13,7 @@ from trl_runs import BEYOND_QWEN, arguments, finish, grpo, placeholders, process
 
 from vlmpack.errors import ConfigError
 from vlmpack.families import family_of
-from vlmpack.model import StepConfig, enable_packing, find_model, is_packing, packing_state
+from vlmpack.model import StepConfig, enable_packing, is_packing
 from vlmpack.trainer import PackedGRPOTrainer, check_trainer
 
 pytestmark = [
@@ -119,12 +119,11 @@ def test_families(family, tmp_path):
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # processors of GLM
 @pytest.mark.parametrize("family", BEYOND_QWEN)
 def test_families_beyond_qwen(family, tmp_path):
-    """Samples of a prompt share it where images have grids."""
     if family in ("llava_onevision", "paddleocr_vl"):
         pytest.skip("TRL's own GRPOTrainer cannot train it")
     padded = Aligned if family.startswith("gemma") else trl.GRPOTrainer
-    run = compared(tmp_path, family, padded=padded, sharing={}, beta=0.1)
-    assert (run.share_prefixes is not None) == packing_state(find_model(run.model)).family.has_grids
+    run = compared(tmp_path, family, padded=padded, beta=0.1)
+    assert run.state.log_history[0]["packing/computed"] < 0.5
 
 
 @pytest.mark.full
@@ -205,11 +204,10 @@ def test_a_policy_by_name_is_refused(tmp_path):
         made("policy", tmp_path)
 
 
-def test_prefixes_are_shared_where_images_have_grids(tmp_path):
-    for family, shared in (("qwen3_vl", True), ("llava", False)):
-        run = grpo(PackedGRPOTrainer, saved(tmp_path, family), tmp_path, sharing={})
-        assert (run.share_prefixes is not None) == shared
-        assert run.generation_config.suppress_tokens == placeholders(run.model)  # of videos where there are any
+def test_placeholders_of_videos_are_suppressed_where_there_are_any(tmp_path):
+    for family in ("qwen3_vl", "llava"):
+        run = grpo(PackedGRPOTrainer, saved(tmp_path, family), tmp_path)
+        assert run.generation_config.suppress_tokens == placeholders(run.model)
 
 
 @pytest.mark.full

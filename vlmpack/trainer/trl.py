@@ -47,8 +47,7 @@ class _PackedHead(RenamedWeights):
         model: the policy, or a `PeftModel` of it; not a name, of which TRL would load it. Packing is enabled on it.
         *args: those of TRL's trainer.
         share_prefixes: compute what samples of a micro-batch begin with alike, images included, once. Where there is
-            dropout, they have one mask in common there. None: as is usual for this trainer, where the images of the
-            model's family have grids, by which shared ones are found; others share nothing.
+            dropout, they have one mask in common there. None: as is usual for this trainer.
         **kwargs: those of TRL's trainer.
 
     Raises:
@@ -70,9 +69,7 @@ class _PackedHead(RenamedWeights):
             check_kind("share_prefixes", share_prefixes, SharePrefixes, "SharePrefixes(min_shared=64)")
         if not is_packing(model):
             enable_packing(model)
-        if share_prefixes is None:
-            family = packing_state(find_model(model)).family
-            share_prefixes = self.shares_prefixes and (family.has_grids or not family.has_vision)
+        share_prefixes = self.shares_prefixes if share_prefixes is None else share_prefixes
         self.share_prefixes = SharePrefixes() if share_prefixes is True else share_prefixes or None
         """How beginnings are shared; None: they are not."""
         self._packed_calls = 0
