@@ -4061,4 +4061,14 @@ MUTANTS: tuple[Mutant, ...] = (
             "trainer/test_packed_trainer.py -k without_a_capacity",
         ),
     ),
+    *_of(
+        "model",
+        (
+            "tiles of a padded batch are in one row before they are compared",
+            "backbone.py",
+            "row = replace(row, media=_in_one_row(row.media, state.family))",
+            "row = replace(row, media=row.media)",
+            "model/test_backbone.py -k tiles_of",
+        ),
+    ),
 )
