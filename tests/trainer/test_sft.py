@@ -273,6 +273,7 @@ def test_data_sets_of_others_than_datasets_are_trained_on_as_they_are(tmp_path):
         exact = planned(saved(tmp_path), tmp_path).evaluate()["eval_loss"]
         run.model.load_state_dict(saved(tmp_path).state_dict())
         assert run.evaluate()["eval_held_loss"] == pytest.approx(exact, rel=1e-5)
+        assert run.evaluate(data)["eval_loss"] == pytest.approx(exact, rel=1e-5)
     stream = PackedStream(opened, RowSettings(capacity=400), length=lambda sample: 150, ranks=1, rank=0, repeat=True)
     run = sft(PackedSFTTrainer, saved(tmp_path), tmp_path, dataset=stream, extras={"data_collator": collator}, **ROWS)
     assert len(finish(run)[0].losses) == 2

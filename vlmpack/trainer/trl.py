@@ -239,6 +239,12 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):
             )
         return others
 
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as TRL does, which tokenises data sets of `datasets`; others go to the collator as they are."""
+        is_of_trl = eval_dataset is None or isinstance(eval_dataset, str) or _is_of_datasets(eval_dataset)
+        base: Any = super() if is_of_trl else super(SFTTrainer, self)
+        return base.evaluate(eval_dataset, *args, **kwargs)
+
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
