@@ -20,6 +20,7 @@ from vlmpack.layout import (
     IMAGE,
     TEXT,
     VIDEO,
+    Entries,
     HostMetadata,
     Media,
     PackedRow,
@@ -365,3 +366,12 @@ def test_finding_reads_bits_and_no_values():
 def np_view(values: torch.Tensor) -> torch.Tensor:
     """[2, 3] that is not contiguous."""
     return torch.from_numpy(np.asfortranarray(values.view(2, 3).numpy()))
+
+
+def test_media_of_a_batch_stand_row_after_row():
+    tiles = torch.arange(6.0).view(2, 3, 1)
+    entries = Entries(of_medium=[np.array([0, 1]), np.array([3]), np.array([1, 4])], axis=1)
+    assert entries.contents(tiles)[0] != entries.contents(tiles)[2]
+    assert entries.take(tiles, [2, 1], None).flatten().tolist() == [1, 4, 3]
+    assert entries.take(tiles, [2, 1], None).shape == (1, 3, 1)
+    assert entries.take(tiles, [0, 1, 2], None) is tiles

@@ -4062,13 +4062,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *_of(
-        "model",
+        "layout",
         (
             "tiles of a padded batch are in one row before they are compared",
-            "backbone.py",
-            "row = replace(row, media=_in_one_row(row.media, state.family))",
-            "row = replace(row, media=row.media)",
-            "model/test_backbone.py -k tiles_of",
+            "media_units.py",
+            "tensor = tensor.flatten(0, 1)[None]",
+            "tensor = tensor.flatten(0, 1)[None].flip(1)",
+            "layout/test_sharing.py -k row_after_row",
         ),
     ),
 )

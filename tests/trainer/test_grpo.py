@@ -123,7 +123,7 @@ def test_families_beyond_qwen(family, tmp_path):
         pytest.skip("TRL's own GRPOTrainer cannot train it")
     padded = Aligned if family.startswith("gemma") else trl.GRPOTrainer
     run = compared(tmp_path, family, padded=padded, beta=0.1)
-    assert run.state.log_history[0]["packing/computed"] < 0.5
+    assert max(entry["packing/computed"] for entry in run.state.log_history[:-1]) < 0.4
 
 
 @pytest.mark.full

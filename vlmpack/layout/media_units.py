@@ -41,7 +41,7 @@ class Entries:
     of_medium: Sequence[np.ndarray]
     """int64 of each medium: its entries along `axis`, rising."""
     axis: int = 0
-    """The axis along which media follow each other."""
+    """The axis along which media follow each other; 1: of a batch [B, N, ...], row after row."""
 
     @classmethod
     def of_counts(cls, counts: Iterable[int], *, axis: int = 0) -> Entries:
@@ -62,6 +62,8 @@ class Entries:
 
     def _part(self, tensor: torch.Tensor, entries: np.ndarray) -> torch.Tensor:
         """A view, where the entries follow each other."""
+        if self.axis == 1 and len(tensor) > 1:
+            tensor = tensor.flatten(0, 1)[None]
         first, count = int(entries[0]) if len(entries) else 0, len(entries)
         if not count or int(entries[-1]) - first == count - 1:
             return tensor.narrow(self.axis, first, count)

@@ -12,7 +12,7 @@ Whatever the forward of the enabled model sends through the backbone is a row al
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, final
 
@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError, check_whole_number
-from vlmpack.families import Family
-from vlmpack.layout import MEDIA_KEYS, METADATA_KEY, FindMedia, Media, PackedRow, outside_graph, share, unpack
+from vlmpack.layout import METADATA_KEY, FindMedia, PackedRow, outside_graph, share, unpack
 from vlmpack.model.columns import check_keys
 from vlmpack.model.engine import PackingState, backbone_inputs, finish, packing_state, setup_row, stored_state
 from vlmpack.model.forward import is_row_input, row_of, unpackable
@@ -104,7 +103,6 @@ class _BackboneHooks:
         offsets = None if handed_row else row.known_metadata.offsets
         real = ~row.segments.padding_mask(row.input_ids.device)[None] if handed_row else mask != 0
         if not handed_row and self._min_shared is not None:
-            row = replace(row, media=_in_one_row(row.media, state.family))
             row = _shared(row, self._min_shared, state.family.media_units(model.core.config))
         setup = setup_row(model, row, parallel=state.parallel, backend=state.config.attention)
         packed = backbone_inputs(setup, state.mechanisms, rope_segments=None)
@@ -129,14 +127,6 @@ class _BackboneHooks:
 
 
 _LOOKED_AT = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", METADATA_KEY)
-
-
-def _in_one_row(media: Media, family: Family) -> Media:
-    """Lay tiles of samples, [B, N, ...], in one row of them, [1, B · N, ...], as the collator does."""
-    tensors = media.to_hf()
-    in_rows = [name for name, join in family.media.items() if join.axis == 1 and name in tensors]
-    joined = {name: tensors[name].flatten(0, 1)[None] for name in in_rows}
-    return Media.from_hf(tensors | joined, names=[name for name in tensors if name not in MEDIA_KEYS])
 
 
 def _shared(row: PackedRow, min_shared: int, units: FindMedia) -> PackedRow:

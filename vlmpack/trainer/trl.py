@@ -69,7 +69,8 @@ class _PackedHead(RenamedWeights):
             check_kind("share_prefixes", share_prefixes, SharePrefixes, "SharePrefixes(min_shared=64)")
         if not is_packing(model):
             enable_packing(model)
-        share_prefixes = self.shares_prefixes if share_prefixes is None else share_prefixes
+        if share_prefixes is None:
+            share_prefixes = self.shares_prefixes
         self.share_prefixes = SharePrefixes() if share_prefixes is True else share_prefixes or None
         """How beginnings are shared; None: they are not."""
         self._packed_calls = 0
