@@ -3,8 +3,8 @@
     python examples/own_loop.py
     torchrun --nproc_per_node 8 examples/own_loop.py --model Qwen/Qwen3-VL-2B-Instruct --data chats.jsonl
 
-Run again, it goes on after the last epoch that was finished. Without --model a tiny random model is trained on drawn
-receipts.
+Run again with as many processes, it goes on after the last epoch that was finished; another --output starts anew.
+Without --model a tiny random model is trained on drawn receipts.
 """
 
 import argparse

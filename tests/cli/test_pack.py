@@ -136,7 +136,7 @@ def test_a_refusal_is_one_line(source: Path, tmp_path: Path, change: tuple[Any, 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (("--on-bad", "raise"), "1 sample(s) cannot be used in all; on_bad='skip' leaves them out and lists them"),
+        (("--on-bad", "raise"), "1 sample(s) cannot be used in all; on_bad='skip' (--on-bad skip) leaves them"),
         (("--oversize", "error"), "or choose oversize='drop' or oversize='own_row'"),
     ],
 )

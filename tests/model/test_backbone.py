@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from chats import picture, processor_of
 from training import collator, receipts
 
 from vlmpack.errors import ConfigError
@@ -85,6 +86,26 @@ def test_beginnings_are_computed_once():
     states, real = hidden_states(model, batch.to_hf()), batch.attention_mask.bool()
     assert torch.allclose(states[real], expected[real], atol=1e-5)
     assert calls[0][0].physical_tokens < calls[0][0].real_tokens
+
+
+def test_tiles_of_a_padded_batch_are_shared():
+    """[B, N, ...]: samples with fewer tiles than others have padding for tiles, which is no image."""
+    processor, calls = processor_of("idefics3"), []
+    model, plain = (tiny_model("idefics3", processor=processor, **SIZES) for _ in range(2))
+    pack_backbone(enable_packing(model), min_shared=4, report=lambda *call: calls.append(call))
+    first, second = picture(64, 64), picture(64, 64, seed=1)
+    image, beginning = processor.image_token, f"{processor.image_token}What is the total of it? "
+    texts, images = (
+        [beginning + "75", f"{beginning}{image}More", beginning + "nothing"],
+        [[first], [first, second], [first]],
+    )
+    batch = processor(text=texts, images=images, padding=True, return_tensors="pt")
+    assert batch["pixel_values"].shape[0] == 3
+    states, expected = hidden_states(model, batch), hidden_states(plain, batch)
+    real = batch["attention_mask"].bool()
+    assert torch.allclose(states[real], expected[real], atol=1e-5)
+    ((work, _),) = calls
+    assert work.physical_tokens < 0.7 * work.real_tokens
 
 
 def test_the_forward_and_generation_pass_untouched():

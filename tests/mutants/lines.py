@@ -4018,7 +4018,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "trl.py",
             "if has_videos and not trainer.use_vllm and trainer.generation_config.suppress_tokens:",
             "if not trainer.use_vllm and trainer.generation_config.suppress_tokens:",
-            "trainer/test_grpo.py -k images_have_grids",
+            "trainer/test_grpo.py -k placeholders_of_videos",
         ),
     ),
     *_of(
@@ -4070,6 +4070,26 @@ MUTANTS: tuple[Mutant, ...] = (
             'if "chosen" in self.names:  # the answers that are learnt: the others are left out on purpose',
             'if "rejected" in self.names:  # the answers that are learnt: the others are left out on purpose',
             "data/test_formats.py -k chosen_answers",
+        ),
+    ),
+    *_of(
+        "trainer",
+        (
+            "an evaluation of which no capacity is known is in batches",
+            "packed_trainer.py",
+            "self.eval_packing = self._has_eval_capacity if eval_packing is None else eval_packing",
+            "self.eval_packing = eval_packing is None or eval_packing",
+            "trainer/test_packed_trainer.py -k without_a_capacity",
+        ),
+    ),
+    *_of(
+        "layout",
+        (
+            "tiles of a padded batch are in one row before they are compared",
+            "media_units.py",
+            "tensor = tensor.flatten(0, 1)[None]",
+            "tensor = tensor.flatten(0, 1)[None].flip(1)",
+            "layout/test_sharing.py -k row_after_row",
         ),
     ),
 )

@@ -49,7 +49,7 @@ def ratings():
     return Dataset.from_list(rated)
 
 
-def dpo(trainer, model, tmp_path, *, dataset=None, peft_config=None, sharing=SHARED, **settings):
+def dpo(trainer, model, tmp_path, *, dataset=None, peft_config=None, **settings):
     defaults = {"per_device_train_batch_size": 2, "max_steps": 10, "beta": 0.5, "learning_rate": 0.005}
     kind = "KTOConfig" if trainer.__name__.endswith("KTOTrainer") else "DPOConfig"
     return trainer(
@@ -58,7 +58,7 @@ def dpo(trainer, model, tmp_path, *, dataset=None, peft_config=None, sharing=SHA
         train_dataset=preferences() if dataset is None else dataset,
         processing_class=processor_of(model.config.model_type),
         peft_config=peft_config,
-        **(sharing if trainer.__name__.startswith("Packed") else {}),
+        **(SHARED if trainer.__name__.startswith("Packed") else {}),
     )
 
 
@@ -74,9 +74,9 @@ def compared(tmp_path, *, family="qwen3_vl", trainers=(trl.DPOTrainer, PackedDPO
     assert packed.losses == pytest.approx(padded.losses, rel=1e-4, abs=1e-5)
     assert max(float(gradient.abs().max()) for truth in padded.gradients for gradient in truth.values()) > 1e-3
     assert apart(padded.gradients[0], packed.gradients[0]) < 1e-5
-    assert distance(reference, weights) < 2e-4  # steps of Adam enlarge the rounding of small gradients
+    assert apart(reference, weights) < 1e-4
     same_metrics(*(run.state.log_history for run in runs))
-    assert runs[1].state.log_history[0]["packing/computed"] < (0.9 if runs[1].share_prefixes else 1)
+    assert runs[1].state.log_history[0]["packing/computed"] < 0.9
     return runs[1]
 
 

@@ -204,11 +204,9 @@ def test_a_policy_by_name_is_refused(tmp_path):
         made("policy", tmp_path)
 
 
-def test_prefixes_are_shared_where_images_have_grids(tmp_path):
-    for family, shared in (("qwen3_vl", True), ("llava", False)):
-        run = grpo(PackedGRPOTrainer, saved(tmp_path, family), tmp_path, sharing={})
-        assert (run.share_prefixes is not None) == shared
-        assert run.generation_config.suppress_tokens == placeholders(run.model)  # of videos where there are any
+def test_placeholders_of_videos_are_not_suppressed_where_there_are_none(tmp_path):
+    run = grpo(PackedGRPOTrainer, saved(tmp_path, "llava"), tmp_path)
+    assert run.generation_config.suppress_tokens == [run.model.config.image_token_id] == placeholders(run.model)
 
 
 @pytest.mark.full

@@ -324,9 +324,20 @@ def test_evaluation_of_what_cannot_be_planned_is_refused(tmp_path):
         (Samples(samples), {}, "needs eval_capacity=, the tokens of a row; or eval_packing=False"),
         (Stream(samples), {}, "needs a data set with a length, .* set eval_packing=False"),
     ):
-        run = PackedTrainer(model, arguments(tmp_path, **settings), collator("packed"), eval_dataset=dataset)
+        rows = {"eval_dataset": dataset, "eval_packing": True}
+        run = PackedTrainer(model, arguments(tmp_path, **settings), collator("packed"), **rows)
         with pytest.raises(ConfigError, match=message):
             run.evaluate()
+
+
+def test_without_a_capacity_batches_are_evaluated_with_the_exact_loss(tmp_path):
+    model, samples, _, _ = evaluation_set()
+    run = PackedTrainer(model, arguments(tmp_path), collator("packed"), eval_dataset=Samples(samples))
+    exact = evaluate(model, Samples(samples), collator("packed"), plan=plan_of(samples))
+    assert run.evaluate()["eval_loss"] == pytest.approx(exact.token_loss, rel=1e-6)
+    assert run.evaluation is None
+    run = PackedTrainer(model, arguments(tmp_path), collator("packed"), eval_dataset=Samples(samples), eval_capacity=99)
+    assert run.eval_packing
 
 
 def test_evaluation_is_planned_from_headers_with_our_own_collator(tmp_path):

@@ -9,11 +9,14 @@ import pytest
 from chats import picture
 from peft import LoraConfig, PromptTuningConfig
 from test_readme import DOCS, examples
+from trainer.packed_runs import torchdata_on_new_torch
 from training import apart, distance
 from trl_runs import BEYOND_QWEN, arguments, finish, processor_of, saved, trl
 
 from vlmpack.collate import VLMCollator
+from vlmpack.data import mix_datasets, open_dataset
 from vlmpack.errors import ConfigError, UnpackedWarning
+from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.model import find_model
 from vlmpack.plan import plan_bins
 from vlmpack.store import measure_lengths
@@ -241,6 +244,43 @@ def test_an_evaluation_in_batches_is_exact_and_has_the_metrics_of_trl(layout, tm
     assert abs(expected["eval_loss"] - exact) > 1e-3
 
 
+def written(tmp_path, num=8):
+    """The prompts and completions in a file, with their pictures beside it."""
+    rows = samples(prompt_and_completion, count=num).to_list()
+    for at, row in enumerate(rows):
+        row["images"] = [f"{at}-{n}.png" for n, image in enumerate(row["images"])]
+    for at, row in enumerate(samples(prompt_and_completion, count=num)):
+        for n, image in enumerate(row["images"]):
+            image.save(tmp_path / f"{at}-{n}.png")
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "chats.jsonl"
+
+
+@torchdata_on_new_torch
+def test_data_sets_of_others_than_datasets_are_trained_on_as_they_are(tmp_path):
+    """Opened, mixed and streamed: the losses of the same samples in a data set of `datasets`."""
+    opened = open_dataset(written(tmp_path))
+    expected, weights = finish(collated(PackedSFTTrainer, saved(tmp_path), tmp_path, "packed"))
+    collator = VLMCollator(processor_of(), layout="packed")
+    mix = mix_datasets({"chats": opened}, seed=None)
+    for data in (opened, mix, list(opened)):
+        extras = {"data_collator": collator, "eval_dataset": {"held": data}}
+        run = sft(PackedSFTTrainer, saved(tmp_path), tmp_path, dataset=data, extras=extras, **ROWS)
+        assert run.train_dataset is data
+        ours, reached = finish(run)
+        assert ours.losses == expected.losses
+        assert distance(weights, reached) == 0
+        exact = planned(saved(tmp_path), tmp_path).evaluate()["eval_loss"]
+        run.model.load_state_dict(saved(tmp_path).state_dict())
+        assert run.evaluate()["eval_held_loss"] == pytest.approx(exact, rel=1e-5)
+        assert run.evaluate(data)["eval_loss"] == pytest.approx(exact, rel=1e-5)
+    stream = PackedStream(opened, RowSettings(capacity=400), length=lambda sample: 150, ranks=1, rank=0, repeat=True)
+    run = sft(PackedSFTTrainer, saved(tmp_path), tmp_path, dataset=stream, extras={"data_collator": collator}, **ROWS)
+    assert len(finish(run)[0].losses) == 2
+    with pytest.raises(ConfigError, match=r"train_dataset is a OpenDataset, which TRL cannot tokenise: give data_coll"):
+        sft(PackedSFTTrainer, saved(tmp_path), tmp_path, dataset=opened)
+
+
 def test_steps_of_another_path_are_refused(tmp_path):
     """Prompt tuning puts embeddings in the place of tokens, of which nothing is packed."""
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
@@ -262,8 +302,8 @@ def test_settings_that_are_refused(settings, seen, tmp_path):
 
 def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    part = {"type": "image", "image": "receipts/1.png"}
-    Path("chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": [part]}]}))
+    asked = user([{"type": "image", "image": "0.png"}, {"type": "text", "text": "How much?"}])
+    Path("chats.jsonl").write_text(json.dumps({"messages": [asked, assistant("75")]}) + "\n")
     said = (("human", "<image>How much?"), ("gpt", "75"), ("gpt", "?"))
     turns = [{"from": name, "value": value} for name, value in said]
     picture(64, 64).save("0.png")
@@ -273,7 +313,7 @@ def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
     for example in examples(DOCS / "trl.md"):
         exec(example.code, names)
     assert names["trainer"].state.log_history[0]["packing/computed"] < 0.75  # the prompts of pairs once
-    assert names["conversations"][0]["messages"][0]["content"][0]["image"] == part["image"]
+    assert names["opened"].state.log_history[0]["num_tokens"] > 0
     assert names["planned"].evaluation.token_loss > 0
     assert names["ranked"][0]["chosen"] == [{"role": "assistant", "content": "75"}]
     args = arguments("DPOConfig", tmp_path, per_device_train_batch_size=2, max_steps=1)

@@ -122,7 +122,8 @@ def check_refused(table: LengthTable, collator: VLMCollator) -> None:
             elif collator.on_bad == "skip":
                 skip_log.refuse(error)
             else:
-                count = f"{len(refused)} sample(s) cannot be used in all; on_bad='skip' leaves them out and lists them"
+                remedy = "on_bad='skip' (--on-bad skip) leaves them out and lists them"
+                count = f"{len(refused)} sample(s) cannot be used in all; {remedy}"
                 raise SampleError(
                     f"{error.detail}. {count}", index=place, reason=error.reason, sample_id=error.sample_id
                 )

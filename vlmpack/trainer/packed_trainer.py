@@ -49,7 +49,8 @@ class PackedTrainer(RenamedWeights, Trainer):
         costs: [N] what each sample of the plan costs to compute, for the balance over ranks; None: its length.
         group_costs: [K] what the prefixes of the plan's groups cost, beside `costs`.
         remainder: what becomes of rows that do not fill the last step, see `PackedBatchSampler`.
-        eval_packing: evaluate in planned rows; False: in batches, as Trainer does.
+        eval_packing: evaluate in planned rows; False: in batches, as Trainer does, with the exact loss too. None: in
+            rows if their capacity is known: there is a plan, a stream, an `eval_plan` or an `eval_capacity`.
         eval_plan: rows of `eval_dataset`, if it is a single one; None: its lengths are measured by the collator, once.
         eval_capacity: tokens of a row of evaluation; None: as in training.
         **kwargs: Trainer's own.
@@ -65,7 +66,7 @@ class PackedTrainer(RenamedWeights, Trainer):
         costs: np.ndarray | None = None,
         group_costs: np.ndarray | None = None,
         remainder: Remainder = "split",
-        eval_packing: bool = True,
+        eval_packing: bool | None = None,
         eval_plan: Plan | None = None,
         eval_capacity: int | None = None,
         **kwargs: Any,
@@ -78,7 +79,9 @@ class PackedTrainer(RenamedWeights, Trainer):
             self.data_collator = self.train_dataset.collate
         self.plan, self.costs, self.group_costs = plan, costs, group_costs
         self.remainder: Remainder = remainder
-        self.eval_packing, self.eval_plan, self.eval_capacity = eval_packing, eval_plan, eval_capacity
+        self.eval_plan, self.eval_capacity = eval_plan, eval_capacity
+        self.eval_packing = self._has_eval_capacity if eval_packing is None else eval_packing
+        """True if an evaluation is in planned rows."""
         self.evaluation: Evaluation | None = None
         """Of the last evaluation in planned rows: the loss of every sample, in the data set's order."""
         self._row_losses: RowLosses | None = None
@@ -267,6 +270,12 @@ class PackedTrainer(RenamedWeights, Trainer):
                 "leave eval_plan out (eval_capacity= is the tokens of a row), or evaluate each by "
                 "vlmpack.trainer.evaluate(..., plan=)"
             )
+
+    @property
+    def _has_eval_capacity(self) -> bool:
+        """Return whether the tokens of a row of evaluation are known."""
+        plans = self.plan, self.eval_plan, self.eval_capacity
+        return isinstance(self.train_dataset, PackedStream) or any(plan is not None for plan in plans)
 
     def _eval_capacity(self) -> int:
         """Return the tokens of a row of evaluation."""

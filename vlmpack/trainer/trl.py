@@ -27,6 +27,7 @@ from vlmpack.trainer.packed_trainer import PackedTrainer
 check_extra("rl", "trl", needed_by="vlmpack.trainer.trl")
 
 import trl  # noqa: E402
+from datasets import Dataset, IterableDataset  # noqa: E402
 from trl.trainer.dpo_trainer import DPOTrainer  # noqa: E402
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 from trl.trainer.kto_trainer import KTOTrainer  # noqa: E402
@@ -74,10 +75,16 @@ class _PackedHead(RenamedWeights):
         """How beginnings are shared; None: they are not."""
         self._packed_calls = 0
         trainer_of_trl: Any = super()
-        trainer_of_trl.__init__(model, *args, **kwargs)
+        unprepared = self._unprepared(kwargs)
+        trainer_of_trl.__init__(model, *args, **{**kwargs, **dict.fromkeys(unprepared, _STAND_IN)})
+        vars(self).update(unprepared)
         trainer: Any = self
         _check_settings(trainer.args, model)
         self._pack(trainer.model)
+
+    def _unprepared(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return the data sets, by their arguments, that TRL is not to see."""
+        return {}
 
     @property
     def ref_model(self) -> Any:
@@ -120,6 +127,10 @@ class _PackedHead(RenamedWeights):
                 "model's backbone, or from embeddings, as prompt tuning does: use LoRA, or TRL's own trainer"
             )
         return loss
+
+
+_STAND_IN = Dataset.from_list([{"input_ids": [0, 0], "labels": [0, 0]}])
+"""TRL refuses data sets of others than `datasets`, and tokenises what is not tokenised: it gets this in their place."""
 
 
 def _check_settings(args: Any, model: nn.Module) -> None:
@@ -197,21 +208,43 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):
 
         PackedSFTTrainer(model, args=SFTConfig(...), train_dataset=chats, processing_class=processor)
         PackedSFTTrainer(model, ..., data_collator=VLMCollator(processor, layout="packed"), plan=plan_bins(...))
+        PackedSFTTrainer(model, ..., data_collator=..., train_dataset=open_dataset("chats.jsonl"))
 
     The first is TRL's run, with its settings and metrics, without computing padding. Arguments beyond TRL's are those
-    of `PackedTrainer`. `eval_loss` is exact on any number of ranks.
+    of `PackedTrainer`. `eval_loss` is exact on any number of ranks. Data sets that are not of `datasets` (opened, mixed
+    or stored ones, streams, lists) go to the collator as they are.
 
     Args:
         *args: SFTTrainer's own.
         eval_packing: evaluate in planned rows, which have no entropy and no token accuracy; None: if the collator is a
-            `VLMCollator`. False: in TRL's batches, with all of TRL's metrics.
+            `VLMCollator`, and a row's capacity is known. False: in TRL's batches, with all of TRL's metrics.
         **kwargs: SFTTrainer's own and those of `PackedTrainer`.
+
+    Raises:
+        ConfigError: also, a data set that is not of `datasets` and no collator.
     """
 
     def __init__(self, *args: Any, eval_packing: bool | None = None, **kwargs: Any) -> None:
-        if eval_packing is None:
-            eval_packing = isinstance(kwargs.get("data_collator"), VLMCollator)
+        if eval_packing is None and not isinstance(kwargs.get("data_collator"), VLMCollator):
+            eval_packing = False
         super().__init__(*args, eval_packing=eval_packing, **kwargs)
+
+    def _unprepared(self, settings: dict[str, Any]) -> dict[str, Any]:
+        given = {name: settings.get(name) for name in ("train_dataset", "eval_dataset")}
+        others = {name: data for name, data in given.items() if data is not None and not _is_of_datasets(data)}
+        if others and settings.get("data_collator") is None:
+            name, data = next(iter(others.items()))
+            raise ConfigError(
+                f"{name} is a {type(data).__name__}, which TRL cannot tokenise: give data_collator=VLMCollator("
+                "processor, layout='packed') and SFTConfig(remove_unused_columns=False), or a data set of `datasets`"
+            )
+        return others
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as TRL does, which tokenises data sets of `datasets`; others go to the collator as they are."""
+        is_of_trl = eval_dataset is None or isinstance(eval_dataset, str) or _is_of_datasets(eval_dataset)
+        base: Any = super() if is_of_trl else super(SFTTrainer, self)
+        return base.evaluate(eval_dataset, *args, **kwargs)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -236,6 +269,11 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):
         assert output.label_mask is not None
         self._batch_losses.add(SampleLosses.of(output.log_probs, output.label_mask, inputs.get(METADATA_KEY)))
         return predictions
+
+
+def _is_of_datasets(data: Any) -> bool:
+    parts = data.values() if isinstance(data, dict) else [data]
+    return all(isinstance(part, Dataset | IterableDataset) for part in parts)
 
 
 @contextmanager
