@@ -170,7 +170,7 @@ def _tree(
 def _numbers(
     visuals: Sequence[Visual], joins: Mapping[str, Join], context: Sequence[Hashable] | None = None
 ) -> list[int]:
-    """One number for each of these media; equal ones have equal features. `context`: what these depend on beside."""
+    """One number for each of these media; equal ones have equal features. `context`: a further value for each."""
     contents: list[Sequence[Hashable]] = [content_numbers(_pixels(visuals))]
     for name in dict.fromkeys(name for visual in visuals for name in visual.tensors):
         tensors = [visual.tensors.get(name, _NOTHING) for visual in visuals]
@@ -184,7 +184,7 @@ _NOTHING = torch.zeros(0)
 
 
 def _are_alone(counts: Sequence[torch.Tensor]) -> list[bool]:
-    """Whether each image is the only one of its sample; the number of images is with the first of each."""
+    """True of each image that is the only one of its sample; the number of images is with the first of each."""
     return [count.tolist() == [1] for count in counts]
 
 

@@ -80,7 +80,7 @@ class ImagesOfSamples:
     """
 
     is_alone: Sequence[bool]
-    """Of each image: whether it is the only one of its sample."""
+    """True of each image that is the only one of its sample."""
 
     def contents(self, tensor: torch.Tensor) -> Sequence[Hashable]:
         """Return whether each image is alone: it has other features then."""
@@ -112,7 +112,7 @@ class MediaUnits:
     parts: Mapping[str, Parts] = field(default_factory=dict)
     """Of each of their tensors, by its name: what belongs to each of them."""
     context: Sequence[Hashable] | None = None
-    """What the features of each depend on beside its tensors; None: nothing."""
+    """A further value for each, on which its features depend; None: tensors alone decide."""
 
     def numbers(self, media: Media) -> list[int]:
         """One number for each medium; equal ones have equal features."""

@@ -91,7 +91,7 @@ class PrefixTreeRow(RowPart):
         return metadata_of_tree(metadata, self.tree)
 
     def computed_audios(self, metadata: HostMetadata) -> Sequence[int]:
-        """Those of the tree."""
+        """The audios of the tree."""
         return self.tree.audios
 
     def check_shared(self, row_kT: torch.Tensor, name: str) -> None:
