@@ -14,7 +14,8 @@ def test_the_module_trains_as_a_loop_over_padded_batches(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = {"__name__": "page"}
     for example in examples(DOCS / "recipes.md"):
-        exec(example.code, page)
+        if "Liger" not in example.mark:
+            exec(example.code, page)
     assert float(page["trainer"].callback_metrics["loss"]) > 0
 
     class Losses(lightning.Callback):
