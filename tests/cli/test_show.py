@@ -92,6 +92,8 @@ def test_a_packed_folder_is_shown_as_it_was_packed(tokens: str, tmp_path: Path) 
     ]
     assert " 0 aaa.bbbbbbb." in said(folder, "--row", "1")
     assert show(folder, "--row", "0", "--row", "2").stdout == ""
+    planned = show(folder, "--num", "3", "--row", "0", "--capacity", "12000").stderr
+    assert "is packed already, so --capacity, --num would be ignored; leave it out" in " ".join(planned.split())
 
 
 @pytest.mark.parametrize("verb", [["analyze"], ["pack", "out", "--capacity", "9"]])

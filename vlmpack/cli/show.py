@@ -38,6 +38,7 @@ PADDING = -1
 
 
 def show(
+    context: typer.Context,
     source: Annotated[str, typer.Argument(help="A data set, as for analyze; or a folder written by `vlmpack pack`.")],
     row: Annotated[
         list[int] | None, typer.Option(help="Which row, once or more; -1 is the last one; by default the first.")
@@ -73,15 +74,12 @@ def show(
     from vlmpack.store import is_store
 
     console, numbers = Console(), row or [0]
-    mixed = MixOptions.of(mix, stopping_strategy, epoch)
     if is_store(Path(source).expanduser()):
-        if mixed.sources:
-            raise ConfigError(
-                f"--mix {mixed.sources[0]}: {source} is packed already, so nothing is mixed; leave it out"
-            )
+        _check_unplanned(context, source)
         rows = stored_rows(source)
     else:
         check_finished(source)
+        mixed = MixOptions.of(mix, stopping_strategy, epoch)
         inputs = InputOptions(
             dataset=source, processor=_checked_processor(source, processor), split=split, num=num, seed=seed,
             max_length=max_length, overlength=overlength, max_pixels=max_pixels, image_root=image_root,
@@ -98,6 +96,23 @@ def show(
         )
     else:
         print_rows(rows, numbers, console, tokens_per_cell=tokens_per_cell)
+
+
+_OF_ANY_ROWS = {"source", "row", "processor", "tokens_per_cell", "as_json", "quiet"}
+"""Options that have a meaning for rows that are packed already; a processor may be named all the same."""
+
+
+def _check_unplanned(context: typer.Context, source: str) -> None:
+    """Refuse options by which rows would be planned.
+
+    Raises:
+        ConfigError: some are given; names them.
+    """
+    names = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    others = [name for name in names if name is not None and name not in _OF_ANY_ROWS]
+    typed = [name for name in others if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]
+    if planned := [names[name] for name in typed]:
+        raise ConfigError(f"{source} is packed already, so {', '.join(planned)} would be ignored; leave it out")
 
 
 def print_rows(rows: Rows, numbers: Sequence[int], console: Console, *, tokens_per_cell: int | None = None) -> None:
