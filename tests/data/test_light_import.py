@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 HEAVY = ("transformers", "datasets", "pyarrow", "matplotlib")
 STEPS = (
     "import vlmpack.data",
@@ -13,6 +15,7 @@ STEPS = (
 )
 
 
+@pytest.mark.full
 def test_neither_the_room_nor_receipts_load_anything_heavy() -> None:
     """One fresh interpreter: importing torch takes most of its time."""
     report = f"import sys\nprint(*(name for name in {HEAVY} if name in sys.modules))"

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 GATED = [name for name, family in FAMILIES.items() if family.has("gated_delta")]
 CONVOLUTIONS = {"PyTorch's convolution": [], "causal-conv1d": ["stand_ins_conv"]}
-gated = pytest.mark.parametrize("family", tiers(GATED, ["qwen3_5", "qwen3_next"]))
+gated = pytest.mark.parametrize("family", tiers(GATED, ["qwen3_5"]))
 TAPS = 3
 """Tokens before its own that the tiny models' convolution reads."""
 

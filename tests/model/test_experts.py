@@ -227,8 +227,9 @@ def test_a_row_of_nothing_but_padding_leaves_no_part_of_the_experts_out(family, 
 
 
 def test_models_and_rows_are_recomputed_each_with_its_own_row():
-    """Every family at a time, two rows each, all alive before the first backward pass."""
-    models = [fresh(family, seed=seed) for family in MOE for seed in (1, 2)]
+    """Two models a family, two rows each, all alive before the first backward pass."""
+    families = ("qwen3_vl_moe", "qwen3_5_moe", "glm4_moe", "gpt_oss")
+    models = [fresh(family, seed=seed) for family in families for seed in (1, 2)]
     steps = [PackedStep(model) for model in models]
     rows = {model: [row_of(model, 68, seed=1), row_of(model, 20, seed=2)] for model in models}
     expected = []
