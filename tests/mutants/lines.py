@@ -3809,7 +3809,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "planning.py",
             "groups=table.groups,",
             "groups=None,",
-            "store/test_shared_rows.py",
+            "store/test_shared_rows.py -k every_family",
         ),
         (
             "rows that share prefixes have no fixed size",
