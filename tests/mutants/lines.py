@@ -46,7 +46,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "completion.py",
             "names=(*parameter.opts, *parameter.secondary_opts) if is_option else (parameter.name,),",
             "names=(*parameter.opts,) if is_option else (parameter.name,),",
-            "cli/test_completion.py -k bash_offers",
+            "cli/test_completion.py -k 'bash and offers_what_fits'",
         ),
         (
             "a schema refuses fields that it does not describe",
