@@ -1,4 +1,4 @@
-"""Families beyond Qwen, end to end: collated and packed, samples are computed as alone by their model."""
+"""Families beyond Qwen, end to end: collated and packed, samples are computed as alone by their unmodified model."""
 
 import pytest
 import torch
@@ -33,15 +33,13 @@ def features():
     ]
 
 
-def alone(model, processor, family):
+def alone(model, processor):
     """Logits and summed loss of each sample by itself, and the gradients of all losses, by the unpacked model."""
     logits, loss = [], torch.zeros(())
     for feature in features():
         batch = VLMCollator(processor)([feature])
         del batch[METADATA_KEY]
-        types, named = batch.pop("mm_token_type_ids"), FAMILIES[family].token_types
-        tensors = {**batch, **({} if named is None else {named: types})}
-        out = model(**tensors)
+        out = model(**batch)
         logits.append(out.logits[0].detach())
         loss = loss + out.loss * (batch["labels"][:, 1:] != -100).sum()
     loss.backward()
@@ -66,7 +64,7 @@ def test_collated_samples_are_trained_as_alone(family):
     processor = processor_of(family)
     model = tiny_model(family, seed=3, processor=processor).eval()
     limits = limits_of(family)
-    logits, loss, gradients = alone(model, processor, family)
+    logits, loss, gradients = alone(model, processor)
     row = VLMCollator(processor, layout="packed").collate(features())
     result = PackedStep(model)(row, logits=True)
     result.loss_sum.backward()
@@ -83,7 +81,7 @@ def test_padded_batches_are_trained_as_alone(family):
     processor = processor_of(family)
     model = tiny_model(family, seed=3, processor=processor).eval()
     limits = limits_of(family)
-    _, loss, gradients = alone(model, processor, family)
+    _, loss, gradients = alone(model, processor)
     batch = VLMCollator(processor)(features())
     targets = batch[METADATA_KEY].num_targets
     enable_packing(model)

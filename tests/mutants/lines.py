@@ -387,6 +387,13 @@ MUTANTS: tuple[Mutant, ...] = (
             "collate/test_share_prefixes.py",
         ),
         (
+            "a padded batch has the kinds of tokens under the name that the unmodified model takes",
+            "collator.py",
+            "columns[name] = batch.mm_token_type_ids",
+            "pass",
+            "collate/test_families_beyond.py -k gemma3",
+        ),
+        (
             "prefixes: labels of a sample are its ids",
             "collator.py",
             "check_labels_are_ids(sample)",

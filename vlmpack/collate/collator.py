@@ -245,11 +245,17 @@ class VLMCollator:
         return self._lay_out(outcomes)
 
     def _typed(self, batch: PaddedBatch | PackedRow) -> PaddedBatch | PackedRow:
-        """Add the kinds of tokens by which experts are chosen, as the processor makes them, where a model has such."""
-        if self._family is None or self._family.expert_types is None:
-            return batch
-        types = self.processor.create_moe_mm_token_type_ids(batch.input_ids.numpy())
-        return replace(batch, extras={**batch.extras, self._family.expert_types: torch.from_numpy(types)})
+        """Add the kinds of tokens by which experts are chosen, as the processor makes them, and those of a padded batch
+        under the name that the unmodified model takes, where a model has such."""
+        columns: dict[str, torch.Tensor] = {}
+        if self._family is not None and self._family.expert_types is not None:
+            types = self.processor.create_moe_mm_token_type_ids(batch.input_ids.numpy())
+            columns[self._family.expert_types] = torch.from_numpy(types)
+        name = None if self._family is None else self._family.token_types
+        if isinstance(batch, PaddedBatch) and name not in (None, "mm_token_type_ids"):
+            assert batch.mm_token_type_ids is not None
+            columns[name] = batch.mm_token_type_ids
+        return replace(batch, extras={**batch.extras, **columns}) if columns else batch
 
     # ------------------------------------------------------------------ one sample
 
