@@ -180,7 +180,7 @@ def grid_units(row: PackedRow) -> RowMedia:
 
 
 def units_of_grids(row: PackedRow) -> RowMedia:
-    """As `grid_units`, of a row that may have audio, which is left out."""
+    """Find images and videos by their grids, and leave audio out."""
     media, metadata = row.media, row.metadata_of_media()
     return RowMedia(
         metadata=row.host_metadata(),

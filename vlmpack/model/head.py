@@ -25,7 +25,7 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """What the head computes of each target."""
+    """Scores that the head gives each target."""
 
     temperature: float = 1.0
     """Divisor of the logits, in log-probabilities, losses and entropies, as samples were drawn with it."""

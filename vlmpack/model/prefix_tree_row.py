@@ -61,7 +61,7 @@ class PrefixTreeRow(RowPart):
         return False
 
     def attended_pairs(self, reach: Reach = EVERYTHING) -> int:
-        """Those of every path, less those of the same path up to the node: they are its parent's."""
+        """Count the pairs of every path, less those of the same path up to the node: they are its parent's."""
         pairs = zip(self.tree.keys.lengths, self.tree.lengths, strict=True)
         before = Segments.from_lengths([total - length for total, length in pairs])
         return attended_pairs(self.tree.keys, reach) - attended_pairs(before, reach)
