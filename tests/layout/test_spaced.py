@@ -1,7 +1,8 @@
-"""Zeros between segments: a convolution over the whole row computes each segment as if it were alone."""
+"""A convolution over a spaced row, or a spaced tree, computes each segment, or node, as if its sample were alone."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from vlmpack.layout import Segments, SlotRule, Spaced
+from vlmpack.layout import PrefixTree, Segments, SlotRule, Spaced, SpacedNodes
 
 NAN = float("nan")
 CHANNELS = 7
@@ -47,8 +48,7 @@ def test_the_drawing_in_the_docstring():
     (row,) = spaced.split(letters)
     assert row[0, :, 0].tolist() == [1, 1, 1, 0, 0, 0, 2, 2, 2, 2, 2, 0, 0, 0, 3, 3]
     assert spaced.edges == (0, 6, 14, 16)
-    assert spaced.cu_seqlens().tolist() == [0, 6, 14, 16]
-    assert spaced.cu_seqlens().dtype == torch.int32
+    assert spaced.stretches.lengths == (6, 8, 2)
     assert spaced.tokens == 16
 
 
@@ -105,18 +105,6 @@ def test_gradients_reach_real_tokens_once_and_padding_never(segments, reach):
     assert torch.equal(row.grad[0, :, 0], 2.0 * ~segments.padding_mask())
 
 
-@given(segments=rows, reach=reaches, size=st.integers(1, 9))
-def test_chunks_name_every_stretch_that_no_edge_cuts(segments, reach, size):
-    spaced = Spaced(segments=segments, reach=reach)
-    truth = [
-        [i, at // size] for i, (start, stop) in enumerate(pairwise(spaced.edges)) for at in range(0, stop - start, size)
-    ]
-    found = spaced.chunks(size)
-    assert found.dtype == torch.int32
-    assert found.shape == (len(truth), 2)
-    assert found.tolist() == truth
-
-
 @pytest.mark.parametrize("lengths", [[7], [0, 7], [7, 0, 0]])
 def test_a_sample_alone_is_handed_over_as_it_is(lengths):
     spaced = Spaced(segments=Segments.from_lengths(lengths), reach=3)
@@ -125,3 +113,85 @@ def test_a_sample_alone_is_handed_over_as_it_is(lengths):
     assert part.data_ptr() == row.data_ptr()
     assert spaced.tokens == 7
     assert spaced.edges == (0, 7)
+
+
+# ---------------------------------------------------------------------- trees
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> PrefixTree:
+    """Nodes of 1 to 6 tokens, each a root or a child of one on the path to the node before it."""
+    parents, path = [-1], [0]
+    for node in range(1, draw(st.integers(1, 9))):
+        path = path[: draw(st.integers(0, len(path)))]
+        parents.append(path[-1] if path else -1)
+        path.append(node)
+    lengths = draw(st.lists(st.integers(1, 6), min_size=len(parents), max_size=len(parents)))
+    leaves = [node for node in range(len(parents)) if node not in parents]
+    return tree_of(parents, lengths, leaves)
+
+
+def tree_of(parents: Sequence[int], lengths: Sequence[int], leaves: Sequence[int]) -> PrefixTree:
+    totals: list[int] = []
+    for parent, length in zip(parents, lengths, strict=True):
+        totals.append(length + (totals[parent] if parent >= 0 else 0))
+    samples = Segments.from_lengths([totals[leaf] for leaf in leaves])
+    return PrefixTree(segments=samples, parents=tuple(parents), lengths=tuple(lengths), leaves=tuple(leaves))
+
+
+def tokens_of(tree: PrefixTree) -> torch.Tensor:
+    return torch.randn(1, tree.num_tokens, CHANNELS, dtype=torch.float64)
+
+
+def path_of(tree: PrefixTree, node: int, tokens: torch.Tensor) -> torch.Tensor:
+    """[1, L, D]: the tokens from the root to the end of `node`."""
+    return torch.cat([tokens[:, slice(*tree.nodes.spans[step])] for step in tree.path(node)], 1)
+
+
+def test_the_tree_in_the_docstring():
+    tree = tree_of([-1, 0, 0], [4, 3, 2], [1, 2])
+    nodes = SpacedNodes.every(tree, 2)
+    p, q, r, s, a, b = range(1, 7)
+    (laid,) = nodes.split(torch.tensor([[p, q, r, s, a, a, a, b, b]])[..., None])
+    assert laid[0, :, 0].tolist() == [0, 0, p, q, r, s, r, s, a, a, a, r, s, b, b]
+    assert nodes.stretches.lengths == (2, 4, 2, 5, 2)
+    assert nodes.numbers == (1, 3, 4)
+
+
+@given(tree=trees(), width=st.integers(1, 5))
+def test_a_convolution_of_every_node_is_that_of_its_path(tree, width):
+    nodes, tokens = SpacedNodes.every(tree, width - 1), tokens_of(tree)
+    out = nodes.join([convolved(part, width)[:, : nodes.tokens] for part in nodes.split(tokens)])
+    for node, (start, stop) in enumerate(tree.nodes.spans):
+        alone = convolved(path_of(tree, node, tokens), width)[:, start - stop :]
+        torch.testing.assert_close(out[:, start:stop], alone)
+
+
+@given(tree=trees(), reach=reaches)
+def test_levels_hold_every_node_once_and_each_stretch_begins_and_ends_where_states_are_handed_on(tree, reach):
+    levels, tokens = SpacedNodes.by_depth(tree, reach), tokens_of(tree)
+    assert sorted(node for level in levels for node in level.nodes) == list(range(len(tree.lengths)))
+    for depth, level in enumerate(levels):
+        assert {tree.depths[node] for node in level.nodes} == {depth}
+        (laid,) = level.split(tokens)
+        assert laid.shape[1] == level.tokens == level.stretches.total
+        assert min(level.stretches.lengths) > 0
+        for node, number in zip(level.nodes, level.numbers, strict=True):
+            start, stop = level.stretches.spans[number]
+            own = tokens[:, slice(*tree.nodes.spans[node])]
+            assert torch.equal(laid[:, start : start + own.shape[1]], own)
+            assert stop == start + own.shape[1] or node not in tree.parents
+        own = [tokens[:, slice(*tree.nodes.spans[node])] for node in level.nodes]
+        assert torch.equal(level.join([laid]), torch.cat(own, 1))
+
+
+@given(tree=trees(), reach=reaches)
+def test_gradients_of_a_node_reach_what_it_reads(tree, reach):
+    nodes, tokens = SpacedNodes.every(tree, reach), tokens_of(tree).requires_grad_()
+    nodes.split(tokens)[0].sum().backward()
+    reads = torch.ones(tree.num_tokens)
+    for node in range(len(tree.lengths)):
+        before = [token for step in tree.path(node)[:-1] for token in range(*tree.nodes.spans[step])]
+        reads[before[max(len(before) - reach, 0) :]] += 1
+    assert tokens.grad is not None
+    assert torch.equal(tokens.grad[0, :, 0], reads.double())

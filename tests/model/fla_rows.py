@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -18,9 +20,10 @@ from trees import DEEP, STRANGER, samples_of, shared
 
 from vlmpack.errors import VlmpackError
 from vlmpack.families import family_named
-from vlmpack.layout import PaddedBatch, SlotRule, pack
-from vlmpack.model import FlaCall, PackedStep, StepConfig, disable_packing, enable_packing
-from vlmpack.model.mechanisms import gated_delta
+from vlmpack.layout import PaddedBatch, SlotRule, SpacedNodes, pack
+from vlmpack.model import FlaCall, PackedStep, StepConfig, disable_packing, enable_packing, uses_fla
+from vlmpack.model.mechanisms import gated_delta, gated_delta_tree
+from vlmpack.model.mechanisms.gated_delta_tree import HandedState
 from vlmpack.testing import build_sample, kinds_of, mixed_samples, padded, tiny_model
 
 RULE = SlotRule(multiple=4)
@@ -39,13 +42,14 @@ def cases(family: str) -> dict[str, Any]:
     samples = mixed_samples(model.config, seed=9, kinds=kinds)
     samples += [build_sample(model.config, stretches=[n]) for n in (2, 70)]  # less than the taps, more than a chunk
     truth = alone_through(model, samples)
-    seen = {"fla": gated_delta.uses_fla(family_named(family)), "refused": refusal(model, truth)}
+    seen = {"fla": uses_fla(family_named(family)), "refused": refusal(model, truth)}
     with mock.patch.object(FlaCall, "of", return_value=GPU):
         seen["exact"] = compared(model, truth)
         seen["no zeros"] = without(model, truth, mock.patch.object(gated_delta, "reach", return_value=0))
         seen["no boundaries"] = without(model, truth, mock.patch.object(gated_delta, "fla_boundaries", return_value={}))
         seen["bias"] = biased(model, truth)
         seen["tree"] = of_tree(model)
+        seen["broken trees"] = {name: of_tree(model, damage) for name, damage in BREAKAGES.items()}
         seen["padding alone"] = padding_alone(model)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         seen["checkpointing"] = compared(model, truth)
@@ -79,22 +83,82 @@ def compared(model: Any, truth: Alone) -> dict[str, Any]:
     }
 
 
-def of_tree(model: Any) -> dict[str, Any]:
+def of_tree(model: Any, damage: Callable[[], Any] = nullcontext) -> dict[str, Any]:
     """How far a row with a prefix tree is from its samples alone, and how it was computed."""
     truth = alone_through(model, samples_of(model.config, DEEP, STRANGER))
-    CALLS.clear()
-    result = PackedStep(model)(shared(truth.samples), logits=True)
-    result.loss.backward()
+    row = shared(truth.samples)
+    with damage():
+        PackedStep(model)(row)  # states are tried out once a process
+        CALLS.clear()
+        result = PackedStep(model)(row, logits=True)
+        result.loss.backward()
     found = gradients(model)
     model.zero_grad()
     disable_packing(model)
     return {
         "calls": len(CALLS),
+        "depth": max(row.tree.depths) + 1,
+        "nodes": len(row.tree.lengths),
         "delta_tokens": result.work.delta_tokens,
         "tokens": [result.work.physical_tokens, result.work.real_tokens],
         "logits": max(float((x - own).abs().max()) for x, own in zip(by_sample(result), truth.logits, strict=True)),
         "gradient": max(float((found[n] - own).abs().max() / own.abs().max()) for n, own in truth.gradients.items()),
     }
+
+
+def untried() -> Any:
+    """States are handed on without trying that out, which would see what is broken here."""
+    return mock.patch.object(gated_delta, "hands_states", return_value=True)
+
+
+@contextmanager
+def no_states() -> Iterator[None]:
+    """Every node starts from nothing."""
+    with untried(), mock.patch.object(HandedState, "get_recurrent_state", lambda *_, **__: None):
+        yield
+
+
+@contextmanager
+def no_taps() -> Iterator[None]:
+    """What a convolution reads of a node's path is zero."""
+    honest = SpacedNodes.split
+
+    def split(self: SpacedNodes, tree_1tD: torch.Tensor) -> list[torch.Tensor]:
+        (laid,) = honest(self, tree_1tD)
+        places = self._derived("places", laid.device, self._places)
+        return [torch.zeros_like(laid).index_copy(1, places, laid.index_select(1, places))]
+
+    with untried(), mock.patch.object(SpacedNodes, "split", split):
+        yield
+
+
+@contextmanager
+def behind_their_taps() -> Iterator[None]:
+    """A node's recurrence runs over the tokens before it as well."""
+
+    def cut(self: SpacedNodes) -> Any:
+        return tuple(self.reach + length for length in self.lengths), tuple(range(len(self.nodes)))
+
+    with untried(), mock.patch.object(SpacedNodes, "_cut", property(cut)):
+        yield
+
+
+@contextmanager
+def refused_states() -> Iterator[None]:
+    """As where transformers asks for something else."""
+    with (
+        mock.patch.dict(gated_delta_tree._HANDS, clear=True),
+        mock.patch.object(HandedState, "get_recurrent_state", None),
+    ):
+        yield
+
+
+BREAKAGES = {
+    "no states": no_states,
+    "no taps": no_taps,
+    "behind their taps": behind_their_taps,
+    "refused": refused_states,
+}
 
 
 def without(model: Any, truth: Alone, damage: Any) -> float:

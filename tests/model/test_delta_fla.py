@@ -58,13 +58,28 @@ def seen(request):
 
 
 @gated
-def test_a_prefix_tree_goes_along_the_paths_of_its_samples_in_one_call_a_layer(seen, family):
+def test_a_prefix_tree_is_computed_in_one_call_a_level_each_node_from_its_parents_state(seen, family):
     tree = seen[family]["tree"]
     assert tree["logits"] <= 1e-4
     assert tree["gradient"] <= 1e-3
     physical, real = tree["tokens"]
+    assert tree["delta_tokens"] == physical + TAPS * tree["nodes"] < real
+    assert tree["calls"] == seen[family]["exact"]["layers"] * tree["depth"]
+
+
+@gated
+@pytest.mark.parametrize("broken", ["no states", "no taps", "behind their taps"])
+def test_a_tree_is_wrong_without(seen, family, broken):
+    assert seen[family]["broken trees"][broken]["logits"] > 0.01
+
+
+@gated
+def test_where_states_cannot_be_handed_on_a_tree_goes_along_the_paths_of_its_samples(seen, family):
+    tree = seen[family]["broken trees"]["refused"]
+    assert tree["logits"] <= 1e-4
+    assert tree["gradient"] <= 1e-3
+    physical, real = tree["tokens"]
     assert tree["delta_tokens"] > real > physical
-    assert tree["calls"] == seen[family]["exact"]["layers"]
 
 
 @gated

@@ -10,16 +10,20 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from parts import gated_delta_layers
 from torch import nn
 
 from vlmpack.errors import BackendError, ConfigError
 from vlmpack.families import FAMILIES, family_named
-from vlmpack.layout import Segments, Spaced
-from vlmpack.model.mechanisms.gated_delta import FlaCall, check_fla, check_zeros, fla_boundaries, reach, uses_fla
+from vlmpack.layout import Segments
+from vlmpack.model.mechanisms.gated_delta import check_zeros, reach
+from vlmpack.model.mechanisms.gated_delta_fla import CHUNK, FlaCall, check_fla, fla_boundaries, uses_fla
 from vlmpack.testing import tiny_model
 
 GATED = [name for name, family in FAMILIES.items() if family.has("gated_delta")]
@@ -100,12 +104,19 @@ def test_boundaries_are_worked_out_for_versions_that_are_known(
     loaded: Callable[[str], None], version: str, keywords: set[str]
 ) -> None:
     loaded(version)
-    spaced = Spaced(segments=Segments.from_lengths([70, 2]), reach=3)
-    told = fla_boundaries(spaced, torch.device("cpu"))
+    told = fla_boundaries(Segments.from_lengths([73, 2]), torch.device("cpu"))
     assert told.keys() == keywords
     assert told["cu_seq_lens_q"].tolist() == told["cu_seqlens_cpu"].tolist() == [0, 73, 75]
+    assert {boundaries.dtype for boundaries in told.values()} == {torch.int32}
     if "chunk_indices" in told:
         assert told["chunk_indices"].tolist() == [[0, 0], [0, 1], [1, 0]]
+
+
+@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=6))
+def test_chunks_name_every_run_that_no_edge_cuts(lengths: list[int]) -> None:
+    with mock.patch.dict(sys.modules, fla=mock.Mock(__version__="0.6.0")):
+        told = fla_boundaries(Segments.from_lengths(lengths), torch.device("cpu"))
+    assert told["chunk_indices"].tolist() == [[i, c] for i, n in enumerate(lengths) for c in range(-(-n // CHUNK))]
 
 
 # ---------------------------------------------------------------------- how it is found

@@ -26,7 +26,7 @@ from vlmpack.families import FAMILIES
 from vlmpack.layout import IGNORE, PrefixTree, Segments, recorded_syncs, unshare
 from vlmpack.model import PackedStep, StepConfig, compile_layers, disable_packing, enable_packing
 from vlmpack.model.mechanisms import attention
-from vlmpack.model.mechanisms.gated_delta_tree import DeltaTree
+from vlmpack.model.mechanisms.gated_delta_tree import BucketTree
 from vlmpack.testing import tiny_model
 
 TREES = {
@@ -365,7 +365,7 @@ def test_nodes_whose_state_is_read_are_never_padded_and_every_node_is_computed_o
     parents = (-1, 0, 1, 1, 0, 4, 4, 0)
     samples = Segments.from_lengths([33, 34, 34, 35, 29])
     tree = PrefixTree(segments=samples, parents=parents, lengths=lengths, leaves=(2, 3, 5, 6, 7))
-    delta = DeltaTree.cheapest(tree, call_cost=call_cost)
+    delta = BucketTree.cheapest(tree, call_cost=call_cost)
     members = [node for bucket in delta.buckets.buckets for node in bucket.members]
     assert sorted(members) == list(range(len(lengths)))
     calls = [call for level in delta.levels for call in level]

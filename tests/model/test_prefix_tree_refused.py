@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from vlmpack.families import Family
 from vlmpack.layout import Buckets, media_units, unshare
 from vlmpack.model import PackedStep, disable_packing, enable_packing
 from vlmpack.model.mechanisms import gated_delta_tree
-from vlmpack.model.mechanisms.gated_delta_tree import DeltaTree, HandedState
+from vlmpack.model.mechanisms.gated_delta_tree import BucketTree, HandedState
 from vlmpack.model.prefix_tree_row import PrefixTreeRow
 from vlmpack.model.row import PartTargets
 from vlmpack.testing import tiny_model
@@ -176,8 +177,8 @@ def padded_together(tree, nodes):
 
 
 def siblings_start_where_the_first_parent_ended(monkeypatch):
-    starts = DeltaTree._starts
-    monkeypatch.setattr(DeltaTree, "_starts", lambda *args: starts(*args[:3], [0] * len(args[3]), args[4]))
+    starts = BucketTree._starts
+    monkeypatch.setattr(BucketTree, "_starts", lambda *args: starts(*args[:3], [0] * len(args[3]), args[4]))
 
 
 BREAKAGES = [
@@ -252,24 +253,26 @@ def test_without_the_protocol_layers_run_along_the_paths(family, monkeypatch):
 
 @pytest.mark.parametrize("method", ["get_recurrent_state", "update_recurrent_state"])
 def test_a_protocol_that_loses_the_state_is_found_out(method, monkeypatch):
-    model = enable_packing(small("qwen3_5"))
-    layer_class = gated_delta_tree_class(model)
-    assert gated_delta_tree.hands_states(layer_class, model.config.text_config)
+    assert states_are_handed_on()
     monkeypatch.setattr(gated_delta_tree, "_HANDS", {})
     monkeypatch.setattr(HandedState, method, lambda *_, **__: None)
-    assert not gated_delta_tree.hands_states(layer_class, model.config.text_config)
+    assert not states_are_handed_on()
 
 
 def test_a_protocol_that_loses_the_gradient_is_found_out(monkeypatch):
-    model = enable_packing(small("qwen3_5"))
     monkeypatch.setattr(gated_delta_tree, "_HANDS", {})
 
     def copied(self, state, *_, **__):
         self.state = state.detach()
 
     monkeypatch.setattr(HandedState, "update_recurrent_state", copied)
-    assert not gated_delta_tree.hands_states(gated_delta_tree_class(model), model.config.text_config)
+    assert not states_are_handed_on()
+    with torch.no_grad():
+        assert states_are_handed_on()
 
 
-def gated_delta_tree_class(model):
-    return type(model.model.language_model.layers[0].linear_attn).__mro__[1]
+def states_are_handed_on():
+    model = small("qwen3_5")
+    layer_class = type(model.model.language_model.layers[0].linear_attn)
+    cut = partial(BucketTree.cheapest, call_cost=16)
+    return gated_delta_tree.hands_states(layer_class, model.config.text_config, cut, torch.device("cpu"))

@@ -18,7 +18,7 @@ from vlmpack.layout.batch import (
     lengths_from_mask,
     whole_numbers,
 )
-from vlmpack.layout.buckets import Bucket, Buckets, Spaced
+from vlmpack.layout.buckets import Bucket, Buckets
 from vlmpack.layout.device import (
     HostSync,
     around_graph,
@@ -63,6 +63,7 @@ from vlmpack.layout.sharing import (
     unshare,
     with_tree,
 )
+from vlmpack.layout.spaced import Spaced, SpacedNodes
 
 __all__ = [
     "AUDIO",
@@ -95,6 +96,7 @@ __all__ = [
     "Segments",
     "SlotRule",
     "Spaced",
+    "SpacedNodes",
     "around_graph",
     "check_is_tensor",
     "check_none_on_padding",

@@ -10,7 +10,7 @@ from vlmpack.model.head import target_logprobs
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.attention import layer_reaches, spans_in
 from vlmpack.model.mechanisms.experts import RouterStatistics, expert_layers
-from vlmpack.model.mechanisms.gated_delta import FlaCall, uses_fla
+from vlmpack.model.mechanisms.gated_delta_fla import FlaCall, uses_fla
 from vlmpack.model.path_attention import attend_along_paths
 from vlmpack.model.plain import compile_layers, find_model
 from vlmpack.model.result import LossCount, PackedOutput, StepResult, Work

@@ -13,7 +13,7 @@ samples of like length, or into single samples, whichever costs less (`layout.Bu
     row       A A A 0  B B B B B 0 0 0  C C 0 0
 
 A prefix tree is computed level by level, each node from the state of its parent (`gated_delta_tree`); where states
-cannot be handed on, along the paths of its samples, between projections that see every token once.
+cannot be handed on, along the paths of its samples.
 
 Context parallelism, by heads. Projections of tokens before the convolution and after the norm are the layer's own;
 between them each head runs along the sequence by itself, in the layer's own forward, on a stand-in with fewer heads:
@@ -25,25 +25,19 @@ between them each head runs along the sequence by itself, in the layer's own for
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
-from torch.torch_version import TorchVersion
 
-from vlmpack.errors import BackendError, ConfigError
-from vlmpack.families import Family
+from vlmpack.errors import ConfigError
 from vlmpack.layout import Buckets, Spaced, around_graph, outside_graph
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, plain_class, subclass
-from vlmpack.model.mechanisms.gated_delta_tree import DeltaTree, hands_states
+from vlmpack.model.mechanisms.gated_delta_fla import check_fla, fla_boundaries, uses_fla
+from vlmpack.model.mechanisms.gated_delta_tree import BucketTree, SpacedTree, hands_states
 from vlmpack.model.plain import check_not_bypassed
 from vlmpack.model.row import CONTEXT, RowContext
 
@@ -62,23 +56,26 @@ class GatedDelta(ClassMechanism):
         """Every gated delta layer, hidden states [B, S, D] in and out."""
         return [(layer, row_class) for layer in model.layer_parts(self.name)]
 
-    def prepare(self, setup: RowSetup) -> Buckets | Spaced | DeltaTree:
-        """Choose by cost. A prefix tree goes along the paths of its samples where states cannot be handed on: with
-        flash-linear-attention, whose recurrence of single tokens has no backward pass.
+    def prepare(self, setup: RowSetup) -> Buckets | Spaced | BucketTree | SpacedTree:
+        """Choose by what computes the recurrence, and by cost. A prefix tree goes along the paths of its samples where
+        states cannot be handed on.
 
         Raises:
             BackendError: flash-linear-attention computes the layers, and does so wrongly or not at all here.
         """
-        segments, device = setup.row.segments, setup.row.input_ids.device
+        segments, device, tree = setup.row.segments, setup.row.input_ids.device, setup.row.tree
+        layers = self.find(setup.model) if tree is not None else []
         if uses_fla(setup.model.family):
             check_fla(device, training=torch.is_grad_enabled())
-            return Spaced(segments=segments, reach=reach(setup.text_config))
-        call_cost = CALL_COST.get(device.type, CALL_COST["cuda"])
-        layers = self.find(setup.model) if setup.row.tree is not None else []
-        if layers and hands_states(plain_class(layers[0]), setup.text_config):
-            assert setup.row.tree is not None
-            return DeltaTree.cheapest(setup.row.tree, call_cost=call_cost)
-        return Buckets.cheapest(segments, call_cost=call_cost)
+            taps = reach(setup.text_config)
+            cut, whole = functools.partial(SpacedTree.of, reach=taps), Spaced(segments=segments, reach=taps)
+        else:
+            call_cost = CALL_COST.get(device.type, CALL_COST["cuda"])
+            cut = functools.partial(BucketTree.cheapest, call_cost=call_cost)
+            whole = Buckets.cheapest(segments, call_cost=call_cost)
+        if tree is None or not layers or not hands_states(plain_class(layers[0]), setup.text_config, cut, device):
+            return whole
+        return cut(tree)
 
     def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
         """Tokens that each layer computes."""
@@ -110,14 +107,15 @@ def run_on_row(
 ) -> torch.Tensor:
     """[1, t, D] through the layer, sample by sample. The layer stays out of compiled graphs: it would be compiled again
     for nearly every row, and torch 2.13's aot_eager fails in its backward pass on any batch of two."""
-    delta: Buckets | Spaced | DeltaTree = row.entries[GatedDelta.name]
+    delta: Buckets | Spaced | BucketTree | SpacedTree = row.entries[GatedDelta.name]
     if not delta.tokens:  # nothing but padding; the parameters up to here keep their place in the graph
         return plain_forward(layer, hidden_1tD * 0, **kwargs)
-    if isinstance(delta, DeltaTree):
+    if isinstance(delta, Spaced | SpacedTree):
+        check_zeros(layer)
+    if isinstance(delta, BucketTree | SpacedTree):
         return delta.run(functools.partial(plain_forward, layer, **kwargs), hidden_1tD)
     if isinstance(delta, Spaced):
-        check_zeros(layer)
-        kwargs = {**kwargs, **fla_boundaries(delta, hidden_1tD.device)}
+        kwargs = {**kwargs, **fla_boundaries(delta.stretches, hidden_1tD.device)}
 
     def on_samples(stand_in: nn.Module, row_1TD: torch.Tensor) -> torch.Tensor:
         return delta.join([plain_forward(stand_in, part, **kwargs) for part in delta.split(row_1TD)])
@@ -226,131 +224,3 @@ def _blocks(layer: Any) -> Mapping[str, Sequence[int]]:
     )
     names = {name for name, _ in layer.named_children() if name.startswith("in_proj")}
     return next((sizes for sizes in supported if sizes.keys() == names and layer.conv1d.bias is None), {})
-
-
-# ---------------------------------------------------------------------- flash-linear-attention, the package `fla`
-
-HOPPER, BLACKWELL = 9, (10, 12)
-"""First number of the compute capability of NVIDIA's chips."""
-
-CHUNK = 64
-"""fla's chunk size in tokens."""
-
-UNKNOWN_CHUNKS = "0.7"
-"""First fla version for which that is unverified."""
-
-_WRAPPED = ("implementation", "func")
-"""Closure variables under which wrappers keep the wrapped function: transformers' dispatcher, `kernels`."""
-
-
-def uses_fla(family: Family) -> bool:
-    """Return whether transformers has bound the recurrence to flash-linear-attention, whose kernel takes boundaries.
-
-    It did so, or not, when the family's module was imported. Anything else that computes the recurrence (PyTorch,
-    a hub kernel) is given sequences, which needs nothing of it.
-    """
-    rule = _wrapped(getattr(import_module(family.modelling), "torch_chunk_gated_delta_rule", None))
-    return str(getattr(rule, "__module__", "")).split(".")[0] == "fla"
-
-
-def _wrapped(function: Any) -> Any:
-    """The function at the bottom of these wrappers."""
-    called = function.forward if isinstance(function, nn.Module) else function
-    if not (inspect.isfunction(called) or inspect.ismethod(called)):
-        return called
-    kept = inspect.getclosurevars(called).nonlocals
-    inner = next((kept[name] for name in _WRAPPED if name in kept), None)
-    return called if inner is None else _wrapped(inner)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class FlaCall:
-    """A call of fla, by all that decides whether it is served."""
-
-    device: str
-    """Type of the device that the model is on."""
-    chip: int | None
-    """First number of the compute capability of an NVIDIA GPU; None: something else."""
-    fla: str
-    """Version of fla."""
-    triton: str | None
-    """Version of Triton, which its kernels are written in; None: not loaded."""
-    tilelang: bool
-    """True if tilelang is installed, which fla takes for what Triton gets wrong."""
-    training: bool
-    """True if gradients will be computed."""
-
-    @classmethod
-    def of(cls, device: torch.device, *, training: bool) -> FlaCall:
-        """A call on `device` with the fla that transformers has loaded."""
-        is_nvidia = device.type == "cuda" and torch.version.hip is None
-        return cls(
-            device=device.type,
-            chip=torch.cuda.get_device_capability(device)[0] if is_nvidia else None,
-            fla=sys.modules["fla"].__version__,
-            triton=getattr(sys.modules.get("triton"), "__version__", None),
-            tilelang=_is_installed("tilelang"),
-            training=training,
-        )
-
-    def unsupported(self) -> list[str]:
-        """Why fla must not serve this call, and what to do; empty: it may."""
-        version, reasons = TorchVersion(self.fla), []
-        if self.device == "cpu":
-            reasons.append(
-                "its kernels need a GPU and the model is on the CPU: move the model, or start Python without fla "
-                "(transformers binds its layers to it when they are imported)"
-            )
-        if version < "0.5.0":
-            reasons.append(
-                "before 0.5.0 it reads value heads that share a query head as if each had its own, and its gradients "
-                "are wrong on Hopper with Triton 3.4 and newer: install fla-core 0.5.2 or newer"
-            )
-        elif self.training and version < "0.5.2" and self.chip in (HOPPER, *BLACKWELL):
-            reasons.append(
-                "before 0.5.2 its backward pass fails on Hopper, and hangs or gives NaN on Blackwell: install fla-core "
-                "0.5.2 or newer"
-            )
-        if self.training and self.chip == HOPPER and _is_wrong_on_hopper(self.triton) and not self.tilelang:
-            reasons.append(
-                f"Triton {self.triton} compiles its backward pass wrongly on Hopper: install Triton 3.7.1 or newer, or "
-                "tilelang"
-            )
-        return reasons
-
-
-def check_fla(device: torch.device, *, training: bool) -> None:
-    """Check that fla computes a gated delta rule on `device`, and rightly.
-
-    Raises:
-        BackendError: it does not, with the reasons and what to do.
-    """
-    call = FlaCall.of(device, training=training)
-    reasons = call.unsupported()
-    if reasons:
-        raise BackendError(
-            f"transformers computes the gated delta layers with fla {call.fla}, which cannot serve this call: "
-            + "; ".join(reasons)
-        )
-
-
-def fla_boundaries(spaced: Spaced, device: torch.device) -> dict[str, torch.Tensor]:
-    """Keywords by which a gated delta layer hands the edges of `spaced` to fla; transformers leaves out what the loaded
-    version does not take.
-
-    fla reads the edges on the device. The other two, which it would derive from them, save a host–device sync.
-    """
-    edges = {"cu_seq_lens_q": spaced.cu_seqlens(device), "cu_seqlens_cpu": spaced.cu_seqlens("cpu")}
-    if TorchVersion(sys.modules["fla"].__version__) >= UNKNOWN_CHUNKS:
-        return edges
-    return {**edges, "chunk_indices": spaced.chunks(CHUNK, device)}
-
-
-def _is_wrong_on_hopper(triton: str | None) -> bool:
-    return triton is not None and "3.4" <= TorchVersion(triton) < "3.7.1"
-
-
-@functools.cache
-def _is_installed(package: str) -> bool:
-    return find_spec(package) is not None

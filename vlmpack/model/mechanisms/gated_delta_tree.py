@@ -8,8 +8,12 @@ The unmodified layer asks a cache for a recurrent state and for the tokens befor
 gives it new ones. `HandedState` stands in for that cache in one call. What it is given it keeps with its graph, where
 the cache of transformers copies into buffers that have none.
 
-Nodes of one level that have no children are computed in right-padded batches (`layout.Buckets`). Those that have some
-are never padded: their last state is read. They share a call with nodes of the same length.
+`BucketTree`, for a recurrence in PyTorch: nodes of one level that have no children are computed in right-padded batches
+(`layout.Buckets`). Those that have some are never padded: their last state is read. They share a call with nodes of the
+same length.
+
+`SpacedTree`, for kernels that restart at given boundaries (flash-linear-attention): one call a level, each node behind
+the tokens that the convolution reads before its first ones (`layout.SpacedNodes`).
 
 That protocol is an inner one of transformers. `hands_states` tries it out on a small layer of the same class, once a
 process; where it fails, layers run along the paths of the samples (`PrefixTreeRow.by_heads`).
@@ -18,7 +22,8 @@ process; where it fails, layers run along the paths of the samples (`PrefixTreeR
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, final
@@ -27,12 +32,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from vlmpack.layout import Bucket, Buckets, PrefixTree, Segments, to_device
+from vlmpack.layout import Bucket, Buckets, PrefixTree, Segments, SpacedNodes, to_device
+from vlmpack.model.mechanisms.gated_delta_fla import fla_boundaries
 
 # ---------------------------------------------------------------------- one call
 
 
-@final
 class HandedState:
     """Stands in for the cache of one layer in one call of n sequences. C channels of the convolution, which reads K
     tokens before each; H heads of the recurrence."""
@@ -91,7 +96,20 @@ class HandedState:
         return [self.state]
 
 
-# ---------------------------------------------------------------------- all calls of a tree
+@final
+class HandedStateAlone(HandedState):
+    """The same in a call of [1, W] tokens that hold those before the first ones of each node."""
+
+    def __init__(self, state_nHDD: torch.Tensor | None = None) -> None:
+        """Begin from what another call ended in; None: from nothing."""
+        super().__init__(state_nHDD=state_nHDD)
+
+    def update_conv_state(self, tokens_nCL: torch.Tensor, layer_idx: int, **settings: Any) -> torch.Tensor:
+        """[1, C, W]: the tokens as they are."""
+        return tokens_nCL
+
+
+# ---------------------------------------------------------------------- all calls of a tree, in buckets
 
 
 @final
@@ -107,7 +125,7 @@ class Call:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class DeltaTree:
+class BucketTree:
     """The calls of a gated delta layer that compute every token of a tree once."""
 
     buckets: Buckets
@@ -116,7 +134,7 @@ class DeltaTree:
     """The calls of each level, in the order of the buckets."""
 
     @classmethod
-    def cheapest(cls, tree: PrefixTree, *, call_cost: float) -> DeltaTree:
+    def cheapest(cls, tree: PrefixTree, *, call_cost: float) -> BucketTree:
         """Cut every level as `Buckets.cheapest` does; `call_cost`: the cost of one more call, in tokens."""
         have_children = {*tree.parents}
         buckets, levels = [], []
@@ -176,75 +194,128 @@ def _cut(tree: PrefixTree, nodes: Sequence[int], *, call_cost: float) -> list[Bu
     return [replace(bucket, members=tuple(nodes[i] for i in bucket.members)) for bucket in cut.buckets]
 
 
+# ---------------------------------------------------------------------- one call a level
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SpacedTree:
+    """The calls of a gated delta layer that compute a tree by kernels which restart at boundaries, one a level."""
+
+    tree: PrefixTree
+    """The tree, t tokens."""
+    levels: tuple[SpacedNodes, ...]
+    """The nodes of each depth."""
+
+    @classmethod
+    def of(cls, tree: PrefixTree, *, reach: int) -> SpacedTree:
+        """Cut a tree for a convolution that reads `reach` tokens before each token."""
+        return cls(tree=tree, levels=SpacedNodes.by_depth(tree, reach))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that all calls compute, those before each node included."""
+        return sum(level.tokens for level in self.levels)
+
+    def run(self, layer: Callable[..., torch.Tensor], hidden_1tD: torch.Tensor) -> torch.Tensor:
+        """[1, t, D] through a layer, [1, W, D], a cache and boundaries to [1, W, D], level by level."""
+        device, outputs = hidden_1tD.device, []
+        ended = None
+        for depth, level in enumerate(self.levels):
+            handed = HandedStateAlone(None if ended is None else self._starts(depth, ended))
+            (spaced,) = level.split(hidden_1tD)
+            computed = layer(spaced, cache_params=handed, **fla_boundaries(level.stretches, device))
+            outputs.append(level.join([computed]))
+            ended = handed.state
+        return torch.cat(outputs, 1).index_select(1, self._derived("order", device, self._order))
+
+    def _starts(self, depth: int, ended_mHDD: torch.Tensor) -> torch.Tensor:
+        """[n, H, D, D']: the state in which each stretch of a level starts, out of those in which the level above
+        ended; zeros where no node begins."""
+        level, above = self.levels[depth], self.levels[depth - 1]
+        device, parents = ended_mHDD.device, dict(zip(above.nodes, above.numbers, strict=True))
+        of_parent = self._derived(
+            ("parents", depth), device, lambda: np.asarray([parents[self.tree.parents[node]] for node in level.nodes])
+        )
+        of_node = self._derived(("nodes", depth), device, lambda: np.asarray(level.numbers))
+        starts = ended_mHDD.new_zeros(len(level.stretches.lengths), *ended_mHDD.shape[1:])
+        return starts.index_copy(0, of_node, ended_mHDD.index_select(0, of_parent))
+
+    def _order(self) -> np.ndarray:
+        """int64 [t]: where each token of the tree lies among the outputs of all levels."""
+        spans = [self.tree.nodes.spans[node] for level in self.levels for node in level.nodes]
+        return np.argsort(np.concatenate([np.arange(*span) for span in spans]))
+
+    def _derived(self, what: Hashable, device: torch.device, make: Callable[[], np.ndarray]) -> torch.Tensor:
+        return self.tree.nodes.derived(("spaced tree", what), device, make)
+
+
 # ---------------------------------------------------------------------- the protocol, tried out
 
-_HANDS: dict[type[nn.Module], bool] = {}
-"""By class of layer."""
+_HANDS: dict[tuple[type[nn.Module], str, bool], bool] = {}
+"""By class of layer, type of device, and whether gradients are computed."""
 
-_SIZES = {
-    "hidden_size": 8,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 4,
-}
 _PIECES = 5, 1, 2
 """Tokens of a node, of its child, and of its child's child."""
 _FORGETS = -4.0
 """Logarithm of a rate so low that states count: random ones forget within a few tokens."""
-CLOSE = 1e-4
-"""Largest error that counts as rounding, as a part of the largest entry."""
+CLOSE = {"cpu": 1e-4}
+CLOSE_IN_TF32 = 2e-2
+"""Largest error that counts as rounding, as a part of the largest entry, on a type of device, and on any other."""
 
 
-def hands_states(layer_class: Any, text_config: Any) -> bool:
-    """Return whether layers of this class compute, in pieces with `HandedState`, what they compute in one call, and the
-    same gradients.
+def hands_states(
+    layer_class: Any,
+    text_config: Any,
+    cut: Callable[[PrefixTree], BucketTree | SpacedTree],
+    device: torch.device,
+) -> bool:
+    """Return whether layers of this class compute, node by node with `HandedState`, what they compute in one call, and
+    the same gradients where gradients are computed.
 
     Args:
         layer_class: the class of an unmodified layer.
         text_config: the text part's configuration.
+        cut: cuts a tree into calls.
+        device: what the layers run on. A recurrence in PyTorch is tried out on the CPU all the same.
     """
-    if layer_class not in _HANDS:
+    chain = PrefixTree(segments=Segments.from_lengths([sum(_PIECES)]), parents=(-1, 0, 1), lengths=_PIECES, leaves=(2,))
+    delta = cut(chain)
+    device = device if isinstance(delta, SpacedTree) else torch.device("cpu")
+    key = layer_class, device.type, torch.is_grad_enabled()
+    if key not in _HANDS:
         try:
-            _HANDS[layer_class] = _is_exact(layer_class, text_config)
+            _HANDS[key] = _is_exact(layer_class, text_config, delta, device)
         except Exception:  # whatever another version of transformers raises: its protocol is another one
-            _HANDS[layer_class] = False
-    return _HANDS[layer_class]
+            _HANDS[key] = False
+    return _HANDS[key]
 
 
-def _is_exact(layer_class: Any, text_config: Any) -> bool:
-    """Compare outputs, and the gradient of the input, of a small layer on the CPU."""
-    small = copy.copy(text_config)
-    for name, size in _SIZES.items():
-        setattr(small, name, size)
+def _is_exact(layer_class: Any, text_config: Any, delta: BucketTree | SpacedTree, device: torch.device) -> bool:
+    """Compare outputs, and the gradient of the input, of a layer with few channels and the model's own heads."""
+    small, training = copy.copy(text_config), torch.is_grad_enabled()
+    small.hidden_size = 8
     # no device listed: the generator of the CPU alone is touched, and put back
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.device("cpu"):
         torch.default_generator.manual_seed(0)
         layer = layer_class(small, 0).float()
         nn.init.constant_(layer.A_log, _FORGETS)
         hidden = torch.randn(1, sum(_PIECES), small.hidden_size, dtype=torch.float32)
         weights = torch.randn_like(hidden)
-        with torch.autocast("cpu", enabled=False):
-            whole = _computed(layer, hidden, weights)
-            handed = HandedState()
-            in_pieces = _computed(lambda x: _in_pieces(layer, x, handed), hidden, weights)
-    return all(_are_close(a, b) for a, b in zip(whole, in_pieces, strict=True))
-
-
-def _in_pieces(layer: Any, hidden: torch.Tensor, handed: HandedState) -> torch.Tensor:
-    return torch.cat([layer(piece, cache_params=handed) for piece in hidden.split(_PIECES, dim=1)], 1)
+    layer, hidden, weights = layer.to(device), hidden.to(device), weights.to(device)
+    with torch.inference_mode(False), torch.set_grad_enabled(training), torch.autocast(device.type, enabled=False):
+        whole = _computed(layer, hidden, weights)
+        by_node = _computed(functools.partial(delta.run, layer), hidden, weights)
+    close = CLOSE.get(device.type, CLOSE_IN_TF32)
+    return all(bool((a - b).abs().max() <= close * a.abs().max()) for a, b in zip(whole, by_node, strict=True))
 
 
 def _computed(
     function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, gradient of the input)."""
-    leaf = hidden.clone().requires_grad_()
+) -> list[torch.Tensor]:
+    """The output, and the gradient of the input where gradients are computed."""
+    leaf = hidden.clone().requires_grad_(torch.is_grad_enabled())
     out = function(leaf)
-    (out * weights).sum().backward()
-    assert leaf.grad is not None
-    return out.detach(), leaf.grad
-
-
-def _are_close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool((a - b).abs().max() <= CLOSE * a.abs().max())
+    if not torch.is_grad_enabled():
+        return [out]
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaf)]

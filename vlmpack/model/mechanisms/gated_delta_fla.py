@@ -1,0 +1,153 @@
+"""Gated delta layers computed by flash-linear-attention, the package `fla`: when it does, when it must not, where it
+restarts."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import nn
+from torch.torch_version import TorchVersion
+
+from vlmpack.errors import BackendError
+from vlmpack.families import Family
+from vlmpack.layout import Segments, ranges
+
+HOPPER, BLACKWELL = 9, (10, 12)
+"""First number of the compute capability of NVIDIA's chips."""
+
+CHUNK = 64
+"""fla's chunk size in tokens."""
+
+UNKNOWN_CHUNKS = "0.7"
+"""First fla version for which that is unverified."""
+
+_WRAPPED = ("implementation", "func")
+"""Closure variables under which wrappers keep the wrapped function: transformers' dispatcher, `kernels`."""
+
+
+def uses_fla(family: Family) -> bool:
+    """Return whether transformers has bound the recurrence to flash-linear-attention, whose kernel takes boundaries.
+
+    It did so, or not, when the family's module was imported. Anything else that computes the recurrence (PyTorch,
+    a hub kernel) is given sequences, which needs nothing of it.
+    """
+    rule = _wrapped(getattr(import_module(family.modelling), "torch_chunk_gated_delta_rule", None))
+    return str(getattr(rule, "__module__", "")).split(".")[0] == "fla"
+
+
+def _wrapped(function: Any) -> Any:
+    """The function at the bottom of these wrappers."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    if not (inspect.isfunction(called) or inspect.ismethod(called)):
+        return called
+    kept = inspect.getclosurevars(called).nonlocals
+    inner = next((kept[name] for name in _WRAPPED if name in kept), None)
+    return called if inner is None else _wrapped(inner)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FlaCall:
+    """A call of fla, by all that decides whether it is served."""
+
+    device: str
+    """Type of the device that the model is on."""
+    chip: int | None
+    """First number of the compute capability of an NVIDIA GPU; None: something else."""
+    fla: str
+    """Version of fla."""
+    triton: str | None
+    """Version of Triton, which its kernels are written in; None: not loaded."""
+    tilelang: bool
+    """True if tilelang is installed, which fla takes for what Triton gets wrong."""
+    training: bool
+    """True if gradients will be computed."""
+
+    @classmethod
+    def of(cls, device: torch.device, *, training: bool) -> FlaCall:
+        """A call on `device` with the fla that transformers has loaded."""
+        is_nvidia = device.type == "cuda" and torch.version.hip is None
+        return cls(
+            device=device.type,
+            chip=torch.cuda.get_device_capability(device)[0] if is_nvidia else None,
+            fla=sys.modules["fla"].__version__,
+            triton=getattr(sys.modules.get("triton"), "__version__", None),
+            tilelang=_is_installed("tilelang"),
+            training=training,
+        )
+
+    def unsupported(self) -> list[str]:
+        """Why fla must not serve this call, and what to do; empty: it may."""
+        version, reasons = TorchVersion(self.fla), []
+        if self.device == "cpu":
+            reasons.append(
+                "its kernels need a GPU and the model is on the CPU: move the model, or start Python without fla "
+                "(transformers binds its layers to it when they are imported)"
+            )
+        if version < "0.5.0":
+            reasons.append(
+                "before 0.5.0 it reads value heads that share a query head as if each had its own, and its gradients "
+                "are wrong on Hopper with Triton 3.4 and newer: install fla-core 0.5.2 or newer"
+            )
+        elif self.training and version < "0.5.2" and self.chip in (HOPPER, *BLACKWELL):
+            reasons.append(
+                "before 0.5.2 its backward pass fails on Hopper, and hangs or gives NaN on Blackwell: install fla-core "
+                "0.5.2 or newer"
+            )
+        if self.training and self.chip == HOPPER and _is_wrong_on_hopper(self.triton) and not self.tilelang:
+            reasons.append(
+                f"Triton {self.triton} compiles its backward pass wrongly on Hopper: install Triton 3.7.1 or newer, or "
+                "tilelang"
+            )
+        return reasons
+
+
+def check_fla(device: torch.device, *, training: bool) -> None:
+    """Check that fla computes a gated delta rule on `device`, and rightly.
+
+    Raises:
+        BackendError: it does not, with the reasons and what to do.
+    """
+    call = FlaCall.of(device, training=training)
+    reasons = call.unsupported()
+    if reasons:
+        raise BackendError(
+            f"transformers computes the gated delta layers with fla {call.fla}, which cannot serve this call: "
+            + "; ".join(reasons)
+        )
+
+
+def fla_boundaries(stretches: Segments, device: torch.device) -> dict[str, torch.Tensor]:
+    """Keywords by which a gated delta layer tells fla where its recurrence restarts; transformers leaves out what the
+    loaded version does not take.
+
+    fla reads the edges on the device. The other two, which it would derive from them, save a host–device sync.
+    """
+    edges = {"cu_seq_lens_q": stretches.cu_seqlens(device), "cu_seqlens_cpu": stretches.cu_seqlens("cpu")}
+    if TorchVersion(sys.modules["fla"].__version__) >= UNKNOWN_CHUNKS:
+        return edges
+    return {**edges, "chunk_indices": stretches.derived(("chunks", CHUNK), device, partial(_chunks, stretches))}
+
+
+def _chunks(stretches: Segments) -> np.ndarray:
+    """int32 [C, 2]: (stretch, chunk of it) of each run of at most CHUNK tokens that no edge cuts."""
+    counts = -(-np.asarray(stretches.lengths) // CHUNK)
+    return np.stack([np.repeat(np.arange(len(counts)), counts), ranges(0, counts)], 1).astype(np.int32)
+
+
+def _is_wrong_on_hopper(triton: str | None) -> bool:
+    return triton is not None and "3.4" <= TorchVersion(triton) < "3.7.1"
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    return find_spec(package) is not None
