@@ -1,5 +1,7 @@
 """What test_delta_fla.py runs in a process of its own, where a stand-in for flash-linear-attention is on the path.
 
+    python fla_rows.py FAMILY ...
+
 Writes one JSON object to standard output: by family, what each case below saw.
 """
 
@@ -34,6 +36,14 @@ GPU = FlaCall(device="cuda", chip=8, fla="0.6.0", triton="3.7.1", tilelang=False
 def main(families: list[str]) -> None:
     torch.set_num_threads(1)
     json.dump({family: cases(family) for family in families}, sys.stdout)
+
+
+def of_kernels(family: str) -> dict[str, Any]:
+    """Only a row and a tree: by Triton's interpreter they take minutes."""
+    model = tiny_model(family, seed=3, layers=4).train()
+    truth = alone_through(model, [build_sample(model.config, stretches=[n]) for n in (12, 2, 70)])
+    with mock.patch.object(FlaCall, "of", return_value=GPU):
+        return {"fla": uses_fla(family_named(family)), "exact": compared(model, truth), "tree": of_tree(model)}
 
 
 def cases(family: str) -> dict[str, Any]:
