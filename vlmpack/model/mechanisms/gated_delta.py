@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any, ClassVar, final
@@ -64,17 +65,17 @@ class GatedDelta(ClassMechanism):
             BackendError: flash-linear-attention computes the layers, and does so wrongly or not at all here.
         """
         segments, device, tree = setup.row.segments, setup.row.input_ids.device, setup.row.tree
-        layers = self.find(setup.model) if tree is not None else []
         if uses_fla(setup.model.family):
             check_fla(device, training=torch.is_grad_enabled())
-            taps = reach(setup.text_config)
-            cut, whole = functools.partial(SpacedTree.of, reach=taps), Spaced(segments=segments, reach=taps)
+            taps, tried_on = reach(setup.text_config), device
+            cut, whole = partial(SpacedTree.of, reach=taps), partial(Spaced, segments=segments, reach=taps)
         else:
-            call_cost = CALL_COST.get(device.type, CALL_COST["cuda"])
-            cut = functools.partial(BucketTree.cheapest, call_cost=call_cost)
-            whole = Buckets.cheapest(segments, call_cost=call_cost)
-        if tree is None or not layers or not hands_states(plain_class(layers[0]), setup.text_config, cut, device):
-            return whole
+            call_cost, tried_on = CALL_COST.get(device.type, CALL_COST["cuda"]), torch.device("cpu")
+            cut = partial(BucketTree.cheapest, call_cost=call_cost)
+            whole = partial(Buckets.cheapest, segments, call_cost=call_cost)
+        layers = self.find(setup.model) if tree is not None else []
+        if tree is None or not layers or not hands_states(plain_class(layers[0]), setup.text_config, cut, tried_on):
+            return whole()
         return cut(tree)
 
     def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
@@ -113,7 +114,7 @@ def run_on_row(
     if isinstance(delta, Spaced | SpacedTree):
         check_zeros(layer)
     if isinstance(delta, BucketTree | SpacedTree):
-        return delta.run(functools.partial(plain_forward, layer, **kwargs), hidden_1tD)
+        return delta.run(partial(plain_forward, layer, **kwargs), hidden_1tD)
     if isinstance(delta, Spaced):
         kwargs = {**kwargs, **fla_boundaries(delta.stretches, hidden_1tD.device)}
 
@@ -124,7 +125,7 @@ def run_on_row(
         return on_samples(layer, hidden_1tD)
     heads = DeltaHeads(layer, row.part.ranks)
     if not heads.is_possible:
-        return row.part.on_whole_row(functools.partial(on_samples, layer), hidden_1tD)
+        return row.part.on_whole_row(partial(on_samples, layer), hidden_1tD)
     stand_in = heads.stand_in(row.part.rank)
     computed_tF = row.part.by_heads(
         heads.project(hidden_1tD[0]), lambda row_TF: on_samples(stand_in, row_TF[None])[0], "gated delta"

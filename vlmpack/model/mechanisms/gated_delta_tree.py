@@ -277,18 +277,21 @@ def hands_states(
         layer_class: the class of an unmodified layer.
         text_config: the text part's configuration.
         cut: cuts a tree into calls.
-        device: what the layers run on. A recurrence in PyTorch is tried out on the CPU all the same.
+        device: where to try it out; any that computes the layers will do.
     """
-    chain = PrefixTree(segments=Segments.from_lengths([sum(_PIECES)]), parents=(-1, 0, 1), lengths=_PIECES, leaves=(2,))
-    delta = cut(chain)
-    device = device if isinstance(delta, SpacedTree) else torch.device("cpu")
     key = layer_class, device.type, torch.is_grad_enabled()
     if key not in _HANDS:
         try:
-            _HANDS[key] = _is_exact(layer_class, text_config, delta, device)
+            _HANDS[key] = _is_exact(layer_class, text_config, cut(_chain()), device)
         except Exception:  # whatever another version of transformers raises: its protocol is another one
             _HANDS[key] = False
     return _HANDS[key]
+
+
+def _chain() -> PrefixTree:
+    """One sample, cut into its nodes."""
+    sample = Segments.from_lengths([sum(_PIECES)])
+    return PrefixTree(segments=sample, parents=(-1, 0, 1), lengths=_PIECES, leaves=(2,))
 
 
 def _is_exact(layer_class: Any, text_config: Any, delta: BucketTree | SpacedTree, device: torch.device) -> bool:
