@@ -124,7 +124,12 @@ def untried() -> Any:
 @contextmanager
 def no_states() -> Iterator[None]:
     """Every node starts from nothing."""
-    with untried(), mock.patch.object(HandedState, "get_recurrent_state", lambda *_, **__: None):
+    honest = HandedState.update_recurrent_state
+
+    def update(self: HandedState, state: torch.Tensor, *place: Any, **kwargs: Any) -> None:
+        honest(self, 0 * state, *place, **kwargs)
+
+    with untried(), mock.patch.object(HandedState, "update_recurrent_state", update):
         yield
 
 
@@ -158,7 +163,7 @@ def refused_states() -> Iterator[None]:
     """As where transformers asks for something else."""
     with (
         mock.patch.dict(gated_delta_tree._HANDS, clear=True),
-        mock.patch.object(HandedState, "get_recurrent_state", None),
+        mock.patch.object(HandedState, "update_recurrent_state", None),
     ):
         yield
 
