@@ -94,7 +94,7 @@ class Softmax(NamedTuple):
     dropout: float
     """Probability of dropping an attention weight."""
     pattern: Pattern = CAUSAL
-    """What the layer does beside causal attention; in a span's call, without the causal limit, its window too."""
+    """Limits beside the causal one; in a span's call, without the causal limit, its window too."""
 
 
 class Backend(ABC):

@@ -79,7 +79,7 @@ class Spaced:
 
     @cached_property
     def stretches(self) -> Segments:
-        """What lies between two edges, one after the other: the boundaries that a kernel is given."""
+        """Stretches between two edges, one after the other: the boundaries that a kernel is given."""
         return Segments.from_lengths([stop - start for start, stop in pairwise(self.edges)])
 
     def _places(self, device: torch.device) -> torch.Tensor:

@@ -116,7 +116,7 @@ class PrefixTreeRow(RowPart):
         return part_t.index_select(0, self.tree.place(part_t.device))
 
     def for_each_sample(self, part_t: torch.Tensor) -> torch.Tensor:
-        """As `gather`."""
+        """Lay out as the row, like `gather`."""
         return self.gather(part_t)
 
     def attend(

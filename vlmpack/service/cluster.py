@@ -51,7 +51,7 @@ class ClusterSettings:
     gpus: int = 0
     """GPUs of each rank: 0 or 1."""
     name: str = ""
-    """What clients call the model; empty: its own name."""
+    """The name of the model for clients; empty: its own."""
     dtype: str = ""
     """Of the weights; empty: bfloat16 on a GPU, float32 without one."""
     row_tokens: int = ServiceLimits.row_tokens

@@ -176,21 +176,21 @@ class DistributedSampling:
         return self._sampler.is_idle
 
     def open(self, session_id: str, folder: Path | None) -> None:
-        """As `SamplingEngine.open`."""
+        """Call `SamplingEngine.open` on every rank."""
         self._engine.call("open_sampling", session_id=session_id, folder=folder)
 
     def close(self, session_id: str) -> None:
-        """As `SamplingEngine.close`."""
+        """Call `SamplingEngine.close` on every rank."""
         self._engine.call("close_sampling", session_id=session_id)
 
     def add(self, key: str, session_id: str, prompt: EncodedSequence, request: Sample) -> None:
-        """As `SamplingEngine.add`; a random seed is drawn once."""
+        """Call `SamplingEngine.add` on every rank; a random seed is drawn once."""
         if request.params.seed is None:
             request = replace(request, params=replace(request.params, seed=secrets.randbits(63)))
         self._engine.call("add_sample", key=key, session_id=session_id, prompt=prompt, request=request)
 
     def step(self) -> list[Finished]:
-        """As `SamplingEngine.step`."""
+        """Call `SamplingEngine.step` on every rank."""
         return self._engine.call("step_sampling")
 
 
@@ -228,11 +228,11 @@ class DistributedEngine:
     # ------------------------------------------------------------------ this rank's own
 
     def encode(self, request: ForwardBackward) -> EncodedRequest:
-        """As `Engine.encode`; any thread."""
+        """Call `Engine.encode` on this rank; any thread."""
         return self._engine.encode(request)
 
     def encode_prompt(self, request: Sample) -> EncodedSequence:
-        """As `Engine.encode_prompt`; any thread."""
+        """Call `Engine.encode_prompt` on this rank; any thread."""
         return self._engine.encode_prompt(request)
 
     def models(self) -> tuple[str, ...]:
@@ -240,38 +240,38 @@ class DistributedEngine:
         return self._engine.models()
 
     def save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
-        """As `Engine.save`: all ranks have the same weights and moments."""
+        """Call `Engine.save` on this rank: all ranks have the same weights and moments."""
         self._engine.save(model_id, folder, optimizer=optimizer)
 
     def open_weights(self, folder: Path | None) -> Weights:
-        """As `Engine.open_weights`."""
+        """Call `Engine.open_weights` on this rank."""
         return self._engine.open_weights(folder)
 
     # ------------------------------------------------------------------ every rank's
 
     def create(self, model_id: str, lora: LoraConfig | None) -> None:
-        """As `Engine.create`; a random seed is drawn once."""
+        """Call `Engine.create` on every rank; a random seed is drawn once."""
         if lora is not None and lora.seed is None:
             lora = replace(lora, seed=secrets.randbits(63))
         self.call("create", model_id=model_id, lora=lora)
 
     def create_from(self, model_id: str, folder: Path, *, optimizer: bool) -> LoraConfig | None:
-        """As `Engine.create_from`."""
+        """Call `Engine.create_from` on every rank."""
         return self.call("create_from", model_id=model_id, folder=folder, optimizer=optimizer)
 
     def free(self, model_id: str) -> None:
-        """As `Engine.free`."""
+        """Call `Engine.free` on every rank."""
         self.call("free", model_id=model_id)
 
     def load(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
-        """As `Engine.load`."""
+        """Call `Engine.load` on every rank."""
         self.call("load", model_id=model_id, folder=folder, optimizer=optimizer)
 
     def forward_backward(self, requests: Sequence[EncodedRequest]) -> DistributedWork:
-        """As `Engine.forward_backward`."""
+        """Call `Engine.forward_backward` on every rank."""
         number, self._numbers = self._numbers, self._numbers + 1
         return DistributedWork(self, number, self.call("forward_backward", work=number, requests=list(requests)))
 
     def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResult:
-        """As `Engine.optim_step`."""
+        """Call `Engine.optim_step` on every rank."""
         return self.call("optim_step", model_id=model_id, adam=adam)

@@ -111,7 +111,7 @@ class Growing:
         self.logprobs: list[float] = []
         """Their log-probabilities."""
         self.unsure: list[Draw] = []
-        """Those of them that rounding could change, and that are not checked."""
+        """Draws that rounding could change, and that are not checked."""
         self.stop_reason: StopReason | None = None
         """Why it ended; None: it goes on."""
         self.error: str | None = None

@@ -82,7 +82,7 @@ class RowItem:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ComputedRow:
-    """What came of a row."""
+    """The results of one row."""
 
     results: list[DatumResult]
     """Of its datums, in order."""

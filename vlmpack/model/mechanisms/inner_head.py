@@ -23,7 +23,7 @@ from vlmpack.model.row import CONTEXT
 _OF_THE_HEAD = ("labels", "logits_to_keep")
 """Inputs of a text part with a head that the part without it does not take."""
 _SWITCHED_OFF = "output_attentions"
-"""What the model hands on, though nothing is asked for, and attention of rows refuses to be asked for."""
+"""Outputs that the model hands on by itself, and that attention of rows refuses to record."""
 
 
 @final

@@ -261,7 +261,7 @@ def _twin_of_paths(module: nn.Module, parts: Mapping[str, nn.Module]) -> Any:
 
 @final
 class _Output:
-    """What a backbone returns: hidden states, and None under every other name."""
+    """The output of a backbone: hidden states, and None under every other name."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
