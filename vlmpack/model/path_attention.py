@@ -75,7 +75,7 @@ class _Place(NamedTuple):
 
 @final
 class _Saved:
-    """The tensors that one attention call saved for its backward pass: keys and values before they were gathered, then the others.
+    """The tensors that one attention call saved: keys and values before they were gathered, then the others.
 
     It holds tensors only while the call runs, and again from when `_Keep` has restored them.
     """

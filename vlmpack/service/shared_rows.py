@@ -26,7 +26,7 @@ from vlmpack.model import CONTEXT, ModelParts
 from vlmpack.service.adapters import Adapters, Span
 
 MECHANISMS = ("gated_delta", "short_conv")
-"""Mechanisms of such layers."""
+"""Mechanisms whose layers compute a row in parts."""
 
 
 @final

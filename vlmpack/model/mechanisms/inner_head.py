@@ -23,7 +23,7 @@ from vlmpack.model.row import CONTEXT
 _OF_THE_HEAD = ("labels", "logits_to_keep")
 """Inputs of a text part with a head that the part without it does not take."""
 _SWITCHED_OFF = "output_attentions"
-"""Outputs that the model hands on by itself, and that attention of rows refuses to record."""
+"""An input that the model hands on unasked, and that attention of rows refuses."""
 
 
 @final
