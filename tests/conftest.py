@@ -28,7 +28,7 @@ from torch._dynamo.utils import counters
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiers import mark_families, mark_products, mark_siblings, without_others
+from tiers import mark_families, mark_products, mark_siblings, skip_without_packages, without_others
 
 hypothesis.settings.register_profile(
     "vlmpack",
@@ -48,11 +48,12 @@ THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two tiers, see `tiers`; and a test that needs a GPU says so where there is none."""
+    """Two tiers, see `tiers`; and a test that needs a GPU or a package says so where there is none."""
     items[:] = without_others(items)
     mark_families(items)
     mark_siblings(items)
     mark_products(items)
+    skip_without_packages(items)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -123,6 +123,32 @@ def _reads_qwen(item: pytest.Item) -> bool:
     return item.nodeid.startswith(READ_QWEN) and _is_shown_by_others(item)
 
 
+TAKE_PROCESSORS = (
+    "tests/collate/",
+    "tests/data/",
+    "tests/probing/test_run.py",
+    "tests/store/",
+    "tests/trainer/test_dpo.py",
+    "tests/trainer/test_end_to_end.py",
+    "tests/trainer/test_grpo.py",
+    "tests/trainer/test_sft.py",
+)
+"""Tests that samples of families beyond Qwen go through by their processors."""
+
+
+def skip_without_packages(items: Iterable[pytest.Item]) -> None:
+    """Skip tests with a family whose processor needs a package that cannot be imported, such as torchvision."""
+    from vlmpack.testing.family_processors import RECIPES, missing_packages
+
+    needing = frozenset(family for family, recipe in RECIPES.items() if recipe.packages)
+    for item in items:
+        families = _families_in(item, needing) if item.nodeid.startswith(TAKE_PROCESSORS) else ()
+        for family in families:
+            if missing := missing_packages(family):
+                reason = f"{RECIPES[family].processor} needs {' and '.join(missing)}"
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
 MADE_OF_OTHERS = frozenset({"aya_vision", "cohere2_vision"})
 """Families of which every part is one of others in these tiers: InternVL's tiles, Cohere 2's text."""
 
@@ -184,9 +210,14 @@ def _is_shown_by_others(item: pytest.Item) -> bool:
 
 def _has_family(item: pytest.Item, families: frozenset[str]) -> bool:
     """Return whether a parameter of a test is one of these families."""
+    return bool(_families_in(item, families))
+
+
+def _families_in(item: pytest.Item, families: frozenset[str]) -> list[str]:
+    """Which of these families are parameters of a test."""
     parameters = getattr(item, "callspec", None)
     values = () if parameters is None else parameters.params.values()
-    return any(isinstance(value, str) and value in families for value in values)
+    return [value for value in values if isinstance(value, str) and value in families]
 
 
 @cache

@@ -8,7 +8,8 @@ from tiers import tiers
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.testing import tiny_processor
-from vlmpack.testing.family_processors import GEMMA_TEMPLATE, RECIPES
+from vlmpack.testing.family_processors import RECIPES
+from vlmpack.testing.family_templates import GEMMA_TEMPLATE
 
 pytestmark = pytest.mark.every_family
 
@@ -23,8 +24,18 @@ ENDS = {
     "paddleocr_vl": "<eos>",
     "ernie4_5_vl_moe": "<eos>",
     "aya_vision": "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+    "cohere2_vision": "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+    "llama4": "<|eot|>",
+    "gemma4_unified": "<turn|>",
+    "kimi_k25": "<|im_end|>",
+    "lfm2_vl": "<|im_end|>",
+    "mistral3": "</s>",
+    "minicpmv4_6": "<|im_end|>",
+    "smolvlm": "<end_of_utterance>",
 }
 """What ends an answer in families whose templates mark none."""
+BEGINNINGS = {"idefics3": " ", "smolvlm": " ", "kimi_k25": "<think></think>"}
+"""What is written before an answer and is learnt with it."""
 MARKED = {"llava": "{} ", "llava_next": "{} ", "llava_onevision": "\n{}"}
 """What the templates of the others mark (`{% generation %}`)."""
 ASK = {"role": "user", "content": "What is the total?"}
@@ -44,8 +55,7 @@ def learnt_of(family, messages, *, processor=None, **settings):
 def expected(family, *answers):
     if family in MARKED:
         return "".join(MARKED[family].format(answer) for answer in answers)
-    space = " " if family == "idefics3" else ""
-    return "".join(f"{space}{answer}{ENDS[family]}" for answer in answers)
+    return "".join(f"{BEGINNINGS.get(family, '')}{answer}{ENDS[family]}" for answer in answers)
 
 
 @pytest.mark.parametrize("family", tiers(CHATTING, SHOWN))

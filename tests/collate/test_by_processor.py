@@ -15,6 +15,7 @@ from vlmpack.data.images import ImageLimits
 from vlmpack.errors import SampleError
 from vlmpack.families import FAMILIES
 from vlmpack.testing import tiny_processor
+from vlmpack.testing.family_processors import tile_sizes
 
 pytestmark = [
     pytest.mark.every_family,
@@ -75,7 +76,7 @@ def test_tokens_and_tensors_equal_the_processor_s_own(family, count):
     assert bool(media) == bool(count)
     metadata = batch["vlmpack"]
     assert metadata.images_per_sample == ((count,) if count else ())
-    image_id = processor_of(family).image_token_ids[0]
+    image_id = tile_sizes(processor_of(family))["image_token_id"]
     if count and FAMILIES[family].has_grids:
         assert metadata.image_grids == tuple(map(tuple, truth["image_grid_thw"].tolist()))
     else:

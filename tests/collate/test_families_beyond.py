@@ -33,11 +33,16 @@ def features():
     ]
 
 
+def collator_of(processor, **settings):
+    """Pixels of the weights' type: Llama 4's processor makes bfloat16."""
+    return VLMCollator(processor, pixel_dtype=torch.float32, **settings)
+
+
 def alone(model, processor):
     """Logits and summed loss of each sample by itself, and the gradients of all losses, by the unpacked model."""
     logits, loss = [], torch.zeros(())
     for feature in features():
-        batch = VLMCollator(processor)([feature])
+        batch = collator_of(processor)([feature])
         del batch[METADATA_KEY]
         out = model(**batch)
         logits.append(out.logits[0].detach())
@@ -65,7 +70,7 @@ def test_collated_samples_are_trained_as_alone(family):
     model = tiny_model(family, seed=3, processor=processor).eval()
     limits = limits_of(family)
     logits, loss, gradients = alone(model, processor)
-    row = VLMCollator(processor, layout="packed").collate(features())
+    row = collator_of(processor, layout="packed").collate(features())
     result = PackedStep(model)(row, logits=True)
     result.loss_sum.backward()
     assert result.num_targets == row.metadata.num_targets
@@ -82,7 +87,7 @@ def test_padded_batches_are_trained_as_alone(family):
     model = tiny_model(family, seed=3, processor=processor).eval()
     limits = limits_of(family)
     _, loss, gradients = alone(model, processor)
-    batch = VLMCollator(processor)(features())
+    batch = collator_of(processor)(features())
     targets = batch[METADATA_KEY].num_targets
     enable_packing(model)
     ours = model(**batch).loss * targets

@@ -8,7 +8,9 @@ from tiers import tiers
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_processor, save_processor
+from vlmpack.errors import FamilyError
 from vlmpack.testing import tiny_processor
+from vlmpack.testing.family_processors import build_processor, missing_packages
 
 pytestmark = pytest.mark.every_family
 
@@ -47,3 +49,13 @@ def test_a_processor_and_its_collator_reach_a_worker(family):
     collator = VLMCollator(tiny_processor(family))
     copied = pickle.loads(pickle.dumps(collator))
     same_batches(copied([sample_of(family)]), collator([sample_of(family)]))
+
+
+def test_a_processor_that_needs_a_package_is_refused_by_its_name(hide_package):
+    hide_package("torchvision")
+    missing_packages.cache_clear()
+    try:
+        with pytest.raises(FamilyError, match="the processor of cohere2_vision needs torchvision; install it"):
+            build_processor("cohere2_vision", 800, str)
+    finally:
+        missing_packages.cache_clear()

@@ -212,12 +212,13 @@ class ProcessorEncoder:
                 f"its text has {len(places)} image placeholder(s) {token!r} for {len(images)} image(s); the chat "
                 "template (or the prompt) must write one for each image",
             )
-        gains = accumulate((len(v.written) - len(token) for v in images), initial=0)
-        spans = [(a + gain, a + gain + len(v.written)) for (a, _), gain, v in zip(places, gains, images, strict=False)]
+        texts = self.images.texts_of(images, text)
+        gains = accumulate((len(written) - len(token) for written in texts), initial=0)
+        spans = [(a + gain, a + gain + len(to)) for (a, _), gain, to in zip(places, gains, texts, strict=False)]
         kept = [
             text[a:b] for a, b in zip([0, *(b for _, b in places)], [*(a for a, _ in places), len(text)], strict=True)
         ]
-        expanded = "".join(part for pair in zip(kept, [*(v.written for v in images), ""], strict=True) for part in pair)
+        expanded = "".join(part for pair in zip(kept, [*texts, ""], strict=True) for part in pair)
         return expanded, tuple(places), tuple(spans)
 
     @cached_property

@@ -25,7 +25,7 @@ from PIL import Image
 from vlmpack.collate.columns import Kind, MediaRef
 from vlmpack.collate.encoded import Encoded, Visual, check_pixels
 from vlmpack.collate.media import BatchMedia, read_named
-from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
+from vlmpack.collate.processor_metadata import ProcessorMetadata, class_in, parts_of
 from vlmpack.collate.vision_keys import IMAGE_KEYS, Size, has_image_keys
 from vlmpack.data import ImageError, ImageLimits, load_image, read_size
 from vlmpack.errors import ConfigError, Refusal
@@ -35,6 +35,10 @@ TRIALS: tuple[Size, ...] = ((97, 61), (371, 223), (300, 1200), (1100, 800))
 """Heights and widths of images on which a processor's count is tried: upright, wide, and large enough for crops."""
 SIZES_KEPT = 4096
 """Sizes of images whose text is kept."""
+OPTIONS_OF_IMAGES: Mapping[str, Sequence[str]] = {"Lfm2VlProcessor": ("use_image_special_tokens",)}
+"""Options of a processor that it hands on with those of images, by its class."""
+NUMBERING = ("MiniCPMV4_6Processor",)
+"""Classes of processors that may write before each image which one of its sample it is."""
 
 
 @final
@@ -116,7 +120,7 @@ class ProcessorImages:
         Raises:
             ConfigError: the processor makes no `pixel_values` of them.
         """
-        processed, texts = self.processor._process_images([list(images)], **self._options)
+        processed, texts = self.processor._process_images([list(images)], **self._image_options)
         tensors = {name: processed[name] for name in self._names if name in processed}
         if "pixel_values" not in tensors or len(texts) != len(images):
             raise ConfigError(
@@ -127,6 +131,13 @@ class ProcessorImages:
             {name: _of_image(tensor, at, len(images)) for name, tensor in tensors.items()} for at in range(len(images))
         ]
         return tuple(self._visual(part, text) for part, text in zip(parts, texts, strict=True))
+
+    def texts_of(self, images: Sequence[Visual], text: str) -> list[str]:
+        """The texts in place of the placeholders in `text`, numbered where the processor numbers a sample's images."""
+        texts = [image.written for image in images]
+        if self._numbers_images and images:
+            return self.processor._prepend_local_ids([text], texts, self.metadata.image_token)
+        return texts
 
     def runs_of(self, written: str) -> tuple[int, ...]:
         """Count the placeholders of each unbroken run in the text of an image."""
@@ -226,9 +237,24 @@ class ProcessorImages:
 
     @cached_property
     def _options(self) -> dict[str, Any]:
+        """Options of a call of the processor: those of images, of texts, and its own."""
         tokenizer = parts_of(self.processor).tokenizer
-        merged = self.processor._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt")
-        return merged["images_kwargs"]
+        return self.processor._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt")
+
+    @cached_property
+    def _image_options(self) -> dict[str, Any]:
+        """Options of its images, and those of its own that it hands on with them; texts' come first, as it has it."""
+        names = OPTIONS_OF_IMAGES.get(class_in(self.processor, OPTIONS_OF_IMAGES), ())
+        its = {name: self._options["text_kwargs"].get(name, self._options[name]) for name in names}
+        return self._options["images_kwargs"] | its
+
+    @cached_property
+    def _numbers_images(self) -> bool:
+        """True if the processor writes before each image which one of its sample it is."""
+        if not class_in(self.processor, NUMBERING):
+            return False
+        chosen = self._options["images_kwargs"].get("use_image_id", self._options["use_image_id"])
+        return self.processor.default_use_image_id if chosen is None else chosen
 
     @cached_property
     def _names(self) -> tuple[str, ...]:

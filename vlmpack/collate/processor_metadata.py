@@ -216,7 +216,7 @@ def read_processor(processor: Any, *, vocab_size: int | None = None) -> Processo
 
     if isinstance(processor, PreTrainedTokenizerBase):
         settings = {} if _is_chatml(processor) else _template_settings(processor, ())
-    elif _class_in(processor, (*QWEN, *OMNI)):
+    elif class_in(processor, (*QWEN, *OMNI)):
         settings = _qwen_settings(processor)
     else:
         settings = processor_settings(processor)
@@ -248,7 +248,7 @@ def metadata_of(processor: Any, settings: Mapping[str, Any], *, vocab_size: int 
 def _qwen_settings(processor: Any) -> dict[str, Any]:
     videos, parts = family_of_processor(processor).videos, parts_of(processor)
     tokens = {"image_token": processor.image_token, "video_token": processor.video_token}
-    if _class_in(processor, OMNI):
+    if class_in(processor, OMNI):
         tokens |= {
             "vision_start": processor.vision_bos_token,
             "vision_end": processor.vision_eos_token,
@@ -266,7 +266,7 @@ def _qwen_settings(processor: Any) -> dict[str, Any]:
         "merge_size": parts.image_processor.merge_size,
         "temporal_patch_size": parts.image_processor.temporal_patch_size,
         "frame_timestamps": videos is run_per_frame,
-        "seconds_per_grid": videos is timed_run or bool(_class_in(processor, OMNI)),
+        "seconds_per_grid": videos is timed_run or bool(class_in(processor, OMNI)),
     }
 
 
@@ -295,15 +295,15 @@ def processor_settings(processor: Any) -> dict[str, Any]:
             "asked how it writes an image; use transformers 5.23 or later"
         ) from error
     vocab = tokenizer.get_vocab()
-    if (named := _class_in(processor, PLACEHOLDERS)) and PLACEHOLDERS[named] in vocab:
+    if (named := class_in(processor, PLACEHOLDERS)) and PLACEHOLDERS[named] in vocab:
         image_ids = [vocab[PLACEHOLDERS[named]], *image_ids]
-    start, end = BORDERS.get(_class_in(processor, BORDERS), ("", ""))
+    start, end = BORDERS.get(class_in(processor, BORDERS), ("", ""))
     placeholder = tokenizer.convert_ids_to_tokens(image_ids[0])
     return {
         **_template_settings(tokenizer, (image_token, placeholder)),
         "image_token": image_token,
         "image_token_id": image_ids[0],
-        "images_together": bool(_class_in(processor, IMAGES_TOGETHER)),
+        "images_together": bool(class_in(processor, IMAGES_TOGETHER)),
         "border_ids": tuple(image_ids[1:]),
         "vision_start": start,
         "vision_end": end,
@@ -324,7 +324,7 @@ def _video_settings(processor: Any, family: Family, vocab: Mapping[str, int]) ->
     return {"video_ends": ends if len(ends) == len(VIDEO_ENDS) else (), "frame_timestamps": True}
 
 
-def _class_in(processor: Any, names: Collection[str]) -> str:
+def class_in(processor: Any, names: Collection[str]) -> str:
     """The name among these of a processor's class, or of one that it is derived from; "": there is none."""
     return next((cls.__name__ for cls in type(processor).__mro__ if cls.__name__ in names), "")
 

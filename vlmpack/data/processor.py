@@ -20,6 +20,8 @@ QWEN = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
 """Classes of processors that need nothing but their parts: they have no settings of their own."""
 HEARING = ("Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor")
 """Classes of processors whose feature extractors are used."""
+WATCHING = ("MiniCPMV4_6Processor", "SmolVLMProcessor")
+"""Classes of processors that read settings of their video processors even where there are no videos."""
 WHOLE = {"qwen2_5_omni": "qwen2_5_omni_thinker", "qwen3_omni_moe": "qwen3_omni_moe_thinker"}
 """Models of which a part is trained, whose checkpoints hold its processor."""
 CONFIG = "config.json"
@@ -61,7 +63,7 @@ def load_processor(source: str | os.PathLike[str]) -> Any:
 def _load_parts(of_class: Any, source: str | os.PathLike[str], tokenizer: Any) -> Any:
     """A processor beyond Qwen-VL's: its Pillow image processor and settings, without parts for videos, and for audio
     where it is not read."""
-    from transformers import AutoFeatureExtractor, AutoImageProcessor
+    from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoVideoProcessor
 
     if "Placeholder" in of_class.__name__:  # transformers' own, of classes whose modules cannot be imported
         raise FamilyError(f"the processor of {source} needs torchvision, even for Pillow's images; install it")
@@ -71,6 +73,8 @@ def _load_parts(of_class: Any, source: str | os.PathLike[str], tokenizer: Any) -
     kept = {name: value for name, value in settings.items() if name in names and name not in (*parts, "chat_template")}
     if of_class.__name__ in HEARING:
         kept["feature_extractor"] = AutoFeatureExtractor.from_pretrained(source)
+    if of_class.__name__ in WATCHING:
+        kept["video_processor"] = AutoVideoProcessor.from_pretrained(source)
     return without_parts(
         of_class,
         absent=[part for part in parts if part not in ("tokenizer", "image_processor", *kept)],
@@ -120,6 +124,8 @@ def save_processor(processor: Any, folder: str | os.PathLike[str]) -> None:
         file = Path(folder, IMAGE_PROCESSOR)
         both = {**processor.feature_extractor.to_dict(), **_read(file)}
         file.write_text(json.dumps(both, indent=2, sort_keys=True), encoding="utf-8")
+    if type(processor).__name__ in WATCHING:
+        processor.video_processor.save_pretrained(folder)
     processor.tokenizer._set_processor_class(type(processor).__name__)  # as transformers does: its file names the class
     processor.tokenizer.save_pretrained(folder)
     if isinstance(processor.chat_template, str):  # None, or several by name: the tokenizer has written what it has

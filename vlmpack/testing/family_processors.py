@@ -1,9 +1,8 @@
-"""Tiny processors of families beyond Qwen: the shipped classes around a small vocabulary, without a hub or torchvision.
+"""Tiny processors of families beyond Qwen: the shipped classes around a small vocabulary, without a hub.
 
 Images become tiles of 4 x 4 patches of 7 x 7 pixels, or patches of 14 x 14 pixels with a grid: as the tiny models take
-them that are configured by these processors (`tiny_model(processor=...)`). Chat templates are those of the families'
-instruction-tuned checkpoints, without tools: some mark their answers (`{% generation %}`), some take nothing but lists
-of parts, some change the names of roles.
+them that are configured by these processors (`tiny_model(processor=...)`). They go through Pillow, but for those of
+families whose image processors are in transformers for torchvision only.
 """
 
 from __future__ import annotations
@@ -11,9 +10,27 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any, final
+
+from vlmpack.errors import FamilyError
+from vlmpack.testing.family_templates import (
+    AYA_TEMPLATE,
+    CHATML_TEMPLATE,
+    ERNIE_TEMPLATE,
+    GEMMA_TEMPLATE,
+    GLM_TEMPLATE,
+    IDEFICS_TEMPLATE,
+    INTERNVL_TEMPLATE,
+    KIMI_TEMPLATE,
+    LLAMA4_TEMPLATE,
+    LLAVA_TEMPLATE,
+    MISTRAL_TEMPLATE,
+    ONEVISION_TEMPLATE,
+    PADDLE_TEMPLATE,
+    with_tokens,
+)
 
 PATCH = 7
 """Side of a patch in pixels."""
@@ -25,102 +42,8 @@ _SIZE = {"height": TILE, "width": TILE}
 _PINPOINTS = [[rows * TILE, columns * TILE] for rows, columns in ((1, 2), (2, 1), (2, 2), (1, 3), (3, 1))]
 _GRIDS = {"patch_size": 14, "merge_size": 2, "size": {"shortest_edge": 4 * TILE**2, "longest_edge": 64 * TILE**2}}
 _ENDS = {"eos_token": "<eos>", "pad_token": "<pad>", "bos_token": "<bos>"}
+_TORCHVISION = ("torchvision",)
 _CHATML_ENDS = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-
-GEMMA_TEMPLATE = (
-    "{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}"
-    "{%- if messages[0]['content'] is string -%}{%- set first_user_prefix = messages[0]['content'] + '\n\n' -%}"
-    "{%- else -%}{%- set first_user_prefix = messages[0]['content'][0]['text'] + '\n\n' -%}{%- endif -%}"
-    "{%- set loop_messages = messages[1:] -%}"
-    "{%- else -%}{%- set first_user_prefix = '' -%}{%- set loop_messages = messages -%}{%- endif -%}"
-    "{%- for message in loop_messages -%}"
-    "{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif -%}"
-    "{%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}"
-    "{{ TURN_START + role + '\n' + (first_user_prefix if loop.first else '') }}"
-    "{%- if message['content'] is string -%}{{ message['content'] | trim }}"
-    "{%- else -%}{%- for item in message['content'] -%}"
-    "{%- if item['type'] == 'image' -%}{{ IMAGE }}"
-    "{%- elif item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}{%- endif -%}"
-    "{{ TURN_END + '\n' }}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ TURN_START + 'model\n' }}{%- endif -%}"
-)
-"""Gemma's, the names of its tokens left open: roles alternate, and a system's text joins the user's."""
-
-INTERNVL_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' %}{{ '<IMG_CONTEXT>\n' }}"
-    "{% elif content['type'] == 'text' %}{{ content['text'] }}{% endif %}{% endfor %}{% endif %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-IDEFICS_TEMPLATE = (
-    "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
-    "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
-    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}"
-    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
-)
-
-LLAVA_TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': ' }}{% endif %}"
-    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
-    "{% if message['role'] != 'assistant' %}"
-    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' ' }}"
-    "{% endfor %}{% else %}"
-    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
-    "{% generation %}{{ content['text'] + ' ' }}{% endgeneration %}{% endfor %}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
-)
-
-ONEVISION_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + ' ' }}"
-    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>' }}{% endfor %}"
-    "{% if message['role'] != 'assistant' %}"
-    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ '\n' + content['text'] }}"
-    "{% endfor %}{% else %}"
-    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
-    "{% generation %}{{ '\n' + content['text'] }}{% endgeneration %}{% endfor %}{% endif %}{{ '<|im_end|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-GLM_TEMPLATE = (
-    "[gMASK]<sop>{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}{{ '<|begin_of_image|><|image|><|end_of_image|>' }}"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
-)
-
-PADDLE_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] == 'user' %}{{ 'User: ' }}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}{{ '<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>' }}"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{{ '\n' }}"
-    "{% else %}{{ 'Assistant:\n' }}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{{ eos_token }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:\n' }}{% endif %}"
-)
-
-ERNIE_TEMPLATE = (
-    "{{ bos_token }}{% set images = namespace(count=0) %}{% for message in messages %}"
-    "{% if message['role'] == 'user' %}{{ 'User: ' }}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}{% set images.count = images.count + 1 %}"
-    "{{ 'Picture ' ~ images.count ~ ':<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>' }}"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{{ '\n' }}"
-    "{% else %}{{ 'Assistant: ' }}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{{ eos_token }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
-)
-
-AYA_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] == 'user' %}{{ '<|START_OF_TURN_TOKEN|><|USER_TOKEN|>' }}"
-    "{% else %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>' }}{% endif %}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}{{ '<image>' }}{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
-    "{% if message['role'] != 'user' %}{{ '<|END_RESPONSE|>' }}{% endif %}{{ '<|END_OF_TURN_TOKEN|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>' }}{% endif %}"
-)
 
 
 @final
@@ -131,7 +54,7 @@ class ProcessorRecipe:
     processor: str
     """Name of its transformers class."""
     image_processor: str
-    """Module under `transformers.models` and name of the class of its Pillow image processor."""
+    """Module under `transformers.models` and name of the class of its image processor: Pillow's, where there is one."""
     images: Mapping[str, Any] = field(default_factory=lambda: {"size": _SIZE})
     """Settings of the image processor."""
     special: Sequence[str] = ()
@@ -146,16 +69,16 @@ class ProcessorRecipe:
     """The chat template; None: there is none."""
     patch_size: int = PATCH
     """Side of a patch in pixels."""
+    placeholder: str | None = None
+    """The token that is repeated for an image; None: the one that stands for the whole image before."""
+    video_processor: str | None = None
+    """The same of its video processor, whose settings the processor reads even for images; None: it does not."""
+    packages: Sequence[str] = ()
+    """Packages that must be installed, as transformers has no such class without."""
     absent: Sequence[str] = ()
     """Parts of the processor for videos and audio, which are left out."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further settings of the processor."""
-
-
-def _tokens(template: str, **tokens: str) -> str:
-    for name, token in tokens.items():
-        template = template.replace(name, f"'{token}'")
-    return template
 
 
 _MARKERS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
@@ -172,6 +95,25 @@ _GLM = ProcessorRecipe(
     template=GLM_TEMPLATE,
     absent=("video_processor",),
 )
+_GEMMA4 = ProcessorRecipe(
+    processor="Gemma4Processor",
+    image_processor="gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil",
+    images={"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+    patch_size=4,
+    special=("<|turn>", "<turn|>"),
+    named={
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "image_token": "<|image|>",
+        "audio_token": "<|audio|>",
+        "boa_token": "<|audio>",
+        "eoa_token": "<audio|>",
+    },
+    ends=_ENDS,
+    sentences=True,
+    template=with_tokens(GEMMA_TEMPLATE, TURN_START="<|turn>", TURN_END="<turn|>", IMAGE="<|image|>"),
+    absent=("feature_extractor", "video_processor"),
+)
 RECIPES: Mapping[str, ProcessorRecipe] = {
     "gemma3": ProcessorRecipe(
         processor="Gemma3Processor",
@@ -184,31 +126,13 @@ RECIPES: Mapping[str, ProcessorRecipe] = {
         },
         ends=_ENDS,
         sentences=True,
-        template=_tokens(
+        template=with_tokens(
             GEMMA_TEMPLATE, TURN_START="<start_of_turn>", TURN_END="<end_of_turn>", IMAGE="<start_of_image>"
         ),
         images={"size": {"height": 6 * PATCH, "width": 6 * PATCH}},
         settings={"image_seq_length": 9},
     ),
-    "gemma4": ProcessorRecipe(
-        processor="Gemma4Processor",
-        image_processor="gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil",
-        images={"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
-        patch_size=4,
-        special=("<|turn>", "<turn|>"),
-        named={
-            "boi_token": "<|image>",
-            "eoi_token": "<image|>",
-            "image_token": "<|image|>",
-            "audio_token": "<|audio|>",
-            "boa_token": "<|audio>",
-            "eoa_token": "<audio|>",
-        },
-        ends=_ENDS,
-        sentences=True,
-        template=_tokens(GEMMA_TEMPLATE, TURN_START="<|turn>", TURN_END="<turn|>", IMAGE="<|image|>"),
-        absent=("feature_extractor", "video_processor"),
-    ),
+    "gemma4": _GEMMA4,
     "internvl": ProcessorRecipe(
         processor="InternVLProcessor",
         image_processor="got_ocr2.image_processing_pil_got_ocr2.GotOcr2ImageProcessorPil",
@@ -296,6 +220,120 @@ RECIPES: Mapping[str, ProcessorRecipe] = {
         template=AYA_TEMPLATE,
         settings={"patch_size": PATCH, "downsample_factor": 2, "img_size": TILE},
     ),
+    "cohere2_vision": ProcessorRecipe(  # its processor counts the side of a tile in tokens as patches of its own
+        processor="Cohere2VisionProcessor",
+        image_processor="cohere2_vision.image_processing_cohere2_vision.Cohere2VisionImageProcessor",
+        images={"size": _SIZE, "max_patches": 6, "patch_size": 2},
+        special=(
+            *("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"),
+            *("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        ),
+        named={
+            "image_token": "<|IMG_PATCH|>",
+            "boi_token": "<|START_OF_IMG|>",
+            "eoi_token": "<|END_OF_IMG|>",
+            "img_line_break_token": "<|IMG_LINE_BREAK|>",
+        },
+        ends=_ENDS,
+        template=AYA_TEMPLATE.replace("<image>", "<|IMG_PATCH|>"),
+        packages=_TORCHVISION,
+    ),
+    "llama4": ProcessorRecipe(
+        processor="Llama4Processor",
+        image_processor="llama4.image_processing_llama4.Llama4ImageProcessor",
+        images={"size": _SIZE, "max_patches": 4},
+        special=(
+            *("<|header_start|>", "<|header_end|>", "<|eot|>", "<|image_start|>", "<|image_end|>", "<|image|>"),
+            *("<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
+        ),
+        ends={"eos_token": "<|eot|>", "pad_token": "<pad>", "bos_token": "<bos>"},
+        placeholder="<|patch|>",
+        template=LLAMA4_TEMPLATE,
+        settings={"patch_size": PATCH},
+        packages=_TORCHVISION,
+    ),
+    "gemma4_unified": replace(
+        _GEMMA4,
+        processor="Gemma4UnifiedProcessor",
+        image_processor="gemma4_unified.image_processing_gemma4_unified.Gemma4UnifiedImageProcessor",
+        packages=_TORCHVISION,
+    ),
+    "kimi_k25": ProcessorRecipe(
+        processor="Kimi_K25Processor",
+        image_processor="kimi_k25.image_processing_kimi_k25.Kimi_K25ImageProcessor",
+        images={"patch_size": PATCH, "max_patches": 64, "size": {"max_height": 12, "max_width": 12}},
+        special=(
+            *("<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|im_end|>"),
+            *("<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>"),
+            "<|kimi_k25_video_placeholder|>",
+        ),
+        template=KIMI_TEMPLATE,
+        absent=("video_processor",),
+        packages=_TORCHVISION,
+    ),
+    "lfm2_vl": ProcessorRecipe(
+        processor="Lfm2VlProcessor",
+        image_processor="lfm2_vl.image_processing_lfm2_vl.Lfm2VlImageProcessor",
+        images={
+            "encoder_patch_size": PATCH,
+            "tile_size": TILE,
+            "min_image_tokens": 1,
+            "max_image_tokens": POOLED,
+            "max_tiles": 4,
+        },
+        special=(
+            *("<|im_start|>", "<|im_end|>", "<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
+            *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 5) for column in range(1, 5)),
+        ),
+        ends=_CHATML_ENDS | {"bos_token": "<|startoftext|>"},
+        template=with_tokens(CHATML_TEMPLATE, IMAGE="<image>").replace("BEGINNING", "bos_token"),
+        packages=_TORCHVISION,
+    ),
+    "mistral3": ProcessorRecipe(
+        processor="PixtralProcessor",
+        image_processor="pixtral.image_processing_pil_pixtral.PixtralImageProcessorPil",
+        images={"size": {"longest_edge": 3 * TILE}, "patch_size": PATCH},
+        special=(
+            *("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+            *("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+        ),
+        ends={"eos_token": "</s>", "pad_token": "<pad>", "bos_token": "<s>"},
+        template=MISTRAL_TEMPLATE,
+        settings={"patch_size": PATCH, "spatial_merge_size": 2},
+        packages=_TORCHVISION,
+    ),
+    "minicpmv4_6": ProcessorRecipe(
+        processor="MiniCPMV4_6Processor",
+        image_processor="minicpmv4_6.image_processing_pil_minicpmv4_6.MiniCPMV4_6ImageProcessorPil",
+        images={"patch_size": PATCH, "scale_resolution": 2 * TILE, "max_slice_nums": 4},
+        video_processor="minicpmv4_6.video_processing_minicpmv4_6.MiniCPMV4_6VideoProcessor",
+        special=("<|im_start|>", "<|im_end|>"),
+        named={
+            "image_token": "<|image_pad|>",
+            "video_token": "<|video_pad|>",
+            **{
+                f"{kind}_{name}_token": token.format(kind)
+                for kind in ("image", "slice", "image_id")
+                for name, token in (("start", "<{}>"), ("end", "</{}>"))
+            },
+        },
+        template=with_tokens(CHATML_TEMPLATE, BEGINNING="", IMAGE="<|image_pad|>"),
+        packages=_TORCHVISION,
+    ),
+    "smolvlm": ProcessorRecipe(
+        processor="SmolVLMProcessor",
+        image_processor="smolvlm.image_processing_pil_smolvlm.SmolVLMImageProcessorPil",
+        images={"size": {"longest_edge": 3 * TILE}, "max_image_size": {"longest_edge": TILE}},
+        video_processor="smolvlm.video_processing_smolvlm.SmolVLMVideoProcessor",
+        special=(
+            *("<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>", "<global-img>", "<video>"),
+            *_MARKERS,
+        ),
+        ends={"eos_token": "<end_of_utterance>", "pad_token": "<|im_end|>", "bos_token": "<|im_start|>"},
+        template=IDEFICS_TEMPLATE,
+        settings={"image_seq_len": POOLED},
+        packages=(*_TORCHVISION, "num2words"),
+    ),
     "ernie4_5_vl_moe": ProcessorRecipe(
         processor="Ernie4_5_VLMoeProcessor",
         image_processor="ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe.Ernie4_5_VLMoeImageProcessorPil",
@@ -338,14 +376,19 @@ def build_processor(family: str, vocab_size: int, trained: Callable[[int], str])
         family: a key of `RECIPES`.
         vocab_size: entries of the vocabulary of bytes.
         trained: returns that vocabulary and its merges as JSON, for a number of entries.
+
+    Raises:
+        FamilyError: a package is not installed without which transformers has no such class.
     """
     from transformers.models.auto.processing_auto import processor_class_from_name
 
     from vlmpack.data import without_parts
 
+    if missing := missing_packages(family):
+        raise FamilyError(f"the processor of {family} needs {' and '.join(missing)}; install it")
     recipe = RECIPES[family]
-    module, name = recipe.image_processor.rsplit(".", 1)
-    image_processor = vars(import_module(f"transformers.models.{module}"))[name](**recipe.images)
+    image_processor = _class_of(recipe.image_processor)(**recipe.images)
+    videos = {} if recipe.video_processor is None else {"video_processor": _class_of(recipe.video_processor)()}
     if family == "paligemma":
         image_processor.image_seq_length = WHOLE
     tokenizer = _sentence_tokenizer(recipe) if recipe.sentences else _byte_tokenizer(recipe, trained(vocab_size))
@@ -355,8 +398,26 @@ def build_processor(family: str, vocab_size: int, trained: Callable[[int], str])
         image_processor=image_processor,
         tokenizer=tokenizer,
         chat_template=recipe.template,
+        **videos,
         **recipe.settings,
     )
+
+
+@cache
+def missing_packages(family: str) -> tuple[str, ...]:
+    """Name the packages of a recipe that cannot be imported: torchvision may be there, of another torch."""
+    missing = []
+    for package in RECIPES[family].packages:
+        try:
+            import_module(package)
+        except (ImportError, RuntimeError):
+            missing.append(package)
+    return tuple(missing)
+
+
+def _class_of(path: str) -> Any:
+    module, name = path.rsplit(".", 1)
+    return vars(import_module(f"transformers.models.{module}"))[name]
 
 
 def tile_sizes(processor: Any) -> dict[str, Any] | None:
@@ -365,6 +426,8 @@ def tile_sizes(processor: Any) -> dict[str, Any] | None:
     if recipe is None:
         return None
     tokenizer, (placeholder, *_) = processor.tokenizer, processor.image_token_ids
+    if recipe.placeholder is not None:
+        placeholder = tokenizer.convert_tokens_to_ids(recipe.placeholder)
     ids = {
         "image_token_id": placeholder,
         "pad_token_id": tokenizer.pad_token_id,
@@ -373,8 +436,8 @@ def tile_sizes(processor: Any) -> dict[str, Any] | None:
     if (of_videos := vars(processor).get("video_token_id")) is not None:
         ids["video_token_id"] = of_videos
     if "image_start_token" in recipe.named:
-        ids |= {"vision_start_token_id": processor.image_start_token_id, "video_token_id": processor.video_token_id}
-        ids["vision_end_token_id"] = processor.image_end_token_id
+        ids |= {"vision_start_token_id": tokenizer.image_start_token_id, "video_token_id": processor.video_token_id}
+        ids["vision_end_token_id"] = tokenizer.image_end_token_id
     return {**ids, "vocab_size": len(tokenizer), "patch_size": recipe.patch_size}
 
 

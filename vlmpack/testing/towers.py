@@ -90,7 +90,9 @@ def siglip_tower(sizes: TinySizes) -> dict[str, Any]:
 
 
 def pixtral_tower(sizes: TinySizes) -> dict[str, Any]:
-    return {**tile_tower(sizes), "model_type": "pixtral", "head_dim": sizes.vision_hidden // sizes.vision_heads}
+    """Images of any form within four tiles a side."""
+    tower = {**tile_tower(sizes), "model_type": "pixtral", "head_dim": sizes.vision_hidden // sizes.vision_heads}
+    return {**tower, "image_size": 4 * tower["image_size"]}
 
 
 def llava_settings(sizes: TinySizes) -> dict[str, Any]:
