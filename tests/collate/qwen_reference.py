@@ -4,7 +4,8 @@
     python qwen_reference.py pixels cases.pickle answers.pickle      `fetch_video` in full
 
 The stand-in has one function, `resize`, which for tensors is torch's `interpolate` (in float32, clamped and rounded: so
-says torchvision's `_functional_tensor.resize`). For sizes the pictures are blanks that hold a size and no pixels.
+says torchvision's `_functional_tensor.resize`). Where torchvision is installed, frames are resized by it. For sizes the
+pictures are blanks that hold a size and no pixels.
 """
 
 from __future__ import annotations
@@ -60,6 +61,15 @@ def resize_pixels(video, size, **_):
     return resized.clamp(0, 255).round().to(video.dtype)
 
 
+def real_resize():
+    """torchvision's `resize` where it can be imported, by which the stand-in is proven; else the stand-in."""
+    try:
+        from torchvision.transforms.functional import InterpolationMode, resize
+    except (ImportError, RuntimeError):  # it may be there, of another torch
+        return resize_pixels
+    return lambda video, size, **_: resize(video, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True)
+
+
 def real_vision_process(resize) -> types.ModuleType:
     for name in TORCHVISION:
         module = types.ModuleType(name)
@@ -102,7 +112,7 @@ def main() -> None:
         )
         json.dump([size_of(vision, case) for case in json.load(sys.stdin)], sys.stdout)
         return
-    vision = real_vision_process(resize_pixels)
+    vision = real_vision_process(real_resize())
     answers = []
     for case in pickle.loads(Path(sys.argv[2]).read_bytes()):
         options = {"image_patch_size": case["patch_size"], "return_video_sample_fps": True}

@@ -4,8 +4,10 @@ from functools import lru_cache
 
 import pytest
 import torch
-from chats import CHATTING, SHOWN, needs, picture
+from chats import CHATTING, SHOWN, needs, needs_torchvision, picture
+from chats import FAMILIES as QWEN
 from tiers import tiers
+from transformers import AutoImageProcessor
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.encode import Encoder
@@ -40,7 +42,7 @@ def conversation(count, *, turns=1):
     return {"messages": messages, **({"images": pictures} if count else {})}
 
 
-def by_transformers(family, feature):
+def by_transformers(processor, feature):
     """The processor's own `apply_chat_template` of a sample, images inside its parts."""
     pictures = iter(feature.get("images", ()))
     messages = []
@@ -50,7 +52,7 @@ def by_transformers(family, feature):
         messages.append(
             {**message, "content": [p if p["type"] == "text" else {**p, "image": next(pictures)} for p in parts]}
         )
-    out = processor_of(family).apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
+    out = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
     return dict(out)
 
 
@@ -67,7 +69,7 @@ def same_tensors(ours, theirs):
 @pytest.mark.parametrize("family", tiers(CHATTING, SHOWN))
 def test_tokens_and_tensors_equal_the_processor_s_own(family, count):
     feature = conversation(count, turns=2)
-    truth = by_transformers(family, feature)
+    truth = by_transformers(processor_of(family), feature)
     batch = VLMCollator(processor_of(family))([feature])
     for name in {"input_ids", FAMILIES[family].expert_types} - {None}:
         assert batch[name].tolist() == truth[name].tolist()
@@ -82,6 +84,25 @@ def test_tokens_and_tensors_equal_the_processor_s_own(family, count):
     else:
         assert sum(metadata.image_tokens) == (batch["input_ids"] == image_id).sum()
     assert (batch["mm_token_type_ids"] == 1).sum() == (batch["input_ids"] == image_id).sum()
+
+
+@needs_torchvision
+@pytest.mark.parametrize("family", tiers([*QWEN, *CHATTING], ["qwen3_vl", *SHOWN]))
+def test_images_of_torchvision_are_the_processor_s_own_too(family, tmp_path):
+    """`AutoProcessor` takes image processors on torchvision where it is installed."""
+    processor = tiny_processor(family)
+    processor.image_processor.save_pretrained(tmp_path)
+    processor.image_processor = AutoImageProcessor.from_pretrained(tmp_path)
+    assert not type(processor.image_processor).__name__.endswith("Pil")
+    feature, collator = conversation(3, turns=2), VLMCollator(processor, layout="packed")
+    truth = by_transformers(processor, feature)
+    row = collator.collate([feature])
+    assert row.input_ids.tolist() == truth["input_ids"].tolist()
+    ours = row.media.to_hf()
+    same_tensors(ours, {name: tensor for name, tensor in truth.items() if name not in TOKEN_NAMES})
+    decoded = collator.decode([collator.measure(feature)])
+    assert decoded.input_ids.tolist() == truth["input_ids"].tolist()
+    same_tensors(decoded.media.to_hf(), ours)
 
 
 @needs("paligemma")

@@ -1,4 +1,4 @@
-"""The real video processors of transformers in a process of their own, with a stand-in for torchvision.
+"""The real video processors of transformers in a process of their own; where torchvision is missing, with a stand-in.
 
     python transformers_videos.py cases.pickle answers.pickle
 
@@ -9,6 +9,7 @@ subtracts and divides, and `grayscale_to_rgb` leaves RGB as it is.
 from __future__ import annotations
 
 import enum
+import importlib
 import importlib.machinery
 import pickle
 import sys
@@ -58,6 +59,15 @@ def stand_in() -> None:
             setattr(sys.modules[parent], child, module)
 
 
+def is_installed() -> bool:
+    """Return whether torchvision can be imported: it may be there, of another torch."""
+    try:
+        importlib.import_module("torchvision")
+    except (ImportError, RuntimeError):
+        return False
+    return True
+
+
 def answer(case: dict[str, Any]) -> dict[str, Any]:
     """Decode by PyAV as transformers does it, sample, resize and cut, with the settings of a case."""
     from transformers import Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
@@ -87,6 +97,7 @@ def answer(case: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    stand_in()
+    if not is_installed():
+        stand_in()
     cases = pickle.loads(Path(sys.argv[1]).read_bytes())
     Path(sys.argv[2]).write_bytes(pickle.dumps([answer(case) for case in cases]))

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chats import FAMILIES, chat
+from chats import FAMILIES, chat, needs_torchvision
 from PIL import Image
-from transformers import Trainer, TrainingArguments
+from transformers import AutoProcessor, Trainer, TrainingArguments
 
 from vlmpack import enable_packing
 from vlmpack.collate import VLMCollator
@@ -66,6 +66,42 @@ def test_a_loaded_processor_is_saved_and_loaded_without_its_model(family: str, t
         assert not (tmp_path / name / "config.json").exists()
         assert type(load_processor(tmp_path / name)) is type(processor)
         loads_again(tmp_path / name, processor)
+
+
+VIDEOS = {
+    "video_processor_type": "Qwen3VLVideoProcessor",
+    "fps": 3,
+    "size": {"shortest_edge": 4096, "longest_edge": 9**7},
+}
+"""Settings of a video processor of another class than AutoProcessor chooses by the image processor."""
+
+
+def saved_again(folder: Path) -> Path:
+    """A folder with a processor that was loaded from a model's folder with settings of videos."""
+    processor = tiny_processor("qwen3_vl")
+    tiny_config("qwen3_vl", processor=processor).save_pretrained(folder / "model")
+    save_processor(processor, folder / "model")
+    (folder / "model" / "video_preprocessor_config.json").write_text(json.dumps(VIDEOS))
+    save_processor(load_processor(folder / "model"), folder / "again")
+    return folder / "again"
+
+
+def test_settings_of_videos_are_saved_again(tmp_path: Path) -> None:
+    folder = saved_again(tmp_path)
+    assert json.loads((folder / "video_preprocessor_config.json").read_text()) == VIDEOS
+    save_processor(tiny_processor("qwen3_vl"), tmp_path / "none")
+    assert not (tmp_path / "none" / "video_preprocessor_config.json").exists()
+
+
+@needs_torchvision
+def test_autoprocessor_loads_the_video_processor_that_was_saved(tmp_path: Path) -> None:
+    loaded = AutoProcessor.from_pretrained(saved_again(tmp_path))
+    save_processor(loaded, tmp_path / "with_part")
+    for processor in (loaded, AutoProcessor.from_pretrained(tmp_path / "with_part")):
+        assert type(processor.video_processor).__name__ == "Qwen3VLVideoProcessor"
+        assert processor.video_processor.fps == 3
+        assert processor.video_processor.size["longest_edge"] == 9**7
+    loads_again(tmp_path / "with_part", loaded)
 
 
 def test_the_patches_tell_the_class_where_there_is_only_one_for_them(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ QWEN = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
 """Classes of processors that need nothing but their parts: they have no settings of their own."""
 HEARING = ("Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor")
 """Classes of processors whose feature extractors are used."""
-WATCHING = ("MiniCPMV4_6Processor", "SmolVLMProcessor")
+WITH_VIDEO_PART = ("MiniCPMV4_6Processor", "SmolVLMProcessor")
 """Classes of processors that read settings of their video processors even where there are no videos."""
 WHOLE = {"qwen2_5_omni": "qwen2_5_omni_thinker", "qwen3_omni_moe": "qwen3_omni_moe_thinker"}
 """Models of which a part is trained, whose checkpoints hold its processor."""
@@ -28,6 +28,7 @@ CONFIG = "config.json"
 IMAGE_PROCESSOR = "preprocessor_config.json"
 ALL_PARTS = "processor_config.json"
 TOKENIZER = "tokenizer_config.json"
+VIDEO_PROCESSOR = "video_preprocessor_config.json"
 
 
 def load_processor(source: str | os.PathLike[str]) -> Any:
@@ -50,14 +51,25 @@ def load_processor(source: str | os.PathLike[str]) -> Any:
 
     of_class: Any = _class_saved_in(Path(source)) if is_saved_alone(source) else _class_for_model(source)
     tokenizer = AutoTokenizer.from_pretrained(source)
-    if of_class.__name__ not in QWEN:
-        return _load_parts(of_class, source, tokenizer)
-    return without_video(
-        of_class,
-        image_processor=Qwen2VLImageProcessorPil.from_pretrained(source),
-        tokenizer=tokenizer,
-        chat_template=tokenizer.chat_template,
-    )
+    if of_class.__name__ in QWEN:
+        processor = without_video(
+            of_class,
+            image_processor=Qwen2VLImageProcessorPil.from_pretrained(source),
+            tokenizer=tokenizer,
+            chat_template=tokenizer.chat_template,
+        )
+    else:
+        processor = _load_parts(of_class, source, tokenizer)
+    processor.video_settings = _video_settings(source)
+    return processor
+
+
+def _video_settings(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """The settings of a video processor, to be saved again; {}: there are none, or those of images hold for it."""
+    from transformers.models.auto.video_processing_auto import get_video_processor_config
+
+    settings = get_video_processor_config(source)
+    return settings if "video_processor_type" in settings else {}
 
 
 def _load_parts(of_class: Any, source: str | os.PathLike[str], tokenizer: Any) -> Any:
@@ -73,7 +85,7 @@ def _load_parts(of_class: Any, source: str | os.PathLike[str], tokenizer: Any) -
     kept = {name: value for name, value in settings.items() if name in names and name not in (*parts, "chat_template")}
     if of_class.__name__ in HEARING:
         kept["feature_extractor"] = AutoFeatureExtractor.from_pretrained(source)
-    if of_class.__name__ in WATCHING:
+    if of_class.__name__ in WITH_VIDEO_PART:
         kept["video_processor"] = AutoVideoProcessor.from_pretrained(source)
     return without_parts(
         of_class,
@@ -114,8 +126,8 @@ def without_parts(processor_class: Any, *, absent: Sequence[str], **parts: Any) 
 
 
 def save_processor(processor: Any, folder: str | os.PathLike[str]) -> None:
-    """Write tokenizer, image processor, chat template and settings, and the feature extractor of a processor that
-    hears, in one file with the image processor as transformers reads both; other parts are left out.
+    """Write tokenizer, image processor, chat template and settings, those of the video processor included, and the
+    feature extractor of a processor that hears, in one file with the image processor as transformers reads both.
 
     `load_processor` reads them again.
     """
@@ -124,8 +136,7 @@ def save_processor(processor: Any, folder: str | os.PathLike[str]) -> None:
         file = Path(folder, IMAGE_PROCESSOR)
         both = {**processor.feature_extractor.to_dict(), **_read(file)}
         file.write_text(json.dumps(both, indent=2, sort_keys=True), encoding="utf-8")
-    if type(processor).__name__ in WATCHING:
-        processor.video_processor.save_pretrained(folder)
+    _save_videos(processor, Path(folder))
     processor.tokenizer._set_processor_class(type(processor).__name__)  # as transformers does: its file names the class
     processor.tokenizer.save_pretrained(folder)
     if isinstance(processor.chat_template, str):  # None, or several by name: the tokenizer has written what it has
@@ -135,10 +146,19 @@ def save_processor(processor: Any, folder: str | os.PathLike[str]) -> None:
         Path(folder, ALL_PARTS).write_text(settings, encoding="utf-8")
 
 
+def _save_videos(processor: Any, folder: Path) -> None:
+    """Write the video processor, or its settings where it was not loaded: without them another class would be taken."""
+    if (part := vars(processor).get("video_processor")) is not None:
+        part.save_pretrained(folder)
+    elif settings := vars(processor).get("video_settings"):
+        (folder / VIDEO_PROCESSOR).write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
+
+
 def settings_of(processor: Any) -> dict[str, Any]:
     """Read a processor's settings as `ProcessorMixin.to_dict` gives them, without those of its parts."""
     plain = copy.copy(processor)
-    plain.__dict__ = {name: value for name, value in vars(processor).items() if name != "save_pretrained"}
+    ours = ("save_pretrained", "video_settings")
+    plain.__dict__ = {name: value for name, value in vars(processor).items() if name not in ours}
     parts = processor.get_attributes()
     return {name: value for name, value in plain.to_dict().items() if name not in parts}
 
