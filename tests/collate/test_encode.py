@@ -90,7 +90,7 @@ def test_a_video_is_written_as_the_processor_writes_it(family, sample_fps):
     sample = encode({"messages": [*messages, answer]}, family)
 
     processor = tiny_processor(family)
-    settings = VideoSettings.from_image_processor(processor.image_processor)
+    settings = VideoSettings.from_processor(processor.image_processor)
     processor.video_processor = StubVideoProcessor(element, settings)
     holes = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]}, answer]
     text = processor.apply_chat_template(holes, tokenize=False)

@@ -174,9 +174,7 @@ class Frames:
     merge_size, temporal_patch_size, valid_kwargs = 2, 2, None
 
     def __init__(self, processor: Any, frames: list[Any]) -> None:
-        self.patches = load_video(
-            {"video": frames}, settings=VideoSettings.from_image_processor(processor.image_processor)
-        )
+        self.patches = load_video({"video": frames}, settings=VideoSettings.from_processor(processor.image_processor))
         count = len(frames) + len(frames) % 2  # as in qwen-vl-utils, a repeated last frame is a frame
         self.metadata = VideoMetadata(
             total_num_frames=count, fps=2.0, duration=count / 2, frames_indices=list(range(count))
@@ -297,7 +295,7 @@ def tokenised(scene: Scene, rng: random.Random) -> Row:
     if rng.random() < 0.3:
         row.update(attention_mask=[1] * len(ids))
     if scene.video:
-        settings = VideoSettings.from_image_processor(processor.image_processor)
+        settings = VideoSettings.from_processor(processor.image_processor)
         video = load_video({"video": [picture_of(seed) for seed in scene.video]}, settings=settings)
         row.update(pixel_values_videos=patches, video_grid_thw=[video.grid], second_per_grid_ts=[1.0])
     elif scene.images:

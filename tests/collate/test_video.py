@@ -98,7 +98,7 @@ def test_a_still_video_equals_the_still_image_bit_for_bit(patch_size, count):
 
 
 def _settings_of(processor) -> VideoSettings:
-    return VideoSettings.from_image_processor(processor)
+    return VideoSettings.from_processor(processor)
 
 
 @pytest.mark.parametrize("flags", [{"do_rescale": False}, {"do_normalize": False}])

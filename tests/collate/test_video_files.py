@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import math
 import pickle
 import subprocess
@@ -15,23 +16,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chats import chat, processor_of
+from chats import chat, needs_torchvision, picture, processor_of
 from clips import CODECS, clip_bytes, write_clip
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from tiers import tiers
-from transformers import Qwen2VLImageProcessorPil
+from transformers import AutoProcessor, Qwen2VLImageProcessorPil
+from transformers.video_utils import load_video
 
 from vlmpack import PackedStep, VLMCollator
 from vlmpack.collate import FrameSampling
 from vlmpack.collate.frame_sampling import sample_frames
 from vlmpack.collate.video import VideoSettings
 from vlmpack.collate.video_file import FileRules, file_rules_of, load_video_file, measure_video_file
-from vlmpack.data import ImageError, VideoHeader, VideoLimits, decode_frames
+from vlmpack.data import ImageError, VideoHeader, VideoLimits, decode_frames, save_processor
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.store import measure_lengths
-from vlmpack.testing import tiny_model
+from vlmpack.testing import tiny_config, tiny_model, tiny_processor
 
 REFERENCE = Path(__file__).with_name("transformers_videos.py")
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
@@ -211,7 +213,7 @@ def test_pixels_grids_and_times_are_those_of_transformers_video_processors(tmp_p
         )
         rules = file_rules_of(processor, SimpleNamespace(frame_timestamps=case["is_per_clip"], by_processor=False))
         numbers = {**values, "image_mean": list(values["image_mean"]), "image_std": list(values["image_std"])}
-        cut = VideoSettings.from_image_processor(SimpleNamespace(**numbers))
+        cut = VideoSettings.from_processor(SimpleNamespace(**numbers))
         video = load_video_file({"video": case["path"]}, settings=cut, rules=rules)
         measured = measure_video_file({"video": case["path"]}, settings=cut, rules=rules)
         assert video.grid == measured.grid == expected["grid"], case
@@ -242,6 +244,49 @@ def test_a_file_is_the_list_of_the_frames_that_transformers_samples(family: str)
     else:
         assert torch.equal(from_file.input_ids, from_list.input_ids)
     assert from_file.media.second_per_grid_ts == from_list.media.second_per_grid_ts
+
+
+@needs_torchvision
+@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen2_5_vl", "qwen3_vl"]))
+def test_a_sample_with_a_file_and_an_image_is_what_the_whole_processor_makes(family: str, tmp_path: Path) -> None:
+    """Of other pixels than images: by the settings of the video processor, which AutoProcessor loads."""
+    processor = tiny_processor(family)
+    tiny_config(family, processor=processor).save_pretrained(tmp_path)
+    save_processor(processor, tmp_path)
+    is_per_clip = family.startswith("qwen3")
+    settings = {
+        "video_processor_type": "Qwen3VLVideoProcessor" if is_per_clip else "Qwen2VLVideoProcessor",
+        "patch_size": processor.image_processor.patch_size,
+        "size": {"shortest_edge": 3136, "longest_edge": 31360},
+        "image_mean": [0.3, 0.4, 0.5],
+        "image_std": [0.5, 0.6, 0.7],
+        "fps": 2,
+    }
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    write_clip(tmp_path / "clip.mp4", num_frames=37, fps=12)
+    sample = asked(str(tmp_path / "clip.mp4"))
+    sample["messages"][0]["content"].insert(1, {"type": "image", "image": picture(90, 61)})
+    frames, metadata = load_video(str(tmp_path / "clip.mp4"), backend="pyav")
+    whole = processor(
+        text=[processor.apply_chat_template(sample["messages"], tokenize=False)],
+        images=[[picture(90, 61)]],
+        videos=[frames],
+        video_metadata=[metadata],
+        do_sample_frames=True,
+        fps=2,
+        return_tensors="pt",
+    )
+    collator = VLMCollator(processor)
+    batch = collator([sample])
+    assert len(collator.measure(sample).input_ids) == batch["input_ids"].shape[1]
+    assert set(batch) - set(whole) == {"labels", "vlmpack"}
+    assert whole.keys() <= batch.keys()
+    for name in whole.keys() - {"pixel_values_videos", "second_per_grid_ts"}:
+        assert torch.equal(batch[name], whole[name]), name
+    torch.testing.assert_close(batch["pixel_values_videos"], whole["pixel_values_videos"], rtol=0, atol=1e-6)
+    if "second_per_grid_ts" in whole:
+        assert list(batch["second_per_grid_ts"]) == list(whole["second_per_grid_ts"])
 
 
 # ---------------------------------------------------------------- in samples
@@ -377,6 +422,6 @@ def test_a_frame_is_resized_as_soon_as_it_is_decoded(clip: bytes, monkeypatch: p
 
     monkeypatch.setattr(video_file, "decode_frames", decoding)
     monkeypatch.setattr(video_file, "resize_floats", lambda *args: order.append("resize") or resize(*args))
-    cut = VideoSettings.from_image_processor(Qwen2VLImageProcessorPil())
+    cut = VideoSettings.from_processor(Qwen2VLImageProcessorPil())
     load_video_file({"video": clip}, settings=cut)
     assert order == ["decode", "resize"] * 4

@@ -66,7 +66,8 @@ class VLMCollator:
         sampling: how many frames of a video's file are taken; None: as the processor's video processor does it.
         video_limits: caps for files of videos.
         vocab_size: token ids are below this; None: the tokenizer's number of entries.
-        pixel_dtype: dtype of the pixels (bfloat16 halves their bytes); None: the processor's, float32.
+        pixel_dtype: dtype of the pixels (bfloat16 halves their bytes); None: the processor's, float32 (of Llama 4
+            bfloat16).
         pixel_buffers: most blocks of memory in which the pixels of batches are joined in turn; a block is reused when
             nothing refers to it any more. 0: new memory for every batch.
 

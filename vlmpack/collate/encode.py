@@ -171,9 +171,13 @@ class Encoder:
         """Reads images and videos, measured ones included."""
         if self.metadata.by_processor:
             return self._by_processor.images
-        image_processor = parts_of(self.processor).image_processor
+        parts = parts_of(self.processor)
         return MediaReader(
-            image_processor=image_processor, metadata=self.metadata, limits=self.limits, file_rules=self.file_rules
+            image_processor=parts.image_processor,
+            video_processor=parts.video_processor,
+            metadata=self.metadata,
+            limits=self.limits,
+            file_rules=self.file_rules,
         )
 
     @cached_property

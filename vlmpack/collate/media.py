@@ -100,6 +100,8 @@ class MediaReader:
 
     image_processor: Any
     """Of the user's processor."""
+    video_processor: Any = None
+    """The same, by whose settings frames become patches; None: there is none, and they do as images."""
     metadata: ProcessorMetadata
     """What was read from the processor."""
     limits: ImageLimits
@@ -232,10 +234,8 @@ class MediaReader:
         return size
 
     def _video(self, ref: MediaRef, read: Callable[..., Visual], read_file: Callable[..., Visual]) -> Visual:
-        settings, element = (
-            VideoSettings.from_image_processor(self.image_processor),
-            {**ref.options, "video": ref.source},
-        )
+        settings = VideoSettings.from_processor(self.video_processor or self.image_processor)
+        element = {**ref.options, "video": ref.source}
         if isinstance(ref.source, FILE_TYPES):
             video = read_file(element, settings=settings, rules=self.file_rules)
         else:

@@ -1,8 +1,8 @@
 """Frames of a video → the patches, grid and times that Qwen's video processors produce.
 
 transformers' video processors need torchvision, which not every torch goes with. This is their maths on torch alone,
-parametrised by the image processor (`VideoSettings.from_image_processor`). Here frames are images in a list; those of a
-file are chosen and decoded by `video_file.py`.
+parametrised by the processor's part for videos, or for images (`VideoSettings.from_processor`). Here frames are images
+in a list; those of a file are chosen and decoded by `video_file.py`.
 
 ```
 frames            0 1 2 3 4 4     the last one repeated until they divide by temporal_patch_size
@@ -35,7 +35,7 @@ SAMPLE_FPS = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings:
-    """Numbers by which frames become patches: those of the image processor."""
+    """Numbers by which frames become patches: those of the video processor, or of the image processor."""
 
     patch_size: int
     """Side of a patch in pixels."""
@@ -51,16 +51,15 @@ class VideoSettings:
     """Multiplies a pixel value of 0 to 255."""
 
     @classmethod
-    def from_image_processor(cls, image_processor: Any) -> VideoSettings:
-        """Read the settings of a Qwen image processor, its `do_rescale` and `do_normalize` included."""
-        normalize = image_processor.do_normalize
+    def from_processor(cls, part: Any) -> VideoSettings:
+        """Read the settings of a Qwen video or image processor, its `do_rescale` and `do_normalize` included."""
         return cls(
-            patch_size=image_processor.patch_size,
-            merge_size=image_processor.merge_size,
-            temporal_patch_size=image_processor.temporal_patch_size,
-            image_mean=tuple(image_processor.image_mean) if normalize else (0.0, 0.0, 0.0),
-            image_std=tuple(image_processor.image_std) if normalize else (1.0, 1.0, 1.0),
-            rescale_factor=image_processor.rescale_factor if image_processor.do_rescale else 1.0,
+            patch_size=part.patch_size,
+            merge_size=part.merge_size,
+            temporal_patch_size=part.temporal_patch_size,
+            image_mean=tuple(part.image_mean) if part.do_normalize else (0.0, 0.0, 0.0),
+            image_std=tuple(part.image_std) if part.do_normalize else (1.0, 1.0, 1.0),
+            rescale_factor=part.rescale_factor if part.do_rescale else 1.0,
         )
 
 

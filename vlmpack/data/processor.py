@@ -34,8 +34,9 @@ VIDEO_PROCESSOR = "video_preprocessor_config.json"
 def load_processor(source: str | os.PathLike[str]) -> Any:
     """The processor of a hub model or a local folder, for text, images and, of Qwen-Omni, audio.
 
-    `AutoProcessor` cannot load one that has a video part without torchvision. This one has no such part, and its images
-    go through Pillow, so that its output is the same on every machine.
+    `AutoProcessor` cannot load one that has a video part without torchvision. This one has no such part but where the
+    processor needs it for images too, and its images go through Pillow where transformers has that, so that its output
+    is the same on every machine. The settings of the part are kept, for `save_processor`.
 
     Args:
         source: a hub id, or a folder with a model's configuration, tokenizer and image processor; or with the files

@@ -15,7 +15,7 @@ A row of two samples, chunks of 2 tokens:
 Chunks are in no descriptor: they are measured in the masks of the model's own code, as windows are. Chunks of images
 are no others than those of text: a tile's tokens may lie in two of them.
 
-Its image processor is in transformers for torchvision only.
+Its image processor is in transformers for torchvision only, and makes pixels in bfloat16.
 """
 
 from __future__ import annotations
