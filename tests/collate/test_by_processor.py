@@ -6,7 +6,7 @@ import pytest
 import torch
 from chats import CHATTING, SHOWN, needs, needs_torchvision, picture
 from chats import FAMILIES as QWEN
-from tiers import tiers
+from tiers import full, tiers
 from transformers import AutoImageProcessor
 
 from vlmpack.collate import VLMCollator
@@ -151,9 +151,9 @@ def test_tiles_are_pixels_too(monkeypatch):
         collator([feature])
 
 
-@pytest.mark.parametrize("family", ["internvl", "idefics3"])
+@pytest.mark.parametrize("family", ["internvl", "idefics3", *full("kimi_k25")])
 def test_no_tokens_of_an_image_are_learnt(family):
-    """Row and column markers and line breaks included, also where everything else is."""
+    """Row and column markers, line breaks and what a template writes around included, also where everything else is."""
     feature = conversation(2)
     batch = VLMCollator(processor_of(family), train_on="all")([feature])
     text = processor_of(family).tokenizer.decode([i for i in batch["labels"][0].tolist() if i != -100])

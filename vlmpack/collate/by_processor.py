@@ -280,8 +280,8 @@ class ProcessorEncoder:
         """`prefix`: tokens of the prompt; None: all of them."""
         types = np.arange(len(tokens.ids)) >= (len(tokens.ids) if prefix is None else prefix)
         labels = np.where(learnt, tokens.ids, IGNORE)
-        for span in tokens.images:
-            labels[tokens.between(span)] = IGNORE
+        for around in self._around_images(tokens):
+            labels[around] = IGNORE
         return Encoded(
             input_ids=tokens.ids,
             labels=mask_media(labels, tokens.ids, self.metadata),
@@ -304,14 +304,31 @@ class ProcessorEncoder:
         return hit
 
     def _beside_images(self, tokens: Tokens) -> list[int]:
-        """Places before and after each image, the tokens that the template writes around it included."""
-        ids, places = tokens.ids, []
+        """Places before and after each image."""
+        return [place for around in self._around_images(tokens) for place in (around.start, around.stop)]
+
+    def _around_images(self, tokens: Tokens) -> list[slice]:
+        """The tokens of each image, those that the template writes around it included."""
+        ids, (start, end), slices = tokens.ids.tolist(), self._borders, []
         for span in tokens.images:
             hit = tokens.between(span)
-            before = hit.start - 1 if hit.start and ids[hit.start - 1] == self.metadata.vision_start_id else hit.start
-            after = hit.stop + 1 if hit.stop < len(ids) and ids[hit.stop] == self.metadata.vision_end_id else hit.stop
-            places += [before, after]
-        return places
+            before, after = max(hit.start - len(start), 0), hit.stop + len(end)
+            slices.append(
+                slice(
+                    before if ids[before : hit.start] == start else hit.start,
+                    after if ids[hit.stop : after] == end else hit.stop,
+                )
+            )
+        return slices
+
+    @cached_property
+    def _borders(self) -> tuple[list[int], list[int]]:
+        """Ids of what templates write before and after an image."""
+        tokenizer, metadata = parts_of(self.processor).tokenizer, self.metadata
+        start, end = (
+            tokenizer.encode(text, add_special_tokens=False) for text in (metadata.vision_start, metadata.vision_end)
+        )
+        return start, end
 
     # ------------------------------------------------------------------ the processor as a whole
 

@@ -23,8 +23,9 @@ BORDERS: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(QWEN, _VISION),
     **dict.fromkeys(("Glm4vProcessor", "Glm46VProcessor"), ("<|begin_of_image|>", "<|end_of_image|>")),
     "PaddleOCRVLProcessor": ("<|IMAGE_START|>", "<|IMAGE_END|>"),
+    "Kimi_K25Processor": ("<|media_begin|>image<|media_content|>", "<|media_end|>"),
 }
-"""Tokens that templates write around images, by the class of the processor; those that it writes itself are known."""
+"""Texts that templates write around images, by the class of the processor; those that it writes itself are known."""
 PLACEHOLDERS: Mapping[str, str] = {"Llama4Processor": "<|patch|>"}
 """Tokens that stand for parts of an image, by the class of the processor, where its `image_token` stands for one alone
 or beside them."""
@@ -55,13 +56,13 @@ class ProcessorMetadata:
     video_token_id: int = NO_ID
     """Its id."""
     vision_start: str = ""
-    """The token before each run of placeholders."""
+    """What stands before each run of placeholders: a token, or a text of several."""
     vision_end: str = ""
-    """The token after each run of placeholders."""
+    """What stands after each run of placeholders."""
     vision_start_id: int = NO_ID
-    """Its id."""
+    """Its id, if it is one token."""
     vision_end_id: int = NO_ID
-    """Its id."""
+    """Its id, if it is one token."""
     audio_token: str = ""
     """The placeholder that stands for one audio in rendered text, and is repeated for each of its tokens."""
     audio_token_id: int = NO_ID
