@@ -23,6 +23,8 @@ from vlmpack.testing import SyntheticReceipts, tiny_model, tiny_processor
 from vlmpack.trainer import PackedTrainer, check_trainer, loss_metrics
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+AS_WEIGHTS = {"pixel_dtype": torch.float32}
+"""Pixels in the type of the weights: Llama 4's processor makes bfloat16."""
 BEYOND = tuple(family for family in CHATTING if family in other_vision())
 """Families beyond Qwen whose processors can chat."""
 PROMPTED = tuple(family for family in ("deepseek_ocr2",) if family in DESCRIPTORS)
@@ -83,13 +85,13 @@ def alone(model, collate, rows):
 def test_training_on_receipts(family, layout, tmp_path):
     processor, rows = processor_of(family), small_receipts()
     model = tiny_model(family, processor=processor)
-    sums, counts = alone(model, VLMCollator(processor), rows)
+    sums, counts = alone(model, VLMCollator(processor, **AS_WEIGHTS), rows)
 
     enable_packing(model)
     run = Trainer(
         model=model,
         args=arguments(tmp_path, gradient_accumulation_steps=3, max_steps=3, **SETTINGS),
-        data_collator=VLMCollator(processor, layout=layout),
+        data_collator=VLMCollator(processor, layout=layout, **AS_WEIGHTS),
         train_dataset=Rows(rows),
         eval_dataset=Rows(rows),
         compute_metrics=loss_metrics(model),
@@ -109,8 +111,8 @@ def test_training_on_receipts(family, layout, tmp_path):
 @pytest.mark.parametrize("family", tiers((*BEYOND, *PROMPTED), short=[], exhaustive=(*BEYOND[1:], *PROMPTED)))
 def test_planned_rows_of_other_families_are_trained_and_evaluated_as_alone(family, tmp_path):
     processor, rows = processor_of(family), prompts() if family in PROMPTED else small_receipts()
-    model, collate = tiny_model(family, processor=processor), VLMCollator(processor, layout="packed")
-    sums, counts = alone(model, VLMCollator(processor), rows)
+    model, collate = tiny_model(family, processor=processor), VLMCollator(processor, layout="packed", **AS_WEIGHTS)
+    sums, counts = alone(model, VLMCollator(processor, **AS_WEIGHTS), rows)
     exact = float(sums.sum() / counts.sum())
     table = measure_lengths(rows, collate)
     plan = plan_bins(table, (1 if family in PROMPTED else 2) * max(table.tokens))

@@ -147,10 +147,13 @@ class ProcessorImages:
 
     def _check_kind(self, refs: Sequence[MediaRef], kind: Kind) -> None:
         if kind == "video" and refs:
+            family = family_of_processor(self.processor)
+            takes_tokens = family.has_grids and family.has_videos
+            tokenise = "tokenise it with the processor itself (input_ids, labels, pixel_values_videos, video_grid_thw)"
             raise Refusal(
                 "no_video",
-                f"it has {len(refs)} video(s), but of a {type(self.processor).__name__} only images are read; give "
-                "frames as images, or leave it out",
+                f"it has {len(refs)} video(s), but of a {type(self.processor).__name__} only images are read; "
+                f"{tokenise + ', ' if takes_tokens else ''}give frames as images, or leave it out",
             )
 
     def _cut(self, ref: MediaRef) -> Visual:
