@@ -59,3 +59,17 @@ def test_a_processor_that_needs_a_package_is_refused_by_its_name(hide_package):
             build_processor("cohere2_vision", 800, str)
     finally:
         missing_packages.cache_clear()
+
+
+@pytest.mark.skipif(not missing_packages("cohere2_vision"), reason="torchvision is installed")
+def test_a_saved_processor_that_needs_torchvision_is_refused_without(tmp_path):
+    """Of another family, whose files name classes that exist for torchvision only."""
+    save_processor(tiny_processor("aya_vision"), tmp_path)
+    names = {"AyaVisionProcessor": "Cohere2VisionProcessor", "GotOcr2ImageProcessor": "Cohere2VisionImageProcessor"}
+    for file in tmp_path.glob("*_config.json"):
+        text = file.read_text()
+        for before, after in names.items():
+            text = text.replace(before, after)
+        file.write_text(text)
+    with pytest.raises(FamilyError, match="needs torchvision, even for images; install it"):
+        load_processor(tmp_path)

@@ -60,7 +60,12 @@ def load_processor(source: str | os.PathLike[str]) -> Any:
             chat_template=tokenizer.chat_template,
         )
     else:
-        processor = _load_parts(of_class, source, tokenizer)
+        try:
+            processor = _load_parts(of_class, source, tokenizer)
+        except (ImportError, ValueError) as error:  # transformers' own, by the name of what is missing
+            if "torchvision" not in str(error).lower():
+                raise
+            raise FamilyError(f"the processor of {source} needs torchvision, even for images; install it") from error
     processor.video_settings = _video_settings(source)
     return processor
 
@@ -79,7 +84,7 @@ def _load_parts(of_class: Any, source: str | os.PathLike[str], tokenizer: Any) -
     from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoVideoProcessor
 
     if "Placeholder" in of_class.__name__:  # transformers' own, of classes whose modules cannot be imported
-        raise FamilyError(f"the processor of {source} needs torchvision, even for Pillow's images; install it")
+        raise ImportError("its module needs torchvision")
     settings, _ = of_class.get_processor_dict(source)
     parts = of_class.get_attributes()
     names = [*inspect.signature(of_class.__init__).parameters]
