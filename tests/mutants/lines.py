@@ -2180,6 +2180,13 @@ MUTANTS: tuple[Mutant, ...] = (
     *_of(
         "data",
         (
+            "settings of videos are saved again",
+            "processor.py",
+            'elif settings := vars(processor).get("video_settings"):',
+            "elif settings := {}:",
+            "data/test_processor.py -k settings_of_videos",
+        ),
+        (
             "an orientation in XMP alone is read",
             "tiff.py",
             "_JPEG_TABLES, 530, 532, _XMP}",
@@ -2563,7 +2570,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "text of images is never learnt",
             "by_processor.py",
-            "labels[tokens.between(span)] = IGNORE",
+            "labels[around] = IGNORE",
             "pass",
             "collate/test_by_processor.py -k of_an_image_are_learnt",
         ),
