@@ -102,6 +102,10 @@ def test_autoprocessor_loads_the_video_processor_that_was_saved(tmp_path: Path) 
         assert processor.video_processor.fps == 3
         assert processor.video_processor.size["longest_edge"] == 9**7
     loads_again(tmp_path / "with_part", loaded)
+    loaded.save_pretrained(tmp_path / "nested")  # transformers' own way: one file of all parts
+    assert not (tmp_path / "nested" / "preprocessor_config.json").exists()
+    loads_again(tmp_path / "nested", loaded)
+    assert load_processor(tmp_path / "nested").video_settings["fps"] == 3
 
 
 def test_the_patches_tell_the_class_where_there_is_only_one_for_them(tmp_path: Path) -> None:
