@@ -222,10 +222,11 @@ def _mechanisms(setup: ProbeSetup, packed: PackedPass, reference: Reference) -> 
         checks = [_check_inputs(traced, row)]
         if checks[0].is_bad:
             return checks
+        masks = caught("mechanism", "mask", lambda: [_check_mask(traced)])
         runs: dict[str, Callable[[], list[Check]]] = {
             "positions": lambda: [_check_positions(traced, reference.rotary)],
-            "query scale": lambda: check_query_scale(traced.trace, traced.paths),
-            "mask": lambda: [_check_mask(traced)],
+            "query scale": lambda: [] if masks[0].is_bad else check_query_scale(traced.trace, traced.paths),
+            "mask": lambda: masks,
             "cache": lambda: [check_cache(traced.trace)],
             "gated delta layers": lambda: list(_check_delta(traced)),
             "router": lambda: [_check_routing(traced)],
