@@ -149,9 +149,8 @@ def trace(forward: ForwardPass, probed: ProbedModel, samples: Sequence[Sample]) 
 
 
 def count_caches(forward: ForwardPass, probed: ProbedModel, samples: Sequence[Sample]) -> int:
-    """Count the layers that are given a cache, up to where the forward pass ends or raises."""
-    text = probed.family.language_model(probed.core)
-    layers = [layer for name in ("self_attn", "linear_attn", "conv") for layer in submodules(text, name).values()]
+    """Count the decoder layers that are given a cache, up to where the forward pass ends or raises."""
+    layers = list(probed.family.language_model(probed.core).get_submodule("layers").children())
     with_cache: set[nn.Module] = set()
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
