@@ -106,6 +106,7 @@ TAKE_TILES = (
     "tests/trainer/test_dpo.py",
     "tests/trainer/test_end_to_end.py",
     "tests/trainer/test_grpo.py",
+    "tests/trainer/test_liger.py",
     "tests/trainer/test_peft.py",
     "tests/trainer/test_sft.py",
 )
