@@ -15,13 +15,17 @@ from tiers import full, only_exhaustive, tiers
 from vlmpack.families import FAMILIES
 from vlmpack.model import ModelParts, layer_reaches
 from vlmpack.probing import Report, probe
-from vlmpack.probing.report import Cause
-from vlmpack.testing import tiny_model
+from vlmpack.probing.report import Cause, causes_of
+from vlmpack.probing.run import _setup, preserved_state
+from vlmpack.probing.tree_checks import tree_checks
+from vlmpack.testing import branches_of, tiny_model
 
 pytestmark = [pytest.mark.usefixtures("shared_references"), pytest.mark.every_family]
 
 SEEDS = {"gpt_oss": 1, "llama4_text": 1, "gemma4": 1}
 """Of models; with seed 0 rounding sends a token to another expert."""
+SHOWN = ("internvl", "paddleocr_vl", "minicpmv4_6")
+"""Families in the full tier of rows with trees: tiles, patches of rows and columns, a tower with boundaries."""
 LONGEST = 140
 """Tokens of the longest sample of a probe."""
 SHORT = [("lfm2", "short convolutions"), ("mistral", "windows")]
@@ -52,6 +56,30 @@ def test_a_broken_mechanism_is_named(family: str, what: str, monkeypatch: Patch)
     report = probed(family)
     assert report.verdict != "exact", report
     assert report.causes == BREAKAGES[what].causes, report
+
+
+IN_A_TREE = [
+    *((name, "images") for name, family in FAMILIES.items() if BREAKAGES["images"].has(family)),
+    *((name, "images in a batch") for name, family in FAMILIES.items() if BREAKAGES["images in a batch"].has(family)),
+    *((name, "cache") for name in FAMILIES),
+]
+"""Of a row whose samples share prefixes: what is looked at otherwise there than in other rows."""
+
+
+@pytest.mark.parametrize(
+    ("family", "what"),
+    [
+        pytest.param(*case, marks=(full(case) if case[0] in SHOWN else only_exhaustive(case))[0].marks)
+        for case in IN_A_TREE
+    ],
+)
+def test_so_it_is_in_a_row_whose_samples_share_prefixes(family: str, what: str, monkeypatch: Patch) -> None:
+    BREAKAGES[what].breaks(family, monkeypatch)
+    model = tiny_model(family, seed=SEEDS.get(family, 0))
+    setup = _setup(model, None, None)
+    with preserved_state(model):
+        checks = tree_checks(setup, branches_of(setup.samples, model.config), progress=lambda part: None)
+    assert causes_of(checks) == BREAKAGES[what].causes, [check for check in checks if check.is_bad]
 
 
 @pytest.mark.parametrize("family", tiers(FAMILIES, short=[], exhaustive=[*FAMILIES][1::2]))
