@@ -99,6 +99,16 @@ _HEADINGS = {
 }
 
 
+OF_TRANSFORMERS = {
+    "Image features and image tokens do not match, tokens: …, features: …": (
+        "A row whose samples share prefixes has each shared image once, and it reached a model without packing: "
+        "`enable_packing(model)`, or a collator without `share_prefixes=True`. Every other packed row is refused by a "
+        "message of the package; of this one the model's code compares its images first."
+    ),
+}
+"""Messages that transformers raises of our rows before anything of ours runs, and what they mean."""
+
+
 def troubleshooting() -> str:
     """The page of all messages."""
     found = [message for message in messages() if message.text.strip("… ")]
@@ -119,6 +129,8 @@ def troubleshooting() -> str:
         rows = {(_cell(m.text), f"[{m.room}]({_inside(m.room)})") for m in found if m.kind == kind and not m.reason}
         if rows:
             lines += [f"## {kind}", "", heading, "", *_table(["Message", "Room"], rows)]
+    lines += ["## Messages of transformers", "", "What they mean where a packed row is the cause.", ""]
+    lines += _table(["Message", "Meaning and remedy"], {(_cell(text), why) for text, why in OF_TRANSFORMERS.items()})
     return "\n".join(lines)
 
 

@@ -93,6 +93,7 @@ TAKE_TILES = (
     "tests/model/test_vision_experts.py",
     "tests/model/test_vision_families.py",
     "tests/model/test_videos_beyond.py",
+    "tests/probing/test_every_family.py",
     "tests/probing/test_image_spans.py",
     "tests/probing/test_run.py",
     "tests/probing/test_weights.py::test_families_whose_parts",
@@ -105,6 +106,7 @@ TAKE_TILES = (
     "tests/trainer/test_dpo.py",
     "tests/trainer/test_end_to_end.py",
     "tests/trainer/test_grpo.py",
+    "tests/trainer/test_liger.py",
     "tests/trainer/test_peft.py",
     "tests/trainer/test_sft.py",
 )
@@ -176,6 +178,7 @@ WITH_SIBLINGS = (
     "tests/model/test_contract_disable.py::test_a_model_is_what_it_was",
     "tests/model/test_equality",
     "tests/probing/test_breakage.py",
+    "tests/probing/test_every_family.py",
 )
 """Tests that go through siblings in the short tier, whatever their names: the matrix, and what must be found broken."""
 

@@ -8,7 +8,8 @@ VlmpackError
 ├── ConfigError    settings that contradict each other or the surrounding trainer
 └── RequestError   a client of the step service asked for what cannot be done
 
-UnpackedWarning, a UserWarning: a training step of an enabled model computes its padding, and why.
+UnpackedWarning, a UserWarning: a training step of an enabled model computes its padding, and why; or an evaluation of
+PackedTrainer is not packed.
 
 SampleError and ConfigError are a ValueError too, which scripts catch where a data set or an argument is refused.
 """
@@ -73,7 +74,8 @@ class RequestError(VlmpackError, ValueError):
 
 
 class UnpackedWarning(UserWarning):
-    """A training step went past the packed forward, so that padding is computed; the message says why."""
+    """A training step or an evaluation went past the packed forward: padding is computed, or batches weigh alike; the
+    message says why."""
 
 
 def check_kind(name: str, value: object, kind: type, such_as: str) -> None:

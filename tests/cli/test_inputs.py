@@ -52,7 +52,7 @@ def test_each_question_can_be_a_sample(tmp_path: Path) -> None:
     branches = opened(str(file), processor="tiny:qwen3", branches="turns").dataset
     assert [sample["id"] for sample in branches] == ["r/0", "r/1", "r/2"]
     with pytest.raises(ConfigError, match="--columns: synthetic receipts have the names that are read"):
-        opened("synthetic", processor="tiny", columns="{}")
+        opened("synthetic", processor="tiny", columns=["{}"])
     with pytest.raises(ConfigError, match="--branches turns: synthetic receipts have one question each"):
         opened("synthetic", processor="tiny", branches="turns")
 
@@ -112,5 +112,5 @@ def test_foreign_columns_are_named(tmp_path: Path) -> None:
     file = tmp_path / "qa.jsonl"
     file.write_text('{"question": "2 + 2?", "answer": "4"}\n')
     names = '{"question": "query", "answer": "response"}'
-    (sample,) = opened(str(file), processor="tiny:qwen3", columns=names).dataset
+    (sample,) = opened(str(file), processor="tiny:qwen3", columns=[names]).dataset
     assert [message["content"] for message in sample["messages"]] == ["2 + 2?", "4"]

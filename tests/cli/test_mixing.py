@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from vlmpack.cli import app
 from vlmpack.cli.inputs import InputOptions, open_inputs
-from vlmpack.cli.mixing import MixOptions, mix_lines, mix_numbers, mixed_sources, short_names
+from vlmpack.cli.mixing import MixOptions, columns_by_source, mix_lines, mix_numbers, mixed_sources, short_names
 from vlmpack.data import mix_datasets, open_dataset
 from vlmpack.errors import ConfigError
 from vlmpack.store import PackedDataset
@@ -103,6 +103,80 @@ def test_what_makes_no_mix_is_refused(options: list[str], seen: str) -> None:
     assert done.exit_code == 2
     with pytest.raises(ConfigError, match=seen):
         raise ConfigError(" ".join(done.stderr.split()))
+
+
+QUESTIONS, CAPTIONS = '{"q": "query", "a": "response"}', '{"text": "response"}'
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> dict[str, Path]:
+    """Three data sets with names of their own; those of the last one are known."""
+    rows = {
+        "asked": {"q": "How much?", "a": "9"},
+        "said": {"text": "a receipt"},
+        "known": {"query": "x", "response": "y"},
+    }
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    return {name: tmp_path / f"{name}.jsonl" for name in rows}
+
+
+def test_each_data_set_of_a_mix_has_names_of_its_own(foreign: dict[str, Path]) -> None:
+    mix = ("--mix", foreign["said"], "--mix", foreign["known"])
+    maps = ("--columns", f"asked={QUESTIONS}", "--columns", f"{foreign['said']}={CAPTIONS}")
+    done = vlmpack("analyze", foreign["asked"], *TEXT, *mix, *maps, "--json")
+    assert done.exit_code == 0, done.output
+    numbers = json.loads(done.stdout)
+    assert (numbers["samples"], numbers["refused"]["samples"]) == (3, 0)
+    inputs = open_inputs(
+        InputOptions(
+            dataset=str(foreign["asked"]),
+            processor="tiny:qwen3",
+            columns=[f"asked={QUESTIONS}", CAPTIONS],  # that of all others
+            mix=MixOptions(sources=(f"{foreign['said']}=2",)),
+        )
+    )
+    answers = {sample["messages"][-1]["content"] for sample in inputs.dataset}
+    assert answers == {"9", "a receipt"}
+
+
+def test_maps_are_dealt_out_by_names() -> None:
+    sources = ["a/asked.jsonl", "hub/said", "known.jsonl"]
+    of = columns_by_source
+    assert of([], sources) == dict.fromkeys(sources)
+    assert of([QUESTIONS], sources) == dict.fromkeys(sources, QUESTIONS)
+    assert [*of([f"asked={QUESTIONS}"], sources).values()] == [QUESTIONS, None, None]
+    assert [*of([f"hub/said={CAPTIONS}", "info.json"], sources).values()] == ["info.json", CAPTIONS, "info.json"]
+    assert of(['{"a=b": "query"}'], ["a"]) == {"a": '{"a=b": "query"}'}  # JSON names no data set
+
+
+def test_maps_that_no_or_several_data_sets_have_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("said=info.json").write_text("{}")
+    assert columns_by_source(["said=info.json"], ["b.jsonl"]) == {"b.jsonl": "said=info.json"}
+    refusals = {
+        ("said={}", "said={}"): "--columns said={}: said.jsonl has a map already; write all names of a data set in one",
+        (QUESTIONS, CAPTIONS): r"every data set has a map already; .* SOURCE=MAP \(SOURCE: b, said\)",
+        (
+            "chats={}",
+        ): "no data set here is called chats; there are b, said, b.jsonl, said.jsonl, or leave the name out",
+        (
+            "b={}",
+            "said={}",
+            "info.json",
+        ): "--columns info.json: every data set has a map of its own; leave this one out",
+        ("said=info.json",): "it can be read in two ways",
+    }
+    for columns, fault in refusals.items():
+        with pytest.raises(ConfigError, match=fault):
+            columns_by_source(columns, ["b.jsonl", "said.jsonl"])
+
+
+def test_receipts_that_are_drawn_have_no_map_in_a_mix(foreign: dict[str, Path]) -> None:
+    mix = ("--mix", "synthetic", "--num", 4)
+    done = vlmpack("analyze", foreign["asked"], *TEXT, *mix, "--columns", QUESTIONS)
+    assert done.exit_code == 2
+    assert "name the data set of a mix that it is of: --columns SOURCE=MAP" in " ".join(done.stderr.split())
 
 
 def test_rows_that_are_packed_cannot_be_mixed_again(files: dict[str, Path], tmp_path: Path) -> None:

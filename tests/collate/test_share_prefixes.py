@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -203,3 +204,11 @@ def test_losses_are_those_of_the_plain_row():
     torch.testing.assert_close(shared.loss_sum, plain.loss_sum)
     assert shared.work.physical_tokens < plain.work.physical_tokens
     assert shared.work.vision_patches < plain.work.vision_patches
+
+
+def test_a_model_without_packing_raises_what_the_troubleshooting_page_explains(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs")
+    message = next(iter(import_module("troubleshooting").OF_TRANSFORMERS))
+    batch = collator().collate(mixed()).to_hf()
+    with pytest.raises(ValueError, match=message.replace("…", r"\d+")):
+        tiny_model("qwen3_vl", processor=processor_of())(**batch)

@@ -127,6 +127,24 @@ def refused(feature: dict[str, Any]) -> SampleError:
     return caught.value
 
 
+@pytest.mark.skipif("ernie4_5_vl_moe" not in FAMILIES, reason="this transformers has no ERNIE 4.5 VL")
+def test_kinds_of_tokens_for_experts_are_compared_with_those_of_the_ids() -> None:
+    name, collator = "moe_mm_token_type_ids", VLMCollator(tiny_processor("ernie4_5_vl_moe"))
+    sample = build_sample(config_of("ernie4_5_vl_moe"), stretches=[3, 2], image_grids=[(1, 2, 4)])
+    kinds = sample[name].tolist()
+    feature = feature_of(sample) | {name: kinds}
+    assert {0, 1} == {*kinds}
+    assert collator.collate([feature]).extras[name].tolist() == [kinds]  # without a warning, which is an error here
+    padded_left = {**feature, "attention_mask": [0, *[1] * len(kinds)], "labels": [-100, *feature["labels"]]}
+    padded_left |= {column: [0, *feature[column]] for column in ("input_ids", name)}
+    padded_left.pop("mm_token_type_ids", None)
+    assert collator.collate([padded_left]).extras[name].tolist() == [kinds]
+    for wrong in ([1 - kind for kind in kinds], kinds[1:]):
+        with pytest.raises(SampleError, match=f"sample 0: {name} are not the kinds .* leave the column out") as caught:
+            collator.collate([feature | {name: wrong}])
+        assert caught.value.reason == "token_type_mismatch"
+
+
 def test_a_sample_of_images_and_videos_is_refused() -> None:
     sample = build_sample(config_of("glm4v"), stretches=[2, 2, 2], image_grids=[(1, 2, 2)], **CLIP)
     error = refused(feature_of(sample))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import HostMetadata, Media, PaddedBatch, lengths_from_mask
+from vlmpack.layout import HostMetadata, Media, PackedRow, PaddedBatch, lengths_from_mask
 
 
 def test_lengths_and_offsets_of_right_and_left_padded_rows():
@@ -41,6 +41,15 @@ def test_zeros_and_ones_of_any_dtype_are_read(dtype):
 def test_masks_that_say_nothing_are_refused_by_row_and_remedy(mask, message):
     with pytest.raises(LayoutError, match=message):
         lengths_from_mask(mask)
+
+
+@pytest.mark.parametrize("kind", [PaddedBatch, PackedRow])
+def test_columns_of_samples_are_no_batch_and_the_collator_is_named(kind):
+    rows = {"messages": [[{"role": "user", "content": "How much?"}]], "images": [[object()]]}
+    with pytest.raises(
+        LayoutError, match=r"this one has messages, images: .* VLMCollator\(processor, layout='packed'\)"
+    ):
+        kind.from_hf(rows)
 
 
 def test_a_batch_survives_the_trip_through_a_dictionary():

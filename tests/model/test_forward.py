@@ -383,6 +383,8 @@ def test_packed_step_refuses_what_it_cannot_pack(model, samples):
 def test_packed_step_says_that_samples_are_collated_first(model):
     with pytest.raises(ConfigError, match=r"a list is no batch; collate first: step\(collator.collate"):
         PackedStep(model)([{"messages": []}])
+    with pytest.raises(LayoutError, match=r"this one has messages, images.*VLMCollator\(processor, layout='packed'\)"):
+        PackedStep(model)({"messages": [], "images": []})
 
 
 def test_packed_step_leaves_extras_to_their_owner(model, samples):

@@ -58,8 +58,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "pack limits the pixels of images",
             "pack.py",
-            "overlength=overlength, max_pixels=max_pixels, image_root=image_root, branches=branches, columns=columns,",
-            "overlength=overlength, image_root=image_root, branches=branches, columns=columns,",
+            "max_pixels=max_pixels, image_root=image_root, branches=branches, columns=columns or (),",
+            "image_root=image_root, branches=branches, columns=columns or (),",
             "cli/test_pack.py -k smaller_pictures",
         ),
     ),

@@ -6,30 +6,37 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
-from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
+from breakages import (
+    Patch,
+    a_cache,
+    a_pad_for_a_token,
+    conv_runs_on,
+    first_labels_kept,
+    loss_over_width,
+    no_reset,
+    one_mask,
+    one_picture,
+    pads_to_experts,
+    positions_are_scaled,
+    positions_run_on,
+    slots_for_samples,
+    state_runs_on,
+)
 from tiers import full, only_exhaustive, tiers
 
 from vlmpack.attention import Pattern
-from vlmpack.families import FAMILIES, family_named
-from vlmpack.layout import Buckets, Segments, SlotRule
+from vlmpack.families import FAMILIES
 from vlmpack.model import engine
-from vlmpack.model.mechanisms import attention, experts
-from vlmpack.model.mechanisms.gated_delta import GatedDelta
-from vlmpack.model.mechanisms.vision import VisionRow
+from vlmpack.model.mechanisms import attention
 from vlmpack.model.row import RowContext
 from vlmpack.probing import Report, probe
 from vlmpack.testing import tiny_model
 
 pytestmark = pytest.mark.usefixtures("shared_references")
-Patch = pytest.MonkeyPatch
 
 KINDS = ["qwen2_5_vl", "qwen3_5_moe", "qwen3_next", "qwen3_vl"]
 EVERY = tiers(sorted(FAMILIES), KINDS, exhaustive=["qwen2_vl", "qwen3_vl_moe", "qwen3_5"])
@@ -52,175 +59,6 @@ def probed(family: str) -> Report:
 
 def bad(report: Report, part: str) -> list[str]:
     return [check.name for check in report.checks if check.part == part and check.is_bad]
-
-
-# ---------------------------------------------------------------------- one mechanism each
-
-
-def positions_run_on(family: str, patch: Patch) -> None:
-    """Rotary positions do not start again in the next sample."""
-    kind = type(family_named(family))
-    honest = kind.positions
-
-    def one_run(self: Any, types: Any, segments: Segments, **metadata: Any) -> torch.Tensor:
-        return honest(self, types, Segments.from_lengths([segments.total]), **metadata)
-
-    patch.setattr(kind, "positions", one_run)
-
-
-def positions_are_scaled(family: str, patch: Patch) -> None:
-    """Rotary positions start again, at twice the pace."""
-    kind = type(family_named(family))
-    honest = kind.positions
-    patch.setattr(kind, "positions", lambda self, *args, **metadata: 2 * honest(self, *args, **metadata))
-    patch.setattr(sys.modules["vlmpack.model.enable"], "check_rope_index", lambda model: None)  # it would notice
-
-
-def one_mask(family: str, patch: Patch) -> None:
-    """Text attention takes the whole row for one sample."""
-
-    def one_segment(**metadata: Any) -> RowContext:
-        whole = Segments.from_lengths([metadata["segments"].total])
-        entries = dict(metadata["entries"])
-        if "per_sample" in entries:
-            entries["per_sample"] = Buckets.cheapest(whole, call_cost=0)
-        return RowContext(**{**metadata, "segments": whole, "entries": entries})
-
-    patch.setattr(engine, "RowContext", one_segment)
-
-
-def slots_for_samples(family: str, patch: Patch) -> None:
-    """Text attention takes padding for real tokens: under a causal mask no real token sees any of it."""
-
-    def slots(**metadata: Any) -> RowContext:
-        segments: Segments = metadata["segments"]
-        whole = SlotRule(pad_to=segments.total)
-        return RowContext(**{**metadata, "segments": Segments.from_lengths(segments.slots, whole)})
-
-    patch.setattr(engine, "RowContext", slots)
-
-
-def a_cache(family: str, patch: Patch) -> None:
-    """The model fills a cache, as its configuration says."""
-    honest = engine.backbone_inputs
-    patch.setattr(engine, "backbone_inputs", lambda *args, **metadata: {**honest(*args, **metadata), "use_cache": True})
-
-
-def one_picture(family: str, patch: Patch) -> None:
-    """The vision tower takes all images for one."""
-
-    def one_segment(self: VisionRow, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
-        return Segments.from_lengths([num_patches])
-
-    patch.setattr(VisionRow, "find", one_segment)
-
-
-def pads_to_experts(family: str, patch: Patch) -> None:
-    """Padding is routed and counted."""
-    patch.setattr(experts.Gate, "open", lambda gate, mixer, args, kwargs: None)
-
-
-def a_pad_for_a_token(family: str, patch: Patch) -> None:
-    """As many tokens as are real go to experts, but one of them is padding."""
-    honest = experts.real_tokens
-
-    def exchanged(segments: Segments, device: torch.device) -> Any:
-        real = honest(segments, device)
-        if real is None:  # no padding to be had
-            return None
-        padding = segments.padding_mask("cpu").nonzero()[0]
-        return torch.cat([real[:-1], padding])
-
-    patch.setattr(experts, "real_tokens", exchanged)
-
-
-def first_labels_kept(family: str, patch: Patch) -> None:
-    """The first token of a sample is learnt from the last one before, and the host's count is not looked at."""
-    packing = sys.modules["vlmpack.layout.packing"]
-    shift = packing.shift_labels
-
-    def shifted(labels: torch.Tensor, segments: Segments) -> torch.Tensor:
-        out = shift(labels, segments)
-        for (_, stop), (start, _) in pairwise(segments.spans):
-            out[:, stop - 1] = labels[:, start]
-        return out
-
-    honest = engine.target_positions
-    patch.setattr(packing, "shift_labels", shifted)
-    patch.setattr(engine, "target_positions", lambda labels, count: honest(labels, None))
-
-
-def loss_over_width(family: str, patch: Patch) -> None:
-    """The loss is divided by the tokens of the row, pads included."""
-    honest = engine.StepResult
-
-    def diluted(**metadata: Any) -> Any:
-        share = metadata["num_targets"] / metadata["segments"].total
-        return honest(**{**metadata, "loss": metadata["loss"] * share})
-
-    patch.setattr(engine, "StepResult", diluted)
-
-
-class Uncut:
-    """A row that goes through a gated delta layer as it is."""
-
-    tokens = 1
-
-    def split(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        return [hidden]
-
-    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        (part,) = parts
-        return part
-
-
-def no_reset(family: str, patch: Patch) -> None:
-    """Gated delta layers run over the whole row."""
-    patch.setattr(GatedDelta, "prepare", lambda *metadata: Uncut())
-
-
-def conv_runs_on(family: str, patch: Patch) -> None:
-    """Their recurrence starts anew in every sample, their convolution does not."""
-    modelling, pieces = modelling_of(family), uncut_pieces(patch)
-    honest = modelling.torch_chunk_gated_delta_rule
-
-    def piecewise(*qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **settings: Any) -> Any:
-        cut = [x.split(pieces(x.shape[1]), dim=1) for x in (*qkv, g, beta)]
-        found = [honest(*part[:3], g=part[3], beta=part[4], **settings)[0] for part in zip(*cut, strict=True)]
-        return torch.cat(found, dim=1), None
-
-    patch.setattr(modelling, "torch_chunk_gated_delta_rule", piecewise)
-
-
-def state_runs_on(family: str, patch: Patch) -> None:
-    """Their convolution starts anew in every sample, their recurrence does not."""
-    modelling, pieces = modelling_of(family), uncut_pieces(patch)
-    honest = modelling.causal_conv1d_fn
-
-    def piecewise(x: torch.Tensor, *args: Any, **settings: Any) -> torch.Tensor:
-        return torch.cat([honest(part, *args, **settings) for part in x.split(pieces(x.shape[2]), dim=2)], dim=2)
-
-    patch.setattr(modelling, "causal_conv1d_fn", piecewise)
-
-
-def modelling_of(family: str) -> Any:
-    kind = FAMILIES[family]
-    assert kind.has("gated_delta")
-    return import_module(kind.modelling)
-
-
-def uncut_pieces(patch: Patch) -> Callable[[int], list[int]]:
-    """Rows go through gated delta layers as they are; what is given back says where in a row of some width samples and
-    gaps lie. Anything else is in one piece."""
-    rows: dict[int, list[int]] = {}
-
-    def noted(self: GatedDelta, setup: Any) -> Uncut:
-        segments = setup.row.segments
-        rows[segments.total] = [b - a for a, b in pairwise(segments.kernel)]
-        return Uncut()
-
-    patch.setattr(GatedDelta, "prepare", noted)
-    return lambda width: rows.get(width, [width])
 
 
 # ---------------------------------------------------------------------- what the probe says

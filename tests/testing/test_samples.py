@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from vlmpack.errors import ConfigError
 from vlmpack.families import FAMILIES, family_named
 from vlmpack.layout import IGNORE
 from vlmpack.testing import (
@@ -14,6 +15,7 @@ from vlmpack.testing import (
     VISION,
     Kind,
     alone,
+    branches_of,
     build_sample,
     grids_of,
     kind_of,
@@ -160,3 +162,11 @@ def test_processed_samples_go_through_the_model(family: str) -> None:
     losses = torch.stack([model(**alone(sample)).loss.detach() for sample in samples])
     assert torch.isfinite(losses).all()
     assert "labels" not in alone(samples[0], labels=False)
+
+
+def test_branches_of_too_few_samples_are_refused_with_the_remedy() -> None:
+    config = tiny_config("qwen3_vl")
+    samples = mixed_samples(config)
+    with pytest.raises(ConfigError, match=r"takes five samples, .* and got 4: .* with_adversarial_lengths\("):
+        branches_of(samples, config)
+    assert len(branches_of(with_adversarial_lengths(samples, config), config).samples) == 6

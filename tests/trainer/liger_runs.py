@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+os.environ["LIGER_FUSED_MOE_AUTOTUNE"] = "0"  # its experts are timed on a GPU otherwise; read when Liger is imported
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from vlmpack.testing import tiny_model
 
 SIZES = {"hidden": 24, "heads": 2, "layers": 1, "vision_depth": 1, "vision_hidden": 16}
 GONE = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5"}
+GONE |= {"qwen3_vl_moe": "Qwen3VLMoe", "qwen3_5_moe": "Qwen3_5Moe", "glm4v_moe": "Glm4vMoe"}
 """Classes of outputs that Liger 0.8.5 imports, and that transformers 5.23 no longer has."""
 
 
@@ -48,11 +50,12 @@ def name_outputs() -> None:
 
 name_outputs()
 import liger_kernel.transformers as liger  # noqa: E402
-from liger_kernel.ops import geglu, layer_norm, rms_norm, rope, swiglu  # noqa: E402
+from liger_kernel.ops import fused_moe, geglu, layer_norm, rms_norm, rope, swiglu  # noqa: E402
 
 COUNTED = {
     "norm": (rms_norm.LigerRMSNormFunction, layer_norm.LigerLayerNormFunction),
     "rotary": (rope.LigerRopeFunction,),
+    "experts": (fused_moe.LigerFusedMoEFunction,),
     "gated MLP": (swiglu.LigerSiLUMulFunction, geglu.LigerGELUMulFunction),
 }
 calls: Counter[str] = Counter()

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiers import only_exhaustive
+from tiers import only_exhaustive, tiers
 
 pytestmark = [pytest.mark.full, pytest.mark.slow]
 
@@ -24,6 +24,13 @@ FAMILIES = {
     "llama4": {"norm", "gated MLP"},
     "qwen2_5_vl": {"norm", "gated MLP"},
     "qwen3_vl": {"norm", "rotary"},
+    "qwen3_moe": {"norm", "rotary", "experts"},
+    "qwen3_vl_moe": {"norm", "rotary", "experts"},
+    "gpt_oss": {"norm", "rotary"},
+    "qwen3_next": {"norm", "gated MLP", "experts"},
+    "qwen3_5_moe": {"norm", "gated MLP", "experts"},
+    "glm4v_moe": {"norm", "gated MLP", "experts"},
+    "deepseek_v3": {"norm", "gated MLP", "experts"},
 }
 """The kernels that Liger 0.8.5 has for each: its multimodal rotary positions of Qwen2.5-VL are of another place."""
 
@@ -47,7 +54,7 @@ def run(*arguments):
 
 @pytest.mark.every_family
 @pytest.mark.parametrize("order", ["before", *only_exhaustive("after", "class")])
-@pytest.mark.parametrize("family", ["qwen3", *only_exhaustive(*list(FAMILIES)[1:])])
+@pytest.mark.parametrize("family", tiers(FAMILIES, short=["qwen3", "qwen3_moe"], exhaustive=FAMILIES))
 def test_a_packed_row_is_its_samples_alone_with_the_same_kernels(family, order):
     found = run("compare", family, order)
     assert found["loss"] < 2e-6

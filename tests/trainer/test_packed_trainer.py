@@ -13,7 +13,7 @@ from training import Samples, Stream, arguments, collator, lengths_of, loss_sums
 from transformers import Trainer
 
 from vlmpack.collate import SharePrefixes, VLMCollator
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, UnpackedWarning
 from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.model import enable_packing
 from vlmpack.plan import LengthTable, PrefixGroups, plan_bins
@@ -366,6 +366,16 @@ def test_evaluation_of_a_model_without_packing_is_refused(tmp_path):
     )
     with pytest.raises(ConfigError, match="needs PackedTrainer"):
         run.evaluate()
+
+
+def test_batches_of_a_model_without_packing_are_evaluated_as_trainer_does_with_a_warning(tmp_path):
+    model = fresh()
+    samples = Samples(receipts(model))
+    run = PackedTrainer(model, arguments(tmp_path), collator("padded"), eval_dataset=samples)
+    with pytest.warns(UnpackedWarning, match=r"packing is not enabled on the model .* PackedTrainer\(model="):
+        loss = run.evaluate()["eval_loss"]
+    assert run.evaluate()["eval_loss"] == loss  # without a word: warnings are errors
+    assert loss == Trainer(model, arguments(tmp_path), collator("padded"), eval_dataset=samples).evaluate()["eval_loss"]
 
 
 # ---------------------------------------------------------------------- beside other subclasses

@@ -109,7 +109,7 @@ def analyze(
     )  # fmt: skip
     source = InputOptions(
         dataset=dataset, processor=processor, split=split, num=num, seed=seed, max_length=max_length,
-        overlength=overlength, max_pixels=max_pixels, image_root=image_root, branches=branches, columns=columns,
+        overlength=overlength, max_pixels=max_pixels, image_root=image_root, branches=branches, columns=columns or (),
         mix=MixOptions.of(mix, stopping_strategy, epoch),
     )  # fmt: skip
     inputs = open_inputs(source, train_on=train_on)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from vlmpack.cli.mixing import MixOptions, open_mix
+from vlmpack.cli.mixing import MixOptions, columns_by_source, mixed_sources, open_mix
 from vlmpack.cli.options import refuse_file
 from vlmpack.cli.progress import progress_bars
 from vlmpack.errors import ConfigError
@@ -51,10 +51,10 @@ class InputOptions:
     """Folder at which paths of images start; None: that of the file that names them."""
     branches: str = "conversation"
     """What a sample is: one of `BRANCHES`."""
-    columns: str | None = None
-    """Names of columns as JSON, or a file that describes them; None: they have known names."""
+    columns: Sequence[str] = ()
+    """MAP or SOURCE=MAP each, see `columns_by_source`; empty: columns have known names."""
     mix: MixOptions = field(default_factory=MixOptions)
-    """Data sets beside it; `num` then counts the samples of the mix, and limits and columns are of each."""
+    """Data sets beside it; `num` then counts the samples of the mix, and limits are of each."""
 
     @property
     def title(self) -> str:
@@ -85,12 +85,14 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
     from vlmpack.collate import VLMCollator
 
     _check(options)
+    sources = [each.source for each in mixed_sources(options.dataset, options.mix.sources)]
+    columns = columns_by_source(options.columns, sources)
 
     def open_one(source: str, num: int | None = None) -> OpenDataset:
         check_source(source, split=options.split)
         return open_samples(
             source, split=options.split, num=num, seed=options.seed, image_root=options.image_root,
-            branches=options.branches, columns=options.columns, small=tiny_family(options.processor) is not None,
+            branches=options.branches, columns=columns[source], small=tiny_family(options.processor) is not None,
         )  # fmt: skip
 
     if options.mix.sources:
@@ -138,7 +140,10 @@ def open_samples(
             branches=branches,  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
     if columns is not None:
-        raise ConfigError(f"--columns: {SYNTHETIC} receipts have the names that are read; leave it out")
+        raise ConfigError(
+            f"--columns: {SYNTHETIC} receipts have the names that are read; leave it out, or name the data set of a "
+            "mix that it is of: --columns SOURCE=MAP"
+        )
     if branches != "conversation":
         raise ConfigError(f"--branches {branches}: {SYNTHETIC} receipts have one question each; leave it out")
     if image_root is not None:

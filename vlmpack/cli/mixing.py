@@ -2,6 +2,7 @@
 
 vlmpack pack receipts.jsonl rows/ --mix chats.jsonl=0.5 ...     a chat for every two receipts, weights to DATA's 1
 vlmpack pack receipts.jsonl rows/ --mix chats.jsonl ...         without weights every sample once
+... --columns 'chats={"talk": "messages"}'                      names of columns of one of them
 """
 
 from __future__ import annotations
@@ -83,6 +84,56 @@ def _source_of(text: str) -> MixedSource:
         if source and 0 < float(weight) < inf:
             return MixedSource(source=source, weight=float(weight))
     raise ConfigError(f"--mix {text}: a weight is a number above 0, in units of the first data set's: --mix {source}=2")
+
+
+def columns_by_source(columns: Sequence[str], sources: Sequence[str]) -> dict[str, str | None]:
+    """Read the values of `--columns`: SOURCE=MAP is of one data set, MAP of every one that has none of its own.
+
+    Args:
+        columns: the values. A MAP is JSON, or the path of a file.
+        sources: DATA of the command line, and the data sets that are mixed with it.
+
+    Returns:
+        The map of each source; None: its columns have known names.
+
+    Raises:
+        ConfigError: no data set has that name; one of them, or all, get two maps; a map is of none; or a value can be
+            read in two ways.
+    """
+    names = {**dict(zip(short_names(sources), sources, strict=True)), **dict(zip(sources, sources, strict=True))}
+    maps: dict[str | None, str] = {}
+    for text in columns:
+        source, columns_map = _map_of(text, names)
+        if source in maps:
+            whose = "every data set" if source is None else source
+            raise ConfigError(
+                f"--columns {text}: {whose} has a map already; write all names of a data set in one, and that of one "
+                f"data set of a mix as SOURCE=MAP (SOURCE: {', '.join(short_names(sources))})"
+            )
+        maps[source] = columns_map
+    if None in maps and maps.keys() >= {*sources}:
+        raise ConfigError(f"--columns {maps[None]}: every data set has a map of its own; leave this one out")
+    return {source: maps.get(source, maps.get(None)) for source in sources}
+
+
+def _map_of(text: str, names: Mapping[str, str]) -> tuple[str | None, str]:
+    """(source, MAP) of a value of `--columns`; None: of every data set without one."""
+    if text.lstrip().startswith("{"):
+        return None, text
+    ends = [at for at, letter in enumerate(text) if letter == "="]
+    found = [(names[text[:at]], text[at + 1 :]) for at in ends if text[:at] in names]
+    is_file = Path(text).expanduser().exists()
+    if len(found) + is_file > 1:
+        raise ConfigError(
+            f"--columns {text}: it can be read in two ways, as a file and as a data set's map, or as those of two data "
+            "sets; name the data set or the file by a longer path"
+        )
+    if ends and not found and not is_file:
+        raise ConfigError(
+            f"--columns {text}: no data set here is called {text[: ends[0]]}; there are {', '.join(names)}, or leave "
+            "the name out for all of them"
+        )
+    return found[0] if found else (None, text)
 
 
 def short_names(sources: Sequence[str]) -> list[str]:

@@ -110,10 +110,11 @@ Branches = Annotated[
     str, word(*BRANCHES, help="A conversation is a sample; or each of its turns (a question and its answer) is one.")
 ]
 Columns = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
+        "--columns",
         help='Names of columns as they are read, {"question": "query", "answer": "response"}; or the path of a '
-        "LLaMA-Factory dataset_info.json."
+        "LLaMA-Factory dataset_info.json. Of one data set of a mix: SOURCE={...}, once or more.",
     ),
 ]
 MaxPatches = Annotated[int | None, typer.Option(min=1, help="Most vision patches in a row.")]

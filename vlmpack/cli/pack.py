@@ -106,7 +106,7 @@ def pack(
     )  # fmt: skip
     source = InputOptions(
         dataset=dataset, processor=processor, split=split, num=num, seed=seed, max_length=max_length,
-        overlength=overlength, max_pixels=max_pixels, image_root=image_root, branches=branches, columns=columns,
+        overlength=overlength, max_pixels=max_pixels, image_root=image_root, branches=branches, columns=columns or (),
         mix=MixOptions.of(mix, stopping_strategy, epoch),
     )  # fmt: skip
     slots = SlotRule(multiple=pad_seq_to_mult, max_segments=max_segments)

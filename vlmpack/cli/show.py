@@ -83,7 +83,7 @@ def show(
         inputs = InputOptions(
             dataset=source, processor=_checked_processor(source, processor), split=split, num=num, seed=seed,
             max_length=max_length, overlength=overlength, max_pixels=max_pixels, image_root=image_root,
-            branches=branches, columns=columns,
+            branches=branches, columns=columns or (),
             mix=mixed,
         )  # fmt: skip
         rows = planned_rows(

@@ -133,6 +133,11 @@ class ProcessorEncoder:
         """Names of the columns that the model needs beside ids: that of the prefix, which is the prompt."""
         return family_of_processor(self.processor).token_columns if self.metadata.has_vision else ()
 
+    @cached_property
+    def expert_types(self) -> str | None:
+        """Name of the column of kinds of tokens by which experts are chosen; None: the family has none."""
+        return family_of_processor(self.processor).expert_types if self.metadata.has_vision else None
+
     @property
     def _is_of_prefix(self) -> str:
         return (

@@ -29,7 +29,7 @@ from vlmpack.collate.encoded import (
 from vlmpack.collate.media import BatchMedia, MediaReader
 from vlmpack.collate.processor_images import ProcessorImages
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
-from vlmpack.collate.tokenised import read_tokenised, token_types
+from vlmpack.collate.tokenised import check_expert_types, read_tokenised, token_types
 from vlmpack.collate.video_file import DEFAULT_RULES, FileRules
 from vlmpack.data import ImageLimits
 from vlmpack.errors import Refusal
@@ -105,7 +105,7 @@ class Encoder:
             if self.metadata.has_audio:
                 sample = replace(sample, audios=self._audio.read_tokenised(feature))
             has_media = bool(sample.images or sample.videos or sample.audios)
-            self._check_unread(feature, has_media=has_media, texts=())
+            self._check_unread(self._without_expert_types(feature, sample), has_media=has_media, texts=())
         else:
             conversation = read_conversation(
                 feature,
@@ -118,6 +118,19 @@ class Encoder:
             sample = self._encode_conversation(conversation, read, hear)
         check_sample(sample, self.metadata)
         return sample
+
+    def _without_expert_types(self, feature: Mapping[str, Any], sample: Encoded) -> Mapping[str, Any]:
+        """The columns of a tokenised sample without the kinds of tokens for experts, which are compared and made anew.
+
+        Raises:
+            Refusal: they are not those of its ids.
+        """
+        name = self._by_processor.expert_types if self.metadata.by_processor else None
+        if name is None or feature.get(name) is None:
+            return feature
+        ids = sample.input_ids
+        check_expert_types(feature, name, ids, self.processor.create_moe_mm_token_type_ids(ids))
+        return {column: value for column, value in feature.items() if column != name}
 
     def _check_unread(self, feature: Mapping[str, Any], *, has_media: bool, texts: Sequence[str]) -> None:
         columns = check_unread(feature, has_media=has_media or not self.metadata.has_vision, texts=texts)

@@ -195,6 +195,27 @@ def _check_types(feature: Mapping[str, Any], types: np.ndarray, keep: slice) -> 
         )
 
 
+def check_expert_types(feature: Mapping[str, Any], name: str, ids: np.ndarray, made: np.ndarray) -> None:
+    """Compare the kinds of tokens by which experts are chosen, where a sample brings them, with those of its ids.
+
+    Args:
+        feature: the sample.
+        name: the column of the kinds.
+        ids: int64 [n], its real tokens.
+        made: int64 [n], the kinds that its processor makes of them.
+
+    Raises:
+        Refusal: `token_type_mismatch`: they differ.
+    """
+    values = _tokens(feature, name)[_kept(feature, len(_tokens(feature, "input_ids")))]
+    if len(values) != len(ids) or (values != made).any():
+        raise Refusal(
+            "token_type_mismatch",
+            f"{name} are not the kinds that its processor makes of its ids (1 image, 2 video, those that start and end "
+            "one among them, 0 elsewhere); leave the column out, it is made from input_ids",
+        )
+
+
 def _labels(
     feature: Mapping[str, Any], ids: np.ndarray, keep: slice, metadata: ProcessorMetadata, train_on: TrainOn
 ) -> np.ndarray:

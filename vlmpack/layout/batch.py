@@ -171,7 +171,12 @@ class PaddedBatch:
     def from_hf(
         cls, batch: Mapping[str, Any], *, extras: tuple[str, ...] = (), media: Collection[str] = ()
     ) -> PaddedBatch:
-        """The inverse of `to_hf`; `extras` and `media` (`Family.media`) name the further tensors to keep."""
+        """The inverse of `to_hf`; `extras` and `media` (`Family.media`) name the further tensors to keep.
+
+        Raises:
+            LayoutError: there are no token ids.
+        """
+        check_is_batch(batch)
         return cls(
             **{name: batch.get(name) for name in TOKEN_KEYS},  # pyright: ignore[reportArgumentType]
             extras={name: batch[name] for name in extras},
@@ -266,6 +271,16 @@ def lengths_from_mask(mask: torch.Tensor) -> MaskSpans:
     lengths, offsets = values.sum(1, dtype=np.int64), real.argmax(1)
     _check_unbroken(real, lengths)
     return MaskSpans(lengths=tuple(lengths.tolist()), offsets=tuple(offsets.tolist()))
+
+
+def check_is_batch(batch: Mapping[str, Any]) -> None:
+    """Raise a `LayoutError` for a dictionary without token ids, which may be a sample's or a data set's columns."""
+    if batch.get("input_ids") is None:
+        columns = ", ".join(map(str, batch)) or "nothing"
+        raise LayoutError(
+            f"a batch has input_ids, and this one has {columns}: of samples (messages and images, texts) a collator "
+            "makes batches: VLMCollator(processor, layout='packed')([sample, ...])"
+        )
 
 
 def check_is_tensor(value: Any, name: str) -> None:

@@ -22,6 +22,7 @@ from vlmpack.layout.batch import (
     METADATA_KEY,
     HostMetadata,
     Media,
+    check_is_batch,
     host_frames,
     host_grids,
     host_seconds,
@@ -202,9 +203,11 @@ class PackedRow:
         `cu_seqlens_q_padded` (tensors or lists), a host-device sync if they lie on a device.
 
         Raises:
-            LayoutError: no boundaries, impossible ones, or others than those of the metadata; boundaries that leave
-                open where the padding is; `labels` and `shift_labels` that differ; token columns that are not [1, T].
+            LayoutError: no token ids; no boundaries, impossible ones, or others than those of the metadata; boundaries
+                that leave open where the padding is; `labels` and `shift_labels` that differ; token columns that are
+                not [1, T].
         """
+        check_is_batch(batch)
         input_ids = batch["input_ids"]
         metadata: HostMetadata | None = batch.get(METADATA_KEY)
         segments = metadata.segments if metadata is not None else None

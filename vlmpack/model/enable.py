@@ -17,7 +17,7 @@ from torch import nn
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families import Family, check_parts, family_of
-from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch
+from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, check_is_batch
 from vlmpack.model.backbone import leave_backbone
 from vlmpack.model.columns import COLUMNS, STEP
 from vlmpack.model.engine import PackingState, StepConfig, packing_state, stored_state
@@ -232,7 +232,7 @@ class PackedStep:
             **inputs: further inputs by name, such as `rope_cu_seqlens`; they win over the batch's.
 
         Raises:
-            LayoutError: the batch contradicts itself.
+            LayoutError: the batch contradicts itself, or is the columns of samples.
             ConfigError: the batch is neither a padded batch with its 2D mask nor a packed row; or the temperature is
                 no positive number.
         """
@@ -252,6 +252,8 @@ class PackedStep:
             name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) and _travels(name) else value
             for name, value in {**columns, **inputs}.items()
         }
+        if not hands_row and columns.get("inputs_embeds") is None:
+            check_is_batch(columns)
         logits = bool(columns.pop("output_logits", False)) or logits  # as a batch requests them of a model
         output = self.model(**columns, num_items_in_batch=num_items_in_batch, output_logits=logits, **{STEP: call})
         if call.result is None:

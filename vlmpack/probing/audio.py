@@ -13,10 +13,11 @@ import torch
 
 from vlmpack.families import Family
 from vlmpack.layout import AUDIO
+from vlmpack.probing.forward_passes import ForwardPass, ProbedModel
 from vlmpack.probing.mechanisms import FEATURE_LIMIT_IN_LOW_PRECISION, FEATURE_LIMITS, embeddings_of
 from vlmpack.probing.report import Check
-from vlmpack.probing.trace import LEAK, Trace, largest_move
-from vlmpack.testing import Sample, distance, media_of, perturbed
+from vlmpack.probing.trace import LEAK, Trace, largest_move, recorded_calls
+from vlmpack.testing import Sample, build_sample, distance, media_of, perturbed
 
 FRAMES = "input_features"
 """The log-mel frames of all audios, by the model's own name."""
@@ -47,6 +48,35 @@ def check_audio(trace: Trace, alone: Sequence[torch.Tensor | None]) -> Check:
     detail = f"a sample's audio features are off by {error:.1e} from those of the sample alone"
     compared = Check.of_mechanism("audio", error, limit, detail)
     return compared if compared.is_bad else check
+
+
+def check_padding(packed: ForwardPass, probed: ProbedModel) -> list[Check]:
+    """Compare features of an audio shorter than a chunk, beside a longer one, with those of the plain tower on each.
+
+    The samples of a probe have longer ones alone: transformers' padded batch, which is compared with too, has others.
+
+    Returns:
+        Nothing of a family whose tower reads no padding.
+    """
+    audio, tower = probed.family.audio, probed.family.audio_tower(probed.core)
+    if audio is None or tower is None or not audio.reads_padding:
+        return []
+    config = probed.config.audio_config
+    counts = (config.n_window + 1, 5 * config.n_window)  # a chunk is twice the window
+    samples = [build_sample(probed.config, stretches=[3, 3], audio_frames=[n], seed=n) for n in counts]
+    with torch.no_grad(), recorded_calls([tower]) as calls:
+        packed(samples)
+        call = calls[tower][0]
+        features = call.args[0] if call.args else call.kwargs["input_features"]
+        alone = [
+            tower(part, feature_lens=torch.tensor([part.shape[1]], device=part.device)).last_hidden_state
+            for part in features.split(counts, dim=1)
+        ]
+    in_row = call.output[0].split([len(part) for part in alone])
+    error = max(distance(x, y) for x, y in zip(in_row, alone, strict=True))
+    limit = FEATURE_LIMITS.get(alone[0].dtype, FEATURE_LIMIT_IN_LOW_PRECISION)
+    detail = f"features of an audio shorter than a chunk are off by {error:.1e} where a longer one is in the row"
+    return [Check.of_mechanism("audio", error, limit, detail)]
 
 
 def _frames(samples: Sequence[Sample]) -> torch.Tensor:

@@ -92,12 +92,25 @@ def _check_sample_losses(result: ForwardResult, samples: Sequence[Sample]) -> Ch
     counts = [num_targets(sample) for sample in samples]
     if (returned := result.sample_targets.tolist()) != counts:
         return Check.wrong("sample results", f"the samples have {counts} targets, and {returned} were returned")
-    error = distance(result.sample_losses, mean_losses(_target_losses(result, samples)))
-    limit = _limit(result, LOSS_LIMIT)
+    expected = mean_losses(_target_losses(result, samples))
+    error, limit = distance(result.sample_losses, expected), _limit(result, LOSS_LIMIT)
+    if error > limit and _are_of_other_targets(result, expected, counts):
+        return Check.wrong("loss count", "the loss is the mean of the samples' losses, and these are of other targets")
     if error <= limit and result.step is not None and not _logprobs_in_place(result.step, samples):
         return Check.wrong("sample results", "log-probabilities are at other places than their samples' targets")
     detail = f"a sample gets the loss of another one, or of none: off by {error:.1e}"
     return Check.of_mechanism("sample results", error, limit, detail)
+
+
+def _are_of_other_targets(result: ForwardResult, expected: torch.Tensor, counts: Sequence[int]) -> bool:
+    """Return whether wrong losses of samples are what the loss is made of, and not those of one another: in low
+    precision a loss of wrong targets may be right by chance."""
+    assert result.sample_losses is not None
+    losses, weights = result.sample_losses.detach(), torch.tensor(counts).to(result.sample_losses)
+    is_mean = relative(float(result.mean_loss.detach()), float((losses * weights).sum() / weights.sum())) <= 1e-4
+    pairs = ((losses, expected.to(losses)), (losses * weights, expected.to(losses) * weights))
+    exchanged = min(distance(ours.sort().values, theirs.sort().values) for ours, theirs in pairs)
+    return is_mean and exchanged > _limit(result, LOSS_LIMIT)
 
 
 def _logprobs_in_place(step: StepResult, samples: Sequence[Sample]) -> bool:

@@ -30,7 +30,7 @@ from vlmpack.attention import EVERYTHING, Reach
 from vlmpack.families import Sees
 from vlmpack.layout import PackedRow, Segments
 from vlmpack.model import ModelParts, layer_reaches, spans_in
-from vlmpack.probing.forward_passes import frames_as_images
+from vlmpack.probing.forward_passes import ForwardPass, ProbedModel, frames_as_images
 from vlmpack.probing.report import Cause, Check
 from vlmpack.probing.trace import (
     CACHES,
@@ -38,6 +38,7 @@ from vlmpack.probing.trace import (
     ModuleCall,
     Span,
     Trace,
+    count_caches,
     largest_move,
     leak_between,
     perturb_spans,
@@ -153,7 +154,15 @@ def _error_against_plain(call: ModuleCall, places: Sequence[torch.Tensor]) -> fl
 def check_cache(trace: Trace) -> Check:
     """Count layers with a cache: training has no use for one, and with one transformers ignores packed positions."""
     layers = [*trace.attention.values(), *trace.delta.values(), *trace.conv.values()]
-    count = sum(any(call.kwargs.get(name) is not None for name in CACHES) for call in layers)
+    return _cache_check(sum(any(call.kwargs.get(name) is not None for name in CACHES) for call in layers))
+
+
+def check_cache_that_raises(forward: ForwardPass, probed: ProbedModel, samples: Sequence[Sample]) -> Check:
+    """Count layers with a cache in a forward pass that raises: convolutions and states of a cache are of one size."""
+    return _cache_check(count_caches(forward, probed, samples))
+
+
+def _cache_check(count: int) -> Check:
     return Check.of_mechanism("cache", count, 0, f"{count} layers get a cache: it is filled and thrown away")
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 
 from vlmpack.model import ModelParts, PackedStep, disable_packing, layer_reaches, spans_in
-from vlmpack.probing.audio import check_audio
+from vlmpack.probing.audio import check_audio, check_padding
 from vlmpack.probing.forward_passes import (
     GAPS,
     ROW,
@@ -24,6 +24,7 @@ from vlmpack.probing.forward_passes import (
 from vlmpack.probing.losses import RouterLosses, check_losses, check_router_losses, check_sample_logits
 from vlmpack.probing.mechanisms import (
     check_cache,
+    check_cache_that_raises,
     check_delta,
     check_mask,
     check_model_inputs,
@@ -240,20 +241,29 @@ def _with_mechanisms(
 def _mechanism_checks(setup: ProbeSetup, packed: PackedPass, reference: Reference) -> list[Check]:
     if (row := _check_packed_row(setup, packed)).is_bad:
         return [row]
-    traced = trace(packed, setup.probed, setup.samples)
+    try:
+        traced = trace(packed, setup.probed, setup.samples)
+    except Exception:
+        if (cache := check_cache_that_raises(packed, setup.probed, setup.samples)).is_bad:
+            return [cache]
+        raise
     if (inputs := check_model_inputs(traced)).is_bad:
         return [inputs]
     if (logits := check_sample_logits(traced)).is_bad:
         return [logits]
+    places = [torch.arange(*span) for span in traced.segments.spans]
+    masks = caught("mechanism", "mask", lambda: [check_mask(traced)])
     runs: dict[str, Callable[[], list[Check]]] = {
         "positions": lambda: [check_positions(traced, reference.rotary)],
-        "query scale": lambda: check_query_scale(traced, [torch.arange(*span) for span in traced.segments.spans]),
-        "mask": lambda: [check_mask(traced)],
+        # attention that sees other tokens than alone is another one, whatever the queries' factors
+        "query scale": lambda: [] if masks[0].is_bad else check_query_scale(traced, places),
+        "mask": lambda: masks,
         "cache": lambda: [check_cache(traced)],
         "gated delta layers": lambda: check_delta(traced),
         "router": lambda: [check_routing(traced)],
         "vision": lambda: [check_vision(traced, reference.features, plain_error=reference.feature_error)],
         "audio": lambda: [check_audio(traced, reference.audio)],
+        "padding of audio": lambda: check_padding(packed, setup.probed),
     }
     return [inputs, logits, *(check for name, run in runs.items() for check in caught("mechanism", name, run))]
 

@@ -6,7 +6,7 @@ A mechanism can then be run again by itself on changed inputs: what moves is its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -146,6 +146,25 @@ def trace(forward: ForwardPass, probed: ProbedModel, samples: Sequence[Sample]) 
         head=calls[head],
         result=result,
     )
+
+
+def count_caches(forward: ForwardPass, probed: ProbedModel, samples: Sequence[Sample]) -> int:
+    """Count the decoder layers that are given a cache, up to where the forward pass ends or raises."""
+    layers = list(probed.family.language_model(probed.core).get_submodule("layers").children())
+    with_cache: set[nn.Module] = set()
+
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(kwargs.get(name) is not None for name in CACHES):
+            with_cache.add(module)
+
+    handles = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in layers]
+    try:
+        with suppress(Exception):
+            forward(samples)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return len(with_cache)
 
 
 def submodules(text: nn.Module, name: str) -> dict[str, nn.Module]:

@@ -36,10 +36,12 @@ from vlmpack.probing.mechanisms import (
     LAYER_LIMITS,
     Rotary,
     check_cache,
+    check_cache_that_raises,
     check_packed_row,
     check_query_scale,
     check_rotary,
     current_tap,
+    embeddings_of,
     forgetting,
 )
 from vlmpack.probing.packed_checks import (
@@ -57,7 +59,7 @@ from vlmpack.probing.packed_checks import (
 from vlmpack.probing.reference import ProbeSetup, Reference, compute_reference
 from vlmpack.probing.report import Cause, Check
 from vlmpack.probing.trace import LEAK, ModuleCall, Span, Trace, largest_move, perturb_spans, routed_tokens, trace
-from vlmpack.testing import Branches, distinct_prefixes, grids_of
+from vlmpack.testing import Branches, Sample, distinct_prefixes, grids_of
 
 
 @final
@@ -138,7 +140,9 @@ def tree_checks(setup: ProbeSetup, branches: Branches, *, progress: Progress) ->
     with packing(setup, TREE) as packed:
         checks = caught("equality", TREE.name, lambda: check_equality(setup, packed, alone))
         if all(check.finding != "fails" for check in checks):
-            checks = _with_mechanisms(setup, packed, reference, checks)
+            checks = _with_mechanisms(setup, packed, reference, checks, branches)
+        elif (cache := check_cache_that_raises(packed, setup.probed, setup.samples)).is_bad:
+            checks.append(cache)
     if not any(check.finding == "fails" or (check.is_bad and check.name == "packing") for check in checks):
         checks += caught("isolation", "isolation", lambda: _isolation(setup, branches))
     prefix = f"{TREE.name}: "
@@ -146,10 +150,10 @@ def tree_checks(setup: ProbeSetup, branches: Branches, *, progress: Progress) ->
 
 
 def _with_mechanisms(
-    setup: ProbeSetup, packed: PackedPass, reference: TreeReference, checks: list[Check]
+    setup: ProbeSetup, packed: PackedPass, reference: TreeReference, checks: list[Check], branches: Branches
 ) -> list[Check]:
     """Add mechanisms, routers' losses and work. Where other tokens go in than the samples', only that counts."""
-    mechanisms = caught("mechanism", "mechanisms", lambda: _mechanisms(setup, packed, reference.alone))
+    mechanisms = caught("mechanism", "mechanisms", lambda: _mechanisms(setup, packed, reference.alone, branches))
     if any(check.is_bad and check.name == "packing" for check in mechanisms):
         return [*(check for check in checks if check.part != "mechanism"), *mechanisms]
     routers = caught("equality", "load-balancing loss", lambda: _router_losses(setup, packed, reference, checks))
@@ -209,7 +213,7 @@ def _isolation(setup: ProbeSetup, branches: Branches) -> list[Check]:
 # ---------------------------------------------------------------------- mechanisms
 
 
-def _mechanisms(setup: ProbeSetup, packed: PackedPass, reference: Reference) -> list[Check]:
+def _mechanisms(setup: ProbeSetup, packed: PackedPass, reference: Reference, branches: Branches) -> list[Check]:
     row = packed.row(setup.samples)
     if row.tree is None:
         return [Check.wrong("packing", "samples that begin alike share nothing")]
@@ -222,14 +226,15 @@ def _mechanisms(setup: ProbeSetup, packed: PackedPass, reference: Reference) -> 
         checks = [_check_inputs(traced, row)]
         if checks[0].is_bad:
             return checks
+        masks = caught("mechanism", "mask", lambda: [_check_mask(traced)])
         runs: dict[str, Callable[[], list[Check]]] = {
             "positions": lambda: [_check_positions(traced, reference.rotary)],
-            "query scale": lambda: check_query_scale(traced.trace, traced.paths),
-            "mask": lambda: [_check_mask(traced)],
+            "query scale": lambda: [] if masks[0].is_bad else check_query_scale(traced.trace, traced.paths),
+            "mask": lambda: masks,
             "cache": lambda: [check_cache(traced.trace)],
             "gated delta layers": lambda: list(_check_delta(traced)),
             "router": lambda: [_check_routing(traced)],
-            "vision": lambda: [_check_vision(traced, reference)],
+            "vision": lambda: [_check_vision(traced, reference, packed, branches)],
         }
         return [*checks, *(check for name, run in runs.items() for check in caught("mechanism", name, run))]
 
@@ -319,10 +324,36 @@ def _check_routing(traced: TracedTree) -> Check:
     return Check.of_mechanism("router", traced.tree.num_tokens, traced.tree.num_tokens, "")
 
 
-def _check_vision(traced: TracedTree, reference: Reference) -> Check:
+def _check_tiles(traced: TracedTree, packed: PackedPass, branches: Branches) -> Check:
+    """Exchange the pixels of each piece wherever it occurs: the embeddings of all other tokens stay."""
+    pixels, worst = set(traced.trace.probed.family.pixel_names), 0.0
+
+    def embedded(samples: Sequence[Sample]) -> torch.Tensor:
+        media = packed.row(samples).media.to_hf()
+        return embeddings_of(traced.trace, {name: media[name] for name in pixels & media.keys()})[0]
+
+    before_tD = embedded(branches.samples)
+    for piece, content in enumerate(branches.pieces):
+        if not pixels & content.keys():
+            continue
+        stays_t = torch.ones(len(before_tD), dtype=torch.bool)
+        for sample, path in enumerate(traced.paths):
+            if (span := branches.span(sample, piece)) is not None:
+                stays_t[path[slice(*span)]] = False
+        after_tD = embedded(branches.exchanged(piece, traced.trace.probed.config).samples)
+        kept = stays_t.nonzero()[:, 0].to(before_tD.device)
+        move = (after_tD - before_tD).abs().index_select(0, kept).max() / before_tD.abs().max()
+        worst = max(worst, float(move))
+    detail = f"embeddings of a sample move by {worst:.1e} when only the pixels of an image that it lacks change"
+    return Check.of_mechanism("vision", worst, LEAK, detail, finding="leaks")
+
+
+def _check_vision(traced: TracedTree, reference: Reference, packed: PackedPass, branches: Branches) -> Check:
     """Compare the features of each image that is computed with those of the sample that has it, alone."""
-    if not traced.trace.probed.family.has_patch_rows:
+    if not traced.trace.probed.family.has_vision:
         return Check.skipped("vision")
+    if not traced.trace.probed.family.has_patch_rows:
+        return _check_tiles(traced, packed, branches)
     worst, calls = 0.0, iter(traced.trace.vision)
     samples = traced.trace.samples
     images, videos = ([grids_of(sample, modality) for sample in samples] for modality in ("image", "video"))

@@ -15,6 +15,7 @@ from typing import Any, final
 
 import torch
 
+from vlmpack.errors import ConfigError
 from vlmpack.families import Family, Join, family_named
 from vlmpack.layout import AUDIO, IGNORE, IMAGE, VIDEO, Media, MediaUnits, RowMedia, pack
 from vlmpack.testing.samples import build_sample, padded, perturbed
@@ -69,8 +70,16 @@ def branches_of(samples: Sequence[Sample], config: Any) -> Branches:
     Args:
         samples: five of a probe: one with an image if the model takes any, any, a text, a long text, and any.
         config: of the model.
+
+    Raises:
+        ConfigError: there are fewer than five samples.
     """
     family = family_named(config.model_type)
+    if len(samples) < 5:
+        raise ConfigError(
+            f"branches_of takes five samples, the third and the fourth of them texts, and got {len(samples)}: those of "
+            "mixed_samples and of synthetic_samples become enough by with_adversarial_lengths(samples, config)"
+        )
     first, _, text, long, last = samples[:5]
     if any(join.counts_images for join in family.media.values()):  # an image is another one beside others
         last = _without_images(last, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sized
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import EvalPrediction, Trainer, TrainerCallback, default_data_collator
 from transformers.trainer_utils import EvalLoopOutput
 
-from vlmpack.errors import ConfigError, check_extra, check_kind
+from vlmpack.errors import ConfigError, UnpackedWarning, check_extra, check_kind
 from vlmpack.loading import PackedBatchSampler, PackedStream, Remainder
 from vlmpack.model import STEP, StepCall, is_packing
 from vlmpack.plan import Plan
@@ -86,6 +87,7 @@ class PackedTrainer(RenamedWeights, Trainer):
         """Of the last evaluation in planned rows: the loss of every sample, in the data set's order."""
         self._row_losses: RowLosses | None = None
         self._batch_losses: BatchLosses | None = None
+        self._warned_of_means = False
         self._planned_sets: list[tuple[Any, int, EvaluationRows]] = []
         self._resumes_from: str | None = None
         self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs)  # its own evaluation is exact
@@ -333,6 +335,19 @@ class PackedTrainer(RenamedWeights, Trainer):
             num_samples=len(evaluation.sample_ids),
         )
 
+    def _warn_of_means(self, *, has_loss: bool) -> None:
+        """Warn once that an evaluation without packing has the mean of its batches' means as its loss."""
+        if not has_loss or self._warned_of_means or self._batch_losses is None:
+            return
+        self._warned_of_means = True
+        warnings.warn(
+            "packing is not enabled on the model of this PackedTrainer, so its eval_loss is HF Trainer's: the mean of "
+            "the batches' means, and not that over all targets. PackedTrainer(model=enable_packing(model), ...) gives "
+            "the exact one",
+            UnpackedWarning,
+            stacklevel=2,
+        )
+
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
@@ -349,7 +364,9 @@ class PackedTrainer(RenamedWeights, Trainer):
             self._row_losses.add(inputs, call.result)
             return None, None, None
         if self._batch_losses is None or not is_packing(model):
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            outputs = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            self._warn_of_means(has_loss=outputs[0] is not None)
+            return outputs
         outputs = super().prediction_step(model, {**inputs, STEP: call}, prediction_loss_only, ignore_keys)
         if outputs[0] is not None:
             self._batch_losses.add(call.result)
