@@ -274,5 +274,5 @@ def test_a_protocol_that_loses_the_gradient_is_found_out(monkeypatch):
 def states_are_handed_on():
     model = small("qwen3_5")
     layer_class = type(model.model.language_model.layers[0].linear_attn)
-    cut = partial(BucketTree.cheapest, call_cost=16)
-    return gated_delta_tree.hands_states(layer_class, model.config.text_config, cut, torch.device("cpu"))
+    cut, device = partial(BucketTree.cheapest, call_cost=16), torch.device("cpu")
+    return gated_delta_tree.hands_states(layer_class, model.config.text_config, cut=cut, device=device)

@@ -1268,8 +1268,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "states are handed on where that was tried out",
             "mechanisms/gated_delta.py",
-            "not layers or not hands_states(plain_class(layers[0]), setup.text_config, cut, tried_on)",
-            "not layers",
+            "return cut(tree) if hands else whole()",
+            "return cut(tree)",
             "model/test_prefix_tree_refused.py -k without_the_protocol",
         ),
     ),

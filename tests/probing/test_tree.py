@@ -155,7 +155,7 @@ def without_content(patch: Patch) -> None:
 
 def untried(patch: Patch) -> None:
     """States are handed on without trying that out first, which would see what is broken here."""
-    patch.setattr(gated_delta, "hands_states", lambda *layer: True)
+    patch.setattr(gated_delta, "hands_states", lambda *layer, **trial: True)
 
 
 def no_state(patch: Patch) -> None:

@@ -73,10 +73,10 @@ class GatedDelta(ClassMechanism):
             call_cost, tried_on = CALL_COST.get(device.type, CALL_COST["cuda"]), torch.device("cpu")
             cut = partial(BucketTree.cheapest, call_cost=call_cost)
             whole = partial(Buckets.cheapest, segments, call_cost=call_cost)
-        layers = self.find(setup.model) if tree is not None else []
-        if tree is None or not layers or not hands_states(plain_class(layers[0]), setup.text_config, cut, tried_on):
+        if tree is None or not (layers := self.find(setup.model)):
             return whole()
-        return cut(tree)
+        hands = hands_states(plain_class(layers[0]), setup.text_config, cut=cut, device=tried_on)
+        return cut(tree) if hands else whole()
 
     def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
         """Tokens that each layer computes."""

@@ -267,6 +267,7 @@ CLOSE_IN_TF32 = 2e-2
 def hands_states(
     layer_class: Any,
     text_config: Any,
+    *,
     cut: Callable[[PrefixTree], BucketTree | SpacedTree],
     device: torch.device,
 ) -> bool:
