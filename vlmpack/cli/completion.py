@@ -60,7 +60,7 @@ class Verb:
     """One verb."""
 
     name: str
-    """As it is typed."""
+    """The name that is typed."""
     help: str
     """One line."""
     options: tuple[Value, ...]

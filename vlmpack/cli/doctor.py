@@ -112,7 +112,7 @@ class Version(NamedTuple):
     """One package."""
 
     name: str
-    """As `pip` names it."""
+    """Its name for `pip`."""
     version: str | None
     """None: not installed."""
     problem: str | None = None

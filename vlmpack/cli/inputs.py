@@ -50,7 +50,7 @@ class InputOptions:
     image_root: Path | None = None
     """Folder at which paths of images start; None: that of the file that names them."""
     branches: str = "conversation"
-    """What a sample is: one of `BRANCHES`."""
+    """Kind of sample: one of `BRANCHES`."""
     columns: Sequence[str] = ()
     """MAP or SOURCE=MAP each, see `columns_by_source`; empty: columns have known names."""
     mix: MixOptions = field(default_factory=MixOptions)

@@ -53,7 +53,7 @@ class MixedSource:
     """One data set of a mix."""
 
     source: str
-    """As `open_dataset` takes it."""
+    """A data set, for `open_dataset`."""
     weight: float | None
     """Share of the samples, in units of DATA's; None: every sample once."""
 

@@ -47,7 +47,7 @@ DEFAULT_SECONDS = 1.0
 @final
 @dataclass(frozen=True, kw_only=True)
 class SharePrefixes:
-    """How samples of a row that begin alike are laid out as a tree."""
+    """Rule for laying samples of a row that begin alike out as a tree."""
 
     min_shared: int = MIN_SHARED
     """Tokens of a shared beginning, counted from the last branching, below which it is repeated in each branch; and the

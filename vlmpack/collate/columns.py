@@ -37,9 +37,9 @@ _FILE_COLUMN = re.compile(r"(file_?names?|files?|file_?paths?|paths?|media|media
 """Names of columns that hold files of any kind."""
 _FILE = re.compile(r"(?i)\S.*\.(png|jpe?g|webp|gif|bmp|tiff?|mp4|avi|mkv|mov|webm)")
 _VIDEOS = (".mp4", ".m4v", ".avi", ".mkv", ".mov", ".webm")
-"""How paths of videos' files end."""
+"""Ends of the paths of videos' files."""
 _ENCODED = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")
-"""How the bytes of encoded images begin."""
+"""First bytes of encoded images."""
 _GROUNDING = ("<bbox>", "<ref-object>", "<quad>")
 """Places in a text that ms-swift fills from its column `objects`."""
 _KEPT = {*MEDIA_COLUMNS, "id", "sample_id", "length", "label", "labels", "label_ids", "attention_mask", "position_ids"}

@@ -64,7 +64,7 @@ class Encoder:
     max_length: int | None = None
     """Tokens beyond which media are not made, as no sample holds them; None: no limit."""
     file_rules: FileRules = DEFAULT_RULES
-    """How files of videos are sampled and sized."""
+    """Rules for sampling and sizing files of videos."""
 
     def encode(self, feature: Any, batch: BatchMedia | None = None) -> Encoded:
         """Encode and check one sample; media that the batch has already are not cut again.

@@ -180,7 +180,7 @@ _VALUES: Mapping[Kind, str] = {
     "video": "pixels; add pixels and grid",
     "audio": "frames; add input_features and feature_attention_mask",
 }
-"""What a medium of each kind is made of, and the remedy where it is missing."""
+"""Tensors of a medium of each kind, and the remedy where one is missing."""
 
 
 def _joined(needed: Sequence[int], lengths: Sequence[int]) -> list[int]:

@@ -31,7 +31,7 @@ from vlmpack.data import ImageError, VideoHeader
 from vlmpack.errors import ConfigError, check_whole_number
 
 Spacing = Literal["linspace", "arange"]
-"""How frames are spread: with the last one, as Qwen3-VL's processor does it, or by equal steps from the first."""
+"""Spread of frames: with the last one, as Qwen3-VL's processor does it, or by equal steps from the first."""
 FPS = 2.0
 """Frames taken per second where a processor does not say (`VIDEO_FPS` of qwen-vl-utils)."""
 MIN_FRAMES = 2
@@ -41,7 +41,7 @@ _RATES_OF_LISTS = ("sample_fps", "raw_fps")
 
 @dataclass(frozen=True, kw_only=True)
 class FrameSampling:
-    """How many frames of a video's file are taken; a setting of `VLMCollator`.
+    """Number of frames of a video's file; a setting of `VLMCollator`.
 
     Raises:
         ConfigError: a number that means nothing, or both `fps` and `num_frames`.

@@ -103,11 +103,11 @@ class MediaReader:
     video_processor: Any = None
     """The same, by whose settings frames become patches; None: there is none, and they do as images."""
     metadata: ProcessorMetadata
-    """What was read from the processor."""
+    """Metadata of the processor."""
     limits: ImageLimits
     """Caps for images and frames."""
     file_rules: FileRules = DEFAULT_RULES
-    """How files of videos are sampled and sized."""
+    """Rules for sampling and sizing files of videos."""
 
     # ------------------------------------------------------------------ one image or video
 

@@ -56,9 +56,9 @@ class ProcessorMetadata:
     video_token_id: int = NO_ID
     """Its id."""
     vision_start: str = ""
-    """What stands before each run of placeholders: a token, or a text of several."""
+    """Start of each run of placeholders: a token, or a text of several."""
     vision_end: str = ""
-    """What stands after each run of placeholders."""
+    """End of each run of placeholders, likewise."""
     vision_start_id: int = NO_ID
     """Its id, if it is one token."""
     vision_end_id: int = NO_ID
@@ -84,7 +84,7 @@ class ProcessorMetadata:
     newline_ids: frozenset[int]
     """Ids of all tokens that begin with a newline: BPE may merge the header's newline with the text after it."""
     eos_token: str
-    """What ends an answer that has no chat template around it."""
+    """The end of an answer that has no chat template around it."""
     pad_token_id: int
     """Written on padding."""
     vocab_size: int

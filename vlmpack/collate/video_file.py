@@ -44,15 +44,15 @@ from vlmpack.layout import Grid
 
 Resize = Callable[[torch.Tensor, Size], torch.Tensor]
 FILE_TYPES = (str, Path, bytes, bytearray, memoryview, Mapping)
-"""What holds the file of a video; a list holds its frames."""
+"""Types of a video's file; a list holds its frames."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRules:
-    """How frames of a video's file are chosen and sized: numbers of the video processor."""
+    """Rules for choosing and sizing frames of a video's file: numbers of the video processor."""
 
     sampling: FrameSampling = DEFAULT_SAMPLING
-    """How many frames are taken where no key says so."""
+    """Number of frames where no key names one."""
     is_per_clip: bool = False
     """True: Qwen3-VL's rules (frames by linspace, bounds for all of them together); False: Qwen2-VL's."""
     bounds: tuple[int, int] | None = None

@@ -80,7 +80,7 @@ class ForeignRows:
     """Rows of a source, each as a sample that the collator takes."""
 
     rows: Rows
-    """As they are stored."""
+    """Rows in the names that are stored."""
     columns: ColumnMap
     """Their names."""
 

@@ -46,7 +46,7 @@ from vlmpack.data.tiff import check_directory, check_strips, check_tiff
 from vlmpack.errors import ConfigError
 
 ImageSource = Image.Image | bytes | bytearray | memoryview | str | Path | Mapping
-"""What `load_image` accepts."""
+"""Types that `load_image` accepts."""
 
 SLOW = 16
 """A kind of image that is decoded in Python may have so many times fewer pixels: 4 million of 64."""

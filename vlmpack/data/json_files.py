@@ -13,7 +13,7 @@ import numpy as np
 from vlmpack.errors import ConfigError, SampleError
 
 JSON_FILES = (".json", ".jsonl", ".ndjson")
-"""How the names of such files end."""
+"""Ends of the names of such files."""
 CHUNK = 2**24
 """Bytes of a JSONL file that are read together."""
 HEAD = 256

@@ -23,7 +23,7 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What brings an image upright, by its EXIF orientation; as `ImageOps.exif_transpose` does it."""
+"""The turn that brings an image upright, by its EXIF orientation: that of `ImageOps.exif_transpose`."""
 _TELL_ORIENTATION = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")
 """Where Pillow keeps what an orientation is read from."""
 _PIXELS_AT_ONCE = 2**18

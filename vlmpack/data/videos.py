@@ -37,7 +37,7 @@ from vlmpack.data.sources import open_source
 from vlmpack.errors import check_extra
 
 VideoSource = bytes | bytearray | memoryview | str | Path | Mapping
-"""What holds the file of a video: its path, its bytes, or {"bytes", "path"}."""
+"""The file of a video: its path, its bytes, or {"bytes", "path"}."""
 
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
 """libav's names of the containers that are opened. Playlists are not: they name other files and addresses."""

@@ -109,7 +109,7 @@ class Family:
     returns_router_logits: bool = True
     """False if the model without its head has experts, and does not return what their routers gave in its text part."""
     logits: LogitsRule = plain_logits
-    """What the model does to the output of the head."""
+    """The model's function of the output of the head."""
     sees: Sees | None = None
     """The tokens that see later ones of their sample; None: none do, attention is causal."""
     media: Mapping[str, Join] = field(default_factory=lambda: QWEN_MEDIA, hash=False)

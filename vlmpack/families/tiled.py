@@ -70,8 +70,8 @@ def tiles_by_size(tensors: Tensors, config: Any) -> Sequence[int]:
 
 
 def tiles_of_single_images(tensors: Tensors, config: Any) -> Sequence[int]:
-    """As `tiles_by_size`, not more than `vision_aspect_ratio` allows; where a sample has several images, each makes a
-    thumbnail and a token alone."""
+    """Tiles of `tiles_by_size`, not more than `vision_aspect_ratio` allows; where a sample has several images, each
+    makes a thumbnail and a token alone."""
     sizes = tensors["image_sizes"].tolist()
     counts = tensors["batch_num_images"].tolist() if "batch_num_images" in tensors else [1] * len(sizes)
     is_single = [n == 1 for n in counts for _ in range(n)]
@@ -162,7 +162,7 @@ def merged_windows(tensors: Tensors, config: Any) -> Sequence[int]:
 
 
 def merged_windows_of_frames(tensors: Tensors, config: Any) -> Sequence[int]:
-    """As `merged_windows`, of each frame of a video, or tile of one, of `target_sizes_videos` [N, 2]."""
+    """Windows of `merged_windows`, of each frame of a video, or tile of one, of `target_sizes_videos` [N, 2]."""
     return _merged(tensors["target_sizes_videos"], config) if "target_sizes_videos" in tensors else ()
 
 

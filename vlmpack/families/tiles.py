@@ -41,7 +41,7 @@ TileBoundaries = Callable[[Mapping[str, torch.Tensor], Any], Sequence[Segments]]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """How the tensors of one name of several samples become one."""
+    """Rule for joining the tensors of one name of several samples."""
 
     axis: int = 0
     """The axis along which samples follow each other."""

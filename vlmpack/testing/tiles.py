@@ -17,7 +17,7 @@ from vlmpack.layout import Grid
 
 
 class Sample(dict[str, torch.Tensor]):
-    """What a processor gives for one conversation, without the batch axis; and the family that takes it."""
+    """Output of a processor for one conversation, without the batch axis; and the family that takes it."""
 
     family: Family | None = None
     """None: it has no media, or they are joined along their first axis."""
@@ -43,7 +43,7 @@ class TiledImage:
     ids: Sequence[int]
     """Its tokens: placeholders, and what stands around and between them."""
     tensors: dict[str, torch.Tensor]
-    """What a processor makes of it, by name."""
+    """Tensors that a processor makes of it, by name."""
 
 
 Draw = Callable[..., torch.Tensor]
@@ -62,7 +62,7 @@ def _between(config: Any, *runs: int, mark: bool = False) -> list[int]:
 
 
 def _fixed_tiles(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
-    """As many tiles of one size as the form has cells, and a thumbnail if these are several."""
+    """Tiles of one size, one for each cell of the form, and a thumbnail if these are several."""
     cells = grid[1] * grid[2]
     tiles = cells + (cells > 1)
     side = config.vision_config.image_size[0]
@@ -71,7 +71,7 @@ def _fixed_tiles(config: Any, grid: Grid, draw: Draw, *, several: bool) -> Tiled
 
 
 def _marked_squares(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
-    """As many tiles as the form has cells, and a thumbnail if these are several, with a token of text behind each."""
+    """Tiles, one for each cell of the form, and a thumbnail if these are several, with a token of text behind each."""
     cells, side = grid[1] * grid[2], config.vision_config.image_size
     tensors = {"pixel_values": draw(cells + (cells > 1), 3, side, side)}
     rule = family_named(config.model_type).tile_tokens

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vlmpack.model import Work
 
 Reaches = Collection[Reach]
-"""How far back queries attend, in each kind of layer."""
+"""Reach of queries, in each kind of layer."""
 TYPE_KEYS = ("mm_token_type_ids", "token_type_ids")
 """Names of the kinds of tokens in a sample."""
 

@@ -72,7 +72,7 @@ class _PackedHead(RenamedWeights):
         if share_prefixes is None:
             share_prefixes = self.shares_prefixes
         self.share_prefixes = SharePrefixes() if share_prefixes is True else share_prefixes or None
-        """How beginnings are shared; None: they are not."""
+        """Rule for sharing beginnings; None: they are not shared."""
         self._packed_calls = 0
         trainer_of_trl: Any = super()
         unprepared = self._unprepared(kwargs)

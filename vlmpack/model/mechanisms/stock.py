@@ -180,7 +180,7 @@ def _recorded_of_text(text: Any) -> dict[int, tuple[Any, Any]]:
 TYPES = (0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0)
 """Types of the tokens of a sample with two images, the first longer than the window."""
 PREFIX = (0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1)
-"""Those of a sample with a prefix that is longer than the window."""
+"""Types of the tokens of a sample with a prefix that is longer than the window."""
 WINDOW = 3
 """The window of the twin, in place of its own."""
 
