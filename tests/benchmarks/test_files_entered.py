@@ -21,7 +21,7 @@ def file_of(code: type | Callable[..., object]) -> str:
 PACK, ATTENTION = file_of(pack), file_of(type(BACKENDS["sdpa_segments"]))
 
 
-@pytest.mark.parametrize(("family", "most"), [("qwen3_vl", 20), ("qwen3", 20), ("qwen3_5_moe", 23)])
+@pytest.mark.parametrize(("family", "most"), [("qwen3_vl", 20), ("qwen3", 20), ("qwen3_5_moe", 24)])
 def test_a_forward_packs_attends_and_computes_a_loss(family: str, most: int) -> None:
     """A reader of the forward opens no more files; gated delta layers and experts add theirs."""
     files = files_of_forward(family)

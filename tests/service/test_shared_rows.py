@@ -23,6 +23,7 @@ from step_service import (
 )
 
 from vlmpack.errors import ConfigError
+from vlmpack.families import family_named
 from vlmpack.layout import Buckets, Segments, Spaced
 from vlmpack.service import row_work, rows
 from vlmpack.service.adapters import Adapter, Span
@@ -79,6 +80,9 @@ def alone(
 
 
 FAMILIES = tuple(name for name in FAMILY_NAMES if name != "qwen4_exp")
+GRADIENT = 1e-5
+DELTA_GRADIENT = 5e-5
+"""Of gated delta layers, whose batches of samples are others in a row that adapters share."""
 
 
 @pytest.mark.each_value
@@ -95,7 +99,8 @@ def test_each_adapter_gets_what_it_gets_alone(family: str, *, gradient_checkpoin
         for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
         assert ours.metrics["loss:sum"] == pytest.approx(theirs.metrics["loss:sum"], rel=1e-5)
-        assert largest_difference(gradients(engine, name), gradient) < 1e-5
+        has_delta = family_named(family).has("gated_delta")
+        assert largest_difference(gradients(engine, name), gradient) < (DELTA_GRADIENT if has_delta else GRADIENT)
 
 
 def test_each_adapter_of_short_convolutions_gets_what_it_gets_alone() -> None:
