@@ -19,7 +19,7 @@ from vlmpack.families.text import capped_logits, divided_logits, multiplied_logi
 from vlmpack.layout import pack
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms.attention import layer_reaches, with_chunk
-from vlmpack.model.mechanisms.stock import check_logits, check_positions
+from vlmpack.model.mechanisms.stock import MaskFunction, check_logits, check_positions
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
 WINDOWS = {"gemma2": [5, None, 5], "mistral": [5, 5, 5], "qwen3": [None, None, None], "qwen3_5": [None]}
@@ -50,13 +50,26 @@ def test_windows_of_any_length_are_measured_without_a_mask(window: int) -> None:
     assert layer_reaches(parts_of(model), again=True) == {0: Reach(window=window)}
 
 
-def test_masks_of_another_kind_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chunked(config: Any, **inputs: Any) -> Any:
-        return lambda batch, head, query, key: (key <= query) & (key // 8192 == query // 8192) | (key == 0)
+OTHER_MASKS: dict[str, MaskFunction] = {
+    "chunks, and the first token": lambda _, __, query, key: (
+        (key <= query) & ((key // 8192 == query // 8192) | (key == 0))
+    ),
+    "a window, and some tokens": lambda _, __, query, key: (
+        (key <= query) & ((query - key < 100) | ((query - key) % 4096 == 0))
+    ),
+    "a window, and the first tokens": lambda _, __, query, key: (key <= query) & ((query - key < 9000) | (key < 4)),
+    "every other token": lambda _, __, query, key: (key <= query) & ((query - key) % 2 == 0),
+    "the token after it": lambda _, __, query, key: key <= query + 1,
+    "not itself": lambda _, __, query, key: key < query,
+    "a window on both sides": lambda _, __, query, key: (query - key).abs() < 50,
+}
 
-    monkeypatch.setattr(modeling_llama, "create_causal_mask", chunked)
+
+@pytest.mark.parametrize("mask", OTHER_MASKS.values(), ids=OTHER_MASKS)
+def test_masks_of_another_kind_are_refused(mask: MaskFunction, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda config, **inputs: mask)
     with pytest.raises(FamilyError, match="layer 0 attends to other tokens than those before them"):
-        enable_packing(tiny_model("llama"))
+        enable_packing(tiny_model("llama", layers=1))
 
 
 def test_a_layer_that_calls_attention_with_another_window_than_its_mask_is_an_error_at_the_first_row() -> None:

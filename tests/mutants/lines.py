@@ -1715,8 +1715,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "masks that are no window are refused",
             "mechanisms/stock.py",
-            "return all(torch.equal(keys, (places >= first[query]) & (places <= query))",
-            "return all(torch.equal(keys, keys)",
+            "if torch.equal(visible_QK, before_QK & (keys_1K >= first_Q1)):",
+            "if torch.equal(visible_QK, visible_QK):",
             "model/test_stock.py",
         ),
         (

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -37,6 +38,9 @@ TOKENS = 5
 """Length of the sample that is tried."""
 FAR = 1 << 20
 """A query that is further from the first token than any window is long: what reaches further is none."""
+DENSE, AROUND, STRIDE = 1024, 8, 1021
+"""Keys that a query is tried with: so many from the first one on, so many on either side of each edge, and every so
+many."""
 
 
 # ---------------------------------------------------------------------- masks of layers
@@ -70,24 +74,31 @@ def measured_reaches(text: nn.Module) -> dict[int, Reach]:
 
 
 def _reach(mask: Any, layer: int) -> Reach:
-    """Count the queries that attend to the first key; compare the keys of those around their last, and of far ones."""
-    places = torch.arange(FAR + 2, device="cpu")
-    zero = torch.tensor(0)
-    size = int(mask(zero, zero, places, zero).expand(len(places)).sum())
-    candidates = [Reach(window=size), Reach(chunk=size)] if 0 < size <= FAR else [EVERYTHING]
-    queries = sorted({0, *(min(n * size + step, FAR) for n in (1, 2, 3) for step in (-1, 0)), FAR - 1, FAR})
-    masked = {query: mask(zero, zero, torch.tensor(query), places).expand(len(places)) for query in queries}
+    """Bisect how many queries attend to the first key; compare the keys of the queries around their last, and of far
+    ones."""
+    with torch.device("cpu"):
+        zero = torch.tensor(0)
+        size = bisect_left(range(FAR + 1), True, key=lambda query: not mask(0, 0, torch.tensor(query), zero))
+        candidates = [Reach(window=size), Reach(chunk=size)] if 0 < size <= FAR else [EVERYTHING]
+        queries = sorted({0, *(min(n * size + step, FAR) for n in (1, 2, 3) for step in (-1, 0)), FAR - 1, FAR})
+        firsts = {reach: torch.tensor([[reach.first_key(query)] for query in queries]) for reach in candidates}
+        queries_Q1 = torch.tensor(queries)[:, None]
+        keys_1K = _keys(torch.cat([queries_Q1, *firsts.values()]))[None]
+        visible_QK = mask(0, 0, queries_Q1, keys_1K).expand(len(queries), keys_1K.shape[1])
+        before_QK = keys_1K <= queries_Q1
+    for reach, first_Q1 in firsts.items():
+        if torch.equal(visible_QK, before_QK & (keys_1K >= first_Q1)):
+            return reach
+    raise FamilyError(
+        f"layer {layer} attends to other tokens than those before them, or a window or chunk of those, in the model's "
+        "own code, which packed rows cannot do; train this model without packing"
+    )
 
-    def fits(reach: Reach) -> bool:
-        first = {query: reach.first_key(query) for query in masked}
-        return all(torch.equal(keys, (places >= first[query]) & (places <= query)) for query, keys in masked.items())
 
-    if (reach := next(filter(fits, candidates), None)) is None:
-        raise FamilyError(
-            f"layer {layer} attends to other tokens than those before them, or a window or chunk of those, in the "
-            "model's own code, which packed rows cannot do; train this model without packing"
-        )
-    return reach
+def _keys(edges: torch.Tensor) -> torch.Tensor:
+    """int64 [K]: the first keys, those around the edges, and some of all others up to the one after FAR."""
+    around = (edges.reshape(-1, 1) + torch.arange(-AROUND, AROUND + 1)).flatten().clamp(0, FAR + 1)
+    return torch.cat([torch.arange(DENSE), around, torch.arange(DENSE, FAR + 2, STRIDE)]).unique()
 
 
 def check_positions(model: ModelParts) -> None:
