@@ -5,6 +5,8 @@ Nothing is downloaded, and nothing is a stand-in: windows, deepstack, rotary pos
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -160,7 +162,7 @@ def tiny_config(family: str = DEFAULT_FAMILY, *, processor: Any = None, **sizes:
     if chosen.patch_size is None:
         chosen = replace(chosen, patch_size=recipe.patch_size or (16 if recipe.since_qwen3 else 14))
     _check(chosen, recipe, family)
-    return _config(chosen, recipe, family)
+    return copy.deepcopy(_config(chosen, family))
 
 
 # ---------------------------------------------------------------------- sizes from a processor, and their checks
@@ -276,9 +278,12 @@ class _Recipe:
     """transformers has sdpa attention for it, not only eager."""
 
 
-def _config(sizes: TinySizes, recipe: _Recipe, family: str) -> Any:
+@functools.lru_cache(maxsize=64)
+def _config(sizes: TinySizes, family: str) -> Any:
+    """transformers checks every setting, which takes longer than a copy."""
     from transformers import AutoConfig
 
+    recipe = RECIPES[family]
     text = _text(sizes, recipe)
     if recipe.vision is None:
         return AutoConfig.for_model(family, **text)
