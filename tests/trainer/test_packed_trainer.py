@@ -83,9 +83,24 @@ def test_a_plan_of_a_table_leaves_out_what_cannot_be_used_and_nothing_else(tmp_p
         samples,
         plan=plan_bins(table, 2 * max(table.tokens)),
     )
-    run.train()
+    with pytest.warns(UserWarning, match=r"1 of the 6 samples are in no row of the plan, and are not trained on: 2 \("):
+        run.train()
     assert sorted(trained) == [0, 1, 3, 4, 5]
     assert [one.index for one in table.refused] == [2]
+
+
+def test_a_plan_of_other_samples_is_warned_of_once(tmp_path):
+    samples = [chat(answer="yes " * n, id=n) for n in range(1, 9)]
+    collate = VLMCollator(processor_of(), layout="packed")
+    plan = plan_bins(measure_lengths(samples, collate), 200)
+    model = enable_packing(tiny_model(processor=processor_of(), hidden=16, heads=2, layers=1, vision_depth=1))
+    run = PackedTrainer(model, arguments(tmp_path), collate, samples, plan=plan)
+    run.train()
+    longer = [chat(answer="yes " * (n + 50), id=n) for n in range(1, 9)]
+    run = PackedTrainer(model, arguments(tmp_path), collate, longer, plan=plan)
+    with pytest.warns(UserWarning, match=r"no row of the plan has those \(its capacity is 200\)") as warned:
+        run.train()
+    assert len(warned) == 1
 
 
 @pytest.mark.parametrize("plan", [[[0, 1]], LengthTable.from_rows([])])

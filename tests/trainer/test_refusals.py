@@ -155,6 +155,13 @@ def test_label_smoothing(layout, evaluate, model, tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_noise_that_depends_on_the_width_of_a_row(layout, model, tmp_path):
+    run = trainer(model, receipts(model), tmp_path, layout, neftune_noise_alpha=5.0)
+    with pytest.raises(ConfigError, match=r"neftune_noise_alpha .* a packed sample would get less .* leave it out"):
+        run.train()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_loss_function_of_ones_own_has_to_ask_for_logits(layout, model, tmp_path):
     def loss_func(outputs, labels, num_items_in_batch=None):
         logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()

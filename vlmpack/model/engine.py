@@ -34,7 +34,7 @@ from vlmpack.model.context_parallel_row import ContextParallelRow
 from vlmpack.model.head import Scoring, score_targets, target_positions
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
 from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_statistics
-from vlmpack.model.plain import check_adapters, check_class_forward, check_loss
+from vlmpack.model.plain import check_adapters, check_class_forward, check_loss, check_noise
 from vlmpack.model.positions import check_positions, check_restarts
 from vlmpack.model.prefix_tree_row import PrefixTreeRow
 from vlmpack.model.result import LossCount, StepResult, Work, sums_by_sample
@@ -106,6 +106,7 @@ class PackingState:
         check_loss(core)
         check_class_forward(core, self.family)
         check_adapters(core)
+        check_noise(core)
         parts = self.parts_of(core)
         for mechanism in self.mechanisms:
             if (problem := mechanism.problem(parts, attached=attached)) is not None:

@@ -101,6 +101,20 @@ def check_loss(core: nn.Module) -> None:
         )
 
 
+def check_noise(core: Any) -> None:
+    """Check that no NEFTune adds noise to embeddings in training.
+
+    Raises:
+        ConfigError: it does.
+    """
+    embeddings = core.get_input_embeddings()
+    if embeddings.training and vars(embeddings).get("neftune_noise_alpha") is not None:
+        raise ConfigError(
+            "neftune_noise_alpha scales noise by the width of the row, so a packed sample would get less of it than "
+            "alone: leave it out, or train on padded batches without packing"
+        )
+
+
 def check_class_forward(core: nn.Module, family: Family) -> None:
     """Check that the forward of the model's class is that of transformers, for all models of the class.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sized
+from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import EvalPrediction, Trainer, TrainerCallback, default_data_collator
 from transformers.trainer_utils import EvalLoopOutput
 
+from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, UnpackedWarning, check_extra, check_kind
+from vlmpack.layout import METADATA_KEY, HostMetadata
 from vlmpack.loading import PackedBatchSampler, PackedStream, Remainder
 from vlmpack.model import STEP, StepCall, is_packing
 from vlmpack.plan import Plan
@@ -180,6 +182,7 @@ class PackedTrainer(RenamedWeights, Trainer):
                 "one: plan_bins(table, capacity) of its LengthTable; table.tokens lacks the refused samples"
             )
         check_sharing(self.plan, self.data_collator)
+        _warn_of_dropped(self.plan)
         return PackedBatchSampler(
             self.plan,
             ranks=self.args.world_size,
@@ -381,6 +384,51 @@ class RowLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch."""
         self.batch_sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The rows; the first one whose samples have other lengths than those of any row of the plan is warned of."""
+        plan, batches = self.batch_sampler.plan, super().__iter__()
+        if not self._keeps_samples:
+            yield from batches
+            return
+        planned = {tuple(sorted(plan.lengths[row].tolist())) for row in plan}
+        has_warned = False
+        for batch in batches:
+            metadata: HostMetadata | None = batch.get(METADATA_KEY)
+            lengths = () if metadata is None else metadata.lengths
+            if lengths and not has_warned and tuple(sorted(lengths)) not in planned:
+                has_warned = True
+                _warn_of_other_lengths(lengths, plan)
+            yield batch
+
+    @property
+    def _keeps_samples(self) -> bool:
+        """Return whether a row has every sample that was planned for it, and nothing else."""
+        collator: Any = self.collate_fn
+        skips = isinstance(collator, VLMCollator) and collator.on_bad != "raise"
+        return not (skips or isinstance(self.dataset, PackedDataset))
+
+
+def _warn_of_other_lengths(lengths: Sequence[int], plan: Plan) -> None:
+    shown = ", ".join(map(str, lengths[:9])) + (", ..." if len(lengths) > 9 else "")
+    warnings.warn(
+        f"a row has samples of {shown} tokens, {sum(lengths)} in all, and no row of the plan has those (capacity "
+        f"{plan.capacity}): the plan is of another data set, of another epoch of a mix, or of other lengths than the "
+        "collator makes. Plan this one: plan_bins(measure_lengths(dataset, collator), capacity)",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def _warn_of_dropped(plan: Plan) -> None:
+    if count := len(plan.dropped):
+        shown = ", ".join(map(str, plan.dropped[:9])) + (", ..." if count > 9 else "")
+        warnings.warn(
+            f"{count} of the {len(plan.lengths)} samples are in no row of the plan, and are not trained on: {shown} "
+            "(plan.dropped). They exceed a row, or were refused when lengths were measured (table.refused)",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 class EpochBySteps(TrainerCallback):
