@@ -230,7 +230,10 @@ class PackedRow:
     def _unshifted(self, shift_labels: torch.Tensor) -> torch.Tensor:
         ends = without_successor(self.segments, 1, shift_labels.device)
         kept = shift_labels[0].index_select(0, ends) == IGNORE
-        message = "the last token of a segment has a target; pass shift_labels to the model instead of labels"
+        message = (
+            "the last token of a segment has a target in shift_labels: set it to -100, as shift_labels(labels, "
+            "segments) does; or, if it is a token that was left out of the row, hand the row itself to PackedStep"
+        )
         require(kept.all(), message, LayoutError)
         return unshift_labels(shift_labels, self.segments)
 
