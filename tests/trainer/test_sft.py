@@ -17,7 +17,7 @@ from vlmpack.collate import VLMCollator
 from vlmpack.data import mix_datasets, open_dataset
 from vlmpack.errors import ConfigError, UnpackedWarning
 from vlmpack.loading import PackedStream, RowSettings
-from vlmpack.model import find_model
+from vlmpack.model import find_model, plain
 from vlmpack.plan import plan_bins
 from vlmpack.store import measure_lengths
 from vlmpack.testing import tiny_processor
@@ -281,8 +281,9 @@ def test_data_sets_of_others_than_datasets_are_trained_on_as_they_are(tmp_path):
         sft(PackedSFTTrainer, saved(tmp_path), tmp_path, dataset=opened)
 
 
-def test_steps_of_another_path_are_refused(tmp_path):
+def test_steps_of_another_path_are_refused(tmp_path, monkeypatch):
     """Prompt tuning puts embeddings in the place of tokens, of which nothing is packed."""
+    monkeypatch.setattr(plain, "_warned", set[str]())  # once a process
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     run = sft(PackedSFTTrainer, saved(tmp_path), tmp_path, extras={"peft_config": config})
     with (

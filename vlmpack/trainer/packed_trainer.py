@@ -395,7 +395,8 @@ class RowLoader(DataLoader[Any]):
         has_warned = False
         for batch in batches:
             metadata: HostMetadata | None = batch.get(METADATA_KEY)
-            lengths = () if metadata is None else metadata.lengths
+            # an empty row has tokens, but no target
+            lengths = () if metadata is None or metadata.num_targets == 0 else metadata.lengths
             if lengths and not has_warned and tuple(sorted(lengths)) not in planned:
                 has_warned = True
                 _warn_of_other_lengths(lengths, plan)
