@@ -164,6 +164,31 @@ def test_what_a_data_set_refuses_to_give_is_listed() -> None:
     ]
 
 
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_row_without_known_columns_is_one_bad_sample_under_its_own_number(workers: int, tmp_path: Path) -> None:
+    samples = [*SAMPLES[:2], {"id": "r3", "massages": SAMPLES[0]["messages"]}, *SAMPLES[3:PART], {"text": "?"}]
+    table = measure_lengths(samples, collator_of(), workers=workers, cache=tmp_path / "lengths")
+    lost = [(one.index, one.sample_id) for one in table.refused if one.reason == "no_columns"]
+    assert lost == [(2, "r3"), (PART, None)]
+    assert "'massages': did you mean 'messages'?" in table.refused[0].detail
+    assert table == measure_lengths(iter(samples), collator_of(on_bad="skip"))
+
+
+def test_where_no_row_has_known_columns_the_first_that_could_be_read_is_named(tmp_path: Path) -> None:
+    unreadable = SampleError("its row cannot be read", index=0, reason="row_unreadable")
+    rows = Stored((unreadable, {"id": "b", "text": "?"}, {"text": "!"}))
+    for _ in range(2):  # measured, and out of the cache
+        with pytest.raises(ConfigError, match=r"^sample 1 \(id 'b'\): it has none of the columns"):
+            measure_lengths(rows, collator_of(), cache=tmp_path / "lengths")
+    assert measure_lengths(rows, collator_of(on_bad="skip")).reasons == {"no_columns": 2, "row_unreadable": 1}
+
+
+def test_a_mistake_of_the_setup_is_raised_under_the_number_of_its_sample() -> None:
+    rows = [*SAMPLES[:2], {"input_ids": [1, 2], "cu_seqlens": [0, 2]}]
+    with pytest.raises(ConfigError, match=r"^sample 2: samples bring cu_seqlens"):
+        measure_lengths(rows, collator_of())
+
+
 def test_mistakes_in_the_setup_are_raised() -> None:
     with pytest.raises(ConfigError, match="none of the columns"):
         measure_lengths([{"text": "?"}], collator_of())
