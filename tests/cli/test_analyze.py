@@ -70,7 +70,7 @@ class TestCommand:
         assert result.exit_code == 0
         told = " ".join(result.stdout.split())
         assert "1 of 3 samples cannot be used: no_columns 1" in told
-        assert "2: it has none of the columns" in told
+        assert [each["index"] for each in numbers(str(path))["refused"]["listed"]] == [2]
 
     def test_json_is_one_object_of_all_numbers(self, chats: str) -> None:
         found = numbers(chats, "--capacity", "100", "--capacity", "500", "--world-size", "2")

@@ -342,6 +342,30 @@ def read_conversation(
     return conversation if turn is None else branch_of(conversation, turn)
 
 
+def check_answered(conversation: Conversation) -> None:
+    """Refuse a conversation that would teach the end of a turn alone; an empty answer beside one with text is kept.
+
+    Raises:
+        Refusal: `no_targets`: no answer that is learnt has more than blanks, a tool call or a thought in it.
+    """
+    if conversation.plain is not None:
+        texts, which = [conversation.plain[1]], "its completion is"
+    else:
+        answers = [message for message in conversation.messages if message["role"] == "assistant"]
+        flags = conversation.trained_turns or (True,) * len(answers)
+        learnt = [message for message, flag in zip(answers, flags, strict=True) if flag]
+        if any(not is_empty(message.get(key)) for message in learnt for key in SPEAKING):
+            return
+        texts = [text_of(message) for message in learnt]
+        which = "its answer is" if len(texts) == 1 else f"all {len(texts)} answers that it would learn are"
+    if texts and not any(text.strip() for text in texts):
+        raise Refusal(
+            "no_targets",
+            f"{which} empty ({texts[-1]!r:.40}), so the end of a turn alone would be learnt; it needs an assistant "
+            "turn or a completion with text in it, or train_on='all': write the answer, or leave the sample out",
+        )
+
+
 def _read(
     present: Mapping[str, Any], feature: Mapping[str, Any], marked: Collection[Kind], *, has_audio: bool
 ) -> Conversation:

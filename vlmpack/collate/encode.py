@@ -16,7 +16,7 @@ from vlmpack.collate.audio import AudioReader
 from vlmpack.collate.by_processor import ProcessorEncoder
 from vlmpack.collate.chat_template import ChatTemplate, check_characters
 from vlmpack.collate.columns import Kind, Markers, MediaRef, check_unread
-from vlmpack.collate.conversation import Conversation, read_conversation
+from vlmpack.collate.conversation import Conversation, check_answered, read_conversation
 from vlmpack.collate.encoded import (
     Encoded,
     TrainOn,
@@ -113,6 +113,8 @@ class Encoder:
                 has_audio=self.metadata.has_audio,
                 markers=self.markers,
             )
+            if self.train_on != "all":
+                check_answered(conversation)
             has_media = bool(conversation.images or conversation.videos or conversation.audios)
             self._check_unread(feature, has_media=has_media, texts=conversation.plain or tuple(conversation.texts()))
             sample = self._encode_conversation(conversation, read, hear)
