@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from chats import chat, picture, processor_of, tokenised
 from measured import UNREADABLE, Deadly, KeyTeller, Stored, Stream, conversations, encoded
 
 from vlmpack.collate import SkipLimit, VLMCollator
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError, SampleError, SkippedWarning
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.store import measure_lengths
 from vlmpack.store.cache import settings_key
@@ -106,6 +107,30 @@ def test_neither_skip_log_nor_skip_limit_counts() -> None:
     collator = collator_of(skip_limit=SkipLimit(max_consecutive_bad=1))
     assert len(measure_lengths([7, 8, 9], collator).refused) == 3
     assert collator.skip_log.received == 0
+
+
+def test_a_warning_names_the_first_refused_samples_and_where_all_are() -> None:
+    samples = [*SAMPLES[:2], *({"id": f"r{at}", "messages": []} for at in range(4)), 7]
+    with pytest.warns(SkippedWarning) as said:
+        table = measure_lengths(samples, collator_of())
+    (warning,) = said
+    text = str(warning.message)
+    assert text.startswith(
+        "5 of 7 samples cannot be used, so that no plan of this table has them: sample 2 (id 'r0'): "
+    )
+    assert text.count("(bad_row)") == 3
+    assert "; and 2 more. All are listed in `refused` of the table" in text
+    assert warning.filename == __file__
+    assert len(table.refused) == 5
+
+
+@pytest.mark.parametrize(("overlength", "count"), [("error", 1), ("drop", 0)])
+def test_samples_that_a_setting_leaves_out_are_no_news(overlength: Any, count: int) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        table = measure_lengths([chat("?", "word " * 99)], collator_of(max_length=20, overlength=overlength))
+    assert [warning.category for warning in said] == [SkippedWarning] * count
+    assert table.reasons == {"overlength": 1}
 
 
 def test_an_estimate_goes_by_the_images_own_pixels() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from vlmpack.collate import Encoded, VLMCollator, sample_id_of
 from vlmpack.data import StoredRows
-from vlmpack.errors import ConfigError, Refusal, SampleError, check_kind, check_whole_number
+from vlmpack.errors import ConfigError, Refusal, SampleError, SkippedWarning, check_kind, check_whole_number
 from vlmpack.files import atomic_file, writing
 from vlmpack.loading import MapStyle, check_samples, sample_at
 from vlmpack.plan import LengthTable, PrefixMarks, Refused, divided_up, groups_of_marks
@@ -36,6 +37,8 @@ SampleProgress = Callable[[int, int | None], None]
 
 PART = 32
 """Samples that go to a worker at a time."""
+LISTED = 3
+"""Refused samples that a warning names."""
 RAY_PART = 2048
 """Samples of a Ray task; a kill costs the work on those that were under way."""
 WRITE_EVERY = 2.0
@@ -61,8 +64,8 @@ def measure_lengths(
 
     Text is rendered and tokenised; of an image the header is read, and the processor's resize rule gives its tokens.
     `max_length` and `overlength` of the collator apply. Its log and limit of skipped samples do not: samples that
-    cannot be used are listed in `LengthTable.refused`, the too long ones among them. Damage behind a header is not
-    found.
+    cannot be used are listed in `LengthTable.refused`, the too long ones among them; a `SkippedWarning` names the first
+    of them, but for those that `overlength="drop"` leaves out. Damage behind a header is not found.
 
     A `datasets.Dataset` that has no format of its own is read without decoding its images.
 
@@ -121,6 +124,8 @@ def measure_lengths(
                 progress(len(samples), total)
     table = _table_of(samples, min_shared)
     _check_columns(table, collator)
+    if refused := [each for each in table.refused if not collator.leaves_out(each.reason)]:
+        warnings.warn(_about_refused(refused, table.measured), SkippedWarning, stacklevel=2)
     return table
 
 
@@ -147,6 +152,20 @@ def _check_columns(table: LengthTable, collator: VLMCollator) -> None:
         first = read[0]
         named = {"index": first.index, "reason": first.reason, "sample_id": first.sample_id}
         raise ConfigError(str(SampleError(first.detail, **named)))
+
+
+def _about_refused(refused: Sequence[Refused], total: int) -> str:
+    """Return a warning of refused samples: how many there are, the first ones, and where all are."""
+    errors = [
+        SampleError(each.detail, index=each.index, reason=each.reason, sample_id=each.sample_id)
+        for each in refused[:LISTED]
+    ]
+    listed = "; ".join(f"{error} ({error.reason})" for error in errors)
+    more = f"; and {len(refused) - LISTED:,} more" if len(refused) > LISTED else ""
+    return (
+        f"{len(refused):,} of {total:,} samples cannot be used, so that no plan of this table has them: {listed}{more}"
+        ". All are listed in `refused` of the table, and counted in `reasons`; repair them, or leave them out"
+    )
 
 
 def lengths_of(sample: Encoded) -> Entry:
