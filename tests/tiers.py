@@ -79,6 +79,7 @@ TAKE_TILES = (
     "tests/collate/test_answers.py",
     "tests/collate/test_audio.py",
     "tests/collate/test_by_processor.py",
+    "tests/collate/test_empty_answers.py",
     "tests/collate/test_families_beyond.py",
     "tests/collate/test_processor_images.py",
     "tests/collate/test_share_prefixes.py",

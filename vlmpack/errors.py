@@ -10,13 +10,16 @@ VlmpackError
 
 UnpackedWarning, a UserWarning: a training step of an enabled model computes its padding, and why; or an evaluation of
 PackedTrainer is not packed.
+SkippedWarning, a UserWarning: samples that cannot be used are left out, and where they are listed.
 
 SampleError and ConfigError are a ValueError too, which scripts catch where a data set or an argument is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from numbers import Integral
 from typing import SupportsInt, cast, final
@@ -76,6 +79,19 @@ class RequestError(VlmpackError, ValueError):
 class UnpackedWarning(UserWarning):
     """A training step or an evaluation went past the packed forward: padding is computed, or batches weigh alike; the
     message says why."""
+
+
+class SkippedWarning(UserWarning):
+    """Samples that cannot be used are left out of what was measured or collated; the message names the first ones, and
+    where all are listed or counted."""
+
+
+@contextmanager
+def skipped_are_reported() -> Iterator[None]:
+    """Suppress `SkippedWarning` where the caller reports or raises refused samples itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SkippedWarning)
+        yield
 
 
 def check_kind(name: str, value: object, kind: type, such_as: str) -> None:

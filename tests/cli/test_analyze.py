@@ -63,6 +63,15 @@ class TestCommand:
         assert "2 of 6 samples cannot be used: image_missing 1, row_unreadable 1" in told
         assert "Gradient accumulation ceil(8 / (4.00 x 1 x 1)) = 2 keeps them: 8.0 samples an update" in told
 
+    def test_a_row_without_known_columns_is_one_bad_sample(self, tmp_path: Path) -> None:
+        path = tmp_path / "chats.jsonl"
+        path.write_text("".join(json.dumps({name: CHAT}) + "\n" for name in ("messages", "messages", "massages")))
+        result = analyze(str(path))
+        assert result.exit_code == 0
+        told = " ".join(result.stdout.split())
+        assert "1 of 3 samples cannot be used: no_columns 1" in told
+        assert [each["index"] for each in numbers(str(path))["refused"]["listed"]] == [2]
+
     def test_json_is_one_object_of_all_numbers(self, chats: str) -> None:
         found = numbers(chats, "--capacity", "100", "--capacity", "500", "--world-size", "2")
         assert (found["samples"], found["images"]) == (4, 1)

@@ -54,6 +54,7 @@ TEXTS = (
     *("What is the total?", "2 + 2 = 4", "x", "Ä日本😀", "a\nb", "a  b\t.", "<b>bold</b>", "</s>", "{'a': 1}"),
     *("if x < 3 and y > 4:", "<|im_", "im_end|>", "assistant", "<|endoftext", "75,000 Rp.", "<bbox>", "a" * 70),
 )
+pytestmark = pytest.mark.filterwarnings("ignore:a user's text holds:UserWarning")  # words like <video> are meant
 MARKED = ("<img src='a'/> or <image>?", "<video> tag", "the word <image> in <image>")
 SIZES = ((28, 28), (61, 43), (32, 90))
 RESERVED = ("<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")

@@ -7,18 +7,19 @@ import multiprocessing
 import os
 import pickle
 import signal
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
 
 import pytest
-from chats import processor_of
+from chats import chat, processor_of
 from torch.utils.data import DataLoader
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate import skipped as shared
 from vlmpack.collate import skipped as skip_log_module
 from vlmpack.collate.skipped import SkipLimit, SkipLog, read_skip_log
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError, SampleError, SkippedWarning
 
 GOOD = {"prompt": "2 + 2 = ", "completion": "4"}
 
@@ -279,3 +280,17 @@ def test_many_refusals_take_no_longer_each_than_few(tmp_path):
             skip_log.refuse(bad(f"reason {index}", index=index))
     assert append.call_count == 1
     assert len(read_skip_log(tmp_path / "bad.jsonl")) == skip_log.refused == len(skip_log.reasons) == 1000
+
+
+@pytest.mark.parametrize("has_log", [False, True])
+def test_without_a_log_the_first_skipped_sample_is_warned_of_once(has_log, tmp_path):
+    log = {"skip_log": tmp_path / "refused.jsonl"} if has_log else {}
+    collator = VLMCollator(processor_of(), on_bad="skip", **log)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            collator.collate([chat("?", "a"), chat("?", "", id="r7"), chat("?", "")])
+    assert [warning.category for warning in said] == [SkippedWarning] * (not has_log)
+    assert all(str(w.message).startswith("sample 1 (id 'r7'): its answer is empty") for w in said)
+    assert all("skip_log='refused.jsonl' writes each down" in str(warning.message) for warning in said)
+    assert collator.skip_log.refused == 4

@@ -78,7 +78,7 @@ def test_a_call_with_one_sample_instead_of_a_list_changes_nothing():
 
 @pytest.mark.parametrize("slots", [SlotRule(), SlotRule(multiple=8)])
 def test_conversations_are_streamed_by_the_length_that_their_collator_tells(slots):
-    samples = [chat("why " * (1 + n % 3), "because " * (n % 7), picture(64 + 8 * n, 64), id=n) for n in range(1, 9)]
+    samples = [chat("why " * (1 + n % 3), "because " * (1 + n % 7), picture(64 + 8 * n, 64), id=n) for n in range(1, 9)]
     collator = VLMCollator(processor_of(), layout="packed", slots=slots)
     stream = PackedStream(samples, RowSettings(capacity=120), length=collator.length)
     rows = [collator.collate(row) for row in stream]

@@ -130,7 +130,9 @@ def test_a_sample_that_is_too_long_stops_the_plan_and_all_of_them_are_listed():
 
 
 def test_a_long_list_of_samples_that_are_too_long_is_cut():
-    with pytest.raises(SampleError, match=r"12 of 12 samples do not: .*, 9 \(40 tokens\) and 2 more\. Raise"):
+    with pytest.raises(
+        SampleError, match=r"12 of 12 samples do not: .*, 9 \(40 tokens\) and 2 more\. Raise capacity, shorten"
+    ):
         plan_bins([40] * 12, CAPACITY)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from chats import chat, picture, processor_of, tokenised
 from measured import UNREADABLE, Deadly, KeyTeller, Stored, Stream, conversations, encoded
 
 from vlmpack.collate import SkipLimit, VLMCollator
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError, SampleError, SkippedWarning
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.store import measure_lengths
 from vlmpack.store.cache import settings_key
@@ -108,6 +109,30 @@ def test_neither_skip_log_nor_skip_limit_counts() -> None:
     assert collator.skip_log.received == 0
 
 
+def test_a_warning_names_the_first_refused_samples_and_where_all_are() -> None:
+    samples = [*SAMPLES[:2], *({"id": f"r{at}", "messages": []} for at in range(4)), 7]
+    with pytest.warns(SkippedWarning) as said:
+        table = measure_lengths(samples, collator_of())
+    (warning,) = said
+    text = str(warning.message)
+    assert text.startswith(
+        "5 of 7 samples cannot be used, so that no plan of this table has them: sample 2 (id 'r0'): "
+    )
+    assert text.count("(bad_row)") == 3
+    assert "; and 2 more. All are listed in `refused` of the table" in text
+    assert warning.filename == __file__
+    assert len(table.refused) == 5
+
+
+@pytest.mark.parametrize(("overlength", "count"), [("error", 1), ("drop", 0)])
+def test_samples_that_a_setting_leaves_out_are_no_news(overlength: Any, count: int) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        table = measure_lengths([chat("?", "word " * 99)], collator_of(max_length=20, overlength=overlength))
+    assert [warning.category for warning in said] == [SkippedWarning] * count
+    assert table.reasons == {"overlength": 1}
+
+
 def test_an_estimate_goes_by_the_images_own_pixels() -> None:
     collator = VLMCollator(tiny_processor(max_pixels=4 * 1024))
     sample = chat("?", "a", encoded(321, 96))
@@ -162,6 +187,31 @@ def test_what_a_data_set_refuses_to_give_is_listed() -> None:
     assert [(one.index, one.sample_id, one.reason, one.detail) for one in table.refused] == [
         (1, "r3", "bad_json", "its row cannot be read")
     ]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_row_without_known_columns_is_one_bad_sample_under_its_own_number(workers: int, tmp_path: Path) -> None:
+    samples = [*SAMPLES[:2], {"id": "r3", "massages": SAMPLES[0]["messages"]}, *SAMPLES[3:PART], {"text": "?"}]
+    table = measure_lengths(samples, collator_of(), workers=workers, cache=tmp_path / "lengths")
+    lost = [(one.index, one.sample_id) for one in table.refused if one.reason == "no_columns"]
+    assert lost == [(2, "r3"), (PART, None)]
+    assert "'massages': did you mean 'messages'?" in table.refused[0].detail
+    assert table == measure_lengths(iter(samples), collator_of(on_bad="skip"))
+
+
+def test_where_no_row_has_known_columns_the_first_that_could_be_read_is_named(tmp_path: Path) -> None:
+    unreadable = SampleError("its row cannot be read", index=0, reason="row_unreadable")
+    rows = Stored((unreadable, {"id": "b", "text": "?"}, {"text": "!"}))
+    for _ in range(2):  # measured, and out of the cache
+        with pytest.raises(ConfigError, match=r"^sample 1 \(id 'b'\): it has none of the columns"):
+            measure_lengths(rows, collator_of(), cache=tmp_path / "lengths")
+    assert measure_lengths(rows, collator_of(on_bad="skip")).reasons == {"no_columns": 2, "row_unreadable": 1}
+
+
+def test_a_mistake_of_the_setup_is_raised_under_the_number_of_its_sample() -> None:
+    rows = [*SAMPLES[:2], {"input_ids": [1, 2], "cu_seqlens": [0, 2]}]
+    with pytest.raises(ConfigError, match=r"^sample 2: samples bring cu_seqlens"):
+        measure_lengths(rows, collator_of())
 
 
 def test_mistakes_in_the_setup_are_raised() -> None:

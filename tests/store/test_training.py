@@ -23,7 +23,7 @@ TOKENS = ("input_ids", "labels", "mm_token_type_ids")
 def kept(tmp_path_factory):
     """A store of seven rows and more, and its samples."""
     folder = tmp_path_factory.mktemp("kept")
-    images = [chat(f"{n}?", "yes, " * n, picture(40 + n, 60, seed=n), id=f"image-{n}") for n in range(9)]
+    images = [chat(f"{n}?", "yes, " * (n + 1), picture(40 + n, 60, seed=n), id=f"image-{n}") for n in range(9)]
     samples = [*mixed(), *texts(), *images]
     manifest = store(folder, samples, rows_multiple=2)
     assert manifest.counts.rows >= 8 and manifest.counts.rows % 2 == 0

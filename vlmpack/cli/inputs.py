@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 from vlmpack.cli.mixing import MixOptions, columns_by_source, mixed_sources, open_mix
 from vlmpack.cli.options import refuse_file
 from vlmpack.cli.progress import progress_bars
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, skipped_are_reported
 
 if TYPE_CHECKING:
     from vlmpack.collate import VLMCollator
@@ -225,7 +225,8 @@ def measure(
     """
     from vlmpack.store import measure_lengths
 
-    with progress_bars({"measure": "measuring samples"}, quiet=quiet) as progress:
+    bars = progress_bars({"measure": "measuring samples"}, quiet=quiet)
+    with skipped_are_reported(), bars as progress:  # `analyze` lists them
         settings: dict[str, Any] = {"workers": workers, "cache": cache, "estimate": estimate}
         settings["min_shared"] = min_shared
         return measure_lengths(*inputs, progress=partial(progress, "measure"), **settings)

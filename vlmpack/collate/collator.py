@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,7 @@ from vlmpack.errors import (
     ConfigError,
     Refusal,
     SampleError,
+    SkippedWarning,
     VlmpackError,
     check_choice,
     check_kind,
@@ -60,7 +62,8 @@ class VLMCollator:
             columns, and text in a sample without such a column; "places": always placeholders, refused without their
             medium; "text": always text.
         on_bad: "raise" stops at the first bad sample, "skip" leaves it out, counts it and writes it down.
-        skip_log: path of a JSON-lines file for refused samples; None: they are only counted.
+        skip_log: path of a JSON-lines file for refused samples; None: they are only counted, and a `SkippedWarning`
+            says so at the first.
         skip_limit: the number of skipped samples above which the run stops; None: `SkipLimit()`.
         limits: caps for images, read from their headers before decoding.
         sampling: how many frames of a video's file are taken; None: as the processor's video processor does it.
@@ -133,6 +136,7 @@ class VLMCollator:
             train_on=train_on,
             markers=markers,
             name_unread=self.skip_log.name_unread,
+            is_first=self.skip_log.is_first,
             max_length=max_length,
             file_rules=self.file_rules,
         )
@@ -301,7 +305,8 @@ class VLMCollator:
     # ------------------------------------------------------------------ counts
 
     def _count(self, outcomes: Iterable[Encoded | SampleError]) -> None:
-        """Count samples in the log; raise the first error that is not to be skipped."""
+        """Count samples in the log; raise the first error that is not to be skipped, and warn of the first skipped."""
+        skipped: list[SampleError] = []
         with self.skip_log.at_once():
             for outcome in outcomes:
                 if isinstance(outcome, Encoded):
@@ -312,7 +317,16 @@ class VLMCollator:
                 elif self.leaves_out(outcome.reason):
                     self.skip_log.note(outcome)
                 else:
+                    skipped.append(outcome)
                     self.skip_log.refuse(outcome)
+        if skipped and self.skip_log.path is None and self.skip_log.is_first("skipped"):
+            warnings.warn(
+                f"{skipped[0]} ({skipped[0].reason}). It is left out (on_bad='skip'), and so are others like it: their "
+                "number is collator.skip_log.refused, by reason collator.skip_log.reasons, and "
+                "skip_log='refused.jsonl' writes each down; this is said once",
+                SkippedWarning,
+                stacklevel=4,
+            )
 
     def _outcome(self, make: Callable[[], Encoded]) -> Encoded | SampleError:
         """Return a sample or its error, without the traceback, whose frames keep all their variables alive.

@@ -26,6 +26,7 @@ import numpy as np
 
 from vlmpack.collate.branches import branch_of
 from vlmpack.collate.columns import (
+    KINDS,
     Kind,
     Markers,
     MediaRef,
@@ -331,15 +332,53 @@ def read_conversation(
     present = {name: value for name, value in feature.items() if value is not None}
     marked = marked_kinds(feature, markers if has_vision else "text")
     conversation = _read(present, feature, marked, has_audio=has_audio)
-    users = [text_of(message) for message in conversation.messages if message["role"] == "user"]
     media = {"image": conversation.images, "video": conversation.videos}
     check_markers(
-        users if conversation.plain is None else [conversation.plain[0]],
+        _questions(conversation),
         feature,
         missing=[kind for kind in marked if not media[kind]],
     )
     turn = present.get(BRANCH_COLUMN)
     return conversation if turn is None else branch_of(conversation, turn)
+
+
+def unplaced_marker(conversation: Conversation, feature: Mapping[str, Any]) -> Kind | None:
+    """Return the kind of medium whose marker a user's text holds, of a sample without such media and their column."""
+    marked, media = marked_kinds(feature, "auto"), {"image": conversation.images, "video": conversation.videos}
+    missing = [kind for kind in KINDS if kind not in marked and not media[kind]]
+    texts = list(_questions(conversation)) if missing else []
+    return next((kind for kind in missing if any(f"<{kind}>" in text for text in texts)), None)
+
+
+def check_answered(conversation: Conversation) -> None:
+    """Refuse a conversation that would teach the end of a turn alone; an empty answer beside one with text is kept.
+
+    Raises:
+        Refusal: `no_targets`: no answer that is learnt has more than blanks, a tool call or a thought in it.
+    """
+    if conversation.plain is not None:
+        texts, which = [conversation.plain[1]], "its completion is"
+    else:
+        answers = [message for message in conversation.messages if message["role"] == "assistant"]
+        flags = conversation.trained_turns or (True,) * len(answers)
+        learnt = [message for message, flag in zip(answers, flags, strict=True) if flag]
+        if any(not is_empty(message.get(key)) for message in learnt for key in SPEAKING):
+            return
+        texts = [text_of(message) for message in learnt]
+        which = "its answer is" if len(texts) == 1 else f"all {len(texts)} answers that it would learn are"
+    if texts and not any(text.strip() for text in texts):
+        raise Refusal(
+            "no_targets",
+            f"{which} empty ({texts[-1]!r:.40}), so the end of a turn alone would be learnt; it needs an assistant "
+            "turn or a completion with text in it, or train_on='all': write the answer, or leave the sample out",
+        )
+
+
+def _questions(conversation: Conversation) -> Iterator[str]:
+    """Yield what users say, or the prompt."""
+    if conversation.plain is not None:
+        yield conversation.plain[0]
+    yield from (text_of(message) for message in conversation.messages if message["role"] == "user")
 
 
 def _read(

@@ -16,7 +16,7 @@ from vlmpack.collate.audio import AudioReader
 from vlmpack.collate.by_processor import ProcessorEncoder
 from vlmpack.collate.chat_template import ChatTemplate, check_characters
 from vlmpack.collate.columns import Kind, Markers, MediaRef, check_unread
-from vlmpack.collate.conversation import Conversation, read_conversation
+from vlmpack.collate.conversation import Conversation, check_answered, read_conversation, unplaced_marker
 from vlmpack.collate.encoded import (
     Encoded,
     TrainOn,
@@ -61,6 +61,8 @@ class Encoder:
     """The meaning of `<image>` and `<video>` in a text."""
     name_unread: Callable[[Iterable[str]], Collection[str]] | None = None
     """Takes columns that nothing reads and returns those that no warning has named; None: no warning."""
+    is_first: Callable[[str], bool] | None = None
+    """Returns whether an event has not been warned of; None: no warning."""
     max_length: int | None = None
     """Tokens beyond which media are not made, as no sample holds them; None: no limit."""
     file_rules: FileRules = DEFAULT_RULES
@@ -113,6 +115,9 @@ class Encoder:
                 has_audio=self.metadata.has_audio,
                 markers=self.markers,
             )
+            if self.train_on != "all":
+                check_answered(conversation)
+            self._warn_of_markers(conversation, feature)
             has_media = bool(conversation.images or conversation.videos or conversation.audios)
             self._check_unread(feature, has_media=has_media, texts=conversation.plain or tuple(conversation.texts()))
             sample = self._encode_conversation(conversation, read, hear)
@@ -136,6 +141,19 @@ class Encoder:
         columns = check_unread(feature, has_media=has_media or not self.metadata.has_vision, texts=texts)
         if columns and self.name_unread is not None and (new := self.name_unread(columns)):
             warnings.warn(f"samples have columns that nothing reads: {', '.join(new)}; this is said once", stacklevel=2)
+
+    def _warn_of_markers(self, conversation: Conversation, feature: Mapping[str, Any]) -> None:
+        """Warn once of a marker that is read as text, though the column of its medium may have been lost."""
+        if self.is_first is None or self.markers != "auto" or not self.metadata.has_vision:
+            return
+        kind = unplaced_marker(conversation, feature)
+        if kind is not None and self.is_first(f"marker of {kind}"):
+            warnings.warn(
+                f"a user's text holds '<{kind}>', but its sample has no column {kind} or {kind}s, so the marker is "
+                f"read as a word: if the column was lost, markers='places' refuses such samples; if it is a word, "
+                "markers='text' says so. Such samples are counted nowhere; this is said once",
+                stacklevel=2,
+            )
 
     def _encode_conversation(
         self, conversation: Conversation, read: Callable[..., tuple[Visual, ...]], hear: Hearing

@@ -138,10 +138,11 @@ class SkipLog:
         self.path = None if path is None else Path(path)
         self.limit = limit or SkipLimit()
         counts = dict.fromkeys(("used", "refused", "noted", "consecutive"), 0)
-        self._counts = SharedDocument({**counts, "reasons": {}, "unread": []})
+        self._counts = SharedDocument({**counts, "reasons": {}, "unread": [], "warned": []})
         self._lines: list[str] = []
         self._is_open = False
         self._named: set[str] = set()
+        self._warned: set[str] = set()
 
     def __repr__(self) -> str:
         why = "".join(f", {reason} {count}" for reason, count in self.reasons.most_common())
@@ -218,6 +219,16 @@ class SkipLog:
             new = tuple(name for name in columns if name not in counts["unread"])
             counts["unread"] += new
             return new
+
+    def is_first(self, event: str) -> bool:
+        """Return whether no process has warned of this event yet, and take it down."""
+        if event in self._warned:
+            return False
+        self._warned.add(event)
+        with self.at_once() as counts:
+            is_first = event not in counts["warned"]
+            counts["warned"] += [event] * is_first
+            return is_first
 
     def _record(self, error: SampleError, counts: dict[str, Any]) -> None:
         counts["refused"] += 1

@@ -153,9 +153,10 @@ def refuse_too_large(over: np.ndarray, lengths: np.ndarray, capacity: int, budge
     listed = ", ".join(f"{at} ({_sizes(at, lengths, budgets)})" for at in places[:SHOWN].tolist())
     more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
     limits = ", ".join([f"{capacity} tokens", *(f"{budget.limit} {budget.name}" for budget in budgets)])
+    larger = " or ".join(["capacity", *(f"the limit of {budget.name}" for budget in budgets)])
     raise SampleError(
-        f"does not fit a row of {limits}. {len(places)} of {len(over)} samples do not: {listed}{more}. Raise it, "
-        "shorten them, or choose oversize='drop' or oversize='own_row'",
+        f"does not fit a row of {limits}. {len(places)} of {len(over)} samples do not: {listed}{more}. Raise {larger}, "
+        "shorten the samples, or choose oversize='drop' or oversize='own_row'",
         index=int(places[0]),
         reason="overlength",
     )

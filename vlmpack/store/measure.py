@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from vlmpack.collate import Encoded, VLMCollator, sample_id_of
 from vlmpack.data import StoredRows
-from vlmpack.errors import ConfigError, SampleError, check_kind, check_whole_number
+from vlmpack.errors import ConfigError, Refusal, SampleError, SkippedWarning, check_kind, check_whole_number
 from vlmpack.files import atomic_file, writing
 from vlmpack.loading import MapStyle, check_samples, sample_at
 from vlmpack.plan import LengthTable, PrefixMarks, Refused, divided_up, groups_of_marks
@@ -36,10 +37,16 @@ SampleProgress = Callable[[int, int | None], None]
 
 PART = 32
 """Samples that go to a worker at a time."""
+LISTED = 3
+"""Refused samples that a warning names."""
 RAY_PART = 2048
 """Samples of a Ray task; a kill costs the work on those that were under way."""
 WRITE_EVERY = 2.0
 """Seconds after which new entries are written to the cache: at most this much is lost."""
+NO_COLUMNS = "no_columns"
+"""Reason of a row without known columns: a bad sample, unless all rows are so."""
+_UNREADABLE = "row_unreadable"
+"""Reason of a row of which not even the columns could be read."""
 
 
 def measure_lengths(
@@ -57,8 +64,8 @@ def measure_lengths(
 
     Text is rendered and tokenised; of an image the header is read, and the processor's resize rule gives its tokens.
     `max_length` and `overlength` of the collator apply. Its log and limit of skipped samples do not: samples that
-    cannot be used are listed in `LengthTable.refused`, the too long ones among them. Damage behind a header is not
-    found.
+    cannot be used are listed in `LengthTable.refused`, the too long ones among them; a `SkippedWarning` names the first
+    of them, but for those that `overlength="drop"` leaves out. Damage behind a header is not found.
 
     A `datasets.Dataset` that has no format of its own is read without decoding its images.
 
@@ -79,8 +86,9 @@ def measure_lengths(
         One entry a sample, in the order of the data set, the same whatever the number of workers.
 
     Raises:
-        ConfigError: something else than samples (a path) and a collator, or no sample can be measured so; the
-            collator shares only longer prefixes than `min_shared`; the workers or the cache fail.
+        ConfigError: something else than samples (a path) and a collator, or no sample can be measured so, such as all
+            without a known column; the collator shares only longer prefixes than `min_shared`; the workers or the
+            cache fail.
     """
     check_samples(dataset)
     check_kind("collator", collator, VLMCollator, "VLMCollator(processor)")
@@ -114,7 +122,11 @@ def measure_lengths(
             samples += part
             if progress is not None:
                 progress(len(samples), total)
-    return _table_of(samples, min_shared)
+    table = _table_of(samples, min_shared)
+    _check_columns(table, collator)
+    if refused := [each for each in table.refused if not collator.leaves_out(each.reason)]:
+        warnings.warn(_about_refused(refused, table.measured), SkippedWarning, stacklevel=2)
+    return table
 
 
 def _table_of(samples: Sequence[Measured], min_shared: int | None) -> LengthTable:
@@ -127,6 +139,33 @@ def _table_of(samples: Sequence[Measured], min_shared: int | None) -> LengthTabl
     marks = [PrefixMarks.from_bytes(row["marks"]) for row in rows if row["marks"] is not None]
     groups = None if min_shared is None else groups_of_marks(marks, min_shared=min_shared)
     return LengthTable.from_rows(rows, refused, groups)
+
+
+def _check_columns(table: LengthTable, collator: VLMCollator) -> None:
+    """Raise if no row has known columns: then the data set's names are at fault, and not its rows.
+
+    Raises:
+        ConfigError: so it is, and bad samples are not to be skipped; names the first row.
+    """
+    read = [refused for refused in table.refused if refused.reason != _UNREADABLE]
+    if collator.on_bad == "raise" and not len(table) and read and {refused.reason for refused in read} == {NO_COLUMNS}:
+        first = read[0]
+        named = {"index": first.index, "reason": first.reason, "sample_id": first.sample_id}
+        raise ConfigError(str(SampleError(first.detail, **named)))
+
+
+def _about_refused(refused: Sequence[Refused], total: int) -> str:
+    """Return a warning of refused samples: how many there are, the first ones, and where all are."""
+    errors = [
+        SampleError(each.detail, index=each.index, reason=each.reason, sample_id=each.sample_id)
+        for each in refused[:LISTED]
+    ]
+    listed = "; ".join(f"{error} ({error.reason})" for error in errors)
+    more = f"; and {len(refused) - LISTED:,} more" if len(refused) > LISTED else ""
+    return (
+        f"{len(refused):,} of {total:,} samples cannot be used, so that no plan of this table has them: {listed}{more}"
+        ". All are listed in `refused` of the table, and counted in `reasons`; repair them, or leave them out"
+    )
 
 
 def lengths_of(sample: Encoded) -> Entry:
@@ -174,33 +213,41 @@ class Measurer:
     """Is read here and written by the caller."""
     settings: bytes
     """Of `settings_key`; empty without a cache."""
+    first: int = 0
+    """Place of the first sample in the whole data set, for errors: not 0 where `dataset` is a part of it."""
 
     def __call__(self, part: int) -> list[Measured]:
         """Measure one part of a map-style data set."""
         places = range(part * PART, min((part + 1) * PART, len(self.dataset)))
-        return self.measure([sample_at(self.dataset, place) for place in places])
+        return self.measure([sample_at(self.dataset, place) for place in places], places.start)
 
-    def measure(self, samples: Sequence[Any]) -> list[Measured]:
-        """Measure samples, or the refusals that a data set raised in their place."""
+    def measure(self, samples: Sequence[Any], start: int) -> list[Measured]:
+        """Measure samples, or the refusals that a data set raised in their place; `start`: place of the first."""
+        places = range(self.first + start, self.first + start + len(samples))
         if self.cache is None:
-            return [self._measured(sample, None, {}) for sample in samples]
+            return [self._measured(sample, place, None, {}) for sample, place in zip(samples, places, strict=True)]
         keys = [sample_key(sample, self.settings, self.collator, has_marks=self.has_marks) for sample in samples]
         cached = self.cache.get([key for key in keys if key is not None])
-        return [self._measured(sample, key, cached) for sample, key in zip(samples, keys, strict=True)]
+        return [self._measured(*each, cached) for each in zip(samples, places, keys, strict=True)]
 
-    def _measured(self, sample: Any, key: bytes | None, cached: Mapping[bytes, Entry]) -> Measured:
+    def _measured(self, sample: Any, place: int, key: bytes | None, cached: Mapping[bytes, Entry]) -> Measured:
         if isinstance(sample, SampleError):
             return Measured(_refusal(sample), sample.sample_id)
         if key is not None and key in cached:
             return Measured(cached[key], sample_id_of(sample))
         try:
-            measured = self.collator.measure(sample, 0, estimate=self.estimate)
+            measured = self.collator.measure(sample, place, estimate=self.estimate)
             entry = lengths_of(measured)
             if self.has_marks:
                 marks = marks_of(measured, self.collator.metadata, self.collator.limits)
                 entry = entry._replace(marks=marks.to_bytes())
         except SampleError as error:
             entry = _refusal(error)
+        except ConfigError as error:
+            refusal = error.__cause__
+            if not isinstance(refusal, Refusal) or refusal.reason != NO_COLUMNS:
+                raise
+            entry = Entry(reason=refusal.reason, detail=refusal.message)  # other rows may have columns
         return Measured(entry, sample_id_of(sample), key)
 
 
@@ -210,9 +257,10 @@ def _refusal(error: SampleError) -> Entry:
 
 def _streamed(dataset: Any, measurer: Measurer) -> Generator[list[Measured]]:
     """Measure a data set without places, some samples at a time."""
-    samples = iter(dataset)
+    samples, start = iter(dataset), 0
     while part := list(islice(samples, PART)):
-        yield measurer.measure(part)
+        yield measurer.measure(part, start)
+        start += len(part)
 
 
 def undecoded(dataset: Any) -> Any:
@@ -262,6 +310,7 @@ def measure_on_ray(
             table.save(path)
             progress(part.stop, total)
     table = LengthTable.concatenate([LengthTable.load(path) for path in files])
+    _check_columns(table, collator)
     if min_shared is None:
         return table
     marks = [sample for path in files for sample in _load_marks(_marks_file(path))]
@@ -280,6 +329,7 @@ def _measure_places(
         has_marks=has_marks,
         cache=None,
         settings=b"",
+        first=places.start,
     )
     samples = [sample for at in range(divided_up(len(places), PART)) for sample in measurer(at)]
     table = _table_of(samples, None)

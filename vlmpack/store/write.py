@@ -21,7 +21,7 @@ import numpy as np
 
 from vlmpack.collate import FrameSampling, SharePrefixes, VLMCollator
 from vlmpack.data import ImageError
-from vlmpack.errors import ConfigError, SampleError, check_kind
+from vlmpack.errors import ConfigError, SampleError, check_kind, skipped_are_reported
 from vlmpack.files import atomic_file, write_text, writing
 from vlmpack.loading import MapStyle, check_samples, sample_at
 from vlmpack.plan import LengthTable, Plan, divided_up
@@ -231,7 +231,8 @@ class _Run:
         """
         lengths, planned = self.folder.out / LENGTHS, self.folder.out / PLAN
         is_planned = lengths.is_file() and planned.is_file()
-        table = LengthTable.load(lengths) if is_planned else self.measure(self.dataset, self.collator)
+        with skipped_are_reported():  # by an error, or in the list of samples in no row
+            table = LengthTable.load(lengths) if is_planned else self.measure(self.dataset, self.collator)
         planning.check_refused(table, self.collator)
         plan = planning.plan_rows(table, self.settings, self.collator.slots, self.dataset)
         if is_planned and Plan.load(planned).digest != plan.digest:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from vlmpack.collate import OVERLENGTH, VLMCollator, sample_id_of
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError, SampleError, skipped_are_reported
 from vlmpack.layout import METADATA_KEY, HostMetadata
 from vlmpack.loading import MapStyle, check_samples
 from vlmpack.model import PackedStep, StepResult, Work, disable_packing, is_packing
@@ -184,7 +184,8 @@ def _measured(dataset: MapStyle, collator: Collator, workers: int) -> LengthTabl
             f"a {type(collator).__name__} cannot measure lengths, as VLMCollator can; give plan=plan_bins(lengths, "
             "capacity, oversize='own_row')"
         )
-    table = measure_lengths(dataset, collator, workers=workers)
+    with skipped_are_reported():  # by an error, or in `Evaluation.refused`
+        table = measure_lengths(dataset, collator, workers=workers)
     for refused in table.refused if collator.on_bad == "raise" else ():
         if not collator.leaves_out(refused.reason):
             index, reason, sample_id = refused.index, refused.reason, refused.sample_id
