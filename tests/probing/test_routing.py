@@ -56,16 +56,16 @@ def sample_of(model: Any) -> Sample:
     return synthetic_samples(model.config)[0]
 
 
-def held_by(record: routing.RoutingRecord, *, is_low: bool) -> routing.HeldChoices:
+def held_by(record: routing.RoutingRecord, share: float) -> routing.HeldChoices:
     rows = len(next(iter(record.choices.values()))[0])
-    return routing.HeldChoices(samples=[record.choices], places=[torch.arange(rows)], is_low=is_low)
+    return routing.HeldChoices(samples=[record.choices], places=[torch.arange(rows)], share=share)
 
 
 @pytest.mark.parametrize("is_low", [False, True])
 def test_a_choice_between_equal_scores_is_held_and_counted(is_low: bool) -> None:
     before, chosen = computed(BY_ROUNDING, second=False)
     free, _ = computed(BY_ROUNDING, second=True)
-    after, record = computed(BY_ROUNDING, second=True, held=held_by(chosen, is_low=is_low))
+    after, record = computed(BY_ROUNDING, second=True, held=held_by(chosen, routing.open_share(is_low=is_low)))
     assert distance(free, before) > 1e-3
     assert distance(after, before) < 1e-5
     assert record.held > 0
@@ -74,14 +74,20 @@ def test_a_choice_between_equal_scores_is_held_and_counted(is_low: bool) -> None
 def test_a_choice_between_other_scores_is_not_held() -> None:
     _, chosen = computed(0.5, second=False)
     free, _ = computed(0.5, second=True)
-    after, record = computed(0.5, second=True, held=held_by(chosen, is_low=True))
+    after, record = computed(0.5, second=True, held=held_by(chosen, routing.open_share(is_low=True)))
     assert record.held == 0
     assert torch.equal(after, free)
 
 
+def test_every_choice_is_held_where_samples_are_exchanged() -> None:
+    _, chosen = computed(0.5, second=False)
+    _, record = computed(0.5, second=True, held=held_by(chosen, routing.HOLD_ALL))
+    assert all(torch.equal(record.choices[name][0], calls[0]) for name, calls in chosen.choices.items())
+
+
 def test_tokens_are_found_in_a_row_of_real_tokens_and_in_one_with_gaps() -> None:
     samples = [{"mlp": [torch.tensor([[1], [2]])]}, {"mlp": [torch.tensor([[3]])]}]
-    held = routing.HeldChoices(samples=samples, places=[torch.tensor([0, 1]), torch.tensor([4])], is_low=False)
+    held = routing.HeldChoices(samples=samples, places=[torch.tensor([0, 1]), torch.tensor([4])], share=0.0)
     for rows, places in ((3, [0, 1, 2]), (8, [0, 1, 4])):
         found = held.for_rows("mlp", 0, rows, 1)
         assert found is not None
@@ -126,7 +132,9 @@ def test_a_leak_into_a_router_is_found(dtype: torch.dtype) -> None:
 
 @pytest.mark.full
 @pytest.mark.every_family
-@pytest.mark.parametrize(("family", "attention"), [("gemma4", None), ("gpt_oss", None), ("qwen3_moe", "eager_mask")])
+@pytest.mark.parametrize(
+    ("family", "attention"), [("gemma4", None), ("gpt_oss", None), ("qwen3_moe", "eager_mask"), ("glm4_moe", None)]
+)
 def test_families_whose_random_weights_have_near_ties_are_exact(family: str, attention: str | None) -> None:
     """Seen on a processor with bfloat16 products."""
     report = probe(tiny_model(family), attention=attention, plain=False)

@@ -36,7 +36,7 @@ from vlmpack.probing.mechanisms import (
 )
 from vlmpack.probing.reference import ProbeSetup, Reference, References
 from vlmpack.probing.report import BAD, Check, Part, one_line
-from vlmpack.probing.routing import RoutingRecord, held_choices, routing
+from vlmpack.probing.routing import HOLD_ALL, RoutingRecord, held_choices, open_share, routing
 from vlmpack.probing.trace import LEAK, counted_pairs, counted_syncs, largest_move, submodules, trace
 from vlmpack.testing import Sample, backward, compare, distance, kind_of, perturbed, rms_distance, to_host, word_ids
 
@@ -166,15 +166,20 @@ def check_equality(setup: ProbeSetup, packed: PackedPass, reference: Reference) 
     return checks + check_losses(result, setup.samples, by_step=by_step)
 
 
-def held_to(
+def held_to(reference: Reference, packed: PackedPass, setup: ProbeSetup) -> AbstractContextManager[RoutingRecord]:
+    """Hold choices of experts that rounding alone decides to those of the samples alone."""
+    share = open_share(is_low=setup.probed.is_low or packed.circumstance.autocast)
+    return routing(setup.probed, held_choices(packed, setup.samples, reference.choices, share=share))
+
+
+def all_held_to(
     reference: Reference, packed: PackedPass, setup: ProbeSetup, samples: Sequence[Sample] | None = None
 ) -> AbstractContextManager[RoutingRecord]:
-    """Hold choices of experts that rounding alone decides to those of the samples alone.
+    """Hold every choice of experts, so that each gets as many tokens whatever samples are exchanged.
 
-    `samples`: of the pass, if they are not the probe's; samples with other tokens choose by themselves.
+    `samples`: of the pass, if they lie at other places than the probe's.
     """
-    low = setup.probed.is_low or packed.circumstance.autocast
-    held = held_choices(packed, samples or setup.samples, reference.choices, is_low=low)
+    held = held_choices(packed, samples or setup.samples, reference.choices, share=HOLD_ALL)
     return routing(setup.probed, held)
 
 
@@ -188,7 +193,7 @@ def _isolation_checks(setup: ProbeSetup, circumstance: Circumstance, reference: 
     if circumstance is not GAPS:
         groups = {f"{circumstance.name}: change every other": list(range(0, len(samples), 2))}
         groups[f"{circumstance.name}: change the rest"] = list(range(1, len(samples), 2))
-    with packing(setup, circumstance) as packed, setup.computing(circumstance), held_to(reference, packed, setup):
+    with packing(setup, circumstance) as packed, setup.computing(circumstance), all_held_to(reference, packed, setup):
         before = sample_logits(packed, samples)
         moves = {name: _others_move(packed, samples, config, before, group) for name, group in groups.items()}
         if circumstance is GAPS:

@@ -28,7 +28,7 @@ from vlmpack.probing.forward_passes import (
 )
 from vlmpack.probing.losses import RouterLosses, reference_router_losses
 from vlmpack.probing.mechanisms import Features, Rotary, feature_error, features_of, rotary_of
-from vlmpack.probing.routing import Choices, HeldChoices, held_choices, routing
+from vlmpack.probing.routing import Choices, HeldChoices, held_choices, open_share, routing
 from vlmpack.probing.trace import recorded_calls, submodules
 from vlmpack.testing import LOW_PRECISION_FACTOR, Errors, Limits, Outcome, Sample, compare, distance, run_alone
 
@@ -191,7 +191,7 @@ def _run_alone(
 def _held_alone(setup: ProbeSetup, choices: Sequence[Choices], sample: int) -> HeldChoices:
     """Hold the choices of one sample in low precision, alone."""
     places = [torch.arange(len(setup.samples[sample]["input_ids"]))]
-    return HeldChoices(samples=[choices[sample]], places=places, is_low=True)
+    return HeldChoices(samples=[choices[sample]], places=places, share=open_share(is_low=True))
 
 
 def _run_in_float32(setup: ProbeSetup, circumstance: Circumstance) -> _AloneRun:
@@ -248,7 +248,7 @@ def _padded_errors(
     try:
         modules = [] if tower is None else [tower]
         forward = PlainPaddedPass(probed=probed)
-        held = held_choices(forward, setup.samples, choices, is_low=low)
+        held = held_choices(forward, setup.samples, choices, share=open_share(is_low=low))
         with (
             setup.computing(circumstance),
             torch.enable_grad(),

@@ -14,6 +14,10 @@ A choice is held only where the scores of that very pass leave it open: those of
 the spread of the token's scores below those that it would choose (`OPEN`). Any other choice stays as it is, and the
 logits then differ. Scores, weights and hidden states are always those of the pass, so a leak into a router's input
 shows in them as before.
+
+Where samples are exchanged and all others watched, every choice is held. Experts multiply the tokens of all samples at
+once, and how a product rounds depends on its number of rows. With the same choices each expert gets as many tokens, so
+the others are the same bit for bit unless something leaks.
 """
 
 from __future__ import annotations
@@ -40,6 +44,13 @@ OPEN = {"float32": 1e-3, "low": 0.125}
 
 Hidden states differ by about 1e-6 in float32, and in bfloat16 by 1 % to 3 % after some layers; a single token by more.
 """
+HOLD_ALL = torch.inf
+"""Share of choices that are held whatever the scores are."""
+
+
+def open_share(*, is_low: bool) -> float:
+    """Return the share for a pass that is compared with the samples alone."""
+    return OPEN["low" if is_low else "float32"]
 
 
 @final
@@ -51,8 +62,8 @@ class HeldChoices:
     """Of each sample."""
     places: Sequence[torch.Tensor]
     """int64 [L] of each sample: its tokens in the pass, whose rows are laid one after the other."""
-    is_low: bool
-    """True: the pass computes in low precision."""
+    share: float
+    """The most that scores of held experts may lie below those chosen, as a part of the spread of a token's scores."""
 
     def for_rows(self, block: str, call: int, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return (places, experts) of the tokens in a top-k of so many rows; None: it does not route these samples.
@@ -83,13 +94,13 @@ class RoutingRecord:
 
 
 def held_choices(
-    forward: ForwardPass, samples: Sequence[Sample], choices: Sequence[Choices], *, is_low: bool
+    forward: ForwardPass, samples: Sequence[Sample], choices: Sequence[Choices], *, share: float
 ) -> HeldChoices:
-    """Place the choices of samples alone in a pass that computes them together."""
+    """Place the choices of samples alone in a pass that computes them together; `share`: of `HeldChoices`."""
     tree = forward.row(samples).tree if isinstance(forward, PackedPass) and forward.circumstance.shares else None
     spans = forward.segments(samples).spans
     places = [torch.arange(*span) for span in spans] if tree is None else _paths(tree)
-    return HeldChoices(samples=choices, places=places, is_low=is_low)
+    return HeldChoices(samples=choices, places=places, share=share)
 
 
 def _paths(tree: PrefixTree) -> list[torch.Tensor]:
@@ -174,7 +185,9 @@ class _TopK(TorchFunctionMode):
         highest = flat.masked_fill(~finite, -torch.inf).amax(-1)
         spread = highest - flat.masked_fill(~finite, torch.inf).amin(-1)
         behind = flat.gather(-1, own).amin(-1) - flat.gather(-1, indices).amin(-1)
-        is_open = behind <= OPEN["low" if held.is_low else "float32"] * spread
+        is_open = torch.full_like(behind, True, dtype=torch.bool)
+        if held.share != HOLD_ALL:
+            is_open = behind <= held.share * spread
         differs = (own.sort(-1).values != indices.sort(-1).values).any(-1)
         self._record.held += int((differs & is_open).sum())
         chosen = torch.where((differs & is_open)[:, None], indices, own).view_as(result[1])

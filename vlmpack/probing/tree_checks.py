@@ -46,13 +46,13 @@ from vlmpack.probing.mechanisms import (
 )
 from vlmpack.probing.packed_checks import (
     Progress,
+    all_held_to,
     caught,
     check_equality,
     check_routers,
     check_syncs,
     count_pairs,
     expert_noise,
-    held_to,
     most_moved,
     packing,
     sample_logits,
@@ -185,12 +185,12 @@ def _isolation(setup: ProbeSetup, branches: Branches, reference: Reference) -> l
     """Exchange each piece in all samples that have it."""
     config, sparse = setup.probed.config, setup.probed.family.has("per_sample")
     with packing(setup, TREE) as packed, setup.computing(TREE):
-        with held_to(reference, packed, setup):
+        with all_held_to(reference, packed, setup):
             before = sample_logits(packed, setup.samples)
         still, moved = dict[str, float](), dict[str, float]()
         for piece, name in enumerate(branches.names):
             exchanged = branches.exchanged(piece, config).samples
-            with held_to(reference, packed, setup, exchanged):
+            with all_held_to(reference, packed, setup, exchanged):
                 after = sample_logits(packed, exchanged)
             still[name], moved[name] = 0.0, float("inf")
             for i, (x, y) in enumerate(zip(after, before, strict=True)):
@@ -199,7 +199,7 @@ def _isolation(setup: ProbeSetup, branches: Branches, reference: Reference) -> l
                 if stop < len(y):
                     moved[name] = min(moved[name], largest_move(x, y, [(stop, len(y))], dim=0))
         leaks = max(still.values()) > LEAK
-        with held_to(reference, packed, setup):
+        with all_held_to(reference, packed, setup):
             noise = most_moved(sample_logits(packed, setup.samples), before) if leaks else 0.0
     if leaks:
         noise = max(noise, expert_noise(setup, TREE))
