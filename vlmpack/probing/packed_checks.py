@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -36,6 +36,7 @@ from vlmpack.probing.mechanisms import (
 )
 from vlmpack.probing.reference import ProbeSetup, Reference, References
 from vlmpack.probing.report import BAD, Check, Part, one_line
+from vlmpack.probing.routing import HOLD_ALL, RoutingRecord, held_choices, open_share, routing
 from vlmpack.probing.trace import LEAK, counted_pairs, counted_syncs, largest_move, submodules, trace
 from vlmpack.testing import Sample, backward, compare, distance, kind_of, perturbed, rms_distance, to_host, word_ids
 
@@ -107,7 +108,9 @@ def _circumstance_checks(setup: ProbeSetup, references: References, circumstance
         checks += caught("equality", circumstance.name, lambda: check_equality(setup, packed, reference))
     low = circumstance.autocast or setup.probed.is_low
     if (always or low or any(check.is_bad for check in checks)) and all(check.finding != "fails" for check in checks):
-        checks += caught("isolation", f"{circumstance.name}: isolation", lambda: _isolation_checks(setup, circumstance))
+        checks += caught(
+            "isolation", f"{circumstance.name}: isolation", lambda: _isolation_checks(setup, circumstance, reference)
+        )
     if always or any(check.is_bad for check in checks):
         checks = _with_mechanisms(setup, circumstance, reference, checks)
     if always and references.routers is not None:
@@ -138,14 +141,17 @@ def _check_packed_row(setup: ProbeSetup, packed: PackedPass) -> Check:
 
 
 def check_equality(setup: ProbeSetup, packed: PackedPass, reference: Reference) -> list[Check]:
-    """Compare logits, losses and gradients of packed samples with those of the samples alone."""
+    """Compare logits, losses and gradients of packed samples with those of the samples alone.
+
+    Choices of experts that rounding alone decides are held to those of the samples alone, and counted.
+    """
     circumstance = packed.circumstance
 
     def by_step():
-        with setup.computing(circumstance):
+        with setup.computing(circumstance), held_to(reference, packed, setup):
             return packed(setup.samples, by_step=True)
 
-    with setup.computing(circumstance), torch.enable_grad():
+    with setup.computing(circumstance), torch.enable_grad(), held_to(reference, packed, setup) as routed:
         result = packed(setup.samples)
     low = setup.probed.is_low or circumstance.autocast
     errors = compare(result.outcome(setup.probed.model, setup.samples), reference.outcome, low=low)
@@ -153,20 +159,41 @@ def check_equality(setup: ProbeSetup, packed: PackedPass, reference: Reference) 
         Check.measured("equality", f"{circumstance.name}: {each.name}", each.error, each.allowed, str(each))
         for each in errors.measured(reference.limits)
     ]
+    if routed.held:
+        detail = f"choices that rounding alone decides, held to those of the samples alone: {routed.held}"
+        name = f"{circumstance.name}: choice of experts"
+        checks.append(Check(part="equality", name=name, finding="ok", value=routed.held, detail=detail))
     return checks + check_losses(result, setup.samples, by_step=by_step)
+
+
+def held_to(reference: Reference, packed: PackedPass, setup: ProbeSetup) -> AbstractContextManager[RoutingRecord]:
+    """Hold choices of experts that rounding alone decides to those of the samples alone."""
+    share = open_share(is_low=setup.probed.is_low or packed.circumstance.autocast)
+    return routing(setup.probed, held_choices(packed, setup.samples, reference.choices, share=share))
+
+
+def all_held_to(
+    reference: Reference, packed: PackedPass, setup: ProbeSetup, samples: Sequence[Sample] | None = None
+) -> AbstractContextManager[RoutingRecord]:
+    """Hold every choice of experts, so that each gets as many tokens whatever samples are exchanged.
+
+    `samples`: of the pass, if they lie at other places than the probe's.
+    """
+    held = held_choices(packed, samples or setup.samples, reference.choices, share=HOLD_ALL)
+    return routing(setup.probed, held)
 
 
 # ---------------------------------------------------------------------- isolation
 
 
-def _isolation_checks(setup: ProbeSetup, circumstance: Circumstance) -> list[Check]:
+def _isolation_checks(setup: ProbeSetup, circumstance: Circumstance, reference: Reference) -> list[Check]:
     """Change each sample by itself in the row with gaps, elsewhere every other one at once."""
     samples, config = setup.samples, setup.probed.config
     groups = {f"change sample {i} ({kind_of(sample)})": [i] for i, sample in enumerate(samples)}
     if circumstance is not GAPS:
         groups = {f"{circumstance.name}: change every other": list(range(0, len(samples), 2))}
         groups[f"{circumstance.name}: change the rest"] = list(range(1, len(samples), 2))
-    with packing(setup, circumstance) as packed, setup.computing(circumstance):
+    with packing(setup, circumstance) as packed, setup.computing(circumstance), all_held_to(reference, packed, setup):
         before = sample_logits(packed, samples)
         moves = {name: _others_move(packed, samples, config, before, group) for name, group in groups.items()}
         if circumstance is GAPS:
@@ -271,13 +298,21 @@ def _mechanism_checks(setup: ProbeSetup, packed: PackedPass, reference: Referenc
 def check_routers(
     setup: ProbeSetup, packed: PackedPass, reference: Reference, routers: RouterLosses, *, losses_right: bool
 ) -> list[Check]:
-    """Compare the routers' losses with those of the padded batch. `losses_right`: those of targets are right."""
-    with setup.computing(packed.circumstance):
+    """Compare the routers' losses with those of the padded batch. `losses_right`: those of targets are right.
+
+    They count choices of experts, so they are not compared where rounding alone decides one.
+    """
+    with setup.computing(packed.circumstance), held_to(reference, packed, setup) as routed:
         result = packed(setup.samples, router_losses=True, by_step=True)
         pairs = list(zip([to_host(x) for x in result.logits], reference.outcome.logits, strict=True))
         error = rms_distance(pairs) if setup.probed.is_low else max(distance(*pair) for pair in pairs)
         right = losses_right and error <= reference.limits.logits
-        return check_router_losses(packed, setup.samples, routers, result, right=right)
+        checks = check_router_losses(packed, setup.samples, routers, result, right=right)
+    if not routed.held or setup.probed.is_low:  # in low precision their limits allow for it
+        return checks
+    detail = f"choices of experts that rounding alone decides, and that this counts: {routed.held}"
+    uncounted = {"finding": "not counted", "cause": None, "detail": detail}
+    return [replace(check, **uncounted) if check.is_bad else check for check in checks]
 
 
 # ---------------------------------------------------------------------- work

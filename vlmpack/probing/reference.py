@@ -28,6 +28,7 @@ from vlmpack.probing.forward_passes import (
 )
 from vlmpack.probing.losses import RouterLosses, reference_router_losses
 from vlmpack.probing.mechanisms import Features, Rotary, feature_error, features_of, rotary_of
+from vlmpack.probing.routing import Choices, HeldChoices, held_choices, open_share, routing
 from vlmpack.probing.trace import recorded_calls, submodules
 from vlmpack.testing import LOW_PRECISION_FACTOR, Errors, Limits, Outcome, Sample, compare, distance, run_alone
 
@@ -82,6 +83,8 @@ class Reference:
     """[tokens, D] of the audio tower, of each sample alone; None: it has no audio."""
     feature_error: float
     """Error of plain transformers' features, computed for all images at once, against those."""
+    choices: Sequence[Choices]
+    """Experts of the tokens of each sample alone, in float32."""
 
 
 @final
@@ -145,10 +148,16 @@ class _AloneRun:
     rotary: list[Rotary]
     features: list[Features]
     audio: list[torch.Tensor | None]
+    choices: list[Choices]
 
 
-def _run_alone(setup: ProbeSetup, circumstance: Circumstance, probed: ProbedModel | None = None) -> _AloneRun:
-    """Run each sample alone in the mode and precision of a circumstance, with gradients."""
+def _run_alone(
+    setup: ProbeSetup,
+    circumstance: Circumstance,
+    probed: ProbedModel | None = None,
+    choices: Sequence[Choices] | None = None,
+) -> _AloneRun:
+    """Run each sample alone in the mode and precision of a circumstance, with gradients; `choices` are held."""
     probed = probed or setup.probed
     layer = next(iter(submodules(probed.family.language_model(probed.core), "self_attn").values()))
     tower = probed.family.vision_tower(probed.core)
@@ -157,40 +166,62 @@ def _run_alone(setup: ProbeSetup, circumstance: Circumstance, probed: ProbedMode
     rotary: list[Rotary] = []
     features: list[Features] = []
     audio: list[torch.Tensor | None] = []
+    chosen: list[Choices] = []
 
     @contextmanager
     def recording() -> Iterator[None]:
-        with circumstance.computing(probed, setup.autocast), torch.enable_grad(), recorded_calls(modules) as calls:
+        held = None if choices is None else _held_alone(setup, choices, len(chosen))
+        with (
+            circumstance.computing(probed, setup.autocast),
+            torch.enable_grad(),
+            recorded_calls(modules) as calls,
+            routing(probed, held) as routed,
+        ):
             yield
+        chosen.append(routed.choices)
         rotary.append(rotary_of(calls[layer][0]))
         features.append([] if tower is None else features_of(calls[tower]))
         of_audio = [] if audio_tower is None else calls[audio_tower]
         audio.append(of_audio[0].output[0].detach() if of_audio else None)
 
     outcome = run_alone(probed.model, setup.samples, forward_context=recording)
-    return _AloneRun(outcome=outcome, rotary=rotary, features=features, audio=audio)
+    return _AloneRun(outcome=outcome, rotary=rotary, features=features, audio=audio, choices=chosen)
 
 
-def _run_in_float32(setup: ProbeSetup, circumstance: Circumstance) -> Outcome:
+def _held_alone(setup: ProbeSetup, choices: Sequence[Choices], sample: int) -> HeldChoices:
+    """Hold the choices of one sample in low precision, alone."""
+    places = [torch.arange(len(setup.samples[sample]["input_ids"]))]
+    return HeldChoices(samples=[choices[sample]], places=places, share=open_share(is_low=True))
+
+
+def _run_in_float32(setup: ProbeSetup, circumstance: Circumstance) -> _AloneRun:
     exact = ProbedModel.of(copy.deepcopy(setup.probed.model).float())
-    return _run_alone(setup, circumstance, exact).outcome
+    return _run_alone(setup, circumstance, exact)
 
 
 def _exact_reference(setup: ProbeSetup, circumstance: Circumstance, alone: _AloneRun) -> Reference:
     """In float32, whatever the model's precision."""
     low = setup.probed.is_low
-    exact = _run_in_float32(setup, circumstance) if low else alone.outcome
-    for outcome in (alone.outcome, exact):
+    exact = _run_in_float32(setup, circumstance) if low else alone
+    for outcome in (alone.outcome, exact.outcome):
         _check_finite(outcome)
-    return _reference(setup, circumstance, alone, exact, low=low)
+    if low and any(exact.choices):
+        alone = _run_alone(setup, circumstance, choices=exact.choices)
+    return _reference(setup, circumstance, alone, exact.outcome, exact.choices, low=low)
 
 
 def _reference(
-    setup: ProbeSetup, circumstance: Circumstance, alone: _AloneRun, truth: Outcome, *, low: bool
+    setup: ProbeSetup,
+    circumstance: Circumstance,
+    alone: _AloneRun,
+    truth: Outcome,
+    choices: Sequence[Choices],
+    *,
+    low: bool,
 ) -> Reference:
     """Set the limits beyond the errors of the samples alone, and of plain transformers' padded batch."""
     errors = compare(alone.outcome, truth, low=low)
-    padded, error_of_features = _padded_errors(setup, circumstance, alone, truth, low=low) or (errors, 0.0)
+    padded, error_of_features = _padded_errors(setup, circumstance, alone, truth, choices, low=low) or (errors, 0.0)
     return Reference(
         outcome=truth,
         limits=Limits.beyond(errors, padded, factor=LOW_PRECISION_FACTOR if low else 2.0),
@@ -198,19 +229,33 @@ def _reference(
         features=alone.features,
         audio=alone.audio,
         feature_error=error_of_features,
+        choices=choices,
     )
 
 
 def _padded_errors(
-    setup: ProbeSetup, circumstance: Circumstance, alone: _AloneRun, truth: Outcome, *, low: bool
+    setup: ProbeSetup,
+    circumstance: Circumstance,
+    alone: _AloneRun,
+    truth: Outcome,
+    choices: Sequence[Choices],
+    *,
+    low: bool,
 ) -> tuple[Errors, float] | None:
     """Errors of plain transformers' padded batch, and of its features; None: it raises, and so widens no limit."""
     probed = setup.probed
     tower = probed.family.vision_tower(probed.core)
     try:
         modules = [] if tower is None else [tower]
-        with setup.computing(circumstance), torch.enable_grad(), recorded_calls(modules) as calls:
-            result = PlainPaddedPass(probed=probed)(setup.samples)
+        forward = PlainPaddedPass(probed=probed)
+        held = held_choices(forward, setup.samples, choices, share=open_share(is_low=low))
+        with (
+            setup.computing(circumstance),
+            torch.enable_grad(),
+            recorded_calls(modules) as calls,
+            routing(probed, held),
+        ):
+            result = forward(setup.samples)
         errors = compare(result.outcome(probed.model, setup.samples), truth, low=low)
         return errors, 0.0 if tower is None else feature_error(calls[tower], setup.samples, alone.features)
     except Exception:
@@ -233,8 +278,15 @@ def _train_reference(setup: ProbeSetup, alone: _AloneRun, in_eval: Reference) ->
         raise UnsteadyError("two runs of the same samples alone differ, without any packing")
     if not steady(_run_alone(setup, ROW), trained):
         return None
-    outcome = _run_in_float32(setup, ROW) if setup.probed.is_low else trained.outcome
-    return replace(in_eval, outcome=outcome, rotary=trained.rotary, features=trained.features, audio=trained.audio)
+    exact = _run_in_float32(setup, ROW) if setup.probed.is_low else trained
+    return replace(
+        in_eval,
+        outcome=exact.outcome,
+        rotary=trained.rotary,
+        features=trained.features,
+        audio=trained.audio,
+        choices=exact.choices,
+    )
 
 
 def _autocast_reference(setup: ProbeSetup, in_train: Reference) -> Reference | None:
@@ -245,7 +297,9 @@ def _autocast_reference(setup: ProbeSetup, in_train: Reference) -> Reference | N
     )
     if max(distance(x, y) for x, y in zip(again.logits, alone.outcome.logits, strict=True)) > STEADY:
         return None
-    return _reference(setup, AUTOCAST, alone, in_train.outcome, low=True)
+    if any(in_train.choices):
+        alone = _run_alone(setup, AUTOCAST, choices=in_train.choices)
+    return _reference(setup, AUTOCAST, alone, in_train.outcome, in_train.choices, low=True)
 
 
 def _check_finite(outcome: Outcome) -> None:

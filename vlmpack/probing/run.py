@@ -22,6 +22,7 @@ from vlmpack.probing.mechanisms import check_delta, check_mask, check_positions,
 from vlmpack.probing.packed_checks import Progress, count_pairs, leak, not_deterministic, packed_checks
 from vlmpack.probing.reference import ProbeSetup, Reference, UnsteadyError, compute_references
 from vlmpack.probing.report import Baseline, Check, Report, causes_of, one_line
+from vlmpack.probing.routing import held_choices, open_share, routing
 from vlmpack.probing.trace import LEAK, trace
 from vlmpack.probing.tree_checks import tree_checks
 from vlmpack.testing import (
@@ -217,7 +218,10 @@ def _baselines(setup: ProbeSetup, reference: Reference) -> list[Baseline]:
 def _baseline(forward: PlainRowPass | PlainPaddedPass, setup: ProbeSetup, reference: Reference) -> Baseline:
     samples, limits = setup.samples, reference.limits
     moved = leak(forward, setup.probed, samples)
-    result = forward(samples)
+    share = open_share(is_low=setup.probed.is_low)
+    held = held_choices(forward, samples, reference.choices, share=share)
+    with routing(setup.probed, held):
+        result = forward(samples)
     logits = max(distance(to_host(x), y) for x, y in zip(result.logits, reference.outcome.logits, strict=True))
     loss = relative(float(result.loss), reference.outcome.loss)
     pairs, _ = count_pairs(lambda: forward(samples), setup.probed)

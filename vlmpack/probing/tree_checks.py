@@ -46,6 +46,7 @@ from vlmpack.probing.mechanisms import (
 )
 from vlmpack.probing.packed_checks import (
     Progress,
+    all_held_to,
     caught,
     check_equality,
     check_routers,
@@ -144,7 +145,7 @@ def tree_checks(setup: ProbeSetup, branches: Branches, *, progress: Progress) ->
         elif (cache := check_cache_that_raises(packed, setup.probed, setup.samples)).is_bad:
             checks.append(cache)
     if not any(check.finding == "fails" or (check.is_bad and check.name == "packing") for check in checks):
-        checks += caught("isolation", "isolation", lambda: _isolation(setup, branches))
+        checks += caught("isolation", "isolation", lambda: _isolation(setup, branches, alone))
     prefix = f"{TREE.name}: "
     return [replace(check, name=prefix + check.name.removeprefix(prefix)) for check in checks]
 
@@ -180,14 +181,17 @@ def _router_losses(
 # ---------------------------------------------------------------------- isolation
 
 
-def _isolation(setup: ProbeSetup, branches: Branches) -> list[Check]:
+def _isolation(setup: ProbeSetup, branches: Branches, reference: Reference) -> list[Check]:
     """Exchange each piece in all samples that have it."""
     config, sparse = setup.probed.config, setup.probed.family.has("per_sample")
     with packing(setup, TREE) as packed, setup.computing(TREE):
-        before = sample_logits(packed, setup.samples)
+        with all_held_to(reference, packed, setup):
+            before = sample_logits(packed, setup.samples)
         still, moved = dict[str, float](), dict[str, float]()
         for piece, name in enumerate(branches.names):
-            after = sample_logits(packed, branches.exchanged(piece, config).samples)
+            exchanged = branches.exchanged(piece, config).samples
+            with all_held_to(reference, packed, setup, exchanged):
+                after = sample_logits(packed, exchanged)
             still[name], moved[name] = 0.0, float("inf")
             for i, (x, y) in enumerate(zip(after, before, strict=True)):
                 start, stop = branches.span(i, piece) or (len(y), len(y))
@@ -195,7 +199,8 @@ def _isolation(setup: ProbeSetup, branches: Branches) -> list[Check]:
                 if stop < len(y):
                     moved[name] = min(moved[name], largest_move(x, y, [(stop, len(y))], dim=0))
         leaks = max(still.values()) > LEAK
-        noise = most_moved(sample_logits(packed, setup.samples), before) if leaks else 0.0
+        with all_held_to(reference, packed, setup):
+            noise = most_moved(sample_logits(packed, setup.samples), before) if leaks else 0.0
     if leaks:
         noise = max(noise, expert_noise(setup, TREE))
     detail = "the logits of samples without it, or of tokens before it, move by {:.1e} of their size"
