@@ -82,8 +82,8 @@ class UnpackedWarning(UserWarning):
 
 
 class SkippedWarning(UserWarning):
-    """Samples that cannot be used are left out of what was measured or collated; the message names the first ones, and
-    where all are listed or counted."""
+    """Samples that cannot be used are left out of what was measured, collated or planned; the message names the first
+    ones, and where all are listed or counted."""
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from training import Samples, Stream, arguments, collator, lengths_of, loss_sums
 from transformers import Trainer
 
 from vlmpack.collate import SharePrefixes, VLMCollator
-from vlmpack.errors import ConfigError, UnpackedWarning
+from vlmpack.errors import ConfigError, SkippedWarning, UnpackedWarning
 from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.model import enable_packing
 from vlmpack.plan import LengthTable, PrefixGroups, plan_bins
@@ -83,7 +83,9 @@ def test_a_plan_of_a_table_leaves_out_what_cannot_be_used_and_nothing_else(tmp_p
         samples,
         plan=plan_bins(table, 2 * max(table.tokens)),
     )
-    with pytest.warns(UserWarning, match=r"1 of the 6 samples are in no row of the plan, and are not trained on: 2 \("):
+    with pytest.warns(
+        SkippedWarning, match=r"1 of the 6 samples are in no row of the plan, and are not trained on: 2 \("
+    ):
         run.train()
     assert sorted(trained) == [0, 1, 3, 4, 5]
     assert [one.index for one in table.refused] == [2]

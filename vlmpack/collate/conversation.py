@@ -345,7 +345,7 @@ def read_conversation(
 def unplaced_marker(conversation: Conversation, feature: Mapping[str, Any]) -> Kind | None:
     """Return the kind of medium whose marker a user's text holds, of a sample without such media and their column."""
     marked, media = marked_kinds(feature, "auto"), {"image": conversation.images, "video": conversation.videos}
-    missing = [kind for kind in KINDS if kind not in marked and not media[kind]]
+    missing: list[Kind] = [kind for kind in KINDS if kind not in marked and not media[kind]]
     texts = list(_questions(conversation)) if missing else []
     return next((kind for kind in missing if any(f"<{kind}>" in text for text in texts)), None)
 

@@ -15,7 +15,7 @@ from transformers import EvalPrediction, Trainer, TrainerCallback, default_data_
 from transformers.trainer_utils import EvalLoopOutput
 
 from vlmpack.collate import VLMCollator
-from vlmpack.errors import ConfigError, UnpackedWarning, check_extra, check_kind
+from vlmpack.errors import ConfigError, SkippedWarning, UnpackedWarning, check_extra, check_kind
 from vlmpack.layout import METADATA_KEY, HostMetadata
 from vlmpack.loading import PackedBatchSampler, PackedStream, Remainder
 from vlmpack.model import STEP, StepCall, is_packing
@@ -427,7 +427,7 @@ def _warn_of_dropped(plan: Plan) -> None:
         warnings.warn(
             f"{count} of the {len(plan.lengths)} samples are in no row of the plan, and are not trained on: {shown} "
             "(plan.dropped). They exceed a row, or were refused when lengths were measured (table.refused)",
-            UserWarning,
+            SkippedWarning,
             stacklevel=3,
         )
 
