@@ -4,7 +4,7 @@ the products of circumstances, and the exhaustive one the whole products.
 `make test` leaves out what is marked `full`, `make test-full` what is marked `exhaustive`; `make test-exhaustive` runs
 the rest. A function with several parameters and
 the mark `pairwise` stays in the short tier with few of its cases: every pair of values of two parameters is in one of
-them. With the mark `each_value` every value is. A third of the others is marked `full` here, the rest `exhaustive`.
+them. With the mark `each_value` every value is. A sixth of the others is marked `full` here, the rest `exhaustive`.
 Cases of a value that is itself in the full tier only stay there, and show nothing.
 
 Of families that bring no part of the code with them a sixth is in the full tier in each test, each once, in a
@@ -58,7 +58,7 @@ def mark_products(items: Iterable[pytest.Item]) -> None:
             cases.remove(best)
         for item, _ in cases:
             item.add_marker(pytest.mark.full)
-            if crc32(item.nodeid.encode()) % 3:
+            if crc32(item.nodeid.encode()) % 6:
                 item.add_marker(pytest.mark.exhaustive)
 
 

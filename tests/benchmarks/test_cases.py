@@ -95,7 +95,7 @@ def test_a_case_measures_and_holds_its_figures_to_the_targets(name):
 
 @pytest.mark.every_family
 @pytest.mark.parametrize(
-    "family", ["qwen3", "gemma3", *full("qwen3_vl_moe", "qwen4_exp"), *only_exhaustive("qwen2_5_vl", "qwen3_5")]
+    "family", ["qwen3", *full("gemma3", "qwen4_exp"), *only_exhaustive("qwen3_vl_moe", "qwen2_5_vl", "qwen3_5")]
 )
 def test_a_step_is_measured_for_every_kind_of_family(family):
     figures = CASES["step"].run(replace(QUICK, family=family), TINY)

@@ -82,7 +82,7 @@ def test_so_it_is_in_a_row_whose_samples_share_prefixes(family: str, what: str, 
     assert causes_of(checks) == BREAKAGES[what].causes, [check for check in checks if check.is_bad]
 
 
-@pytest.mark.parametrize("family", tiers(FAMILIES, short=[], exhaustive=[*FAMILIES][1::2]))
+@pytest.mark.parametrize("family", tiers(FAMILIES, short=[], exhaustive=sorted({*FAMILIES} - {*[*FAMILIES][::6]})))
 def test_nothing_broken_is_exact(family: str) -> None:
     report = probed(family)
     assert (report.verdict, report.causes) == ("exact", ()), report

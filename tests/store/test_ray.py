@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
     for n in range(13):
         (folder / f"{n}.png").write_bytes(encoded(picture(40 + 8 * n, 60, seed=n)))
         asked = [{"type": "image", "image": f"{n}.png"}] * (n % 3) + [{"type": "text", "text": "why " * n}]
-        answer = [{"role": "assistant", "content": "because " * (n % 5)}] if n != 7 else []
+        answer = [{"role": "assistant", "content": "because " * (1 + n % 5)}] if n != 7 else []
         lines.append(json.dumps({"messages": [{"role": "user", "content": asked}, *answer], "id": f"s{n}"}))
     (folder / "samples.jsonl").write_text("\n".join(lines) + "\n")
     return folder
