@@ -7,7 +7,7 @@ the mark `pairwise` stays in the short tier with few of its cases: every pair of
 them. With the mark `each_value` every value is. A sixth of the others is marked `full` here, the rest `exhaustive`.
 Cases of a value that is itself in the full tier only stay there, and show nothing.
 
-Of families that bring no part of the code with them a sixth is in the full tier in each test, each once, in a
+Of families that bring no part of the code with them a ninth is in the full tier in each test, each once, in a
 circumstance that differs from family to family; their other cases are exhaustive. Tests with the mark `every_family`
 are as the others. Three families that share their mechanisms with another are in every third test of the short tier.
 """
@@ -157,7 +157,7 @@ MADE_OF_OTHERS = frozenset({"aya_vision", "cohere2_vision"})
 
 
 def mark_families(items: Iterable[pytest.Item]) -> None:
-    """Mark as `full` one case of each test with every sixth of the families that bring no part of the code, and as
+    """Mark as `full` one case of each test with every ninth of the families that bring no part of the code, and as
     `exhaustive` the others; ever the same ones, in another test other families, in other circumstances."""
     cases: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
@@ -166,7 +166,7 @@ def mark_families(items: Iterable[pytest.Item]) -> None:
             cases.setdefault((item.nodeid.partition("[")[0], _family_of(item)), []).append(item)
     for (test, family), product in cases.items():
         number = sorted(shown_by_others()).index(family)
-        is_shown = (number + crc32(test.encode())) % 6 == 0 and family not in MADE_OF_OTHERS
+        is_shown = (number + crc32(test.encode())) % 9 == 0 and family not in MADE_OF_OTHERS
         kept = product[number % len(product)] if is_shown else None
         for item in product:
             if item is not kept:
