@@ -33,6 +33,7 @@ from tiers import mark_families, mark_products, mark_siblings, skip_without_pack
 hypothesis.settings.register_profile(
     "vlmpack",
     deadline=None,  # a shared machine is slow now and then, and that is no fault of the example
+    max_examples=50,
     derandomize=True,  # the same examples in every run; HYPOTHESIS_PROFILE=search looks for new ones
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
@@ -40,6 +41,7 @@ hypothesis.settings.register_profile("search", hypothesis.settings.get_profile("
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "vlmpack"))
 
 torch.set_num_threads(1)  # pytest-xdist runs one worker a core
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # s that a loader which is garbage waits for each of its workers
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; processes of tests inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -67,10 +69,21 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_old_garbage() -> Iterator[None]:
+    """The same for what the tests of one file import and keep: each HF Trainer collects all there is as it begins."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
-    """A test that forgets to seed still sees the same numbers whatever ran before it."""
-    torch.manual_seed(0)
+    """A test that forgets to seed still sees the same numbers whatever ran before it.
+
+    Of the CPU: `torch.manual_seed` notes a stack trace for each device that is not there.
+    """
+    torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def check_equal(out, truth, *leaves) -> None:
 
 
 @serving
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(drawn=samples, rule=rules, pattern=patterns, many=st.sampled_from([1, 256]), beyond=st.booleans())
 def test_each_sample_is_what_it_is_alone(attend, drawn, rule, pattern, many, beyond):
     segments = Segments.from_lengths([length(sample) for sample in drawn], rule)
@@ -105,7 +105,7 @@ def test_each_sample_is_what_it_is_alone(attend, drawn, rule, pattern, many, bey
 
 
 @serving
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     drawn=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), min_size=1, max_size=4).filter(
         lambda drawn: any(sum(sample) for sample in drawn)

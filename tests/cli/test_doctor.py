@@ -184,6 +184,7 @@ def test_a_leak_has_exit_status_1_in_every_family(monkeypatch: pytest.MonkeyPatc
     assert "Do not train packed rows here" in result.stdout
 
 
+@pytest.mark.full
 def test_a_crash_is_a_finding_and_the_exit_status_is_1(monkeypatch: pytest.MonkeyPatch, few_families: None) -> None:
     def broken(**metadata: Any) -> RowContext:
         raise TypeError("this transformers hands over something else")

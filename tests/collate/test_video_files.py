@@ -86,7 +86,7 @@ def transformers_rule(family: str) -> Any:
 RULES = {"linspace": transformers_rule("qwen3_vl"), "arange": transformers_rule("qwen2_vl")}
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @example(spacing="arange", total=90, rate=10.0, fps=1.0, num_frames=None, least=2, most=800)  # nine are no pairs
 @given(
     spacing=st.sampled_from(sorted(RULES)),

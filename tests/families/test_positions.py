@@ -112,7 +112,7 @@ def generated_sample(draw: st.DrawFn, config: Any) -> Sample:
 
 
 @pytest.mark.parametrize("name", VISION)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_any_row_equals_transformers_sample_by_sample(name: str, data: st.DataObject) -> None:
     model = model_of(name, data.draw(st.sampled_from([1, 2, 3]), label="merge"))

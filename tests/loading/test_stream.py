@@ -101,7 +101,7 @@ def loader(stream, workers=0):
     ranks=st.integers(1, 4),
     remainder=st.sampled_from(["split", "empty", "drop"]),
 )
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_all_ranks_end_together_and_every_sample_is_given_out_once_or_counted(lengths, ranks, remainder):
     streams = [
         PackedStream(

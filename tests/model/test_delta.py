@@ -148,7 +148,7 @@ lengths_lists = st.lists(st.one_of(st.integers(0, 6), st.sampled_from([31, 63, 6
 
 
 @every_hybrid
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     lengths=lengths_lists.filter(sum),
     rule=st.builds(SlotRule, multiple=st.integers(1, 5), row_multiple=st.sampled_from([1, 7])),

@@ -11,10 +11,8 @@ import sys
 import pytest
 import torch
 from equality import (
-    Limits,
     alone_through,
     check_gradients,
-    check_logits,
     check_outputs,
     check_work,
     gradients,
@@ -22,7 +20,6 @@ from equality import (
     limits_of,
     poisoned,
 )
-from tiers import shown_by_others
 
 from vlmpack.errors import LayoutError
 from vlmpack.families import FAMILIES, Family
@@ -38,7 +35,7 @@ from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.per_sample import PerSample
 from vlmpack.model.mechanisms.short_conv import ShortConv
 from vlmpack.model.mechanisms.vision import VisionRow
-from vlmpack.testing import VISION, mixed_samples, padded, sample_like, tiny_model
+from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
 
 KINDS = {
     "text": ("text", "text", "text", "text"),
@@ -179,28 +176,6 @@ def test_results_come_back_one_a_sample(family):
         assert torch.isclose(result.sample_losses[i], mean, rtol=1e-5)
         assert result.sample_targets[i] == (targets != -100).sum()
     assert result.num_targets == result.sample_targets.sum()
-
-
-@every_family
-def test_in_float64_nothing_is_left_of_the_difference(family):
-    """So that what float32 leaves is rounding. Gated delta rules, routers, norms and eager softmaxes compute in float32
-    whatever they are given: where their input differs in its last bit, so does what they round it to."""
-    model = fresh(family).double()
-    if FAMILIES[family].has("experts") or family == "gemma4":
-        model.set_experts_implementation("eager")  # grouped products know no float64
-    samples = [
-        sample_like(sample, {name: x.double() if x.dtype == torch.float32 else x for name, x in sample.items()})
-        for sample in truth(family, MOST[family]).samples
-    ]
-    own = alone_through(model, samples)
-    limits = Limits(logits=1e-11, loss=1e-6, gradient=1e-11, cosine=1e-14)  # the loss is summed in float32
-    if FAMILIES[family].has("gated_delta") or family in shown_by_others():
-        limits = Limits(logits=1e-6, loss=1e-6, gradient=1e-5, cosine=1e-10)
-    result = PackedStep(model)(pack(padded(samples), rule=SlotRule(multiple=4)), logits=True)
-    result.loss.backward()
-    assert result.row_logits.dtype == torch.float64
-    check_logits(own, result, limits)
-    check_gradients(own, gradients(model), limits)
 
 
 @every_family

@@ -112,16 +112,16 @@ def test_what_is_missing_or_strange_contradicts_nothing(parse: dict[str, Any]) -
 
 
 def test_every_synthetic_receipt_adds_up() -> None:
-    receipts = SyntheticReceipts(num=300, seed=11, scale=0.25)
-    parses = [json.loads(receipts[at]["ground_truth"])["gt_parse"] for at in range(300)]
+    receipts = SyntheticReceipts(num=100, seed=11, scale=0.25)
+    parses = [json.loads(receipts[at]["ground_truth"])["gt_parse"] for at in range(100)]
     assert [(at, contradictions(parse)) for at, parse in enumerate(parses) if contradictions(parse)] == []
 
 
 def test_most_synthetic_receipts_would_be_caught_lying() -> None:
-    receipts = SyntheticReceipts(num=100, seed=11, scale=0.25)
+    receipts = SyntheticReceipts(num=50, seed=11, scale=0.25)
     caught = 0
-    for at in range(100):
+    for at in range(50):
         parse = json.loads(receipts[at]["ground_truth"])["gt_parse"]
         parse["total"]["total_price"] = "1"
         caught += bool(contradictions(parse))
-    assert caught > 85
+    assert caught > 42

@@ -199,6 +199,52 @@ def _run_in_float32(setup: ProbeSetup, circumstance: Circumstance) -> _AloneRun:
     return _run_alone(setup, circumstance, exact)
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Comparison:
+    """Each sample alone in some precision, beside itself in float32: what a reference is made of."""
+
+    setup: ProbeSetup
+    circumstance: Circumstance
+    alone: _AloneRun
+    truth: Outcome
+    choices: Sequence[Choices]
+    low: bool
+
+    def reference(self) -> Reference:
+        """Set the limits beyond the errors of the samples alone, and of plain transformers' padded batch."""
+        errors = compare(self.alone.outcome, self.truth, low=self.low)
+        padded, error_of_features = self._padded_errors() or (errors, 0.0)
+        return Reference(
+            outcome=self.truth,
+            limits=Limits.beyond(errors, padded, factor=LOW_PRECISION_FACTOR if self.low else 2.0),
+            rotary=self.alone.rotary,
+            features=self.alone.features,
+            audio=self.alone.audio,
+            feature_error=error_of_features,
+            choices=self.choices,
+        )
+
+    def _padded_errors(self) -> tuple[Errors, float] | None:
+        """Errors of plain transformers' padded batch, and of its features; None: it raises, and so widens no limit."""
+        probed, samples = self.setup.probed, self.setup.samples
+        tower = probed.family.vision_tower(probed.core)
+        try:
+            forward = PlainPaddedPass(probed=probed)
+            held = held_choices(forward, samples, self.choices, share=open_share(is_low=self.low))
+            with (
+                self.setup.computing(self.circumstance),
+                torch.enable_grad(),
+                recorded_calls([] if tower is None else [tower]) as calls,
+                routing(probed, held),
+            ):
+                result = forward(samples)
+            errors = compare(result.outcome(probed.model, samples), self.truth, low=self.low)
+            return errors, 0.0 if tower is None else feature_error(calls[tower], samples, self.alone.features)
+        except Exception:
+            return None
+
+
 def _exact_reference(setup: ProbeSetup, circumstance: Circumstance, alone: _AloneRun) -> Reference:
     """In float32, whatever the model's precision."""
     low = setup.probed.is_low
@@ -207,59 +253,9 @@ def _exact_reference(setup: ProbeSetup, circumstance: Circumstance, alone: _Alon
         _check_finite(outcome)
     if low and any(exact.choices):
         alone = _run_alone(setup, circumstance, choices=exact.choices)
-    return _reference(setup, circumstance, alone, exact.outcome, exact.choices, low=low)
-
-
-def _reference(
-    setup: ProbeSetup,
-    circumstance: Circumstance,
-    alone: _AloneRun,
-    truth: Outcome,
-    choices: Sequence[Choices],
-    *,
-    low: bool,
-) -> Reference:
-    """Set the limits beyond the errors of the samples alone, and of plain transformers' padded batch."""
-    errors = compare(alone.outcome, truth, low=low)
-    padded, error_of_features = _padded_errors(setup, circumstance, alone, truth, choices, low=low) or (errors, 0.0)
-    return Reference(
-        outcome=truth,
-        limits=Limits.beyond(errors, padded, factor=LOW_PRECISION_FACTOR if low else 2.0),
-        rotary=alone.rotary,
-        features=alone.features,
-        audio=alone.audio,
-        feature_error=error_of_features,
-        choices=choices,
-    )
-
-
-def _padded_errors(
-    setup: ProbeSetup,
-    circumstance: Circumstance,
-    alone: _AloneRun,
-    truth: Outcome,
-    choices: Sequence[Choices],
-    *,
-    low: bool,
-) -> tuple[Errors, float] | None:
-    """Errors of plain transformers' padded batch, and of its features; None: it raises, and so widens no limit."""
-    probed = setup.probed
-    tower = probed.family.vision_tower(probed.core)
-    try:
-        modules = [] if tower is None else [tower]
-        forward = PlainPaddedPass(probed=probed)
-        held = held_choices(forward, setup.samples, choices, share=open_share(is_low=low))
-        with (
-            setup.computing(circumstance),
-            torch.enable_grad(),
-            recorded_calls(modules) as calls,
-            routing(probed, held),
-        ):
-            result = forward(setup.samples)
-        errors = compare(result.outcome(probed.model, setup.samples), truth, low=low)
-        return errors, 0.0 if tower is None else feature_error(calls[tower], setup.samples, alone.features)
-    except Exception:
-        return None
+    return _Comparison(
+        setup=setup, circumstance=circumstance, alone=alone, truth=exact.outcome, choices=exact.choices, low=low
+    ).reference()
 
 
 def _train_reference(setup: ProbeSetup, alone: _AloneRun, in_eval: Reference) -> Reference | None:
@@ -299,7 +295,9 @@ def _autocast_reference(setup: ProbeSetup, in_train: Reference) -> Reference | N
         return None
     if any(in_train.choices):
         alone = _run_alone(setup, AUTOCAST, choices=in_train.choices)
-    return _reference(setup, AUTOCAST, alone, in_train.outcome, in_train.choices, low=True)
+    return _Comparison(
+        setup=setup, circumstance=AUTOCAST, alone=alone, truth=in_train.outcome, choices=in_train.choices, low=True
+    ).reference()
 
 
 def _check_finite(outcome: Outcome) -> None:
