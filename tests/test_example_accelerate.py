@@ -1,4 +1,5 @@
-"""The loop of accelerate on two gloo processes: the losses of one process, continued where it was stopped."""
+"""The loop of accelerate on two gloo processes, under DDP and FSDP2: the losses of one process, continued where it was
+stopped."""
 
 from __future__ import annotations
 
@@ -16,39 +17,54 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 CONFIGURATIONS = sorted((EXAMPLES / "accelerate").glob("*.yaml"))
 
 
-def losses(folder: Path, *arguments: str, ranks: int) -> list[str]:
-    """The lines of its steps: targets and loss."""
-    launch = ["-m", "accelerate.commands.launch", "--config_file", str(EXAMPLES / "accelerate" / "ddp.yaml")]
-    launch = [*launch, "--mixed_precision", "no", "--main_process_port", "0"] if ranks > 1 else []
+def losses(folder: Path, *arguments: str, configuration: str | None = None) -> list[str]:
+    """The lines of its steps, targets and loss, on two ranks with a configuration and on one without."""
+    script = [str(EXAMPLES / "accelerate_loop.py"), "--output", str(folder), *arguments]
+    if configuration is not None:
+        launch = ["--config_file", str(EXAMPLES / "accelerate" / f"{configuration}.yaml"), "--mixed_precision", "no"]
+        on_cpus = [str(Path(__file__).with_name("accelerate_on_cpus.py"))] if configuration == "fsdp2" else []
+        script = ["-m", "accelerate.commands.launch", *launch, "--main_process_port", "0", *on_cpus, *script]
     done = subprocess.run(
-        [sys.executable, *launch, str(EXAMPLES / "accelerate_loop.py"), "--output", str(folder), *arguments],
+        [sys.executable, *script],
         capture_output=True,
         text=True,
         timeout=300,
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = done.stdout.strip().splitlines()
-    assert f" on {ranks} cpu ranks" in lines[0]
-    return lines[1:]
+    first, *lines = done.stdout.strip().splitlines()
+    kind = {None: "NO on 1", "ddp": "MULTI_CPU on 2", "fsdp2": "FSDP on 2"}[configuration]
+    assert first == f"{kind} cpu ranks"
+    return lines
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Its lines and weights."""
+    folder = tmp_path_factory.mktemp("one")
+    lines = losses(folder, "--accumulation", "4", "--epochs", "2")
+    return lines, load_file(folder / "model.safetensors")
 
 
 @pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.slow
-def test_two_ranks_have_the_losses_of_one_and_go_on_where_they_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize("configuration", ["ddp", "fsdp2"])
+def test_two_ranks_have_the_losses_of_one_and_go_on_where_they_were(
+    configuration: str, on_one_rank: tuple[list[str], dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
     """With accumulation, and gradients that are clipped: their norms are about 5, the limit is 1."""
-    one = losses(tmp_path / "one", "--accumulation", "4", "--epochs", "2", ranks=1)
-    first = losses(tmp_path / "two", "--epochs", "1", ranks=2)
-    rest = losses(tmp_path / "two", "--epochs", "2", ranks=2)
+    one, weights = on_one_rank
+    first = losses(tmp_path, "--epochs", "1", configuration=configuration)
+    rest = losses(tmp_path, "--epochs", "2", configuration=configuration)
     assert len(first) == len(rest) > 1
     for line, expected in zip(first + rest, one, strict=True):
         (targets, loss), (same_targets, same_loss) = (text.split(" targets, loss ") for text in (line, expected))
         assert targets == same_targets
         assert float(loss) == pytest.approx(float(same_loss), rel=1e-4)
-    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("two", "one"))
-    assert ours.keys() == theirs.keys()
-    for name, weight in theirs.items():
+    ours = load_file(tmp_path / "model.safetensors")
+    assert ours.keys() == weights.keys()
+    for name, weight in weights.items():
         torch.testing.assert_close(ours[name], weight, rtol=1e-2, atol=1e-3)
 
 

@@ -28,16 +28,20 @@ def mesh():
     dist.destroy_process_group()
 
 
-def sharded(mesh, **policy):
+def sharded(mesh, *, head_apart=True, **policy):
+    """`head_apart`: as accelerate's FSDP2 cuts a model, the embedding by itself, and the head with the last norm."""
     model = enable_packing(tiny_model("qwen3_vl", layers=3))
-    for part in (*model.model.visual.blocks, *model.model.language_model.layers, model):
+    text = model.model.language_model
+    apart = [text.embed_tokens, [text.norm, model.lm_head]] if head_apart else []
+    for part in (*model.model.visual.blocks, *text.layers, *apart, model):
         fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
     return model
 
 
+@pytest.mark.parametrize("head_apart", [False, True])
 @pytest.mark.parametrize("given", ["padded", "row"])
-def test_a_sharded_step_is_the_step(mesh, given):
-    model, reference = sharded(mesh), enable_packing(tiny_model("qwen3_vl", layers=3))
+def test_a_sharded_step_is_the_step(mesh, given, head_apart):
+    model, reference = sharded(mesh, head_apart=head_apart), enable_packing(tiny_model("qwen3_vl", layers=3))
     batch = padded(mixed_samples(reference.config))
     for each in (model, reference):
         PackedStep(each)(pack(batch, rule=RULE) if given == "row" else batch).loss.backward()
