@@ -9,7 +9,7 @@ Cases of a value that is itself in the full tier only stay there, and show nothi
 
 Of families that bring no part of the code with them a ninth is in the full tier in each test, each once, in a
 circumstance that differs from family to family; their other cases are exhaustive. Tests with the mark `every_family`
-are as the others. Three families that share their mechanisms with another are in every third test of the short tier.
+are as the others. Four families that share their mechanisms with another are in every third test of the short tier.
 """
 
 from __future__ import annotations
@@ -173,11 +173,16 @@ def mark_families(items: Iterable[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.exhaustive)
 
 
-SIBLINGS = {"qwen3_next": "qwen3_5_moe", "qwen4_exp": "qwen3_5_moe", "qwen2_vl": "qwen2_5_vl"}
+SIBLINGS = {
+    "qwen3_5": "qwen3_5_moe",
+    "qwen3_next": "qwen3_5_moe",
+    "qwen4_exp": "qwen3_5_moe",
+    "qwen2_vl": "qwen2_5_vl",
+}
 """Families that share most of their mechanisms with another: gated delta layers, and experts; positions and towers."""
 WITH_SIBLINGS = (
     "tests/model/test_contract_disable.py::test_a_model_is_what_it_was",
-    "tests/model/test_equality",
+    "tests/model/test_equality.py",
     "tests/probing/test_breakage.py",
     "tests/probing/test_every_family.py",
 )

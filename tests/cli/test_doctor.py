@@ -215,6 +215,7 @@ def test_an_exact_model_has_exit_status_0_and_tables_of_everything(folder: str) 
         assert text in words(result.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("one_picture")
 def test_a_leak_has_exit_status_1_and_a_name(folder: str) -> None:
     result = run_probe(folder)

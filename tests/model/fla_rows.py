@@ -43,7 +43,11 @@ def of_kernels(family: str) -> dict[str, Any]:
     model = tiny_model(family, seed=3, layers=4).train()
     truth = alone_through(model, [build_sample(model.config, stretches=[n]) for n in (12, 2, 70)])
     with mock.patch.object(FlaCall, "of", return_value=GPU):
-        return {"fla": uses_fla(family_named(family)), "exact": compared(model, truth), "tree": of_tree(model)}
+        return {
+            "fla": uses_fla(family_named(family)),
+            "exact": compared(model, truth),
+            "tree": of_tree(model, branches(model)),
+        }
 
 
 def cases(family: str) -> dict[str, Any]:
@@ -58,8 +62,9 @@ def cases(family: str) -> dict[str, Any]:
         seen["no zeros"] = without(model, truth, mock.patch.object(gated_delta, "reach", return_value=0))
         seen["no boundaries"] = without(model, truth, mock.patch.object(gated_delta, "fla_boundaries", return_value={}))
         seen["bias"] = biased(model, truth)
-        seen["tree"] = of_tree(model)
-        seen["broken trees"] = {name: of_tree(model, damage) for name, damage in BREAKAGES.items()}
+        own = branches(model)
+        seen["tree"] = of_tree(model, own)
+        seen["broken trees"] = {name: of_tree(model, own, damage) for name, damage in BREAKAGES.items()}
         seen["padding alone"] = padding_alone(model)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         seen["checkpointing"] = compared(model, truth)
@@ -93,9 +98,13 @@ def compared(model: Any, truth: Alone) -> dict[str, Any]:
     }
 
 
-def of_tree(model: Any, damage: Callable[[], Any] = nullcontext) -> dict[str, Any]:
+def branches(model: Any) -> Alone:
+    """Samples that begin alike, and one that does not, each alone."""
+    return alone_through(model, samples_of(model.config, DEEP, STRANGER))
+
+
+def of_tree(model: Any, truth: Alone, damage: Callable[[], Any] = nullcontext) -> dict[str, Any]:
     """How far a row with a prefix tree is from its samples alone, and how it was computed."""
-    truth = alone_through(model, samples_of(model.config, DEEP, STRANGER))
     row = shared(truth.samples)
     with damage():
         PackedStep(model)(row)  # states are tried out once a process

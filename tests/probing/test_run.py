@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -49,8 +50,15 @@ def test_so_they_do_through_that_of_a_family_beyond_qwen(family: str) -> None:
     assert report.row_tokens > sum(int(sample.split()[-2]) for sample in report.samples), "no gaps"
 
 
+@cache
+def whole() -> tuple[Report, list[str]]:
+    """The report on a text model, everything included, and what was said of its progress."""
+    said: list[str] = []
+    return vlmpack.probe(tiny_model("qwen3"), progress=said.append), said
+
+
 def test_a_text_model_needs_no_processor() -> None:
-    report = vlmpack.probe(tiny_model("qwen3"))
+    report, _ = whole()
     assert report.verdict == "exact"
     assert {check.name for check in report.checks if check.finding == "absent"} >= {"vision", "router", "conv taps"}
 
@@ -71,12 +79,13 @@ def test_an_adapter_is_probed_where_it_is() -> None:
 def test_a_frozen_model_has_logits_and_a_loss_to_compare() -> None:
     report = vlmpack.probe(tiny_model("qwen2_vl").requires_grad_(False), plain=False, share_prefixes=False)
     assert report.verdict == "exact", report
+    assert report.plain == ()
     numbers = ("logits", "loss", "sample losses")
     assert set(values(report, "equality")) == {f"{way}: {what}" for way in report.circumstances for what in numbers}
 
 
 def test_the_settings_of_an_enabled_model_are_probed() -> None:
-    model = vlmpack.enable_packing(tiny_model("qwen3_vl"), StepConfig(attention="eager_mask"))
+    model = vlmpack.enable_packing(tiny_model("qwen3"), StepConfig(attention="eager_mask"))
     report = vlmpack.probe(model, plain=False, share_prefixes=False)
     assert (report.verdict, report.attention) == ("exact", "eager_mask")
     (pairs,) = [check for check in report.checks if check.name == "attended pairs"]
@@ -116,17 +125,15 @@ def test_pairs_are_the_sum_of_squared_lengths_and_nothing_of_the_package_syncs()
 
 
 def test_a_report_says_itself_and_goes_through_json() -> None:
-    report = vlmpack.probe(tiny_model("qwen3"), plain=False, share_prefixes=False)
+    report, _ = whole()
     assert str(report).splitlines()[0] == "Qwen3ForCausalLM (as given), cpu, float32, sdpa_segments: exact"
-    assert report.plain == ()
     answer = json.loads(json.dumps(report.to_dict()))
     assert (answer["verdict"], answer["causes"]) == ("exact", [])
     assert len(answer["checks"]) == len(report.checks)
 
 
 def test_progress_names_every_part() -> None:
-    said: list[str] = []
-    vlmpack.probe(tiny_model("qwen3"), progress=said.append)
+    _, said = whole()
     assert said[:3] == ["each sample alone", "plain transformers", "a packed row with gaps"]
     assert said[-2:] == ["work", "a row whose samples share prefixes, train mode"]
 
@@ -179,12 +186,13 @@ def test_gradients_that_are_infinite_alone_prove_nothing_either() -> None:
 
 
 def test_infinity_goes_through_json_as_the_largest_number() -> None:
-    report = vlmpack.probe(tiny_model("qwen3"), plain=False, share_prefixes=False)
+    report, _ = whole()
     worst = replace(report.checks[0], finding="leaks", value=float("inf"))
     answer = json.loads(json.dumps(replace(report, checks=(worst,)).to_dict(), allow_nan=False))
     assert answer["checks"][0]["value"] > 1e300
 
 
+@pytest.mark.full
 def test_the_least_precise_weights_set_the_limits() -> None:
     """The vision tower, whose weights come first, may be kept in float32."""
     model = tiny_model("qwen3_vl", dtype=torch.bfloat16)
@@ -193,6 +201,7 @@ def test_the_least_precise_weights_set_the_limits() -> None:
     assert (report.verdict, report.dtype) == ("exact", "bfloat16"), report
 
 
+@pytest.mark.full
 def test_within_autocast_the_weights_own_precision_counts() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         report = vlmpack.probe(tiny_model("qwen2_vl"), plain=False, share_prefixes=False)
