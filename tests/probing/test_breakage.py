@@ -200,11 +200,36 @@ def test_padding_taken_for_real_tokens_shows_in_the_work_alone(monkeypatch: Patc
 
 
 def test_a_leak_that_no_mechanism_shows_is_unknown() -> None:
-    model = tiny_model("qwen3_vl")
-    norm = model.model.language_model.norm
-    norm.register_forward_hook(lambda module, args, output: output + 0.1 * output.mean(1, keepdim=True))
-    report = probe(model, plain=False, share_prefixes=False)
+    report = probe(with_mixing("model.language_model.norm", "qwen3_vl"), plain=False, share_prefixes=False)
     assert (report.verdict, report.causes) == ("leaks", ("unknown",))
+
+
+def with_mixing(name: str, family: str) -> Any:
+    """A model in which a module mixes the tokens of its output."""
+    model = tiny_model(family)
+    module = model.get_submodule(name)
+    module.register_forward_hook(lambda module, args, output: output + 0.1 * output.mean(1, keepdim=True))
+    return model
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.mlp.up_proj",
+        *full(
+            "model.embed_tokens",
+            "model.layers.0.input_layernorm",
+            "model.layers.1.self_attn.o_proj",
+            "model.norm",
+            "lm_head",
+        ),
+    ],
+)
+def test_the_module_is_named_in_whose_output_a_leak_is_first_seen(name: str) -> None:
+    report = probe(with_mixing(name, "qwen3"), plain=False, share_prefixes=False)
+    leaks = [check for check in report.checks if check.part == "isolation" and check.is_bad]
+    assert len(leaks) > 5
+    assert all(check.detail.endswith(f" of their size, first in the output of {name}") for check in leaks)
 
 
 def test_two_faults_are_both_named(monkeypatch: Patch) -> None:

@@ -37,7 +37,7 @@ from vlmpack.probing.mechanisms import (
 from vlmpack.probing.reference import ProbeSetup, Reference, References
 from vlmpack.probing.report import BAD, Check, Part, one_line
 from vlmpack.probing.routing import HOLD_ALL, RoutingRecord, held_choices, open_share, routing
-from vlmpack.probing.trace import LEAK, counted_pairs, counted_syncs, largest_move, submodules, trace
+from vlmpack.probing.trace import LEAK, counted_pairs, counted_syncs, first_moved, largest_move, submodules, trace
 from vlmpack.testing import Sample, backward, compare, distance, kind_of, perturbed, rms_distance, to_host, word_ids
 
 Progress = Callable[[str], None]
@@ -188,26 +188,55 @@ def all_held_to(
 
 def _isolation_checks(setup: ProbeSetup, circumstance: Circumstance, reference: Reference) -> list[Check]:
     """Change each sample by itself in the row with gaps, elsewhere every other one at once."""
-    samples, config = setup.samples, setup.probed.config
-    groups = {f"change sample {i} ({kind_of(sample)})": [i] for i, sample in enumerate(samples)}
-    if circumstance is not GAPS:
-        groups = {f"{circumstance.name}: change every other": list(range(0, len(samples), 2))}
-        groups[f"{circumstance.name}: change the rest"] = list(range(1, len(samples), 2))
+    detail = "the logits of another sample move by {:.1e} of their size"
     with packing(setup, circumstance) as packed, setup.computing(circumstance), all_held_to(reference, packed, setup):
-        before = sample_logits(packed, samples)
-        moves = {name: _others_move(packed, samples, config, before, group) for name, group in groups.items()}
-        if circumstance is GAPS:
-            other_gaps = replace(packed, poison=packed.poison + 1)
-            moves["change the token in gaps"] = most_moved(sample_logits(other_gaps, samples), before)
+        before = sample_logits(packed, setup.samples)
+        moves = {
+            name: most_moved([after[i] for i in others], [before[i] for i in others])
+            for name, (forward, samples, others) in _exchanges(setup, circumstance, packed).items()
+            for after in [sample_logits(forward, samples)]
+        }
         leaks = max(moves.values()) > LEAK
-        noise = most_moved(sample_logits(packed, samples), before) if leaks else 0.0
+        noise = most_moved(sample_logits(packed, setup.samples), before) if leaks else 0.0
     if leaks:
         noise = max(noise, expert_noise(setup, circumstance))
-    detail = "the logits of another sample move by {:.1e} of their size"
+        worst = max(moves, key=moves.__getitem__)
+        where = _first_moved_by(worst, setup, circumstance, reference, limit=LEAK + 2 * noise)
+        detail += "" if where is None else f", first in the output of {where}"
     return [
         Check.measured("isolation", name, move, LEAK + 2 * noise, detail.format(move), finding="leaks")
         for name, move in moves.items()
     ]
+
+
+def _exchanges(
+    setup: ProbeSetup, circumstance: Circumstance, packed: PackedPass
+) -> dict[str, tuple[PackedPass, Sequence[Sample], list[int]]]:
+    """List passes with something exchanged, by name: the pass, its samples, and those of them that must not move."""
+    samples, numbers = setup.samples, range(len(setup.samples))
+    groups = {f"change sample {i} ({kind_of(sample)})": [i] for i, sample in enumerate(samples)}
+    if circumstance is not GAPS:
+        groups = {f"{circumstance.name}: change every other": [*numbers[::2]]}
+        groups[f"{circumstance.name}: change the rest"] = [*numbers[1::2]]
+    exchanges: dict[str, tuple[PackedPass, Sequence[Sample], list[int]]] = {
+        name: (packed, _changed(samples, setup.probed.config, group), [i for i in numbers if i not in group])
+        for name, group in groups.items()
+    }
+    if circumstance is GAPS:
+        exchanges["change the token in gaps"] = replace(packed, poison=packed.poison + 1), samples, [*numbers]
+    return exchanges
+
+
+def _first_moved_by(
+    name: str, setup: ProbeSetup, circumstance: Circumstance, reference: Reference, *, limit: float
+) -> str | None:
+    """Name the module in whose output samples first move by one of the exchanges, see `first_moved`."""
+    with packing(setup, circumstance) as packed, setup.computing(circumstance), all_held_to(reference, packed, setup):
+        forward, samples, others = _exchanges(setup, circumstance, packed)[name]
+        segments = packed.segments(setup.samples)
+        spans = [segments.spans[i] for i in others]
+        passes = partial(packed, setup.samples), partial(forward, samples)
+        return first_moved(*passes, setup.probed, spans, width=segments.total, limit=limit)
 
 
 def expert_noise(setup: ProbeSetup, circumstance: Circumstance) -> float:
@@ -232,10 +261,14 @@ def _others_move(
     forward: ForwardPass, samples: Sequence[Sample], config: object, before: list[torch.Tensor], group: Sequence[int]
 ) -> float:
     """The most that the logits of other samples move when only a group of them changes."""
-    changed = [perturbed(sample, config) if i in group else sample for i, sample in enumerate(samples)]
-    after = sample_logits(forward, changed)
+    after = sample_logits(forward, _changed(samples, config, group))
     others = [i for i in range(len(samples)) if i not in group]
     return most_moved([after[i] for i in others], [before[i] for i in others])
+
+
+def _changed(samples: Sequence[Sample], config: object, group: Sequence[int]) -> list[Sample]:
+    """The samples, with other contents in a group of them."""
+    return [perturbed(sample, config) if i in group else sample for i, sample in enumerate(samples)]
 
 
 def sample_logits(forward: ForwardPass, samples: Sequence[Sample]) -> list[torch.Tensor]:

@@ -176,10 +176,13 @@ def submodules(text: nn.Module, name: str) -> dict[str, nn.Module]:
 
 @contextmanager
 def recorded_calls(modules: Iterable[nn.Module]) -> Iterator[Calls]:
-    """Record every call of these modules; nothing of it is changed."""
+    """Record every call of these modules, those that are called in the order in which their first call ends; nothing of
+    it is changed."""
     calls: Calls = {module: [] for module in modules}
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not calls[module]:
+            calls[module] = calls.pop(module)
         tensors = [x.detach() for x in _tensors_in(output)]
         calls[module].append(ModuleCall(module=module, args=args, kwargs=dict(kwargs), output=tensors))
 
@@ -232,6 +235,57 @@ def leak_between(
     for changed, others in (spans[::2], spans[1::2]), (spans[1::2], spans[::2]):
         worst = max(worst, largest_move(run(perturb_spans(x, changed, dim=1)), before, others, dim=1))
     return worst
+
+
+def first_moved(
+    before: Callable[[], object],
+    after: Callable[[], object],
+    probed: ProbedModel,
+    spans: Sequence[Span],
+    *,
+    width: int,
+    limit: float,
+) -> str | None:
+    """Name the first module of the text model, in the order in which they end, whose output moves between two passes.
+
+    The layers are compared first, then the modules inside the one that is found: outputs of one layer are held at a
+    time.
+
+    Args:
+        before: runs a pass.
+        after: runs the same with something changed.
+        probed: the model of both.
+        spans: of the row, tokens that must not move.
+        width: tokens of the row: outputs of another number are not compared.
+        limit: the most that they may move, as a part of an output's largest entry.
+
+    Returns:
+        The name of the module in the model, or None: they move in no output.
+    """
+
+    def first(modules: Sequence[nn.Module]) -> nn.Module | None:
+        recorded: list[Calls] = []
+        for run in (before, after):
+            with recorded_calls(modules) as calls:
+                run()
+            recorded.append(calls)
+        outputs, others = recorded
+        for module, calls in outputs.items():
+            pairs = zip(calls, others[module], strict=True)
+            for x, y in (pair for a, b in pairs for pair in zip(a.output, b.output, strict=True)):
+                dim = next((dim for dim, size in enumerate(x.shape[:2]) if size == width == y.shape[dim]), None)
+                if dim is not None and largest_move(y, x, spans, dim=dim) > limit:
+                    return module
+        return None
+
+    text, head = probed.family.language_model(probed.core), probed.family.head(probed.core)
+    layers = text.get_submodule("layers")
+    found = first([*(part for part in text.children() if part is not layers), *layers.children(), head])
+    if found is None:
+        return None
+    inner = first([*found.modules()])
+    found = found if inner is None else inner
+    return next(name for name, module in probed.core.named_modules() if module is found)
 
 
 # ---------------------------------------------------------------------- pairs of query and key
