@@ -61,6 +61,12 @@ OTHER_MASKS: dict[str, MaskFunction] = {
     "every other token": lambda _, __, query, key: (key <= query) & ((query - key) % 2 == 0),
     "the token after it": lambda _, __, query, key: key <= query + 1,
     "not itself": lambda _, __, query, key: key < query,
+    "a window with a hole, far from the start": lambda _, __, query, key: (
+        (key <= query) & (query - key < 100) & ((query < 9000) | (query - key != 3))
+    ),
+    "a window, and a stretch between": lambda _, __, query, key: (
+        (key <= query) & ((query - key < 100) | ((key - query // 2).abs() < 4096) & (query > 9000))
+    ),
     "a window on both sides": lambda _, __, query, key: (query - key).abs() < 50,
 }
 

@@ -367,7 +367,21 @@ MUTANTS: tuple[Mutant, ...] = (
             "routing.py",
             "return torch.return_types.topk((scores.gather(-1, chosen), chosen))",
             "return torch.return_types.topk((result[0], chosen))",
-            "probing/test_routing.py -k 'equal_scores or exchanged'",
+            "probing/test_routing.py -k have_the_scores",
+        ),
+        (
+            "modules are compared in the order in which they end",
+            "trace.py",
+            "calls[module] = calls.pop(module)",
+            "pass",
+            "probing/test_breakage.py -k 'module_is_named and up_proj'",
+        ),
+        (
+            "of a leak only tokens that must not move are compared",
+            "trace.py",
+            "if dim is not None and largest_move(y, x, spans, dim=dim) > limit:",
+            "if dim is not None and largest_move(y, x, [(0, width)], dim=dim) > limit:",
+            "probing/test_breakage.py -k 'module_is_named and up_proj'",
         ),
     ),
     *_of(

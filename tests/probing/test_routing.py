@@ -85,6 +85,18 @@ def test_every_choice_is_held_where_samples_are_exchanged() -> None:
     assert all(torch.equal(record.choices[name][0], calls[0]) for name, calls in chosen.choices.items())
 
 
+def test_held_experts_have_the_scores_of_the_pass() -> None:
+    held = routing.HeldChoices(
+        samples=[{"mlp": [torch.tensor([[2, 0]])]}], places=[torch.tensor([0])], share=routing.HOLD_ALL
+    )
+    mode = routing._TopK(routing.RoutingRecord(choices={}), held)
+    mode.enter("mlp")
+    with mode:
+        scores, experts = torch.topk(torch.tensor([[0.1, 0.9, 0.4, 0.7]]), 2)
+    assert experts.tolist() == [[2, 0]]
+    torch.testing.assert_close(scores, torch.tensor([[0.4, 0.1]]))
+
+
 def test_tokens_are_found_in_a_row_of_real_tokens_and_in_one_with_gaps() -> None:
     samples = [{"mlp": [torch.tensor([[1], [2]])]}, {"mlp": [torch.tensor([[3]])]}]
     held = routing.HeldChoices(samples=samples, places=[torch.tensor([0, 1]), torch.tensor([4])], share=0.0)
