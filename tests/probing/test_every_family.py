@@ -1,7 +1,7 @@
 """Every mechanism of every family of the registry, broken on purpose: the probe names it, and nothing else.
 
 `test_breakage.py` shows of a few families what the report has to say of each. Here every case of the product is run:
-one of each family and of each breakage in the full tier, the others in the exhaustive one.
+one of every third family and of each breakage in the full tier, the others in the exhaustive one.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ CASES = [(name, what) for name, family in FAMILIES.items() for what, each in BRE
 
 
 def in_tiers() -> list[Any]:
-    """One case of each family, and of each breakage, in the full tier; the others in the exhaustive one."""
+    """One case of every third family, and of each breakage, in the full tier; the others in the exhaustive one."""
     of_family = {name: [case for case in CASES if case[0] == name] for name in FAMILIES}
-    chosen = {cases[5 * at % len(cases)] for at, cases in enumerate(of_family.values())}
+    chosen = {cases[5 * at % len(cases)] for at, cases in enumerate(of_family.values()) if at % 3 == 0}
     missing = {*BREAKAGES} - {what for _, what in chosen}
     chosen |= {next(case for case in reversed(CASES) if case[1] == what) for what in missing}
     others = [case for case in CASES if case not in chosen]

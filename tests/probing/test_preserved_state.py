@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import full
+from tiers import full, only_exhaustive
 
 import vlmpack
 from vlmpack.context_parallel import Parallel
@@ -65,7 +65,7 @@ def gradients_of(model: Any) -> dict[str, Any]:
     return {name: (p.grad, None if p.grad is None else p.grad.clone()) for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("enabled", full(True, False))
+@pytest.mark.parametrize("enabled", [*full(True), *only_exhaustive(False)])
 def test_a_probe_leaves_nothing_behind(enabled: bool) -> None:
     model = used()
     settings = StepConfig(attention="eager_mask", head_chunk=7)

@@ -45,7 +45,10 @@ def bad(checks: list[Check]) -> set[str]:
 
 
 @pytest.mark.every_family
-@pytest.mark.parametrize("family", tiers(sorted(FAMILIES), ["mistral", "qwen3_5_moe"], exhaustive=["qwen4_exp"]))
+@pytest.mark.parametrize(
+    "family",
+    tiers(sorted(FAMILIES), ["mistral", "qwen3_5_moe"], [name for at, name in enumerate(sorted(FAMILIES)) if at % 3]),
+)
 def test_every_family_is_exact(family: str) -> None:
     checks = checks_of(family)
     assert [check for check in checks if check.is_bad] == []
