@@ -88,11 +88,12 @@ def test_nothing_broken_is_exact(family: str) -> None:
     assert (report.verdict, report.causes) == ("exact", ()), report
 
 
-def test_every_cause_of_the_probe_is_shown_and_every_family_and_breakage_is_in_the_full_tier() -> None:
+def test_every_cause_of_the_probe_is_shown_and_every_breakage_is_in_the_full_tier() -> None:
     shown = {cause for each in BREAKAGES.values() for cause in each.causes}
     assert shown == {*get_args(Cause)} - {"not deterministic"}
     of_full = [case.values for case in in_tiers() if "exhaustive" not in {mark.name for mark in case.marks}]
-    assert {name for name, _ in of_full} == {*FAMILIES}
+    assert {name for name, _ in of_full} >= {*[*FAMILIES][::3]}
+    assert {name for name, _ in CASES} == {*FAMILIES}
     assert {what for _, what in of_full} == {*BREAKAGES}
     assert len(CASES) > 450
 
