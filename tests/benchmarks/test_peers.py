@@ -180,6 +180,7 @@ def test_megatron_bridge_is_asked_and_read_as_its_functions_are_written(name: st
 # ---------------------------------------------------------------------- the case
 
 
+@pytest.mark.full
 def test_peers_that_cannot_be_imported_are_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     for peer in OTHERS:
         monkeypatch.setitem(sys.modules, peer.module, None)
