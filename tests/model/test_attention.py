@@ -226,6 +226,22 @@ def test_a_forward_of_ones_own_on_a_layer_has_to_call_the_attention_function(fam
         model(**batch)
 
 
+class Cumulated(torch.nn.Module):
+    """Attends to nothing, but adds up all tokens before each."""
+
+    def forward(self, hidden_states, **_):
+        return hidden_states.cumsum(1), None
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_what_stands_in_the_place_of_attention_has_to_call_it_too(family):
+    model = tiny_model(family)
+    batch = padded(mixed_samples(model.config)).to_hf()
+    model.model.language_model.layers[1].self_attn = Cumulated()
+    with pytest.raises(ConfigError, match=r"a Cumulated has a forward of its own, which does not call"):
+        PackedStep(model)(batch)
+
+
 def test_eager_attention_that_was_patched_is_a_function_of_ones_own(monkeypatch):
     model = tiny_model("qwen3", attn_implementation="eager")
     monkeypatch.setattr(sys.modules[type(model).__module__], "eager_attention_forward", lambda *_, **__: None)

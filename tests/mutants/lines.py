@@ -1924,6 +1924,13 @@ MUTANTS: tuple[Mutant, ...] = (
             "torch.arange(DENSE, DENSE)]",
             "model/test_stock.py -k another_kind",
         ),
+        (
+            "what stands in the place of attention has to call it",
+            "mechanisms/attention.py",
+            'callers = [part for name, part in parts if name == "self_attn" or "is_causal" in vars(part)]',
+            'callers = [part for name, part in parts if "is_causal" in vars(part)]',
+            "model/test_attention.py -k place_of_attention",
+        ),
     ),
     *_of(
         "collate",

@@ -136,14 +136,16 @@ class Attention(Mechanism):
         return {"attended_pairs": max(pairs.values()), "window_pairs": min(local, default=0)}
 
     def check_ran(self, model: ModelParts, entry: RowAttention) -> None:
-        """Look whether every attention layer that has a forward of its own called packed attention.
+        """Look whether every attention layer, or what stands in its place, with a forward of its own called packed
+        attention.
 
         Raises:
             ConfigError: one did not, so that its samples saw each other.
         """
         text = model.text
-        layers = [part for layer in text.layers[: text.config.num_hidden_layers] for part in layer.children()]
-        callers = [part for part in layers if "is_causal" in vars(part) and not is_subclassed(part)]
+        layers = text.layers[: text.config.num_hidden_layers]
+        parts = [(name, part) for layer in layers for name, part in layer.named_children() if not is_subclassed(part)]
+        callers = [part for name, part in parts if name == "self_attn" or "is_causal" in vars(part)]
         changed = next((part for part in callers if not _has_stock_forward(part)), None)
         if changed is not None and entry.calls < len(callers):
             raise ConfigError(
