@@ -190,12 +190,10 @@ def _isolation_checks(setup: ProbeSetup, circumstance: Circumstance, reference: 
     """Change each sample by itself in the row with gaps, elsewhere every other one at once."""
     detail = "the logits of another sample move by {:.1e} of their size"
     with packing(setup, circumstance) as packed, setup.computing(circumstance), all_held_to(reference, packed, setup):
-        before = sample_logits(packed, setup.samples)
-        moves = {
-            name: most_moved([after[i] for i in others], [before[i] for i in others])
-            for name, (forward, samples, others) in _exchanges(setup, circumstance, packed).items()
-            for after in [sample_logits(forward, samples)]
-        }
+        before, moves = sample_logits(packed, setup.samples), dict[str, float]()
+        for name, (forward, samples, others) in _exchanges(setup, circumstance, packed).items():
+            after = sample_logits(forward, samples)
+            moves[name] = most_moved([after[i] for i in others], [before[i] for i in others])
         leaks = max(moves.values()) > LEAK
         noise = most_moved(sample_logits(packed, setup.samples), before) if leaks else 0.0
     if leaks:
