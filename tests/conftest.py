@@ -86,6 +86,18 @@ def same_random_numbers() -> None:
     torch.default_generator.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def short_device_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse what CUDA's assertion refuses, on every device: a message of 255 bytes, whether or not the condition holds."""
+    assert_async = torch._assert_async
+
+    def as_on_cuda(condition: torch.Tensor, message: str) -> None:
+        assert len(message.encode()) < 255, f"CUDA refuses this message of {len(message.encode())} bytes: {message}"
+        assert_async(condition, message)
+
+    monkeypatch.setattr(torch, "_assert_async", as_on_cuda)
+
+
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """Nothing is compiled yet, and nothing was counted."""

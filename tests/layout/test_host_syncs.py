@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from vlmpack.layout import HostSync, on_host, recorded_syncs, to_device
+from vlmpack.errors import LayoutError
+from vlmpack.layout import HostSync, nothing_on_host, on_host, recorded_syncs, require, to_device
 
 CPU = torch.device("cpu")
 X = torch.arange(6.0)
@@ -151,3 +152,17 @@ def test_nor_does_cuda_where_it_says_not(what: str, monkeypatch: pytest.MonkeyPa
     with recorded_syncs(torch.device("cuda")) as waits:
         NOT_WAITING[what]()
     assert waits == []
+
+
+@pytest.mark.parametrize("message", ["x" * 400, "é" * 200], ids=["ascii", "two bytes a character"])
+def test_a_device_gets_a_message_that_cuda_accepts(message: str) -> None:
+    with nothing_on_host():
+        require(torch.tensor(True), message, LayoutError)  # conftest refuses what CUDA refuses
+        with pytest.raises(RuntimeError, match=message[:100]):
+            require(torch.tensor(False), message, LayoutError)
+
+
+def test_the_host_raises_the_whole_message() -> None:
+    message = "x" * 400
+    with pytest.raises(LayoutError, match=f"^{message}$"):
+        require(torch.tensor(False), message, LayoutError)

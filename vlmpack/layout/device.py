@@ -58,14 +58,22 @@ def nothing_on_host() -> Iterator[None]:
         _nothing_on_host = before
 
 
+LONGEST_DEVICE_MESSAGE = 254
+"""Bytes of a message that CUDA's `_assert_async` accepts. It refuses a longer one even when the condition holds
+("Message length must be smaller than 255", aten/src/ATen/native/cuda/TensorCompare.cu)."""
+
+
 def require(condition: torch.Tensor, message: str, error: type[Exception]) -> None:
     """Raise unless a boolean scalar is true: at once on the host, by an asynchronous assertion on a device.
+
+    A device prints the first 254 bytes of the message; the host raises the whole of it.
 
     Raises:
         Exception: an `error` with this message, if the tensor is on the host and false.
     """
     if not on_host(condition):
-        torch._assert_async(condition, message)  # pyright: ignore[reportPrivateImportUsage]
+        shortened = message.encode()[:LONGEST_DEVICE_MESSAGE].decode(errors="ignore")  # never half a character
+        torch._assert_async(condition, shortened)  # pyright: ignore[reportPrivateImportUsage]
     elif not bool(condition):
         raise error(message)
 
