@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -53,6 +55,19 @@ class ByBoundaries(nn.Module):
             q, k, v = (tensor[tokens].transpose(0, 1)[None] for tensor in (query, key, value))
             out[tokens] = F.scaled_dot_product_attention(q, k, v, is_causal=True)[0].transpose(0, 1)
         return out.flatten(1)
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Megatron-Core's groups of one rank."""
+    import_megatron()
+    from megatron.core import parallel_state
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 def gpt_model(*, experts: int = 0, tensor: int = 1, expert: int = 1, seed: int = 0) -> Any:

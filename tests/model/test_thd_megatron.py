@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from megatron_models import VOCABULARY, gpt_model, import_megatron, on_a_cpu
+from megatron_models import VOCABULARY, gpt_model, on_a_cpu, one_process
 
 from vlmpack.layout import IGNORE, PaddedBatch, SlotRule
 from vlmpack.model import ThdStep
@@ -29,15 +28,9 @@ CLOSE: Any = {"atol": 2e-6, "rtol": 1e-4}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_process() -> Iterator[None]:
-    import_megatron()
-    from megatron.core import parallel_state
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+def groups() -> Iterator[None]:
+    with one_process():
+        yield
 
 
 @pytest.fixture(autouse=True)
