@@ -289,7 +289,8 @@ class ThdStep:
             values["mm_token_type_ids"] = lambda: held.mm_token_type_ids
         positions = self.positions(row, restarts)
         if positions is not None:
-            values["position_ids"] = lambda: part.partition.cut(positions, part.rank) if held is part else positions
+            cut = positions if held is row or part is None else part.partition.cut(positions, part.rank)
+            values["position_ids"] = lambda: cut
         elif "rope_cu_seqlens" in self._names:  # the model computes positions from boundaries and grids
             values["position_ids"] = lambda: None
         return values
