@@ -317,6 +317,21 @@ def test_finer_restarts_are_handed_over_as_the_model_counts(rope: Any, expected:
     assert model.called["position_ids"][0, 4:9].tolist() == [0, 1, 0, 1, 2]
 
 
+class Positions(Takes):
+    def forward(self, input_ids: torch.Tensor, packed_seq_params: Any, position_ids: Any, **media: Any) -> torch.Tensor:
+        self.called = {"position_ids": position_ids}
+        return self.embedding(input_ids)
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_positions_have_the_rows_that_the_model_takes(reference: Any, rows: int) -> None:
+    texts_alone = mixed_samples(reference.config, seed=2, kinds=("text", "text"))
+    model = Positions(vocabulary=512)
+    ThdStep(model, config=reference.config, text_positions=rows == 4)(padded(texts_alone))
+    places = torch.cat([torch.arange(len(sample["input_ids"])) for sample in texts_alone])
+    assert torch.equal(model.called["position_ids"], places.expand(rows, 1, -1))
+
+
 def test_an_object_stands_for_packed_seq_params_without_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[ThdStep.__module__], "installed_version", lambda: None)
     model = Everything()

@@ -108,7 +108,7 @@ class ThdStep:
     | `max_seqlen_q`, `max_seqlen_kv` | int: the widest slot |
     | `packed_seq_params` | the same in an object of megatron-core, or with its fields where that is not installed |
     | `rope_cu_seqlens` | int32: where MRoPE positions restart |
-    | `position_ids` | [1, T], or [3, 1, T] time, height, width |
+    | `position_ids` | [1, T], or [3, 1, T] time, height, width (`text_positions`: [4, 1, T]) |
     | `moe_padding_mask` or `padding_mask` | [1, T] bool, True on padding: what a router must not count |
     | `attention_mask` | None: boundaries stand for it |
     | `mm_token_type_ids`, `pixel_values`, `image_grid_thw`, ... | as in the batch |
@@ -125,6 +125,7 @@ class ThdStep:
         slots: SlotRule | None = None,
         config: Any = None,
         rope: Boundaries = "real",
+        text_positions: bool = False,
         has_experts: bool | None = None,
         context_ranks: int = 1,
         context_rank: int = 0,
@@ -139,6 +140,8 @@ class ThdStep:
             config: the Hugging Face configuration of the model's family (`AutoConfig.from_pretrained(name)`): positions
                 are computed by it, and placeholders compared with grids. None: text, or the batch brings positions.
             rope: what `rope_cu_seqlens` counts. "real": as Megatron-Bridge's Qwen3-VL step hands it.
+            text_positions: True: `position_ids` of a family with MRoPE are [4, 1, T], the place in the sample first, as
+                transformers takes them; False: [3, 1, T].
             has_experts: whether padding would reach a router; None: looked up in the model's configuration and modules.
             context_ranks: context-parallel ranks that share a row.
             context_rank: this rank, 0 to `context_ranks` - 1.
@@ -154,6 +157,7 @@ class ThdStep:
         self.slots = slots or SlotRule()
         self.config = config
         self.rope = rope
+        self.text_positions = text_positions
         self.layout: Layout = layout
         self.context_ranks, self.context_rank = context_ranks, context_rank
         self.model_cuts = model_cuts
@@ -220,8 +224,7 @@ class ThdStep:
             merge = 1 if self.family is None or not self.family.has_grids else self.family.merge(self.config)
             part = shard(row, self.context_rank, self.context_ranks, merge=merge, layout=self.layout)
         available = self._available(row, part, rope_cu_seqlens)
-        arguments = {name: make() for name, make in available.items() if name in self._names}
-        arguments |= inputs
+        arguments = {name: value for name, value in available.items() if name in self._names} | inputs
         missing = [name for name in self._required if name not in arguments]
         if missing:
             raise ConfigError(
@@ -262,48 +265,44 @@ class ThdStep:
             require((given == row.moe_padding_mask).all(), message, LayoutError)
         return row
 
-    def _available(self, row: PackedRow, part: LocalRow | None, rope_cu_seqlens: Any) -> dict[str, Callable[[], Any]]:
-        """Each name that this row has a value for, and the function that makes the value."""
+    def _available(self, row: PackedRow, part: LocalRow | None, rope_cu_seqlens: Any) -> dict[str, Any]:
+        """The value that this row has for each name."""
         held = row if part is None or self.model_cuts else part
-        device = row.input_ids.device
-        restarts = None if rope_cu_seqlens is None else rope_segments(rope_cu_seqlens, row.segments)
-        fields = packed_seq_fields(row.segments, device=device)
-        for axis in ("q", "kv"):  # the same object without gaps: kernels then know that there are none
-            fields.setdefault(f"cu_seqlens_{axis}_padded", fields[f"cu_seqlens_{axis}"])
-        values: dict[str, Callable[[], Any]] = {
-            "input_ids": lambda: held.input_ids,
-            "tokens": lambda: held.input_ids,
-            "attention_mask": lambda: None,
-            "packed_seq_params": lambda: _params(row.segments, device),
-            "rope_cu_seqlens": lambda: self._rope(restarts or row.segments, device),
-            **dict.fromkeys(PADDING_MASKS, lambda: held.moe_padding_mask),
-            **{name: lambda name=name: fields[name] for name in REAL | PADDED | {"max_seqlen_q", "max_seqlen_kv"}},
-            **{name: lambda name=name: held.extras[name] for name in held.extras},
-            **{name: lambda value=value: value for name, value in held.media.to_hf().items()},
+        segments, device, labels = row.segments, row.input_ids.device, held.shift_labels
+        restarts = None if rope_cu_seqlens is None else rope_segments(rope_cu_seqlens, segments)
+        rope = restarts or segments
+        fields = packed_seq_fields(segments, device=device)
+        values: dict[str, Any] = {
+            **{name: fields.get(name) for name in REAL | PADDED | {"max_seqlen_q", "max_seqlen_kv"}},
+            **dict.fromkeys(("input_ids", "tokens"), held.input_ids),
+            **dict.fromkeys(PADDING_MASKS, held.moe_padding_mask),
+            "rope_cu_seqlens": rope.cu_seqlens(device) if self.rope == "real" else rope.cu_seqlens_padded(device),
+            "attention_mask": None,
+            **held.extras,
+            **held.media.to_hf(),
         }
-        labels = held.shift_labels
+        for name in PADDED:  # the same object without gaps: kernels then know that there are none
+            values[name] = values["cu_seqlens_q"] if values[name] is None else values[name]
+        if "packed_seq_params" in self._names:
+            values["packed_seq_params"] = _params(segments, device)
         if labels is not None:
-            values |= {"labels": lambda: labels, "shift_labels": lambda: labels}
-            values["loss_mask"] = lambda: (labels != IGNORE).float()
-        if held.mm_token_type_ids is not None:
-            values["mm_token_type_ids"] = lambda: held.mm_token_type_ids
-        positions = self.positions(row, restarts)
-        if positions is not None:
-            cut = positions if held is row or part is None else part.partition.cut(positions, part.rank)
-            values["position_ids"] = lambda: cut
-        elif "rope_cu_seqlens" in self._names:  # the model computes positions from boundaries and grids
-            values["position_ids"] = lambda: None
+            values |= {"labels": labels, "shift_labels": labels, "loss_mask": (labels != IGNORE).float()}
+        types, positions = row.mm_token_type_ids, self.positions(row, restarts)
+        if types is None and self.family is not None:
+            types = self.family.types_of_row(row, self.config)
+        for name, tensor in (("mm_token_type_ids", types), ("position_ids", positions)):
+            if tensor is not None:
+                values[name] = tensor if part is None or held is row else part.partition.cut(tensor, part.rank)
+        if positions is None and "rope_cu_seqlens" in self._names:  # the model computes them from boundaries and grids
+            values["position_ids"] = None
         return values
-
-    def _rope(self, restarts: Segments, device: torch.device) -> torch.Tensor:
-        return restarts.cu_seqlens(device) if self.rope == "real" else restarts.cu_seqlens_padded(device)
 
     def positions(self, row: PackedRow, restarts: Segments | None = None) -> torch.Tensor | None:
         """[1, T], or [3, 1, T] of a family with MRoPE; None: they follow from grids of a family that is not known."""
         family = self.family
         if family is None:
             if row.position_ids is not None:
-                return row.position_ids[-3:] if row.position_ids.ndim == 3 else row.position_ids
+                return self._rows(row.position_ids)
             if row.media.to_hf():
                 return None
             return (restarts or row.segments).position_in_segment(row.input_ids.device)[None]
@@ -324,7 +323,17 @@ class ThdStep:
         )
         if row.position_ids is not None:
             check_positions(row.position_ids, positions, family, row.segments, restarts=restarts)
-        return positions[1:] if family.positions_rule.axes == 3 else positions[0]
+        return self._rows(positions) if family.positions_rule.axes == 3 else positions[0]
+
+    def _rows(self, positions: torch.Tensor) -> torch.Tensor:
+        """The rows that the model takes of [3, 1, T] or [4, 1, T] positions; [1, T] of text as it is."""
+        if positions.ndim < 3 or (self.text_positions and len(positions) == 4):
+            return positions
+        if self.text_positions:
+            raise LayoutError(
+                "position_ids is [3, 1, T], but text_positions=True needs the place in the sample first: [4, 1, T]"
+            )
+        return positions[-3:]
 
     # ------------------------------------------------------------------ out
 
