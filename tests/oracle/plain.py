@@ -38,7 +38,7 @@ TOLERANCE = {
 """Largest difference that rounding explains, relative to the largest entry of the tensor (to 1, where that is less).
 A sample that sees its neighbor differs by 1e-2 or more: see `test_guards.py`."""
 NOISE = 1e-6
-"""Gradients this small, relative to the largest of the model, are rounding: of a key's bias it is 0 in exact numbers."""
+"""Gradients this small, relative to the largest of the model, are rounding: of a key's bias, for one."""
 
 
 # ---------------------------------------------------------------------- families

@@ -215,7 +215,7 @@ def test_evaluation_returns_the_loss_of_every_sample_whatever_the_rows() -> None
 
 
 def test_the_reference_itself_is_the_models_own_loss() -> None:
-    """The plain model's `loss` of each sample, by transformers' own cross-entropy, is what this suite calls its loss."""
+    """The plain model's own `loss` of each sample is what this suite calls its loss."""
     model = QWEN.model()
     for sample, loss, count in zip(samples_of(QWEN), alone(QWEN).losses, alone(QWEN).targets, strict=True):
         assert model(**sample, use_cache=False).loss.item() == pytest.approx(float(loss) / count, rel=1e-5)

@@ -58,9 +58,7 @@ def test_a_padded_batch_is_the_one_that_anybody_would_make(case: Case) -> None:
     assert not batch["attention_mask"].all(), "the samples have one length, so nothing is padded"
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.family.startswith(("qwen", "glm")) and case.has_images], ids=str
-)
+@pytest.mark.parametrize("case", CASES[:5], ids=str)  # those whose processors mark them
 def test_image_tokens_are_marked_where_the_processor_marks_them(case: Case) -> None:
     row = collator_of(case).collate(conversations(case))
     assert row.mm_token_type_ids.equal(torch.cat([sample["mm_token_type_ids"] for sample in processed(case)], 1))

@@ -1,4 +1,4 @@
-"""Rows that are planned, streamed or written ahead: every sample is in one row, whole, and trained as it would be alone.
+"""Rows that are planned, streamed or written ahead: every sample is in one row, whole, and trained as if alone.
 
 An epoch's gradients are compared as a sum, so that the order of the rows does not matter: it has to be the gradient of
 all samples alone.
