@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, final
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout.device import on_host, require, to_device
+from vlmpack.layout.device import copied, on_host, require, to_device
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments
 
@@ -181,6 +181,11 @@ class PaddedBatch:
         """Move tensors and media to a device; metadata stays on the host."""
         return moved(self, device, non_blocking=non_blocking)
 
+    def pin_memory(self) -> PaddedBatch:
+        """The same batch with tensors and media in pinned memory, as `DataLoader(pin_memory=True)` calls it: from there
+        `to(device, non_blocking=True)` copies asynchronously."""
+        return pinned(self)
+
     def to_hf(self) -> dict[str, Any]:
         """A dictionary for a DataLoader and for `model(**batch)`; `input_ids` comes first."""
         tensors = {name: self.__dict__[name] for name in TOKEN_KEYS if self.__dict__[name] is not None}
@@ -215,15 +220,23 @@ Moved = TypeVar("Moved", bound=Any)
 
 def moved(value: Moved, device: torch.device | str | int, *, non_blocking: bool) -> Moved:
     """Move the tensors of a value object to a device, those in media and mappings too."""
+    return _with_tensors(value, lambda tensor: copied(tensor, device, non_blocking=non_blocking))
 
-    def on_device(part: Any) -> Any:
+
+def pinned(value: Moved) -> Moved:
+    """Copy the tensors of a value object to pinned memory, those in media and mappings too."""
+    return _with_tensors(value, lambda tensor: tensor.pin_memory())
+
+
+def _with_tensors(value: Moved, change: Callable[[torch.Tensor], torch.Tensor]) -> Moved:
+    def changed(part: Any) -> Any:
         if isinstance(part, torch.Tensor):
-            return part.to(device, non_blocking=non_blocking)
+            return change(part)
         if isinstance(part, Media):
-            return moved(part, device, non_blocking=non_blocking)
-        return {name: on_device(tensor) for name, tensor in part.items()} if isinstance(part, Mapping) else part
+            return _with_tensors(part, change)
+        return {name: changed(tensor) for name, tensor in part.items()} if isinstance(part, Mapping) else part
 
-    return replace(value, **{field.name: on_device(value.__dict__[field.name]) for field in fields(value)})
+    return replace(value, **{field.name: changed(value.__dict__[field.name]) for field in fields(value)})
 
 
 def shape_of(value: Any) -> str:

@@ -29,6 +29,7 @@ from vlmpack.layout.batch import (
     host_seconds,
     media_of,
     moved,
+    pinned,
     shape_of,
     whole_numbers,
 )
@@ -120,6 +121,11 @@ class PackedRow:
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedRow:
         """Move tensors and media to a device; boundaries and metadata stay on the host."""
         return moved(self, device, non_blocking=non_blocking)
+
+    def pin_memory(self) -> PackedRow:
+        """The same row with tensors and media in pinned memory, as `DataLoader(pin_memory=True)` calls it: from there
+        `to(device, non_blocking=True)` copies asynchronously. Boundaries are whole numbers on the host."""
+        return pinned(self)
 
     def with_media(self, media: Media) -> PackedRow:
         """Return the row with other media, which lie on the host; their sizes take the place of those that it knew."""

@@ -17,7 +17,7 @@ from torch import nn
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families import Family, check_parts, family_of
-from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, check_is_batch
+from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, check_is_batch, copied
 from vlmpack.model.backbone import leave_backbone
 from vlmpack.model.columns import COLUMNS, STEP
 from vlmpack.model.engine import PackingState, StepConfig, packing_state, stored_state
@@ -249,7 +249,7 @@ class PackedStep:
         needed = () if state is None else state.family.token_columns
         columns = {} if hands_row else _inputs_of(batch, needed)
         columns = {
-            name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) and _travels(name) else value
+            name: copied(value, device) if isinstance(value, torch.Tensor) and _travels(name) else value
             for name, value in {**columns, **inputs}.items()
         }
         if not hands_row and columns.get("inputs_embeds") is None:

@@ -26,6 +26,7 @@ from vlmpack.layout import (
     VIDEO,
     Segments,
     checked_boundaries,
+    copied,
     on_host,
     outside_graph,
     require,
@@ -201,7 +202,7 @@ def check_positions(
     rotary_kT = family.rotary_ids(positions).reshape(-1, segments.total)
     expected_kT = rotary_kT if len(caller_kT) == len(rotary_kT) else torch.cat((text_1T, rotary_kT))
     real = segments.real_index(positions.device)
-    caller_kR = caller_kT.to(positions.device, non_blocking=True).index_select(1, real)
+    caller_kR = copied(caller_kT, positions.device).index_select(1, real)
     expected_kR = expected_kT.index_select(1, real)
     differs_R = (caller_kR != expected_kR).any(0)
     wrong = differs_R.any()
