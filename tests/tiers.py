@@ -91,6 +91,8 @@ TAKE_TILES = (
     "tests/model/test_generation.py",
     "tests/model/test_image_spans.py",
     "tests/model/test_prefix_tree.py",
+    "tests/model/test_sync.py::test_no_medium",
+    "tests/model/test_sync.py::test_a_tower",
     "tests/model/test_vision_experts.py",
     "tests/model/test_vision_families.py",
     "tests/model/test_videos_beyond.py",

@@ -223,6 +223,7 @@ class _SyncCopies(TorchFunctionMode):
         out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor):
             if self._makes_on_host(func, args, kwargs):
+                out = out.view_as(out) if out is args[0] and not self._is_host(out) else out  # a copy on a device
                 self._on_host[out] = True
             else:
                 self._on_host.pop(out, None)
