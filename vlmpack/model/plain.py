@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from vlmpack.errors import ConfigError, FamilyError, LayoutError, UnpackedWarning
@@ -195,6 +196,9 @@ def compile_layers(model: Model, **settings: Any) -> Model:
 
 _generating: ContextVar[nn.Module | None] = ContextVar("vlmpack_generating", default=None)
 _passed_on: ContextVar[bool] = ContextVar("vlmpack_passed_on", default=False)
+_masks_passed_on: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Masks that layers were given while a forward pass was passed on. Gradient checkpointing gives them to these layers
+again in the backward pass, when that is over, and on a GPU in another thread."""
 _warned: set[str] = set()
 """Reasons of which was warned; and those for which a mask on a device was read, a host–device sync."""
 
@@ -247,7 +251,11 @@ def warn_past_the_forward(mask: Any) -> None:
     Args:
         mask: what the layer's attention was given: [B, S], or [B, 1, S, S] boolean or to be added.
     """
-    if not is_passed_on():
+    if not isinstance(mask, torch.Tensor):
+        return
+    if is_passed_on():
+        _masks_passed_on[mask] = True
+    elif mask not in _masks_passed_on:
         warn_of_padding(mask, PAST_THE_FORWARD)
 
 
