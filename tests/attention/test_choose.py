@@ -73,6 +73,18 @@ def test_a_package_with_its_kernel_can(flash):
     assert explain(ON_GPU)["flash_attn"] == []
 
 
+def test_softcap_with_dropout_is_left_to_pytorchs_own_attention(flash):
+    """FlashAttention 2 refuses it: "Softcapping does not support dropout for now"."""
+    flash.flash_attn_varlen_func = print
+    capped = changed(ON_GPU, pattern=("softcap",))
+    assert choose(capped).name == "flash_attn"
+    dropped = changed(capped, dropout=0.1)
+    assert choose(dropped).name == "sdpa_segments"
+    with pytest.raises(BackendError, match=r"dropout is 0.1 and scores have a softcap.*set attention_dropout=0"):
+        choose(dropped, "flash_attn")
+    assert choose(changed(ON_GPU, dropout=0.1)).name == "flash_attn"
+
+
 def test_a_gpu_before_ampere_is_left_to_pytorchs_own_attention(monkeypatch):
     monkeypatch.setattr(backends, "_capability", lambda: (7, 5))
     assert choose(ON_GPU).name == "sdpa_segments"
