@@ -1876,8 +1876,22 @@ MUTANTS: tuple[Mutant, ...] = (
             "model/test_attach.py -k 'liger or forward'",
         ),
         (
+            "types on the host are the row's",
+            "families/spans.py",
+            "            types_T[first + start : first + stop] = kind",
+            "            types_T[start:stop] = kind",
+            "model/test_audio.py -k reads_nothing",
+        ),
+        (
+            "sizes on the host are compared with the tensors",
+            "layout/batch.py",
+            "        require((tensor == to_device(expected, tensor.device)).all(), _CHANGED.format(name), LayoutError)",
+            "        pass",
+            "model/test_vision_families.py -k other_sizes_than",
+        ),
+        (
             "layers of an audio tower get the row",
-            "mechanisms/audio.py",
+            "mechanisms/handed_row.py",
             "kwargs[CONTEXT] = row",
             "pass",
             "model/test_audio.py -k one_call_of_a_back_end",
@@ -2007,8 +2021,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "prefixes: media of a row are joined once",
             "assemble.py",
-            "images=_counted_in_tree([media.images[at] for at in tree.images], _joins(family)),",
-            "images=media.images,",
+            "images=_counted_in_tree([visuals.images[at] for at in tree.images], _joins(family)),",
+            "images=visuals.images,",
             "collate/test_share_prefixes.py",
         ),
         (

@@ -131,13 +131,14 @@ class Media:
     @property
     def sizes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         """`HostMetadata.media_sizes`, read from the tensors: a host-device sync each if they lie on a device."""
-        return {name: tuple(map(tuple, self.tensors[name].tolist())) for name in SIZES if name in self.tensors}
+        tensors = {name: torch.as_tensor(self.tensors[name]) for name in SIZES if name in self.tensors}
+        return {name: tuple(map(tuple, tensor.tolist())) for name, tensor in tensors.items()}
 
     def with_sizes(self, sizes: Mapping[str, Any]) -> Media:
         """The same media with these `media_sizes` as tensors on the host."""
         names = sizes.keys() & self.tensors.keys()
-        on_host = {name: torch.tensor(sizes[name], dtype=torch.int64, device="cpu") for name in names}
-        return replace(self, tensors={**self.tensors, **on_host}) if names else self
+        tensors = {name: torch.tensor(sizes[name], dtype=torch.int64, device="cpu") for name in names}
+        return replace(self, tensors={**self.tensors, **tensors}) if names else self
 
     @classmethod
     def from_hf(cls, batch: Mapping[str, Any], *, names: Collection[str] = ()) -> Media:
