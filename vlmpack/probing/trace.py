@@ -29,7 +29,7 @@ LEAK = 1e-5
 Span = tuple[int, int]
 Calls = dict[nn.Module, list["ModuleCall"]]
 
-CACHES = ("past_key_values", "past_key_value", "cache_params")
+CACHES = ("cache", "past_key_values", "cache_params")
 """Keywords of a layer's cache, which a second run would find full."""
 
 
