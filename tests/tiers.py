@@ -90,6 +90,7 @@ TAKE_TILES = (
     "tests/model/test_equality",
     "tests/model/test_generation.py",
     "tests/model/test_image_spans.py",
+    "tests/model/test_passed_on.py",
     "tests/model/test_prefix_tree.py",
     "tests/model/test_vision_experts.py",
     "tests/model/test_vision_families.py",

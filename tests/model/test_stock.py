@@ -137,6 +137,18 @@ def test_a_model_that_changes_hidden_states_before_its_head_is_refused(monkeypat
 # ---------------------------------------------------------------------- positions
 
 
+def test_a_model_that_transformers_itself_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it was with Llama 4 and images in 5.24.0."""
+
+    def failing(self: Any, input_ids: torch.Tensor, **inputs: Any) -> Any:
+        return self.model(input_ids, **inputs).image_outputs.pooler_output
+
+    parts = parts_of(tiny_model("llama", layers=1))
+    monkeypatch.setattr(type(parts.core), "forward", failing)
+    with pytest.raises(FamilyError, match=r"a LlamaForCausalLM fails by itself .*'pooler_output'.*another version"):
+        check_logits(parts)
+
+
 def test_positions_that_do_not_count_from_0_are_refused() -> None:
     model = tiny_model("llama", layers=2)
     check_positions(parts_of(model))

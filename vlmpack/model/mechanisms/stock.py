@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
+import transformers
 from torch import nn
 from transformers import AttentionMaskInterface
 
@@ -304,7 +305,7 @@ def check_logits(model: ModelParts) -> None:
     """Compare what the model's own forward does to the head's output, and to its input, with its family's descriptor.
 
     Raises:
-        FamilyError: log-probabilities of packed rows would be others.
+        FamilyError: log-probabilities of packed rows would be others, or the model's own forward fails.
     """
     core, family = model.core, model.family
     hidden = torch.linspace(-3, 3, 6, device="cpu").reshape(1, 2, 3)
@@ -314,7 +315,14 @@ def check_logits(model: ModelParts) -> None:
     twin = _twin_of_paths(core, {family.backbone_path or family.text_path: backbone, family.head_path: head})
     ids = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
     inputs = {"input_ids": ids} if family.backbone_path else {"inputs_embeds": hidden}
-    logits = stock.forward(twin, **inputs, use_cache=False, return_dict=True).logits
+    try:
+        logits = stock.forward(twin, **inputs, use_cache=False, return_dict=True).logits
+    except Exception as error:
+        raise FamilyError(
+            f"the forward of a {stock.__name__} fails by itself in transformers {transformers.__version__}, with "
+            f"{type(error).__name__}: {error}. Use another version of transformers (Llama 4 with images: 5.24.0 is the "
+            "one that cannot run it)"
+        ) from error
     expected = family.logits(values, family.text_config(core.config))
     if head.given is not hidden and not torch.equal(head.given, hidden):
         raise FamilyError(
