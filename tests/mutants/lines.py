@@ -1330,6 +1330,13 @@ MUTANTS: tuple[Mutant, ...] = (
             "model/test_path_attention.py -k inside_a_checkpoint",
         ),
         (
+            "attention along paths lets go of what it saved",
+            "path_attention.py",
+            "        ctx.saved.tensors = ()",
+            "        pass",
+            "model/test_path_attention.py -k after_the_backward_pass",
+        ),
+        (
             "each token of a tree is predicted by the one before it on its path",
             "prefix_tree_row.py",
             "predictions=self.tree.predecessor(device).index_select(0, token_l),",

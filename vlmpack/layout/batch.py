@@ -53,6 +53,13 @@ class HostMetadata:
     """Of each sample the runs of its media tokens, or its prefix, (start, stop) from its first token on; empty: not
     known. Models that see them in both directions read them; without, a row on an accelerator takes one host-device
     sync."""
+    type_runs: tuple[tuple[tuple[int, int, int], ...], ...] = ()
+    """Of each sample the runs of its `mm_token_type_ids` other than text, (start, stop, type) from its first token on;
+    empty: not known. Samples with videos of Qwen-Omni, and prefix trees with videos of GLM-4V, are placed by them;
+    without, a row on an accelerator takes one host-device sync."""
+    media_sizes: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    """`image_sizes`, `target_sizes` and `target_sizes_videos` of the media that travel with it: with a tree, of those
+    that it computes. Without, Mistral 3 and MiniCPM-V read them from the device, one host-device sync each."""
     seconds_per_grid: tuple[float, ...] = ()
     """Seconds from one video grid to the next, one for each video (Qwen2.5-VL, Qwen-Omni)."""
     num_targets: int | None = None
@@ -121,6 +128,17 @@ class Media:
         """The tensors that are there, by name."""
         return {name: self.__dict__[name] for name in MEDIA_KEYS if self.__dict__[name] is not None} | {**self.tensors}
 
+    @property
+    def sizes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """`HostMetadata.media_sizes`, read from the tensors: a host-device sync each if they lie on a device."""
+        return {name: tuple(map(tuple, self.tensors[name].tolist())) for name in SIZES if name in self.tensors}
+
+    def with_sizes(self, sizes: Mapping[str, Any]) -> Media:
+        """The same media with these `media_sizes` as tensors on the host."""
+        names = sizes.keys() & self.tensors.keys()
+        on_host = {name: torch.tensor(sizes[name], dtype=torch.int64, device="cpu") for name in names}
+        return replace(self, tensors={**self.tensors, **on_host}) if names else self
+
     @classmethod
     def from_hf(cls, batch: Mapping[str, Any], *, names: Collection[str] = ()) -> Media:
         """Take the media out of a batch dictionary; `names`: further tensors of the model's family."""
@@ -129,6 +147,8 @@ class Media:
 
 
 MEDIA_KEYS = tuple(f.name for f in fields(Media) if f.name != "tensors")
+SIZES = ("image_sizes", "target_sizes", "target_sizes_videos")
+"""Tensors [N, 2] of rows and columns, by which towers keep images apart."""
 
 
 @final
@@ -386,6 +406,19 @@ def host_grids(known: tuple[Grid, ...], tensor: torch.Tensor | None, name: str) 
     expected = to_device(np.asarray(known, np.int64), tensor.device)
     require((tensor == expected).all(), _CHANGED.format(name), LayoutError)
     return known
+
+
+def check_sizes(known: Mapping[str, Any], media: Media) -> None:
+    """Compare `media_sizes` of the metadata with the tensors; those on a device are compared there.
+
+    Raises:
+        LayoutError: the metadata has others.
+    """
+    for name in known.keys() & media.tensors.keys():
+        tensor, expected = media.tensors[name], np.asarray(known[name], np.int64)
+        if not isinstance(tensor, torch.Tensor) or tensor.shape != expected.shape:
+            raise LayoutError(_CHANGED.format(name))
+        require((tensor == to_device(expected, tensor.device)).all(), _CHANGED.format(name), LayoutError)
 
 
 def host_frames(known: tuple[int, ...], mask: torch.Tensor | None) -> tuple[int, ...]:

@@ -229,7 +229,7 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
     model.family.check_floats(media)
     part = part_of(row, metadata, parallel)
     computed = part.computed_media(metadata)
-    tokens = model.family.image_tokens(media, computed, config)
+    tokens = model.family.image_tokens(media.with_sizes(computed.media_sizes), computed, config)
     if row.tree is None:
         metadata = replace(metadata, image_tokens=tokens)
     if model.family.audio is not None:
@@ -287,6 +287,7 @@ def backbone_inputs(
         video_grids=metadata.video_grids,
         seconds_per_grid=metadata.seconds_per_grid,
         audio_frames=metadata.audio_frames,
+        host_types=family.host_types(setup.types, row.segments, metadata),
         config=setup.config,
     )
     part.check_shared(positions, "rotary positions")

@@ -70,23 +70,23 @@ def measured_reaches(text: nn.Module) -> dict[int, Reach]:
         FamilyError: a layer's mask is something else than causal, within a window or a chunk.
     """
     masks = {layer: mask for layer, (mask, _) in _recorded_of_text(text).items() if callable(mask)}
-    reaches = {mask: _reach(mask, layer) for layer, mask in masks.items()}
+    with torch.device(next(text.parameters()).device):  # a mask may hold tensors that its model made there
+        reaches = {mask: _reach(mask, layer) for layer, mask in masks.items()}
     return {layer: reaches[mask] for layer, mask in masks.items()}
 
 
 def _reach(mask: Any, layer: int) -> Reach:
     """Bisect how many queries attend to the first key; compare the keys of the queries around their last, and of far
     ones."""
-    with torch.device("cpu"):
-        zero = torch.tensor(0)
-        size = bisect_left(range(FAR + 1), True, key=lambda query: not mask(0, 0, torch.tensor(query), zero))
-        candidates = [Reach(window=size), Reach(chunk=size)] if 0 < size <= FAR else [EVERYTHING]
-        queries = sorted({0, *(min(n * size + step, FAR) for n in (1, 2, 3) for step in (-1, 0)), FAR - 1, FAR})
-        firsts = {reach: torch.tensor([[reach.first_key(query)] for query in queries]) for reach in candidates}
-        queries_Q1 = torch.tensor(queries)[:, None]
-        keys_1K = _keys(torch.cat([queries_Q1, *firsts.values()]))[None]
-        visible_QK = mask(0, 0, queries_Q1, keys_1K).expand(len(queries), keys_1K.shape[1])
-        before_QK = keys_1K <= queries_Q1
+    zero = torch.tensor(0)
+    size = bisect_left(range(FAR + 1), True, key=lambda query: not mask(0, 0, torch.tensor(query), zero))
+    candidates = [Reach(window=size), Reach(chunk=size)] if 0 < size <= FAR else [EVERYTHING]
+    queries = sorted({0, *(min(n * size + step, FAR) for n in (1, 2, 3) for step in (-1, 0)), FAR - 1, FAR})
+    firsts = {reach: torch.tensor([[reach.first_key(query)] for query in queries]) for reach in candidates}
+    queries_Q1 = torch.tensor(queries)[:, None]
+    keys_1K = _keys(torch.cat([queries_Q1, *firsts.values()]))[None]
+    visible_QK = mask(0, 0, queries_Q1, keys_1K).expand(len(queries), keys_1K.shape[1])
+    before_QK = keys_1K <= queries_Q1
     for reach, first_Q1 in firsts.items():
         if torch.equal(visible_QK, before_QK & (keys_1K >= first_Q1)):
             return reach
