@@ -86,6 +86,7 @@ TAKE_TILES = (
     "tests/collate/test_tokenised_grids.py",
     "tests/data/test_family_processors.py",
     "tests/families/test_tiles.py",
+    "tests/model/test_attach.py::test_a_model_may_get_its_weights",
     "tests/model/test_audio.py",
     "tests/model/test_equality",
     "tests/model/test_generation.py",

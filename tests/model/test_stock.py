@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -78,19 +79,12 @@ def test_masks_of_another_kind_are_refused(mask: MaskFunction, monkeypatch: pyte
         enable_packing(tiny_model("llama", layers=1))
 
 
-def test_a_mask_is_measured_where_the_model_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks of chunks hold the padding of their batch, a tensor on the model's device."""
-
-    class MeasuredError(Exception):
-        pass
-
-    def mask(_: int, __: int, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        raise MeasuredError(query.device.type, key.device.type)
-
-    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda config, **inputs: mask)
-    with pytest.raises(MeasuredError) as error:
-        layer_reaches(parts_of(tiny_model("llama", layers=1).to("meta")))
-    assert error.value.args == ("meta", "meta")
+@pytest.mark.every_family
+@pytest.mark.parametrize("name", [name for name in ("llama4_text", "gemma3_text") if name in FAMILIES])
+def test_a_mask_is_measured_on_the_host_wherever_the_model_lies(name: str) -> None:
+    """Masks of chunks hold a tensor of the padding, which is on the device of the embeddings."""
+    model = tiny_model(name)
+    assert layer_reaches(parts_of(copy.deepcopy(model).to("meta"))) == layer_reaches(parts_of(model))
 
 
 def test_a_layer_that_calls_attention_with_another_window_than_its_mask_is_an_error_at_the_first_row() -> None:
