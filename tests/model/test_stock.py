@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -78,19 +79,12 @@ def test_masks_of_another_kind_are_refused(mask: MaskFunction, monkeypatch: pyte
         enable_packing(tiny_model("llama", layers=1))
 
 
-def test_a_mask_is_measured_where_the_model_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks of chunks hold the padding of their batch, a tensor on the model's device."""
-
-    class MeasuredError(Exception):
-        pass
-
-    def mask(_: int, __: int, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        raise MeasuredError(query.device.type, key.device.type)
-
-    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda config, **inputs: mask)
-    with pytest.raises(MeasuredError) as error:
-        layer_reaches(parts_of(tiny_model("llama", layers=1).to("meta")))
-    assert error.value.args == ("meta", "meta")
+@pytest.mark.every_family
+@pytest.mark.parametrize("name", [name for name in ("llama4_text", "gemma3_text") if name in FAMILIES])
+def test_a_mask_is_measured_on_the_host_wherever_the_model_lies(name: str) -> None:
+    """Masks of chunks hold a tensor of the padding, which is on the device of the embeddings."""
+    model = tiny_model(name)
+    assert layer_reaches(parts_of(copy.deepcopy(model).to("meta"))) == layer_reaches(parts_of(model))
 
 
 def test_a_layer_that_calls_attention_with_another_window_than_its_mask_is_an_error_at_the_first_row() -> None:
@@ -150,6 +144,18 @@ def test_a_model_that_changes_hidden_states_before_its_head_is_refused(monkeypat
 
 
 # ---------------------------------------------------------------------- positions
+
+
+def test_a_model_that_transformers_itself_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it was with Llama 4 and images in 5.24.0."""
+
+    def failing(self: Any, input_ids: torch.Tensor, **inputs: Any) -> Any:
+        return self.model(input_ids, **inputs).image_outputs.pooler_output
+
+    parts = parts_of(tiny_model("llama", layers=1))
+    monkeypatch.setattr(type(parts.core), "forward", failing)
+    with pytest.raises(FamilyError, match=r"a LlamaForCausalLM fails by itself .*'pooler_output'.*another version"):
+        check_logits(parts)
 
 
 def test_positions_that_do_not_count_from_0_are_refused() -> None:

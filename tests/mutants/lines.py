@@ -1808,7 +1808,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a training step that is not packed is warned of",
             "forward.py",
-            '        warn_of_padding(inputs["attention_mask"], reason)',
+            '        warn_of_padding(inputs.get("attention_mask"), reason)',
             "        pass",
             "model/test_unpacked.py -k training",
         ),

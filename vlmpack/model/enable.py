@@ -73,7 +73,8 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     - `moe_padding_mask`, [B, S] or [1, T], True on padding: has to agree with the mask or the boundaries.
 
     Args:
-        model: a `...ForConditionalGeneration` or `...ForCausalLM`, or a module that holds one (a `PeftModel`).
+        model: a `...ForConditionalGeneration` or `...ForCausalLM`, or a module that holds one (a `PeftModel`). On any
+            device: its weights are not read, so that it may be on the meta device and be loaded afterwards.
         config: settings; None: the defaults.
         parallel: how ranks work together on rows (one row over several, or the same calls on all); None: each rank by
             itself.
@@ -108,11 +109,12 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     state = PackingState(family=family, config=config, parallel=parallel, mechanisms=mechanisms, loss_count=loss_count)
     state.check(core, attached=False)  # all of it before anything is changed
     parts = state.parts_of(core)
-    check_logits(parts)
-    if family.positions_rule.axes == 1:
-        check_positions(parts)
-    else:
-        check_rope_index(parts)
+    with torch.device("cpu"):  # the model may be on another, or on the meta device, and so may be the default
+        check_logits(parts)
+        if family.positions_rule.axes == 1:
+            check_positions(parts)
+        else:
+            check_rope_index(parts)
     if before is None:
         core.__class__ = packed_class(type(core))
     core._vlmpack_state = state

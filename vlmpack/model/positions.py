@@ -115,13 +115,13 @@ def check_rope_index(model: ModelParts) -> None:
     kinds = [TEXT] * 2 + [IMAGE] * family.media_tokens(images, config) + [TEXT]
     for tokens in family.video_runs(videos, config):
         kinds += [VIDEO] * tokens + [TEXT]
-    types = torch.tensor([kinds], device="cpu")
+    types = torch.tensor([kinds])
     expected = family.positions(
         types, Segments.from_lengths([len(kinds)]), config=config, image_grids=images, video_grids=videos
     )
-    grids = {"image_grid_thw": torch.tensor(images, device="cpu")}
+    grids = {"image_grid_thw": torch.tensor(images)}
     if videos:
-        grids["video_grid_thw"] = torch.tensor(videos, device="cpu")
+        grids["video_grid_thw"] = torch.tensor(videos)
     backbone: Any = family.backbone(model.core)
     # token ids are not read: the types are
     own, _ = backbone.get_rope_index(torch.zeros_like(types), mm_token_type_ids=types, **grids)
@@ -153,7 +153,7 @@ def _check_asked(model: ModelParts) -> None:
     clip = _marked(config.vision_start_token_id, config.video_token_id, family.media_tokens([video], config))
     backbone: Any = family.backbone(model.core)
     for videos in ([], [video]):
-        input_ids = torch.tensor([[*ids, *clip * len(videos)]], device="cpu")
+        input_ids = torch.tensor([[*ids, *clip * len(videos)]])
         seconds = [0.7] * len(videos)
         expected = family.positions(
             family.media_types(input_ids, config),
@@ -166,11 +166,11 @@ def _check_asked(model: ModelParts) -> None:
         )
         stock, _ = backbone.get_rope_index(
             input_ids,
-            image_grid_thw=torch.tensor([image], device="cpu"),
-            video_grid_thw=torch.tensor(videos, device="cpu") if videos else None,
+            image_grid_thw=torch.tensor([image]),
+            video_grid_thw=torch.tensor(videos) if videos else None,
             attention_mask=torch.ones_like(input_ids),
-            audio_seqlens=torch.tensor([frames], device="cpu"),
-            second_per_grids=torch.tensor(seconds, device="cpu") if videos else None,
+            audio_seqlens=torch.tensor([frames]),
+            second_per_grids=torch.tensor(seconds) if videos else None,
         )
         _compare(stock, expected, model, f"{len(videos)} videos and 1 audio")
 

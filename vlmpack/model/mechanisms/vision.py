@@ -47,7 +47,7 @@ class VisionRow:
         layouts: Iterable[Segments],
         *,
         inputs: Mapping[str, Any] | None = None,
-        features: Mapping[str, MediaFeatures] | None = None,
+        features: Mapping[str, Any] | None = None,
     ) -> None:
         self.layouts = tuple(layouts)
         """Boundaries of all calls."""
@@ -178,22 +178,16 @@ def features_class(base: Any) -> type[nn.Module]:
 
 
 @final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MediaFeatures:
-    """The fields that transformers' models read of what `get_image_features` and `get_video_features` return."""
-
-    pooler_output: tuple[torch.Tensor, ...]
-    """[n, D] of each image: they take the place of its tokens' embeddings."""
-    deepstack_features: list[torch.Tensor | tuple[torch.Tensor, ...]]
-    """Of each of the first text layers, after which they are added, [n, D] of all images or of each; in most families
-    of none."""
-
-
-@final
 @dataclass(frozen=True, kw_only=True)
 class FeatureForm:
-    """The form of a family's features as one tensor [n, D (1 + L)]: L levels of deepstack beside the first."""
+    """The form of a family's features as one tensor [n, D (1 + L)]: L levels of deepstack beside the first.
 
+    The model's own object has `pooler_output`, [n, D] of each image, which take the place of its tokens' embeddings;
+    and in some families `deepstack_features`, of each of the first text layers, after which they are added.
+    """
+
+    of_class: type[Any]
+    """The class of what the model's own `get_image_features` returns."""
     width: int
     """D."""
     cut_by_image: bool
@@ -204,6 +198,7 @@ class FeatureForm:
         """The form of what a model's own `get_image_features` returned."""
         deep = getattr(features, "deepstack_features", None) or ()
         return cls(
+            of_class=type(features),
             width=features.pooler_output[0].shape[-1],
             cut_by_image=not all(isinstance(level, torch.Tensor) for level in deep),
         )
@@ -214,19 +209,17 @@ class FeatureForm:
         levels = [torch.cat(level) if self.cut_by_image else level for level in deep]
         return torch.cat([torch.cat(features.pooler_output), *levels], -1)
 
-    def split(self, levels: torch.Tensor) -> MediaFeatures:
+    def split(self, levels: torch.Tensor) -> Any:
         """The inverse, as if it all were one image."""
         pooled, *deep = levels.split(self.width, -1)
-        return MediaFeatures(
-            pooler_output=(pooled,),
-            deepstack_features=[(level,) if self.cut_by_image else level for level in deep],
-        )
+        by_level = [(level,) if self.cut_by_image else level for level in deep]
+        return self.of_class(pooler_output=(pooled,), **({"deepstack_features": by_level} if deep else {}))
 
 
 # ---------------------------------------------------------------------- media that ranks compute together
 
 
-def _features_of_part(setup: RowSetup) -> dict[str, MediaFeatures]:
+def _features_of_part(setup: RowSetup) -> dict[str, Any]:
     """The features of this rank's tokens.
 
     The tower is called once on every rank, whatever the row holds: also where there is nothing for it to do.
