@@ -152,13 +152,10 @@ class _AloneRun:
 
 
 def _run_alone(
-    setup: ProbeSetup,
-    circumstance: Circumstance,
-    probed: ProbedModel | None = None,
-    choices: Sequence[Choices] | None = None,
+    setup: ProbeSetup, circumstance: Circumstance, choices: Sequence[Choices] | None = None
 ) -> _AloneRun:
     """Run each sample alone in the mode and precision of a circumstance, with gradients; `choices` are held."""
-    probed = probed or setup.probed
+    probed = setup.probed
     layer = next(iter(submodules(probed.family.language_model(probed.core), "self_attn").values()))
     tower = probed.family.vision_tower(probed.core)
     audio_tower = probed.family.audio_tower(probed.core)
@@ -172,7 +169,7 @@ def _run_alone(
     def recording() -> Iterator[None]:
         held = None if choices is None else _held_alone(setup, choices, len(chosen))
         with (
-            circumstance.computing(probed, setup.autocast),
+            setup.computing(circumstance),
             torch.enable_grad(),
             recorded_calls(modules) as calls,
             routing(probed, held) as routed,
@@ -196,7 +193,7 @@ def _held_alone(setup: ProbeSetup, choices: Sequence[Choices], sample: int) -> H
 
 def _run_in_float32(setup: ProbeSetup, circumstance: Circumstance) -> _AloneRun:
     exact = ProbedModel.of(copy.deepcopy(setup.probed.model).float())
-    return _run_alone(setup, circumstance, exact)
+    return _run_alone(replace(setup, probed=exact, samples=exact.with_its_pixels(setup.samples)), circumstance)
 
 
 @final

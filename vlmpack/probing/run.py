@@ -127,7 +127,7 @@ def _setup(model: nn.Module, processor: Any, attention: str | None) -> ProbeSetu
     settings = replace(settings, attention=attention or settings.attention, aux_loss="row", z_loss_coef=0.0)
     return ProbeSetup(
         probed=probed,
-        samples=with_adversarial_lengths(samples, probed.config),
+        samples=probed.with_its_pixels(with_adversarial_lengths(samples, probed.config)),
         autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.bfloat16,
         settings=settings,
     )
