@@ -15,7 +15,7 @@ from chats import needs
 from vlmpack.attention import BACKENDS, AttentionCall
 from vlmpack.attention.backends import Softmax, VarlenKernel
 from vlmpack.layout import Segments
-from vlmpack.model import StepConfig, engine
+from vlmpack.model import engine
 from vlmpack.model.row import RowContext
 from vlmpack.probing import Check
 from vlmpack.probing.forward_passes import GAPS

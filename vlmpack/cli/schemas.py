@@ -460,7 +460,8 @@ _DOCTOR_PROBE = record(
     "Probes.",
     {
         "probes": array("One a family and back-end.", _PROBE),
-        "healthy": flag("Everything is exact; the exit status is then 0, else 1."),
+        "complete": flag("All were probed; false: an error or Ctrl-C came first."),
+        "healthy": flag("All were probed and are exact; the exit status is then 0, else 1."),
     },
 )
 

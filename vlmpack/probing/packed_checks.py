@@ -34,8 +34,8 @@ from vlmpack.probing.mechanisms import (
     check_routing,
     check_vision,
 )
-from vlmpack.probing.reference import ProbeSetup, Reference, References
-from vlmpack.probing.report import BAD, Check, Part, one_line
+from vlmpack.probing.reference import ProbeSetup, Reference, References, value_of
+from vlmpack.probing.report import BAD, Check, Part
 from vlmpack.probing.routing import HOLD_ALL, RoutingRecord, held_choices, open_share, routing
 from vlmpack.probing.trace import LEAK, counted_pairs, counted_syncs, first_moved, largest_move, submodules, trace
 from vlmpack.testing import Sample, backward, compare, distance, kind_of, perturbed, rms_distance, to_host, word_ids
@@ -54,12 +54,12 @@ def packed_checks(setup: ProbeSetup, references: References, *, progress: Progre
     checks, mechanisms = [], []
     for circumstance in setup.circumstances:
         progress(circumstance.title)
-        for check in _circumstance_checks(setup, references, circumstance):
+        found = caught("equality", circumstance.name, partial(_circumstance_checks, setup, references, circumstance))
+        for check in found:
             (mechanisms if check.part == "mechanism" else checks).append(check)
     progress("work")
-    with packing(setup, GAPS) as packed:
-        checks += caught("work", "attended pairs", lambda: [_check_pairs(setup, packed)])
-        checks += caught("work", "host-device syncs", lambda: [check_syncs(setup, packed)])
+    checks += _caught_packed("work", "attended pairs", setup, GAPS, lambda packed: [_check_pairs(setup, packed)])
+    checks += _caught_packed("work", "host-device syncs", setup, GAPS, lambda packed: [check_syncs(setup, packed)])
     return [*checks, *_worst_of_each(mechanisms)]
 
 
@@ -68,7 +68,19 @@ def caught(part: Part, name: str, run: Callable[[], list[Check]]) -> list[Check]
     try:
         return run()
     except Exception as error:
-        return [Check(part=part, name=name, finding="fails", detail=one_line(error))]
+        return [Check.raised(part, name, error)]
+
+
+def _caught_packed(
+    part: Part, name: str, setup: ProbeSetup, circumstance: Circumstance, run: Callable[[PackedPass], list[Check]]
+) -> list[Check]:
+    """Run checks with packing enabled; what enabling it raises is a finding too."""
+
+    def enabled() -> list[Check]:
+        with packing(setup, circumstance) as packed:
+            return run(packed)
+
+    return caught(part, name, enabled)
 
 
 def _worst_of_each(checks: Sequence[Check]) -> list[Check]:
@@ -103,9 +115,9 @@ def _circumstance_checks(setup: ProbeSetup, references: References, circumstance
     reference, always = references.of(circumstance), circumstance in ALWAYS
     if reference is None:
         return [not_deterministic(f"{circumstance.name}: ", "two runs of the same samples alone differ in this mode")]
-    with packing(setup, circumstance) as packed:
-        checks = caught("mechanism", "packing", lambda: [_check_packed_row(setup, packed)])
-        checks += caught("equality", circumstance.name, lambda: check_equality(setup, packed, reference))
+    run_packed = partial(_caught_packed, setup=setup, circumstance=circumstance)
+    checks = run_packed("mechanism", "packing", run=lambda packed: [_check_packed_row(setup, packed)])
+    checks += run_packed("equality", circumstance.name, run=lambda packed: check_equality(setup, packed, reference))
     low = circumstance.autocast or setup.probed.is_low
     if (always or low or any(check.is_bad for check in checks)) and all(check.finding != "fails" for check in checks):
         checks += caught(
@@ -115,9 +127,12 @@ def _circumstance_checks(setup: ProbeSetup, references: References, circumstance
         checks = _with_mechanisms(setup, circumstance, reference, checks)
     if always and references.routers is not None:
         right = not any(check.is_bad and check.name in ("head", "loss count") for check in checks)
-        with packing(setup, circumstance) as packed:
-            run = partial(check_routers, setup, packed, reference, references.routers, losses_right=right)
-            checks += caught("equality", "load-balancing loss", run)
+
+        def of_routers(packed: PackedPass) -> list[Check]:
+            routers = value_of(references.routers)
+            return [] if routers is None else check_routers(setup, packed, reference, routers, losses_right=right)
+
+        checks += run_packed("equality", "load-balancing loss", run=of_routers)
     return checks
 
 
@@ -163,7 +178,7 @@ def check_equality(setup: ProbeSetup, packed: PackedPass, reference: Reference) 
         detail = f"choices that rounding alone decides, held to those of the samples alone: {routed.held}"
         name = f"{circumstance.name}: choice of experts"
         checks.append(Check(part="equality", name=name, finding="ok", value=routed.held, detail=detail))
-    return checks + check_losses(result, setup.samples, by_step=by_step)
+    return checks + caught("mechanism", "loss count", lambda: check_losses(result, setup.samples, by_step=by_step))
 
 
 def held_to(reference: Reference, packed: PackedPass, setup: ProbeSetup) -> AbstractContextManager[RoutingRecord]:
@@ -287,8 +302,12 @@ def _with_mechanisms(
 ) -> list[Check]:
     """Add the mechanisms by themselves. Where other tokens go in than the samples', or come out at other places,
     everything is compared with something else, and only that counts."""
-    with packing(setup, circumstance) as packed, setup.computing(circumstance):
-        mechanisms = caught("mechanism", "mechanisms", lambda: _mechanism_checks(setup, packed, reference))
+
+    def run(packed: PackedPass) -> list[Check]:
+        with setup.computing(circumstance):
+            return _mechanism_checks(setup, packed, reference)
+
+    mechanisms = _caught_packed("mechanism", "mechanisms", setup, circumstance, run)
     where = "" if circumstance is GAPS else f"in {circumstance.title}: "
     mechanisms = [replace(check, detail=where + check.detail) if check.is_bad else check for check in mechanisms]
     if any(check.name in ("packing", "sample results") and check.is_bad for check in mechanisms):
