@@ -24,6 +24,7 @@ from vlmpack.cli.doctor import attention_serving, gated_delta_serving, import_pr
 from vlmpack.cli.probe_tables import print_reports
 from vlmpack.families import FAMILIES, family_named, registry
 from vlmpack.layout import Segments
+from vlmpack.machine import NEWEST_TESTED
 from vlmpack.model import FlaCall, engine
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.model.row import RowContext
@@ -118,6 +119,26 @@ def test_versions_say_which_packages_are_missing_and_which_do_not_import() -> No
     assert {entry.name: entry.version for entry in versions()}["torch"] == torch.__version__
     assert import_problem("json") is None
     assert "No module named 'no_such_module'" in str(import_problem("no_such_module"))
+
+
+def test_a_version_newer_than_the_tested_ones_has_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlmpack.cli.doctor.import_problem", lambda module: None)
+    monkeypatch.setattr("vlmpack.machine.version_of", {"torch": "2.13.0+cu132", "transformers": "99.1.0"}.get)
+    notes = {entry.name: entry.note for entry in versions()}
+    assert notes["transformers"] == f"newer than {NEWEST_TESTED['transformers']}, the newest tested: probe it"
+    assert notes["torch"] is None
+    result = run()
+    assert result.exit_code == 0
+    assert "the newest tested: probe it" in words(result.stdout)
+
+
+def test_layers_that_do_not_import_are_no_end_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(family: Any) -> bool:
+        raise AttributeError("module 'triton' has no attribute 'jit'")
+
+    monkeypatch.setattr("vlmpack.model.uses_fla", broken)
+    (entry,) = gated_delta_serving(["cpu"])
+    assert "does not import (AttributeError: module 'triton' has no attribute 'jit')" in entry.reasons[0]
 
 
 def test_without_fla_it_says_how_rows_are_computed() -> None:

@@ -122,6 +122,8 @@ class Version(NamedTuple):
     """None: not installed."""
     problem: str | None = None
     """The error of its import, if it is installed and does not import."""
+    note: str | None = None
+    """What else there is to say of it: newer than the newest version that was tested."""
 
 
 class Device(NamedTuple):
@@ -155,13 +157,18 @@ def environment() -> dict[str, Sequence[Any]]:
 
 def versions() -> list[Version]:
     """Return the versions of Python and of every package that vlmpack works with."""
-    from vlmpack.machine import version_of
+    from vlmpack.machine import NEWEST_TESTED, is_newer_than_tested, version_of
+
+    def note(name: str) -> str | None:
+        version = installed[name]
+        is_newer = version is not None and is_newer_than_tested(name, version)
+        return f"newer than {NEWEST_TESTED[name]}, the newest tested: probe it" if is_newer else None
 
     installed = {name: version_of(name) for name in PACKAGES}
     modules = {name: module for name, module in PACKAGES.items() if module and installed[name]}
     with ThreadPoolExecutor() as pool:
         problems = dict(zip(modules, pool.map(import_problem, modules.values()), strict=True))
-    packages = [Version(name, installed[name], problems.get(name)) for name in PACKAGES]
+    packages = [Version(name, installed[name], problems.get(name), note(name)) for name in PACKAGES]
     return [Version("python", platform.python_version()), *packages]
 
 
@@ -211,7 +218,12 @@ def gated_delta_serving(device_types: Sequence[str]) -> list[Serving]:
     from vlmpack.families import FAMILIES
     from vlmpack.model import FlaCall, uses_fla
 
-    if not uses_fla(next(family for family in FAMILIES.values() if family.has("gated_delta"))):
+    try:
+        is_used = uses_fla(next(family for family in FAMILIES.values() if family.has("gated_delta")))
+    except Exception as error:  # of transformers' module, which imports what is installed
+        why = (f"the layers' module of transformers does not import ({type(error).__name__}: {error})",)
+        return [Serving("fla", name, "any", why) for name in device_types]
+    if not is_used:
         why = ("transformers has not found it; rows are computed in batches of samples of like length",)
         return [Serving("fla", name, "any", why) for name in device_types]
     calls = {name: FlaCall.of(torch.device(name), training=True) for name in device_types}
@@ -238,8 +250,8 @@ def print_environment(parts: Mapping[str, Sequence[Any]], console: Console) -> N
 
 
 def _version_row(entry: Version) -> tuple[str, ...]:
-    problem = f"[yellow]{escape(entry.problem)}[/]" if entry.problem else ""
-    return entry.name, entry.version or "[dim]not installed[/]", "", problem
+    said = f"[yellow]{escape(entry.problem)}[/]" if entry.problem else f"[dim]{escape(entry.note or '')}[/]"
+    return entry.name, entry.version or "[dim]not installed[/]", "", said
 
 
 def _serving_row(entry: Serving) -> tuple[str, ...]:

@@ -394,6 +394,7 @@ _DOCTOR = record(
                     "name": text("As pip names it."),
                     "version": optional(text("null: not installed.")),
                     "problem": optional(text("The error of its import; null: none.")),
+                    "note": optional(text("Newer than the newest version that was tested; null: it is not.")),
                 },
             ),
         ),
