@@ -307,9 +307,9 @@ def _probe(
     total = None if model is not None else len(recipes)
     with quiet_transformers(), waiting("reading the model", quiet=quiet, total=total) as progress:
         for done, recipe in enumerate(recipes):
-            say = partial(progress, done=done)
+            plain = recipe.dtype == dtypes[0]
             try:
-                yield from _probes_of(recipe, attention, plain=recipe.dtype == dtypes[0], say=say)
+                yield from _probes_of(recipe, attention, plain=plain, say=lambda what, done=done: progress(what, done))
             except Exception as error:
                 if recipe.family is None:
                     raise
@@ -373,9 +373,7 @@ def _made_here(family: str, device: torch.device, dtype: torch.dtype, *, named: 
     return Loaded(model=model, processor=processor, weights=MADE_HERE)
 
 
-def _probes_of(
-    recipe: _Recipe, attention: str | None, *, plain: bool, say: Callable[[str], object]
-) -> Iterator[Report]:
+def _probes_of(recipe: _Recipe, attention: str | None, *, plain: bool, say: Callable[[str], None]) -> Iterator[Report]:
     """Probe a model by one back-end, or by each that can serve; `plain`: with plain transformers in the first."""
     from vlmpack.probing import backends_for, probe
 
