@@ -8,8 +8,18 @@ import torch
 from tiers import tiers
 
 from vlmpack.families import FAMILIES, family_named
+from vlmpack.layout import pack
 from vlmpack.probing import probe
-from vlmpack.testing import Sample, processed_samples, run_alone, synthetic_samples, tiny_model, tiny_processor
+from vlmpack.testing import (
+    Sample,
+    padded,
+    processed_samples,
+    run_alone,
+    run_packed,
+    synthetic_samples,
+    tiny_model,
+    tiny_processor,
+)
 from vlmpack.testing.samples import sample_like
 
 pytestmark = pytest.mark.every_family
@@ -33,6 +43,18 @@ def test_these_models_of_transformers_take_pixels_of_their_own_type_only(family:
     run_alone(tiny_model(family, dtype=pixels), samples, gradients=False)
     with pytest.raises(RuntimeError, match=r"should be the same|same dtype"):
         run_alone(tiny_model(family, dtype=weights), samples, gradients=False)
+
+
+@pytest.mark.parametrize("family", CAST_NOTHING)
+def test_an_enabled_model_takes_what_the_model_itself_takes(family: str) -> None:
+    """Pixels go to it as they come: those of another type raise, as they do without packing, but under autocast."""
+    samples = with_pixels(family, torch.float32)
+    model = tiny_model(family, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        run_alone(model, samples, gradients=False)
+        run_packed(model, pack(padded(samples)), samples, gradients=False)
+    with pytest.raises(RuntimeError, match=r"should be the same|same dtype"):
+        run_packed(model, pack(padded(samples)), samples, gradients=False)
 
 
 @pytest.mark.parametrize("family", tiers(TAKE_PIXELS, short=["kimi_k25"]))
