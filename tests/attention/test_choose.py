@@ -68,6 +68,17 @@ def test_a_package_without_its_kernel_cannot_serve(flash):
     assert reason.startswith("the package flash-attn has no kernel for this PyTorch (ImportError: ")
 
 
+@pytest.mark.parametrize("error", [ImportError("no symbol"), OSError("no library"), TypeError("no such argument")])
+def test_whatever_its_import_raises_the_others_serve(error, flash):
+    def broken(name):
+        raise error
+
+    flash.__getattr__ = broken
+    (reason,) = explain(ON_GPU)["flash_attn"]
+    assert f"({type(error).__name__}: {error})" in reason
+    assert choose(ON_CPU).name == "sdpa_segments"
+
+
 def test_a_package_with_its_kernel_can(flash):
     flash.flash_attn_varlen_func = print
     assert explain(ON_GPU)["flash_attn"] == []

@@ -267,8 +267,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "the probe's samples are many and long",
             "run.py",
-            "samples=with_adversarial_lengths(samples, probed.config),",
-            "samples=samples[:3],",
+            "with_adversarial_lengths(samples, probed.config)",
+            "samples[:3]",
             "probing/test_circumstances.py -k five",
         ),
         (
