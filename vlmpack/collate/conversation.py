@@ -144,7 +144,9 @@ def _turn(message: Any, where: str, *, has_audio: bool) -> Turn:
         kinds = ("text", "image", "video", "audio")[: 4 if has_audio else 3]
         content = [_part(part, f"{where}.content[{i}]", kinds) for i, part in enumerate(content)]
     elif not isinstance(content, str):
-        raise Refusal("bad_row", f"{where}.content must be a string or a list of parts, got {short(content)}")
+        hint = "; a text such as '42' in a datasets.Json column is read as a number: open the JSON file that it came from"
+        hint = hint if isinstance(content, Number) else ""
+        raise Refusal("bad_row", f"{where}.content must be a string or a list of parts, got {short(content)}{hint}")
     _check_no_payload(message, where, but=())
     rest = {key: value for key, value in message.items() if value is not None and key not in FLAGS}
     return Turn(message={**rest, "content": content}, learnt=_learnt(message, message["role"], where))

@@ -96,14 +96,16 @@ class ForeignRows:
         return self._converted(self.rows[index], index)
 
     def batches(self) -> Iterator[dict[str, Any]]:
-        """Yield all rows in their order; of stored ones only the columns without media are read."""
+        """Yield all rows of a table in their order without their media; one that cannot be read is empty."""
         rows = self.rows
-        if not isinstance(rows, StoredRows):
-            yield from (self[index] for index in range(len(self)))
-            return
-        media = {"image", "images", "video", "videos"}
+        assert isinstance(rows, StoredRows), "only tables are read by batches"
+        media = {"image", "images", "video", "videos", "audio", "audios"}
         texts = [name for name in rows.columns if self.columns.names.get(name, name) not in media]
-        yield from (self._converted(row, index) for index, row in enumerate(rows.only(texts, "").batches()))
+        for row in rows.only(texts, "").batches():
+            try:
+                yield self.columns.apply(row)
+            except ValueError:
+                yield {}
 
     def _converted(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
         try:
