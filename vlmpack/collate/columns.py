@@ -57,7 +57,7 @@ _MANY = 12
 
 def is_absent(value: Any) -> bool:
     """None, or a struct with nothing in it: Arrow gives every part of a column the keys of all of them."""
-    return value is None or (isinstance(value, Mapping) and all(inner is None for inner in value.values()))
+    return value is None or (isinstance(value, Mapping) and all(map(is_absent, value.values())))
 
 
 def is_empty(value: Any) -> bool:

@@ -41,7 +41,7 @@ from vlmpack.collate.columns import (
     marked_kinds,
     no_columns,
 )
-from vlmpack.data import BRANCH_COLUMN, PAIRS_COLUMN
+from vlmpack.data import BRANCH_COLUMN, CALLING, PAIRS_COLUMN, calls_in, read_tools, with_arguments, without_nulls
 from vlmpack.errors import Refusal
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -49,9 +49,9 @@ ROLES = ("system", "user", "assistant", "tool")
 ALIASES = {
     "human": "user",
     "gpt": "assistant",
-    "function_call": "assistant",
     "observation": "tool",
     "function": "tool",
+    "tool_response": "tool",
     "developer": "system",
 }
 """Other names of the same roles. Qwen's templates have no developer, and some leave such a turn out."""
@@ -144,7 +144,9 @@ def _turn(message: Any, where: str, *, has_audio: bool) -> Turn:
         kinds = ("text", "image", "video", "audio")[: 4 if has_audio else 3]
         content = [_part(part, f"{where}.content[{i}]", kinds) for i, part in enumerate(content)]
     elif not isinstance(content, str):
-        hint = "; a text such as '42' in a datasets.Json column is read as a number: open the JSON file that it came from"
+        hint = (
+            "; a text such as '42' in a datasets.Json column is read as a number: open the JSON file that it came from"
+        )
         hint = hint if isinstance(content, Number) else ""
         raise Refusal("bad_row", f"{where}.content must be a string or a list of parts, got {short(content)}{hint}")
     _check_no_payload(message, where, but=())
@@ -223,18 +225,43 @@ def _split_markers(text: str, kinds: Collection[str]) -> str | list[dict[str, An
 
 def _with_known_roles(turns: list[Turn], column: str) -> list[Turn]:
     roles = list(dict.fromkeys(turn.message["role"] for turn in turns))
-    usable = (*ROLES, *ALIASES)
+    usable = (*ROLES, *ALIASES, *CALLING)
     if unknown := next((role for role in roles if role not in usable), None):
         raise Refusal(
             "bad_row",
             f"{column} has a turn of the role {unknown!r}, which is not known{_did_you_mean(unknown)}; its roles are "
             f"{', '.join(roles)}, and those that can be used {', '.join(usable)}: rename it",
         )
-    return [replace(turn, message={**turn.message, "role": _canonical(turn.message["role"])}) for turn in turns]
+    read: list[Turn] = []
+    for turn in turns:
+        role = turn.message["role"]
+        message = {**turn.message, "role": _canonical(role)}
+        is_call = role in CALLING and is_empty(message.get("tool_calls"))
+        read = _with_call(read, replace(turn, message=message)) if is_call else [*read, replace(turn, message=message)]
+    return read
+
+
+def _with_call(turns: list[Turn], turn: Turn) -> list[Turn]:
+    """Add a turn whose text is the JSON of calls: to the assistant's turn before it, as ms-swift does, or as its own.
+
+    Raises:
+        Refusal: `bad_row`: it is no such JSON.
+    """
+    message = turn.message
+    try:
+        calls = calls_in(text_of(message))
+    except ValueError as error:
+        raise Refusal("bad_row", f"it has {error}; a turn of the role assistant may say anything") from error
+    before = turns[-1] if turns else turn
+    is_more = before.message["role"] == "assistant" and turns and before.learnt == turn.learnt
+    if is_more and message.keys() == {"role", "content"}:
+        calls = [*(before.message.get("tool_calls") or []), *calls]
+        return [*turns[:-1], replace(before, message={**before.message, "tool_calls": calls})]
+    return [*turns, replace(turn, message={**message, "content": "", "tool_calls": calls})]
 
 
 def _canonical(role: str) -> str:
-    return ALIASES.get(role, role)
+    return "assistant" if role in CALLING else ALIASES.get(role, role)
 
 
 @lru_cache(maxsize=1024)
@@ -401,15 +428,16 @@ def _read(
 
 
 def _template_options(present: Mapping[str, Any]) -> dict[str, Any]:
-    options, tools = present.get("chat_template_kwargs", {}), present.get("tools", [])
+    options, tools = without_nulls(present.get("chat_template_kwargs", {})), without_nulls(present.get("tools", []))
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         raise Refusal("bad_row", f"chat_template_kwargs must be a mapping of names, got {short(options)}")
-    if not isinstance(tools, list | tuple):
-        raise Refusal("bad_row", f"tools must be a list of tools, got {short(tools)}")
+    try:
+        tools = read_tools(tools)
+    except ValueError as error:
+        raise Refusal("bad_row", str(error)) from error
     if tools and not is_empty(options.get("tools")):
         raise Refusal("bad_row", "it has tools in a column and in chat_template_kwargs; keep the column")
-    options = {name: value for name, value in options.items() if value is not None}  # Arrow writes every row's names
-    return {**options, **({"tools": list(tools)} if tools else {})}
+    return {**options, **({"tools": tools} if tools else {})}
 
 
 # ---------------------------------------------------------------------- conversations
@@ -424,7 +452,7 @@ def _conversation(turns: list[Turn], present: Mapping[str, Any], marked: Collect
     audios = fill_placeholders(messages, present, "audio", is_marked=False)
     learnt = tuple(turn.learnt for turn in turns if turn.message["role"] == "assistant")
     return Conversation(
-        messages=tuple(map(_without_payload, messages)),
+        messages=tuple(map(_for_template, messages)),
         images=images,
         videos=videos,
         audios=audios,
@@ -455,9 +483,19 @@ def _plain(prompt: str, completion: str, present: Mapping[str, Any]) -> Conversa
     return Conversation(plain=(prompt, completion), images=images, videos=videos, audios=audios)
 
 
-def _without_payload(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep only what a chat template needs: pixels in its variables would be copied, or printed."""
-    if isinstance(message["content"], str):
-        return dict(message)
-    parts = [{key: part[key] for key in ("type", *["text"] * (part["type"] == "text"))} for part in message["content"]]
-    return {**message, "content": parts}
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep only what a chat template needs: pixels in its variables would be copied, or printed.
+
+    Raises:
+        Refusal: `bad_row`: the arguments of a tool call are a text that is no JSON.
+    """
+    if not isinstance(message["content"], str):
+        content = [
+            {key: part[key] for key in ("type", *["text"] * (part["type"] == "text"))} for part in message["content"]
+        ]
+        message = {**message, "content": content}
+    message = without_nulls(message)
+    try:
+        return {**message, "tool_calls": with_arguments(message["tool_calls"])} if "tool_calls" in message else message
+    except ValueError as error:
+        raise Refusal("bad_row", f"it has {error}; write them as an object") from error

@@ -11,13 +11,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
 from vlmpack.data.readers import Rows, StoredRows
+from vlmpack.data.tool_calls import CALLING, calls_in, read_tools
 from vlmpack.errors import ConfigError, SampleError
 
 SHAPES = (("query", "response"), ("instruction", "output"), ("response",), ("txt",))
@@ -171,8 +171,8 @@ def as_messages(row: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a text is none, or the history is no list of pairs.
     """
-    if isinstance(row.get("tools"), str):  # LLaMA-Factory writes the list as JSON
-        row = {**row, "tools": json.loads(row["tools"] or "[]")}
+    if isinstance(row.get("tools"), str):
+        row = {**row, "tools": read_tools(row["tools"])}
     if not is_foreign(row):
         return row
     if _holds_pairs(row.get("conversation")):
@@ -234,20 +234,9 @@ def _tagged(turn: Any, tags: TurnTags) -> dict[str, Any]:
         raise ValueError(f"has a turn of the role {role!r}, which the tags do not name ({', '.join(tags.roles)})")
     message = {key: value for key, value in turn.items() if key not in (tags.role, tags.content)}
     message |= {"role": tags.roles.get(role, role), "content": turn[tags.content]}
-    return _calling(message) if message["role"] == "function_call" else message
-
-
-def _calling(message: Mapping[str, Any]) -> dict[str, Any]:
+    if message["role"] not in CALLING:
+        return message
     try:
-        calls = json.loads(message["content"])
-        functions = [{"name": call["name"], "arguments": call["arguments"]} for call in _as_list(calls)]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"has a function call that is no JSON of a name and its arguments: {message['content']!r:.60}"
-        ) from error
-    calls = [{"type": "function", "function": function} for function in functions]
-    return {**message, "role": "assistant", "content": "", "tool_calls": calls}
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+        return {**message, "role": "assistant", "content": "", "tool_calls": calls_in(message["content"])}
+    except ValueError as error:
+        raise ValueError(f"has {error}") from error
