@@ -251,6 +251,31 @@ def test_a_processor_with_a_rule_of_its_own_is_not_trusted(odd: Any) -> None:
     assert collator.measure(chat("?", "a")).num_tokens
 
 
+BOUNDS_SET_LATER = {
+    "the most": {"max_pixels": 9 * 1024},
+    "both": {"min_pixels": 25 * 1024, "max_pixels": 49 * 1024},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Passing .min_pixels. and .max_pixels.:FutureWarning")
+@pytest.mark.parametrize("name", BOUNDS_SET_LATER)
+def test_bounds_that_are_set_on_the_processor_later_hold_for_measuring_too(name: str) -> None:
+    processor = tiny_processor()
+    before = VLMCollator(processor).measure(chat("?", "a", picture(400, 300))).num_tokens
+    for key, value in BOUNDS_SET_LATER[name].items():
+        setattr(processor.image_processor, key, value)
+    collator = VLMCollator(processor)
+    for size in ((400, 300), (61, 40)):
+        feature = chat("?", "a", picture(*size))
+        plain = processor.image_processor(images=[picture(*size)], return_tensors="pt")["image_grid_thw"]
+        assert collator.measure(feature).images[0].grid == tuple(plain[0].tolist())
+        assert torch.equal(
+            collator.decode([collator.measure(feature)]).input_ids, collator.collate([feature]).input_ids
+        )
+    if name == "both":  # transformers before 5.23 takes them together only
+        assert collator.measure(chat("?", "a", picture(400, 300))).num_tokens != before
+
+
 # ---------------------------------------------------------------------- an estimate
 
 

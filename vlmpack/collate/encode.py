@@ -133,8 +133,7 @@ class Encoder:
         name = self._by_processor.expert_types if self.metadata.by_processor else None
         if name is None or feature.get(name) is None:
             return feature
-        ids = sample.input_ids
-        check_expert_types(feature, name, ids, self.processor.create_moe_mm_token_type_ids(ids))
+        check_expert_types(feature, name, self.processor.create_moe_mm_token_type_ids(sample.input_ids))
         return {column: value for column, value in feature.items() if column != name}
 
     def _check_unread(self, feature: Mapping[str, Any], *, has_media: bool, texts: Sequence[str]) -> None:
