@@ -276,6 +276,34 @@ def test_bounds_that_are_set_on_the_processor_later_hold_for_measuring_too(name:
         assert collator.measure(chat("?", "a", picture(400, 300))).num_tokens != before
 
 
+def asked_of_frames(**keys: Any) -> dict[str, Any]:
+    video = {"type": "video", "video": [picture(64, 64)] * 4, **keys}
+    turns = [{"role": "user", "content": [video, {"type": "text", "text": "?"}]}, {"role": "assistant", "content": "a"}]
+    return {"messages": turns}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"fps": 1.0},
+        {"nframes": 2},
+        {"video_start": 1},
+        {"timestamps": [0.5, 4, 9, 20]},
+        {"fps": 30.0, "frames_indices": [0, 30, 90, 300]},
+        {"total_num_frames": 9},
+    ],
+)
+def test_keys_that_say_when_the_frames_of_a_list_are_are_refused_by_name(keys: dict[str, Any]) -> None:
+    collator = VLMCollator(tiny_processor())
+    for read in (collator.measure, lambda feature: collator.collate([feature])):
+        with pytest.raises(
+            SampleError, match=f"video 0: {next(iter(keys))}=.* is not read: .* sample_fps says"
+        ) as seen:
+            read(asked_of_frames(**keys))
+        assert seen.value.reason == "vision_key"
+    assert collator.measure(asked_of_frames(**dict.fromkeys(keys), sample_fps=4)).videos[0].timestamps == (0.125, 0.625)
+
+
 # ---------------------------------------------------------------------- an estimate
 
 

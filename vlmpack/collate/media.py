@@ -26,7 +26,7 @@ from vlmpack.collate.encoded import Encoded, Visual, check_pixels, tokens_of
 from vlmpack.collate.processor_metadata import ProcessorMetadata, pixel_bounds
 from vlmpack.collate.video import VideoSettings, load_video, measure_video
 from vlmpack.collate.video_file import DEFAULT_RULES, FILE_TYPES, FileRules, load_video_file, measure_video_file
-from vlmpack.collate.vision_keys import Size, check_enlarged, has_image_keys, image_size, resize
+from vlmpack.collate.vision_keys import Size, check_enlarged, check_times, has_image_keys, image_size, resize
 from vlmpack.data import ImageError, ImageLimits, load_image, read_size
 from vlmpack.errors import ConfigError, Refusal, VlmpackError
 from vlmpack.layout import Grid
@@ -236,7 +236,9 @@ class MediaReader:
     def _video(self, ref: MediaRef, read: Callable[..., Visual], read_file: Callable[..., Visual]) -> Visual:
         settings = VideoSettings.from_processor(self.video_processor or self.image_processor)
         element = {**ref.options, "video": ref.source}
-        if isinstance(ref.source, FILE_TYPES):
+        is_file = isinstance(ref.source, FILE_TYPES)
+        check_times(element, is_file=is_file)
+        if is_file:
             video = read_file(element, settings=settings, rules=self.file_rules)
         else:
             video = read(element, settings=settings, limits=self.limits)
@@ -268,7 +270,7 @@ class MediaReader:
         """The grid by transformers' own rule; `bounds` of the area, None: the processor's."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        low, high = bounds or pixel_bounds(self.image_processor)
+        low, high = bounds or pixel_bounds(self.image_processor, self.image_processor.size)
         return self._grid_of(*smart_resize(height, width, self._unit, min_pixels=low, max_pixels=high))
 
     def _unresized(self, height: int, width: int) -> Grid:

@@ -91,9 +91,7 @@ def file_rules_of(
     if limits is not None:
         check_kind("video_limits", limits, VideoLimits, "VideoLimits(max_frames=10_000)")
     video_processor = None if metadata.by_processor else parts_of(processor).video_processor
-    rules = (
-        DEFAULT_RULES if video_processor is None else _rules(video_processor.to_dict(), pixel_bounds(video_processor))
-    )
+    rules = DEFAULT_RULES if video_processor is None else _rules(video_processor)
     return replace(
         rules,
         is_per_clip=metadata.frame_timestamps,
@@ -102,7 +100,8 @@ def file_rules_of(
     )
 
 
-def _rules(values: Mapping[str, Any], bounds: tuple[int, int]) -> FileRules:
+def _rules(video_processor: Any) -> FileRules:
+    values = video_processor.to_dict()
     num_frames = values.get("num_frames")
     return FileRules(
         sampling=FrameSampling(
@@ -111,7 +110,7 @@ def _rules(values: Mapping[str, Any], bounds: tuple[int, int]) -> FileRules:
             min_frames=values["min_frames"],
             max_frames=values["max_frames"],
         ),
-        bounds=bounds,
+        bounds=pixel_bounds(video_processor, values["size"]),
         is_capped=bool(values.get("cap_pixels_per_frame")),
         max_tokens=values.get("max_video_tokens") or 0,
     )

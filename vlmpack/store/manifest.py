@@ -310,7 +310,7 @@ def _image_settings(image_processor: Any, metadata: ProcessorMetadata) -> dict[s
     if metadata.by_processor:  # of which no setting is known to have no effect
         text = json.dumps(settings, sort_keys=True, default=str)
         return {"settings": _short_digest(text)}
-    fewest, most = pixel_bounds(image_processor)
+    fewest, most = pixel_bounds(image_processor, image_processor.size)
     return {
         **{name: settings.get(name) for name in IMAGE_SETTINGS},
         "min_pixels": fewest,
