@@ -277,9 +277,8 @@ def test_bounds_that_are_set_on_the_processor_later_hold_for_measuring_too(name:
 
 
 def asked_of_frames(**keys: Any) -> dict[str, Any]:
-    video = {"type": "video", "video": [picture(64, 64)] * 4, **keys}
-    turns = [{"role": "user", "content": [video, {"type": "text", "text": "?"}]}, {"role": "assistant", "content": "a"}]
-    return {"messages": turns}
+    turns = [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "a"}]
+    return {"messages": turns, "videos": [{"video": [picture(64, 64)] * 4, **keys}]}
 
 
 @pytest.mark.parametrize(

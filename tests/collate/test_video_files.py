@@ -408,12 +408,17 @@ def test_rules_are_read_off_the_video_processor() -> None:
     )
 
 
+def in_column(video: Any, **keys: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": "<video>What happens?"}, {"role": "assistant", "content": "It counts."}]
+    return {"messages": turns, "videos": [{"video": video, **keys}]}
+
+
 @pytest.mark.parametrize(
     "keys", [{"timestamps": [0.5, 4]}, {"frames_indices": [0, 30]}, {"video_metadata": {"fps": 9}}]
 )
 def test_keys_that_say_when_a_files_frames_are_are_refused_by_name(keys: dict[str, Any], clip: bytes) -> None:
     with pytest.raises(SampleError, match=f"{next(iter(keys))}=.* is not read: a file's frames have their times in it"):
-        collator_of("qwen3_vl").measure(asked(clip, **keys))
+        collator_of("qwen3_vl").measure(in_column(clip, **keys))
 
 
 @pytest.mark.filterwarnings("ignore:Passing .min_pixels. and .max_pixels.:FutureWarning")

@@ -38,7 +38,7 @@ def chat(picture: Path, at: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`mixed`, whose contents are JSON; `calls`, whose messages are; each as Parquet and as `save_to_disk` writes it."""
+    """`mixed`, whose contents are JSON, and `calls`, whose messages are: as Parquet and as `save_to_disk` writes it."""
     folder = tmp_path_factory.mktemp("json")
     picture = folder / "a.png"
     Image.new("RGB", (64, 64), "red").save(picture)

@@ -7,9 +7,9 @@
 
 A message's content is a string or a list of parts; a part is a text, or an image, video or audio with its source inside
 (`{"type": "image", "image": PIL | path | bytes | {"bytes", "path"}}`) or without one, which then comes from the
-`images` / `image` / `videos` / `video` column, in order. Where no message has such a part, `<image>` and `<video>` in
-the text of users are the places of the column's media, if there are as many. Keys that are None, or structs of None,
-count as absent: Arrow writes them.
+column of its kind (`images` / `image`, `videos` / `video`, `audios` / `audio`), in order. Where no message has such a
+part, `<image>`, `<video>` and `<audio>` in users' texts are the places of the column's media, if there are as many.
+Keys that are None, or structs of None, count as absent: Arrow writes them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from vlmpack.collate.columns import (
     Markers,
     MediaRef,
     check_columns_filled,
+    check_inline_media,
     check_markers,
     check_one_form,
     column_media,
@@ -82,14 +83,22 @@ class Turn:
 def read_turns(value: Any, column: str, marked: Collection[str] = (), *, has_audio: bool = False) -> list[Turn]:
     """The turns of a column: messages with role and content, Qwen's turns with from and value, or Cauldron's pairs.
 
-    In the texts of the latter, `<image>` and `<video>` are placeholders if they are among the kinds that are `marked`.
+    In the texts of the latter, `<image>`, `<video>` and `<audio>` are placeholders of the kinds that are `marked`.
     `has_audio`: parts may be audio.
 
     Raises:
         Refusal: `bad_row`: they are no turns, one of them is empty, or its role or its flag is not known.
     """
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
-        raise Refusal("bad_row", f"{column} must be a non-empty list of messages, got {short(value)}")
+        hint = ""
+        if isinstance(value, np.ndarray):
+            hint = ", as pandas and a numpy format give rows; give lists (dataset.with_format(None), value.tolist())"
+        elif isinstance(value, Mapping):
+            hint = (
+                " of lists, as datasets.Sequence stores turns; give a list of turns: [dict(zip(x, turn)) for turn in "
+                "zip(*x.values())]"
+            )
+        raise Refusal("bad_row", f"{column} must be a non-empty list of messages, got {short(value)}{hint}")
     if column == PAIRS_COLUMN:
         value = [turn for at, pair in enumerate(value) for turn in _pair(pair, f"{column}[{at}]")]
     is_qwen = isinstance(value[0], Mapping) and "from" in value[0]
@@ -359,9 +368,11 @@ def read_conversation(
             (`vision_key`).
     """
     present = {name: value for name, value in feature.items() if value is not None}
+    if has_vision and markers != "text":
+        check_inline_media(_raw_questions(present))
     marked = marked_kinds(feature, markers if has_vision else "text")
     conversation = _read(present, feature, marked, has_audio=has_audio)
-    media = {"image": conversation.images, "video": conversation.videos}
+    media = _media_of(conversation)
     check_markers(
         _questions(conversation),
         feature,
@@ -373,7 +384,7 @@ def read_conversation(
 
 def unplaced_marker(conversation: Conversation, feature: Mapping[str, Any]) -> Kind | None:
     """Return the kind of medium whose marker a user's text holds, of a sample without such media and their column."""
-    marked, media = marked_kinds(feature, "auto"), {"image": conversation.images, "video": conversation.videos}
+    marked, media = marked_kinds(feature, "auto"), _media_of(conversation)
     missing: list[Kind] = [kind for kind in KINDS if kind not in marked and not media[kind]]
     texts = list(_questions(conversation)) if missing else []
     return next((kind for kind in missing if any(f"<{kind}>" in text for text in texts)), None)
@@ -401,6 +412,26 @@ def check_answered(conversation: Conversation) -> None:
             f"{which} empty ({texts[-1]!r:.40}), so the end of a turn alone would be learnt; it needs an assistant "
             "turn or a completion with text in it, or train_on='all': write the answer, or leave the sample out",
         )
+
+
+def _media_of(conversation: Conversation) -> dict[Kind, tuple[MediaRef, ...]]:
+    return {"image": conversation.images, "video": conversation.videos, "audio": conversation.audios}
+
+
+def _raw_questions(present: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what users say, as it is written in the sample's columns."""
+    for name in ("messages", "conversation", "conversations", "prompt", PAIRS_COLUMN):
+        turns = present.get(name)
+        if name == "prompt" and isinstance(turns, str):
+            yield turns
+        for turn in turns if isinstance(turns, list | tuple) else ():
+            if not isinstance(turn, Mapping):
+                continue
+            is_question = _canonical(turn.get("role", turn.get("from"))) == "user"
+            said = turn.get("content", turn.get("value")) if is_question else turn.get("user")
+            parts = said if isinstance(said, list | tuple) else [said]
+            texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+            yield from (text for text in texts if isinstance(text, str))
 
 
 def _questions(conversation: Conversation) -> Iterator[str]:
@@ -449,7 +480,7 @@ def _conversation(turns: list[Turn], present: Mapping[str, Any], marked: Collect
     messages = [turn.message for turn in turns]
     videos = fill_placeholders(messages, present, "video", is_marked="video" in marked)
     images = fill_placeholders(messages, present, "image", is_marked="image" in marked)
-    audios = fill_placeholders(messages, present, "audio", is_marked=False)
+    audios = fill_placeholders(messages, present, "audio", is_marked="audio" in marked)
     learnt = tuple(turn.learnt for turn in turns if turn.message["role"] == "assistant")
     return Conversation(
         messages=tuple(map(_for_template, messages)),
