@@ -178,7 +178,8 @@ def test_a_path_inside_a_text_is_refused(text: str, kind: str, columns: dict[str
 
 
 @pytest.mark.parametrize(
-    "text", ["<image_1>What?", "What is in <ImageHere>?", "<|image_1|>\nWhat?", "See <image 1>.", "<|image|>?"]
+    "text",
+    ["<image_1>What?", "What is in <ImageHere>?", "<|image_1|>\nWhat?", "See <image 1>.", "<|image|>?", "<IMAGE>?"],
 )
 def test_another_librarys_place_is_not_learnt_beside_an_image_in_front(text: str) -> None:
     seen = refusal(asked(text, images=IMAGES[:1]))
@@ -223,3 +224,13 @@ def test_a_column_with_nothing_in_it_has_no_media(nothing: Any, column: str) -> 
 def test_an_image_that_is_missing_among_others_is_refused() -> None:
     seen = refusal(asked("?", images=[IMAGES[0], None]))
     assert (seen.reason, seen.message[:33]) == ("image_missing", "image 1 of the 2 in its column is")
+
+
+# ---------------------------------------------------------------------- captions
+
+
+def test_the_caption_of_an_audio_is_the_answer_to_it(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"audio": [0.25, 0.5], "response": "A dog."}))
+    read = read_conversation(open_dataset(tmp_path / "rows.jsonl")[0], has_audio=True)
+    assert read.messages == ({"role": "user", "content": [{"type": "audio"}]}, SAY)
+    assert [ref.source for ref in read.audios] == [[0.25, 0.5]]

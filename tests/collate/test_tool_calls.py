@@ -167,6 +167,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [ASK, {"role": "tool_call", "content": "price of tea"}]},
         "a function call that is no JSON of a name and its arguments: 'price of tea'",
     ),
+    "no call": (
+        {"messages": [ASK, {"role": "tool_call", "content": "[]"}]},
+        "a function call that is no JSON of a name and its arguments",
+    ),
     "tools": ({"messages": [ASK, ANSWER], "tools": "price, now"}, "tools that are a text have to be JSON, got 'price"),
     "tools that are a number": (
         {"messages": [ASK, ANSWER], "tools": "5"},

@@ -236,8 +236,11 @@ Markers = Literal["auto", "places", "text"]
 """The meaning of `<image>`, `<video>` and `<audio>` in a text: see `marked_kinds`."""
 _INLINE = re.compile(r"<(img|image|video|audio)>[^<>\n]+</\1>")
 """A medium by its path inside a text, as ms-swift and the first Qwen-VL have it."""
-_NUMBERED = re.compile(r"(?i)<\|?(image|img|video|audio)(?:\||[ _-]?(?:\d+|here|placeholder|token)\|?)>")
-"""Places of media as other libraries write them: `<image_1>`, `<|image_1|>`, `<ImageHere>`, `<|audio|>`."""
+_NUMBERED = re.compile(
+    r"(?i)<\|?(image|img|video|audio)(?:\||[ _-]?(?:\d+|here|placeholder|token)\|?)>|"
+    r"(?-i:<(IMAGE|Image|VIDEO|Video|AUDIO|Audio)>)"
+)
+"""Places of media as other libraries write them: `<image_1>`, `<|image_1|>`, `<ImageHere>`, `<|audio|>`, `<IMAGE>`."""
 
 _SOURCE_KEYS: dict[Kind, tuple[str, ...]] = {
     "image": ("image", "image_url", "url", "path", "bytes"),
@@ -349,7 +352,7 @@ def _check_numbered(messages: Sequence[Mapping[str, Any]], kind: Kind) -> None:
     for message in messages:
         texts = [part["text"] for part in _parts(message) if part["type"] == "text" and message["role"] == "user"]
         matches = (match for text in texts for match in _NUMBERED.finditer(text))
-        if match := next((m for m in matches if {"img": "image"}.get(m[1].lower(), m[1].lower()) == kind), None):
+        if match := next((m for m in matches if (m[1] or m[2]).lower().replace("img", "image") == kind), None):
             raise Refusal(
                 "ambiguous_media",
                 f"the user's text holds {match[0]!r}, which is no place of the {kind}(s) in the sample's column here; "

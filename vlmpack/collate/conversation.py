@@ -427,7 +427,8 @@ def _raw_questions(present: Mapping[str, Any]) -> Iterator[str]:
         for turn in turns if isinstance(turns, list | tuple) else ():
             if not isinstance(turn, Mapping):
                 continue
-            is_question = _canonical(turn.get("role", turn.get("from"))) == "user"
+            role = turn.get("role", turn.get("from"))
+            is_question = isinstance(role, str) and _canonical(role) == "user"
             said = turn.get("content", turn.get("value")) if is_question else turn.get("user")
             parts = said if isinstance(said, list | tuple) else [said]
             texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)

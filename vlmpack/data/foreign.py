@@ -201,11 +201,12 @@ def _turns(pairs: Sequence[tuple[Any, Any]]) -> list[dict[str, Any]]:
 
 
 def _media_turn(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A user who shows the images and videos of the row and says nothing; a row without any has no such turn."""
+    """A user who shows the media of the row and says nothing; a row without any has no such turn."""
     parts = []
-    for kind in ("image", "video"):
+    for kind in ("image", "video", "audio"):
         media = next((row[name] for name in (kind, f"{kind}s") if row.get(name) is not None), [])
-        parts += [{"type": kind}] * (len(media) if isinstance(media, list | tuple) else 1)
+        is_list = isinstance(media, list | tuple) and not (media and isinstance(media[0], float))  # of one audio
+        parts += [{"type": kind}] * (len(media) if is_list else 1)
     return [{"role": "user", "content": parts}] if parts else []
 
 

@@ -54,6 +54,8 @@ def calls_in(text: str) -> list[dict[str, Any]]:
         calls = json.loads(text)
         calls = calls if isinstance(calls, list) else [calls]
         functions = [{"name": call["name"], "arguments": _arguments(call["arguments"])} for call in calls]
+        if not functions:
+            raise ValueError("no call")
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"a function call that is no JSON of a name and its arguments: {text!r:.60}") from error
     return [{"type": "function", "function": function} for function in functions]
