@@ -17,6 +17,7 @@ import torch
 from vlmpack.collate import VLMCollator
 from vlmpack.data import open_dataset
 from vlmpack.errors import SampleError
+from vlmpack.layout import PackedRow
 from vlmpack.testing import tiny_processor
 
 TEMPLATE = (
@@ -123,6 +124,7 @@ def test_a_sample_is_what_transformers_makes_of_the_plain_one(form: str, tmp_pat
 
 def test_the_calls_are_learnt() -> None:
     row = COLLATOR.collate([{"messages": SWIFT, "tools": json.dumps(TOOLS)}])
+    assert isinstance(row, PackedRow)
     assert row.shift_labels is not None
     learnt = PROCESSOR.tokenizer.decode(row.shift_labels[row.shift_labels >= 0])
     written = "".join(f"[{json.dumps(each['function'])}]" for each in CALLS)

@@ -119,8 +119,7 @@ def test_what_is_no_json_is_a_bad_sample(tmp_path: Path) -> None:
     texts = pyarrow.array([*good, "{"]).cast(pyarrow.json_())
     table = pyarrow.table({"messages": pyarrow.ListArray.from_arrays([0, 2, 3], texts)})
     datasets.Dataset(table).save_to_disk(str(tmp_path / "rows"))
-    for options in ({}, {"branches": "turns"}):
-        dataset = open_dataset(tmp_path / "rows", **options)
+    for dataset in (open_dataset(tmp_path / "rows"), open_dataset(tmp_path / "rows", branches="turns")):
         with pytest.raises(SampleError, match=r"^sample 1: a column of the feature Json cannot be decoded") as seen:
             dataset[1]
         assert seen.value.reason == "row_unreadable"

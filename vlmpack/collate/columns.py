@@ -316,7 +316,7 @@ def _by_index(column: tuple[MediaRef, ...], placeholders: Sequence[Mapping[str, 
     Raises:
         Refusal: `ambiguous_media`: the indices are not those of the column's media.
     """
-    indices = [part.get("index") for part in placeholders]
+    indices: list[Any] = [part.get("index") for part in placeholders]
     if all(index is None for index in indices):
         return list(column)
     if sorted(indices, key=repr) != sorted(range(len(column)), key=repr):

@@ -526,8 +526,10 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
             {key: part[key] for key in ("type", *["text"] * (part["type"] == "text"))} for part in message["content"]
         ]
         message = {**message, "content": content}
-    message = without_nulls(message)
-    try:
-        return {**message, "tool_calls": with_arguments(message["tool_calls"])} if "tool_calls" in message else message
-    except ValueError as error:
-        raise Refusal("bad_row", f"it has {error}; write them as an object") from error
+    written: dict[str, Any] = without_nulls(message)
+    if "tool_calls" in written:
+        try:
+            written["tool_calls"] = with_arguments(written["tool_calls"])
+        except ValueError as error:
+            raise Refusal("bad_row", f"it has {error}; write them as an object") from error
+    return written
