@@ -125,7 +125,21 @@ def test_what_is_no_json_is_a_bad_sample(tmp_path: Path) -> None:
         assert seen.value.reason == "row_unreadable"
 
 
-def test_a_text_that_became_a_number_is_refused_with_its_cause() -> None:
-    messages = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": 42}]
-    with pytest.raises(SampleError, match=r"got int; a text such as '42' in a datasets.Json column is read as a num"):
+@pytest.mark.parametrize("text", ["42", "true", '{"total": 5}', '[{"box": [1, 2]}]', "[1, 2]"])
+def test_a_text_that_is_json_itself_is_refused_with_its_cause(text: str, tmp_path: Path) -> None:
+    """`datasets` stores it without quotes, so that it comes back as a number, a mapping or a list."""
+    turns = [[{"role": "user", "content": content}, {"role": "assistant", "content": text}] for content in ("?", ["?"])]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+    loaded = datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(SampleError, match=r"a text that is JSON itself, .* is no text any more in a column"):
+        COLLATOR.collate([loaded[0]])
+    assert COLLATOR.collate([open_dataset(file)[0]]).metadata is not None
+
+
+def test_messages_that_are_json_text_are_refused_with_the_way_to_read_them() -> None:
+    messages = json.dumps([{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}])
+    with pytest.raises(SampleError, match="which is JSON text; cast the column"):
         COLLATOR.collate([{"messages": messages}])
+    table = datasets.Dataset.from_dict({"messages": [messages]}).cast_column("messages", datasets.Json())
+    assert COLLATOR.collate([table[0]]).metadata is not None

@@ -60,6 +60,10 @@ FLAGS = ("weight", "loss", "train")
 """Keys by which an assistant's turn is learnt or not: of OpenAI, ms-swift and axolotl."""
 SPEAKING = ("tool_calls", "reasoning_content")
 """Keys with which a turn needs no content."""
+_READ_AS_JSON = (
+    "; a text that is JSON itself, such as '42' or '{\"total\": 5}', is no text any more in a column of datasets.Json: "
+    "open the file of JSON that it came from with open_dataset"
+)
 _PAYLOADS = {
     "text": ("text",),
     "image": ("image", "images", "image_url"),
@@ -91,7 +95,9 @@ def read_turns(value: Any, column: str, marked: Collection[str] = (), *, has_aud
     """
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
         hint = ""
-        if isinstance(value, np.ndarray):
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            hint = ", which is JSON text; cast the column (dataset.cast_column(name, datasets.Json())), or parse it"
+        elif isinstance(value, np.ndarray):
             hint = ", as pandas and a numpy format give rows; give lists (dataset.with_format(None), value.tolist())"
         elif isinstance(value, Mapping):
             hint = (
@@ -153,11 +159,8 @@ def _turn(message: Any, where: str, *, has_audio: bool) -> Turn:
         kinds = ("text", "image", "video", "audio")[: 4 if has_audio else 3]
         content = [_part(part, f"{where}.content[{i}]", kinds) for i, part in enumerate(content)]
     elif not isinstance(content, str):
-        hint = (
-            "; a text such as '42' in a datasets.Json column is read as a number: open the JSON file that it came from"
-        )
-        hint = hint if isinstance(content, Number) else ""
-        raise Refusal("bad_row", f"{where}.content must be a string or a list of parts, got {short(content)}{hint}")
+        fault = f"{where}.content must be a string or a list of parts, got {short(content)}"
+        raise Refusal("bad_row", f"{fault}{_READ_AS_JSON if isinstance(content, Number) else ''}")
     _check_no_payload(message, where, but=())
     rest = {key: value for key, value in message.items() if value is not None and key not in FLAGS}
     return Turn(message={**rest, "content": content}, learnt=_learnt(message, message["role"], where))
@@ -185,7 +188,8 @@ def _part(part: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
-        raise Refusal("bad_row", f"{where} must be a mapping with a type, got {short(part)}")
+        hint = _READ_AS_JSON if isinstance(part, Number) else ""
+        raise Refusal("bad_row", f"{where} must be a mapping with a type, got {short(part)}{hint}")
     part = {key: value for key, value in part.items() if not is_absent(value)}
     kind = part.get("type") or next((k for k in ("image", "image_url", "video", "audio", "text") if k in part), "")
     if not isinstance(kind, str):
@@ -193,7 +197,8 @@ def _part(part: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
     kind = {"image_url": "image", "video_url": "video", "input_image": "image", "input_text": "text"}.get(kind, kind)
     if kind not in kinds:
         usable = f"{', '.join(kinds[:-1])} and {kinds[-1]}"
-        raise Refusal("bad_row", f"{where} is of type {kind!r}; only {usable} parts can be used")
+        hint = "" if kind else _READ_AS_JSON
+        raise Refusal("bad_row", f"{where} is of type {kind!r}; only {usable} parts can be used{hint}")
     if kind == "text" and not isinstance(part.get("text"), str):
         raise Refusal("bad_row", f"{where} is a text part without a text, got {short(part)}")
     _check_no_payload(part, where, but=_PAYLOADS[kind])
@@ -340,8 +345,6 @@ class Conversation:
 
 def _strings(value: Any) -> Iterator[str]:
     """The strings inside nested values, keys included; of what is neither nested nor a number, its text."""
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
     if isinstance(value, list | tuple | set | frozenset):
