@@ -181,6 +181,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_a_call_with_a_medium_in_it_is_refused() -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": TEXTS[0]}]
+    with pytest.raises(SampleError, match="a function call with a part of type 'image'; a call is JSON text alone"):
+        COLLATOR.collate([{"messages": [ASK, {"role": "tool_call", "content": parts}]}])
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_no_json_is_refused(name: str) -> None:
     row, message = BAD[name]

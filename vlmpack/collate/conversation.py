@@ -261,16 +261,19 @@ def _with_call(turns: list[Turn], turn: Turn) -> list[Turn]:
     Raises:
         Refusal: `bad_row`: it is no such JSON.
     """
-    message = turn.message
+    message, before = turn.message, turns[-1] if turns else None
+    parts = [] if isinstance(message["content"], str) else message["content"]
+    if medium := next((part["type"] for part in parts if part["type"] != "text"), None):
+        raise Refusal("bad_row", f"it has a function call with a part of type {medium!r}; a call is JSON text alone")
+    is_more = before is not None and before.message["role"] == "assistant" and before.learnt == turn.learnt
+    is_more = is_more and message.keys() == {"role", "content"}
     try:
         calls = calls_in(text_of(message))
+        if before is not None and is_more:
+            calls = [*with_arguments(before.message.get("tool_calls") or []), *calls]
+            return [*turns[:-1], replace(before, message={**before.message, "tool_calls": calls})]
     except ValueError as error:
         raise Refusal("bad_row", f"it has {error}; a turn of the role assistant may say anything") from error
-    before = turns[-1] if turns else turn
-    is_more = before.message["role"] == "assistant" and turns and before.learnt == turn.learnt
-    if is_more and message.keys() == {"role", "content"}:
-        calls = [*(before.message.get("tool_calls") or []), *calls]
-        return [*turns[:-1], replace(before, message={**before.message, "tool_calls": calls})]
     return [*turns, replace(turn, message={**message, "content": "", "tool_calls": calls})]
 
 
