@@ -2259,9 +2259,30 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "token types of a sample are compared",
             "tokenised.py",
-            "if len(values) != len(types) or (values != types).any():",
-            "if len(values) != len(types):",
+            "if len(values) != count or (values[keep] != types).any():",
+            "if len(values) != count:",
             "collate/test_checks.py -k disagree",
+        ),
+        (
+            "labels of more tokens than there are ids are refused",
+            "tokenised.py",
+            "        if len(column) != count:",
+            "        if len(column) < count:",
+            "collate/test_checks.py -k more_tokens",
+        ),
+        (
+            "a part takes the image that its index names",
+            "columns.py",
+            "return [column[index] for index in indices]",
+            "return list(column)",
+            "collate/test_placeholders.py -k index_names",
+        ),
+        (
+            "bounds that are set on a processor later hold",
+            "processor_metadata.py",
+            'size = part._standardize_kwargs(size=size, **set_later)["size"]',
+            "pass",
+            "collate/test_media.py -k set_on_the",
         ),
         (
             "keys beside an image enlarge it within bounds",
@@ -2441,8 +2462,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "names of files are looked into",
             "columns.py",
-            "return bool(_FILE_COLUMN.fullmatch(name)) and",
-            "return False and",
+            "return bool(_FILE_COLUMN.fullmatch(name)) and isinstance(values[0], str)",
+            "return False and isinstance(values[0], str)",
             "collate/test_columns.py",
         ),
         (
@@ -2758,6 +2779,20 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *_of(
         "data",
+        (
+            "nulls that Arrow adds are absent at every depth",
+            "tool_calls.py",
+            "return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}",
+            "return {key: inner for key, inner in value.items() if inner is not None}",
+            "collate/test_tool_calls.py",
+        ),
+        (
+            "columns of JSON are decoded in structs",
+            "readers.py",
+            "return {name: _from_json(value[name], inner) for name, inner in feature.items()}",
+            "return value",
+            "data/test_json_features.py",
+        ),
         (
             "branches: a record without questions is a sample",
             "branches.py",

@@ -58,9 +58,9 @@ class VLMCollator:
             it, "truncate" cuts it between messages or beside an image, never inside one.
         train_on: "assistant" learns the assistant's turns, their end included (of prompt and completion only the
             completion); "all" learns everything but media tokens. Labels of tokenised samples are kept.
-        markers: the meaning of `<image>` and `<video>` in a text. "auto": placeholders of the media in a sample's
-            columns, and text in a sample without such a column; "places": always placeholders, refused without their
-            medium; "text": always text.
+        markers: the meaning of `<image>`, `<video>` and `<audio>` in a text. "auto": placeholders of the media in a
+            sample's columns, and text in a sample without such a column; "places": always placeholders, refused without
+            their medium; "text": always text.
         on_bad: "raise" stops at the first bad sample, "skip" leaves it out, counts it and writes it down.
         skip_log: path of a JSON-lines file for refused samples; None: they are only counted, and a `SkippedWarning`
             says so at the first.

@@ -133,8 +133,7 @@ class Encoder:
         name = self._by_processor.expert_types if self.metadata.by_processor else None
         if name is None or feature.get(name) is None:
             return feature
-        ids = sample.input_ids
-        check_expert_types(feature, name, ids, self.processor.create_moe_mm_token_type_ids(ids))
+        check_expert_types(feature, name, self.processor.create_moe_mm_token_type_ids(sample.input_ids))
         return {column: value for column, value in feature.items() if column != name}
 
     def _check_unread(self, feature: Mapping[str, Any], *, has_media: bool, texts: Sequence[str]) -> None:
@@ -176,7 +175,7 @@ class Encoder:
         audios = hear(conversation.audios)
         if conversation.plain:
             prompt, completion = conversation.plain
-            conversation = replace(conversation, plain=(self._marked(prompt, images, videos), completion))
+            conversation = replace(conversation, plain=(self._marked(prompt, images, videos, audios), completion))
         if self.metadata.by_processor:
             return self._by_processor.encode(conversation, images)
         if conversation.plain:
@@ -282,10 +281,16 @@ class Encoder:
         before, after = self._expand(prompt, *media), self._ids(completion)
         return np.concatenate((before, after)), [(len(before), len(before) + len(after))]
 
-    def _marked(self, prompt: str, images: Sequence[Visual], videos: Sequence[Visual]) -> str:
-        """A plain prompt with its `<image>` and `<video>` as placeholders, if it does not hold these itself."""
-        kinds = (("image", self.metadata.image_token, len(images)), ("video", self.metadata.video_token, len(videos)))
-        for kind, token, count in kinds:
+    def _marked(self, prompt: str, images: Sequence[Visual], videos: Sequence[Visual], audios: Sequence[Visual]) -> str:
+        """A plain prompt with its `<image>`, `<video>` and `<audio>` as placeholders, if it does not hold these."""
+        metadata = self.metadata
+        seen, heard = (metadata.vision_start, metadata.vision_end), (metadata.audio_start, metadata.audio_end)
+        kinds = (
+            ("image", metadata.image_token, len(images), seen),
+            ("video", metadata.video_token, len(videos), seen),
+            ("audio", metadata.audio_token, len(audios), heard),
+        )
+        for kind, token, count, (start, end) in kinds:
             marker = f"<{kind}>"
             if not count or token in prompt or self.markers == "text":
                 continue
@@ -295,7 +300,7 @@ class Encoder:
                     f"its prompt holds {marker!r} {prompt.count(marker)} time(s) for {count} {kind}(s); write one for "
                     "each, where it belongs in the text, or give prompt and completion as lists of messages",
                 )
-            prompt = prompt.replace(marker, f"{self.metadata.vision_start}{token}{self.metadata.vision_end}")
+            prompt = prompt.replace(marker, f"{start}{token}{end}")
         return prompt
 
     def _ids(self, text: str) -> np.ndarray:

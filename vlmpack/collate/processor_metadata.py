@@ -201,6 +201,18 @@ def parts_of(processor: Any) -> ProcessorParts:
     )
 
 
+def pixel_bounds(part: Any, size: Any) -> tuple[int, int]:
+    """Read the fewest and most pixels by which an image or video processor of this `size` resizes.
+
+    Those of its size, or `min_pixels` and `max_pixels` set on it after loading, where the installed transformers
+    takes these.
+    """
+    set_later = {name: getattr(part, name, None) for name in ("min_pixels", "max_pixels")}
+    if any(value is not None for value in set_later.values()):
+        size = part._standardize_kwargs(size=size, **set_later)["size"]
+    return size["shortest_edge"], size["longest_edge"]
+
+
 def read_processor(processor: Any, *, vocab_size: int | None = None) -> ProcessorMetadata:
     """Read the metadata of the processor of any family, or of a text model's tokenizer.
 
