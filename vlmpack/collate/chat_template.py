@@ -109,7 +109,8 @@ class ChatTemplate:
                 "template, use train_on='all', or give tokenised samples with labels",
                 of_all=not spans,
             )
-        return [self._with_end(text, span) for span in spans]
+        answers = [at for at, role in enumerate(roles) if role == "assistant"]
+        return [self._with_end(text, span, roles[at + 1 :]) for at, span in zip(answers, spans, strict=True)]
 
     def is_ended(self, said: str) -> bool:
         """Return whether the text of an answer ends with a token that the template writes, blanks behind it aside."""
@@ -178,20 +179,33 @@ class ChatTemplate:
         said = answer[len(question) :]
         return len(question), len(question) + len(said.rstrip() if self.is_ended(said) else said)
 
-    def _with_end(self, text: str, span: Span) -> Span:
-        """Extend an answer by the token that ends it, where the template writes that behind it."""
+    def _with_end(self, text: str, span: Span, following: Sequence[str]) -> Span:
+        """Extend an answer by the token that ends it, where the template writes that behind it.
+
+        The beginning of another turn is one only where a user or a tool speaks: nothing else stops the model there.
+        """
         start, stop = span
         if self.is_ended(text[start:stop]) or not (end := self._end.match(text, stop)):
             return span
-        return start, end.end()
+        is_end = not following or following[0] in ("user", "tool") or end.group().strip() == self._own_end
+        return (start, end.end()) if is_end else span
+
+    @property
+    def likely_end(self) -> str:
+        """A token that the template writes between an answer and a question, or else the end of a text."""
+        return self._behind("user") or parts_of(self.processor).tokenizer.eos_token
 
     @cached_property
-    def likely_end(self) -> str:
-        """The token that the template writes between an answer and the next question, or else the end of a text."""
-        question, answer = ({"role": role, "content": text} for role, text in (("user", "?"), ("assistant", probe(0))))
-        text = self._tried(self._formed([question, answer, question]))
+    def _own_end(self) -> str:
+        return self._behind()
+
+    def _behind(self, *following: str) -> str:
+        """The special token that the template writes right behind an answer which these roles follow; "": none."""
+        turns = [{"role": role, "content": "?"} for role in ("user", "assistant", *following)]
+        turns[1]["content"] = probe(0)
+        text = self._tried(self._formed(turns))
         end = self._end.match(text, text.find(probe(0)) + len(probe(0))) if is_written(text) else None
-        return end.group().strip() if end else parts_of(self.processor).tokenizer.eos_token
+        return end.group().strip() if end else ""
 
     @cached_property
     def _end(self) -> re.Pattern[str]:

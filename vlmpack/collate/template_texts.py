@@ -85,7 +85,7 @@ class TextCheck:
         """Refuse a conversation of which a text is not in `text`, as the template wrote it, or a key is not read.
 
         Templates may strip blanks around a text, leave out the thoughts of all answers but the last, and write what
-        tools return as JSON.
+        tools return or are called with as JSON or Python has it.
 
         Raises:
             Refusal: `template_ignores`.
@@ -158,10 +158,10 @@ def is_written(text: str, number: int = 0) -> bool:
 
 
 def _place(leaf: Leaf, role: str, text: str) -> int:
-    """Find a probe; what tools return, and what is no content, may be written as JSON too."""
+    """Find a probe; what tools return or are called with may be written as JSON or Python has it too."""
     forms = [leaf.text]
     if not leaf.is_content or role == "tool":
-        forms += [json.dumps(leaf.text, ensure_ascii=False)[1:-1]]
+        forms += [json.dumps(leaf.text, ensure_ascii=False)[1:-1], repr(leaf.text)[1:-1]]
     return next((place for form in forms if (place := text.find(form)) >= 0), -1)
 
 
