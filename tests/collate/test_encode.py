@@ -383,7 +383,9 @@ def test_a_template_without_chatml_is_a_mistake_of_the_setup_with_a_remedy():
 
 
 def test_a_template_that_swallows_an_answer_s_header_is_noticed():
-    template = CHAT_TEMPLATE.replace("message['role'] + '\\n'", "('reply' if loop.index > 2 else message['role']) + '\\n'")
+    template = CHAT_TEMPLATE.replace(
+        "message['role'] + '\\n'", "('reply' if loop.index > 2 else message['role']) + '\\n'"
+    )
     messages = chat()["messages"] * 2
     with pytest.raises(Refusal, match=r"wrote 1 .*assistant' turns for 2 assistant messages") as caught:
         encoder(tiny_processor(chat_template=template)).encode({"messages": messages})

@@ -213,7 +213,9 @@ def test_the_processor_s_own_template_comes_before_the_tokenizer_s(
 
 
 def test_the_tokenizer_s_template_is_taken_where_there_is_no_other(tmp_path: Path) -> None:
-    assert load_processor(folder_with(tmp_path, "qwen2_5_vl", {}, of_tokenizer=OF_TOKENIZER)).chat_template == OF_TOKENIZER
+    assert (
+        load_processor(folder_with(tmp_path, "qwen2_5_vl", {}, of_tokenizer=OF_TOKENIZER)).chat_template == OF_TOKENIZER
+    )
 
 
 def test_a_template_is_autoprocessor_s(tmp_path: Path) -> None:

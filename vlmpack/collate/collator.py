@@ -404,7 +404,9 @@ def _ignored_keys(keys: Collection[str]) -> tuple[str, ...]:
     if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
         raise ConfigError(f"ignored_keys={keys!r} must be names of keys, such as ('id', 'timestamp')")
     if needed := {"role", "content", "from", "value", "type", "text"}.intersection(keys):
-        raise ConfigError(f"ignored_keys={keys!r} would leave {', '.join(sorted(needed))} out, which every message needs")
+        raise ConfigError(
+            f"ignored_keys={keys!r} would leave {', '.join(sorted(needed))} out, which every message needs"
+        )
     return tuple(keys)
 
 

@@ -24,8 +24,8 @@ from vlmpack.errors import Refusal
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant's thoughts, which templates may leave out of all answers but the last."""
-_LINKS = ("id", "type", "index", "tool_call_id")
-"""Keys that tie a tool's result to its call, at any depth: they say nothing themselves."""
+_LINKS = ("id", "type", "index")
+"""Keys inside calls and the like that say nothing themselves."""
 _TAGS = re.compile(r"(</?think>)")
 """Marks around thoughts inside the content of an answer."""
 _THOUGHT = "thought"
@@ -149,7 +149,7 @@ class TextCheck:
 
 def probe(number: int) -> str:
     """A text that stands in what a template writes only if the template writes it as it is."""
-    return f"probe {number}:\n\"it's\" {number}."
+    return f'probe {number}:\n"it\'s" {number}.'
 
 
 def is_written(text: str, number: int = 0) -> bool:
@@ -198,7 +198,7 @@ def _ignored(leaf: Leaf, messages: Sequence[Mapping[str, Any]]) -> Refusal:
 def map_texts(message: Mapping[str, Any], at: int, visit: Callable[[int, str, str], str]) -> dict[str, Any]:
     """Copy a message, each text that has more than blanks in it replaced by what `visit` makes of its place and itself.
 
-    Keys that tie results to calls are left as they are.
+    Numbers and kinds of calls, and the keys of a tool's result that name its call, are left as they are.
     """
 
     def seen(path: str, text: str) -> str:
@@ -241,7 +241,7 @@ def map_texts(message: Mapping[str, Any], at: int, visit: Callable[[int, str, st
 
 def _extra(message: Mapping[str, Any]) -> list[str]:
     """The keys of a message that hold something, beside role, content, and what ties a result to its call."""
-    known = ("role", "content", *_LINKS, *(("name",) if message["role"] == "tool" else ()))
+    known = ("role", "content", *(("name", "tool_call_id") if message["role"] == "tool" else ()))
     return [key for key, value in message.items() if key not in known and not is_empty(value)]
 
 
