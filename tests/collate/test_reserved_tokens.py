@@ -1,4 +1,4 @@
-"""Special tokens in a text: those that the processor or the chat template writes are refused, any other one is learnt."""
+"""Special tokens in a text: those of the processor and the chat template are refused, any other one is learnt."""
 
 import pytest
 from chats import chat, learnt, needs, picture
@@ -83,6 +83,7 @@ RESERVED = [
 @pytest.mark.parametrize(("family", "token"), RESERVED)
 @pytest.mark.parametrize("who", ["user", "assistant"])
 @pytest.mark.each_value
+@pytest.mark.filterwarnings("ignore:a user's text holds '<(image|video)>':UserWarning")
 def test_what_the_processor_or_the_template_writes_is_refused(family, token, who):
     question, answer = (f"What {token if who == speaker else ''}" for speaker in ("user", "assistant"))
     message = refused(grounding_processor(family), chat(question, answer))

@@ -137,7 +137,10 @@ def test_parts_that_are_written_as_python_shows_them_are_refused_where_an_image_
 
 
 def test_strings_become_parts_where_the_template_reads_parts_alone():
-    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>\n{% endfor %}"
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{{ part.text }}{% endfor %}"
+        "<|im_end|>\n{% endfor %}"
+    )
     text, said = collated([SYSTEM, ASK, SAY], template)
     assert "system\nBe short.<|im_end|>" in text
     assert said == "It is 4<|im_end|>"
@@ -193,7 +196,8 @@ def test_a_key_that_the_template_writes_is_read():
 def test_what_ties_a_result_to_its_call_says_nothing():
     writes_calls = CHAT_TEMPLATE.replace(
         "'<|im_end|>\\n'",
-        "(message.tool_calls | map(attribute='function') | list | tojson if message.tool_calls else '') + '<|im_end|>\\n'",
+        "(message.tool_calls | map(attribute='function') | list | tojson if message.tool_calls else '') + "
+        "'<|im_end|>\\n'",
     )
     messages = [ASK, {"role": "assistant", "content": "", "tool_calls": CALLS[:1]}]
     messages += [{"role": "tool", "content": "Left", "tool_call_id": "c1", "name": "a"}, SAY]

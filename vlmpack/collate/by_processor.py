@@ -91,7 +91,7 @@ class ProcessorEncoder:
     """Reads images."""
     train_on: TrainOn
     """Which tokens are learnt."""
-    answer_end: AnswerEnd = AnswerEnd()
+    answer_end: AnswerEnd
     """What becomes of an answer that the template does not end."""
     max_length: int | None = None
     """Tokens beyond which places to cut a sample are looked for; None: never."""

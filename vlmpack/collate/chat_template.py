@@ -262,21 +262,21 @@ class ChatTemplate:
     def _trials(self) -> Mapping[str, Mapping[Form, str]]:
         """By role and form, what the template writes of a short conversation; "": it cannot write that."""
         trials: dict[str, dict[Form, str]] = {}
-        known: dict[str, dict[str, Any]] = {}
-        for role in ("user", "assistant", "system", "tool"):
+        plain: dict[str, dict[str, Any]] = {}
+        for role, before, after in (
+            ("user", (), ()),
+            ("assistant", ("user",), ()),
+            ("system", (), ("user", "assistant")),
+            ("tool", ("user", "call"), ()),
+        ):
             trials[role] = {}
             for form in get_args(Form)[: 1 + self.takes_parts]:
-                content = probe(0) if form == "text" else _as_parts(probe(0))
-                turn = {"role": role, "content": content}
-                turns = {
-                    "user": lambda: [turn],
-                    "assistant": lambda: [known["user"], turn],
-                    "system": lambda: [turn, known["user"], known["assistant"]],
-                    "tool": lambda: [known["user"], {**known["assistant"], "tool_calls": [_CALL]}, turn],
-                }
-                trials[role][form] = self._tried(turns[role]())
-                if role not in known or is_written(trials[role][form]):
-                    known[role] = {"role": role, "content": "?" if form == "text" else _as_parts("?")}
+                asked, short = (text if form == "text" else _as_parts(text) for text in (probe(0), "?"))
+                turns = [*map(plain.__getitem__, before), {"role": role, "content": asked}]
+                trials[role][form] = self._tried([*turns, *map(plain.__getitem__, after)])
+                if role not in plain or is_written(trials[role][form]):
+                    plain[role] = {"role": role, "content": short}
+            plain["call"] = {**plain.get("assistant", {}), "tool_calls": [_CALL]}
         return trials
 
     def _tried(self, messages: list[dict[str, Any]]) -> str:

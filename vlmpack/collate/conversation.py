@@ -194,10 +194,9 @@ def _part(part: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_keys_of_part(part: Mapping[str, Any], where: str, kind: str) -> None:
-    """Refuse what stands beside a text or a medium and is read by nothing; keys that are nearly known are told later."""
-    known = (
-        ("type", "text") if kind == "text" else ("type", "text", "index", "sampling_rate", *SOURCE_KEYS, *KNOWN_KEYS)
-    )
+    """Refuse what stands beside a text or a medium and is not read; keys that are nearly known are refused later."""
+    of_media = ("index", "sampling_rate", *SOURCE_KEYS, *KNOWN_KEYS)
+    known = ("type", "text", *(() if kind == "text" else of_media))
     for key, value in part.items():
         if key not in known and not is_empty(value) and (kind == "text" or not misspelt_key(str(key))):
             raise Refusal(
