@@ -9,6 +9,7 @@ from vlmpack.collate import SharePrefixes, VLMCollator
 from vlmpack.data import BRANCH_COLUMN
 from vlmpack.errors import ConfigError
 from vlmpack.testing import tiny_processor
+from vlmpack.testing.family_templates import LLAVA_TEMPLATE
 
 ASK, ASK_AGAIN = {"role": "user", "content": "2 + 2?"}, {"role": "user", "content": "3 + 3?"}
 FOUR, SIX = {"role": "assistant", "content": "It is 4"}, {"role": "assistant", "content": "It is 6"}
@@ -75,6 +76,15 @@ def test_ids_are_still_the_tokenizer_s_own():
     tokenizer = glm_tokenizer()
     truth = tokenizer.apply_chat_template(TALK, tokenize=True, return_dict=True)["input_ids"]
     assert VLMCollator(tokenizer)([{"messages": TALK}])["input_ids"][0].tolist() == truth
+
+
+def test_a_token_that_begins_in_an_answer_and_says_who_speaks_next_is_not_learnt():
+    """As in LLaVA's vocabulary, in which the blank behind an answer and the next turn's "US" are one token."""
+    processor = tiny_processor("internvl", chat_template=LLAVA_TEMPLATE)
+    processor.tokenizer.add_tokens([" US"])
+    batch = VLMCollator(processor)([{"messages": TALK}])
+    assert processor.tokenizer.get_vocab()[" US"] in batch["input_ids"]
+    assert learnt(processor, batch["labels"]) == "It is 4It is 6 "
 
 
 # ---------------------------------------------------------------------- the last answer

@@ -320,14 +320,16 @@ class ProcessorEncoder:
         """The tokens of an answer in the template's text.
 
         One that reaches into it from the header is learnt if it holds no more than blanks of the header, or if the
-        template marks the answer itself: as transformers does.
+        template marks the answer itself: as transformers does. One that reaches out of it is learnt if it holds no more
+        than blanks of what follows: of LLaVA's "4 USER:" the token " US" is not.
         """
         start, stop = tokens.moved(span[0]), tokens.moved(span[1])
         hit = tokens.between((start, stop))
-        is_cut = hit.start < hit.stop and tokens.starts[hit.start] < start
-        if is_cut and not self.template.marks_answers and tokens.text[tokens.starts[hit.start] : start].strip(" "):
-            return slice(hit.start + 1, hit.stop)
-        return hit
+        if hit.start == hit.stop:
+            return hit
+        before = tokens.text[tokens.starts[hit.start] : start].strip(" ")
+        behind = tokens.text[stop : tokens.stops[hit.stop - 1]].strip()
+        return slice(hit.start + bool(before and not self.template.marks_answers), hit.stop - bool(behind))
 
     def _beside_images(self, tokens: Tokens) -> list[int]:
         """Places before and after each image."""
