@@ -11,6 +11,8 @@ from vlmpack.errors import ConfigError
 from vlmpack.testing import tiny_processor
 from vlmpack.testing.family_templates import LLAVA_TEMPLATE
 
+pytestmark = pytest.mark.every_family
+
 ASK, ASK_AGAIN = {"role": "user", "content": "2 + 2?"}, {"role": "user", "content": "3 + 3?"}
 FOUR, SIX = {"role": "assistant", "content": "It is 4"}, {"role": "assistant", "content": "It is 6"}
 TALK = [ASK, FOUR, ASK_AGAIN, SIX]
