@@ -42,8 +42,8 @@ _TRIAL = ((120, 90), (70, 260))
 """Heights and widths of the images of the trial sample."""
 _SMALLEST = (64, 64)
 """Height and width of the image in a batch without samples."""
-_CUT = (1100, 800)
-"""Height and width of an image that is cut into tiles."""
+_CUT = (800, 1100)
+"""Width and height of an image that is cut into tiles."""
 _NUMBERS = re.compile(r"\d+")
 
 
@@ -149,7 +149,7 @@ class ProcessorEncoder:
         """
         if not self.metadata.has_vision:
             return ()
-        (image,) = self.images.process([Image.new("RGB", _CUT[::-1])])
+        (image,) = self.images.process([Image.new("RGB", _CUT)])
         kinds = {_NUMBERS.sub("", token) for token in self.metadata.special_tokens if token in image.written}
         alike = [token for token in self.metadata.special_tokens if _NUMBERS.sub("", token) in kinds]
         return (*self.metadata.media_tokens, *alike)

@@ -101,7 +101,7 @@ class TextCheck:
                 continue
             said = leaf.text.strip()
             if (found := text.find(said, at)) < 0:
-                raise _ignored(leaf, messages)
+                raise _refusal(leaf, messages)
             at = found + len(said)
 
     def _shape(self, key: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Shape | None:
@@ -116,10 +116,8 @@ class TextCheck:
         probes: list[Leaf] = []
 
         def insert(message: int, path: str, text: str) -> str:
-            blanks = re.match(r"(\s*).*?(\s*)$", text, re.DOTALL)
-            assert blanks is not None
             probes.append(Leaf(message, path, probe(len(probes))))
-            return f"{blanks[1]}{probes[-1].text}{blanks[2]}"
+            return text.replace(text.strip(), probes[-1].text, 1)
 
         tried = [map_texts(message, at, insert) for at, message in enumerate(messages)]
         try:
@@ -170,12 +168,12 @@ def _check_shape(shape: Shape, leaves: Sequence[Leaf], messages: Sequence[Mappin
         last = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
         for leaf, place in zip(leaves, shape.places, strict=True):
             if place < 0 and not (leaf.is_thought and leaf.message < last):
-                raise _ignored(leaf, messages)
+                raise _refusal(leaf, messages)
     for at, key in shape.unread:
-        raise _ignored(Leaf(at, key, ""), messages)
+        raise _refusal(Leaf(at, key, ""), messages)
 
 
-def _ignored(leaf: Leaf, messages: Sequence[Mapping[str, Any]]) -> Refusal:
+def _refusal(leaf: Leaf, messages: Sequence[Mapping[str, Any]]) -> Refusal:
     where = f"messages[{leaf.message}] ({messages[leaf.message]['role']})"
     if leaf.is_content:
         verb = "thinks" if leaf.path == _THOUGHT else "says"
@@ -184,11 +182,11 @@ def _ignored(leaf: Leaf, messages: Sequence[Mapping[str, Any]]) -> Refusal:
             f"{where} {verb} {leaf.text.strip()[:40]!r}, which the chat template does not write; compare the message's "
             "role, its place and its content with what the template expects",
         )
+    without = "" if leaf.key == "tool_calls" else f" (VLMCollator(ignored_keys=({leaf.key!r},)) leaves it out)"
     return Refusal(
         "template_ignores",
-        f"{where} has {leaf.path}, which the chat template does not write, so the model would not learn from it; write "
-        "it into the content, give the processor a chat template that writes it, or take it out: "
-        f"VLMCollator(ignored_keys=({leaf.key!r},)) leaves it out",
+        f"{where} has {leaf.path}, which the chat template does not write, so the model would not see it; write it "
+        f"into the content, give the processor a chat template that writes it, or take it out{without}",
     )
 
 
@@ -262,7 +260,11 @@ def _leaves(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -
         shape.append(None if isinstance(content, str) else tuple(part["type"] for part in content))
         shape.append(tuple(leaf.path for leaf in leaves[count:]))
         if len(message) > 2:
-            shape.append(tuple((key, type(message[key]).__name__) for key in _extra(message)))
+            shape.append(tuple((key, _kind(message[key])) for key in _extra(message)))
     if options:
         shape.append(tuple((name, bool(value) if name == "tools" else repr(value)) for name, value in options.items()))
     return leaves, tuple(shape)
+
+
+def _kind(value: Any) -> str:
+    return repr(value) if isinstance(value, bool) else type(value).__name__
