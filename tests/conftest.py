@@ -52,6 +52,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
 THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """GLM's and LLaVA's own templates end no answer, which tests of those families would all be warned of."""
+    config.addinivalue_line("filterwarnings", "ignore:the chat template writes no special token after an answer")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Two tiers, see `tiers`; and a test that needs a GPU or a package says so where there is none."""

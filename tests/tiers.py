@@ -76,13 +76,16 @@ reach, full attention in every layer. Families that others show have tests of th
 
 TAKE_TILES = (
     "tests/benchmarks/",
+    "tests/collate/test_answer_ends.py",
     "tests/collate/test_answers.py",
     "tests/collate/test_audio.py",
     "tests/collate/test_by_processor.py",
     "tests/collate/test_empty_answers.py",
     "tests/collate/test_families_beyond.py",
     "tests/collate/test_processor_images.py",
+    "tests/collate/test_reserved_tokens.py",
     "tests/collate/test_share_prefixes.py",
+    "tests/collate/test_template_texts.py",
     "tests/collate/test_tokenised_grids.py",
     "tests/data/test_family_processors.py",
     "tests/families/test_tiles.py",

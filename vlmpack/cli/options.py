@@ -92,6 +92,14 @@ Overlength = Annotated[
     str,
     word(*OVERLENGTH, help="A sample longer than --max-length: error, drop (left out) or truncate (between messages)."),
 ]
+AddStop = Annotated[
+    str | None,
+    typer.Option(help="Token to learn after the last answer where the chat template writes none that ends it, </s>."),
+]
+IgnoredKeys = Annotated[
+    list[str] | None,
+    typer.Option("--ignored-key", help="A key of messages to leave out, once or more: others have to be written."),
+]
 TrainOn = Annotated[str, word(*TRAIN_ON, help="Tokens with a loss: assistant (its turns) or all.")]
 Strategy = Annotated[
     str,

@@ -247,6 +247,8 @@ _SOURCE_KEYS: dict[Kind, tuple[str, ...]] = {
     "video": ("video", "video_url", "url", "path", "bytes"),
     "audio": ("audio",),
 }
+SOURCE_KEYS = frozenset(key for keys in _SOURCE_KEYS.values() for key in keys)
+"""Keys of a part that hold the source of its medium."""
 
 
 @final
@@ -498,8 +500,8 @@ def _options(item: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         Refusal: one of them is nearly a known key, and would change nothing.
     """
-    source_keys = {"type", "text", "index", "bytes", *(key for keys in _SOURCE_KEYS.values() for key in keys)}
-    options = {name: value for name, value in item.items() if name not in source_keys and value is not None}
+    known = {"type", "text", "index", *SOURCE_KEYS}
+    options = {name: value for name, value in item.items() if name not in known and value is not None}
     for name in options:
         if key := misspelt_key(str(name)):
             fault = f"beside an image or video stands the key {name!r}, which is not known; did you mean {key!r}?"

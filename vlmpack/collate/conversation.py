@@ -27,6 +27,7 @@ import numpy as np
 from vlmpack.collate.branches import branch_of
 from vlmpack.collate.columns import (
     KINDS,
+    SOURCE_KEYS,
     Kind,
     Markers,
     MediaRef,
@@ -42,6 +43,7 @@ from vlmpack.collate.columns import (
     marked_kinds,
     no_columns,
 )
+from vlmpack.collate.vision_keys import KNOWN_KEYS, misspelt_key
 from vlmpack.data import BRANCH_COLUMN, CALLING, PAIRS_COLUMN, calls_in, read_tools, with_arguments, without_nulls
 from vlmpack.errors import Refusal
 
@@ -56,8 +58,8 @@ ALIASES = {
     "developer": "system",
 }
 """Other names of the same roles. Qwen's templates have no developer, and some leave such a turn out."""
-FLAGS = ("weight", "loss", "train")
-"""Keys by which an assistant's turn is learnt or not: of OpenAI, ms-swift and axolotl."""
+FLAGS = ("weight", "loss", "loss_scale", "loss_weight", "loss_mask", "train", "training", "trainable")
+"""Keys by which an assistant's turn is learnt or not: of OpenAI, ms-swift, LLaMA-Factory, axolotl and Tinker."""
 SPEAKING = ("tool_calls", "reasoning_content")
 """Keys with which a turn needs no content."""
 _READ_AS_JSON = (
@@ -71,6 +73,8 @@ _PAYLOADS = {
     "audio": ("audio", "audios", "audio_url", "input_audio"),
 }
 """Keys that hold the content of a part, by its kind."""
+_OF_TURNS = ("messages", "conversation", "conversations", PAIRS_COLUMN, "prompt", "completion")
+"""Columns of turns."""
 
 
 @final
@@ -170,7 +174,8 @@ def _pair(pair: Any, where: str) -> list[dict[str, Any]]:
     """A question and its answer, as The Cauldron and FineVision write them."""
     if not isinstance(pair, Mapping) or not all(isinstance(pair.get(role), str) for role in ("user", "assistant")):
         raise Refusal("bad_row", f"{where} must have a user and an assistant, both texts, got {_with_keys(pair)}")
-    return [{"role": role, "content": pair[role]} for role in ("user", "assistant")]
+    rest = {key: value for key, value in pair.items() if key not in ("user", "assistant", "source")}
+    return [{"role": "user", "content": pair["user"]}, {**rest, "role": "assistant", "content": pair["assistant"]}]
 
 
 def _no_content(message: Mapping[str, Any], where: str) -> str:
@@ -202,7 +207,21 @@ def _part(part: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
     if kind == "text" and not isinstance(part.get("text"), str):
         raise Refusal("bad_row", f"{where} is a text part without a text, got {short(part)}")
     _check_no_payload(part, where, but=_PAYLOADS[kind])
+    _check_keys_of_part(part, where, kind)
     return {**part, "type": kind}
+
+
+def _check_keys_of_part(part: Mapping[str, Any], where: str, kind: str) -> None:
+    """Refuse what stands beside a text or a medium and is not read; keys that are nearly known are refused later."""
+    of_media = ("index", "sampling_rate", *SOURCE_KEYS, *KNOWN_KEYS)
+    known = ("type", "text", *(() if kind == "text" else of_media))
+    for key, value in part.items():
+        if key not in known and not is_empty(value) and (kind == "text" or not misspelt_key(str(key))):
+            raise Refusal(
+                "bad_row",
+                f"{where} has {key!r} beside its {kind}, which nothing reads; take it out, or leave it out with "
+                f"VLMCollator(ignored_keys=({key!r},))",
+            )
 
 
 def _check_no_payload(holder: Mapping[str, Any], where: str, *, but: tuple[str, ...]) -> None:
@@ -225,7 +244,9 @@ def _qwen_turn(turn: Any, where: str, marked: Collection[str]) -> Turn:
         raise Refusal("bad_row", f"{where} has {unread[0]!r} beside its value, which nothing reads; keep one of them")
     role = turn["from"]
     content = turn["value"] if _canonical(role) == "assistant" else _split_markers(turn["value"], marked)
-    return Turn(message={"role": role, "content": content}, learnt=_learnt(turn, role, where))
+    read = ("from", "value", *FLAGS)
+    rest = {key: value for key, value in turn.items() if key not in read and not is_empty(value)}
+    return Turn(message={**rest, "role": role, "content": content}, learnt=_learnt(turn, role, where))
 
 
 def _split_markers(text: str, kinds: Collection[str]) -> str | list[dict[str, Any]]:
@@ -358,7 +379,12 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def read_conversation(
-    feature: Mapping[str, Any], *, has_vision: bool = True, has_audio: bool = False, markers: Markers = "auto"
+    feature: Mapping[str, Any],
+    *,
+    has_vision: bool = True,
+    has_audio: bool = False,
+    markers: Markers = "auto",
+    ignored_keys: Collection[str] = (),
 ) -> Conversation:
     """Read one sample of any of the shapes above; with a column `branch_turn`, one question and answer of it.
 
@@ -367,6 +393,7 @@ def read_conversation(
         has_vision: whether the model has; to one that has not, `<image>` in a user's text is text.
         has_audio: whether the model hears; to one that does not, audio is refused.
         markers: whether it is text to the others, or the place of an image: see `marked_kinds`.
+        ignored_keys: keys of messages and their parts that are left out.
 
     Raises:
         Refusal: none of the known columns is there (`no_columns`), its conversation is None, or it contradicts itself
@@ -374,6 +401,8 @@ def read_conversation(
             (`vision_key`).
     """
     present = {name: value for name, value in feature.items() if value is not None}
+    if ignored_keys:
+        present |= {name: _without_keys(present[name], ignored_keys) for name in _OF_TURNS if name in present}
     if has_vision and markers != "text":
         check_inline_media(_raw_questions(present))
     marked = marked_kinds(feature, markers if has_vision else "text")
@@ -386,6 +415,14 @@ def read_conversation(
     )
     turn = present.get(BRANCH_COLUMN)
     return conversation if turn is None else branch_of(conversation, turn)
+
+
+def _without_keys(turns: Any, keys: Collection[str]) -> Any:
+    """Copy turns without some keys of theirs and of their parts."""
+    if isinstance(turns, Mapping):
+        kept = {name: value for name, value in turns.items() if name not in keys}
+        return {**kept, "content": _without_keys(kept["content"], keys)} if "content" in kept else kept
+    return [_without_keys(turn, keys) for turn in turns] if isinstance(turns, list | tuple) else turns
 
 
 def unplaced_marker(conversation: Conversation, feature: Mapping[str, Any]) -> Kind | None:
