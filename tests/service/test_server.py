@@ -213,6 +213,24 @@ def test_greedy_sampling_is_that_of_transformers(running: Running, client: Any) 
     np.testing.assert_allclose(sampled.logprobs, expected, atol=1e-4)
 
 
+def test_a_sequence_ends_at_end_of_sequence_unless_the_list_of_stops_is_empty(running: Running, client: Any) -> None:
+    sampler, eos = (
+        client.create_sampling_client(base_model=NAME).result(WAIT),
+        running.base.processor.tokenizer.eos_token_id,
+    )
+    prompt = types.ModelInput.from_ints(TEXT)
+
+    def sampled(stop: Any) -> list[list[int]]:
+        params = types.SamplingParams(max_tokens=32, seed=0, stop=stop)
+        return [list(one.tokens) for one in sampler.sample(prompt, 32, params).result(WAIT).sequences]
+
+    free = sampled([])
+    ended = [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in free]
+    assert ended != free
+    for stop in ("never this", ["never this", "nor this"], [running.plain.config.image_token_id]):
+        assert sampled(stop) == ended
+
+
 def test_logprobs_of_a_prompt_are_those_of_training(running: Running, client: Any) -> None:
     sampler = client.create_sampling_client(base_model=NAME).result(WAIT)
     scores = sampler.compute_logprobs(types.ModelInput.from_ints(TEXT)).result(WAIT)

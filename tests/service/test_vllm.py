@@ -173,11 +173,11 @@ def engine() -> Engine:
     return tiny_engine()
 
 
-def sampler_of(engine: Engine) -> VllmSampling:
+def sampler_of(engine: Engine, *, eos: int = EOS) -> VllmSampling:
     llm = open_vllm("model", VllmSettings(max_context=200), enforce_eager=True)
     config = engine.model.config
     llm.image_token_id, llm.tokens_per_image = config.image_token_id, 6  # 64 x 96 pixels
-    model = SampledModel(max_context=200, eos_token_ids=(EOS,), decode=lambda ids: "".join(map(letter, ids)))
+    model = SampledModel(max_context=200, eos_token_ids=(eos,), decode=lambda ids: "".join(map(letter, ids)))
     sampler = VllmSampling(llm, model, image_token_id=config.image_token_id, forbidden=(config.image_token_id,))
     sampler.open("base", None)
     return sampler
@@ -289,6 +289,16 @@ def test_stop_tokens_and_strings(engine: Engine) -> None:
     assert len(whole.tokens) == 200 - 3
     own = run(sampler, engine, {"a": sample(max_tokens=None, stop_tokens=None)})["a"].sequences[0]
     assert (EOS in whole.tokens.tolist()) == (own.stop_reason == "stop")
+
+
+@pytest.mark.parametrize("stop", [{"stop_strings": ("never this",)}, {"stop_tokens": (10**6,)}], ids=["text", "id"])
+def test_end_of_sequence_ends_it_beside_other_stops(engine: Engine, stop: dict[str, Any]) -> None:
+    free = run(sampler_of(engine), engine, {"a": sample(max_tokens=50)})["a"].sequences[0].tokens.tolist()
+    sampler = sampler_of(engine, eos=free[9])
+    stopped = run(sampler, engine, {"a": sample(max_tokens=50, **stop)})["a"].sequences[0]
+    assert (stopped.tokens.tolist(), stopped.stop_reason) == (free[: free.index(free[9]) + 1], "stop")
+    endless = run(sampler, engine, {"a": sample(max_tokens=50, stop_tokens=())})["a"].sequences[0]
+    assert endless.tokens.tolist() == free
 
 
 def test_each_snapshot_is_an_adapter_of_its_own(engine: Engine, tmp_path: Path) -> None:
