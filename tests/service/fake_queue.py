@@ -67,7 +67,9 @@ class FakeQueue:
 
     # ------------------------------------------------------------------ sessions
 
-    def create_session(self, *, tags: Sequence[str], user_metadata: Mapping[str, str], sdk_version: str) -> str:
+    def create_session(
+        self, *, tags: Sequence[str], user_metadata: Mapping[str, str], sdk_version: str, display_name: str | None
+    ) -> str:
         self.session_ids.append(f"s{len(self.session_ids)}")
         return self.session_ids[-1]
 

@@ -110,7 +110,8 @@ def test_a_session_from_beginning_to_end() -> None:
     session_id = client.session()
     assert client.post("session_heartbeat", session_id=session_id).json() == {"type": "session_heartbeat"}
     assert client.post("telemetry", events=[]).json() == {"status": "accepted"}
-    assert client.get(f"sessions/{session_id}").json() == {"training_run_ids": [], "sampler_ids": []}
+    listed = {"training_run_ids": [], "sampler_ids": [], "user_metadata": {}, "display_name": None}
+    assert client.get(f"sessions/{session_id}").json() == listed
     finished = client.post(f"sessions/{session_id}/finish", reason={"type": "success"})
     assert (finished.status, finished.body) == (204, b"")
     assert client.post("session_heartbeat", session_id=session_id).status == 410

@@ -306,6 +306,25 @@ def test_what_the_client_lists(client: Any, model: Any) -> None:
     assert path not in [entry.tinker_path for entry in rest.list_user_checkpoints().result(WAIT).checkpoints]
 
 
+def test_a_run_and_a_session_say_what_their_client_said_of_them(running: Running) -> None:
+    """From the first, recipes read which chat template a checkpoint was trained with."""
+    client = tinker.ServiceClient({"who": "me"}, display_name="a session", base_url=running.address, api_key=KEY)
+    model = client.create_lora_training_client(NAME, rank=4, user_metadata={"renderer_name": "role_colon"}).result(WAIT)
+    rest = client.create_rest_client()
+    assert rest.get_training_run(model.model_id).result(WAIT).last_checkpoint is None
+    model.save_state("first").result(WAIT)
+    path = model.save_state("second", user_metadata={"step": "2"}).result(WAIT).path
+    sampler_path = model.save_weights_for_sampler("third").result(WAIT).path
+    run = rest.get_training_run_by_tinker_path(path).result(WAIT)
+    assert run.user_metadata == {"renderer_name": "role_colon"}
+    assert (run.last_checkpoint.tinker_path, run.last_checkpoint.user_metadata) == (path, {"step": "2"})
+    assert run.last_sampler_checkpoint.tinker_path == sampler_path
+    assert run in rest.list_training_runs().result(WAIT).training_runs
+    session = rest.get_session(model.model_id.split(":")[0]).result(WAIT)
+    assert (session.user_metadata, session.display_name) == ({"who": "me"}, "a session")
+    client.close("success").result(WAIT)
+
+
 def test_pages_without_a_key(running: Running) -> None:
     import httpx
 

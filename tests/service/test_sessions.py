@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from service.clients import (
+    Client,
     create,
     create_from,
     forward_backward,
@@ -93,13 +95,15 @@ def test_there_are_only_so_many_sessions_at_once(tmp_path: Path) -> None:
 
 def test_a_session_lists_its_models_and_samplers(tmp_path: Path) -> None:
     with served(tmp_path) as (client, _):
-        session = client.queue.create_session(tags=["a"], user_metadata={"who": "me"})
+        session = client.queue.create_session(tags=["a"], user_metadata={"who": "me"}, display_name="mine")
         client.call(create(session))
+        client.call(create(session, 1, rank=65))  # is refused
         sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
         info = client.queue.session(session)
         assert (info.model_ids, info.sampler_ids) == ((f"{session}:train:0",), (sampler,))
-        assert info.user_metadata == {"who": "me"}
-        assert client.queue.sessions() == [session]
+        assert (info.user_metadata, info.display_name) == ({"who": "me"}, "mine")
+        other = client.queue.create_session()
+        assert client.queue.sessions() == [other, session]
         assert status(client.queue.session, "nobody") == 404
         assert status(client.queue.finish, "nobody") == 404
 
@@ -163,6 +167,38 @@ def test_models_are_listed_newest_first_and_stay_while_they_have_checkpoints(tmp
         assert [info.model_id for info in client.queue.models()] == [models[0]]
     with served(tmp_path) as (client, _):
         assert [info.model_id for info in client.queue.models()] == [models[0]]
+
+
+def test_a_model_names_its_newest_checkpoint_of_each_kind(tmp_path: Path) -> None:
+    def last(client: Client, model: str) -> list[str | None]:
+        info = client.queue.get_info(model)
+        return [one and one.name for one in (info.last_checkpoint, info.last_sampler_checkpoint)]
+
+    with served(tmp_path) as (client, _):
+        model, other = client.model(), client.model()
+        assert last(client, model) == [None, None]
+        paths = [client.call(save(model, number, name)).path for number, name in ((1, "b"), (2, "a"))]
+        client.call(save_for_sampler(model, 3, "c"))
+        client.call(save_for_sampler(model, 4, number=0))  # without a name
+        assert last(client, model) == ["a", "c"]
+        assert last(client, other) == [None, None]
+    with served(tmp_path) as (client, _):
+        assert last(client, model) == ["a", "c"]
+        client.queue.delete_checkpoint(paths[1])
+        assert last(client, model) == ["b", "c"]
+        assert [info.last_checkpoint is None for info in client.queue.models()] == [True, False]
+
+
+def test_a_model_that_could_not_be_restored_is_corrupted(tmp_path: Path) -> None:
+    with served(tmp_path) as (client, _):
+        model = client.model()
+        client.call(optim_step(model, 1))
+        assert not client.queue.get_info(model).is_corrupted
+    for folder in (tmp_path / "weights").iterdir():
+        shutil.rmtree(folder)
+    with served(tmp_path) as (client, _):
+        client.call(optim_step(model, 2))
+        assert client.queue.get_info(model).is_corrupted
 
 
 def test_checkpoints_are_saved_listed_loaded_overwritten_and_deleted(tmp_path: Path) -> None:

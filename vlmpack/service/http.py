@@ -168,9 +168,9 @@ class Endpoints:
         version = fields.text("sdk_version", "")
         check_client(version)
         tags = [wire.check_text(tag, "tags") for tag in fields.array("tags", [])]
-        metadata = fields.metadata()
+        metadata, name = fields.metadata(), fields.text("display_name", None)
         session_id = await run_in_threadpool(
-            self.queue.create_session, tags=tags, user_metadata=metadata, sdk_version=version
+            self.queue.create_session, tags=tags, user_metadata=metadata, sdk_version=version, display_name=name
         )
         return answer({"type": "create_session", "session_id": session_id})
 

@@ -54,6 +54,12 @@ class ModelInfo:
     """Unix seconds."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     """The client's own notes."""
+    last_checkpoint: CheckpointInfo | None = None
+    """Its newest training checkpoint."""
+    last_sampler_checkpoint: CheckpointInfo | None = None
+    """Its newest snapshot to sample from that has a name."""
+    is_corrupted: bool = False
+    """True if it is of no use, as its state could not be restored."""
 
 
 @final
@@ -77,13 +83,15 @@ class SessionInfo:
     session_id: str
     """Its id."""
     model_ids: tuple[str, ...]
-    """Its models, in the order of their creation."""
+    """Its models, in the order of their numbers; those whose creation failed are not among them."""
     sampler_ids: tuple[str, ...]
     """Its sampling sessions."""
     created: float
     """Unix seconds."""
     user_metadata: Mapping[str, str]
     """The client's own notes."""
+    display_name: str | None = None
+    """The client's name for it."""
 
 
 @final
@@ -128,7 +136,12 @@ class Sessions:
     # ------------------------------------------------------------------ sessions
 
     def create_session(
-        self, *, tags: Sequence[str] = (), user_metadata: Mapping[str, str] | None = None, sdk_version: str = ""
+        self,
+        *,
+        tags: Sequence[str] = (),
+        user_metadata: Mapping[str, str] | None = None,
+        sdk_version: str = "",
+        display_name: str | None = None,
     ) -> str:
         """Begin a session; return its id.
 
@@ -137,7 +150,7 @@ class Sessions:
         """
         row = SessionRow(
             id=f"s{token_hex(6)}", created=time.time(), tags=tuple(tags), user_metadata=dict(user_metadata or {}),
-            sdk_version=ascii(sdk_version)[1:-1],
+            sdk_version=ascii(sdk_version)[1:-1], display_name=display_name,
         )  # fmt: skip
         with self._ledger.lock:
             if len(self._ledger.sessions) >= self._ledger.settings.sessions:
@@ -173,9 +186,9 @@ class Sessions:
                 self._ledger.end(session)
 
     def sessions(self) -> list[str]:
-        """Return the ids of the open sessions."""
+        """Return the ids of the open sessions, newest first."""
         with self._ledger.lock:
-            return [*self._ledger.sessions]
+            return [*reversed(self._ledger.sessions)]
 
     def session(self, session_id: str) -> SessionInfo:
         """Look up an open session.
@@ -186,9 +199,10 @@ class Sessions:
         with self._ledger.lock:
             session = self._check_session(session_id)
             return SessionInfo(
-                session_id=session_id, model_ids=tuple(lane.id for lane in session.lanes),
+                session_id=session_id,
+                model_ids=tuple(lane.id for lane in session.lanes if lane.id in self._ledger.models),
                 sampler_ids=tuple(sampler.row.id for sampler in session.samplers), created=session.row.created,
-                user_metadata=session.row.user_metadata,
+                user_metadata=session.row.user_metadata, display_name=session.row.display_name,
             )  # fmt: skip
 
     def _check_session(self, session_id: str) -> Session:
@@ -269,23 +283,32 @@ class Sessions:
             row = self._ledger.models.get(model_id)
             if row is None:
                 raise Rejected(f"there is no model {model_id}: wait for its creation, or create it", status=404)
-            return self._info(row)
+            return self._info(row, self._last_checkpoints())
 
     def models(self) -> list[ModelInfo]:
         """Return the models of open sessions and those that have checkpoints, newest first."""
         with self._ledger.lock:
-            kept = {model for model, _, _ in self._ledger.checkpoints}
+            last = self._last_checkpoints()
+            kept = {model for model, _ in last}
             rows = [
                 row for row in self._ledger.models.values() if row.session in self._ledger.sessions or row.id in kept
             ]
-            return [self._info(row) for row in reversed(rows)]
+            return [self._info(row, last) for row in reversed(rows)]
 
-    def _info(self, row: ModelRow) -> ModelInfo:
+    def _last_checkpoints(self) -> dict[tuple[str, Kind], CheckpointInfo]:
+        """The newest checkpoint of each model and kind."""
+        rows = sorted(self._ledger.checkpoints.values(), key=lambda row: row.created)
+        return {(row.model, row.kind): _checkpoint_info(row) for row in rows}
+
+    def _info(self, row: ModelRow, last: Mapping[tuple[str, Kind], CheckpointInfo]) -> ModelInfo:
+        lane = self._ledger.lanes.get(row.id)
         return ModelInfo(
             model_id=row.id, session_id=row.session, base_model=row.base_model, arch=self._base.arch,
             tokenizer_id=self._base.tokenizer_id, lora=row.lora,
             last_request_time=self._ledger.last_requests.get(row.id, row.last_request),
-            user_metadata=row.user_metadata,
+            user_metadata=row.user_metadata, last_checkpoint=last.get((row.id, "weights")),
+            last_sampler_checkpoint=last.get((row.id, "sampler_weights")),
+            is_corrupted=lane is not None and lane.failure is not None,
         )  # fmt: skip
 
     def checkpoints(self, model_id: str | None = None) -> list[CheckpointInfo]:
