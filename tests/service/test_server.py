@@ -6,6 +6,7 @@ import gc
 import io
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ def _running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     model.save_pretrained(folder / "model")
     processor.save_pretrained(folder / "model")
     base = Base(name=NAME, source=str(folder / "model"), model=model, processor=processor)
-    limits = ServiceLimits(gap_seconds=0.5, chunk_bytes=20_000, row_tokens=256)
+    limits = ServiceLimits(gap_seconds=0.5, chunk_bytes=20_000, body_bytes=200_000, row_tokens=256)
     service = Service(base, ServiceSettings(state=folder / "state", key=KEY, limits=limits))
     listening = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(service.app(), log_config=None, access_log=False, lifespan="on"))
@@ -279,6 +280,38 @@ def test_a_bad_datum_is_named_and_leaves_nothing(running: Running, model: Any) -
 def test_bad_input_fails_with_words(model: Any, datum: Any, loss: str, message: str) -> None:
     with pytest.raises(tinker.RequestFailedError, match=message):
         model.forward_backward([datum], loss).result(WAIT)
+
+
+def test_an_operation_that_is_not_served_fails_by_name_and_the_model_goes_on(model: Any) -> None:
+    unserved = model.save_weights_external("x")
+    after = model.forward([text_datum()], "cross_entropy")
+    with pytest.raises(tinker.RequestFailedError, match="checkpoints stay in the state folder") as failed:
+        unserved.result(WAIT)
+    assert str(failed.value.category).endswith("user")
+    assert after.result(WAIT).metrics["loss:sum"] > 0
+
+
+def test_a_part_of_a_call_that_is_too_large_fails_by_name_and_the_model_goes_on(running: Running, model: Any) -> None:
+    """The client would not send number 1, which comes last, after a status of an error."""
+    call = model.forward([image_datum(running, png(320, 320)), *[image_datum(running, png())] * 3], "cross_entropy")
+    with pytest.raises(tinker.RequestFailedError, match="a body of more than 200,000 bytes"):
+        call.result(WAIT)
+    assert model.forward([text_datum()], "cross_entropy").result(WAIT).metrics["loss:sum"] > 0
+
+
+def test_a_number_that_its_client_has_lost_does_not_stall_the_model_for_good(model: Any) -> None:
+    pointer = types.ImageAssetPointerChunk(location="tinker://image", format="png", expected_tokens=4)
+    lost = types.Datum(model_input=types.ModelInput(chunks=[pointer]), loss_fn_inputs={})
+    with pytest.raises(ValueError, match="ImageAssetPointerChunk"):
+        model.forward([lost], "cross_entropy").result(WAIT)
+    first, begin = model.forward([text_datum()], "cross_entropy"), time.monotonic()
+    while not first.future().done():
+        assert time.monotonic() < begin + 10, "every further request puts the end of the gap off"
+        model.forward([text_datum()], "cross_entropy")
+        time.sleep(0.1)
+    with pytest.raises(tinker.RequestFailedError, match=r"request 1 of .* never arrived"):
+        first.result(WAIT)
+    assert model.forward([text_datum()], "cross_entropy").result(WAIT).metrics["loss:sum"] > 0
 
 
 def test_an_unknown_base_model(client: Any) -> None:

@@ -153,8 +153,12 @@ class Lane:
     """Entries that are not done, by number."""
     next: int = 0
     """First number that is not done."""
-    last_arrival: float = 0.0
-    """Monotonic seconds."""
+    gap: int | None = None
+    """First missing number while later ones wait for it, as `Expiry` last saw it."""
+    gap_seconds: float = 0.0
+    """Time that they have waited, less that in which a request of the model was being received."""
+    receiving: int = 0
+    """Its requests that are being received now."""
     group: list[Entry] = field(default_factory=list)
     """Requests that are in rows now."""
     work: RowWork | None = None
@@ -301,11 +305,11 @@ class Ledger:
                 self.add_sampler(row)
         for row in self.journal.requests():
             if row.session in self.sessions:
-                self._read_request(row, now)
+                self._read_request(row)
         for lane in self.lanes.values():
             lane.advance()
 
-    def _read_request(self, row: RequestRow, now: float) -> None:
+    def _read_request(self, row: RequestRow) -> None:
         entry = Entry(row=row, accepted=True, journaled=ARRIVED)
         if row.retrieved is not None:
             self.retrieved[row.owner, row.seq] = row.retrieved
@@ -313,7 +317,6 @@ class Ledger:
         if sampler is None:
             lane = self.lanes.get(row.owner) or self.add_lane(row.owner, row.session)
             lane.add(entry)
-            lane.last_arrival = now
         else:
             sampler.entries[row.seq] = entry
             if not entry.is_done:
@@ -349,7 +352,6 @@ class Ledger:
             if entry.is_sample:
                 self.new_samples.append(entry)
         if (lane := self.lanes.get(entry.row.owner)) is not None:
-            lane.last_arrival = time.monotonic()
             self.last_requests[lane.id] = time.time()
             lane.advance()
         entry.journaled.set()

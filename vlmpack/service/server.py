@@ -224,7 +224,7 @@ class Service:
         )
         lists = Lists(queue=self.queue, endpoints=endpoints)
         routes: list[BaseRoute] = [*endpoints.routes(), *lists.routes(), *self.status.routes()]
-        return make_app(routes, key=self.settings.key, lifespan=self._lifespan)
+        return make_app(routes, key=self.settings.key, not_found=endpoints.not_found, lifespan=self._lifespan)
 
     @asynccontextmanager
     async def _lifespan(self, app: Any) -> AsyncIterator[None]:
