@@ -387,3 +387,4 @@ def test_the_key_file_is_for_its_owner_alone(tmp_path: Path) -> None:
     assert key.startswith("tml-") and len(key) > 40
     assert read_key(tmp_path / "new" / "key") == key
     assert (tmp_path / "new" / "key").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "new").stat().st_mode & 0o077 == 0

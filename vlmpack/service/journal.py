@@ -14,6 +14,7 @@ does not wait for writing. Bodies have a table of their own: SQLite writes a cha
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
@@ -92,10 +93,11 @@ class Journal:
         self._reading = threading.Lock()
         self._depth = 0
         try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its other files the mode of this one
             self._writer = self._connect()
             self._check(base_model)
             self._reader = self._connect()
-        except sqlite3.DatabaseError as error:
+        except (OSError, sqlite3.DatabaseError) as error:
             raise ConfigError(
                 f"{path} is damaged, or cannot be written ({error}). Restore the state folder from a backup, or "
                 "start with another one (--state); checkpoints in its folder `weights` are whole without the journal"

@@ -142,6 +142,7 @@ class RequestQueue(Sessions):
         folder = StateFolder(state)
         try:
             journal = Journal(folder.journal, base_model=engine.base.name)
+            folder.make_private()
         except BaseException:
             folder.close()
             raise

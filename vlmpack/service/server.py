@@ -136,7 +136,7 @@ def read_key(file: Path) -> str:
     """
     try:
         if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
                 opened.write(KEY_PREFIX + secrets.token_urlsafe(32) + "\n")
