@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +26,9 @@ from service.clients import (
     until,
 )
 
-from vlmpack.service.queue import QueueSettings, Rejected
+from vlmpack.service.queue import QueueSettings, Rejected, Reply
+
+WAIT = 20.0
 
 
 def status(call, *args, **kwargs) -> int:
@@ -108,7 +113,65 @@ def test_a_session_lists_its_models_and_samplers(tmp_path: Path) -> None:
         assert status(client.queue.finish, "nobody") == 404
 
 
+# ---------------------------------------------------------------------- a slow disk
+
+
+def test_nobody_waits_for_the_disk_with_the_lock_that_every_answer_needs(tmp_path: Path) -> None:
+    """Another process writes to the journal: what has to be committed waits, all else is answered."""
+    with served(tmp_path) as (client, _), ThreadPoolExecutor(3) as pool:
+        model = client.model()
+        session = model.split(":")[0]
+        path = client.call(save(model, 1, "a")).path
+        begin, delete = client.queue.create_sampling_session, client.queue.delete_checkpoint
+        with closing(sqlite3.connect(tmp_path / "journal.sqlite3", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            begun = pool.submit(begin, session, 0, path=None, base_model="base/fake")
+            deleted = pool.submit(delete, path)
+            for _ in range(10):
+                time.sleep(0.01)
+                answered = pool.submit(client.reply, f"{model}:1", 1.0)
+                if not wait([answered], 5.0).done:
+                    other.execute("ROLLBACK")
+                assert isinstance(answered.result(), Reply)
+            are_done = [begun.done(), deleted.done()]
+            other.execute("ROLLBACK")
+        assert are_done == [False, False]
+        assert begun.result(WAIT) == f"{session}:sample:0"
+        deleted.result(WAIT)
+        assert client.queue.checkpoints() == []
+
+
+def test_a_deletion_that_a_save_has_overtaken_deletes_what_it_saw_alone(tmp_path: Path) -> None:
+    with served(tmp_path) as (client, _):
+        model = client.model()
+        path = client.call(save(model, 1, "a")).path
+        old = client.queue._ledger.checkpoints[model, "weights", "a"]
+        client.call(save(model, 2, "a", overwrite=True))
+        client.queue._ledger.journal.drop_checkpoint(old)
+    with served(tmp_path) as (client, _):
+        assert client.queue.checkpoint(path)
+
+
 # ---------------------------------------------------------------------- sampling sessions
+
+
+def test_of_many_sampling_sessions_the_oldest_idle_ones_go(tmp_path: Path) -> None:
+    with served(tmp_path, start=False, settings=QueueSettings(samplers_kept=2)) as (client, _):
+        session = client.queue.create_session()
+
+        def begin(number: int, base: str = "base/fake") -> str:
+            return client.queue.create_sampling_session(session, number, path=None, base_model=base)
+
+        first, second = begin(0), begin(1)
+        client.post(sample(first, 0))
+        assert status(begin, 2, base="another") == 400
+        assert client.queue.session(session).sampler_ids == (first, second)
+        third = begin(2)
+        assert client.queue.session(session).sampler_ids == (first, second, third)  # the oldest is busy
+        fourth = begin(3)
+        assert client.queue.session(session).sampler_ids == (first, third, fourth)
+    with served(tmp_path) as (client, _):
+        assert client.queue.session(session).sampler_ids == (first, third, fourth)
 
 
 def test_a_sampling_session_is_begun_once_a_number(tmp_path: Path) -> None:

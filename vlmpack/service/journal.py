@@ -285,9 +285,12 @@ class Journal:
             json.dumps(dict(row.user_metadata)),
         )  # fmt: skip
 
-    def drop_checkpoint(self, model: str, kind: str, name: str) -> None:
-        """Forget a checkpoint."""
-        self._write("DELETE FROM checkpoints WHERE model = ? AND kind = ? AND name = ?", model, kind, name)
+    def drop_checkpoint(self, row: CheckpointRow) -> None:
+        """Forget a checkpoint; one that has taken its place stays."""
+        self._write(
+            "DELETE FROM checkpoints WHERE model = ? AND kind = ? AND name = ? AND folder = ?",
+            row.model, row.kind, row.name, row.folder,
+        )  # fmt: skip
 
     def checkpoints(self) -> list[CheckpointRow]:
         """All checkpoints, newest first."""

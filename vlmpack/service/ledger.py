@@ -8,7 +8,8 @@
     numbers of a lane     1 2 3 4 5 . 7 8     5 is next; 7 and 8 are early: they wait for 6
                           done  ▲     early
 
-The journal holds the same and is written first; a start reads it. One lock guards all of it.
+The journal holds the same and is written first; a start reads it. One lock guards all of it. The event loop takes it
+too, so nobody waits for the disk while holding it.
 """
 
 from __future__ import annotations
@@ -339,8 +340,9 @@ class Ledger:
         return sampler
 
     def drop_sampler(self, sampling_session: str) -> None:
-        """Forget a sampling session."""
-        sampler = self.samplers.pop(sampling_session)
+        """Forget a sampling session, if it is still there."""
+        if (sampler := self.samplers.pop(sampling_session, None)) is None:
+            return
         self.sessions[sampler.row.session].samplers.remove(sampler)
         self._forget(sampler.entries)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -132,6 +133,8 @@ class Sessions:
         self._ledger = ledger
         self._state = state
         self._base = base
+        self._changing = threading.Lock()
+        """Held while a sampling session is begun or a checkpoint deleted, one at a time, over the journal's commit."""
 
     # ------------------------------------------------------------------ sessions
 
@@ -228,36 +231,49 @@ class Sessions:
                 session; 410: the session has ended; 429: the disk is full.
         """
         name = f"{session_id}:sample:{sampling_session_seq_id}"
-        with self._ledger.lock:
-            self._check_session(session_id)
-            self._touch(session_id)
-            known = self._ledger.samplers.get(name)
-            if known is not None and (known.row.path != path or known.row.model is not None):
-                raise Rejected(f"the sampling session {name} was begun with another model", status=400)
-        if known is not None:
-            return name
-        if path is None and base_model != self._base.name:
-            raise Rejected(f"this server has the base model {self._base.name!r}, not {base_model!r}", status=400)
-        with self._ledger.lock:
-            folder = None if path is None else self._checkpoint(path).folder
-            row = SamplingRow(id=name, session=session_id, created=time.time(), path=path, folder=folder)
-            self._written(lambda: self._add_sampling_session(row))
+        with self._changing:
+            with self._ledger.lock:
+                self._touch(session_id)
+                samplers = self._check_session(session_id).samplers
+                known = self._ledger.samplers.get(name)
+                if known is not None and (known.row.path != path or known.row.model is not None):
+                    raise Rejected(f"the sampling session {name} was begun with another model", status=400)
+                if known is not None:
+                    return name
+                if path is not None:
+                    self._checkpoint(path)
+                elif base_model != self._base.name:
+                    message = f"this server has the base model {self._base.name!r}, not {base_model!r}"
+                    raise Rejected(message, status=400)
+                count = max(len(samplers) - self._ledger.settings.samplers_kept + 1, 0)
+                dropped = [old.row.id for old in samplers[:count] if not old.is_busy]
+                for old in dropped:
+                    self._ledger.drop_sampler(old)
+            while not self._add_sampling_session(name, session_id, path, dropped):
+                pass
         return name
 
-    def _add_sampling_session(self, row: SamplingRow) -> None:
-        """Enter a sampling session, in the place of the oldest idle ones of its session if there are too many."""
+    def _add_sampling_session(self, name: str, session_id: str, path: str | None, dropped: Sequence[str]) -> bool:
+        """Enter a sampling session in the place of others; return False if a save replaced its checkpoint meanwhile."""
         ledger = self._ledger
-        samplers = ledger.sessions[row.session].samplers
-        count = max(len(samplers) - ledger.settings.samplers_kept + 1, 0)
-        dropped = [old.row.id for old in samplers[:count] if not old.is_busy]
-        with ledger.journal.transaction():
-            for old in dropped:
-                ledger.journal.drop_sampling_session(old)
-            ledger.journal.add_sampling_session(row)
-        for old in dropped:
-            ledger.drop_sampler(old)
-        if row.id not in ledger.samplers:
-            ledger.add_sampler(row)
+        with ledger.lock:
+            folder = None if path is None else self._checkpoint(path).folder
+        row = SamplingRow(id=name, session=session_id, created=time.time(), path=path, folder=folder)
+
+        def write() -> None:
+            with ledger.journal.transaction():
+                for old in dropped:
+                    ledger.journal.drop_sampling_session(old)
+                ledger.journal.add_sampling_session(row)
+
+        self._written(write)  # without the lock, which the event loop takes: a disk may be slow
+        with ledger.lock:
+            self._check_session(session_id)
+            if path is not None and self._checkpoint(path).folder != folder:
+                return False
+            if name not in ledger.samplers:
+                ledger.add_sampler(row)
+        return True
 
     def sampler(self, sampling_session_id: str) -> SamplerInfo:
         """Look up a sampling session.
@@ -338,11 +354,15 @@ class Sessions:
         Raises:
             Rejected: 400: it is no path; 404: there is none; 429: the disk fails.
         """
-        with self._ledger.lock:
-            row = self._checkpoint(path)
-            self._written(lambda: self._ledger.journal.drop_checkpoint(row.model, row.kind, row.name))
-            del self._ledger.checkpoints[row.model, row.kind, row.name]
-            self._ledger.is_swept = False
+        with self._changing:
+            with self._ledger.lock:
+                row = self._checkpoint(path)
+            self._written(lambda: self._ledger.journal.drop_checkpoint(row))
+            with self._ledger.lock:
+                key = (row.model, row.kind, row.name)
+                if self._ledger.checkpoints.get(key) is row:  # no save has taken its place meanwhile
+                    del self._ledger.checkpoints[key]
+                self._ledger.is_swept = False
 
     def _checkpoint(self, path: str) -> CheckpointRow:
         try:
