@@ -446,6 +446,23 @@ def test_logits_that_are_not_finite_are_a_failure() -> None:
     assert "not finite" in result.message
 
 
+# ---------------------------------------------------------------------- cached prompts
+
+
+def test_a_result_says_how_many_tokens_of_its_prompt_were_cached() -> None:
+    engine = tiny_engine()
+    sampler, (prompt, other, third) = sampler_of(engine), prompts_of(engine, count=3)
+
+    def hits(**requests: tuple[EncodedSequence, Sample]) -> list[int]:
+        results = run(sampler, requests)
+        return [result.prompt_cache_hit_tokens for result in results.values() if isinstance(result, SampleResult)]
+
+    assert hits(first=(prompt, sample(num_samples=3))) == [0]
+    assert hits(again=(prompt, sample(seed=9)), other=(other, sample())) == [prompt.length, 0]
+    assert hits(one=(third, sample()), two=(third, sample(seed=2))) == [0, third.length]
+    assert hits(scored=(prompt, sample(prompt_logprobs=True)), short=(prompt, sample(max_tokens=1))) == [0, 0]
+
+
 # ---------------------------------------------------------------------- slices
 
 

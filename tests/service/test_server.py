@@ -232,6 +232,13 @@ def test_a_sequence_ends_at_end_of_sequence_unless_the_list_of_stops_is_empty(ru
         assert sampled(stop) == ended
 
 
+def test_a_response_says_how_many_tokens_of_its_prompt_were_cached(client: Any) -> None:
+    sampler = client.create_sampling_client(base_model=NAME).result(WAIT)
+    prompt, params = types.ModelInput.from_ints([31, 32, 33, 34]), types.SamplingParams(max_tokens=2, stop=[])
+    hits = [sampler.sample(prompt, 1, params).result(WAIT).prompt_cache_hit_tokens for _ in range(2)]
+    assert hits == [0, 4]
+
+
 def test_logprobs_of_a_prompt_are_those_of_training(running: Running, client: Any) -> None:
     sampler = client.create_sampling_client(base_model=NAME).result(WAIT)
     scores = sampler.compute_logprobs(types.ModelInput.from_ints(TEXT)).result(WAIT)

@@ -78,6 +78,7 @@ class FakeOutput:
     prompt_token_ids: list[int]
     prompt_logprobs: list[dict[int, FakeLogprob] | None] | None
     outputs: list[FakeCompletion]
+    num_cached_tokens: int | None = None
 
 
 def distribution(ids: Sequence[int], adapter: int) -> np.ndarray:
@@ -99,6 +100,7 @@ class FakeLLM:
     arguments: dict[str, Any]
     image_token_id: int = 0
     tokens_per_image: int = 0
+    cached: int | None = None
     calls: list[int] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)
 
@@ -122,7 +124,7 @@ class FakeLLM:
         of_prompt = None
         if params.prompt_logprobs is not None:
             of_prompt = [None] + [self._entry(ids[:i], ids[i], number) for i in range(1, len(ids))]
-        return FakeOutput(ids, of_prompt, [self._completion(ids, params, number)])
+        return FakeOutput(ids, of_prompt, [self._completion(ids, params, number)], self.cached)
 
     def _completion(self, ids: list[int], params: FakeParams, adapter: int) -> FakeCompletion:
         rng = np.random.default_rng(params.seed)
@@ -274,6 +276,17 @@ def test_log_probabilities_are_of_the_tokens_by_the_whole_distribution(engine: E
     np.testing.assert_allclose(seen, expected, rtol=1e-6)
     assert sequence.tokens.dtype == np.int32
     assert sequence.stop_reason == "length"
+
+
+@pytest.mark.parametrize(("said", "expected"), [(None, 0), (2, 2)])
+def test_a_result_says_how_many_tokens_of_its_prompt_were_cached(
+    engine: Engine, said: int | None, expected: int
+) -> None:
+    sampler = sampler_of(engine)
+    sampler._llm.cached = said
+    result = run(sampler, engine, {"a": sample()})["a"]
+    assert isinstance(result, SampleResult)
+    assert result.prompt_cache_hit_tokens == expected
 
 
 def test_stop_tokens_and_strings(engine: Engine) -> None:

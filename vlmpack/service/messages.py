@@ -352,6 +352,8 @@ class SampleResult:
     """`num_samples` of them, in the order of their seeds."""
     prompt_logprobs: np.ndarray | None = None
     """float32 [N]: log-probability of each token after those before it, NaN at the first; None: not wanted."""
+    prompt_cache_hit_tokens: int = 0
+    """N if another request had the prompt computed, 0 else; vLLM has numbers between."""
 
 
 Result = (

@@ -49,6 +49,8 @@ class Job:
         """All of them, in the order of their seeds."""
         self.prompt_logprobs: np.ndarray | None = None
         """float32 [N]; None: not wanted, or not yet computed."""
+        self.is_cached = False
+        """True if another request had its prompt computed."""
         self.unfinished = 0
         """Sequences that are not done."""
         self.is_alone = False
@@ -81,7 +83,8 @@ class Job:
             if sequence.error is not None:
                 return Failure(message=sequence.error, category="server")
         results = tuple(sequence.result() for sequence in self.sequences)
-        return SampleResult(sequences=results, prompt_logprobs=self.prompt_logprobs)
+        hits = self.prompt.length if self.is_cached else 0
+        return SampleResult(sequences=results, prompt_logprobs=self.prompt_logprobs, prompt_cache_hit_tokens=hits)
 
 
 def ending_of(prompt: EncodedSequence, request: Sample, model: SampledModel) -> Ending:
