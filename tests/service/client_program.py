@@ -383,8 +383,9 @@ def a_run_says_what_its_client_said_of_it(s: Setup) -> str:
     sampler_path = client.save_weights_for_sampler(name).result().path
     run = rest.get_training_run_by_tinker_path(path).result()
     assert run.user_metadata == {"renderer_name": "role_colon"}, run
-    assert run.last_checkpoint.tinker_path == path, run
-    assert run.last_sampler_checkpoint.tinker_path == sampler_path, run
+    assert run.last_checkpoint is not None and run.last_checkpoint.tinker_path == path, run
+    last = run.last_sampler_checkpoint
+    assert last is not None and last.tinker_path == sampler_path, run
     return "user_metadata, last_checkpoint, last_sampler_checkpoint"
 
 
