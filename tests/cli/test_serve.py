@@ -22,6 +22,8 @@ from typer.testing import CliRunner
 from vlmpack.cli import app
 from vlmpack.cli.schemas import SCHEMAS
 from vlmpack.cli.serve import announcement
+from vlmpack.service.checkpoints import StateFolder
+from vlmpack.service.journal import Journal
 
 SECONDS = 120.0
 
@@ -55,6 +57,19 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     said = refused(str(tmp_path / "model"), "--state", str(tmp_path / "s"), "--port", "0", VLMPACK_API_KEY="tml-x")
     assert "no model can be read there" in said
+
+
+def test_a_state_folder_that_cannot_be_served_is_refused_before_anything_is_written_or_read(tmp_path: Path) -> None:
+    (tmp_path / "holiday.jpg").touch()
+    said = refused("--demo", "--state", str(tmp_path), "--port", "0")
+    assert "is no state folder: it holds 'holiday.jpg'" in said
+    assert [entry.name for entry in tmp_path.iterdir()] == ["holiday.jpg"]
+    state = tmp_path / "state"
+    locked = StateFolder(state)
+    assert "used by another server" in refused("no/model", "--state", str(state), "--port", "0")
+    locked.close()
+    Journal(state / "journal.sqlite3", base_model="other/model").close()
+    assert "belongs to the base model 'other/model'" in refused("no/model", "--state", str(state), "--port", "0")
 
 
 @contextmanager

@@ -448,6 +448,22 @@ def test_an_operation_that_is_not_served_fails_in_its_future_and_uses_its_number
     assert client.post(path, model_id=model_id, seq_id=0).status == 404
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "message"),
+    [
+        ("POST", "training_runs/s:train:0/checkpoints/weights/a/publish", "whoever has the key sees all checkpoints"),
+        ("PUT", "training_runs/s:train:0/checkpoints/weights/a/ttl", "checkpoints stay until they are deleted"),
+        ("PUT", "sessions/s/project", "sessions have no projects"),
+        ("POST", "sessions/search", "list sessions"),
+        ("GET", "audit", "this service does not have it"),
+    ],
+)
+def test_what_is_not_there_is_refused_in_words(method: str, path: str, message: str) -> None:
+    answer = Client().send(method, f"/api/v1/{path}", b"{}")
+    assert answer.status in (404, 405)
+    assert message in answer.json()["detail"]
+
+
 def test_another_method_is_405() -> None:
     assert Client().get("optim_step").status == 405
 

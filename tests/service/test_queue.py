@@ -359,6 +359,18 @@ def test_on_a_full_disk_requests_are_refused_and_nothing_is_lost(tmp_path: Path)
         assert steps(engine) == [("group", (1,)), ("group", (2,)), ("step", ())]
 
 
+def test_which_replies_were_fetched_is_noted_once_there_is_room(tmp_path: Path) -> None:
+    with served(tmp_path, start=False) as (client, _):
+        session = client.queue.create_session()
+        client.outcome(client.queue.refuse_creation(session, 0, "no"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Journal, "_commit", lambda self: self._writer.execute("INSERT INTO nowhere VALUES (1)"))
+            client.queue._expiry.tidy()
+        client.queue._expiry.tidy()
+        (row,) = client.queue._ledger.journal.requests()
+        assert row.retrieved is not None
+
+
 def test_a_step_waits_for_the_disk_and_says_so(tmp_path: Path) -> None:
     gate = threading.Semaphore(0)
     with served(tmp_path, FakeEngine(gate)) as (client, _):

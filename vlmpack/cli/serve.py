@@ -165,7 +165,7 @@ class Place:
 
 def _serve(source: ModelSource, settings: ServiceSettings, place: Place, launched: Launched | None) -> None:
     """Serve on this process, or follow rank 0 where it is another one."""
-    from vlmpack.service import Service, bind, check_key, end, follow_rank_0, join, read_key
+    from vlmpack.service import Service, bind, check_key, check_state, end, follow_rank_0, join, read_key
 
     ranks = join(launched)
     _log_to_stderr(logging.WARNING if place.quiet else logging.INFO)
@@ -177,6 +177,7 @@ def _serve(source: ModelSource, settings: ServiceSettings, place: Place, launche
             logging.getLogger("vlmpack.service").error("%s, and so rank %d ends", error, ranks.rank)
             end(1)
         end(0)
+    check_state(settings.state, source.name)
     key = os.environ.get(KEY_VARIABLE)
     settings = replace(settings, key=check_key(key, KEY_VARIABLE) if key else read_key(place.key_file))
     with bind(place.host, place.port) as listening:

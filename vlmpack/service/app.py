@@ -33,7 +33,7 @@ def make_app(
     routes: Sequence[BaseRoute],
     *,
     key: str,
-    not_found: Callable[[Request, Exception], Awaitable[Response]],
+    not_found: Callable[[Request, HTTPException], Awaitable[Response]],
     lifespan: Lifespan[Any] | None = None,
 ) -> ASGIApp:
     """Put routes, the key and errors together.
@@ -41,18 +41,20 @@ def make_app(
     Args:
         routes: of the service.
         key: clients send it as X-API-Key, or as Authorization: Bearer.
-        not_found: answers for what is not among the routes.
+        not_found: answers for a path or method that is not among the routes.
         lifespan: of the app.
     """
-    handled = (HTTPError, BodyError, RequestError, HTTPException, ClientDisconnect)
-    handlers: Mapping[Any, Any] = {**dict.fromkeys(handled, _answer_error), 404: not_found, Exception: _answer_ours}
+    handled = (HTTPError, BodyError, RequestError, ClientDisconnect)
+    handlers: Mapping[Any, Any] = {
+        **dict.fromkeys(handled, _answer_error),
+        404: not_found,
+        405: not_found,
+        Exception: _answer_ours,
+    }
     return Gate(Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan), key=key)
 
 
 def _answer_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException):
-        detail = f"{request.method} {request.url.path[:LOGGED]}: {error.detail}"
-        return answer({"detail": detail}, status=error.status_code)
     response = error_response(error)
     assert response is not None
     return response

@@ -122,9 +122,11 @@ class Expiry:
     def note_retrieved(self) -> None:
         """Enter in the journal which replies were fetched."""
         with self._ledger.lock:
-            keys, self._ledger.retrieved_now = self._ledger.retrieved_now, []
+            keys = [*self._ledger.retrieved_now]
         if keys:
             self._ledger.journal.note_retrieved(keys, now=time.time())
+            with self._ledger.lock:
+                del self._ledger.retrieved_now[: len(keys)]
 
     def _drop_replies(self) -> None:
         old = time.time() - self._ledger.settings.reply_kept

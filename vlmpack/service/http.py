@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -43,9 +44,14 @@ NOT_SERVED = {
     "cancel_future": "sampling requests are not cancelled",
     "join_sampling_session": "a clone of a sampling client chooses its own numbers",
     "unload_model": "a model is freed when its session is finished",
-    "auth/token": "the key is sent as it is",
+    "token": "the key is sent as it is",
+    "publish": "whoever has the key sees all checkpoints",
+    "ttl": "checkpoints stay until they are deleted",
+    "project": "sessions have no projects",
+    "search": "list sessions, and look at each one",
+    "external_weights_urls": "checkpoints stay in the state folder of this service",
 }
-"""Remedy for each endpoint that a client may try and that does not exist here."""
+"""Remedies for endpoints that clients try and that this service does not have, by the last part of their paths."""
 
 T = TypeVar("T")
 
@@ -329,14 +335,14 @@ class Endpoints:
             return self._refuse(model_id, seq_id, str(error))
         return answer({"request_id": self.queue.submit(request, body, JSON).request_id})
 
-    async def not_found(self, request: Request, error: Exception) -> Response:
+    async def not_found(self, request: Request, error: HTTPException) -> Response:
         """Answer for an endpoint that is not here. An operation of a model, whatever its name, fails in its future."""
         path = request.url.path
         detail = f"{request.method} {path[:120]}: this service does not have it"
-        if (remedy := NOT_SERVED.get(path.removeprefix("/api/v1/"))) is not None:
+        if (remedy := NOT_SERVED.get(path.rpartition("/")[2])) is not None:
             detail = f"{detail}; {remedy}"
         try:
-            return await self._refuse_unread(request, HTTPError(404, detail))
+            return await self._refuse_unread(request, HTTPError(error.status_code, detail))
         except (HTTPError, RequestError, ClientDisconnect) as refusal:  # Starlette takes no errors of this handler
             response = error_response(refusal)
             assert response is not None

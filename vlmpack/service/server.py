@@ -29,9 +29,11 @@ from vlmpack.layout import MIN_SHARED
 from vlmpack.service import wire
 from vlmpack.service.app import make_app
 from vlmpack.service.bodies import BodyReader
+from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.distributed import DistributedEngine, follow
 from vlmpack.service.engine import Engine, EngineConfig
 from vlmpack.service.http import Endpoints, Served
+from vlmpack.service.journal import Journal
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.queue import QueueSettings, RequestQueue
 from vlmpack.service.ranks import Ranks
@@ -126,6 +128,23 @@ def load_base(source: str, *, name: str | None = None, device: str = "cpu", dtyp
         model=model.to(torch.device(device)),
         processor=processor,
     )
+
+
+def check_state(state: Path, base_model: str) -> None:
+    """Refuse a state folder that cannot be served, before a model is read or anything else is written there.
+
+    Args:
+        state: the folder; made if there is none.
+        base_model: name of the base model to be served.
+
+    Raises:
+        ConfigError: it is used by another server, damaged, foreign, or of another base model.
+    """
+    folder = StateFolder(state)
+    try:
+        Journal(folder.journal, base_model=base_model).close()
+    finally:
+        folder.close()
 
 
 def read_key(file: Path) -> str:
