@@ -148,12 +148,11 @@ class Endpoints:
         return await self.bodies.read(pieces, encoding=encoding, most=most, decoded=decoded)
 
     async def _pieces(self, request: Request, under_way: ExitStack | None) -> AsyncIterator[bytes]:
-        is_first = under_way is not None
         async for piece in request.stream():
-            if is_first and under_way is not None:
-                is_first = False
+            if under_way is not None:
                 with suppress(RequestError):  # without a name in its first piece, or compressed
                     under_way.enter_context(self.queue.receiving(protobuf.identify(piece).model_id))
+                under_way = None
             yield piece
 
     def _refuse_if_draining(self) -> None:
