@@ -12,6 +12,7 @@
 #include <ATen/ops/_assert_async_ops.h>
 #include <ATen/ops/_local_scalar_dense_ops.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/_upsample_bilinear2d_aa_backward_ops.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/histc_ops.h>
 #include <ATen/ops/view_native.h>
@@ -473,6 +474,17 @@ Tensor histc(const Tensor& x, int64_t bins, const at::Scalar& least, const at::S
   return call.to_device(counts.to(x.scalar_type()));
 }
 
+// CUDA takes bfloat16.
+Tensor upsample_backward(
+    const Tensor& grad, at::IntArrayRef output_size, at::IntArrayRef input_size, bool align_corners,
+    std::optional<double> scales_h, std::optional<double> scales_w) {
+  Call call;
+  auto found = at::_ops::_upsample_bilinear2d_aa_backward::call(
+      call.to_host(grad).to(at::kFloat), c10::fromIntArrayRefSlow(output_size), c10::fromIntArrayRefSlow(input_size),
+      align_corners, scales_h, scales_w);
+  return call.to_device(found.to(grad.scalar_type()));
+}
+
 // The tensor's own memory, for kernels written in Python.
 Tensor host_view(const Tensor& x) { return Call().to_host(x); }
 
@@ -484,6 +496,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("_assert_async.msg", &assert_async);
   m.impl("_local_scalar_dense", &local_scalar_dense);
   m.impl("_reshape_alias", &at::native::_reshape_alias);
+  m.impl("_upsample_bilinear2d_aa_backward", &upsample_backward);
   m.impl("as_strided", &as_strided);
   m.impl("copy_", &copy_);
   m.impl("empty.memory_format", &empty);
