@@ -35,7 +35,10 @@ LAYOUTS = {
     "row": lambda samples: pack(padded(samples), rule=SlotRule(multiple=8)),
     "tree": shared,
 }
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+]
 
 
 def fresh(family: str, dtype: torch.dtype) -> Any:
