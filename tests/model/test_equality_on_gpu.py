@@ -1,15 +1,18 @@
 """The first step of every family on a GPU: a padded batch, a packed row and a prefix tree in bfloat16.
 
 As in `test_equality_low_precision`, the truth is each sample alone in float32, on the CPU, from weights and pixels that
-bfloat16 can hold; the error may be twice that of each sample alone in bfloat16. Nothing of vlmpack waits for the device.
+bfloat16 can hold; the error may be twice that of each sample alone in bfloat16. vlmpack never waits for the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +22,11 @@ from trees import Piece, samples_of, shared
 
 import vlmpack
 from benchmarks.gpu.models import with_patch_products
+from vlmpack.attention import Backend, choose
 from vlmpack.families import FAMILIES
 from vlmpack.layout import SlotRule, pack, recorded_syncs
 from vlmpack.model import PackedStep
+from vlmpack.model.mechanisms import attention
 from vlmpack.testing import Sample, padded, sample_like, take_gradients, tiny_model
 
 HOME = Path(vlmpack.__file__).parent
@@ -35,6 +40,8 @@ LAYOUTS = {
     "row": lambda samples: pack(padded(samples), rule=SlotRule(multiple=8)),
     "tree": shared,
 }
+WITHOUT_VARLEN = ("gemma2", "gpt_oss", "paligemma")
+"""Families with soft-capped scores, or sinks, which PyTorch's varlen kernel does not have."""
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
@@ -74,6 +81,20 @@ def case_of(family: str) -> Case:
     return Case(model=model, exact=exact, plain=alone_through(model, samples))
 
 
+@contextmanager
+def chosen_kernels() -> Iterator[set[str]]:
+    """Collect the names of the attention back-ends that serve, while something runs."""
+    names: set[str] = set()
+
+    def noted(*call: Any) -> Backend:
+        backend = choose(*call)
+        names.add(backend.name)
+        return backend
+
+    with mock.patch.object(attention, "choose", noted):
+        yield names
+
+
 @pytest.mark.every_family
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", tiers(["plain", "checkpointed"], ["plain"]))
@@ -86,9 +107,10 @@ def test_a_step_is_as_close_to_float32_as_alone_and_waits_for_nothing(family: st
     else:
         model.gradient_checkpointing_disable()
     step, given = PackedStep(model), LAYOUTS[layout](case.plain.samples).to("cuda")
-    with recorded_syncs(torch.device("cuda")) as waits:
+    with recorded_syncs(torch.device("cuda")) as waits, chosen_kernels() as kernels:
         result = step(given, logits=True)
         result.loss.backward()
     found = take_gradients(model)
     assert [wait.place for wait in waits if Path(wait.file).is_relative_to(HOME)] == []
+    assert ("torch_varlen" in kernels) == (family not in WITHOUT_VARLEN)
     check_low_precision(case.exact, case.plain, result, without_zeros(found))

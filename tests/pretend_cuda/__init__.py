@@ -29,7 +29,7 @@ __all__ = ["install", "missing"]
 
 
 def install() -> None:
-    """Give this process the device, once and for all. PyTorch looks for devices when it is imported: not before that."""
+    """Give this process the device, for good. PyTorch looks for devices when it is imported, and not again."""
     assert "torch" not in sys.modules, "the pretend CUDA device has to be there before torch is imported"
     ctypes.CDLL(str(torch_folder() / "lib" / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(built()), mode=ctypes.RTLD_GLOBAL)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # for `pretend_cuda` itself
 
-from pretend_cuda import install
+from pretend_cuda import install  # noqa: E402
 
 if __name__ == "__main__":
     install()
