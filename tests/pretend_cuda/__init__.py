@@ -15,7 +15,7 @@ Values are those of the CPU's kernels. As on CUDA
 * `torch._assert_async` refuses messages of 255 bytes;
 * varlen attention is FlashAttention's: its layout, types, alignment to the last key, windows, and what it refuses.
 
-It has no rounding of CUDA's kernels, no streams, no compiled kernels (Triton, Inductor), and 1 GiB of memory.
+It has no rounding of CUDA's kernels, no streams, no compiled kernels (Triton, Inductor), and 4 GiB of memory.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@
 #include <torch/library.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <map>
@@ -36,7 +37,8 @@ using at::Tensor;
 
 const c10::Device THE_DEVICE(c10::DeviceType::CUDA, 0);
 const c10::DispatchKeySet ON_DEVICE(c10::DispatchKey::CUDA), ON_HOST(c10::DispatchKey::CPU);
-constexpr long TOTAL_BYTES = 1l << 30;
+constexpr long TOTAL_BYTES = 4l << 30;
+constexpr size_t MOST_POISONED = 64 << 20;  // of one block: what fills the device is never touched
 constexpr int UNWRITTEN = 0xFF;  // every byte of memory that was not written: NaN in each floating type
 
 const pid_t g_process = getpid();
@@ -52,15 +54,16 @@ void count(long bytes) {
 
 struct Block {
   void* memory = nullptr;
-  size_t bytes;
+  const size_t bytes;
   explicit Block(size_t n) : bytes(n) {
     TORCH_CHECK(posix_memalign(&memory, 64, n ? n : 1) == 0, "the host has no memory for the pretend device");
-    std::memset(memory, UNWRITTEN, n);
+    poison();
   }
   ~Block() {
-    std::memset(memory, UNWRITTEN, bytes);
+    poison();
     std::free(memory);
   }
+  void poison() const { std::memset(memory, UNWRITTEN, std::min(bytes, MOST_POISONED)); }
 };
 
 void free_on_device(void* block) {
