@@ -36,6 +36,7 @@ from benchmarks.cases.loader import (
 from benchmarks.cases.plan import PlanShapes, measure_plan
 from benchmarks.cases.service import ServiceShapes, measure_service
 from benchmarks.cases.step import CompileShapes, measure_compiled, measure_memory, measure_step
+from benchmarks.cases.thd import measure_thd
 from benchmarks.cases.tree import TreeShapes, measure_tree
 from benchmarks.figures import MOST_SEED, BenchSettings, Figure, Report, Skipped, check_budget, environment, place_for
 from benchmarks.peers import PeerShapes, measure_peers
@@ -111,6 +112,11 @@ CASES: Mapping[str, Case] = {
         about="training requests through the step service's engine, against a loop of one's own",
         run=measure_service,
         shapes=ServiceShapes(),
+    ),
+    "thd": Case(
+        about="a model that takes boundaries, through ThdStep, against finished arguments",
+        run=measure_thd,
+        shapes=ReceiptShapes(),
     ),
     "head": Case(about="the head on labelled rows, against all rows", run=measure_head, shapes=ReceiptShapes()),
 }

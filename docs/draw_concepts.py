@@ -1,4 +1,4 @@
-"""Draw the pictures of the page on leaks, from numbers that are measured here: python docs/draw_concepts.py
+"""Draw the pictures of rows and leaks, from numbers that are measured here: python docs/draw_concepts.py
 
 Everything is computed by plain transformers on tiny random models; only the packed rows are ours.
 """
@@ -16,8 +16,9 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
-from vlmpack import PackedRow, PackedStep, VLMCollator, disable_packing
+from vlmpack import PackedRow, PackedStep, SlotRule, VLMCollator, disable_packing
 from vlmpack.families import family_of
 from vlmpack.layout import Segments
 from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
@@ -207,13 +208,43 @@ def router_losses() -> tuple[list[float], list[float], list[float]]:
     return shares, counted, left_out
 
 
-PICTURES = {"leaks": draw_leaks, "masks": draw_masks, "positions": draw_positions, "router": draw_router}
+def draw_thd_row(lengths: tuple[int, ...] = (3, 5, 2)) -> Figure:
+    """A row with slots that are a multiple of 4, and the four names under which a model learns of them."""
+    row = Segments.from_lengths(lengths, SlotRule(multiple=4))
+    figure = Figure(figsize=(9.5, 2.9), layout="constrained", dpi=144)
+    axes = figure.subplots()
+    for sample, ((start, stop), slot) in enumerate(zip(row.spans, row.slots, strict=True)):
+        for place in range(start, start + slot):
+            colour = COLOURS[sample] if place < stop else "#e2e8f0"
+            axes.add_patch(Rectangle((place, 0), 1, 1, facecolor=colour, edgecolor="white", linewidth=2))
+            text = "abc"[sample] if place < stop else "pad"
+            axes.text(place + 0.5, 0.5, text, ha="center", va="center", color="white" if place < stop else INK)
+    names = ("cu_seqlens_q", "cu_seqlens_q_padded", "rope_cu_seqlens", "moe_padding_mask")
+    for line, (name, values) in enumerate(zip(names, (row.real, row.stride, row.real), strict=False)):
+        for place, value in zip((*row.stride[:-1], row.total), values, strict=True):
+            axes.text(place, -0.6 - 0.7 * line, str(value), ha="center", va="center", color=INK, fontsize=10)
+        axes.text(-0.6, -0.6 - 0.7 * line, name, ha="right", va="center", color=INK, fontsize=10)
+    for place, pad in enumerate(row.padding_mask().tolist()):
+        axes.text(place + 0.5, -2.7, "T" if pad else "F", ha="center", va="center", color=INK, fontsize=10)
+    axes.text(-0.6, -2.7, names[-1], ha="right", va="center", color=INK, fontsize=10)
+    axes.set(xlim=(-5, row.total + 0.5), ylim=(-3.1, 1.1))
+    axes.axis("off")
+    return figure
+
+
+PICTURES = {
+    "concept_leaks": draw_leaks,
+    "concept_masks": draw_masks,
+    "concept_positions": draw_positions,
+    "concept_router": draw_router,
+    "thd_row": draw_thd_row,
+}
 
 
 def main(folder: str = "docs") -> None:
     """Write all pictures."""
     for name, draw in PICTURES.items():
-        draw().savefig(Path(folder) / f"concept_{name}.png")
+        draw().savefig(Path(folder) / f"{name}.png")
 
 
 if __name__ == "__main__":

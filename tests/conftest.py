@@ -98,7 +98,7 @@ def same_random_numbers() -> None:
 
 @pytest.fixture(autouse=True)
 def short_device_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refuse on every device what CUDA's assertion refuses: a message of 255 bytes, even if the condition holds."""
+    """Refuse on every device what CUDA's assertion refuses: a message of 255 bytes, even when the condition holds."""
     assert_async = torch._assert_async
 
     def as_on_cuda(condition: torch.Tensor, message: str) -> None:

@@ -46,10 +46,6 @@ def test_a_tiny_model_is_trained_saved_and_trained_on(tmp_path: Path) -> None:
     assert second < first + 1.0  # it went on from the trained weights: a random model starts above 7
 
 
-def test_the_example_can_be_read_at_one_sitting() -> None:
-    assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= 60
-
-
 @pytest.mark.full
 @pytest.mark.slow
 def test_a_loop_of_one_s_own_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from vlmpack.errors import VlmpackError
     from vlmpack.layout import PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
     from vlmpack.loading import PackedBatchSampler, PackedStream
-    from vlmpack.model import PackedStep, StepConfig, StepResult, compile_layers, disable_packing, enable_packing
+    from vlmpack.model import (
+        PackedStep,
+        StepConfig,
+        StepResult,
+        ThdStep,
+        compile_layers,
+        disable_packing,
+        enable_packing,
+    )
     from vlmpack.plan import Plan, plan_bins
     from vlmpack.probing import probe
     from vlmpack.trainer import PackedTrainer
@@ -37,6 +45,7 @@ __all__ = [
     "SlotRule",
     "StepConfig",
     "StepResult",
+    "ThdStep",
     "VLMCollator",
     "VlmpackError",
     "compile_layers",
@@ -53,7 +62,10 @@ _ROOM = {
     "errors": ("VlmpackError",),
     "layout": ("PackedRow", "PaddedBatch", "Segments", "SlotRule", "pack", "unpack"),
     "loading": ("PackedBatchSampler", "PackedStream"),
-    "model": ("PackedStep", "StepConfig", "StepResult", "compile_layers", "disable_packing", "enable_packing"),
+    "model": (
+        *("PackedStep", "StepConfig", "StepResult", "ThdStep"),
+        *("compile_layers", "disable_packing", "enable_packing"),
+    ),
     "plan": ("Plan", "plan_bins"),
     "probing": ("probe",),
     "trainer": ("PackedTrainer",),

@@ -55,6 +55,7 @@ SHAPES = {
         groups=2,
     ),
     "head": TINY,
+    "thd": TINY,
     "service": ServiceShapes(
         receipts=TINY,
         small=replace(TINY, samples=1),
@@ -77,6 +78,7 @@ TARGETS = {
     "memory": [0.7],
     "tree": [0.9, 0.85, 0.02, 0.01],
     "head": [1.1],
+    "thd": [1.02],
     "service": [0.9, 2.0, 0.05, 3.0],
     "compile": [3, 0],
 }

@@ -5,7 +5,14 @@ from __future__ import annotations
 from vlmpack.megatron.recipe import Engine, GraphScope, Packing, Recipe
 from vlmpack.megatron.rules import validate
 from vlmpack.megatron.shard import Halo, LocalRow, shard, unshard
-from vlmpack.megatron.thd import Boundaries, from_megatron, packed_seq_fields, packed_seq_params, to_megatron
+from vlmpack.megatron.thd import (
+    Boundaries,
+    from_megatron,
+    installed_version,
+    packed_seq_fields,
+    packed_seq_params,
+    to_megatron,
+)
 
 __all__ = [
     "Boundaries",
@@ -16,6 +23,7 @@ __all__ = [
     "Packing",
     "Recipe",
     "from_megatron",
+    "installed_version",
     "packed_seq_fields",
     "packed_seq_params",
     "shard",

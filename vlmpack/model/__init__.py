@@ -15,6 +15,7 @@ from vlmpack.model.path_attention import attend_along_paths
 from vlmpack.model.plain import compile_layers, find_model
 from vlmpack.model.result import LossCount, PackedOutput, StepResult, Work
 from vlmpack.model.row import CONTEXT
+from vlmpack.model.thd_step import RouterLosses, ThdInputs, ThdStep, masked_router_losses
 
 __all__ = [
     "CONTEXT",
@@ -25,10 +26,13 @@ __all__ = [
     "PackedOutput",
     "PackedStep",
     "PackingState",
+    "RouterLosses",
     "RouterStatistics",
     "StepCall",
     "StepConfig",
     "StepResult",
+    "ThdInputs",
+    "ThdStep",
     "Work",
     "attend_along_paths",
     "bind_loss_metrics",
@@ -39,6 +43,7 @@ __all__ = [
     "find_model",
     "is_packing",
     "layer_reaches",
+    "masked_router_losses",
     "pack_backbone",
     "packing_state",
     "spans_in",

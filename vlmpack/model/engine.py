@@ -432,7 +432,7 @@ def _result(
     loss_sum = (-logprobs).sum()  # 0, not -0, of none
     sums, counts = sums_by_sample(logprobs, index, row.segments)
     targets = index.numel()
-    items = _items(num_items_in_batch, targets)
+    items = divisor(num_items_in_batch, targets)
     # In training 0, not 0 / 0, where no row of the whole step has targets. Of a batch that is evaluated, and has none,
     # there is no mean: a 0 would count in HF Trainer's eval_loss, which leaves NaN out.
     counted = num_items_in_batch is not None and not torch.is_grad_enabled()
@@ -455,7 +455,7 @@ def _result(
     )
 
 
-def _items(items: torch.Tensor | float | None, targets: int) -> torch.Tensor | float:
+def divisor(items: torch.Tensor | float | None, targets: int) -> torch.Tensor | float:
     """The divisor of the loss. A tensor on a device is not compared with the targets: that would be a sync.
 
     Raises:

@@ -1,0 +1,88 @@
+"""A forward step for Megatron's schedules, on packed rows of receipts: `forward_step(data_iterator, model)`.
+
+    python examples/megatron_step.py
+
+Megatron-LM and Megatron-Bridge call such a function once a micro-batch. It returns what the model returned, and a
+function that turns that into (loss sum, number of targets, what to log); under `calculate_per_token_loss=True` the
+schedule divides by the targets of all micro-batches and ranks. `ThdStep` packs the micro-batch and names its boundaries
+as the model does. The loop below stands for the schedule, so that the script runs without Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from thd_model import ThdQwen3VLMoe
+from torch import nn
+
+from vlmpack import SlotRule, ThdStep, VLMCollator
+from vlmpack.model import ThdInputs
+from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
+
+Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+"""The loss summed over a micro-batch's targets, their number, and [sum, number] to log."""
+
+
+class ForwardStep:
+    """`forward_step(data_iterator, model)` of Megatron's schedules.
+
+    Args:
+        **settings: of `ThdStep`.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.step: ThdStep | None = None
+
+    def __call__(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[[Any], Loss]]:
+        """Run one micro-batch; its loss comes from the function that is returned."""
+        if self.step is None or self.step.model is not model:
+            self.step = ThdStep(model, **self.settings)
+        inputs = self.step.inputs(next(data_iterator))
+        return model(**inputs.arguments), partial(loss_of, self.step, inputs)
+
+
+def loss_of(step: ThdStep, inputs: ThdInputs, output: Any) -> Loss:
+    """The loss of one micro-batch: the mean and the routers' loss, times the number of targets."""
+    result = step.result(output, inputs)
+    targets = torch.tensor(result.num_targets, dtype=torch.int32, device=result.loss.device)
+    return result.loss * targets, targets, {"lm loss": torch.stack([result.loss_sum.detach(), targets.float()])}
+
+
+def train_step(forward_step: ForwardStep, batches: Iterator[Any], model: nn.Module, micro_batches: int) -> float:
+    """What a schedule does for one optimizer step without pipeline stages; return the mean loss of its targets."""
+    logged, total = torch.zeros(2), 0
+    for _ in range(micro_batches):
+        output, loss_func = forward_step(batches, model)
+        loss, targets, log = loss_func(output)
+        loss.backward()
+        logged, total = logged + log["lm loss"], total + int(targets)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= total
+    return float(logged[0] / logged[1])
+
+
+def main() -> None:
+    """Train a tiny Qwen3-VL-MoE for four steps of two micro-batches."""
+    processor = tiny_processor("qwen3_vl", max_pixels=64 * 32 * 32)
+    reference = tiny_model("qwen3_vl_moe", processor=processor)
+    model = ThdQwen3VLMoe(reference)
+    slots = SlotRule.for_parallel(tensor=2, context=1, sequence_parallel=True, precision="fp8", layout="mirrored")
+    forward_step = ForwardStep(slots=slots, config=reference.config)
+    collate = VLMCollator(processor).collate
+    receipts = list(receipt_conversations(num=16))
+    batches = iter([collate(receipts[at : at + 2]) for at in range(0, 16, 2)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(4):
+        loss = train_step(forward_step, batches, model, micro_batches=2)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"step {step} loss {loss:.4f}")
+
+
+if __name__ == "__main__":
+    main()

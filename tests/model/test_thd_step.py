@@ -1,0 +1,549 @@
+"""A model that takes boundaries by name gets those of each sample; what it computes is what transformers does alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron_models import import_megatron
+from torch import nn
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
+
+from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.layout import (
+    IGNORE,
+    PaddedBatch,
+    Segments,
+    SlotRule,
+    nothing_on_host,
+    pack,
+    recorded_syncs,
+    roll_left,
+)
+from vlmpack.model import ThdInputs, ThdStep, masked_router_losses
+from vlmpack.testing import alone, mixed_samples, padded, tiny_model
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "thd_model.py"
+GAPS = SlotRule(multiple=8, row_multiple=48)
+RULES = {
+    "no padding": SlotRule(),
+    "slots and a tail": GAPS,
+    "a tail in the last slot": SlotRule(pad_to=256, tail_in_slot=True),
+}
+CLOSE: Any = {"atol": 2e-5, "rtol": 1e-4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron_core() -> None:
+    import_megatron()
+
+
+@pytest.fixture(scope="module")
+def example() -> Any:
+    spec = spec_from_file_location("thd_model", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["thd_model"] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    """Plain transformers: two layers of experts, and a vision tower with deepstack features."""
+    return tiny_model("qwen3_vl_moe", layers=2, vision_depth=2)
+
+
+@pytest.fixture(scope="module")
+def samples(reference: Any) -> list[Any]:
+    return mixed_samples(reference.config, seed=1, kinds=("image", "text", "images", "text"))
+
+
+class Outcome(SimpleNamespace):
+    """Logits [L, V] and positions [3, L] of each sample; losses of samples and routers; gradients by name."""
+
+
+def outcome_alone(reference: Any, samples: list[Any]) -> Outcome:
+    """Each sample through the Hugging Face model by itself; their losses, summed, over all targets."""
+    model, config = deepcopy(reference), reference.config.text_config
+    outputs = [model(**alone(sample), output_router_logits=True) for sample in samples]
+    targets = [int((sample["labels"][1:] != IGNORE).sum()) for sample in samples]
+    losses = [
+        F.cross_entropy(output.logits[0, :-1], sample["labels"][1:], reduction="mean")
+        for output, sample in zip(outputs, samples, strict=True)
+    ]
+    layers = tuple(torch.cat(layer) for layer in zip(*(output.router_logits for output in outputs), strict=True))
+    balance = load_balancing_loss_func(layers, config.num_experts, config.num_experts_per_tok)
+    mean = sum(loss * count for loss, count in zip(losses, targets, strict=True)) / sum(targets)
+    loss = mean + config.router_aux_loss_coef * balance
+    loss.backward()
+    return Outcome(
+        logits=[output.logits[0] for output in outputs],
+        positions=[positions_alone(model, sample) for sample in samples],
+        losses=torch.stack(losses),
+        aux_loss=config.router_aux_loss_coef * balance,
+        loss=loss,
+        gradients=gradients_of(model),
+    )
+
+
+def positions_alone(model: Any, sample: Any) -> torch.Tensor:
+    inputs = alone(sample)
+    media = {name: inputs[name] for name in ("image_grid_thw", "mm_token_type_ids") if name in inputs}
+    types = media.pop("mm_token_type_ids", torch.zeros_like(inputs["input_ids"]))
+    return model.model.get_rope_index(inputs["input_ids"], mm_token_type_ids=types, **media)[0][:, 0]
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def outcome_packed(
+    example: Any, reference: Any, batch: Any, rule: SlotRule, changed: Mapping[str, Callable[[Any], Any]] | None = None
+) -> Outcome:
+    """The same of the example's model on one row; `changed` replaces arguments on their way to the model."""
+    model = example.ThdQwen3VLMoe(deepcopy(reference))
+    text, used, attended = model.model.language_model, [], []
+    text.rotary_emb.register_forward_hook(lambda _, args, __: used.append(args[1]))
+    text.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, args: attended.append(args[0]))
+    step = ThdStep(model, slots=rule, config=reference.config)
+    inputs = step.inputs(batch)
+    arguments = {**inputs.arguments}
+    for name, change in (changed or {}).items():
+        arguments[name] = change(arguments)
+    output = model(**arguments)
+    result = step.result(output, inputs)
+    result.loss.backward()
+    spans = inputs.row.segments.spans[: inputs.row.segments.num_samples]
+    assert result.row_logits is not None
+    return Outcome(
+        logits=[result.row_logits[0, start:stop] for start, stop in spans],
+        positions=[used[0][:, 0, start:stop] for start, stop in spans],
+        handed=positions_of(step, inputs),
+        on_padding=attended[0][inputs.row.moe_padding_mask],
+        losses=result.sample_losses,
+        aux_loss=output["aux_loss"],
+        loss=result.loss,
+        gradients=gradients_of(model),
+        result=result,
+    )
+
+
+def positions_of(step: ThdStep, inputs: ThdInputs) -> list[torch.Tensor]:
+    """What a model with a parameter `position_ids` would be handed."""
+    positions = step.positions(inputs.row)
+    assert positions is not None
+    return [positions[:, 0, start:stop] for start, stop in inputs.row.segments.spans[: inputs.row.segments.num_samples]]
+
+
+def check_equal(packed: Outcome, expected: Outcome) -> None:
+    assert not packed.on_padding.any(), "padding behind a sample attends, which no real token shows"
+    for name in ("positions", "handed"):
+        assert all(map(torch.equal, vars(packed)[name], expected.positions)), name
+    for mine, own in zip(packed.logits, expected.logits, strict=True):
+        torch.testing.assert_close(mine, own, **CLOSE)
+    torch.testing.assert_close(packed.losses, expected.losses, **CLOSE)
+    torch.testing.assert_close(packed.aux_loss, expected.aux_loss, **CLOSE)
+    torch.testing.assert_close(packed.loss, expected.loss, **CLOSE)
+    assert packed.gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        error = (packed.gradients[name] - gradient).norm() / gradient.norm().clamp(min=1e-6)
+        assert error < 1e-4, name
+
+
+# ---------------------------------------------------------------------- packed == alone
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_packed_row_gives_each_sample_what_it_has_alone(
+    example: Any, reference: Any, samples: list[Any], rule: SlotRule
+) -> None:
+    packed = outcome_packed(example, reference, padded(samples), rule)
+    check_equal(packed, outcome_alone(reference, samples))
+    work, lengths = packed.result.work, [len(sample["input_ids"]) for sample in samples]
+    assert work.real_tokens == sum(lengths)
+    assert work.physical_tokens == packed.result.segments.total
+    assert work.attended_pairs == sum(n * (n + 1) // 2 for n in lengths)
+    assert work.vision_patches == sum(len(sample.get("pixel_values", ())) for sample in samples)
+
+
+FORMS: dict[str, Callable[[list[Any]], Any]] = {
+    "padded on the left": lambda samples: padded(samples, "left"),
+    "without metadata": lambda samples: padded(samples, metadata=False),
+    "a dictionary": lambda samples: padded(samples).to_hf(),
+    "a row": lambda samples: pack(padded(samples), rule=GAPS),
+    "the dictionary of a row": lambda samples: pack(padded(samples), rule=GAPS).to_hf(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_every_form_of_a_batch_gives_the_same_losses(
+    example: Any, reference: Any, samples: list[Any], form: Callable[[list[Any]], Any]
+) -> None:
+    step = ThdStep(example.ThdQwen3VLMoe(reference), slots=GAPS, config=reference.config)
+    expected = step(padded(samples))
+    result = step(form(samples))
+    assert torch.equal(result.sample_losses, expected.sample_losses)
+    assert torch.equal(result.loss, expected.loss)
+
+
+def as_one_sample(arguments: Any) -> torch.Tensor:
+    """Boundaries of the whole row, as if it held one sample."""
+    return arguments["rope_cu_seqlens"][[0, -1]]
+
+
+def without_gaps(arguments: Any) -> torch.Tensor:
+    return torch.zeros_like(arguments["moe_padding_mask"])
+
+
+BROKEN: dict[str, Callable[[Any], Any]] = {
+    "cu_seqlens_q": lambda arguments: arguments["cu_seqlens_q_padded"],
+    "cu_seqlens_q_padded": lambda arguments: arguments["cu_seqlens_q"],
+    "rope_cu_seqlens": as_one_sample,
+    "moe_padding_mask": without_gaps,
+    "image_grid_thw": lambda arguments: arguments["image_grid_thw"].flip(0),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_comparison_fails_without_any_one_of_the_names(
+    example: Any, reference: Any, samples: list[Any], name: str
+) -> None:
+    expected = outcome_alone(reference, samples)
+    with pytest.raises((AssertionError, RuntimeError, ValueError)):  # or the model itself refuses it
+        check_equal(outcome_packed(example, reference, padded(samples), GAPS, {name: BROKEN[name]}), expected)
+
+
+# ---------------------------------------------------------------------- what is handed over
+
+
+class Takes(nn.Module):
+    """A model of one embedding that keeps what it was called with; `forward` is replaced by the tests."""
+
+    def __init__(self, vocabulary: int = 64, **config: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, vocabulary)
+        self.config = SimpleNamespace(**config)
+        self.called: dict[str, Any] = {}
+
+    def losses(self, input_ids: torch.Tensor, labels: torch.Tensor, **others: Any) -> torch.Tensor:
+        self.called = {"input_ids": input_ids, "labels": labels, **others}
+        logits = self.embedding(input_ids)
+        return F.cross_entropy(logits[0], labels[0].clamp(min=0), reduction="none")[None]
+
+
+class Everything(Takes):
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        loss_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_kv: torch.Tensor,
+        cu_seqlens_q_padded: torch.Tensor,
+        cu_seqlens_kv_padded: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_kv: int,
+        packed_seq_params: Any,
+        rope_cu_seqlens: torch.Tensor,
+        padding_mask: torch.Tensor,
+        temperature: float = 1.0,
+    ) -> torch.Tensor:
+        names = ("loss_mask", "position_ids", "attention_mask", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded")
+        more = ("cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv", "packed_seq_params", "rope_cu_seqlens")
+        mine = locals()
+        return self.losses(
+            tokens, labels, **{name: mine[name] for name in (*names, *more, "padding_mask", "temperature")}
+        )
+
+
+class Plain(Takes):
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, cu_seqlens_q: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        return self.losses(input_ids, labels, cu_seqlens_q=cu_seqlens_q, position_ids=position_ids)
+
+
+def texts(*lengths: int) -> PaddedBatch:
+    """Samples of 1, 2, 3, ... tokens' ids, each token a target of the one before."""
+    ids = torch.arange(1, 1 + len(lengths) * max(lengths)).view(len(lengths), -1) % 60
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return PaddedBatch(input_ids=ids * mask, attention_mask=mask.long(), labels=ids.masked_fill(~mask, IGNORE))
+
+
+def test_real_and_padded_boundaries_are_apart_under_their_names() -> None:
+    model = Everything()
+    ThdStep(model, slots=SlotRule(multiple=4))(texts(3, 5, 2), temperature=0.5)
+    called = model.called
+    for axis in ("q", "kv"):
+        assert called[f"cu_seqlens_{axis}"].tolist() == [0, 3, 8, 10]
+        assert called[f"cu_seqlens_{axis}_padded"].tolist() == [0, 4, 12, 16]
+        assert called[f"max_seqlen_{axis}"] == 8
+    assert called["rope_cu_seqlens"].tolist() == [0, 3, 8, 10]
+    assert called["padding_mask"][0].nonzero()[:, 0].tolist() == [3, 9, 10, 11, 14, 15]
+    assert called["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 2, 3, 4, 0, 0, 0, 0, 1, 0, 0]]
+    assert called["loss_mask"].tolist() == [[1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0]]
+    assert called["attention_mask"] is None
+    assert called["temperature"] == 0.5
+    params = called["packed_seq_params"]
+    assert params.qkv_format == "thd"
+    assert params.cu_seqlens_q.tolist() == [0, 3, 8, 10]
+    assert params.cu_seqlens_kv_padded.tolist() == [0, 4, 12, 16]
+
+
+def test_without_gaps_padded_boundaries_are_the_same_object() -> None:
+    model = Everything()
+    ThdStep(model)(texts(3, 5, 2))
+    assert model.called["cu_seqlens_q_padded"] is model.called["cu_seqlens_q"]
+    assert not model.called["padding_mask"].any()
+
+
+@pytest.mark.parametrize(("rope", "expected"), [("real", [0, 3, 5, 8, 10]), ("padded", [0, 4, 6, 12, 16])])
+def test_finer_restarts_are_handed_over_as_the_model_counts(rope: Any, expected: list[int]) -> None:
+    model = Everything()
+    ThdStep(model, slots=SlotRule(multiple=4), rope=rope)(texts(3, 5, 2), rope_cu_seqlens=[0, 3, 5, 8, 10])
+    assert model.called["rope_cu_seqlens"].tolist() == expected
+    assert model.called["position_ids"][0, 4:9].tolist() == [0, 1, 0, 1, 2]
+
+
+class Positions(Takes):
+    def forward(self, input_ids: torch.Tensor, packed_seq_params: Any, position_ids: Any, **media: Any) -> torch.Tensor:
+        self.called = {"position_ids": position_ids}
+        return self.embedding(input_ids)
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_positions_have_the_rows_that_the_model_takes(reference: Any, rows: int) -> None:
+    texts_alone = mixed_samples(reference.config, seed=2, kinds=("text", "text"))
+    model = Positions(vocabulary=512)
+    ThdStep(model, config=reference.config, text_positions=rows == 4)(padded(texts_alone))
+    places = torch.cat([torch.arange(len(sample["input_ids"])) for sample in texts_alone])
+    assert torch.equal(model.called["position_ids"], places.expand(rows, 1, -1))
+
+
+def test_an_object_stands_for_packed_seq_params_without_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[ThdStep.__module__], "installed_version", lambda: None)
+    model = Everything()
+    ThdStep(model)(texts(3, 5))
+    assert model.called["packed_seq_params"].cu_seqlens_q.tolist() == [0, 3, 8]
+    assert model.called["packed_seq_params"].cu_seqlens_q_padded is None
+
+
+def test_a_wrapper_s_model_is_asked_for_names() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.module(*args, **kwargs)
+
+    plain = Plain()
+    expected = ThdStep(plain)(texts(3, 5))
+    assert torch.equal(ThdStep(Wrapper(Wrapper(plain)))(texts(3, 5)).loss, expected.loss)
+
+
+def test_a_function_is_called_as_a_model_is() -> None:
+    model = Plain()
+
+    def forward_step(input_ids: Any, labels: Any, packed_seq_params: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        losses = model.losses(input_ids, labels, packed_seq_params=packed_seq_params)
+        return losses, labels != IGNORE
+
+    assert torch.equal(ThdStep(forward_step)(texts(3, 5)).loss, ThdStep(model)(texts(3, 5)).loss)
+
+
+def test_nothing_waits_for_the_device(example: Any, reference: Any, samples: list[Any]) -> None:
+    step = ThdStep(example.ThdQwen3VLMoe(reference), slots=GAPS, config=reference.config)
+    batch = padded(samples)
+    logits = torch.zeros(1, pack(batch, rule=GAPS).segments.total, 512)
+    with nothing_on_host(), recorded_syncs(torch.device("cpu")) as syncs:
+        step.result(logits, step.inputs(batch))
+    assert [sync for sync in syncs if sync.function != "on_device"] == []  # the batch's own way to the device
+
+
+# ---------------------------------------------------------------------- what comes back
+
+
+def test_losses_and_logits_of_a_row_give_the_same_result() -> None:
+    model, batch = Plain(), texts(3, 5, 2)
+    step = ThdStep(model)
+    inputs = step.inputs(batch)
+    losses, logits = model(**inputs.arguments), model.embedding(inputs.row.input_ids)
+    forms = (losses, losses[0], logits, logits[0], (logits, None), {"losses": losses}, {"logits": logits})
+    results = [step.result(form, inputs, num_items_in_batch=20) for form in forms]
+    expected = [F.cross_entropy(model.embedding(ids[:-1]), ids[1:]) for ids in rows_of(batch)]
+    for result in results:
+        torch.testing.assert_close(result.sample_losses, torch.stack(expected), **CLOSE)
+        torch.testing.assert_close(result.loss, result.loss_sum / 20)
+    assert results[2].logits is not None
+    assert results[0].logits is None
+    assert results[0].sample_targets.tolist() == [2, 4, 1]
+
+
+def rows_of(batch: PaddedBatch) -> list[torch.Tensor]:
+    return [ids[mask.bool()] for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
+
+
+def test_nan_on_padding_reaches_no_loss() -> None:
+    model = Everything()
+    step = ThdStep(model, slots=SlotRule(multiple=4))
+    inputs = step.inputs(texts(3, 5, 2))
+    losses = model(**inputs.arguments).masked_fill(inputs.row.moe_padding_mask, float("nan"))
+    assert torch.equal(step.result(losses, inputs).loss, step(texts(3, 5, 2)).loss)
+
+
+@pytest.mark.parametrize("layout", ["mirrored", "contiguous"])
+def test_parts_of_ranks_add_up_to_the_row(layout: Any) -> None:
+    model, batch = Everything(), texts(7, 11, 3)
+    rule = SlotRule.for_parallel(context=2, layout="mirrored")
+    whole = ThdStep(model, slots=rule)(batch)
+    parts = []
+    for rank in range(2):
+        step = ThdStep(model, slots=rule, context_ranks=2, context_rank=rank, layout=layout)
+        parts.append(step(batch))
+        assert model.called["cu_seqlens_q"].tolist() == [0, 7, 18, 21]  # of the whole row
+        assert model.called["input_ids"].shape[1] == whole.segments.total // 2
+        given = step.inputs(batch).row
+        cuts_itself = ThdStep(model, slots=rule, context_ranks=2, context_rank=rank, layout=layout, model_cuts=True)
+        inputs = cuts_itself.inputs(batch)
+        assert inputs.part is not None
+        assert torch.equal(inputs.arguments["tokens"], given.input_ids)
+        losses = inputs.part.partition.cut(model(**inputs.arguments), rank)
+        assert torch.equal(cuts_itself.result(losses, inputs).sample_loss_sums, parts[-1].sample_loss_sums)
+    for name in ("loss", "loss_sum", "sample_loss_sums", "target_logprobs"):
+        torch.testing.assert_close(vars(parts[0])[name] + vars(parts[1])[name], vars(whole)[name], **CLOSE)
+    assert torch.equal(parts[0].sample_targets, whole.sample_targets)
+    assert all(part.work.physical_tokens == whole.segments.total // 2 for part in parts)
+
+
+def test_a_part_is_rolled_with_its_halo() -> None:
+    model, batch = Everything(), texts(7, 11, 3)
+    rule = SlotRule.for_parallel(context=2, layout="mirrored")
+    for rank in range(2):
+        inputs = ThdStep(model, slots=rule, context_ranks=2, context_rank=rank).inputs(batch)
+        row, part, halo = inputs.row, inputs.part, inputs.halo(2)
+        assert part is not None
+        came = row.input_ids[:, halo.places(rank)]
+        expected = part.partition.cut(roll_left(row.input_ids, row.segments, depth=2, fill=0), rank)
+        assert torch.equal(halo.roll_left(part.input_ids, came, rank, depth=2, fill=0), expected)
+    with pytest.raises(ConfigError, match="there is no halo"):
+        ThdStep(model).inputs(batch).halo(1)
+
+
+def test_router_losses_leave_padding_out() -> None:
+    segments = Segments.from_lengths([5, 3, 9], SlotRule(multiple=4))
+    logits = [torch.randn(1, segments.total, 6) for _ in range(3)]
+    padding = segments.padding_mask()[None]
+    real = tuple(layer[~padding] for layer in logits)
+    poisoned = [layer.masked_fill(padding[..., None], 1e4) for layer in logits]
+    losses = masked_router_losses(poisoned, padding, top_k=2)
+    torch.testing.assert_close(losses.aux_loss, load_balancing_loss_func(real, 6, 2))
+    torch.testing.assert_close(losses.z_loss, torch.cat(real).logsumexp(-1).square().mean())
+    assert losses.expert_counts.sum(1).tolist() == [2 * 17] * 3
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+class Ignores(Takes):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return self.losses(input_ids, labels, **kwargs)
+
+
+class NoPositions(Takes):
+    def forward(self, input_ids: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tensor:
+        return self.embedding(input_ids)
+
+
+class NeedsMore(Takes):
+    def forward(
+        self, input_ids: torch.Tensor, cu_seqlens_q: torch.Tensor, position_ids: torch.Tensor, rewards: torch.Tensor
+    ) -> torch.Tensor:
+        return self.embedding(input_ids)
+
+
+class Scalar(Takes):
+    def forward(self, input_ids: torch.Tensor, packed_seq_params: Any) -> torch.Tensor:
+        return self.embedding(input_ids).mean()
+
+
+class NoMask(Takes):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, packed_seq_params: Any) -> torch.Tensor:
+        return self.losses(input_ids, labels)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ThdStep(Ignores()), "names none of .*cu_seqlens_q.*kwargs do not count"),
+        (lambda: ThdStep(NoPositions()), "none of .*position_ids.*run on from sample to sample"),
+        (lambda: ThdStep(Plain(), slots=SlotRule(multiple=4)), "neither cu_seqlens_q_padded nor packed_seq_params"),
+        (lambda: ThdStep(NoMask(num_moe_experts=4), slots=SlotRule(multiple=4)), "routers would count padding"),
+        (lambda: ThdStep(Plain())(pack(texts(3, 5), rule=SlotRule(multiple=4))), "the row has 4 tokens of padding"),
+        (lambda: ThdStep(NeedsMore())(texts(3, 5)), "needs rewards, which this row does not have"),
+        (lambda: ThdStep(Plain())(texts(3, 5), temperatur=1.0), "takes no temperatur"),
+        (lambda: ThdStep(Scalar())(texts(3, 5)), r"returned \[\] for a row of 8 tokens"),
+        (lambda: ThdStep(Plain(), context_ranks=2, context_rank=2), "context_rank is 2"),
+        (lambda: ThdStep(Plain())([1, 2]), "a list is no batch"),
+    ],
+)
+def test_a_model_that_would_lose_something_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_a_model_that_finds_padding_by_itself_may_say_so() -> None:
+    ThdStep(NoMask(num_moe_experts=4), slots=SlotRule(multiple=4), has_experts=False)(texts(3, 5))
+    ThdStep(NoMask(num_moe_experts=4))(texts(3, 5))  # nothing to count
+
+
+def test_media_that_the_model_does_not_take_are_refused(reference: Any, samples: list[Any]) -> None:
+    with pytest.raises(ConfigError, match="image_grid_thw, pixel_values, which the model's forward does not take"):
+        ThdStep(Plain(vocabulary=512), config=reference.config)(padded(samples))
+
+
+def test_an_image_in_the_wrong_sample_is_refused_before_the_model_runs(
+    example: Any, reference: Any, samples: list[Any]
+) -> None:
+    batch = padded(samples, metadata=False)
+    grids = batch.media.image_grid_thw
+    assert grids is not None
+    swapped = replace(batch, media=replace(batch.media, image_grid_thw=grids.flip(0)))
+    assert not torch.equal(grids, grids.flip(0))
+    with pytest.raises(LayoutError, match="image"):
+        ThdStep(example.ThdQwen3VLMoe(reference), config=reference.config)(swapped)
+
+
+def test_rows_that_the_ranks_cannot_share_are_refused() -> None:
+    step = ThdStep(Everything(), slots=SlotRule(multiple=4))
+    with pytest.raises(LayoutError, match="sample 0 has a slot of 3 tokens, which is no multiple of 4"):
+        step(pack(texts(3, 5)))
+    with pytest.raises(LayoutError, match="the row is 8 tokens wide"):
+        ThdStep(Everything(), slots=SlotRule(row_multiple=16))(pack(texts(3, 5)))
+
+
+def test_a_mask_that_contradicts_boundaries_is_refused() -> None:
+    batch = pack(texts(3, 5), rule=SlotRule(multiple=4)).to_hf()
+    batch["moe_padding_mask"] = batch["moe_padding_mask"].roll(1, 1)
+    with pytest.raises(LayoutError, match="moe_padding_mask is not True exactly behind"):
+        ThdStep(Everything(), slots=SlotRule(multiple=4))(batch)
+
+
+def test_a_loss_mask_of_other_targets_is_refused() -> None:
+    step = ThdStep(Plain())
+    inputs = step.inputs(texts(3, 5))
+    losses = torch.zeros(1, 8)
+    with pytest.raises(LayoutError, match="the loss mask that the model returned"):
+        step.result((losses, torch.ones(1, 8)), inputs)

@@ -1,0 +1,585 @@
+"""ThdStep: call a model that takes packed boundaries itself, under the names that its `forward` has.
+
+Megatron-Core's GPTModel, Megatron-Bridge's Qwen3-VL and many in-house models run on one [1, T] row (THD layout) and ask
+for its boundaries by name. `ThdStep` packs a batch by a `SlotRule`, reads the model's signature, and hands over what it
+asks for. Lengths [3, 5, 2], slots a multiple of 4:
+
+    row                     a a a .  b b b b b . . .  c c . .
+    cu_seqlens_q            [0, 3, 8, 10]       tokens to attend to
+    cu_seqlens_q_padded     [0, 4, 12, 16]      where each sample's slot starts in the row
+    rope_cu_seqlens         [0, 3, 8, 10]       where MRoPE positions restart, counted in real tokens
+    moe_padding_mask        F F F T  F F F F F T T T  F F T T
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from types import SimpleNamespace
+from typing import Any, Literal, final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.families import Family, family_named
+from vlmpack.layout import (
+    IGNORE,
+    MEDIA_KEYS,
+    METADATA_KEY,
+    Layout,
+    PackedRow,
+    PaddedBatch,
+    Segments,
+    SlotRule,
+    check_is_batch,
+    check_none_on_padding,
+    check_unshared,
+    pack,
+    require,
+)
+from vlmpack.megatron import Halo, LocalRow, installed_version, packed_seq_fields, packed_seq_params, shard
+from vlmpack.model.engine import divisor
+from vlmpack.model.head import target_positions
+from vlmpack.model.positions import check_positions, check_restarts, rope_segments
+from vlmpack.model.result import StepResult, Work, sums_by_sample
+
+Boundaries = Literal["real", "padded"]
+"""What a boundary counts: real tokens, as `cu_seqlens_q`; or places in the row, as `cu_seqlens_q_padded`."""
+
+REAL = frozenset({"cu_seqlens_q", "cu_seqlens_kv"})
+PADDED = frozenset({"cu_seqlens_q_padded", "cu_seqlens_kv_padded"})
+BOUNDARIES = REAL | PADDED | {"packed_seq_params"}
+PADDING_MASKS = frozenset({"moe_padding_mask", "padding_mask"})
+POSITIONS = frozenset({"position_ids", "rope_cu_seqlens", "packed_seq_params"})
+"""Names by which a model learns that positions restart; Megatron's rotary embedding reads `packed_seq_params`."""
+
+WRAPPED = ("module", "_orig_mod", "base_model", "model")
+"""Where wrappers (DDP, Megatron's Float16Module, `torch.compile`, PEFT) keep the model."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ThdInputs:
+    """One packed row, and the keyword arguments under which a model gets it."""
+
+    row: PackedRow
+    """The whole row, on the model's device."""
+    arguments: Mapping[str, Any]
+    """What the model is called with."""
+    part: LocalRow | None = None
+    """The part of the row that this context-parallel rank holds; None: one rank holds all of it."""
+
+    def halo(self, depth: int) -> Halo:
+        """The tokens of other ranks that multi-token prediction of `depth` further tokens reads.
+
+        Raises:
+            ConfigError: one rank holds the whole row, and `vlmpack.layout.roll_left` rolls it.
+        """
+        if self.part is None:
+            raise ConfigError("one rank holds the whole row: roll it with vlmpack.layout.roll_left; there is no halo")
+        return Halo(partition=self.part.partition, depth=depth)
+
+
+@final
+class ThdStep:
+    """A callable that packs a batch, calls a model that takes packed boundaries, and returns a `StepResult`.
+
+        step = ThdStep(model, slots=SlotRule.for_parallel(context=2, layout="mirrored"), config=hf_config)
+        result = step(batch, num_items_in_batch=targets_of_all_micro_batches)
+        result.loss.backward()
+
+    A trainer that calls the model itself takes it in two halves: `inputs = step.inputs(batch)`, then
+    `step.result(model(**inputs.arguments), inputs)`.
+
+    The model gets what its `forward` names, and only that:
+
+    | name | value |
+    |---|---|
+    | `input_ids` or `tokens` | [1, T] int64 |
+    | `labels` or `shift_labels` | [1, T] int64: the next token of each token, -100 for none |
+    | `loss_mask` | [1, T] float32: 1 where there is a next token to predict |
+    | `cu_seqlens_q`, `cu_seqlens_kv` | int32 [G + 1]: cumulative real tokens |
+    | `cu_seqlens_q_padded`, `cu_seqlens_kv_padded` | int32 [G + 1]: where slots start; the same object without gaps |
+    | `max_seqlen_q`, `max_seqlen_kv` | int: the widest slot |
+    | `packed_seq_params` | the same in an object of megatron-core, or with its fields where that is not installed |
+    | `rope_cu_seqlens` | int32: where MRoPE positions restart |
+    | `position_ids` | [1, T], or [3, 1, T] time, height, width (`text_positions`: [4, 1, T]) |
+    | `moe_padding_mask` or `padding_mask` | [1, T] bool, True on padding: what a router must not count |
+    | `attention_mask` | None: boundaries stand for it |
+    | `mm_token_type_ids`, `pixel_values`, `image_grid_thw`, ... | as in the batch |
+
+    It returns per-token losses [1, T]; logits [1, T, V]; a tuple that starts with either (a second entry as wide as the
+    row is compared with the loss mask); or a mapping with `losses` or `logits`, and perhaps `aux_loss`, a scalar that
+    is added to the loss as it is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[..., Any],
+        *,
+        slots: SlotRule | None = None,
+        config: Any = None,
+        rope: Boundaries = "real",
+        text_positions: bool = False,
+        has_experts: bool | None = None,
+        context_ranks: int = 1,
+        context_rank: int = 0,
+        layout: Layout = "mirrored",
+        model_cuts: bool = False,
+    ) -> None:
+        """Read the model's signature.
+
+        Args:
+            model: a module, or a function, with packed boundaries among the parameters of its `forward`.
+            slots: the room of each sample and of the row; None: no padding at all.
+            config: the Hugging Face configuration of the model's family (`AutoConfig.from_pretrained(name)`): positions
+                are computed by it, and placeholders compared with grids. None: text, or the batch brings positions.
+            rope: what `rope_cu_seqlens` counts. "real": as Megatron-Bridge's Qwen3-VL step hands it.
+            text_positions: True: `position_ids` of a family with MRoPE are [4, 1, T], the place in the sample first, as
+                transformers takes them; False: [3, 1, T].
+            has_experts: whether padding would reach a router; None: looked up in the model's configuration and modules.
+            context_ranks: context-parallel ranks that share a row.
+            context_rank: this rank, 0 to `context_ranks` - 1.
+            layout: how the row is cut over them.
+            model_cuts: True: the model gets the whole row and returns its part, as Megatron-Bridge's vision-language
+                models do. False: it gets its part, and the boundaries of the whole row, as GPTModel does.
+
+        Raises:
+            ConfigError: the model takes no boundaries; needs something that a row does not have; would count padding
+                in its routers, or let positions run on from sample to sample.
+        """
+        self.model = model
+        self.slots = slots or SlotRule()
+        self.config = config
+        self.rope = rope
+        self.text_positions = text_positions
+        self.layout: Layout = layout
+        self.context_ranks, self.context_rank = context_ranks, context_rank
+        self.model_cuts = model_cuts
+        if not 0 <= context_rank < context_ranks:
+            raise ConfigError(
+                f"context_rank is {context_rank}; it counts from 0 to context_ranks - 1 = {context_ranks - 1}"
+            )
+        self.family: Family | None = None if config is None else family_named(config.model_type)
+        self._parameters = _parameters_of(model)
+        self._names = frozenset(self._parameters)
+        self._has_experts = _has_experts(model) if has_experts is None else has_experts
+        self._check_signature()
+
+    def __call__(
+        self,
+        batch: PaddedBatch | PackedRow | Mapping[str, Any],
+        *,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        rope_cu_seqlens: Any = None,
+        **inputs: Any,
+    ) -> StepResult:
+        """Pack a batch, call the model, and read what it returns.
+
+        Args:
+            batch: as `inputs`.
+            num_items_in_batch: targets of all batches of one optimizer step; None: this row's own.
+            rope_cu_seqlens: as `inputs`.
+            **inputs: further arguments of the model, by name.
+
+        Raises:
+            LayoutError, ConfigError: as `inputs` and `result`.
+        """
+        called = self.inputs(batch, rope_cu_seqlens=rope_cu_seqlens, **inputs)
+        return self.result(self.model(**called.arguments), called, num_items_in_batch=num_items_in_batch)
+
+    # ------------------------------------------------------------------ in
+
+    def inputs(
+        self, batch: PaddedBatch | PackedRow | Mapping[str, Any], *, rope_cu_seqlens: Any = None, **inputs: Any
+    ) -> ThdInputs:
+        """Pack a batch into a row on the model's device, and the row into the model's arguments.
+
+        With host metadata (`VLMCollator` adds them) there is no host–device sync.
+
+        Args:
+            batch: a padded batch with its 2D mask, padded on either side; a packed row; or the dictionary of either.
+            rope_cu_seqlens: finer boundaries at which positions restart, beside those of samples: a tensor, list or
+                tuple, in real tokens or places of the row.
+            **inputs: further arguments of the model, by name.
+
+        Raises:
+            LayoutError: the batch contradicts itself; or a row whose slots the ranks cannot share.
+            ConfigError: the row has something that the model would ignore.
+        """
+        row = self._row(batch)
+        self._check_row(row)
+        unknown = sorted(inputs.keys() - self._names)
+        if unknown:
+            raise ConfigError(
+                f"the model's forward takes no {', '.join(unknown)}; it takes {', '.join(self._parameters)}"
+            )
+        part = None
+        if self.context_ranks > 1:
+            merge = 1 if self.family is None or not self.family.has_grids else self.family.merge(self.config)
+            part = shard(row, self.context_rank, self.context_ranks, merge=merge, layout=self.layout)
+        available = self._available(row, part, rope_cu_seqlens)
+        arguments = {name: value for name, value in available.items() if name in self._names} | inputs
+        missing = [name for name in self._required if name not in arguments]
+        if missing:
+            raise ConfigError(
+                f"the model's forward needs {', '.join(missing)}, which this row does not have: hand it over by name, "
+                f"step(batch, {missing[0]}=...)"
+            )
+        return ThdInputs(row=row, arguments=arguments, part=part)
+
+    def _row(self, batch: PaddedBatch | PackedRow | Mapping[str, Any]) -> PackedRow:
+        device = next(self.model.parameters()).device if isinstance(self.model, nn.Module) else None
+        if isinstance(batch, Mapping):
+            batch = self._from_dictionary(batch)
+        if not isinstance(batch, PaddedBatch | PackedRow):
+            raise ConfigError(f"a {type(batch).__name__} is no batch; collate first: step(collator.collate(samples))")
+        if device is not None:
+            batch = batch.to(device, non_blocking=device.type != "cpu")
+        return pack(batch, rule=self.slots) if isinstance(batch, PaddedBatch) else batch
+
+    def _from_dictionary(self, batch: Mapping[str, Any]) -> PaddedBatch | PackedRow:
+        check_is_batch(batch)
+        media = {*MEDIA_KEYS, *(() if self.family is None else self.family.media)}
+        known = media | _COLUMNS
+        unknown = {name for name, value in batch.items() if name not in known and isinstance(value, torch.Tensor)}
+        shape = batch["input_ids"].shape
+        extras = tuple(sorted(name for name in unknown if batch[name].shape[-2:] == shape))
+        media |= unknown - {*extras}
+        metadata = batch.get(METADATA_KEY)
+        is_row = batch.get("cu_seqlens_q") is not None or (metadata is not None and metadata.segments is not None)
+        if not is_row:
+            return PaddedBatch.from_hf(batch, extras=extras, media=media)
+        row = PackedRow.from_hf(batch, extras=extras, media=media)
+        given = batch.get("moe_padding_mask")
+        if given is not None:
+            agrees = given.shape == (1, row.segments.total)
+            message = "moe_padding_mask is not True exactly behind each sample's real tokens, as cu_seqlens_q says"
+            if not agrees:
+                raise LayoutError(f"moe_padding_mask is {list(given.shape)}, but the row is [1, {row.segments.total}]")
+            require((given == row.moe_padding_mask).all(), message, LayoutError)
+        return row
+
+    def _available(self, row: PackedRow, part: LocalRow | None, rope_cu_seqlens: Any) -> dict[str, Any]:
+        """The value that this row has for each name."""
+        held = row if part is None or self.model_cuts else part
+        segments, device, labels = row.segments, row.input_ids.device, held.shift_labels
+        restarts = None if rope_cu_seqlens is None else rope_segments(rope_cu_seqlens, segments)
+        rope = restarts or segments
+        fields = packed_seq_fields(segments, device=device)
+        values: dict[str, Any] = {
+            **{name: fields.get(name) for name in REAL | PADDED | {"max_seqlen_q", "max_seqlen_kv"}},
+            **dict.fromkeys(("input_ids", "tokens"), held.input_ids),
+            **dict.fromkeys(PADDING_MASKS, held.moe_padding_mask),
+            "rope_cu_seqlens": rope.cu_seqlens(device) if self.rope == "real" else rope.cu_seqlens_padded(device),
+            "attention_mask": None,
+            **held.extras,
+            **held.media.to_hf(),
+        }
+        for name in PADDED:  # the same object without gaps: kernels then know that there are none
+            values[name] = values["cu_seqlens_q"] if values[name] is None else values[name]
+        if "packed_seq_params" in self._names:
+            values["packed_seq_params"] = _params(segments, device)
+        if labels is not None:
+            values |= {"labels": labels, "shift_labels": labels, "loss_mask": (labels != IGNORE).float()}
+        types, positions = row.mm_token_type_ids, self.positions(row, restarts)
+        if types is None and self.family is not None:
+            types = self.family.types_of_row(row, self.config)
+        for name, tensor in (("mm_token_type_ids", types), ("position_ids", positions)):
+            if tensor is not None:
+                values[name] = tensor if part is None or held is row else part.partition.cut(tensor, part.rank)
+        if positions is None and "rope_cu_seqlens" in self._names:  # the model computes them from boundaries and grids
+            values["position_ids"] = None
+        return values
+
+    def positions(self, row: PackedRow, restarts: Segments | None = None) -> torch.Tensor | None:
+        """[1, T], or [3, 1, T] of a family with MRoPE; None: they follow from grids of a family that is not known."""
+        family = self.family
+        if family is None:
+            if row.position_ids is not None:
+                return self._rows(row.position_ids)
+            if row.media.to_hf():
+                return None
+            return (restarts or row.segments).position_in_segment(row.input_ids.device)[None]
+        metadata, types = row.host_metadata(), family.types_of_row(row, self.config)
+        tokens = family.image_tokens(row.media, metadata, self.config)
+        metadata = replace(metadata, image_tokens=tokens)
+        family.check_runs(types, row.segments, metadata, config=self.config, row=row)
+        if restarts is not None:
+            check_restarts(restarts, row.segments, types)
+        positions = family.positions(
+            types,
+            restarts or row.segments,
+            config=self.config,
+            image_grids=metadata.image_grids,
+            video_grids=metadata.video_grids,
+            seconds_per_grid=metadata.seconds_per_grid,
+            audio_frames=metadata.audio_frames,
+        )
+        if row.position_ids is not None:
+            check_positions(row.position_ids, positions, family, row.segments, restarts=restarts)
+        return self._rows(positions) if family.positions_rule.axes == 3 else positions[0]
+
+    def _rows(self, positions: torch.Tensor) -> torch.Tensor:
+        """The rows that the model takes of [3, 1, T] or [4, 1, T] positions; [1, T] of text as it is."""
+        if positions.ndim < 3 or (self.text_positions and len(positions) == 4):
+            return positions
+        if self.text_positions:
+            raise LayoutError(
+                "position_ids is [3, 1, T], but text_positions=True needs the place in the sample first: [4, 1, T]"
+            )
+        return positions[-3:]
+
+    # ------------------------------------------------------------------ out
+
+    def result(
+        self, output: Any, inputs: ThdInputs, *, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> StepResult:
+        """Read what the model returned: sums and counts, one entry a sample.
+
+        Of a context-parallel rank's part, targets that other ranks hold count 0 in `target_logprobs`, `loss_sum` and
+        `sample_loss_sums`, and in full in `num_targets` and `sample_targets`: the ranks' results add up to the row's.
+
+        Args:
+            output: per-token losses [1, T] or logits [1, T, V] (t of a part), or a tuple or mapping with them.
+            inputs: what `inputs` returned.
+            num_items_in_batch: targets of all batches of one optimizer step; None: this row's own.
+
+        Raises:
+            ConfigError: neither losses nor logits of these tokens, or losses without labels.
+        """
+        row = inputs.row
+        labels, num_targets = row.shift_labels, row.known_metadata.num_targets
+        if labels is None:
+            labels, num_targets = torch.full_like(row.input_ids, IGNORE), 0
+        check_none_on_padding(labels, row.segments, "shift_labels has targets on padding; set them to -100 there")
+        index = target_positions(labels, num_targets)
+        output, aux_loss = _main_output(output, inputs, labels)
+        logits = output if output.ndim == 3 else None
+        losses = _target_losses(output, inputs, labels, index)
+        loss_sum, targets = losses.sum(), index.numel()
+        sums, counts = sums_by_sample(-losses, index, row.segments)
+        loss = loss_sum / divisor(num_items_in_batch, targets) if targets else loss_sum
+        return StepResult(
+            loss=loss if aux_loss is None else loss + aux_loss.to(loss.device),
+            loss_sum=loss_sum,
+            num_targets=targets,
+            sample_loss_sums=sums,
+            sample_targets=counts,
+            target_logprobs=-losses,
+            target_index=index,
+            segments=row.segments,
+            work=_work(inputs),
+            row_logits=logits if inputs.part is None else None,
+        )
+
+    # ------------------------------------------------------------------ checks
+
+    @cached_property
+    def _required(self) -> list[str]:
+        """Parameters without a default."""
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        parameters = self._parameters.values()
+        return [each.name for each in parameters if each.kind in kinds and each.default is inspect.Parameter.empty]
+
+    def _check_signature(self) -> None:
+        """Refuse what is wrong whatever the row is."""
+        rule = self.slots
+        if not self._names & POSITIONS:
+            raise ConfigError(
+                f"the model's forward takes none of {', '.join(sorted(POSITIONS))}, so rotary positions would run on "
+                "from sample to sample: give it one of these parameters"
+            )
+        if rule.multiple > 1 or rule.row_multiple > 1 or rule.pad_to is not None:
+            self._check_padding(f"{rule} makes rows with padding")
+
+    def _check_padding(self, seen: str) -> None:
+        """Refuse padding that the model cannot tell from samples."""
+        if "packed_seq_params" not in self._names and not self._names & PADDED:
+            raise ConfigError(
+                f"{seen}, but the model's forward takes neither cu_seqlens_q_padded nor packed_seq_params, so it would "
+                "look for samples in the wrong places: leave slots out, or give it one of these parameters"
+            )
+        if self._has_experts and not self._names & PADDING_MASKS:
+            raise ConfigError(
+                f"{seen}, but the model has experts and its forward takes neither moe_padding_mask nor padding_mask, "
+                "so its routers would count padding: leave slots out, give it one of these parameters, or set "
+                "has_experts=False if it finds padding by itself"
+            )
+
+    def _check_row(self, row: PackedRow) -> None:
+        """Refuse what this row has and the model would ignore, and slots that ranks cannot share."""
+        check_unshared(row, "a model that takes boundaries")
+        segments, rule = row.segments, self.slots
+        if segments.has_gaps:
+            self._check_padding(f"the row has {segments.total - segments.num_tokens} tokens of padding")
+        for sample, slot in enumerate(segments.slots):
+            if slot % rule.multiple:
+                raise LayoutError(
+                    f"sample {sample} has a slot of {slot} tokens, which is no multiple of {rule.multiple} as this "
+                    f"step's slots are: pack the batch with rule={rule}"
+                )
+        if segments.total % rule.row_multiple or (rule.pad_to is not None and segments.total != rule.pad_to):
+            raise LayoutError(f"the row is {segments.total} tokens wide: pack the batch with rule={rule}")
+        if row.media.to_hf() and self.context_ranks > 1 and not self.model_cuts:
+            raise ConfigError(
+                "a part of a row with media cannot be computed by itself, because an image's features belong to tokens "
+                "of several ranks: set model_cuts=True for a model that takes the whole row and cuts it by itself"
+            )
+        ignored = sorted(row.media.to_hf().keys() - self._names)
+        if ignored:
+            raise ConfigError(
+                f"the row has {', '.join(ignored)}, which the model's forward does not take, so it would ignore them: "
+                "give it these parameters, or leave them out of the batch"
+            )
+
+
+_COLUMNS = frozenset(
+    {
+        *("input_ids", "attention_mask", "labels", "shift_labels", "position_ids", "mm_token_type_ids"),
+        *("moe_padding_mask", "cu_seqlens_q", "cu_seqlens_q_padded", "use_cache", METADATA_KEY),
+    }
+)
+"""Columns of a batch dictionary that `PaddedBatch` and `PackedRow` know, beside media."""
+
+
+def _parameters_of(model: nn.Module | Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of the first forward, from the outermost wrapper inwards, that names boundaries.
+
+    A name that only `**kwargs` would take does not count: models accept any keyword and ignore it.
+    """
+    inner: Any = model
+    while inner is not None:
+        parameters = inspect.signature(inner.forward if isinstance(inner, nn.Module) else inner).parameters
+        if parameters.keys() & BOUNDARIES:
+            return parameters
+        passes_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        held = [getattr(inner, name, None) for name in WRAPPED] if passes_on else []
+        inner = next((module for module in held if isinstance(module, nn.Module)), None)
+    raise ConfigError(
+        f"the forward of {type(model).__name__} names none of {', '.join(sorted(BOUNDARIES))}, so samples of a row "
+        "would attend to each other. Give it such parameters (**kwargs do not count: what they take may be ignored). "
+        "For a Hugging Face model use PackedStep"
+    )
+
+
+_EXPERT_COUNTS = ("num_moe_experts", "num_experts", "num_local_experts", "n_routed_experts")
+"""What configurations call the number of experts."""
+
+
+def _has_experts(model: Any) -> bool:
+    if not isinstance(model, nn.Module):
+        return False
+    modules = list(model.modules())
+    configs = [getattr(module, "config", None) for module in modules]
+    configs += [getattr(config, "text_config", None) for config in configs]
+    counted = any(getattr(config, name, None) for config in configs for name in _EXPERT_COUNTS)
+    return counted or any(word in type(module).__name__.lower() for module in modules for word in ("router", "moe"))
+
+
+def _params(segments: Segments, device: torch.device) -> Any:
+    """`PackedSeqParams` of the installed megatron-core, or an object with its fields."""
+    if installed_version() is not None:
+        return packed_seq_params(segments, device=device)
+    absent = dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"))
+    return SimpleNamespace(**{**absent, **packed_seq_fields(segments, device=device)})
+
+
+def _main_output(output: Any, inputs: ThdInputs, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(losses [1, t] or logits [1, t, V], auxiliary loss) of what a model returned."""
+    aux_loss = None
+    held = labels if inputs.part is None else inputs.part.shift_labels
+    if isinstance(output, Mapping):
+        aux_loss = output.get("aux_loss")
+        output = output.get("losses", output.get("logits"))
+    elif isinstance(output, tuple | list) and output:
+        output, *others = output
+        mask = others[0] if others else None
+        if isinstance(mask, torch.Tensor) and held is not None and mask.numel() == held.numel():
+            agrees = ((mask.reshape(-1) != 0) == (held.reshape(-1) != IGNORE)).all()
+            require(agrees, "the loss mask that the model returned is not that of the row's targets", LayoutError)
+    tokens = (labels if held is None else held).numel()
+    if isinstance(output, torch.Tensor) and output.is_floating_point():
+        if output.numel() == tokens and labels is not None:
+            return output.reshape(1, tokens), aux_loss
+        if output.ndim >= 2 and output.numel() == tokens * output.shape[-1]:
+            return output.reshape(1, tokens, -1), aux_loss
+    shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+    raise ConfigError(
+        f"the model returned {shape} for a row of {tokens} tokens: return losses of each token [1, {tokens}] or logits "
+        f"[1, {tokens}, V], alone, first in a tuple, or as 'losses' or 'logits' in a mapping. A mean over the row does "
+        "not tell the losses of samples"
+    )
+
+
+def _target_losses(output: torch.Tensor, inputs: ThdInputs, labels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """float32 [L]: cross-entropy of each target of the row; 0 where another rank holds it."""
+    part = inputs.part
+    if part is None:
+        if output.ndim == 2:
+            return output[0].index_select(0, index).float()
+        logits_LV = output[0].index_select(0, index).float()
+        return F.cross_entropy(logits_LV, labels[0].index_select(0, index), reduction="none")
+    if part.shift_labels is None:
+        return output.new_zeros(0, dtype=torch.float32)
+    held = part.shift_labels[0]
+    losses_t = output[0].float() if output.ndim == 2 else F.cross_entropy(output[0].float(), held, reduction="none")
+    losses_t = losses_t.where(held != IGNORE, 0)
+    return losses_t.new_zeros(labels.shape[1]).index_copy(0, part.index, losses_t).index_select(0, index)
+
+
+def _work(inputs: ThdInputs) -> Work:
+    """The work of this rank, counted on the host."""
+    segments, metadata = inputs.row.segments, inputs.row.known_metadata
+    ranks = 1 if inputs.part is None else inputs.part.partition.ranks
+    return Work(
+        real_tokens=segments.num_tokens,
+        physical_tokens=segments.total // ranks,
+        attended_pairs=segments.attended_pairs,
+        vision_patches=sum(map(prod, (*metadata.image_grids, *metadata.video_grids))),
+    )
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RouterLosses:
+    """Losses of routers over real tokens alone. E experts."""
+
+    aux_loss: torch.Tensor
+    """Scalar: E times the sum over experts of (fraction of choices) times (mean probability), equations 4 to 6 of
+    Switch Transformer (2021), over the tokens of all layers together, as transformers counts; no coefficient."""
+    z_loss: torch.Tensor
+    """Scalar: the mean over tokens and layers of logsumexp(logits) squared, ST-MoE (2022), equation 5; no
+    coefficient."""
+    expert_counts: torch.Tensor
+    """int64 [layers, E]: real tokens that each expert was sent."""
+
+
+def masked_router_losses(
+    router_logits: Sequence[torch.Tensor], moe_padding_mask: torch.Tensor, *, top_k: int
+) -> RouterLosses:
+    """Compute router losses as a model must that is given `moe_padding_mask`: padding takes no part in any of them.
+
+    Padding takes no part in a router's auxiliary loss, z-loss, counts and capacity, and is dispatched to no expert.
+
+    Args:
+        router_logits: [1, T, E] of each layer with experts.
+        moe_padding_mask: [1, T] bool, True on padding.
+        top_k: experts that each token is sent to.
+    """
+    real_T = (~moe_padding_mask).reshape(-1).float()
+    stacked_LTE = torch.stack([logits.flatten(0, -2).float() for logits in router_logits])
+    probabilities_LTE = stacked_LTE.softmax(-1)
+    chosen_LTE = torch.zeros_like(stacked_LTE).scatter(-1, probabilities_LTE.topk(top_k, -1).indices, 1.0)
+    chosen_LE, tokens = torch.einsum("lte,t->le", chosen_LTE, real_T), real_T.sum() * len(stacked_LTE)
+    probability_E = torch.einsum("lte,t->e", probabilities_LTE, real_T) / tokens
+    return RouterLosses(
+        aux_loss=stacked_LTE.shape[-1] * (chosen_LE.sum(0) / tokens * probability_E).sum(),
+        z_loss=(stacked_LTE.logsumexp(-1).square() * real_T).sum() / tokens,
+        expert_counts=chosen_LE.long(),
+    )
