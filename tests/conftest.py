@@ -29,6 +29,7 @@ from torch._dynamo.utils import counters
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pretend_cuda
+from extras import TestFile
 from tiers import mark_families, mark_products, mark_siblings, skip_without_packages, without_others
 
 hypothesis.settings.register_profile(
@@ -58,6 +59,11 @@ def pytest_configure(config: pytest.Config) -> None:
         from pretend_cuda import child
 
         config.pluginmanager.register(child)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> TestFile:
+    """A file that needs a package of an extra says so where it is missing."""
+    return TestFile.from_parent(parent, path=module_path)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by -m
