@@ -192,6 +192,7 @@ SIBLINGS = {
 WITH_SIBLINGS = (
     "tests/model/test_contract_disable.py::test_a_model_is_what_it_was",
     "tests/model/test_equality.py",
+    "tests/model/test_equality_on_gpu.py",
     "tests/probing/test_breakage.py",
     "tests/probing/test_every_family.py",
 )

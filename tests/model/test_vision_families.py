@@ -50,7 +50,7 @@ MECHANISMS = {
 OTHERS = sorted(other_vision() - MECHANISMS.keys())
 each_family = pytest.mark.parametrize("family", [*MECHANISMS, *full(*OTHERS)])
 MIXED = ("text", "image", "images", "text")
-TILED = [name for name in MECHANISMS if not FAMILIES[name].has_grids]
+TILED = [name for name in MECHANISMS if name in FAMILIES and not FAMILIES[name].has_grids]
 
 
 def fresh(family: str) -> Any:
