@@ -30,6 +30,7 @@ LEAK = 1e-5
 Span = tuple[int, int]
 Calls = dict[nn.Module, list["ModuleCall"]]
 
+
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModuleCall:
