@@ -1,4 +1,4 @@
-"""On a machine with the base requirements and pytest alone, tests for a GPU are found, and others name what they need."""
+"""On a machine with the base requirements and pytest alone, tests for a GPU are found; others name what they need."""
 
 from __future__ import annotations
 

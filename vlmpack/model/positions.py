@@ -24,7 +24,10 @@ from vlmpack.layout import (
     IMAGE,
     TEXT,
     VIDEO,
+    HostMetadata,
+    PackedRow,
     Segments,
+    check_is_tensor,
     checked_boundaries,
     copied,
     on_host,
@@ -82,6 +85,68 @@ def _cut(segments: Segments, places: list[int]) -> Segments:
         lengths += pieces
         slots += [*pieces[:-1], slot - sum(pieces[:-1])]
     return Segments(lengths=tuple(lengths), slots=tuple(slots), total=segments.total, num_samples=len(lengths))
+
+
+@outside_graph
+def positions_of_row(
+    row: PackedRow,
+    metadata: HostMetadata,
+    types: torch.Tensor,
+    family: Family,
+    config: Any,
+    *,
+    restarts: Segments | None = None,
+) -> torch.Tensor:
+    """Compare a row's placeholders with its media, and compute its positions, [4, 1, T]; a row's own are compared.
+
+    Args:
+        row: the row.
+        metadata: its own on the host, with the tokens of images.
+        types: [1, T] kinds of tokens by its ids.
+        family: the model's family.
+        config: the model's configuration.
+        restarts: the row cut at the caller's `rope_cu_seqlens`; None: at samples.
+
+    Raises:
+        LayoutError: media, placeholders or positions that do not fit the row.
+    """
+    segments = row.segments
+    if row.mm_token_type_ids is not None:
+        _check_types(row.mm_token_type_ids, types, segments, family)
+    family.check_runs(types, segments, metadata, config=config, row=row)
+    if restarts is not None:
+        check_restarts(restarts, segments, types)
+    positions = family.positions(
+        types,
+        restarts or segments,
+        image_grids=metadata.image_grids,
+        video_grids=metadata.video_grids,
+        seconds_per_grid=metadata.seconds_per_grid,
+        audio_frames=metadata.audio_frames,
+        host_types=family.host_types(types, segments, metadata),
+        config=config,
+    )
+    if row.position_ids is not None:
+        check_positions(row.position_ids, positions, family, segments, restarts=restarts)
+    return positions
+
+
+def _check_types(column: torch.Tensor, types: torch.Tensor, segments: Segments, family: Family) -> None:
+    """Compare a caller's type of each token, [1, T], with the token ids; padding does not matter."""
+    check_is_tensor(column, "mm_token_type_ids")
+    if column.shape != types.shape or column.is_complex():
+        raise LayoutError(
+            f"mm_token_type_ids is {column.dtype} {list(column.shape)} but input_ids is {list(types.shape)}; leave "
+            "it out, it is made from input_ids"
+        )
+    differs = column != types
+    if segments.has_gaps:
+        differs = differs & ~segments.padding_mask(types.device)
+    message = (
+        f"mm_token_type_ids contradicts input_ids: it has to be {family.type_values}and 0 elsewhere; leave it out, it "
+        "is made from input_ids"
+    )
+    require(~differs.any(), message, LayoutError)
 
 
 @outside_graph
