@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import venv
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from email.parser import HeaderParser
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
@@ -24,13 +24,17 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 
-def required_by(wheel: Path) -> dict[str, Distribution]:
-    """The distributions that the base of a wheel requires, in turn, by their names."""
+def requirements_of(wheel: Path) -> list[str]:
+    """What a wheel requires, with and without extras."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        metadata = HeaderParser().parsestr(archive.read(name).decode())
+        return HeaderParser().parsestr(archive.read(name).decode()).get_all("Requires-Dist", [])
+
+
+def required_by(requirements: Iterable[str]) -> dict[str, Distribution]:
+    """The distributions that are required without extras, in turn, by their names."""
     found: dict[str, Distribution] = {}
-    todo, done = [(Requirement(line), "") for line in metadata.get_all("Requires-Dist", [])], set()
+    todo, done = [(Requirement(line), "") for line in requirements], set()
     while todo:
         requirement, extra = todo.pop()
         is_asked_for = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
@@ -61,14 +65,19 @@ def link(package: Distribution, site: Path) -> None:
             target.symlink_to(source)
 
 
-def main(folder: Path, wheel: Path) -> None:
-    """Make the environment anew."""
+def make(folder: Path, packages: Iterable[Distribution]) -> Path:
+    """Make an environment of these packages anew, and return its interpreter."""
     venv.EnvBuilder(clear=True, symlinks=True, with_pip=False).create(folder)
-    python = folder / "bin" / "python"
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder.resolve())}))
-    packages = required_by(wheel)
-    for package in packages.values():
+    for package in packages:
         link(package, site)
+    return folder / "bin" / "python"
+
+
+def main(folder: Path, wheel: Path) -> None:
+    """Make the environment of a wheel."""
+    packages = required_by(requirements_of(wheel))
+    python = make(folder, packages.values())
     install = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--python", str(python)]
     subprocess.run([*install, "install", "--no-deps", "--no-index", str(wheel)], check=True)
     subprocess.run([*install, "check"], check=True)

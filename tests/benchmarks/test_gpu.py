@@ -414,9 +414,9 @@ def test_on_a_gpu_waits_are_seen_and_named() -> None:
     from benchmarks.gpu.device import Cuda
 
     ones = torch.ones(3, device="cuda")
-    (place,) = Cuda().waits(lambda: ones.sum().item())
+    (place,) = Cuda().syncs(lambda: ones.sum().item())
     assert "test_gpu.py" in place
-    assert Cuda().waits(lambda: ones.sum()) == []
+    assert Cuda().syncs(lambda: ones.sum()) == []
 
 
 @pytest.mark.gpu

@@ -267,8 +267,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "the probe's samples are many and long",
             "run.py",
-            "samples=with_adversarial_lengths(samples, probed.config),",
-            "samples=samples[:3],",
+            "with_adversarial_lengths(samples, probed.config)",
+            "samples[:3]",
             "probing/test_circumstances.py -k five",
         ),
         (
@@ -1330,6 +1330,13 @@ MUTANTS: tuple[Mutant, ...] = (
             "model/test_path_attention.py -k inside_a_checkpoint",
         ),
         (
+            "attention along paths lets go of what it saved",
+            "path_attention.py",
+            "        ctx.saved.tensors = ()",
+            "        pass",
+            "model/test_path_attention.py -k after_the_backward_pass",
+        ),
+        (
             "each token of a tree is predicted by the one before it on its path",
             "prefix_tree_row.py",
             "predictions=self.tree.predecessor(device).index_select(0, token_l),",
@@ -1801,7 +1808,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a training step that is not packed is warned of",
             "forward.py",
-            '        warn_of_padding(inputs["attention_mask"], reason)',
+            '        warn_of_padding(inputs.get("attention_mask"), reason)',
             "        pass",
             "model/test_unpacked.py -k training",
         ),
@@ -1869,8 +1876,22 @@ MUTANTS: tuple[Mutant, ...] = (
             "model/test_attach.py -k 'liger or forward'",
         ),
         (
+            "types on the host are the row's",
+            "families/spans.py",
+            "            types_T[first + start : first + stop] = kind",
+            "            types_T[start:stop] = kind",
+            "model/test_audio.py -k reads_nothing",
+        ),
+        (
+            "sizes on the host are compared with the tensors",
+            "layout/batch.py",
+            "        require((tensor == to_device(expected, tensor.device)).all(), _CHANGED.format(name), LayoutError)",
+            "        pass",
+            "model/test_vision_families.py -k other_sizes_than",
+        ),
+        (
             "layers of an audio tower get the row",
-            "mechanisms/audio.py",
+            "mechanisms/handed_row.py",
             "kwargs[CONTEXT] = row",
             "pass",
             "model/test_audio.py -k one_call_of_a_back_end",
@@ -2000,8 +2021,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "prefixes: media of a row are joined once",
             "assemble.py",
-            "images=_counted_in_tree([media.images[at] for at in tree.images], _joins(family)),",
-            "images=media.images,",
+            "images=_counted_in_tree([visuals.images[at] for at in tree.images], _joins(family)),",
+            "images=visuals.images,",
             "collate/test_share_prefixes.py",
         ),
         (
@@ -2238,9 +2259,30 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "token types of a sample are compared",
             "tokenised.py",
-            "if len(values) != len(types) or (values != types).any():",
-            "if len(values) != len(types):",
+            "if len(values) != count or (values[keep] != types).any():",
+            "if len(values) != count:",
             "collate/test_checks.py -k disagree",
+        ),
+        (
+            "labels of more tokens than there are ids are refused",
+            "tokenised.py",
+            "        if len(column) != count:",
+            "        if len(column) < count:",
+            "collate/test_checks.py -k more_tokens",
+        ),
+        (
+            "a part takes the image that its index names",
+            "columns.py",
+            "return [column[index] for index in indices]",
+            "return list(column)",
+            "collate/test_placeholders.py -k index_names",
+        ),
+        (
+            "bounds that are set on a processor later hold",
+            "processor_metadata.py",
+            'size = part._standardize_kwargs(size=size, **set_later)["size"]',
+            "pass",
+            "collate/test_media.py -k set_on_the",
         ),
         (
             "keys beside an image enlarge it within bounds",
@@ -2420,8 +2462,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "names of files are looked into",
             "columns.py",
-            "return bool(_FILE_COLUMN.fullmatch(name)) and",
-            "return False and",
+            "return bool(_FILE_COLUMN.fullmatch(name)) and isinstance(values[0], str)",
+            "return False and isinstance(values[0], str)",
             "collate/test_columns.py",
         ),
         (
@@ -2737,6 +2779,20 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *_of(
         "data",
+        (
+            "nulls that Arrow adds are absent at every depth",
+            "tool_calls.py",
+            "return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}",
+            "return {key: inner for key, inner in value.items() if inner is not None}",
+            "collate/test_tool_calls.py",
+        ),
+        (
+            "columns of JSON are decoded in structs",
+            "readers.py",
+            "return {name: _from_json(value[name], inner) for name, inner in feature.items()}",
+            "return value",
+            "data/test_json_features.py",
+        ),
         (
             "branches: a record without questions is a sample",
             "branches.py",

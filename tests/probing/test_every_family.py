@@ -37,7 +37,7 @@ def in_tiers() -> list[Any]:
     """One case of every third family, and of each breakage, in the full tier; the others in the exhaustive one."""
     of_family = {name: [case for case in CASES if case[0] == name] for name in FAMILIES}
     chosen = {cases[5 * at % len(cases)] for at, cases in enumerate(of_family.values()) if at % 3 == 0}
-    missing = {*BREAKAGES} - {what for _, what in chosen}
+    missing = {what for _, what in CASES} - {what for _, what in chosen}
     chosen |= {next(case for case in reversed(CASES) if case[1] == what) for what in missing}
     others = [case for case in CASES if case not in chosen]
     marks = {case: only_exhaustive(case)[0].marks for case in others}

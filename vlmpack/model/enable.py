@@ -17,7 +17,7 @@ from torch import nn
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families import Family, check_parts, family_of
-from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, check_is_batch
+from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, check_is_batch, copied
 from vlmpack.model.backbone import leave_backbone
 from vlmpack.model.columns import COLUMNS, STEP
 from vlmpack.model.engine import PackingState, StepConfig, packing_state, stored_state
@@ -73,7 +73,8 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     - `moe_padding_mask`, [B, S] or [1, T], True on padding: has to agree with the mask or the boundaries.
 
     Args:
-        model: a `...ForConditionalGeneration` or `...ForCausalLM`, or a module that holds one (a `PeftModel`).
+        model: a `...ForConditionalGeneration` or `...ForCausalLM`, or a module that holds one (a `PeftModel`). On any
+            device: its weights are not read, so that it may be on the meta device and be loaded afterwards.
         config: settings; None: the defaults.
         parallel: how ranks work together on rows (one row over several, or the same calls on all); None: each rank by
             itself.
@@ -108,11 +109,12 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     state = PackingState(family=family, config=config, parallel=parallel, mechanisms=mechanisms, loss_count=loss_count)
     state.check(core, attached=False)  # all of it before anything is changed
     parts = state.parts_of(core)
-    check_logits(parts)
-    if family.positions_rule.axes == 1:
-        check_positions(parts)
-    else:
-        check_rope_index(parts)
+    with torch.device("cpu"):  # the model may be on another, or on the meta device, and so may be the default
+        check_logits(parts)
+        if family.positions_rule.axes == 1:
+            check_positions(parts)
+        else:
+            check_rope_index(parts)
     if before is None:
         core.__class__ = packed_class(type(core))
     core._vlmpack_state = state
@@ -249,7 +251,7 @@ class PackedStep:
         needed = () if state is None else state.family.token_columns
         columns = {} if hands_row else _inputs_of(batch, needed)
         columns = {
-            name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) and _travels(name) else value
+            name: copied(value, device) if isinstance(value, torch.Tensor) and _travels(name) else value
             for name, value in {**columns, **inputs}.items()
         }
         if not hands_row and columns.get("inputs_embeds") is None:

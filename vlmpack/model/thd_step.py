@@ -45,7 +45,7 @@ from vlmpack.layout import (
 from vlmpack.megatron import Halo, LocalRow, installed_version, packed_seq_fields, packed_seq_params, shard
 from vlmpack.model.engine import divisor
 from vlmpack.model.head import target_positions
-from vlmpack.model.positions import check_positions, check_restarts, rope_segments
+from vlmpack.model.positions import positions_of_row, rope_segments
 from vlmpack.model.result import StepResult, Work, sums_by_sample
 
 Boundaries = Literal["real", "padded"]
@@ -240,7 +240,7 @@ class ThdStep:
         if not isinstance(batch, PaddedBatch | PackedRow):
             raise ConfigError(f"a {type(batch).__name__} is no batch; collate first: step(collator.collate(samples))")
         if device is not None:
-            batch = batch.to(device, non_blocking=device.type != "cpu")
+            batch = batch.to(device, non_blocking=True)
         return pack(batch, rule=self.slots) if isinstance(batch, PaddedBatch) else batch
 
     def _from_dictionary(self, batch: Mapping[str, Any]) -> PaddedBatch | PackedRow:
@@ -307,22 +307,9 @@ class ThdStep:
                 return None
             return (restarts or row.segments).position_in_segment(row.input_ids.device)[None]
         metadata, types = row.host_metadata(), family.types_of_row(row, self.config)
-        tokens = family.image_tokens(row.media, metadata, self.config)
+        tokens = family.image_tokens(row.media.with_sizes(metadata.media_sizes), metadata, self.config)
         metadata = replace(metadata, image_tokens=tokens)
-        family.check_runs(types, row.segments, metadata, config=self.config, row=row)
-        if restarts is not None:
-            check_restarts(restarts, row.segments, types)
-        positions = family.positions(
-            types,
-            restarts or row.segments,
-            config=self.config,
-            image_grids=metadata.image_grids,
-            video_grids=metadata.video_grids,
-            seconds_per_grid=metadata.seconds_per_grid,
-            audio_frames=metadata.audio_frames,
-        )
-        if row.position_ids is not None:
-            check_positions(row.position_ids, positions, family, row.segments, restarts=restarts)
+        positions = positions_of_row(row, metadata, types, family, self.config, restarts=restarts)
         return self._rows(positions) if family.positions_rule.axes == 3 else positions[0]
 
     def _rows(self, positions: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,116 @@
+"""The first step of every family on a GPU: a padded batch, a packed row and a prefix tree in bfloat16.
+
+As in `test_equality_low_precision`, the truth is each sample alone in float32, on the CPU, from weights and pixels that
+bfloat16 can hold; the error may be twice that of each sample alone in bfloat16. vlmpack never waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from equality import Alone, alone_through, check_low_precision, without_zeros
+from tiers import tiers
+from trees import Piece, samples_of, shared
+
+import vlmpack
+from benchmarks.gpu.models import with_patch_products
+from vlmpack.attention import Backend, choose
+from vlmpack.families import FAMILIES
+from vlmpack.layout import SlotRule, pack, recorded_syncs
+from vlmpack.model import PackedStep
+from vlmpack.model.mechanisms import attention
+from vlmpack.testing import Sample, padded, sample_like, take_gradients, tiny_model
+
+HOME = Path(vlmpack.__file__).parent
+LOW = torch.bfloat16
+SEED = 8
+"""Of weights with which routers choose the same experts in both types: another choice is as far away as a leak."""
+PROMPT = Piece(text=6, images=1, children=(Piece(text=5), Piece(text=7, images=1)))
+CLIP = Piece(text=4, videos=1)
+LAYOUTS = {
+    "padded": padded,
+    "row": lambda samples: pack(padded(samples), rule=SlotRule(multiple=8)),
+    "tree": shared,
+}
+WITHOUT_VARLEN = ("gemma2", "gpt_oss", "paligemma")
+"""Families with soft-capped scores, or sinks, which PyTorch's varlen kernel does not have."""
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+]
+
+
+def fresh(family: str, dtype: torch.dtype) -> Any:
+    return tiny_model(family, seed=SEED, layers=3, vision_depth=1, dtype=dtype)
+
+
+def cast(samples: list[Sample], dtype: torch.dtype) -> list[Sample]:
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype) if x.is_floating_point() else x
+
+    return [sample_like(sample, {name: rounded(x) for name, x in sample.items()}) for sample in samples]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A family's model on the device, and what its samples are alone."""
+
+    model: Any
+    exact: Alone
+    """In float32, on the CPU."""
+    plain: Alone
+    """In bfloat16, on the device."""
+
+
+@lru_cache(maxsize=1)
+def case_of(family: str) -> Case:
+    low = fresh(family, LOW)
+    full = fresh(family, torch.float32)
+    full.load_state_dict({name: x.float() for name, x in low.state_dict().items()})
+    samples = cast(samples_of(low.config, PROMPT, CLIP), LOW)
+    model = with_patch_products(low.cuda())  # versions of cuDNN have no kernel for the convolution
+    exact = alone_through(full, cast(samples, torch.float32))
+    return Case(model=model, exact=exact, plain=alone_through(model, samples))
+
+
+@contextmanager
+def chosen_kernels() -> Iterator[set[str]]:
+    """Collect the names of the attention back-ends that serve, while something runs."""
+    names: set[str] = set()
+
+    def noted(*call: Any) -> Backend:
+        backend = choose(*call)
+        names.add(backend.name)
+        return backend
+
+    with mock.patch.object(attention, "choose", noted):
+        yield names
+
+
+@pytest.mark.every_family
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("way", tiers(["plain", "checkpointed"], ["plain"]))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_is_as_close_to_float32_as_alone_and_waits_for_nothing(family: str, way: str, layout: str) -> None:
+    case = case_of(family)
+    model = case.model.train()
+    if way == "checkpointed":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_disable()
+    step, given = PackedStep(model), LAYOUTS[layout](case.plain.samples).to("cuda")
+    with recorded_syncs(torch.device("cuda")) as waits, chosen_kernels() as kernels:
+        result = step(given, logits=True)
+        result.loss.backward()
+    found = take_gradients(model)
+    assert [wait.place for wait in waits if Path(wait.file).is_relative_to(HOME)] == []
+    assert ("torch_varlen" in kernels) == (family not in WITHOUT_VARLEN)
+    check_low_precision(case.exact, case.plain, result, without_zeros(found))

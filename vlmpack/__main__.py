@@ -1,0 +1,5 @@
+"""`python -m vlmpack` is the `vlmpack` command, also where the package is not installed."""
+
+from vlmpack.cli import main
+
+main()
