@@ -138,7 +138,8 @@ def test_gradient_checkpointing_changes_nothing(case: Case) -> None:
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning:torch")  # its own, about itself
-def test_compiled_layers_change_nothing(fresh_compiler: None) -> None:
+def test_compiled_layers_change_nothing() -> None:
+    torch.compiler.reset()
     model = compile_layers(enable_packing(TEXT.model()), backend="aot_eager")
     model(**collator_of(TEXT)(conversations(TEXT))).loss.backward()
     assert gradient_differences(gradients_of(model), alone(TEXT).gradients) == []

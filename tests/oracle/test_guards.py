@@ -5,8 +5,12 @@ The mistakes are the ones that packing invites, and that no error message tells 
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,3 +181,39 @@ def test_a_missing_gradient_is_a_difference() -> None:
     assert differences(replace(alone(), gradients=gradients), alone()) == [
         "parameters: ['lm_head.weight'] have a gradient on one side only"
     ]
+
+
+# ---------------------------------------------------------------------- of the suite itself
+
+PUBLIC_MODULES = ("vlmpack.trainer.trl",)
+"""Modules that the pages name, beside packages: what imports TRL."""
+OWN_COMPARISON = ("compare", "run_alone", "run_packed", "outcome_of", "problems", "EQUAL", "alone", "padded")
+"""Names of `vlmpack.testing` by which vlmpack compares itself: the suite has to do without them."""
+
+
+def imports_of_the_suite() -> Iterator[tuple[str, str, str]]:
+    """(file, module, name) of each import from vlmpack and from the tests."""
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("vlmpack", "tests"):
+                yield from ((file.name, str(node.module), alias.name) for alias in node.names)
+            if isinstance(node, ast.Import):
+                assert not any(alias.name.split(".")[0] in ("vlmpack", "tests") for alias in node.names)
+
+
+def test_the_suite_uses_the_public_api_alone() -> None:
+    """So that it outlives every change of what is behind it."""
+    found = [(module, name) for file, module, name in imports_of_the_suite() if file != "test_two_encoders.py"]
+    of_vlmpack = {(module, name) for module, name in found if module.startswith("vlmpack")}
+    for module, name in of_vlmpack:
+        if module not in PUBLIC_MODULES:
+            public = import_module(module)
+            assert hasattr(public, "__path__"), f"{module} is a module inside a package"
+            assert name in public.__all__, (module, name)
+    assert not {name for module, name in of_vlmpack if module == "vlmpack.testing"}.intersection(OWN_COMPARISON)
+    assert len(of_vlmpack) > 20
+
+
+def test_the_suite_uses_no_helper_of_other_tests() -> None:
+    modules = {module for _, module, _ in imports_of_the_suite() if module.startswith("tests")}
+    assert modules == {"tests.oracle.plain", "tests.oracle.packed"}

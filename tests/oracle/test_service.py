@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,19 +91,27 @@ def address(server: subprocess.Popen[bytes], log: Path) -> str:
 
 @dataclass
 class Datum:
-    """Tokens, perhaps behind a picture, each with the one to predict and its weight."""
+    """Tokens, perhaps behind a picture, each with the one to predict and what its loss needs."""
 
     seed: int
     length: int
     size: tuple[int, int] | None = None
     """Width and height of the picture in tokens; None: there is none."""
+    shared: int = 0
+    """Tokens in front that all datums with some begin with: they are computed once."""
     tokens: list[int] = field(init=False)
-    weights: np.ndarray = field(init=False)
+    inputs: dict[str, np.ndarray] = field(init=False)
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(self.seed)
-        self.tokens = rng.integers(20, 500, self.length).tolist()
-        self.weights = rng.normal(size=len(self.ids)).astype(np.float32)
+        beginning = np.random.default_rng(0).integers(20, 500, self.shared).tolist()
+        self.tokens = beginning + rng.integers(20, 500, self.length).tolist()
+        self.inputs = {
+            "target_tokens": rng.integers(20, 500, len(self.ids)),
+            "weights": rng.normal(size=len(self.ids)).astype(np.float32),
+            "logprobs": rng.normal(-7, 0.5, len(self.ids)).astype(np.float32),
+            "advantages": rng.normal(size=len(self.ids)).astype(np.float32),
+        }
 
     @property
     def before(self) -> list[int]:
@@ -122,11 +130,6 @@ class Datum:
         assert self.size is not None
         return picture(self.seed, self.size[0] * TOKEN_SIDE, self.size[1] * TOKEN_SIDE)
 
-    @property
-    def targets(self) -> np.ndarray:
-        """One for each token, images' too: the service asks for no others."""
-        return np.random.default_rng(100 + self.seed).integers(20, 500, len(self.ids))
-
     def prompt(self) -> Any:
         from tinker import types
 
@@ -139,15 +142,16 @@ class Datum:
             chunks = [types.EncodedTextChunk(tokens=[start]), image, types.EncodedTextChunk(tokens=[end])]
         return types.ModelInput(chunks=[*chunks, types.EncodedTextChunk(tokens=self.tokens)])
 
-    def for_client(self) -> Any:
+    def for_client(self, loss: str) -> Any:
         from tinker import types
 
-        inputs = {"target_tokens": self.targets.astype(np.int64), "weights": self.weights}
-        tensors = {name: types.TensorData.from_numpy(values) for name, values in inputs.items()}
+        names = ("target_tokens", *INPUTS[loss])
+        tensors = {name: types.TensorData.from_numpy(self.inputs[name]) for name in names}
         return types.Datum(model_input=self.prompt(), loss_fn_inputs=tensors)
 
-    def for_model(self) -> dict[str, torch.Tensor]:
-        ids = torch.tensor([self.ids])
+    def for_model(self, more: Sequence[int] = ()) -> dict[str, torch.Tensor]:
+        """Of the datum, and of tokens behind it."""
+        ids = torch.tensor([[*self.ids, *more]])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if self.size is not None:
             inputs |= QWEN.processor.image_processor([self.image], return_tensors="pt")
@@ -155,16 +159,29 @@ class Datum:
         return inputs
 
 
-DATA = [Datum(1, 12), Datum(2, 9, (3, 2)), Datum(3, 31), Datum(4, 5, (2, 4)), Datum(5, 17)]
+DATA = [
+    Datum(1, 12),
+    Datum(2, 9, (3, 2)),
+    Datum(3, 31),
+    Datum(4, 5, (2, 4)),
+    Datum(5, 17),
+    Datum(6, 7, shared=80),
+    Datum(7, 11, shared=80),
+]
+INPUTS = {"cross_entropy": ("weights",), "importance_sampling": ("logprobs", "advantages")}
+
+
+def plain_loss(loss: str, datum: Datum, logprobs: torch.Tensor) -> torch.Tensor:
+    """Scalar: a sum over tokens, as the Tinker API defines it."""
+    values = {name: torch.from_numpy(array) for name, array in datum.inputs.items()}
+    if loss == "cross_entropy":
+        return -(values["weights"] * logprobs).sum()
+    return -((logprobs - values["logprobs"]).exp() * values["advantages"]).sum()
 
 
 def plain_logprobs(model: Any, datum: Datum) -> torch.Tensor:
     logits = model(**datum.for_model(), use_cache=False).logits[0].float()
-    return logits.log_softmax(-1).gather(1, torch.from_numpy(datum.targets)[:, None])[:, 0]
-
-
-def training(client: Any) -> Any:
-    return client.create_lora_training_client(base_model="tiny", rank=4, seed=3, train_unembed=False)
+    return logits.log_softmax(-1).gather(1, torch.from_numpy(datum.inputs["target_tokens"])[:, None])[:, 0]
 
 
 def logprobs_of(output: Any) -> list[np.ndarray]:
@@ -182,34 +199,49 @@ class PeftLoop:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=0.0)
 
-    def forward_backward(self) -> list[np.ndarray]:
-        seen = []
+    def forward_backward(self, loss: str) -> tuple[list[np.ndarray], float]:
+        """Log-probabilities of each datum, and the loss of all."""
+        seen, total = [], 0.0
         for datum in DATA:
             logprobs = plain_logprobs(self.model, datum)
-            (-(torch.from_numpy(datum.weights) * logprobs).sum()).backward()
+            value = plain_loss(loss, datum, logprobs)
+            value.backward()
+            total += value.item()
             seen.append(logprobs.detach().numpy())
-        return seen
+        return seen, total
 
     def optim_step(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
-@pytest.fixture(scope="module")
-def runs(client: Any, state: Path) -> list[tuple[Any, list[np.ndarray]]]:
-    """Three steps of training, by the client and by PEFT: the output of each `forward_backward`, and its reference."""
+@dataclass
+class Runs:
+    """Three steps of training, by the client and by PEFT."""
+
+    client: Any
+    reference: PeftLoop
+    outputs: list[Any]
+    """Of each `forward_backward` of the client."""
+    expected: list[tuple[list[np.ndarray], float]]
+    """Log-probabilities of each datum, and the loss, of PEFT's."""
+
+
+@pytest.fixture(scope="module", params=[*INPUTS])
+def runs(request: pytest.FixtureRequest, client: Any, state: Path) -> Runs:
     from tinker import types
 
-    model = training(client)
+    model = client.create_lora_training_client(base_model="tiny", rank=4, seed=3, train_unembed=False)
     model.save_state("start").result()
-    reference = PeftLoop(next(state.rglob("adapter_config.json")).parent)
+    reference = PeftLoop(next(state.rglob("adapter_config.json")).parent)  # one seed, one adapter
     adam = types.AdamParams(
         learning_rate=RATE, beta1=BETAS[0], beta2=BETAS[1], eps=EPSILON, weight_decay=0.0, grad_clip_norm=0.0
     )
-    runs = []
+    runs = Runs(model, reference, [], [])
     for _ in range(3):
-        output = model.forward_backward([datum.for_client() for datum in DATA], "cross_entropy").result()
-        runs.append((output, reference.forward_backward()))
+        data = [datum.for_client(request.param) for datum in DATA]
+        runs.outputs.append(model.forward_backward(data, request.param).result())
+        runs.expected.append(reference.forward_backward(request.param))
         model.optim_step(adam).result()
         reference.optim_step()
     return runs
@@ -218,48 +250,58 @@ def runs(client: Any, state: Path) -> list[tuple[Any, list[np.ndarray]]]:
 # ---------------------------------------------------------------------- claims
 
 
-def test_log_probabilities_of_a_request_are_those_of_each_datum_alone(runs: list[Any]) -> None:
-    output, expected = runs[0]
-    for seen, truth in zip(logprobs_of(output), expected, strict=True):
+def test_log_probabilities_of_a_request_are_those_of_each_datum_alone(runs: Runs) -> None:
+    for seen, truth in zip(logprobs_of(runs.outputs[0]), runs.expected[0][0], strict=True):
         np.testing.assert_allclose(seen, truth, atol=CLOSE, rtol=0)
 
 
-def test_the_loss_is_the_weighted_sum_over_all_datums(runs: list[Any]) -> None:
-    output, expected = runs[0]
-    loss = -sum(float(datum.weights @ logprobs) for datum, logprobs in zip(DATA, expected, strict=True))
-    assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
+def test_the_loss_is_the_sum_over_all_datums(runs: Runs) -> None:
+    assert runs.outputs[0].metrics["loss:sum"] == pytest.approx(runs.expected[0][1], rel=1e-5)
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_steps_are_those_of_peft_and_adamw(runs: list[Any], steps: int) -> None:
+def test_steps_are_those_of_peft_and_adamw(runs: Runs, steps: int) -> None:
     """Log-probabilities after so many steps, seen by the next `forward_backward`."""
-    output, expected = runs[steps]
-    moved = max(np.abs(after - before).max() for after, before in zip(expected, runs[0][1], strict=True))
+    before, after = runs.expected[0][0], runs.expected[steps][0]
+    moved = max(np.abs(one - other).max() for one, other in zip(after, before, strict=True))
     assert moved > 0.1, "the steps were so small that any would pass"
-    for seen, truth in zip(logprobs_of(output), expected, strict=True):
+    for seen, truth in zip(logprobs_of(runs.outputs[steps]), after, strict=True):
         np.testing.assert_allclose(seen, truth, atol=1e-3 * moved, rtol=0)
+
+
+def test_a_trained_adapter_samples_as_peft_generates(runs: Runs) -> None:
+    sampler = runs.client.save_weights_and_get_sampling_client()
+    assert greedy(sampler, DATA[0]).tokens == generated(runs.reference.model, DATA[0])
 
 
 @pytest.mark.parametrize("datum", [DATA[0], DATA[1]], ids=["text", "image"])
 def test_greedy_samples_are_those_of_generate(client: Any, datum: Datum) -> None:
-    """With the log-probabilities of the plain model."""
+    sample = greedy(client.create_sampling_client(base_model="tiny"), datum)
+    assert list(sample.tokens) == generated(QWEN.model().eval(), datum)
+
+
+@pytest.mark.parametrize("datum", [DATA[0], DATA[1]], ids=["text", "image"])
+def test_log_probabilities_of_samples_are_the_models(client: Any, datum: Datum) -> None:
+    sample = greedy(client.create_sampling_client(base_model="tiny"), datum)
+    inputs = datum.for_model(sample.tokens)
+    with torch.no_grad():
+        logprobs = QWEN.model()(**inputs, use_cache=False).logits[0, :-1].log_softmax(-1)
+    truth = logprobs.gather(1, inputs["input_ids"][0, 1:, None])[len(datum.ids) - 1 :, 0].numpy()
+    np.testing.assert_allclose(np.asarray(sample.logprobs), truth, atol=1e-4, rtol=0)
+
+
+def greedy(sampler: Any, datum: Datum) -> Any:
+    """Eight tokens behind the datum's, by the service."""
     from tinker import types
 
-    sampler = client.create_sampling_client(base_model="tiny")
     settings = types.SamplingParams(max_tokens=8, temperature=0.0, stop=[], seed=1)
     (sample,) = sampler.sample(datum.prompt(), 1, settings).result().sequences
-    model = QWEN.model().eval()
-    media = [model.config.image_token_id, model.config.video_token_id]
-    inputs = datum.for_model()
-    drawn = model.generate(**inputs, max_new_tokens=8, do_sample=False, eos_token_id=None, suppress_tokens=media)[
-        0
-    ].tolist()
-    assert list(sample.tokens) == drawn[len(datum.ids) :]
-    whole = torch.tensor([drawn])
-    inputs |= {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
-    if "mm_token_type_ids" in inputs:
-        inputs["mm_token_type_ids"] = (whole == QWEN.processor.image_token_id).long()
-    with torch.no_grad():
-        logprobs = model(**inputs, use_cache=False).logits[0, :-1].log_softmax(-1)
-    truth = logprobs.gather(1, whole[0, 1:, None])[len(datum.ids) - 1 :, 0].numpy()
-    np.testing.assert_allclose(np.asarray(sample.logprobs), truth, atol=1e-4, rtol=0)
+    return sample
+
+
+def generated(model: Any, datum: Datum) -> list[int]:
+    """The same by transformers."""
+    config = QWEN.model().config
+    media = [config.image_token_id, config.video_token_id]
+    settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "suppress_tokens": media}
+    return model.generate(**datum.for_model(), **settings)[0, len(datum.ids) :].tolist()
