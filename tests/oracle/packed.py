@@ -17,12 +17,13 @@ from tests.oracle.plain import (
     gradients_of,
     positions_seen,
     questions_about_one_image,
+    questions_after_one_answer,
     run_alone,
 )
 from vlmpack import PackedStep, VLMCollator
 from vlmpack.collate import SharePrefixes
 
-LAYOUTS = ("padded", "packed", "tree")
+LAYOUTS = ("padded", "packed", "tree", "deep tree")
 MIN_SHARED = 16
 """Tokens that are worth sharing: more than the beginnings of the chat templates."""
 
@@ -60,11 +61,14 @@ def run_of(case: Case, layout: str) -> Run:
 
 
 def talks_of(case: Case, layout: str) -> list[dict[str, Any]]:
-    return questions_about_one_image(case) if layout == "tree" else conversations(case)
+    """Those that the layout is for: samples that begin alike for trees."""
+    if layout == "tree":
+        return questions_about_one_image(case)
+    return questions_after_one_answer(case) if layout == "deep tree" else conversations(case)
 
 
 def collator_of(case: Case, layout: str = "packed", **settings: Any) -> VLMCollator:
-    if layout == "tree":
+    if layout.endswith("tree"):
         settings = {"share_prefixes": SharePrefixes(min_shared=MIN_SHARED), **settings}
     return VLMCollator(case.processor, layout="padded" if layout == "padded" else "packed", **settings)
 
