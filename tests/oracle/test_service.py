@@ -232,8 +232,10 @@ def runs(request: pytest.FixtureRequest, client: Any, state: Path) -> Runs:
     from tinker import types
 
     model = client.create_lora_training_client(base_model="tiny", rank=4, seed=3, train_unembed=False)
-    model.save_state("start").result()
-    reference = PeftLoop(next(state.rglob("adapter_config.json")).parent)  # one seed, one adapter
+    earlier = {*state.rglob("adapter_config.json")}
+    model.save_state(f"start of {request.param}".replace(" ", "-")).result()
+    (saved,) = {*state.rglob("adapter_config.json")} - earlier
+    reference = PeftLoop(saved.parent)
     adam = types.AdamParams(
         learning_rate=RATE, beta1=BETAS[0], beta2=BETAS[1], eps=EPSILON, weight_decay=0.0, grad_clip_norm=0.0
     )
