@@ -146,6 +146,22 @@ def test_compiled_layers_change_nothing() -> None:
     assert gradient_differences(gradients_of(model), expected.gradients) == []
 
 
+@pytest.mark.parametrize("case", [QWEN, CASES[3], TEXT], ids=str)
+def test_with_every_token_learned_no_target_crosses_a_boundary(case: Case) -> None:
+    """The first token of a sample is predicted by none: not by the last one of the sample before it."""
+    media = case.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"])
+    samples = []
+    for sample in samples_of(case):
+        is_medium = torch.isin(sample["input_ids"], torch.tensor(media))
+        samples.append({**sample, "labels": sample["input_ids"].masked_fill(is_medium, -100)})
+    model = case.model()
+    result = PackedStep(model)(collator_of(case, train_on="all").collate(conversations(case)))
+    result.loss.backward()
+    expected = run_alone(case.model(), samples)
+    assert differences(outcome_of(result, samples, gradients_of(model)), expected) == []
+    assert sum(expected.targets) > 2 * sum(alone(case).targets)
+
+
 # ---------------------------------------------------------------------- experts
 
 
