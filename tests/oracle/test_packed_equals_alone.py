@@ -12,7 +12,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from tests.oracle.packed import LAYOUTS, MIN_SHARED, collator_of, run_of, talks_of
+from tests.oracle.packed import LAYOUTS, MIN_SHARED, collator_of, outcome_of, run_of, talks_of
 from tests.oracle.plain import (
     CASES,
     TOLERANCE,
@@ -22,6 +22,7 @@ from tests.oracle.plain import (
     gradient_differences,
     media_of,
 )
+from vlmpack import PackedStep
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -34,6 +35,16 @@ def test_losses_log_probabilities_and_gradients_are_those_alone(case: Case, layo
     assert differences(run.packed, run.alone) == []
     assert len(run.alone.targets) == len(run.samples) > 2
     assert min(run.alone.targets) > 2
+
+
+@every_layout
+@pytest.mark.parametrize("case", [CASES[3], CASES[5]], ids=str)
+def test_losses_are_those_alone_where_no_gradient_is_computed(case: Case, layout: str) -> None:
+    """Layers may compute a row in another way then."""
+    run = run_of(case, layout)
+    with torch.no_grad():
+        result = PackedStep(case.model())(collator_of(case, layout).collate(talks_of(case, layout)))
+    assert differences(outcome_of(result, run.samples, run.alone.gradients), run.alone) == []
 
 
 @every_layout
