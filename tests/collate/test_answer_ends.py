@@ -138,9 +138,10 @@ def test_lengths_count_it():
 
 
 @pytest.mark.parametrize("messages", [TALK[:3], [*TALK[:3], {**SIX, "weight": 0}]], ids=["a question", "not learnt"])
-def test_none_is_added_where_the_last_message_is_no_answer_that_is_learnt(messages):
-    processor = tiny_processor("glm4v")
-    plain, added = (VLMCollator(processor, add_stop=stop)([{"messages": messages}]) for stop in (None, "<|user|>"))
+@pytest.mark.parametrize(("family", "token"), ENDLESS.items())
+def test_none_is_added_where_the_last_message_is_no_answer_that_is_learnt(family, token, messages):
+    processor = tiny_processor(family)
+    plain, added = (VLMCollator(processor, add_stop=stop)([{"messages": messages}]) for stop in (None, token))
     assert added["input_ids"].equal(plain["input_ids"])
     assert added["labels"].equal(plain["labels"])
 

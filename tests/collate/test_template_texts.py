@@ -77,6 +77,13 @@ def test_a_text_that_a_template_drops_for_what_it_says_is_refused():
     assert "messages[0] (user) says '2 + 2?'" in refusal([ASK, SAY], censored)
 
 
+def test_and_is_not_found_in_what_another_one_says():
+    censored = CHAT_TEMPLATE.replace(
+        "{{- message['content'] -}}", "{{- '' if message['content'] == '4' else message['content'] -}}"
+    )
+    assert "which the chat template does not write" in refusal([{**ASK, "content": "4"}, SAY], censored)
+
+
 def test_texts_may_be_written_in_another_order_and_without_the_blanks_around_them():
     late = CHAT_TEMPLATE.replace("for message in messages", "for message in messages[1:] + messages[:1]").replace(
         "{{- message['content'] -}}", "{{- message['content'] | trim -}}"
