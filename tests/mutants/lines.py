@@ -1254,7 +1254,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "wrappers see what comes back of targets",
-            "enable.py",
+            "step.py",
             "result = replace(call.result, **targets)",
             "result = call.result",
             "model/test_result.py -k wrappers",
@@ -1639,7 +1639,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "the columns of a family travel with a batch",
-            "enable.py",
+            "step.py",
             "if name in needed})",
             "if name in ()})",
             "model/test_prefixes.py -k collated_samples",
