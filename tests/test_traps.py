@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import FAMILIES, Family, family_of
 from vlmpack.layout import Buckets, Segments, SlotRule, pack
-from vlmpack.model import disable_packing, enable_packing, engine, forward
+from vlmpack.model import disable_packing, enable_packing, forward, positions
 from vlmpack.model.mechanisms import attention, experts, per_sample
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.row import RowContext
@@ -178,7 +178,7 @@ def test_trap_05_2d_positions_lose_the_places_of_images(family, monkeypatch):
     case.enable()
     with pytest.raises(LayoutError, match="images lose their places"):
         case.model(**case.row, position_ids=flat)
-    monkeypatch.setattr(engine, "check_positions", lambda *args, **kwargs: None)
+    monkeypatch.setattr(positions, "check_positions", lambda *args, **kwargs: None)
     assert case.error(**case.row, position_ids=flat, output_logits=True) < EXACT
     monkeypatch.setattr(Family, "positions", lambda *args, **kwargs: flat.expand(4, 1, -1))
     assert case.error(**case.row, output_logits=True) > LEAK

@@ -104,7 +104,7 @@ def answers_on_the_left(model: Any, patch: Patch) -> None:
 
 def own_targets_only(model: Any, patch: Patch) -> None:
     """`num_items_in_batch` is ignored."""
-    patch.setattr(engine, "_items", lambda given, targets: targets)
+    patch.setattr(engine, "divisor", lambda given, targets: targets)
 
 
 def reversed_losses(model: Any, patch: Patch) -> None:

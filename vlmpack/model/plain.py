@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
@@ -224,8 +225,8 @@ PAST_THE_FORWARD = (
     "a part of the model was called directly (model.model(...), as trainers with a loss of their own do), past the "
     "forward that packs. Call the model itself: logits_to_keep and output_hidden_states come packed too"
 )
-_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parents[1]))
-"""vlmpack, and where PyTorch is installed, beside transformers and trainers."""
+_LIBRARIES = tuple(str(Path(file).parents[1]) for file in (__file__, torch.__file__, transformers.__file__))
+"""vlmpack, and where PyTorch and transformers are installed, beside trainers."""
 
 
 def plain_generate(base: Any) -> Callable[..., Any]:
