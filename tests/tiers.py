@@ -103,7 +103,7 @@ TAKE_TILES = (
     "tests/model/test_videos_beyond.py",
     "tests/probing/test_every_family.py",
     "tests/probing/test_image_spans.py",
-    "tests/probing/test_pairs.py",
+    "tests/probing/test_varlen_kernels.py",
     "tests/probing/test_pixels.py",
     "tests/probing/test_run.py",
     "tests/probing/test_weights.py::test_families_whose_parts",

@@ -105,6 +105,14 @@ def test_low_precision_has_the_limits_of_low_precision(family: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.every_family
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3", torch.float16), ("llama4_text", torch.float64)])
+def test_weights_of_other_types_are_probed_too(family: str, dtype: torch.dtype) -> None:
+    report = vlmpack.probe(tiny_model(family, dtype=dtype), plain=False, share_prefixes=False)
+    assert report.verdict == "exact", report
+
+
+@pytest.mark.full
 def test_what_the_tower_rounds_over_all_images_is_no_fault_of_a_row_in_low_precision() -> None:
     """Gradients of norms add up over patches: more of them at once than in any sample alone."""
     processor = tiny_processor("qwen3_vl")

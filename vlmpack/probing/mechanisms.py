@@ -144,8 +144,8 @@ def _error_against_plain(call: ModuleCall, places: Sequence[torch.Tensor]) -> fl
     for index in places:
         index_L = index.to(out_1TD.device)
         hidden_1LD = call.hidden.index_select(1, index_L)
-        mask_LL = torch.full((len(index), len(index)), torch.finfo(hidden_1LD.dtype).min).triu(1)
-        further = {"position_embeddings": None, "attention_mask": mask_LL[None, None].to(hidden_1LD)}
+        mask_LL = hidden_1LD.new_full((len(index), len(index)), torch.finfo(hidden_1LD.dtype).min).triu(1)
+        further = {"position_embeddings": None, "attention_mask": mask_LL[None, None]}
         alone = call.rerun_plain(hidden_1LD, **further)[0]
         worst = max(worst, largest_move(out_1TD.index_select(1, index_L), alone, [(0, len(index))], dim=1))
     return worst

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from vlmpack.attention import BACKENDS, AttentionCall, choose
-from vlmpack.errors import ConfigError
-from vlmpack.layout import IMAGE, VIDEO
-from vlmpack.model import StepConfig, disable_packing, enable_packing, find_model, is_packing, packing_state
+from vlmpack.attention import AUTO, BACKENDS, AttentionCall, choose
+from vlmpack.errors import BackendError, ConfigError
+from vlmpack.layout import IMAGE, VIDEO, pack
+from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing, find_model, is_packing, packing_state
 from vlmpack.probing.audio import check_audio
 from vlmpack.probing.forward_passes import TREE, PlainPaddedPass, PlainRowPass, ProbedModel
 from vlmpack.probing.losses import check_loss_count
@@ -29,9 +29,11 @@ from vlmpack.testing import (
     FLOOR,
     Sample,
     branches_of,
+    build_sample,
     distance,
     grids_of,
     kind_of,
+    padded,
     processed_samples,
     relative,
     synthetic_samples,
@@ -78,6 +80,8 @@ def probe(
     setup = _setup(model, processor, attention)
     call = _attention_call(setup.probed)
     served = choose(call, setup.settings.attention).name
+    if setup.settings.attention != AUTO and (refusal := _refusal(model, served)) is not None:
+        raise refusal
     with preserved_state(model):
         checks, baselines = _checks(setup, progress or (lambda part: None), plain=plain, share_prefixes=share_prefixes)
     return Report(
@@ -96,9 +100,23 @@ def probe(
 
 
 def backends_for(model: nn.Module) -> list[str]:
-    """List the attention back-ends that can serve the text model of `model` where it is."""
+    """List the attention back-ends that can serve every layer of the text model of `model` where it is."""
     call = _attention_call(ProbedModel.of(model))
-    return [name for name, backend in BACKENDS.items() if not backend.unsupported(call)]
+    names = [name for name, backend in BACKENDS.items() if not backend.unsupported(call)]
+    return [name for name in names if _refusal(model, name) is None]
+
+
+def _refusal(model: nn.Module, attention: str) -> BackendError | None:
+    """Why a layer cannot be served, as by a softcap or sinks, which only a call shows; None: all can be."""
+    sample = build_sample(ProbedModel.of(model).config, stretches=[4], labelled=2)
+    with preserved_state(model), torch.no_grad():
+        try:
+            PackedStep(model, StepConfig(attention=attention))(pack(padded([sample])))
+        except BackendError as error:
+            return error
+        except Exception:  # for the probe to find
+            return None
+    return None
 
 
 def _attention_call(probed: ProbedModel) -> AttentionCall:

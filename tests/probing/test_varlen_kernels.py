@@ -1,6 +1,6 @@
-"""Pairs of query and key that the probe expects of kernels that attend inside gaps too, as varlen kernels do.
+"""Varlen kernels run on a GPU only: here one takes their place that is given the same boundaries.
 
-Those run on a GPU only: here one takes its place that is given the same boundaries.
+It attends inside gaps too.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from chats import needs
 
 from vlmpack.attention import BACKENDS, AttentionCall
-from vlmpack.attention.backends import Softmax, VarlenKernel
+from vlmpack.attention.backends import Backend, Softmax, VarlenKernel
+from vlmpack.errors import BackendError
 from vlmpack.layout import Segments
 from vlmpack.model import engine
 from vlmpack.model.row import RowContext
-from vlmpack.probing import Check
+from vlmpack.probing import Check, backends_for, probe
 from vlmpack.probing.forward_passes import GAPS
 from vlmpack.probing.packed_checks import _check_pairs, packing
 from vlmpack.probing.run import _setup, preserved_state
@@ -55,9 +56,19 @@ class EveryKernelSegment(VarlenKernel):
         return out
 
 
+class NoSoftcap(EveryKernelSegment):
+    """It computes windows, chunks and spans, and neither softcaps nor sinks."""
+
+    name = "no_softcap"
+
+    def unsupported(self, call: AttentionCall) -> list[str]:
+        return Backend.unsupported(self, call)
+
+
 @pytest.fixture(autouse=True)
 def varlen_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(BACKENDS, EveryKernelSegment.name, EveryKernelSegment())
+    for kernel in (EveryKernelSegment(), NoSoftcap()):
+        monkeypatch.setitem(BACKENDS, kernel.name, kernel)
 
 
 def pairs_of(family: str) -> Check:
@@ -79,6 +90,16 @@ def test_pairs_inside_gaps_are_no_fault(family: str) -> None:
     assert check.value is not None
     assert check.allowed is not None
     assert check.value <= check.allowed
+
+
+@pytest.mark.parametrize(("family", "missing"), [("gpt_oss", "no sinks"), ("gemma2", "no softcap"), ("qwen3", None)])
+def test_a_kernel_that_some_layer_needs_more_than_is_not_listed(family: str, missing: str | None) -> None:
+    """Only calls of layers show what they need."""
+    model = tiny_model(family, layers=2)
+    assert (NoSoftcap.name in backends_for(model)) is (missing is None)
+    if missing is not None:
+        with pytest.raises(BackendError, match=missing):
+            probe(model, attention=NoSoftcap.name)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
