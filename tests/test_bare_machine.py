@@ -1,4 +1,4 @@
-"""A machine with vlmpack's base requirements and pytest alone: tests for a GPU are found, the others say what they need."""
+"""A machine with the base requirements and pytest alone: tests for a GPU are found, others say what they need."""
 
 from __future__ import annotations
 

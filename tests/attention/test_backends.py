@@ -201,6 +201,7 @@ def test_kernels_are_given_boundaries_that_cover_every_row(kernels, attend, caus
 
 
 @pytest.mark.gpu
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "eager_mask"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 16, 64), (16, 16, 72), (16, 8, 128), (8, 2, 256)])
 @pytest.mark.parametrize("causal", [True, False])
