@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pretend_cuda
 import pytest
+
+import pretend_cuda
 
 TESTS = Path(__file__).parents[1]
 EXAMPLES = """
