@@ -17,6 +17,7 @@ ARGS   ?=
 
 VENV   := .venv
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 WHEEL  := .venv-wheel
 FRESH  := .venv-fresh
 PINS   := constraints.txt
@@ -25,8 +26,10 @@ PIP    := -m pip --disable-pip-version-check --quiet
 # Tests of one file share what takes long to make: processes, models, results.
 PYTEST := -n $(JOBS) --dist loadfile
 
-# What meets transformers, and must work with the oldest that we support: every family, each mechanism, HF Trainer.
-CORE_STEP    := $(addprefix tests/model/test_,attach.py balance.py delta.py equality.py experts.py forward.py generation.py)
+# What meets transformers, and must work with the oldest that we support and the newest: every family, each mechanism,
+# calls that are passed on, HF Trainer.
+CORE_STEP    := $(addprefix tests/model/test_,attach.py balance.py delta.py equality.py experts.py forward.py generation.py \
+                passed_on.py stock.py)
 CORE_TRAINER := $(addprefix tests/trainer/test_,end_to_end.py evaluate.py loss.py)
 CORE_TESTS   := tests/families $(CORE_STEP) $(CORE_TRAINER) tests/test_traps.py -m "not dist and not full"
 
@@ -35,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-full test-exhaustive mutants bench lint format docs wheel wheel-fresh dist test-oldest constraints clean
+.PHONY: help demo test test-full test-exhaustive mutants bench lint format docs wheel wheel-fresh dist test-oldest test-newest constraints clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +94,16 @@ dist: $(VENV)/.torch
 test-oldest: $(OLDEST)/.test ## Run the core rooms' tests with the oldest supported transformers
 	$(OLDEST)/bin/python -m pytest $(PYTEST) $(CORE_TESTS) $(ARGS)
 
+test-newest: $(VENV)/.torch ## Run them with the newest transformers that pip finds, unless it is the pinned one
+	@newest=$$($(VENV)/bin/python -m pip index versions transformers | sed -n 's/^transformers (\(.*\))$$/\1/p'); \
+	if grep -qE "^transformers==$$newest( |$$)" $(PINS); \
+	then echo "transformers $$newest is the newest release and the pinned one: make test runs these tests"; \
+	else $(MAKE) test-newest-anew; fi
+
+test-newest-anew: $(NEWEST)/.test
+	$(NEWEST)/bin/python $(PIP) install -c $(NEWEST)/constraints.txt --upgrade transformers
+	$(NEWEST)/bin/python -m pytest $(PYTEST) $(CORE_TESTS) $(ARGS)
+
 constraints: $(VENV)/.dev ## Work out constraints.txt anew, for every supported Python (ARGS=--upgrade: newest versions)
 	$(VENV)/bin/python $(PIP) install uv
 	cp $(PINS) $(VENV)/pins.txt
@@ -100,7 +113,7 @@ constraints: $(VENV)/.dev ## Work out constraints.txt anew, for every supported 
 	mv $(VENV)/pins.new $(PINS)
 
 clean: ## Remove the environments, caches and whatever the demo wrote
-	rm -rf $(VENV) $(OLDEST) $(WHEEL) $(FRESH) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist demo-output results
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(WHEEL) $(FRESH) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist demo-output results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------- environments
@@ -108,7 +121,7 @@ clean: ## Remove the environments, caches and whatever the demo wrote
 
 # An environment that was made with another interpreter or torch than is now asked for is made anew.
 ifneq ($(origin PYTHON) $(origin TORCH),file file)
-$(shell for env in $(VENV) $(OLDEST) $(FRESH); do [ "$$(cat $$env/.torch 2>&1)" = "$(PYTHON) $(TORCH)" ] || rm -f $$env/.torch; done)
+$(shell for env in $(VENV) $(OLDEST) $(NEWEST) $(FRESH); do [ "$$(cat $$env/.torch 2>&1)" = "$(PYTHON) $(TORCH)" ] || rm -f $$env/.torch; done)
 endif
 
 %/.torch:
@@ -123,10 +136,12 @@ endif
 	$*/bin/python $(PIP) install -c $(PINS) $(BUILD)
 	@echo "$(PYTHON) $(TORCH)" > $@
 
-# The pins, but torch as it was installed, and for the oldest transformers its own lines.
+# The pins, but torch as it was installed; for the oldest transformers its own lines, and none for the newest.
 $(VENV)/constraints.txt: OWN := torch
 $(OLDEST)/constraints.txt: OWN := torch|transformers|huggingface-hub
+$(NEWEST)/constraints.txt: OWN := torch|transformers|huggingface-hub|tokenizers|safetensors
 $(VENV)/constraints.txt: $(VENV)/.torch $(PINS)
+$(NEWEST)/constraints.txt: $(NEWEST)/.torch $(PINS)
 $(OLDEST)/constraints.txt: $(OLDEST)/.torch $(PINS) constraints-oldest.txt
 %/constraints.txt:
 	grep -v -E "^($(OWN))==" $(PINS) | cat - $(filter constraints-%,$^) > $@
@@ -141,6 +156,6 @@ $(VENV)/.test: | $(VENV)/tinker-0.25.0
 $(VENV)/tinker-0.25.0: | $(VENV)/.torch
 	$(VENV)/bin/python $(PIP) install --no-deps --ignore-requires-python --target $@ tinker==0.25.0
 
-$(OLDEST)/.test: $(OLDEST)/constraints.txt pyproject.toml
-	$(OLDEST)/bin/python $(PIP) install -c $< --no-build-isolation -e '.[test]'
+$(OLDEST)/.test $(NEWEST)/.test: %/.test: %/constraints.txt pyproject.toml
+	$*/bin/python $(PIP) install -c $< --no-build-isolation -e '.[test]'
 	@touch $@

@@ -90,15 +90,7 @@ def one_picture(family: str, patch: Patch) -> None:
         found = find(self, cu_seqlens, num_patches)
         return found if num_patches in of_audio else Segments.from_lengths([num_patches])
 
-    by_image = attention._image_by_image
-
-    def at_once(module: Any, qkv: Any, *args: Any, cu_seq_lens_q: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        whole = cu_seq_lens_q[[0, -1]]
-        return by_image(module, qkv, *args, cu_seq_lens_q=whole, **kwargs)
-
     patch.setattr(VisionRow, "find", one_segment)
-    if family == "glm_ocr":  # its blocks are given no row, and read the sizes
-        patch.setattr(attention, "_image_by_image", at_once)
 
 
 def _sizes_of_audio(patch: Patch) -> set[int]:

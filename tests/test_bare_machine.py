@@ -1,4 +1,4 @@
-"""A machine with the base requirements and pytest alone: tests for a GPU are found, others say what they need."""
+"""On a machine with the base requirements and pytest alone, tests for a GPU are found; others name what they need."""
 
 from __future__ import annotations
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -13,6 +15,7 @@ from vlmpack import machine
 from vlmpack.machine import peak_bytes, version_of
 
 KIB = 1024
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 
 
 def kib() -> torch.Tensor:
@@ -93,3 +96,27 @@ def test_a_package_that_is_not_imported_is_looked_up_and_stays_so() -> None:
 
 def test_a_package_that_is_not_installed_has_none() -> None:
     assert version_of("no-such-package") is None
+
+
+@pytest.mark.parametrize(
+    ("package", "installed", "newer"),
+    [
+        ("torch", "2.12.1", False),
+        ("torch", "2.13.9+cu132", False),
+        ("torch", "2.14.0.dev20261120", True),
+        ("torch", "10.0", True),
+        ("flash-attn", "99.0", False),
+    ],
+)
+def test_a_version_is_newer_than_tested_by_its_first_two_numbers(
+    package: str, installed: str, newer: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(machine.NEWEST_TESTED, "torch", "2.13")
+    assert machine.is_newer_than_tested(package, installed) is newer
+
+
+@pytest.mark.parametrize("package", machine.NEWEST_TESTED)
+def test_the_versions_that_are_installed_for_tests_are_none_newer(package: str):
+    """The pins of `constraints.txt` move first; then these follow, once everything is green."""
+    (pinned,) = re.findall(rf"^{package}==([0-9.]+)", CONSTRAINTS.read_text(), re.MULTILINE)[-1:]
+    assert not machine.is_newer_than_tested(package, pinned)

@@ -1,4 +1,4 @@
-"""Peak memory of a call, the same number every time; and versions of installed packages.
+"""Peak memory of a call, the same number every time; versions of installed packages, and the newest tested ones.
 
 On a CPU the resident size depends on what the allocator gave back to the system, so it is no measure. Here every
 operation's outputs are weighed as they come up, once a storage, and taken off when the storage is freed. That
@@ -18,6 +18,9 @@ from typing import Any, final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+NEWEST_TESTED = {"torch": "2.13", "transformers": "5.24"}
+"""The newest minor versions with which the tests were run; the oldest are those that `pip` insists on."""
 
 
 def peak_bytes(function: Callable[[], object], *, held: Iterable[torch.Tensor] = (), device: str = "cpu") -> int:
@@ -86,3 +89,12 @@ def version_of(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def is_newer_than_tested(package: str, installed: str) -> bool:
+    """Return whether a version of a package is newer than the newest that was tested; of others nothing is known."""
+
+    def minor(version: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in version.split(".")[:2])
+
+    return package in NEWEST_TESTED and minor(installed) > minor(NEWEST_TESTED[package])

@@ -197,6 +197,26 @@ def test_kernels_are_given_boundaries_that_cover_every_row(kernels, attend, caus
     assert grouped
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_flash_attn_is_deterministic_where_pytorch_is(enabled, monkeypatch):
+    asked = []
+
+    def kernel(q, k, v, *seqlens, deterministic=False, **settings):
+        asked.append(deterministic)
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+    package = types.ModuleType("flash_attn")
+    package.flash_attn_varlen_func = kernel
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    segments = Segments.from_lengths([3, 5])
+    torch.use_deterministic_algorithms(enabled)
+    try:
+        FlashAttn()(*random_qkv(segments.total), segments, causal=True, scale=0.3)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [enabled]
+
+
 # ---------------------------------------------------------------------- on the GPU itself
 
 

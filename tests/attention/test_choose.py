@@ -68,9 +68,32 @@ def test_a_package_without_its_kernel_cannot_serve(flash):
     assert reason.startswith("the package flash-attn has no kernel for this PyTorch (ImportError: ")
 
 
+@pytest.mark.parametrize("error", [ImportError("no symbol"), OSError("no library"), TypeError("no such argument")])
+def test_whatever_its_import_raises_the_others_serve(error, flash):
+    def broken(name):
+        raise error
+
+    flash.__getattr__ = broken
+    (reason,) = explain(ON_GPU)["flash_attn"]
+    assert f"({type(error).__name__}: {error})" in reason
+    assert choose(ON_CPU).name == "sdpa_segments"
+
+
 def test_a_package_with_its_kernel_can(flash):
     flash.flash_attn_varlen_func = print
     assert explain(ON_GPU)["flash_attn"] == []
+
+
+def test_softcap_with_dropout_is_left_to_pytorchs_own_attention(flash):
+    """FlashAttention 2 refuses it: "Softcapping does not support dropout for now"."""
+    flash.flash_attn_varlen_func = print
+    capped = changed(ON_GPU, pattern=("softcap",))
+    assert choose(capped).name == "flash_attn"
+    dropped = changed(capped, dropout=0.1)
+    assert choose(dropped).name == "sdpa_segments"
+    with pytest.raises(BackendError, match=r"dropout is 0.1 and scores have a softcap.*set attention_dropout=0"):
+        choose(dropped, "flash_attn")
+    assert choose(changed(ON_GPU, dropout=0.1)).name == "flash_attn"
 
 
 def test_a_gpu_before_ampere_is_left_to_pytorchs_own_attention(monkeypatch):

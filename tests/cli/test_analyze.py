@@ -88,6 +88,13 @@ class TestCommand:
         totals = [each["columns"]["targets"]["total"] for each in (answers, everything)]
         assert 0 < totals[0] < totals[1] <= everything["columns"]["text"]["total"]
 
+    def test_an_added_stop_is_counted(self, chats: str) -> None:
+        one, other = (numbers(chats, *stop) for stop in ((), ("--add-stop", "<|endoftext|>", "--ignored-key", "note")))
+        assert one["columns"]["targets"] == other["columns"]["targets"]  # the template ends its answers itself
+        refused = analyze(chats, "--add-stop", "<stop>")
+        assert refused.exit_code == 2
+        assert "add_stop='<stop>' is no special token of the tokenizer" in " ".join(refused.stderr.split())
+
     def test_by_default_three_capacities_are_tried(self, chats: str) -> None:
         assert [one["capacity"] for one in numbers(chats)["packed"]] == [12_000, 16_000, 20_000]
 

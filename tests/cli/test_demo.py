@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
 from vlmpack.cli import app
 from vlmpack.cli.demo import comparison, loss_differences, notes
-from vlmpack.cli.training import Meter, Run, packed_against_alone
+from vlmpack.cli.training import Meter, Run, Setup, packed_against_alone, train
 from vlmpack.collate import VLMCollator
 from vlmpack.data import save_processor, to_conversation
 from vlmpack.layout import Segments
@@ -82,6 +83,17 @@ def test_bfloat16_runs(small: Path, tmp_path: Path) -> None:
     _, numbers = run_demo(tmp_path, "--model", str(small), "--dtype", "bfloat16")
     assert numbers["gradients"]["cosine"] > 1 - 1e-6  # measured in float32 whatever the training's type
     assert numbers["padded"]["losses"] == pytest.approx(numbers["packed"]["losses"], rel=0.02)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pixels_have_the_type_of_the_weights(dtype: str, small: Path, tmp_path: Path) -> None:
+    """Not every model casts them, and not every processor makes them in float32."""
+    setup = Setup(model=str(small), data="synthetic", device="cpu", dtype=dtype, steps=1, batch_size=BATCH, seed=0)
+    model, seen = setup.make_model(), set[torch.dtype]()
+    model.register_forward_pre_hook(lambda _, args, kwargs: seen.add(kwargs["pixel_values"].dtype), with_kwargs=True)
+    train("padded", model, setup, scratch=str(tmp_path), tick=lambda loss: None)
+    assert seen == {setup.torch_dtype}
 
 
 def test_too_few_records_are_refused_in_one_line(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from vlmpack.cli.doctor import attention_serving, gated_delta_serving, import_pr
 from vlmpack.cli.probe_tables import print_reports
 from vlmpack.families import FAMILIES, family_named, registry
 from vlmpack.layout import Segments
+from vlmpack.machine import NEWEST_TESTED
 from vlmpack.model import FlaCall, engine
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.model.row import RowContext
@@ -118,6 +121,26 @@ def test_versions_say_which_packages_are_missing_and_which_do_not_import() -> No
     assert "No module named 'no_such_module'" in str(import_problem("no_such_module"))
 
 
+def test_a_version_newer_than_the_tested_ones_has_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vlmpack.cli.doctor.import_problem", lambda module: None)
+    monkeypatch.setattr("vlmpack.machine.version_of", {"torch": "2.13.0+cu132", "transformers": "99.1.0"}.get)
+    notes = {entry.name: entry.note for entry in versions()}
+    assert notes["transformers"] == f"newer than {NEWEST_TESTED['transformers']}, the newest tested: probe it"
+    assert notes["torch"] is None
+    result = run()
+    assert result.exit_code == 0
+    assert "the newest tested: probe it" in words(result.stdout)
+
+
+def test_layers_that_do_not_import_are_no_end_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(family: Any) -> bool:
+        raise AttributeError("module 'triton' has no attribute 'jit'")
+
+    monkeypatch.setattr("vlmpack.model.uses_fla", broken)
+    (entry,) = gated_delta_serving(["cpu"])
+    assert "does not import (AttributeError: module 'triton' has no attribute 'jit')" in entry.reasons[0]
+
+
 def test_without_fla_it_says_how_rows_are_computed() -> None:
     (entry,) = gated_delta_serving(["cpu"])
     assert (entry.backend, entry.device) == ("fla", "cpu")
@@ -194,6 +217,85 @@ def test_a_crash_is_a_finding_and_the_exit_status_is_1(monkeypatch: pytest.Monke
     assert result.exit_code == 1
     assert "fails. TypeError: this transformers hands over something else" in words(result.stdout)
     assert "Do not train packed rows here" in result.stdout
+
+
+class Probes:
+    """Takes the place of `probe`: each call notes what standard output holds, and all but those of `raising` report."""
+
+    def __init__(self, raising: dict[str, BaseException]) -> None:
+        self.raising = raising
+        self.printed: dict[str, str] = {}
+
+    def __call__(self, model: Any, processor: Any, *, attention: str, **settings: Any) -> Report:
+        family = model.config.model_type
+        self.printed[family] = sys.stdout.buffer.getvalue().decode()  # pyright: ignore[reportAttributeAccessIssue]
+        if error := self.raising.get(family):
+            raise error
+        return replace(report_of(), family=family, attention=attention)
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch, few_families: None) -> Callable[..., Probes]:
+    def in_place(**raising: BaseException) -> Probes:
+        probes = Probes(raising)
+        monkeypatch.setattr("vlmpack.probing.probe", probes)
+        return probes
+
+    return in_place
+
+
+def verdicts(result: Any) -> list[tuple[str, str]]:
+    return [(probe["family"], probe["verdict"]) for probe in answer(result)["probes"]]
+
+
+def test_what_one_family_raises_is_its_verdict(probes: Callable[..., Probes]) -> None:
+    probes(qwen3_vl=KeyError("a [key]"))
+    result = run_probe("--attention", "sdpa_segments")
+    assert result.exit_code == 1
+    for text in ("qwen3_vl sdpa_segments fails", "qwen3 sdpa_segments exact", "probe fails. KeyError: 'a [key]'"):
+        assert text in words(result.stdout)
+
+
+def test_so_it_is_in_json(probes: Callable[..., Probes]) -> None:
+    probes(qwen3_vl=KeyError("a key"))
+    result = run_probe("--attention", "sdpa_segments", "--json")
+    assert result.exit_code == 1
+    assert verdicts(result) == [("qwen3_vl", "fails"), ("qwen3", "exact")]
+    assert (answer(result)["complete"], answer(result)["healthy"]) == (True, False)
+
+
+def test_what_cannot_even_be_made_is_a_verdict(probes: Callable[..., Probes], monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(family: str, **settings: Any) -> Any:
+        return tiny_model(family, **settings) if family == "qwen3" else {}["no such configuration"]
+
+    probes()
+    monkeypatch.setattr("vlmpack.testing.tiny_model", made)
+    assert verdicts(run_probe("--json")) == [("qwen3_vl", "fails"), *[("qwen3", "exact")] * 2]
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",)])
+def test_a_verdict_is_written_before_the_next_probe(arguments: tuple[str, ...], probes: Callable[..., Probes]) -> None:
+    noted = probes()
+    assert run_probe("--attention", "sdpa_segments", *arguments).exit_code == 0
+    assert noted.printed["qwen3_vl"] == ""
+    assert "qwen3_vl" in noted.printed["qwen3"] and "exact" in noted.printed["qwen3"]
+
+
+def test_what_was_found_before_ctrl_c_is_kept(probes: Callable[..., Probes]) -> None:
+    probes(qwen3=KeyboardInterrupt())
+    result = run_probe("--attention", "sdpa_segments")
+    assert result.exit_code == 130
+    assert "qwen3_vl sdpa_segments exact" in words(result.stdout)
+    assert "Not finished: what is not listed was not probed." in result.stdout
+    assert "Exact:" not in result.stdout
+
+
+def test_what_was_found_before_ctrl_c_is_a_whole_object(probes: Callable[..., Probes]) -> None:
+    probes(qwen3=KeyboardInterrupt())
+    result = run_probe("--attention", "sdpa_segments", "--json")
+    assert result.exit_code == 130
+    assert verdicts(result) == [("qwen3_vl", "exact")]
+    assert (answer(result)["complete"], answer(result)["healthy"]) == (False, False)
 
 
 # ---------------------------------------------------------------------- probes of a model

@@ -84,6 +84,17 @@ def test_the_most_tokens_of_a_sample(chats: str) -> None:
         inputs.collator.measure(inputs.dataset[0])
 
 
+def test_keys_of_messages_are_left_out_and_a_stop_is_added_where_that_is_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": [{**turn, "at": "noon"} for turn in CHAT]}))
+    with pytest.raises(SampleError, match=r"has at, which the chat template does not write"):
+        (refusing := opened(str(file), processor="tiny:glm4v")).collator.measure(refusing.dataset[0])
+    inputs = opened(str(file), processor="tiny:glm4v", ignored_keys=["at"], add_stop="<|user|>")
+    measured = inputs.collator.measure(inputs.dataset[0])
+    stop = inputs.collator.processor.tokenizer.convert_tokens_to_ids("<|user|>")
+    assert measured.labels[-1] == measured.input_ids[-1] == stop
+
+
 def test_the_largest_area_of_an_image_is_the_processors_own_or_the_one_given(chats: str) -> None:
     """64 squares of 32 x 32 pixels; what is measured is what is cut."""
     free, bound = (opened("synthetic", processor="tiny", num=1, max_pixels=area) for area in (None, 64 * 32**2))

@@ -22,6 +22,8 @@ from typer.testing import CliRunner
 from vlmpack.cli import app
 from vlmpack.cli.schemas import SCHEMAS
 from vlmpack.cli.serve import announcement
+from vlmpack.service.checkpoints import StateFolder
+from vlmpack.service.journal import Journal
 
 SECONDS = 120.0
 
@@ -57,12 +59,25 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     assert "no model can be read there" in said
 
 
+def test_a_state_folder_that_cannot_be_served_is_refused_before_anything_is_written_or_read(tmp_path: Path) -> None:
+    (tmp_path / "holiday.jpg").touch()
+    said = refused("--demo", "--state", str(tmp_path), "--port", "0")
+    assert "is no state folder: it holds 'holiday.jpg'" in said
+    assert [entry.name for entry in tmp_path.iterdir()] == ["holiday.jpg"]
+    state = tmp_path / "state"
+    locked = StateFolder(state)
+    assert "used by another server" in refused("no/model", "--state", str(state), "--port", "0")
+    locked.close()
+    Journal(state / "journal.sqlite3", base_model="other/model").close()
+    assert "belongs to the base model 'other/model'" in refused("no/model", "--state", str(state), "--port", "0")
+
+
 @contextmanager
 def serving(state: Path, *arguments: str, **environment: str) -> Iterator[tuple[Any, str]]:
     """A process that serves the demo, and what it printed; killed at the end if it still runs."""
     command = [sys.executable, "-m", "vlmpack.cli", "serve", "--demo", "--port", "0", "--state", str(state), *arguments]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}, umask=0
     )
     assert process.stdout is not None
     lines: list[str] = []
@@ -82,19 +97,21 @@ def test_from_start_to_sigterm(tmp_path: Path) -> None:
     keys = []
     for _ in range(2):
         with serving(tmp_path, VLMPACK_API_KEY="") as (process, said):
-            address, key = (re.search(rf"^{name} +(\S+)$", said, re.MULTILINE) for name in ("address", "key"))
-            assert address is not None and key is not None
+            address, key_file = (re.search(rf"^{name} +(\S+)$", said, re.MULTILINE) for name in ("address", "key file"))
+            assert address is not None and key_file is not None
             assert "vlmpack/tiny-qwen3-vl (qwen3_vl, text and images)" in said
             assert f'tinker.ServiceClient(base_url="{address[1]}"' in said
-            keys.append(key[1])
+            keys.append(Path(key_file[1]).read_text().strip())
+            assert keys[0] not in said
+            assert [entry for entry in (tmp_path, *tmp_path.rglob("*")) if entry.stat().st_mode & 0o077] == []
             with urllib.request.urlopen(f"{address[1]}/healthz") as reply:
                 assert reply.read() == b'{"status": "ok"}'
             process.send_signal(signal.SIGTERM)
             _, log = process.communicate(timeout=SECONDS)
             assert process.returncode == 0
         assert re.search(r"^\d\d:\d\d:\d\d GET /healthz 200 ", log, re.MULTILINE)
-        assert "stopped" in log and key[1] not in log
-    assert keys[0] == keys[1] == (tmp_path / "key").read_text().strip()
+        assert "stopped" in log and keys[0] not in log
+    assert keys[0] == keys[1]
 
 
 @pytest.mark.full
@@ -111,11 +128,11 @@ def test_a_key_of_the_environment_is_printed_nowhere_and_json_fits_its_schema(tm
         assert "tml-from-outside" not in printed
 
 
-def test_an_announcement_has_the_key_only_if_it_is_in_a_file() -> None:
+def test_an_announcement_says_where_the_key_is() -> None:
     limits = {"datum_tokens": 9, "row_tokens": 9, "row_patches": 9, "models": 9, "rank": 9, "body_bytes": 9 << 20}
     facts = {"address": "http://a", "model": "m", "architecture": "qwen3", "takes_images": False, "state": "s"}
     facts |= {"limits": limits}
-    in_file = announcement({**facts, "key_file": "/k"}, "tml-secret")
-    assert "key       tml-secret" in in_file and 'api_key=open("/k").read().strip()' in in_file
-    outside = announcement({**facts, "key_file": None}, "tml-secret")
-    assert "tml-secret" not in outside and 'os.environ["VLMPACK_API_KEY"]' in outside
+    in_file = announcement({**facts, "key_file": "/k"})
+    assert "key file  /k\n" in in_file and 'api_key=open("/k").read().strip()' in in_file
+    outside = announcement({**facts, "key_file": None})
+    assert "key       VLMPACK_API_KEY\n" in outside and 'os.environ["VLMPACK_API_KEY"]' in outside

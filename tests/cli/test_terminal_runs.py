@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -22,7 +23,7 @@ from typer.testing import CliRunner
 
 from vlmpack.cli import app
 from vlmpack.cli.app import INTERRUPTED, VERBS
-from vlmpack.cli.progress import pace
+from vlmpack.cli.progress import pace, waiting
 
 SECONDS = 120.0
 WIDTH = 80
@@ -134,6 +135,19 @@ def test_pack_draws_its_pace_and_goes_on_after_ctrl_c(tmp_path: Path) -> None:
 )
 def test_a_pace_is_short(speed: float | None, left: float | None, passed: float | None, formatted: str) -> None:
     assert pace(speed, left, passed) == formatted
+
+
+def test_results_that_are_printed_under_progress_stay_in_their_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress is drawn at a terminal, results go to a file."""
+    pipe, terminal = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", pipe)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with waiting("working", quiet=False) as progress:
+        progress("still working", 1)
+        sys.stdout.write("a result\n")
+    assert pipe.getvalue() == "a result\n"
+    assert "working" in terminal.getvalue() and "a result" not in terminal.getvalue()
 
 
 @pytest.mark.parametrize("verb", [verb.__name__ for verb in VERBS])

@@ -18,9 +18,6 @@ ENDS = {
     "gemma4": "<turn|>",
     "internvl": "<|im_end|>",
     "idefics3": "<end_of_utterance>",
-    "glm4v": "",
-    "glm4v_moe": "",
-    "glm46v": "",
     "paddleocr_vl": "<eos>",
     "ernie4_5_vl_moe": "<eos>",
     "aya_vision": "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
@@ -34,10 +31,14 @@ ENDS = {
     "smolvlm": "<end_of_utterance>",
 }
 """What ends an answer in families whose templates mark none."""
+NEXT_TURN = {"glm4v": "<|user|>", "glm4v_moe": "<|user|>", "glm46v": "<|user|>"}
+"""What ends it where a question follows, in families whose templates write nothing after the last answer."""
 BEGINNINGS = {"idefics3": " ", "smolvlm": " ", "kimi_k25": "<think></think>"}
 """What is written before an answer and is learnt with it."""
 MARKED = {"llava": "{} ", "llava_next": "{} ", "llava_onevision": "\n{}"}
 """What the templates of the others mark (`{% generation %}`)."""
+BEHIND_MARKS = {"llava": "", "llava_next": "", "llava_onevision": "<|im_end|>"}
+"""What ends an answer behind those marks."""
 ASK = {"role": "user", "content": "What is the total?"}
 
 
@@ -54,7 +55,9 @@ def learnt_of(family, messages, *, processor=None, **settings):
 
 def expected(family, *answers):
     if family in MARKED:
-        return "".join(MARKED[family].format(answer) for answer in answers)
+        return "".join(MARKED[family].format(answer) + BEHIND_MARKS[family] for answer in answers)
+    if family in NEXT_TURN:
+        return NEXT_TURN[family].join(answers)
     return "".join(f"{BEGINNINGS.get(family, '')}{answer}{ENDS[family]}" for answer in answers)
 
 
@@ -72,7 +75,7 @@ def test_an_answer_whose_flag_says_so_is_read_and_not_learnt(family):
 
 
 @pytest.mark.parametrize("family", [pytest.param(family, marks=needs(family)) for family in MARKED])
-def test_marked_answers_are_those_of_transformers(family):
+def test_marked_answers_are_those_of_transformers_and_what_ends_them_behind_the_marks(family):
     processor = tiny_processor(family)
     messages = [
         {"role": role, "content": [{"type": "text", "text": text}]}
@@ -83,8 +86,12 @@ def test_marked_answers_are_those_of_transformers(family):
     )
     batch = VLMCollator(processor)([{"messages": messages}])
     assert batch["input_ids"].tolist() == out["input_ids"].tolist()
-    assert (batch["labels"] != -100).long().tolist() == np.asarray(out["assistant_masks"]).tolist()
-    assert (batch["labels"] != -100).any()
+    marked = np.asarray(out["assistant_masks"])
+    end = processor.tokenizer.convert_tokens_to_ids(BEHIND_MARKS[family]) if BEHIND_MARKS[family] else None
+    behind = (np.roll(marked, 1, axis=1) == 1) & (batch["input_ids"].numpy() == end)
+    assert (batch["labels"] != -100).long().tolist() == (marked | behind).tolist()
+    assert behind.sum() == (2 if BEHIND_MARKS[family] else 0)
+    assert marked.any()
 
 
 def test_an_answer_after_a_picture_lies_where_the_picture_s_tokens_end():

@@ -115,6 +115,12 @@ def test_the_metadata_are_counted_from_the_samples(samples):
     assert metadata.images_per_sample in ((), tuple(len(s.images) for s in samples))
     assert sum(metadata.images_per_sample) == len(metadata.image_grids)
     assert sum(metadata.videos_per_sample) == len(metadata.video_grids) == len(metadata.seconds_per_grid)
+    assert len(metadata.type_runs) == (len(samples) if metadata.video_grids else 0)
+    for s, runs in zip(samples, metadata.type_runs, strict=False):
+        types = np.zeros(len(s.types), np.int64)
+        for start, stop, kind in runs:
+            types[start:stop] = kind
+        assert types.tolist() == s.types.tolist()
 
 
 def test_media_lie_in_sample_order():

@@ -83,6 +83,8 @@ def test_tokens_and_tensors_equal_the_processor_s_own(family, count):
         assert metadata.image_grids == tuple(map(tuple, truth["image_grid_thw"].tolist()))
     else:
         assert sum(metadata.image_tokens) == (batch["input_ids"] == image_id).sum()
+    sizes = {"image_sizes", "target_sizes"} & media.keys()
+    assert metadata.media_sizes == {name: tuple(map(tuple, media[name].tolist())) for name in sizes}
     assert (batch["mm_token_type_ids"] == 1).sum() == (batch["input_ids"] == image_id).sum()
 
 

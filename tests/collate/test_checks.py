@@ -339,3 +339,29 @@ def test_pixels_of_a_video_without_its_tokens():
         "video_grid_thw": [[1, 4, 4]],
     }
     assert refusal(feature)[0] == "pixels_without_video_tokens"
+
+
+@pytest.mark.parametrize("name", ["labels", "completion_mask", "assistant_masks", "loss_mask"])
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_labels_of_more_tokens_than_there_are_ids_are_refused(name, is_padded):
+    """Cut to the length of the ids, they would shift every target by one; transformers raises too."""
+    plain = tokenised(FAMILY, "<|im_start|>assistant\n5<|im_end|>")
+    count = len(plain["input_ids"])
+    mask = [1] * count if not is_padded else [*[1] * (count - 1), 0]
+    feature = {"input_ids": plain["input_ids"], "attention_mask": mask, name: [1] * (count + 1)}
+    assert refusal(feature) == (
+        "bad_shape",
+        f"{name} covers {count + 1} tokens but input_ids has {count}; labels and masks go unshifted",
+    )
+
+
+def test_kinds_of_more_tokens_than_there_are_ids_are_refused():
+    plain = tokenised(FAMILY, "<|im_start|>assistant\n5<|im_end|>")
+    assert refusal({**plain, "mm_token_type_ids": [0] * (len(plain["input_ids"]) + 1)})[0] == "token_type_mismatch"
+
+
+def test_empty_lists_of_patches_are_no_patches():
+    plain = tokenised(FAMILY, "<|im_start|>assistant\n5<|im_end|>")
+    empty = {"pixel_values": [], "image_grid_thw": [], "pixel_values_videos": [], "video_grid_thw": []}
+    assert ENCODER.encode({**plain, **empty}).images == ()
+    assert refusal({**plain, **empty, "images": ["a.png"]})[0] == "bad_row"

@@ -357,7 +357,7 @@ def test_of_several_samples_only_the_one_with_half_a_character_is_left_out():
 
 
 def test_a_template_that_forgets_the_images_is_noticed():
-    template = "{% for m in messages %}<|im_start|>{{ m['role'] }}\nx<|im_end|>\n{% endfor %}"
+    template = CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "")
     with pytest.raises(Refusal, match=r"its text has 0 image placeholder\(s\) for 1 image run") as caught:
         encoder(tiny_processor(chat_template=template)).encode(chat("?", "x", picture()))
     assert caught.value.reason == "placeholder_mismatch"
@@ -373,7 +373,7 @@ def test_a_template_that_fails_is_one_sample_s_fault():
 
 
 def test_a_template_without_chatml_is_a_mistake_of_the_setup_with_a_remedy():
-    template = "{% for m in messages %}{{ m['role'] }}: x\n{% endfor %}"
+    template = CHAT_TEMPLATE.replace("<|im_start|>", "").replace("<|im_end|>", "")
     seen = r"no '<.im_start.>assistant' turns for 1 assistant message.*train_on='all'"
     with pytest.raises(Refusal, match=seen):
         encoder(tiny_processor(chat_template=template)).encode(chat())
@@ -382,8 +382,10 @@ def test_a_template_without_chatml_is_a_mistake_of_the_setup_with_a_remedy():
     assert encoder(tiny_processor(chat_template=template), "all").encode(chat()).num_targets > 0
 
 
-def test_a_template_that_swallows_a_turn_is_noticed():
-    template = "{% for m in messages[:2] %}<|im_start|>{{ m['role'] }}\nx<|im_end|>\n{% endfor %}"
+def test_a_template_that_swallows_an_answer_s_header_is_noticed():
+    template = CHAT_TEMPLATE.replace(
+        "message['role'] + '\\n'", "('reply' if loop.index > 2 else message['role']) + '\\n'"
+    )
     messages = chat()["messages"] * 2
     with pytest.raises(Refusal, match=r"wrote 1 .*assistant' turns for 2 assistant messages") as caught:
         encoder(tiny_processor(chat_template=template)).encode({"messages": messages})

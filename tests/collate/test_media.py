@@ -251,6 +251,58 @@ def test_a_processor_with_a_rule_of_its_own_is_not_trusted(odd: Any) -> None:
     assert collator.measure(chat("?", "a")).num_tokens
 
 
+BOUNDS_SET_LATER = {
+    "the most": {"max_pixels": 9 * 1024},
+    "both": {"min_pixels": 25 * 1024, "max_pixels": 49 * 1024},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Passing .min_pixels. and .max_pixels.:FutureWarning")
+@pytest.mark.parametrize("name", BOUNDS_SET_LATER)
+def test_bounds_that_are_set_on_the_processor_later_hold_for_measuring_too(name: str) -> None:
+    processor = tiny_processor()
+    before = VLMCollator(processor).measure(chat("?", "a", picture(400, 300))).num_tokens
+    for key, value in BOUNDS_SET_LATER[name].items():
+        setattr(processor.image_processor, key, value)
+    collator = VLMCollator(processor)
+    for size in ((400, 300), (61, 40)):
+        feature = chat("?", "a", picture(*size))
+        plain = processor.image_processor(images=[picture(*size)], return_tensors="pt")["image_grid_thw"]
+        assert collator.measure(feature).images[0].grid == tuple(plain[0].tolist())
+        assert torch.equal(
+            collator.decode([collator.measure(feature)]).input_ids, collator.collate([feature]).input_ids
+        )
+    if name == "both":  # transformers before 5.23 takes them together only
+        assert collator.measure(chat("?", "a", picture(400, 300))).num_tokens != before
+
+
+def asked_of_frames(**keys: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "a"}]
+    return {"messages": turns, "videos": [{"video": [picture(64, 64)] * 4, **keys}]}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"fps": 1.0},
+        {"nframes": 2},
+        {"video_start": 1},
+        {"timestamps": [0.5, 4, 9, 20]},
+        {"fps": 30.0, "frames_indices": [0, 30, 90, 300]},
+        {"total_num_frames": 9},
+    ],
+)
+def test_keys_that_say_when_the_frames_of_a_list_are_are_refused_by_name(keys: dict[str, Any]) -> None:
+    collator = VLMCollator(tiny_processor())
+    for read in (collator.measure, lambda feature: collator.collate([feature])):
+        with pytest.raises(
+            SampleError, match=f"video 0: {next(iter(keys))}=.* is not read: .* sample_fps says"
+        ) as seen:
+            read(asked_of_frames(**keys))
+        assert seen.value.reason == "vision_key"
+    assert collator.measure(asked_of_frames(**dict.fromkeys(keys), sample_fps=4)).videos[0].timestamps == (0.125, 0.625)
+
+
 # ---------------------------------------------------------------------- an estimate
 
 

@@ -101,9 +101,10 @@ def test_an_option_that_is_no_variable_of_the_template_is_refused(name):
 @pytest.mark.parametrize(
     "template",
     [
-        "{%- set mode = mode | default('on') -%}{{- mode -}}",
-        "{%- if mode is defined and mode is false -%}{{- 'off' -}}{%- endif -%}",
-        "{%- generation -%}{{- mode -}}{%- endgeneration -%}{%- for m in messages -%}{%- break -%}{%- endfor -%}",
+        "{%- set mode = mode | default('on') -%}{{- mode -}}" + CHAT_TEMPLATE,
+        "{%- if mode is defined and mode is false -%}{{- 'off' -}}{%- endif -%}" + CHAT_TEMPLATE,
+        "{%- generation -%}{{- mode -}}{%- endgeneration -%}{%- for m in messages -%}{%- break -%}{%- endfor -%}"
+        + CHAT_TEMPLATE,
         {"default": CHAT_TEMPLATE + "{{- mode -}}", "tool_use": CHAT_TEMPLATE},
     ],
 )

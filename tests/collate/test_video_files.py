@@ -408,6 +408,34 @@ def test_rules_are_read_off_the_video_processor() -> None:
     )
 
 
+def in_column(video: Any, **keys: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": "<video>What happens?"}, {"role": "assistant", "content": "It counts."}]
+    return {"messages": turns, "videos": [{"video": video, **keys}]}
+
+
+@pytest.mark.parametrize(
+    "keys", [{"timestamps": [0.5, 4]}, {"frames_indices": [0, 30]}, {"video_metadata": {"fps": 9}}]
+)
+def test_keys_that_say_when_a_files_frames_are_are_refused_by_name(keys: dict[str, Any], clip: bytes) -> None:
+    with pytest.raises(SampleError, match=f"{next(iter(keys))}=.* is not read: a file's frames have their times in it"):
+        collator_of("qwen3_vl").measure(in_column(clip, **keys))
+
+
+@pytest.mark.filterwarnings("ignore:Passing .min_pixels. and .max_pixels.:FutureWarning")
+def test_bounds_that_are_set_on_the_video_processor_later_hold() -> None:
+    """As transformers' video processors take them: by the same method as its image processor, which stands here."""
+    videos = Qwen2VLImageProcessorPil()
+    videos.min_pixels, videos.max_pixels = 3000, 70_000
+    videos.min_frames, videos.max_frames = 2, 9
+    processor = SimpleNamespace(
+        tokenizer=None, image_processor=None, video_processor=videos, get_attributes=lambda: ["video_processor"]
+    )
+    assert file_rules_of(processor, SimpleNamespace(frame_timestamps=False, by_processor=False)).bounds == (
+        3000,
+        70_000,
+    )
+
+
 def test_a_frame_is_resized_as_soon_as_it_is_decoded(clip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more than one frame of the file's own size is kept."""
     from vlmpack.collate import video_file

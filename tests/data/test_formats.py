@@ -297,7 +297,7 @@ class TestDatasetInfo:
             ({"file_name": "another.json"}, "describes other, dataset_name, and none of them is"),
             ({"file_name": "data.json", "ranking": True}, "has preferences"),
             ({"file_name": "data.json", "columns": {"prompt": "text"}}, "has no response, as those for pre-training"),
-            ({"file_name": "data.json", "columns": {"response": "a", "audios": "b"}}, "columns audios"),
+            ({"file_name": "data.json", "columns": {"response": "a", "sounds": "b"}}, "columns sounds"),
             ({"file_name": "data.json", "formatting": "dpo"}, "formatting 'dpo'"),
             ({"file_name": "data.json", "columns": {"prompt": "q", "response": "output"}}, "has no column 'q'"),
         ],

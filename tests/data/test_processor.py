@@ -18,7 +18,7 @@ from vlmpack import enable_packing
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_processor, save_processor
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.testing import tiny_config, tiny_model, tiny_processor
+from vlmpack.testing import CHAT_TEMPLATE, tiny_config, tiny_model, tiny_processor
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -175,6 +175,62 @@ def test_a_processor_without_a_template_is_saved_too(tmp_path: Path) -> None:
     tiny_config(processor=processor).save_pretrained(tmp_path)
     save_processor(processor, tmp_path)
     loads_again(tmp_path, processor)
+
+
+OWN, OF_TOKENIZER = CHAT_TEMPLATE + "{{- 'own' -}}", CHAT_TEMPLATE + "{{- 'of the tokenizer' -}}"
+TEMPLATE_FILES = {
+    "chat_template.jinja": {"chat_template.jinja": OWN},
+    "chat_template.json": {"chat_template.json": json.dumps({"chat_template": OWN})},
+    "processor_config.json": {"processor_config.json": json.dumps({"chat_template": OWN})},
+}
+
+
+def folder_with(tmp_path: Path, family: str, files: dict[str, str], *, of_tokenizer: str | None) -> Path:
+    """A processor as it is published: the tokenizer's template in its configuration, the processor's in `files`."""
+    processor = tiny_processor(family)
+    processor.chat_template = None
+    tiny_config(family, processor=processor).save_pretrained(tmp_path)
+    save_processor(processor, tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    if of_tokenizer is not None:
+        settings["chat_template"] = of_tokenizer
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize("file", TEMPLATE_FILES)
+@pytest.mark.parametrize("of_tokenizer", [OF_TOKENIZER, None], ids=["beside the tokenizer's", "alone"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava"])
+@pytest.mark.pairwise
+def test_the_processor_s_own_template_comes_before_the_tokenizer_s(
+    family: str, of_tokenizer: str | None, file: str, tmp_path: Path
+) -> None:
+    folder = folder_with(tmp_path, family, TEMPLATE_FILES[file], of_tokenizer=of_tokenizer)
+    assert load_processor(folder).chat_template == OWN
+
+
+def test_the_tokenizer_s_template_is_taken_where_there_is_no_other(tmp_path: Path) -> None:
+    assert (
+        load_processor(folder_with(tmp_path, "qwen2_5_vl", {}, of_tokenizer=OF_TOKENIZER)).chat_template == OF_TOKENIZER
+    )
+
+
+def test_a_template_is_autoprocessor_s(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, "llava", TEMPLATE_FILES["chat_template.json"], of_tokenizer=OF_TOKENIZER)
+    assert load_processor(folder).chat_template == AutoProcessor.from_pretrained(folder).chat_template
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # transformers' own
+def test_several_templates_by_name_are_loaded_and_saved_again(tmp_path: Path) -> None:
+    files = {"chat_template.jinja": OWN, "additional_chat_templates/tool_use.jinja": "{{- tools -}}"}
+    processor = load_processor(folder_with(tmp_path, "qwen3_vl", files, of_tokenizer=None))
+    assert processor.chat_template == {"default": OWN, "tool_use": "{{- tools -}}"}
+    tiny_config("qwen3_vl", processor=processor).save_pretrained(tmp_path / "again")
+    save_processor(processor, tmp_path / "again")
+    loads_again(tmp_path / "again", processor)
 
 
 def test_it_is_not_sent_to_the_hub_while_it_is_saved(tmp_path: Path) -> None:

@@ -98,6 +98,15 @@ def test_what_does_not_wait_is_not(what: str) -> None:
     assert waits_of(NOT_WAITING[what]) == []
 
 
+@pytest.mark.parametrize("copy", [lambda: X.cpu(), lambda: X.to("cpu")])
+def test_a_tensor_that_was_copied_to_the_host_stays_where_it_was(copy: Callable[[], torch.Tensor]) -> None:
+    def again() -> None:
+        assert copy().tolist() == list(range(6))
+        X.tolist()
+
+    assert len(waits_of(again)) == 2
+
+
 def test_what_autograd_does_for_it_waits_too() -> None:
     x = X.clone().requires_grad_()
     picked = x[MASK].sum()

@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from tiers import tiers
 from torch import nn
 
 from vlmpack.context_parallel import Parallel
@@ -79,6 +80,21 @@ def test_enabling_again_replaces_the_settings_and_nests_nothing():
     disable_packing(model)
     assert not is_packing(model)
     assert disable_packing(model) is model
+
+
+@pytest.mark.every_family
+@pytest.mark.parametrize("family", tiers(FAMILIES, ("qwen3_vl", "qwen3_5", "gemma3", "llama4", "gpt_oss")))
+def test_a_model_may_get_its_weights_after_packing_was_enabled(family):
+    """As in loops that shard a model on the meta device, where it has no values, before they load it."""
+    with torch.device("meta"):
+        model = enable_packing(tiny_model(family, lively=False))
+    source = enable_packing(tiny_model(family))
+    model.to_empty(device="cpu")
+    model.load_state_dict(source.state_dict())
+    for name, buffer in model.named_buffers():
+        buffer.copy_(source.get_buffer(name))
+    batch = padded(mixed_samples(source.config, seed=2))
+    assert torch.equal(PackedStep(model)(batch).loss, PackedStep(source)(batch).loss)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")

@@ -27,7 +27,7 @@ import vlmpack
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, FamilyError, LayoutError
 from vlmpack.families import FAMILIES, AudioPart
-from vlmpack.layout import AUDIO, Segments, SlotRule, pack, recorded_syncs, share
+from vlmpack.layout import AUDIO, Segments, SlotRule, nothing_on_host, pack, recorded_syncs, share
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import attention, vision
 from vlmpack.probing import probe
@@ -270,8 +270,8 @@ def test_blocks_of_the_audio_tower_are_one_call_of_a_back_end(family: str, monke
 
 
 @most_full
-def test_a_step_syncs_for_positions_of_videos_alone(family: str) -> None:
-    """With metadata nothing of audio or images is read from a device."""
+def test_a_step_reads_nothing_from_a_device(family: str) -> None:
+    """Metadata say what positions of videos, audio and images need."""
     model = fresh(family)
     step, places = PackedStep(model), []
     batches: tuple[tuple[Kind, ...], ...] = (("image", "audio", "text", "audio"), ("everything", "text"))
@@ -282,7 +282,28 @@ def test_a_step_syncs_for_positions_of_videos_alone(family: str) -> None:
             step(row).loss.backward()
         assert syncs  # the counter works: the model's own towers do
         places.append([sync.function for sync in syncs if Path(sync.file).is_relative_to(PACKAGE)])
-    assert places == [[], ["replace_videos"]]
+    assert places == [[], []]
+
+
+@most_full
+def test_without_types_on_the_host_positions_of_videos_are_read_once(family: str) -> None:
+    model = fresh(family)
+    row = pack(padded(mixed_samples(model.config, kinds=("everything", "text"))))
+    row, step = replace(row, metadata=replace(row.metadata, type_runs=())), PackedStep(model)
+    with recorded_syncs(torch.device("cpu")) as syncs:
+        step(row)
+    assert [s.function for s in syncs if Path(s.file).is_relative_to(PACKAGE)] == ["types_on_host"]
+
+
+@most_full
+def test_types_on_the_host_that_are_not_those_of_the_row_are_refused(family: str) -> None:
+    model = fresh(family)
+    row = pack(padded(mixed_samples(model.config, kinds=("everything", "text"))))
+    first, second = row.metadata.type_runs
+    moved = tuple((start - 1, stop - 1, kind) for start, stop, kind in first)
+    row = replace(row, metadata=replace(row.metadata, type_runs=(moved, second)))
+    with nothing_on_host(), pytest.raises(RuntimeError, match="type_runs of the host metadata are not the types"):
+        PackedStep(model)(row)
 
 
 @pytest.mark.parametrize(

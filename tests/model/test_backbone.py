@@ -141,7 +141,5 @@ def test_what_is_refused():
     model, _ = packing()
     with pytest.raises(ConfigError, match="min_shared"):
         pack_backbone(model, min_shared=0)
-    with pytest.raises(ConfigError, match=r"called with inputs by place"):
-        model.model(torch.tensor([[5, 6]]), torch.ones(1, 2))
     with pytest.raises(ConfigError, match="takes no input 'pixel_mask'"):
         hidden_states(model, {**padded(receipts(model)).to_hf(), "pixel_mask": torch.ones(1)})

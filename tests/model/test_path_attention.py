@@ -117,6 +117,22 @@ def test_gathered_keys_are_not_kept():
     assert kept(attend_along_paths) <= 0.35 * gathered
 
 
+@pytest.mark.parametrize("requires_grad", [(True, True, True), (True, False, False), (False, True, False)])
+@pytest.mark.parametrize("name", ["sdpa_segments", "eager_mask"])
+def test_after_the_backward_pass_nothing_is_kept_while_the_output_lives(name, requires_grad):
+    """A loop that keeps its losses keeps their graphs."""
+    qkv = inputs(LONG, requires_grad=requires_grad)
+    with LiveBytes([*qkv, LONG.key_index()]) as live:
+        with torch.no_grad():
+            attend_along_paths(attend(name), *qkv, LONG)  # indices and masks that the tree itself keeps
+        before = live.now
+        out = attend_along_paths(attend(name), *qkv, LONG)
+        between = live.now - before
+        out.backward(torch.ones_like(out))
+        living = [out, *(x.grad for x in qkv if x.grad is not None)]
+        assert live.now - before == sum(x.untyped_storage().nbytes() for x in living) < between
+
+
 def test_inside_a_checkpoint_nothing_is_kept_at_all():
     """A hook of saved tensors that keeps tensors by itself takes them out of the checkpoint's hands."""
     assert kept(attend_along_paths, in_checkpoint(False)) == kept(plainly, in_checkpoint(False)) == 0

@@ -41,8 +41,6 @@ DELTA_GRADIENT = 5e-5
 """Largest error of a gradient where states are handed on: the layer's own chunks round at other places."""
 GEMMA4_GRADIENT = 3e-5
 """The row of the same samples without a tree is off by 1.5e-5, in its tower."""
-SIZES_ARE_READ = ("glm_ocr", "mistral3", "minicpmv4_6")
-"""Families whose towers are given the sizes of images on the device, which are read."""
 HOME = Path(vlmpack.__file__).parent
 ONE_OF_EACH = ("qwen3_vl", "qwen3_5_moe", "qwen4_exp")
 """Families that have every mechanism between them."""
@@ -378,10 +376,11 @@ def test_nodes_whose_state_is_read_are_never_padded_and_every_node_is_computed_o
 # ---------------------------------------------------------------------- host and device
 
 
-@pytest.mark.parametrize("family", tiers([name for name in FAMILIES if name not in SIZES_ARE_READ], ["qwen3_vl"]))
+@pytest.mark.every_family
+@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen3_vl", "glm_ocr", "mistral3", "minicpmv4_6"]))
 def test_nothing_waits_for_the_device(family):
     model = enable_packing(fresh(family))
-    row = shared(drawn(family, "deep"))
+    row = shared(drawn(family, "videos" if FAMILIES[family].has_videos else "deep"))
     model(**row.to_hf(), num_items_in_batch=7)  # states are tried out once a process
     with recorded_syncs(torch.device("cpu")) as waits:
         model(**row.to_hf(), num_items_in_batch=7).loss.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -78,6 +79,14 @@ def test_masks_of_another_kind_are_refused(mask: MaskFunction, monkeypatch: pyte
         enable_packing(tiny_model("llama", layers=1))
 
 
+@pytest.mark.every_family
+@pytest.mark.parametrize("name", [name for name in ("llama4_text", "gemma3_text") if name in FAMILIES])
+def test_a_mask_is_measured_on_the_host_wherever_the_model_lies(name: str) -> None:
+    """Masks of chunks hold a tensor of the padding, which is on the device of the embeddings."""
+    model = tiny_model(name)
+    assert layer_reaches(parts_of(copy.deepcopy(model).to("meta"))) == layer_reaches(parts_of(model))
+
+
 def test_a_layer_that_calls_attention_with_another_window_than_its_mask_is_an_error_at_the_first_row() -> None:
     model = enable_packing(tiny_model("gemma2", layers=2))
     row = pack(padded(mixed_samples(model.config, seed=5, kinds=("text",))))
@@ -135,6 +144,18 @@ def test_a_model_that_changes_hidden_states_before_its_head_is_refused(monkeypat
 
 
 # ---------------------------------------------------------------------- positions
+
+
+def test_a_model_that_transformers_itself_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it was with Llama 4 and images in 5.24.0."""
+
+    def failing(self: Any, input_ids: torch.Tensor, **inputs: Any) -> Any:
+        return self.model(input_ids, **inputs).image_outputs.pooler_output
+
+    parts = parts_of(tiny_model("llama", layers=1))
+    monkeypatch.setattr(type(parts.core), "forward", failing)
+    with pytest.raises(FamilyError, match=r"a LlamaForCausalLM fails by itself .*'pooler_output'.*another version"):
+        check_logits(parts)
 
 
 def test_positions_that_do_not_count_from_0_are_refused() -> None:

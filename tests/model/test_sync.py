@@ -1,17 +1,20 @@
 """A packed step never makes the host wait for the device on its own account."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from tiers import full, tiers
 from waiting import waits_are_errors
 
 import vlmpack
 from vlmpack.families import FAMILIES
 from vlmpack.layout import HostSync, SlotRule, pack, recorded_syncs, unpack
-from vlmpack.model import StepConfig, disable_packing, enable_packing
+from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
+from vlmpack.model.mechanisms import attention
 from vlmpack.model.positions import rope_segments
-from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
+from vlmpack.testing import VISION, kinds_of, mixed_samples, padded, tiny_model
 
 CPU = torch.device("cpu")
 HOME = Path(vlmpack.__file__).parent
@@ -42,9 +45,51 @@ def test_no_wait_in_a_whole_step(family, given, more):
     assert waits or family not in VISION  # the counter works: the models' own vision towers do wait
 
 
-@pytest.mark.parametrize("attention", ["sdpa_segments", "eager_mask"])
-def test_no_wait_in_any_attention(attention):
-    model = enable_packing(tiny_model("qwen3"), StepConfig(attention=attention, slots=SlotRule(multiple=4)))
+READ_SIZES = ("qwen2_5_omni_thinker", "glm_ocr", "mistral3", "minicpmv4_6")
+"""Families whose own code reads kinds of tokens, or sizes of images, on the host."""
+WITH_VISION = tiers([name for name, family in FAMILIES.items() if family.has_vision], READ_SIZES)
+
+
+@pytest.mark.every_family
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+@pytest.mark.parametrize("checkpointed", [False, *full(True)], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("family", WITH_VISION)
+def test_no_medium_is_waited_for(family, checkpointed):
+    """Several images, videos and audios: whatever the family takes."""
+    model = enable_packing(tiny_model(family)).train()
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    inputs = pack(padded(mixed_samples(model.config, kinds=kinds_of(model.config) * 2))).to_hf()
+    model(**inputs, num_items_in_batch=7)  # the first step of a family may try transformers out
+    with recorded_syncs(CPU) as waits:
+        model(**inputs, num_items_in_batch=7).loss.backward()
+    assert ours(waits) == []
+
+
+@pytest.mark.every_family
+@pytest.mark.parametrize("family", WITH_VISION)
+def test_a_tower_calls_attention_as_often_for_many_images_as_for_one(family):
+    """One call of each of its layers, by the back-end that was chosen."""
+    model = enable_packing(tiny_model(family), StepConfig(attention="eager_mask"))
+    tower, calls = FAMILIES[family].vision_tower(model), []
+    layers = [] if tower is None else [module for module in tower.modules() if "is_causal" in vars(module)]
+    assert tower is None or layers
+    honest = attention.run_on_row
+
+    def counted(*args, vision=None, **more):
+        calls.append(vision)
+        return honest(*args, vision=vision, **more)
+
+    for kinds in (("image",), ("images", "image", "images")):
+        with mock.patch.object(attention, "run_on_row", counted):
+            PackedStep(model)(padded(mixed_samples(model.config, kinds=kinds)))
+        assert sum(vision is not None for vision in calls) == len(layers)
+        calls.clear()
+
+
+@pytest.mark.parametrize("backend", ["sdpa_segments", "eager_mask"])
+def test_no_wait_in_any_attention(backend):
+    model = enable_packing(tiny_model("qwen3"), StepConfig(attention=backend, slots=SlotRule(multiple=4)))
     batch = padded(mixed_samples(model.config, kinds=("text",) * 3))
     with recorded_syncs(CPU) as waits:
         model(**batch.to_hf(), num_items_in_batch=7).loss.backward()

@@ -1,6 +1,7 @@
 """Training steps that go past the packed forward are warned of, once, with what to do instead; nothing else is."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -106,3 +107,30 @@ def test_recomputing_a_step_that_was_warned_of_adds_no_second_warning():
     with pytest.warns(UnpackedWarning) as said:
         model.model(**batch_of(model)).last_hidden_state.sum().backward()
     assert len(said) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_recomputing_a_step_that_was_passed_on_is_no_call_past_the_forward(attention, reentrant):
+    """In a thread of its own, as on a GPU."""
+    model = enabled("qwen3", attention)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    batch = batch_of(model)
+    embedded = model.get_input_embeddings()(batch["input_ids"])
+    with pytest.warns(UnpackedWarning, match="input_ids is missing") as said:
+        logits = model(inputs_embeds=embedded, attention_mask=batch["attention_mask"]).logits
+        with ThreadPoolExecutor() as threads:
+            threads.submit(logits.sum().backward).result()
+    assert len(said) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
+def test_a_reentrant_checkpoint_of_a_direct_call_is_warned_of_when_it_is_recomputed():
+    model = enabled("qwen3")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    batch = batch_of(model)
+    embedded = model.get_input_embeddings()(batch["input_ids"])
+    hidden = model.model(inputs_embeds=embedded, attention_mask=batch["attention_mask"])[0]
+    with pytest.warns(UnpackedWarning, match="a part of the model was called directly"):
+        hidden.sum().backward()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from tiers import full, only_exhaustive, other_vision, tiers
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, FamilyError, LayoutError
 from vlmpack.families import FAMILIES
-from vlmpack.layout import Segments, SlotRule, pack, share, unshare
+from vlmpack.layout import Segments, SlotRule, nothing_on_host, pack, share, unshare
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.probing import probe
@@ -234,6 +235,15 @@ def test_metadata_of_other_images_are_refused() -> None:
     batch["pixel_values"] = batch["pixel_values"][:-1]
     with pytest.raises(LayoutError, match=r"the host metadata counts \d+ tokens of \d+ images, but pixel_values"):
         PackedStep(fresh("internvl"))(batch)
+
+
+@pytest.mark.parametrize("place", [nullcontext, nothing_on_host], ids=["host", "device"])
+def test_other_sizes_than_those_of_the_metadata_are_refused(place: Any) -> None:
+    row = pack(padded(truth("mistral3").samples))
+    sizes = row.media.tensors["image_sizes"]
+    media = replace(row.media, tensors={**row.media.tensors, "image_sizes": sizes.flip(0)})
+    with place(), pytest.raises((LayoutError, RuntimeError), match="image_sizes is not what the host metadata"):
+        PackedStep(fresh("mistral3"))(replace(row, media=media))
 
 
 def test_placeholders_on_padding_are_refused() -> None:

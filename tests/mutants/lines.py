@@ -267,8 +267,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "the probe's samples are many and long",
             "run.py",
-            "samples=with_adversarial_lengths(samples, probed.config),",
-            "samples=samples[:3],",
+            "with_adversarial_lengths(samples, probed.config)",
+            "samples[:3]",
             "probing/test_circumstances.py -k five",
         ),
         (
@@ -1227,7 +1227,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "the targets of a whole step divide the loss",
             "engine.py",
-            "items = _items(num_items_in_batch, targets)",
+            "items = divisor(num_items_in_batch, targets)",
             "items = targets",
             "model/test_result.py model/test_forward.py",
         ),
@@ -1254,7 +1254,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "wrappers see what comes back of targets",
-            "enable.py",
+            "step.py",
             "result = replace(call.result, **targets)",
             "result = call.result",
             "model/test_result.py -k wrappers",
@@ -1289,8 +1289,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "positions that a caller gives are compared",
-            "engine.py",
-            "check_positions(row.position_ids, positions, family, row.segments, restarts=rope_segments)",
+            "positions.py",
+            "check_positions(row.position_ids, positions, family, segments, restarts=restarts)",
             "pass",
             "model/test_positions_given.py",
         ),
@@ -1330,6 +1330,13 @@ MUTANTS: tuple[Mutant, ...] = (
             "model/test_path_attention.py -k inside_a_checkpoint",
         ),
         (
+            "attention along paths lets go of what it saved",
+            "path_attention.py",
+            "        ctx.saved.tensors = ()",
+            "        pass",
+            "model/test_path_attention.py -k after_the_backward_pass",
+        ),
+        (
             "each token of a tree is predicted by the one before it on its path",
             "prefix_tree_row.py",
             "predictions=self.tree.predecessor(device).index_select(0, token_l),",
@@ -1367,8 +1374,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "positions of a tree do not restart inside samples",
             "engine.py",
-            "        _check_no_tree(row)\n",
-            "",
+            "        _check_no_tree(row)",
+            "        pass",
             "model/test_prefix_tree_refused.py -k restarts",
         ),
         (
@@ -1485,22 +1492,22 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "a step compares runs of placeholders with grids",
-            "engine.py",
-            "family.check_runs(setup.types, row.segments, metadata, config=setup.config, row=row)",
+            "positions.py",
+            "family.check_runs(types, segments, metadata, config=config, row=row)",
             "pass",
             "model/test_media_order.py -k exchanged",
         ),
         (
             "token types that a caller gives are compared",
-            "engine.py",
-            "_check_types(row.mm_token_type_ids, setup.types, row.segments, family)",
+            "positions.py",
+            "_check_types(row.mm_token_type_ids, types, segments, family)",
             "pass",
             "model/test_forward.py -k contradict",
         ),
         (
             "positions do not restart inside an image",
-            "engine.py",
-            "check_restarts(rope_segments, row.segments, setup.types)",
+            "positions.py",
+            "check_restarts(restarts, segments, types)",
             "pass",
             "model/test_positions_given.py -k restart_inside",
         ),
@@ -1632,7 +1639,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "the columns of a family travel with a batch",
-            "enable.py",
+            "step.py",
             "if name in needed})",
             "if name in ()})",
             "model/test_prefixes.py -k collated_samples",
@@ -1801,7 +1808,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a training step that is not packed is warned of",
             "forward.py",
-            '        warn_of_padding(inputs["attention_mask"], reason)',
+            '        warn_of_padding(inputs.get("attention_mask"), reason)',
             "        pass",
             "model/test_unpacked.py -k training",
         ),
@@ -1869,8 +1876,22 @@ MUTANTS: tuple[Mutant, ...] = (
             "model/test_attach.py -k 'liger or forward'",
         ),
         (
+            "types on the host are the row's",
+            "../families/spans.py",
+            "            types_T[first + start : first + stop] = kind",
+            "            types_T[start:stop] = kind",
+            "model/test_audio.py -k reads_nothing",
+        ),
+        (
+            "sizes on the host are compared with the tensors",
+            "../layout/batch.py",
+            "        require((tensor == to_device(expected, tensor.device)).all(), _CHANGED.format(name), LayoutError)",
+            "        pass",
+            "model/test_vision_families.py -k other_sizes_than",
+        ),
+        (
             "layers of an audio tower get the row",
-            "mechanisms/audio.py",
+            "mechanisms/handed_row.py",
             "kwargs[CONTEXT] = row",
             "pass",
             "model/test_audio.py -k one_call_of_a_back_end",
@@ -2000,8 +2021,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "prefixes: media of a row are joined once",
             "assemble.py",
-            "images=_counted_in_tree([media.images[at] for at in tree.images], _joins(family)),",
-            "images=media.images,",
+            "images=_counted_in_tree([visuals.images[at] for at in tree.images], _joins(family)),",
+            "images=visuals.images,",
             "collate/test_share_prefixes.py",
         ),
         (
@@ -2084,8 +2105,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "the end of a turn is learnt, what follows it is not",
             "chat_template.py",
-            "len(question) + len(said) if said.endswith(self.end_tokens) else len(answer)",
-            "len(answer)",
+            "len(question) + len(said.rstrip() if self.is_ended(said) else said)",
+            "len(question) + len(said)",
             "collate/test_answers.py -k nothing_else",
         ),
         (
@@ -2097,17 +2118,73 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "a template writes each text",
+            "template_texts.py",
+            "if place < 0 and not (leaf.is_thought and leaf.message < last):",
+            "if place < 0 and leaf.message > last:",
+            "collate/test_template_texts.py -k leaves_out",
+        ),
+        (
+            "a text is looked for behind those before it",
+            "template_texts.py",
+            "if (found := text.find(said, at)) < 0:",
+            "if (found := text.find(said)) < 0:",
+            "collate/test_template_texts.py -k another_one_says",
+        ),
+        (
+            "a key of a message that changes nothing is refused",
+            "template_texts.py",
+            "if (at, key) not in spoken and self._writes_without(tried, at, key, options) == text",
+            "if False",
+            "collate/test_template_texts.py -k nothing_reads",
+        ),
+        (
+            "a key of a part that nothing reads is refused",
+            "conversation.py",
+            "_check_keys_of_part(part, where, kind)",
+            "pass",
+            "collate/test_template_texts.py -k beside_a_text",
+        ),
+        (
+            "the next speaker ends an answer",
             "chat_template.py",
-            "if one.strip() not in text",
-            "if one.strip() not in text and at",
-            "collate/test_answers.py -k leaves_out",
+            "return (start, end.end()) if is_end else span",
+            "return span",
+            "collate/test_answer_ends.py -k next_turn",
+        ),
+        (
+            "a turn of nobody who answers ends none",
+            "chat_template.py",
+            'is_end = not following or following[0] in ("user", "tool") or end.group().strip() == self._own_end',
+            "is_end = True",
+            "collate/test_answer_ends.py -k nobody",
+        ),
+        (
+            "a stop is added to the last answer alone",
+            "chat_template.py",
+            'return "" if text[unended[-1][1] :].strip() else self.token',
+            "return self.token",
+            "collate/test_answer_ends.py -k none_is_added",
+        ),
+        (
+            "special tokens that nothing writes are text",
+            "encode.py",
+            "if token := next((token for token in reserved if token in framed), None):",
+            "if token := next((token for token in self._special if token in framed), None):",
+            "collate/test_reserved_tokens.py -k like_words",
         ),
         (
             "a template that takes lists of parts gets them",
             "chat_template.py",
-            'return "parts" if fitting == ["parts"] else "as given"',
-            'return "as given"',
+            'return _as_parts(content) if forms == ("parts",) else content',
+            "return content",
             "collate/test_answers.py -k nothing_else",
+        ),
+        (
+            "a template that takes strings alone gets them",
+            "chat_template.py",
+            'return text_of(message) if forms == ("text",) and not has_media else content',
+            "return content",
+            "collate/test_template_texts.py -k form_in_which",
         ),
         (
             "answers are moved behind the text of images",
@@ -2126,8 +2203,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a token of the header is not learnt",
             "by_processor.py",
-            "return slice(hit.start + 1, hit.stop)",
-            "return hit",
+            "return slice(hit.start + bool(before and not self.template.marks_answers), hit.stop - bool(behind))",
+            "return slice(hit.start, hit.stop - bool(behind))",
             "collate/test_by_processor.py -k encode_a_qwen",
         ),
         (
@@ -2203,8 +2280,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a template puts brackets around a name",
             "encode.py",
-            'if token in f"<{text}>"',
-            "if token in text",
+            'framed = f"<{text}>"',
+            "framed = text",
             "collate/test_encode.py -k answer_short",
         ),
         (
@@ -2238,9 +2315,30 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "token types of a sample are compared",
             "tokenised.py",
-            "if len(values) != len(types) or (values != types).any():",
-            "if len(values) != len(types):",
+            "if len(values) != count or (values[keep] != types).any():",
+            "if len(values) != count:",
             "collate/test_checks.py -k disagree",
+        ),
+        (
+            "labels of more tokens than there are ids are refused",
+            "tokenised.py",
+            "        if len(column) != count:",
+            "        if len(column) < count:",
+            "collate/test_checks.py -k more_tokens",
+        ),
+        (
+            "a part takes the image that its index names",
+            "columns.py",
+            "return [column[index] for index in indices]",
+            "return list(column)",
+            "collate/test_placeholders.py -k index_names",
+        ),
+        (
+            "bounds that are set on a processor later hold",
+            "processor_metadata.py",
+            'size = part._standardize_kwargs(size=size, **set_later)["size"]',
+            "pass",
+            "collate/test_media.py -k set_on_the",
         ),
         (
             "keys beside an image enlarge it within bounds",
@@ -2420,8 +2518,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "names of files are looked into",
             "columns.py",
-            "return bool(_FILE_COLUMN.fullmatch(name)) and",
-            "return False and",
+            "return bool(_FILE_COLUMN.fullmatch(name)) and isinstance(values[0], str)",
+            "return False and isinstance(values[0], str)",
             "collate/test_columns.py",
         ),
         (
@@ -2737,6 +2835,20 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *_of(
         "data",
+        (
+            "nulls that Arrow adds are absent at every depth",
+            "tool_calls.py",
+            "return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}",
+            "return {key: inner for key, inner in value.items() if inner is not None}",
+            "collate/test_tool_calls.py",
+        ),
+        (
+            "columns of JSON are decoded in structs",
+            "readers.py",
+            "return {name: _from_json(value[name], inner) for name, inner in feature.items()}",
+            "return value",
+            "data/test_json_features.py",
+        ),
         (
             "branches: a record without questions is a sample",
             "branches.py",

@@ -13,11 +13,10 @@ from tiers import full, tiers
 
 from vlmpack.families import FAMILIES
 from vlmpack.layout import PackedRow, Segments, media_units, ranges
-from vlmpack.model import prefix_tree_row
+from vlmpack.model import path_attention, prefix_tree_row
 from vlmpack.model.mechanisms import gated_delta
 from vlmpack.model.mechanisms.gated_delta_tree import HandedState
 from vlmpack.model.mechanisms.vision import VisionRow
-from vlmpack.model.path_attention import _Gather
 from vlmpack.model.prefix_tree_row import PrefixTreeRow
 from vlmpack.probing import Check, forward_passes, probe
 from vlmpack.probing.report import causes_of
@@ -191,10 +190,10 @@ def state_behind_padding(patch: Patch) -> None:
 def last_gradient_alone(patch: Patch) -> None:
     """Of the branches that attend to a shared key, the last one's gradient stays."""
 
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy(0, ctx.index, grad), None
+    def added_up(grad: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
+        return grad.new_zeros(rows, *grad.shape[1:]).index_copy(0, index, grad)
 
-    patch.setattr(_Gather, "backward", staticmethod(backward))
+    patch.setattr(path_attention, "_added_up", added_up)
 
 
 def nothing_is_shared(patch: Patch) -> None:

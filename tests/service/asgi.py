@@ -52,7 +52,7 @@ class Client:
             is_draining=lambda: self.draining,
         )
         lists = Lists(queue=self.queue, endpoints=endpoints)
-        self.app = make_app([*endpoints.routes(), *lists.routes()], key=KEY)
+        self.app = make_app([*endpoints.routes(), *lists.routes()], key=KEY, not_found=endpoints.not_found)
 
     def session(self) -> str:
         return self.post("create_session", tags=[], sdk_version="0.38.0").json()["session_id"]

@@ -359,6 +359,52 @@ def bad_requests_leave_no_trace(s: Setup) -> str:
     return f"{len(bad) + 1} refused, the model goes on"
 
 
+def an_operation_that_is_not_served_leaves_no_trace(s: Setup) -> str:
+    client, probe = s.model(), [s.datum(50, 20)]
+    before = logprobs(client, probe)
+    if not hasattr(client, "save_weights_external"):
+        return "this client has none"
+    for _ in range(3):
+        unserved, after = client.save_weights_external("x"), client.forward(probe, "cross_entropy")
+        try:
+            unserved.result()
+        except tinker.RequestFailedError as error:
+            assert "does not have it" in str(error), error
+        else:
+            raise AssertionError("accepted: save_weights_external")
+        assert apart(before, of(after.result())) == 0
+    return "the model goes on"
+
+
+def a_run_says_what_its_client_said_of_it(s: Setup) -> str:
+    client = s.model(user_metadata={"renderer_name": "role_colon"})
+    name, rest = f"run-{random.Random().randrange(10**9)}", s.service.create_rest_client()
+    path = client.save_state(name).result().path
+    sampler_path = client.save_weights_for_sampler(name).result().path
+    run = rest.get_training_run_by_tinker_path(path).result()
+    assert run.user_metadata == {"renderer_name": "role_colon"}, run
+    assert run.last_checkpoint is not None and run.last_checkpoint.tinker_path == path, run
+    last = run.last_sampler_checkpoint
+    assert last is not None and last.tinker_path == sampler_path, run
+    return "user_metadata, last_checkpoint, last_sampler_checkpoint"
+
+
+def a_sequence_ends_at_end_of_sequence(s: Setup) -> str:
+    sampler, eos = s.service.create_sampling_client(base_model=s.name), s.tokenizer.eos_token_id
+
+    def sampled(stop: Any) -> list[list[int]]:
+        params = types.SamplingParams(max_tokens=32, seed=0, stop=stop)
+        return [list(q.tokens) for q in sampler.sample(s.inputs(60, 7), 48, params).result().sequences]
+
+    free = sampled([])
+    ended = [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in free]
+    assert ended != free, "no end of sequence among 1,536 tokens"
+    for stop in (None, "never this", ["never this"], [s.after]):
+        expected = [tokens[: tokens.index(s.after) + 1] if s.after in tokens else tokens for tokens in ended]
+        assert sampled(stop) == (expected if stop == [s.after] else ended), stop
+    return f"{sum(a != b for a, b in zip(free, ended, strict=True))} of 48 sequences"
+
+
 def a_checkpoint_continues_the_run(s: Setup) -> str:
     data, probe = s.mixed(), [s.datum(50, 20)]
     name = f"run-{random.Random().randrange(10**9)}"
@@ -453,6 +499,9 @@ CHECKS: tuple[Callable[[Setup], str], ...] = (
     many_datums_come_back_in_order,
     two_models_do_not_touch_each_other,
     bad_requests_leave_no_trace,
+    an_operation_that_is_not_served_leaves_no_trace,
+    a_run_says_what_its_client_said_of_it,
+    a_sequence_ends_at_end_of_sequence,
     a_checkpoint_continues_the_run,
     sampling_is_reproducible_and_agrees_with_training,
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -63,11 +64,14 @@ class FakeQueue:
         self.finished: set[str] = set()
         self.samplers: dict[str, str | None] = {}
         self.deleted: list[str] = []
+        self.received: list[str] = []
         self.adapters: dict[str, LoraConfig | None] = {}
 
     # ------------------------------------------------------------------ sessions
 
-    def create_session(self, *, tags: Sequence[str], user_metadata: Mapping[str, str], sdk_version: str) -> str:
+    def create_session(
+        self, *, tags: Sequence[str], user_metadata: Mapping[str, str], sdk_version: str, display_name: str | None
+    ) -> str:
         self.session_ids.append(f"s{len(self.session_ids)}")
         return self.session_ids[-1]
 
@@ -92,6 +96,11 @@ class FakeQueue:
         return sampler
 
     # ------------------------------------------------------------------ requests
+
+    @contextmanager
+    def receiving(self, model_id: str) -> Iterator[None]:
+        self.received.append(model_id)
+        yield
 
     def submit(self, request: Request, body: bytes, content_type: str) -> Submitted:
         self.submitted.append(request)

@@ -23,7 +23,7 @@ from tests.service.server_process import KEY, Server
 PROGRAM = Path(__file__).parent / "client_program.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tinker_client.py"
 OLDEST_CLIENT = Path(sys.prefix) / "tinker-0.25.0"
-CHECKS = 9
+CHECKS = 12
 FINISHED_WITHIN = 500.0
 
 pytestmark = [

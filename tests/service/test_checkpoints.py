@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from service.clients import save, served
+from service.clients import forward_backward, optim_step, save, save_for_sampler, served
 from service.fakes import FakeBase, FakeEngine, PickleCodec
 
 from vlmpack.errors import ConfigError, RequestError
@@ -132,6 +135,72 @@ def test_a_folder_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     with served(tmp_path) as (client, _):
         client.queue._ledger.journal._writer.execute("PRAGMA user_version = 99")
     assert "version 99" in refusal(tmp_path)
+
+
+# ---------------------------------------------------------------------- who may read it
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def open_to_others(folder: Path) -> list[str]:
+    """What others than the owner may use of a folder, itself included."""
+    return [str(entry) for entry in (folder, *folder.rglob("*")) if entry.stat().st_mode & 0o077]
+
+
+class WatchedEngine(FakeEngine):
+    """Notes what others may read while it writes states, before it and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
+        self.seen += open_to_others(folder.parents[1])
+        super().save(model_id, folder, optimizer=optimizer)
+        self.seen += open_to_others(folder.parents[1] / "journal.sqlite3")
+        self.seen += [str(folder)] if folder.stat().st_mode & 0o077 else []
+
+
+def test_nobody_else_may_read_any_of_it_from_the_first_byte_whatever_the_umask(tmp_path: Path) -> None:
+    state, engine = tmp_path / "state", WatchedEngine()
+    with umask(0), served(state, engine) as (client, _):
+        model = client.model()
+        client.call(forward_backward(model, 1))
+        client.call(optim_step(model, 2))
+        client.call(save(model, 3, "a"))
+        client.call(save_for_sampler(model, 4, "b"))
+        assert {entry.name for entry in state.iterdir()} >= {"journal.sqlite3-wal", "journal.sqlite3-shm", "lock"}
+        assert len([*state.rglob("vlmpack_checkpoint.json")]) == 2
+        assert (open_to_others(state), engine.seen) == ([], [])
+
+
+def test_what_an_earlier_run_left_open_is_closed(tmp_path: Path) -> None:
+    with served(tmp_path) as (client, _):
+        client.call(save(client.model(), 1, "a"))
+        shutil.copytree(tmp_path, tmp_path.parent / "killed")  # with SQLite's other files
+    state = tmp_path.parent / "killed"
+    for entry in (state, *state.rglob("*")):
+        entry.chmod(0o755 if entry.is_dir() else 0o644)
+    with served(state):
+        assert open_to_others(state) == []
+        assert state.stat().st_mode & 0o700 == 0o700
+
+
+def test_a_folder_that_is_refused_keeps_its_rights(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "holiday.jpg").touch(0o644)
+    refusal(tmp_path)
+    (tmp_path / "holiday.jpg").rename(tmp_path / "journal.sqlite3")
+    (tmp_path / "journal.sqlite3").write_text("not a journal " * 1000)
+    refusal(tmp_path)
+    assert len(open_to_others(tmp_path)) >= 2
 
 
 # ---------------------------------------------------------------------- folders of states

@@ -110,7 +110,8 @@ def test_a_session_from_beginning_to_end() -> None:
     session_id = client.session()
     assert client.post("session_heartbeat", session_id=session_id).json() == {"type": "session_heartbeat"}
     assert client.post("telemetry", events=[]).json() == {"status": "accepted"}
-    assert client.get(f"sessions/{session_id}").json() == {"training_run_ids": [], "sampler_ids": []}
+    listed = {"training_run_ids": [], "sampler_ids": [], "user_metadata": {}, "display_name": None}
+    assert client.get(f"sessions/{session_id}").json() == listed
     finished = client.post(f"sessions/{session_id}/finish", reason={"type": "success"})
     assert (finished.status, finished.body) == (204, b"")
     assert client.post("session_heartbeat", session_id=session_id).status == 410
@@ -307,7 +308,7 @@ def test_a_body_that_is_too_large_uses_its_number_up() -> None:
         [training(model_id, 1, datums=3), b"x" * 1000],
         headers={"content-type": "application/x-protobuf"},
     )
-    assert answer.status == 413
+    assert "more than 200 bytes" in error_of(client, answer.json()["request_id"])
     assert client.queue.refused[-1][:2] == (model_id, 1)
 
 
@@ -315,8 +316,23 @@ def test_a_bomb_uses_its_number_up() -> None:
     client = Client(limits=ServiceLimits(decoded_bytes=10_000))
     model_id = client.model()
     bomb = zstandard.ZstdCompressor().compress(training(model_id, 1) + b"\x7a\xff\xff\xff\x07" + bytes(10**7))
-    assert client.protobuf(bomb, **{"content-encoding": "zstd"}).status == 413
+    answer = client.protobuf(bomb, **{"content-encoding": "zstd"})
+    assert "after decompression" in error_of(client, answer.json()["request_id"])
     assert client.queue.refused[-1][:2] == (model_id, 1)
+
+
+def test_a_body_that_is_too_large_without_a_name_is_413() -> None:
+    answer = Client(limits=ServiceLimits(body_bytes=200)).protobuf(b"\xff" * 300)
+    assert answer.status == 413
+
+
+def test_an_operation_whose_json_is_too_large_uses_its_number_up() -> None:
+    client = Client(limits=ServiceLimits(json_bytes=200))
+    model_id = client.model()
+    for seq_id, path in enumerate(("save_weights", "save_weights_for_sampler", "load_weights", "optim_step"), 1):
+        posted = client.post(path, path="x" * 200, model_id=model_id, seq_id=seq_id, adam_params=ADAM, optimizer=True)
+        assert "at most 200" in error_of(client, posted.json()["request_id"])
+        assert client.queue.refused[-1][:2] == (model_id, seq_id)
 
 
 def test_training_in_json_is_refused_in_words() -> None:
@@ -324,6 +340,15 @@ def test_training_in_json_is_refused_in_words() -> None:
     answer = client.post("forward_backward", model_id="m")
     assert answer.status == 415
     assert "tinker 0.25 or newer" in answer.json()["detail"]
+    posted = client.post("forward_backward", model_id=client.model(), seq_id=1)
+    assert "tinker 0.25 or newer" in error_of(client, posted.json()["request_id"])
+
+
+def test_a_training_request_holds_the_gaps_of_its_model_while_it_is_received() -> None:
+    client = Client()
+    model_id = client.model()
+    client.protobuf(training(model_id, 1))
+    assert client.queue.received == [model_id]
 
 
 def test_a_client_that_leaves_within_a_body_changes_nothing() -> None:
@@ -409,6 +434,34 @@ def test_an_endpoint_that_is_not_there_is_404_and_never_501(path: str) -> None:
     answer = Client().post(path)
     assert answer.status == 404
     assert answer.json()["detail"]
+
+
+@pytest.mark.parametrize("path", ["save_weights_external", "forward", "an_operation_of_a_newer_client"])
+def test_an_operation_that_is_not_served_fails_in_its_future_and_uses_its_number_up(path: str) -> None:
+    client = Client()
+    model_id = client.model()
+    for _ in range(2):  # the client sends it again if it has lost the answer
+        posted = client.post(path, model_id=model_id, seq_id=1, path="x")
+        assert (posted.status, posted.json()["model_id"]) == (200, model_id)
+        assert f"POST /api/v1/{path}: this service does not have it" in error_of(client, posted.json()["request_id"])
+    assert {refusal[:2] for refusal in client.queue.refused} == {(model_id, 1)}
+    assert client.post(path, model_id=model_id, seq_id=0).status == 404
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "message"),
+    [
+        ("POST", "training_runs/s:train:0/checkpoints/weights/a/publish", "whoever has the key sees all checkpoints"),
+        ("PUT", "training_runs/s:train:0/checkpoints/weights/a/ttl", "checkpoints stay until they are deleted"),
+        ("PUT", "sessions/s/project", "sessions have no projects"),
+        ("POST", "sessions/search", "list sessions"),
+        ("GET", "audit", "this service does not have it"),
+    ],
+)
+def test_what_is_not_there_is_refused_in_words(method: str, path: str, message: str) -> None:
+    answer = Client().send(method, f"/api/v1/{path}", b"{}")
+    assert answer.status in (404, 405)
+    assert message in answer.json()["detail"]
 
 
 def test_another_method_is_405() -> None:

@@ -36,7 +36,9 @@ def model(**changes) -> ModelRow:
 
 
 def test_what_is_entered_is_read_back(journal: Journal) -> None:
-    session = SessionRow(id="s", created=1.5, tags=["x"], user_metadata={"ü": "\n"}, sdk_version="0.38.0")
+    session = SessionRow(
+        id="s", created=1.5, tags=["x"], user_metadata={"ü": "\n"}, sdk_version="0.38.0", display_name="ü"
+    )
     sampler = SamplingRow(id="s:sample:0", session="s", created=2.0, model=MODEL, folder="f")
     checkpoint = CheckpointRow(
         model=MODEL, kind="weights", name="n", folder="g", created=3.0, size=2**40, base_model="b", lora=None
@@ -202,7 +204,8 @@ def test_a_journal_of_version_1_is_read(journal: Journal) -> None:
         old.executescript(
             "ALTER TABLE requests ADD COLUMN body BLOB;"
             "UPDATE requests SET body = (SELECT body FROM bodies WHERE bodies.seq = requests.seq);"
-            "DROP TRIGGER requests_deleted; DROP TABLE bodies; PRAGMA user_version = 1;"
+            "DROP TRIGGER requests_deleted; DROP TABLE bodies;"
+            "ALTER TABLE sessions DROP COLUMN display_name; PRAGMA user_version = 1;"
         )
     for _ in range(2):
         read = again(journal)

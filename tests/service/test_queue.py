@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import pickle
 import threading
 import time
@@ -233,6 +234,43 @@ def test_a_given_up_number_stays_given_up_after_a_restart(tmp_path: Path) -> Non
         assert steps(engine) == [("group", (3,))]
 
 
+def test_a_gap_is_given_up_a_fixed_time_after_it_opened_whatever_arrives_meanwhile(tmp_path: Path) -> None:
+    with served(tmp_path, start=False, settings=QueueSettings(gap_timeout=0.2)) as (client, _):
+        session = client.queue.create_session()
+        client.post(create(session))
+        model = f"{session}:train:0"
+        first, opened, numbers = client.post(forward_backward(model, 2)), time.monotonic(), itertools.count(3)
+        while isinstance(client.reply(first, 0.0), Pending):
+            assert time.monotonic() < opened + 5
+            client.post(forward_backward(model, next(numbers)))
+            time.sleep(0.02)
+            client.queue._expiry.tidy()
+        assert time.monotonic() > opened + 0.2
+        assert is_failure(client.outcome(first), f"request 1 of {model} never arrived")
+        late = client.post(forward_backward(model, next(numbers)))
+        client.queue.start()
+        assert client.outcome(late).metrics
+
+
+def test_a_gap_waits_while_a_request_of_its_model_is_being_received(tmp_path: Path) -> None:
+    """The client sends the first request of a call in chunks last, after all others."""
+    with served(tmp_path, start=False, settings=QueueSettings(gap_timeout=0.05)) as (client, _):
+        session = client.queue.create_session()
+        names = [client.post(create(session, number)) for number in range(2)]
+        models = [f"{session}:train:{number}" for number in range(2)]
+        early = [client.post(forward_backward(model, 2)) for model in models]
+        with client.queue.receiving(models[0]), client.queue.receiving("nobody"):
+            client.queue._expiry.tidy()
+            time.sleep(0.1)
+            client.queue._expiry.tidy()
+            assert isinstance(client.reply(early[0], 0.0), Pending)
+            assert is_failure(client.outcome(early[1]), "never arrived")
+            client.post(forward_backward(models[0], 1))
+        client.queue.start()
+        assert client.outcome(early[0]).metrics
+        assert names
+
+
 def test_a_number_that_arrives_in_time_is_waited_for(tmp_path: Path) -> None:
     with served(tmp_path, settings=QueueSettings(gap_timeout=30.0)) as (client, _):
         model = client.model()
@@ -319,6 +357,18 @@ def test_on_a_full_disk_requests_are_refused_and_nothing_is_lost(tmp_path: Path)
     with served(tmp_path) as (client, engine):
         assert client.call(optim_step(model, 3)).metrics
         assert steps(engine) == [("group", (1,)), ("group", (2,)), ("step", ())]
+
+
+def test_which_replies_were_fetched_is_noted_once_there_is_room(tmp_path: Path) -> None:
+    with served(tmp_path, start=False) as (client, _):
+        session = client.queue.create_session()
+        client.outcome(client.queue.refuse_creation(session, 0, "no"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Journal, "_commit", lambda self: self._writer.execute("INSERT INTO nowhere VALUES (1)"))
+            client.queue._expiry.tidy()
+        client.queue._expiry.tidy()
+        (row,) = client.queue._ledger.journal.requests()
+        assert row.retrieved is not None
 
 
 def test_a_step_waits_for_the_disk_and_says_so(tmp_path: Path) -> None:

@@ -309,6 +309,18 @@ def test_no_stop_tokens_are_the_models_own_and_an_empty_list_is_none_at_all() ->
     assert endless.sequences[0].stop_reason == "length"
 
 
+@pytest.mark.parametrize("stop", [{"stop_strings": ("never this",)}, {"stop_tokens": (10**6,)}], ids=["text", "id"])
+def test_end_of_sequence_ends_it_beside_other_stops_in_each_sample_of_a_request(stop: dict[str, Any]) -> None:
+    engine = tiny_engine()
+    prompt = prompts_of(engine, count=1)[0]
+    free = tokens_of(run_one(sampler_of(engine), prompt, sample(num_samples=3, max_tokens=20)))
+    engine.base = replace(engine.base, eos=(free[0][7], free[1][3]))
+    ends = [next((n for n, token in enumerate(tokens) if token in engine.base.eos), 19) for tokens in free]
+    result = run_one(sampler_of(engine), prompt, sample(num_samples=3, max_tokens=20, **stop))
+    assert tokens_of(result) == [tokens[: end + 1] for tokens, end in zip(free, ends, strict=True)]
+    assert [one.stop_reason for one in result.sequences[:2]] == ["stop", "stop"]
+
+
 def test_stop_strings_end_a_sequence_with_the_token_that_completes_them() -> None:
     from step_service import processor_for
 
@@ -432,6 +444,23 @@ def test_logits_that_are_not_finite_are_a_failure() -> None:
     (result,) = run(sampler_of(engine), {"a": (prompts_of(engine, count=1)[0], sample())}).values()
     assert isinstance(result, Failure)
     assert "not finite" in result.message
+
+
+# ---------------------------------------------------------------------- cached prompts
+
+
+def test_a_result_says_how_many_tokens_of_its_prompt_were_cached() -> None:
+    engine = tiny_engine()
+    sampler, (prompt, other, third) = sampler_of(engine), prompts_of(engine, count=3)
+
+    def hits(**requests: tuple[EncodedSequence, Sample]) -> list[int]:
+        results = run(sampler, requests)
+        return [result.prompt_cache_hit_tokens for result in results.values() if isinstance(result, SampleResult)]
+
+    assert hits(first=(prompt, sample(num_samples=3))) == [0]
+    assert hits(again=(prompt, sample(seed=9)), other=(other, sample())) == [prompt.length, 0]
+    assert hits(one=(third, sample()), two=(third, sample(seed=2))) == [0, third.length]
+    assert hits(scored=(prompt, sample(prompt_logprobs=True)), short=(prompt, sample(max_tokens=1))) == [0, 0]
 
 
 # ---------------------------------------------------------------------- slices

@@ -6,6 +6,7 @@ import gc
 import io
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ def _running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     model.save_pretrained(folder / "model")
     processor.save_pretrained(folder / "model")
     base = Base(name=NAME, source=str(folder / "model"), model=model, processor=processor)
-    limits = ServiceLimits(gap_seconds=0.5, chunk_bytes=20_000, row_tokens=256)
+    limits = ServiceLimits(gap_seconds=0.5, chunk_bytes=20_000, body_bytes=200_000, row_tokens=256)
     service = Service(base, ServiceSettings(state=folder / "state", key=KEY, limits=limits))
     listening = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(service.app(), log_config=None, access_log=False, lifespan="on"))
@@ -213,6 +214,31 @@ def test_greedy_sampling_is_that_of_transformers(running: Running, client: Any) 
     np.testing.assert_allclose(sampled.logprobs, expected, atol=1e-4)
 
 
+def test_a_sequence_ends_at_end_of_sequence_unless_the_list_of_stops_is_empty(running: Running, client: Any) -> None:
+    sampler, eos = (
+        client.create_sampling_client(base_model=NAME).result(WAIT),
+        running.base.processor.tokenizer.eos_token_id,
+    )
+    prompt = types.ModelInput.from_ints(TEXT)
+
+    def sampled(stop: Any) -> list[list[int]]:
+        params = types.SamplingParams(max_tokens=32, seed=0, stop=stop)
+        return [list(one.tokens) for one in sampler.sample(prompt, 32, params).result(WAIT).sequences]
+
+    free = sampled([])
+    ended = [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in free]
+    assert ended != free
+    for stop in ("never this", ["never this", "nor this"], [running.plain.config.image_token_id]):
+        assert sampled(stop) == ended
+
+
+def test_a_response_says_how_many_tokens_of_its_prompt_were_cached(client: Any) -> None:
+    sampler = client.create_sampling_client(base_model=NAME).result(WAIT)
+    prompt, params = types.ModelInput.from_ints([31, 32, 33, 34]), types.SamplingParams(max_tokens=2, stop=[])
+    hits = [sampler.sample(prompt, 1, params).result(WAIT).prompt_cache_hit_tokens for _ in range(2)]
+    assert hits == [0, 4]
+
+
 def test_logprobs_of_a_prompt_are_those_of_training(running: Running, client: Any) -> None:
     sampler = client.create_sampling_client(base_model=NAME).result(WAIT)
     scores = sampler.compute_logprobs(types.ModelInput.from_ints(TEXT)).result(WAIT)
@@ -263,6 +289,38 @@ def test_bad_input_fails_with_words(model: Any, datum: Any, loss: str, message: 
         model.forward_backward([datum], loss).result(WAIT)
 
 
+def test_an_operation_that_is_not_served_fails_by_name_and_the_model_goes_on(model: Any) -> None:
+    unserved = model.save_weights_external("x")
+    after = model.forward([text_datum()], "cross_entropy")
+    with pytest.raises(tinker.RequestFailedError, match="checkpoints stay in the state folder") as failed:
+        unserved.result(WAIT)
+    assert str(failed.value.category).endswith("user")
+    assert after.result(WAIT).metrics["loss:sum"] > 0
+
+
+def test_a_part_of_a_call_that_is_too_large_fails_by_name_and_the_model_goes_on(running: Running, model: Any) -> None:
+    """The client would not send number 1, which comes last, after a status of an error."""
+    call = model.forward([image_datum(running, png(320, 320)), *[image_datum(running, png())] * 3], "cross_entropy")
+    with pytest.raises(tinker.RequestFailedError, match="a body of more than 200,000 bytes"):
+        call.result(WAIT)
+    assert model.forward([text_datum()], "cross_entropy").result(WAIT).metrics["loss:sum"] > 0
+
+
+def test_a_number_that_its_client_has_lost_does_not_stall_the_model_for_good(model: Any) -> None:
+    pointer = types.ImageAssetPointerChunk(location="tinker://image", format="png", expected_tokens=4)
+    lost = types.Datum(model_input=types.ModelInput(chunks=[pointer]), loss_fn_inputs={})
+    with pytest.raises(ValueError, match="ImageAssetPointerChunk"):
+        model.forward([lost], "cross_entropy").result(WAIT)
+    first, begin = model.forward([text_datum()], "cross_entropy"), time.monotonic()
+    while not first.future().done():
+        assert time.monotonic() < begin + 10, "every further request puts the end of the gap off"
+        model.forward([text_datum()], "cross_entropy")
+        time.sleep(0.1)
+    with pytest.raises(tinker.RequestFailedError, match=r"request 1 of .* never arrived"):
+        first.result(WAIT)
+    assert model.forward([text_datum()], "cross_entropy").result(WAIT).metrics["loss:sum"] > 0
+
+
 def test_an_unknown_base_model(client: Any) -> None:
     with pytest.raises(tinker.RequestFailedError, match=f"this service has '{NAME}' alone"):
         client.create_lora_training_client(base_model="other", rank=4).result(WAIT)
@@ -286,6 +344,25 @@ def test_what_the_client_lists(client: Any, model: Any) -> None:
     assert path in [entry.tinker_path for entry in rest.list_user_checkpoints().result(WAIT).checkpoints]
     rest.delete_checkpoint_from_tinker_path(path).result(WAIT)
     assert path not in [entry.tinker_path for entry in rest.list_user_checkpoints().result(WAIT).checkpoints]
+
+
+def test_a_run_and_a_session_say_what_their_client_said_of_them(running: Running) -> None:
+    """From the first, recipes read which chat template a checkpoint was trained with."""
+    client = tinker.ServiceClient({"who": "me"}, display_name="a session", base_url=running.address, api_key=KEY)
+    model = client.create_lora_training_client(NAME, rank=4, user_metadata={"renderer_name": "role_colon"}).result(WAIT)
+    rest = client.create_rest_client()
+    assert rest.get_training_run(model.model_id).result(WAIT).last_checkpoint is None
+    model.save_state("first").result(WAIT)
+    path = model.save_state("second", user_metadata={"step": "2"}).result(WAIT).path
+    sampler_path = model.save_weights_for_sampler("third").result(WAIT).path
+    run = rest.get_training_run_by_tinker_path(path).result(WAIT)
+    assert run.user_metadata == {"renderer_name": "role_colon"}
+    assert (run.last_checkpoint.tinker_path, run.last_checkpoint.user_metadata) == (path, {"step": "2"})
+    assert run.last_sampler_checkpoint.tinker_path == sampler_path
+    assert run in rest.list_training_runs().result(WAIT).training_runs
+    session = rest.get_session(model.model_id.split(":")[0]).result(WAIT)
+    assert (session.user_metadata, session.display_name) == ({"who": "me"}, "a session")
+    client.close("success").result(WAIT)
 
 
 def test_pages_without_a_key(running: Running) -> None:
@@ -317,3 +394,4 @@ def test_the_key_file_is_for_its_owner_alone(tmp_path: Path) -> None:
     assert key.startswith("tml-") and len(key) > 40
     assert read_key(tmp_path / "new" / "key") == key
     assert (tmp_path / "new" / "key").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "new").stat().st_mode & 0o077 == 0

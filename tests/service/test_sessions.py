@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+import sqlite3
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 from service.clients import (
+    Client,
     create,
     create_from,
     forward_backward,
@@ -21,7 +26,9 @@ from service.clients import (
     until,
 )
 
-from vlmpack.service.queue import QueueSettings, Rejected
+from vlmpack.service.queue import QueueSettings, Rejected, Reply
+
+WAIT = 20.0
 
 
 def status(call, *args, **kwargs) -> int:
@@ -93,18 +100,78 @@ def test_there_are_only_so_many_sessions_at_once(tmp_path: Path) -> None:
 
 def test_a_session_lists_its_models_and_samplers(tmp_path: Path) -> None:
     with served(tmp_path) as (client, _):
-        session = client.queue.create_session(tags=["a"], user_metadata={"who": "me"})
+        session = client.queue.create_session(tags=["a"], user_metadata={"who": "me"}, display_name="mine")
         client.call(create(session))
+        client.call(create(session, 1, rank=65))  # is refused
         sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
         info = client.queue.session(session)
         assert (info.model_ids, info.sampler_ids) == ((f"{session}:train:0",), (sampler,))
-        assert info.user_metadata == {"who": "me"}
-        assert client.queue.sessions() == [session]
+        assert (info.user_metadata, info.display_name) == ({"who": "me"}, "mine")
+        other = client.queue.create_session()
+        assert client.queue.sessions() == [other, session]
         assert status(client.queue.session, "nobody") == 404
         assert status(client.queue.finish, "nobody") == 404
 
 
+# ---------------------------------------------------------------------- a slow disk
+
+
+def test_nobody_waits_for_the_disk_with_the_lock_that_every_answer_needs(tmp_path: Path) -> None:
+    """Another process writes to the journal: what has to be committed waits, all else is answered."""
+    with served(tmp_path) as (client, _), ThreadPoolExecutor(3) as pool:
+        model = client.model()
+        session = model.split(":")[0]
+        path = client.call(save(model, 1, "a")).path
+        begin, delete = client.queue.create_sampling_session, client.queue.delete_checkpoint
+        with closing(sqlite3.connect(tmp_path / "journal.sqlite3", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            begun = pool.submit(begin, session, 0, path=None, base_model="base/fake")
+            deleted = pool.submit(delete, path)
+            for _ in range(10):
+                time.sleep(0.01)
+                answered = pool.submit(client.reply, f"{model}:1", 1.0)
+                if not wait([answered], 5.0).done:
+                    other.execute("ROLLBACK")
+                assert isinstance(answered.result(), Reply)
+            are_done = [begun.done(), deleted.done()]
+            other.execute("ROLLBACK")
+        assert are_done == [False, False]
+        assert begun.result(WAIT) == f"{session}:sample:0"
+        deleted.result(WAIT)
+        assert client.queue.checkpoints() == []
+
+
+def test_a_deletion_that_a_save_has_overtaken_deletes_what_it_saw_alone(tmp_path: Path) -> None:
+    with served(tmp_path) as (client, _):
+        model = client.model()
+        path = client.call(save(model, 1, "a")).path
+        old = client.queue._ledger.checkpoints[model, "weights", "a"]
+        client.call(save(model, 2, "a", overwrite=True))
+        client.queue._ledger.journal.drop_checkpoint(old)
+    with served(tmp_path) as (client, _):
+        assert client.queue.checkpoint(path)
+
+
 # ---------------------------------------------------------------------- sampling sessions
+
+
+def test_of_many_sampling_sessions_the_oldest_idle_ones_go(tmp_path: Path) -> None:
+    with served(tmp_path, start=False, settings=QueueSettings(samplers_kept=2)) as (client, _):
+        session = client.queue.create_session()
+
+        def begin(number: int, base: str = "base/fake") -> str:
+            return client.queue.create_sampling_session(session, number, path=None, base_model=base)
+
+        first, second = begin(0), begin(1)
+        client.post(sample(first, 0))
+        assert status(begin, 2, base="another") == 400
+        assert client.queue.session(session).sampler_ids == (first, second)
+        third = begin(2)
+        assert client.queue.session(session).sampler_ids == (first, second, third)  # the oldest is busy
+        fourth = begin(3)
+        assert client.queue.session(session).sampler_ids == (first, third, fourth)
+    with served(tmp_path) as (client, _):
+        assert client.queue.session(session).sampler_ids == (first, third, fourth)
 
 
 def test_a_sampling_session_is_begun_once_a_number(tmp_path: Path) -> None:
@@ -163,6 +230,38 @@ def test_models_are_listed_newest_first_and_stay_while_they_have_checkpoints(tmp
         assert [info.model_id for info in client.queue.models()] == [models[0]]
     with served(tmp_path) as (client, _):
         assert [info.model_id for info in client.queue.models()] == [models[0]]
+
+
+def test_a_model_names_its_newest_checkpoint_of_each_kind(tmp_path: Path) -> None:
+    def last(client: Client, model: str) -> list[str | None]:
+        info = client.queue.get_info(model)
+        return [one and one.name for one in (info.last_checkpoint, info.last_sampler_checkpoint)]
+
+    with served(tmp_path) as (client, _):
+        model, other = client.model(), client.model()
+        assert last(client, model) == [None, None]
+        paths = [client.call(save(model, number, name)).path for number, name in ((1, "b"), (2, "a"))]
+        client.call(save_for_sampler(model, 3, "c"))
+        client.call(save_for_sampler(model, 4, number=0))  # without a name
+        assert last(client, model) == ["a", "c"]
+        assert last(client, other) == [None, None]
+    with served(tmp_path) as (client, _):
+        assert last(client, model) == ["a", "c"]
+        client.queue.delete_checkpoint(paths[1])
+        assert last(client, model) == ["b", "c"]
+        assert [info.last_checkpoint is None for info in client.queue.models()] == [True, False]
+
+
+def test_a_model_that_could_not_be_restored_is_corrupted(tmp_path: Path) -> None:
+    with served(tmp_path) as (client, _):
+        model = client.model()
+        client.call(optim_step(model, 1))
+        assert not client.queue.get_info(model).is_corrupted
+    for folder in (tmp_path / "weights").iterdir():
+        shutil.rmtree(folder)
+    with served(tmp_path) as (client, _):
+        client.call(optim_step(model, 2))
+        assert client.queue.get_info(model).is_corrupted
 
 
 def test_checkpoints_are_saved_listed_loaded_overwritten_and_deleted(tmp_path: Path) -> None:

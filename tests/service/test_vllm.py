@@ -78,6 +78,7 @@ class FakeOutput:
     prompt_token_ids: list[int]
     prompt_logprobs: list[dict[int, FakeLogprob] | None] | None
     outputs: list[FakeCompletion]
+    num_cached_tokens: int | None = None
 
 
 def distribution(ids: Sequence[int], adapter: int) -> np.ndarray:
@@ -99,6 +100,7 @@ class FakeLLM:
     arguments: dict[str, Any]
     image_token_id: int = 0
     tokens_per_image: int = 0
+    cached: int | None = None
     calls: list[int] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)
 
@@ -122,7 +124,7 @@ class FakeLLM:
         of_prompt = None
         if params.prompt_logprobs is not None:
             of_prompt = [None] + [self._entry(ids[:i], ids[i], number) for i in range(1, len(ids))]
-        return FakeOutput(ids, of_prompt, [self._completion(ids, params, number)])
+        return FakeOutput(ids, of_prompt, [self._completion(ids, params, number)], self.cached)
 
     def _completion(self, ids: list[int], params: FakeParams, adapter: int) -> FakeCompletion:
         rng = np.random.default_rng(params.seed)
@@ -173,11 +175,11 @@ def engine() -> Engine:
     return tiny_engine()
 
 
-def sampler_of(engine: Engine) -> VllmSampling:
+def sampler_of(engine: Engine, *, eos: int = EOS) -> VllmSampling:
     llm = open_vllm("model", VllmSettings(max_context=200), enforce_eager=True)
     config = engine.model.config
     llm.image_token_id, llm.tokens_per_image = config.image_token_id, 6  # 64 x 96 pixels
-    model = SampledModel(max_context=200, eos_token_ids=(EOS,), decode=lambda ids: "".join(map(letter, ids)))
+    model = SampledModel(max_context=200, eos_token_ids=(eos,), decode=lambda ids: "".join(map(letter, ids)))
     sampler = VllmSampling(llm, model, image_token_id=config.image_token_id, forbidden=(config.image_token_id,))
     sampler.open("base", None)
     return sampler
@@ -276,6 +278,17 @@ def test_log_probabilities_are_of_the_tokens_by_the_whole_distribution(engine: E
     assert sequence.stop_reason == "length"
 
 
+@pytest.mark.parametrize(("said", "expected"), [(None, 0), (2, 2)])
+def test_a_result_says_how_many_tokens_of_its_prompt_were_cached(
+    engine: Engine, said: int | None, expected: int
+) -> None:
+    sampler = sampler_of(engine)
+    sampler._llm.cached = said
+    result = run(sampler, engine, {"a": sample()})["a"]
+    assert isinstance(result, SampleResult)
+    assert result.prompt_cache_hit_tokens == expected
+
+
 def test_stop_tokens_and_strings(engine: Engine) -> None:
     sampler = sampler_of(engine)
     free = run(sampler, engine, {"a": sample(max_tokens=50)})["a"].sequences[0].tokens.tolist()
@@ -289,6 +302,16 @@ def test_stop_tokens_and_strings(engine: Engine) -> None:
     assert len(whole.tokens) == 200 - 3
     own = run(sampler, engine, {"a": sample(max_tokens=None, stop_tokens=None)})["a"].sequences[0]
     assert (EOS in whole.tokens.tolist()) == (own.stop_reason == "stop")
+
+
+@pytest.mark.parametrize("stop", [{"stop_strings": ("never this",)}, {"stop_tokens": (10**6,)}], ids=["text", "id"])
+def test_end_of_sequence_ends_it_beside_other_stops(engine: Engine, stop: dict[str, Any]) -> None:
+    free = run(sampler_of(engine), engine, {"a": sample(max_tokens=50)})["a"].sequences[0].tokens.tolist()
+    sampler = sampler_of(engine, eos=free[9])
+    stopped = run(sampler, engine, {"a": sample(max_tokens=50, **stop)})["a"].sequences[0]
+    assert (stopped.tokens.tolist(), stopped.stop_reason) == (free[: free.index(free[9]) + 1], "stop")
+    endless = run(sampler, engine, {"a": sample(max_tokens=50, stop_tokens=())})["a"].sequences[0]
+    assert endless.tokens.tolist() == free
 
 
 def test_each_snapshot_is_an_adapter_of_its_own(engine: Engine, tmp_path: Path) -> None:

@@ -8,8 +8,11 @@ import json
 import pytest
 from store.stores import CAPACITY, store, texts
 
+from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
 from vlmpack.store import Manifest, PackedDataset
+from vlmpack.store.manifest import differences, fingerprint
+from vlmpack.testing import tiny_processor
 
 
 @pytest.fixture
@@ -31,6 +34,17 @@ def test_it_says_how_the_rows_were_made(kept):
     assert manifest.settings["data"]["samples"] == manifest.counts.total == 4
     assert manifest.processor["images"]["patch_size"] == 16
     assert manifest.bytes == sum((kept / shard.file).stat().st_size for shard in manifest.shards)
+
+
+@pytest.mark.filterwarnings("ignore:Passing .min_pixels. and .max_pixels.:FutureWarning")
+def test_bounds_that_are_set_on_the_processor_later_are_another_processor():
+    collator = VLMCollator(tiny_processor())
+    before = fingerprint(collator)
+    collator.processor.image_processor.min_pixels, collator.processor.image_processor.max_pixels = 9216, 36_864
+    assert [line.split(" ")[0] for line in differences(before, fingerprint(collator))] == [
+        "images.max_pixels",
+        "images.min_pixels",
+    ]
 
 
 def test_it_names_no_path_and_no_time(kept):

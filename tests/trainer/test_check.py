@@ -262,6 +262,8 @@ def test_a_loss_that_goes_past_the_packed_forward(name, remedy, layout, tmp_path
         ({"loss_type": "dft"}, "loss_type='dft' (the model's own loss is computed, cross-entropy)"),
         ({"completion_only_loss": False}, "completion_only_loss=False (the collator has train_on='assistant')"),
         ({"padding_free": True, "shuffle_dataset": True}, "padding_free=True; shuffle_dataset=True"),
+        ({"packing": True, "eval_packing": True}, "packing=True; eval_packing=True"),
+        ({"truncation_mode": "keep_end"}, "truncation_mode='keep_end'"),
     ],
 )
 def test_settings_that_nothing_reads_are_named(settings, seen, tmp_path):
@@ -276,6 +278,27 @@ def test_settings_that_nothing_reads_are_named(settings, seen, tmp_path):
     if "loss_type" not in settings:
         vars(run)["_skip_prepare_dataset"] = False  # TRL read them when it made tokens of text
         check_trainer(run)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flattened", "seen"),
+    [
+        ({"packing": True, "packing_strategy": "bfd"}, True, "packing=True has TRL lay samples out in rows"),
+        ({"padding_free": True}, True, "padding_free=True has TRL lay samples out in rows"),
+        ({"packing": True, "packing_strategy": "wrapped"}, False, "packing_strategy='wrapped' cuts samples in two"),
+        ({"eval_packing": True}, False, "eval_packing=True evaluates what shares a row as one sample"),
+        ({}, False, "its rows hold several samples (seq_lengths), and TRL's collator makes one sample of each"),
+    ],
+)
+def test_rows_of_text_that_trl_packs_itself(settings, flattened, seen, tmp_path):
+    row = {"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8], **({} if settings else {"seq_lengths": [2, 2]})}
+    run = Trainer(enabled(), arguments(tmp_path, remove_unused_columns=False), lambda rows: rows, [row])
+    vars(run)["_skip_prepare_dataset"] = False  # TRL makes tokens of text
+    vars(run)["padding_free"] = flattened
+    vars(run.args).update(settings)
+    assert seen in refusal(run)
+    run.data_collator = RowCollator()
+    check_trainer(run)
 
 
 def test_settings_that_say_what_the_collator_does(tmp_path):

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from chats import picture
+from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
 from test_readme import DOCS, examples
 from trainer.packed_runs import torchdata_on_new_torch
 from training import apart, distance
+from transformers import Trainer
 from trl_runs import BEYOND_QWEN, arguments, finish, processor_of, saved, trl
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import mix_datasets, open_dataset
 from vlmpack.errors import ConfigError, UnpackedWarning
 from vlmpack.loading import PackedStream, RowSettings
-from vlmpack.model import find_model, plain
+from vlmpack.model import enable_packing, find_model, plain
 from vlmpack.plan import plan_bins
 from vlmpack.store import measure_lengths
-from vlmpack.testing import tiny_processor
-from vlmpack.trainer import check_trainer
+from vlmpack.testing import tiny_model, tiny_processor
+from vlmpack.text import RowCollator, pack_dataset
+from vlmpack.trainer import check_trainer, evaluate, loss_metrics
 from vlmpack.trainer.trl import PackedDPOTrainer, PackedSFTTrainer
 
 pytestmark = [
@@ -291,6 +295,80 @@ def test_steps_of_another_path_are_refused(tmp_path, monkeypatch):
         pytest.raises(ConfigError, match="PackedSFTTrainer packed nothing of a training step"),
     ):
         run.train()
+
+
+class Plain(trl.SFTTrainer):
+    """Of TRL nothing but the samples: the model's own forward computes the loss."""
+
+    compute_loss = Trainer.compute_loss
+
+
+ITS_OWN_PACKING = [
+    ({"packing": True}, "packing=True has TRL lay samples out in rows"),
+    ({"packing": True, "packing_strategy": "bfd_split"}, "packing=True has TRL lay samples out in rows"),
+    ({"padding_free": True, "max_length": None}, "padding_free=True has TRL lay samples out in rows"),
+    ({"packing": True, "packing_strategy": "wrapped"}, "packing_strategy='wrapped' cuts samples in two"),
+    ({"eval_packing": True}, "eval_packing=True evaluates what shares a row as one sample"),
+]
+
+
+def of_texts(trainer, model, tmp_path, **settings):
+    """TRL packs nothing but text."""
+    texts = samples(messages, images=False)
+    settings = {"max_length": 128, "per_device_train_batch_size": 4, **settings}
+    return sft(trainer, model, tmp_path, dataset=texts, extras={"eval_dataset": texts}, **settings)
+
+
+@pytest.mark.parametrize(("settings", "seen"), ITS_OWN_PACKING)
+def test_rows_that_trl_packs_itself_are_refused(settings, seen, tmp_path):
+    run = of_texts(PackedSFTTrainer, saved(tmp_path), tmp_path, **settings)
+    for refused in (lambda: check_trainer(run), run.train, run.evaluate):
+        with pytest.raises(ConfigError, match=re.escape(seen)):
+            refused()
+
+
+@pytest.mark.parametrize(("settings", "seen"), ITS_OWN_PACKING)
+def test_so_they_are_named_where_the_models_own_loss_is_computed(settings, seen, tmp_path):
+    run = of_texts(Plain, enable_packing(saved(tmp_path)), tmp_path, **settings)
+    run.compute_metrics = loss_metrics(run.model)
+    with pytest.raises(ConfigError, match=re.escape(seen)):
+        check_trainer(run)
+    if run.padding_free:
+        with pytest.raises(ConfigError, match=r"cu_seq_lens_q, .* would be ignored and the samples of the row mixed"):
+            run.train()
+
+
+def test_rows_that_were_packed_before_need_a_collator_that_keeps_their_samples_apart(tmp_path):
+    texts = [[5 + n] * (4 + n) for n in range(6)]
+    rows = Dataset.from_list(list(pack_dataset(texts, 16, seq_lengths=True, pad_to_capacity=False)))
+
+    def run(**more):
+        settings = {"dataset": rows, "processor": processor_of("qwen3_vl").tokenizer, "per_device_eval_batch_size": 1}
+        extras = {"eval_dataset": rows, **more}
+        return sft(PackedSFTTrainer, tiny_model("qwen3", vocab_size=2000), tmp_path, **settings, extras=extras)
+
+    with pytest.raises(ConfigError, match=r"makes one sample of each: data_collator=RowCollator\(\)"):
+        check_trainer(run())
+    apart = run(data_collator=RowCollator())
+    check_trainer(apart)
+    plan = plan_bins([*map(len, texts)], 16)
+    alone = evaluate(tiny_model("qwen3", vocab_size=2000), texts, RowCollator(bare_row="one_sample"), plan=plan)
+    assert apart.evaluate()["eval_loss"] == pytest.approx(alone.token_loss, rel=1e-5)
+
+
+def test_without_trls_packing_nothing_is_named(tmp_path):
+    check_trainer(of_texts(PackedSFTTrainer, saved(tmp_path), tmp_path))
+    run = of_texts(Plain, enable_packing(saved(tmp_path)), tmp_path)
+    run.compute_metrics = loss_metrics(run.model)
+    check_trainer(run)
+
+
+@pytest.mark.parametrize("settings", [{"packing": True, "packing_strategy": "wrapped"}, {"eval_packing": True}])
+def test_trls_own_trainer_takes_such_a_row_for_one_sample(settings, tmp_path):
+    """So its loss is not that of the samples."""
+    runs = [of_texts(trl.SFTTrainer, saved(tmp_path), tmp_path, **changed) for changed in ({}, settings)]
+    losses = [run.evaluate()["eval_loss"] for run in runs]
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3)
 
 
 @pytest.mark.parametrize(

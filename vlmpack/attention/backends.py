@@ -277,17 +277,25 @@ class FlashAttn(VarlenKernel):
 
     def unsupported(self, call: AttentionCall) -> list[str]:
         """FlashAttention's limits, and the package's absence."""
+        reasons = super().unsupported(call)
+        if call.dropout and "softcap" in call.pattern:
+            reasons.append(
+                f"attention dropout is {call.dropout} and scores have a softcap, which it does not compute together: "
+                "set attention_dropout=0"
+            )
         missing = _missing()
-        return [*super().unsupported(call), *([missing] if missing else [])]
+        return [*reasons, missing] if missing else reasons
 
     def kernel(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *seqlens: Any, softmax: Softmax) -> Tensor:
-        """`flash_attn.flash_attn_varlen_func`."""
+        """`flash_attn.flash_attn_varlen_func`; its backward pass is deterministic where PyTorch's algorithms are."""
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportAttributeAccessIssue, reportMissingImports]
 
         causal, scale, dropout, pattern = softmax
         more: dict[str, Any] = {} if pattern.window is None else {"window_size": _window(softmax)}
         if pattern.softcap is not None:
             more["softcap"] = pattern.softcap
+        if torch.are_deterministic_algorithms_enabled():
+            more["deterministic"] = True
         return flash_attn_varlen_func(
             q_TNH, k_TKH, v_TKH, *seqlens, dropout_p=dropout, softmax_scale=scale, causal=causal, **more
         )
@@ -301,7 +309,7 @@ def _missing() -> str | None:
         return "the package flash-attn is not installed"
     try:
         from flash_attn import flash_attn_varlen_func  # noqa: F401  # pyright: ignore
-    except (ImportError, OSError, RuntimeError) as error:
+    except Exception as error:  # whatever its import raises, the other back-ends serve
         return f"the package flash-attn has no kernel for this PyTorch ({type(error).__name__}: {error})"
     return None
 

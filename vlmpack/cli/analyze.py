@@ -79,6 +79,8 @@ def analyze(
     max_length: options.MaxLength = None,
     overlength: options.Overlength = "error",
     max_pixels: options.MaxPixels = None,
+    add_stop: options.AddStop = None,
+    ignored_keys: options.IgnoredKeys = None,
     train_on: options.TrainOn = "assistant",
     min_shared: MinShared = None,
     estimate: Estimate = False,
@@ -110,7 +112,7 @@ def analyze(
     source = InputOptions(
         dataset=dataset, processor=processor, split=split, num=num, seed=seed, max_length=max_length,
         overlength=overlength, max_pixels=max_pixels, image_root=image_root, branches=branches, columns=columns or (),
-        mix=MixOptions.of(mix, stopping_strategy, epoch),
+        mix=MixOptions.of(mix, stopping_strategy, epoch), add_stop=add_stop, ignored_keys=ignored_keys or (),
     )  # fmt: skip
     inputs = open_inputs(source, train_on=train_on)
     if out is not None:

@@ -6,10 +6,12 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from textwrap import indent
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, final
 
 import typer
 from rich.console import Console
@@ -43,6 +45,7 @@ IMPORT_TIMEOUT_S = 120
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 128, 32, 8
 """The attention of the released 8B models, by which back-ends are judged."""
 ALL = "all"
+MADE_HERE = "made here with random weights"
 
 
 def doctor(
@@ -87,10 +90,12 @@ def doctor(
     if probe:
         from vlmpack.cli.probe_tables import print_reports
 
+        quiet = quiet or (as_json and sys.stdout.isatty())
         reports = _probe(model, quiet=quiet, device=device, dtype=dtype, attention=attention, tiny=tiny)
-        is_exact = all(report.verdict == "exact" for report in reports)
-        answer: dict[str, Any] = {"probes": [report.to_dict() for report in reports], "healthy": is_exact}
-        print_reports(reports, console, summarise=model is None or attention == ALL)
+        if as_json:
+            is_exact = _write_reports(reports)
+        else:
+            is_exact = print_reports(reports, console, summarise=model is None or attention == ALL)
     else:
         values = {"MODEL": model, "--device": device, "--dtype": dtype, "--attention": attention}
         unused = [name for name, value in values.items() if value is not None] + ["--tiny"] * tiny
@@ -98,10 +103,10 @@ def doctor(
             raise ConfigError(f"{', '.join(unused)} only matters to a probe; add --probe, or leave it out")
         with waiting("importing what is installed", quiet=quiet):
             is_exact, parts = True, environment()
-        answer = {name: [entry._asdict() for entry in entries] for name, entries in parts.items()}
         print_environment(parts, console)
-    if as_json:
-        typer.echo(json.dumps(answer, indent=2))
+        if as_json:
+            answer = {name: [entry._asdict() for entry in entries] for name, entries in parts.items()}
+            typer.echo(json.dumps(answer, indent=2))
     raise typer.Exit(0 if is_exact else 1)
 
 
@@ -117,6 +122,8 @@ class Version(NamedTuple):
     """None: not installed."""
     problem: str | None = None
     """The error of its import, if it is installed and does not import."""
+    note: str | None = None
+    """What else there is to say of it: newer than the newest version that was tested."""
 
 
 class Device(NamedTuple):
@@ -150,13 +157,18 @@ def environment() -> dict[str, Sequence[Any]]:
 
 def versions() -> list[Version]:
     """Return the versions of Python and of every package that vlmpack works with."""
-    from vlmpack.machine import version_of
+    from vlmpack.machine import NEWEST_TESTED, is_newer_than_tested, version_of
+
+    def note(name: str) -> str | None:
+        version = installed[name]
+        is_newer = version is not None and is_newer_than_tested(name, version)
+        return f"newer than {NEWEST_TESTED[name]}, the newest tested: probe it" if is_newer else None
 
     installed = {name: version_of(name) for name in PACKAGES}
     modules = {name: module for name, module in PACKAGES.items() if module and installed[name]}
     with ThreadPoolExecutor() as pool:
         problems = dict(zip(modules, pool.map(import_problem, modules.values()), strict=True))
-    packages = [Version(name, installed[name], problems.get(name)) for name in PACKAGES]
+    packages = [Version(name, installed[name], problems.get(name), note(name)) for name in PACKAGES]
     return [Version("python", platform.python_version()), *packages]
 
 
@@ -206,7 +218,12 @@ def gated_delta_serving(device_types: Sequence[str]) -> list[Serving]:
     from vlmpack.families import FAMILIES
     from vlmpack.model import FlaCall, uses_fla
 
-    if not uses_fla(next(family for family in FAMILIES.values() if family.has("gated_delta"))):
+    try:
+        is_used = uses_fla(next(family for family in FAMILIES.values() if family.has("gated_delta")))
+    except Exception as error:  # of transformers' module, which imports what is installed
+        why = (f"the layers' module of transformers does not import ({type(error).__name__}: {error})",)
+        return [Serving("fla", name, "any", why) for name in device_types]
+    if not is_used:
         why = ("transformers has not found it; rows are computed in batches of samples of like length",)
         return [Serving("fla", name, "any", why) for name in device_types]
     calls = {name: FlaCall.of(torch.device(name), training=True) for name in device_types}
@@ -233,8 +250,8 @@ def print_environment(parts: Mapping[str, Sequence[Any]], console: Console) -> N
 
 
 def _version_row(entry: Version) -> tuple[str, ...]:
-    problem = f"[yellow]{escape(entry.problem)}[/]" if entry.problem else ""
-    return entry.name, entry.version or "[dim]not installed[/]", "", problem
+    said = f"[yellow]{escape(entry.problem)}[/]" if entry.problem else f"[dim]{escape(entry.note or '')}[/]"
+    return entry.name, entry.version or "[dim]not installed[/]", "", said
 
 
 def _serving_row(entry: Serving) -> tuple[str, ...]:
@@ -245,10 +262,32 @@ def _serving_row(entry: Serving) -> tuple[str, ...]:
 # ---------------------------------------------------------------------- probes
 
 
+def _write_reports(reports: Iterable[Report]) -> bool:
+    """Write one JSON object, each report as it comes, and close it also after an error or Ctrl-C.
+
+    Returns:
+        True if every report is exact.
+    """
+    verdicts: list[str] = []
+    is_complete = False
+    try:
+        for report in reports:
+            typer.echo("," if verdicts else '{\n  "probes": [')
+            typer.echo(indent(json.dumps(report.to_dict(), indent=2), " " * 4), nl=False)  # flushes
+            verdicts.append(report.verdict)
+        is_complete = True
+    finally:
+        is_healthy = is_complete and {*verdicts} == {"exact"}
+        if verdicts:
+            ends = {"complete": is_complete, "healthy": is_healthy}
+            typer.echo("\n  ]," + json.dumps(ends, indent=2).removeprefix("{"))
+    return is_healthy
+
+
 def _probe(
     model: str | None, *, quiet: bool, device: str | None, dtype: str | None, attention: str | None, tiny: bool
-) -> list[Report]:
-    """Probe one model, or every family.
+) -> Iterator[Report]:
+    """Probe one model, or every family. Of every family, what one raises is its verdict.
 
     Raises:
         ConfigError: the model cannot be read, or a back-end or device does not exist. FamilyError: the family cannot be
@@ -257,31 +296,24 @@ def _probe(
     if model is not None:
         options.refuse_file("", model)
     from vlmpack.attention import BACKENDS
-    from vlmpack.families import FAMILIES
-    from vlmpack.probing import backends_for, probe
 
     if attention is not None:  # before a model is read
         options.check_word("--attention", attention, ("auto", *BACKENDS, ALL))
     if model is None and attention is None:
         attention = ALL
-    reports: list[Report] = []
     place = options.torch_device(device)
     dtypes = _dtypes(model, place, dtype)
-    total = len(dtypes) * len(FAMILIES) if model is None else None
+    recipes = _recipes(model, place, dtypes, tiny=tiny)
+    total = None if model is not None else len(recipes)
     with quiet_transformers(), waiting("reading the model", quiet=quiet, total=total) as progress:
-        for done, loaded in enumerate(_models(model, place, dtypes, tiny=tiny)):
-            for backend in backends_for(loaded.model) if attention == ALL else [attention]:
-                family = loaded.model.config.model_type
-                what = f"{family}, {backend}" if backend else family
-                report = probe(
-                    loaded.model,
-                    loaded.processor,
-                    attention=backend,
-                    plain=not reports or reports[-1].family != family,
-                    progress=lambda part, what=what, done=done: progress(f"{what}: {part}", done),
-                )
-                reports.append(replace(report, weights=loaded.weights))
-    return reports
+        for done, recipe in enumerate(recipes):
+            plain = recipe.dtype == dtypes[0]
+            try:
+                yield from _probes_of(recipe, attention, plain=plain, say=lambda what, done=done: progress(what, done))
+            except Exception as error:
+                if recipe.family is None:
+                    raise
+                yield _failed_report(recipe, place.type, attention, error)
 
 
 def _dtypes(name: str | None, device: torch.device, dtype: str | None) -> list[torch.dtype]:
@@ -294,23 +326,85 @@ def _dtypes(name: str | None, device: torch.device, dtype: str | None) -> list[t
     return [torch.float32] if name is not None or device.type == "cpu" else list(dtypes.values())
 
 
-def _models(name: str | None, device: torch.device, dtypes: Sequence[torch.dtype], *, tiny: bool) -> Iterator[Loaded]:
-    """Load or make the models to be probed: the one of this name, or one of every family.
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Recipe:
+    """A model to be probed."""
+
+    family: str | None
+    """The family of which it is made here; None: it is the model that was named."""
+    dtype: torch.dtype
+    """Element type of its weights."""
+    make: Callable[[], Loaded]
+    """Load or make it."""
+
+
+def _recipes(name: str | None, device: torch.device, dtypes: Sequence[torch.dtype], *, tiny: bool) -> list[_Recipe]:
+    """List the models to be probed: the one of this name, or one of every family."""
+    from vlmpack.families import FAMILIES
+    from vlmpack.probing import load
+
+    made_here = None if name is None else tiny_family(name)
+    if name is None:
+        return [
+            _Recipe(family=family, dtype=each, make=partial(_made_here, family, device, each))
+            for family in FAMILIES
+            for each in dtypes
+        ]
+    if made_here is not None:
+        makes = [partial(_made_here, made_here, device, each, named=name) for each in dtypes]
+    else:
+        makes = [partial(load, name, device=device, dtype=each, tiny=tiny) for each in dtypes]
+    return [_Recipe(family=None, dtype=each, make=make) for each, make in zip(dtypes, makes, strict=True)]
+
+
+def _made_here(family: str, device: torch.device, dtype: torch.dtype, *, named: str | None = None) -> Loaded:
+    """Make a tiny model; one that was named goes with a processor.
 
     Raises:
-        ConfigError: the model cannot be read. FamilyError: the family cannot be packed exactly, or is unknown.
+        FamilyError: the family is unknown.
     """
-    from vlmpack.families import FAMILIES, family_named
-    from vlmpack.probing import Loaded, load
+    from vlmpack.families import family_named
+    from vlmpack.probing import Loaded
     from vlmpack.testing import tiny_model
 
-    tiny_name = None if name is None else tiny_family(name)
-    if name is not None and tiny_name is None:
-        for each in dtypes:
-            yield load(name, device=device, dtype=each, tiny=tiny)
-        return
-    for family in FAMILIES if tiny_name is None else [tiny_name]:
-        processor = named_processor(name) if name and family_named(family).has_vision else None
-        for each in dtypes:
-            model = tiny_model(family, dtype=each, processor=processor).to(device)
-            yield Loaded(model=model, processor=processor, weights="made here with random weights")
+    processor = named_processor(named) if named and family_named(family).has_vision else None
+    model = tiny_model(family, dtype=dtype, processor=processor).to(device)
+    return Loaded(model=model, processor=processor, weights=MADE_HERE)
+
+
+def _probes_of(recipe: _Recipe, attention: str | None, *, plain: bool, say: Callable[[str], None]) -> Iterator[Report]:
+    """Probe a model by one back-end, or by each that can serve; `plain`: with plain transformers in the first."""
+    from vlmpack.probing import backends_for, probe
+
+    loaded = recipe.make()
+    family = loaded.model.config.model_type
+    for at, backend in enumerate(backends_for(loaded.model) if attention == ALL else [attention]):
+        what = f"{family}, {backend}" if backend else family
+        report = probe(
+            loaded.model,
+            loaded.processor,
+            attention=backend,
+            plain=plain and at == 0,
+            progress=lambda part, what=what: say(f"{what}: {part}"),
+        )
+        yield replace(report, weights=loaded.weights)
+
+
+def _failed_report(recipe: _Recipe, device: str, attention: str | None, error: Exception) -> Report:
+    """Report what raised before anything could be checked."""
+    from vlmpack.probing import Check, Report
+
+    return Report(
+        model="not known",
+        family=str(recipe.family),
+        weights=MADE_HERE,
+        device=device,
+        dtype=str(recipe.dtype).removeprefix("torch."),
+        attention=attention or "auto",
+        samples=(),
+        row_tokens=0,
+        checks=(Check.raised("equality", "probe", error),),
+        circumstances={},
+        plain=(),
+    )

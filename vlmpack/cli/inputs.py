@@ -47,6 +47,10 @@ class InputOptions:
     """Treatment of a longer sample: one of `OVERLENGTH`."""
     max_pixels: int | None = None
     """Largest area that images are resized to; None: the processor's default."""
+    add_stop: str | None = None
+    """Token behind the last answer where the chat template writes none that ends it."""
+    ignored_keys: Sequence[str] = ()
+    """Keys of messages that are left out."""
     image_root: Path | None = None
     """Folder at which paths of images start; None: that of the file that names them."""
     branches: str = "conversation"
@@ -101,6 +105,7 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
         dataset = open_one(options.dataset, options.num)
     processor = limit_pixels(named_processor(options.processor), options.max_pixels)
     limits: dict[str, Any] = {"max_length": options.max_length, "overlength": options.overlength}
+    limits |= {"add_stop": options.add_stop, "ignored_keys": options.ignored_keys}
     return Inputs(dataset, VLMCollator(processor, layout="packed", **limits, **settings))
 
 

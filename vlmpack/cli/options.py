@@ -92,6 +92,14 @@ Overlength = Annotated[
     str,
     word(*OVERLENGTH, help="A sample longer than --max-length: error, drop (left out) or truncate (between messages)."),
 ]
+AddStop = Annotated[
+    str | None,
+    typer.Option(help="Token to learn after the last answer where the chat template writes none that ends it, </s>."),
+]
+IgnoredKeys = Annotated[
+    list[str] | None,
+    typer.Option("--ignored-key", help="A key of messages to leave out, once or more: others have to be written."),
+]
 TrainOn = Annotated[str, word(*TRAIN_ON, help="Tokens with a loss: assistant (its turns) or all.")]
 Strategy = Annotated[
     str,
@@ -130,18 +138,19 @@ Json = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Draw no progress.")]
 
 
-def make_folder(option: str, folder: Path) -> None:
+def make_folder(option: str, folder: Path, *, mode: int = 0o777) -> None:
     """Make the folder that a verb writes into, before anything is computed.
 
     Args:
         option: its name, for the error.
         folder: created unless it exists.
+        mode: of a folder that is created, less the umask.
 
     Raises:
         ConfigError: a file is in its place or above it, or the folder cannot be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=mode)
     except OSError as error:
         message = f"{option} {folder} cannot be a folder ({error.strerror}); name one that is there or can be made"
         raise ConfigError(message) from error

@@ -63,6 +63,8 @@ def pack(
     max_length: options.MaxLength = None,
     overlength: options.Overlength = "error",
     max_pixels: options.MaxPixels = None,
+    add_stop: options.AddStop = None,
+    ignored_keys: options.IgnoredKeys = None,
     train_on: options.TrainOn = "assistant",
     on_bad: OnBad = "raise",
     max_bad_fraction: MaxBadFraction = None,
@@ -107,7 +109,7 @@ def pack(
     source = InputOptions(
         dataset=dataset, processor=processor, split=split, num=num, seed=seed, max_length=max_length,
         overlength=overlength, max_pixels=max_pixels, image_root=image_root, branches=branches, columns=columns or (),
-        mix=MixOptions.of(mix, stopping_strategy, epoch),
+        mix=MixOptions.of(mix, stopping_strategy, epoch), add_stop=add_stop, ignored_keys=ignored_keys or (),
     )  # fmt: skip
     slots = SlotRule(multiple=pad_seq_to_mult, max_segments=max_segments)
     skip_limit = None if max_bad_fraction is None else SkipLimit(max_bad_fraction=max_bad_fraction)

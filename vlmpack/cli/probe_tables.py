@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from vlmpack.probing import Check, Report
 from vlmpack.terminal import make_table, number_columns, print_table, print_text, text_column
@@ -39,14 +39,41 @@ plain  unmodified transformers, given the same row with positions that restart
 """
 
 
-def print_reports(reports: Sequence[Report], console: Console, *, summarise: bool) -> None:
-    """Print each report in full, or a line each; then every fault, and the verdict."""
-    if summarise:
-        print_table(console, _summary(reports))
-        console.print(SUMMARY_CAPTION)
-    else:
+WIDTHS = {"family": 22, "row computed by": 19, "leak": 5, "logits": 6, "loss": 5, "gradients": 9}
+"""Columns of the summary, which is printed line by line: as wide as their widest cell, so that 80 columns hold them."""
+SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def print_reports(reports: Iterable[Report], console: Console, *, summarise: bool) -> bool:
+    """Print each report as it comes, in full or a line each; then every fault, and the verdict.
+
+    What was found before an error, or before Ctrl-C, is printed as well.
+
+    Returns:
+        True if every report is exact.
+    """
+    known: list[Report] = []
+    is_complete = False
+    try:
         for report in reports:
-            print_report(report, console)
+            if summarise and not known:
+                print_table(console, _summary([[*WIDTHS, "verdict"]]))
+            if summarise:
+                print_table(console, _summary(_summary_rows(report)))
+            else:
+                print_report(report, console)
+            console.file.flush()
+            known.append(report)
+        is_complete = True
+    finally:
+        if known:
+            _print_verdict(known, console, summarise=summarise, is_complete=is_complete)
+    return all(report.verdict == "exact" for report in known)
+
+
+def _print_verdict(reports: Sequence[Report], console: Console, *, summarise: bool, is_complete: bool) -> None:
+    if summarise:
+        console.print(f"\n{SUMMARY_CAPTION}")
     bad = [report for report in reports if report.verdict != "exact"]
     for report in bad:
         for check in report.checks:
@@ -55,12 +82,14 @@ def print_reports(reports: Sequence[Report], console: Console, *, summarise: boo
                 print_text(console, f"[red]{check.name} {check.finding}.[/]{cause} {escape(check.detail)}")
         name = f"{report.family}, {report.attention}"
         console.print(f"[red]{name}: {report.verdict}.[/] The cause: [bold]{', '.join(report.causes)}[/].")
-    if not bad:
-        console.print("[green]Exact:[/] every packed sample is what it would have been alone.")
-    elif all(report.verdict == "not deterministic" for report in bad):
-        console.print("Nothing that could be compared leaks or differs; the rest is not proved.")
-    else:
+    if bad and any(report.verdict != "not deterministic" for report in bad):
         console.print("Do not train packed rows here; please report this table.")
+    elif bad:
+        console.print("Nothing that could be compared leaks or differs; the rest is not proved.")
+    elif is_complete:
+        console.print("[green]Exact:[/] every packed sample is what it would have been alone.")
+    if not is_complete:
+        console.print("Not finished: what is not listed was not probed.")
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -77,24 +106,31 @@ def print_report(report: Report, console: Console) -> None:
         console.print(PLAIN_CAPTION)
 
 
-def _summary(reports: Sequence[Report]) -> Table:
-    """Make a line for each report, and below those of a family, plain transformers."""
-    numbers = number_columns("leak", "logits", "loss", "gradients")
-    table = make_table(text_column("family"), text_column("row computed by"), *numbers, "verdict")
-    for family in dict.fromkeys(report.family for report in reports):
-        of_family = [report for report in reports if report.family == family]
-        rows = [_summary_row(report) for report in of_family]
-        for plain in (plain for report in of_family for plain in report.plain[:-1]):
-            way = f"plain, {plain.name.removeprefix('one row, ').removesuffix(' positions')}"
-            cells = [_number(value) for value in (plain.leak, plain.logits, plain.loss, None)]
-            rows.append([way, *cells, _coloured(plain.verdict, PLAIN_COLOURS)])
-        for i, row in enumerate(rows):
-            table.add_row("" if i else family, *row, end_section=i + 1 == len(rows))
+def _summary(rows: Iterable[Sequence[str]]) -> Table:
+    """Make a table of some lines, whose columns are as wide as in every other."""
+    names = ("family", "row computed by")
+    columns = [
+        Column(name, no_wrap=True, min_width=width, justify="left" if name in names else "right")
+        for name, width in WIDTHS.items()
+    ]
+    table = make_table(*columns, text_column("verdict"), header=False)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
+def _summary_rows(report: Report) -> Iterator[list[str]]:
+    """Make the line of a report, and below it those of plain transformers with the same row."""
+    yield [report.family, *_summary_row(report)]
+    for plain in report.plain[:-1]:
+        way = f"plain, {plain.name.removeprefix('one row, ').removesuffix(' positions')}"
+        cells = [_number(value) for value in (plain.leak, plain.logits, plain.loss, None)]
+        yield [report.family, escape(way), *cells, _coloured(plain.verdict, PLAIN_COLOURS)]
+
+
 def _summary_row(report: Report) -> list[str]:
-    way = report.attention if report.dtype == "float32" else f"{report.attention}, {report.dtype}"
+    dtype = SHORT.get(report.dtype, report.dtype)
+    way = report.attention if dtype == "float32" else f"{report.attention}, {dtype}"
     # Mixed precision stands apart: its limits are others.
     equality = [c for c in report.checks if c.part == "equality" and not c.name.startswith("autocast: ")]
     columns = [[check for check in report.checks if check.part == "isolation"]]

@@ -68,7 +68,14 @@ def waiting(title: str, *, quiet: bool, total: int | None = None) -> Iterator[Ca
 
 def _progress(*columns: ProgressColumn, quiet: bool, expand: bool = False) -> Progress:
     disable = quiet or not sys.stderr.isatty()
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=disable, expand=expand)
+    return Progress(
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        disable=disable,
+        expand=expand,
+        redirect_stdout=sys.stdout.isatty(),  # results that come meanwhile stand above; a pipe keeps what is its own
+    )
 
 
 class PaceColumn(ProgressColumn):

@@ -394,6 +394,7 @@ _DOCTOR = record(
                     "name": text("As pip names it."),
                     "version": optional(text("null: not installed.")),
                     "problem": optional(text("The error of its import; null: none.")),
+                    "note": optional(text("Newer than the newest version that was tested; null: it is not.")),
                 },
             ),
         ),
@@ -460,7 +461,8 @@ _DOCTOR_PROBE = record(
     "Probes.",
     {
         "probes": array("One a family and back-end.", _PROBE),
-        "healthy": flag("Everything is exact; the exit status is then 0, else 1."),
+        "complete": flag("All were probed; false: an error or Ctrl-C came first."),
+        "healthy": flag("All were probed and are exact; the exit status is then 0, else 1."),
     },
 )
 

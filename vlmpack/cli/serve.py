@@ -97,7 +97,7 @@ def serve(
     launched = Launched(workers, sys.argv[1:]) if workers > 1 and "LOCAL_RANK" not in os.environ else None
     served = name or (DEMO_NAME if model is None else Path(model).resolve().name if Path(model).is_dir() else model)
     folder = (state or default_state(served)).expanduser()
-    options.make_folder("--state", folder)
+    options.make_folder("--state", folder, mode=0o700)
     settings = ServiceSettings(
         state=folder,
         key=NO_KEY,
@@ -165,7 +165,7 @@ class Place:
 
 def _serve(source: ModelSource, settings: ServiceSettings, place: Place, launched: Launched | None) -> None:
     """Serve on this process, or follow rank 0 where it is another one."""
-    from vlmpack.service import Service, bind, check_key, end, follow_rank_0, join, read_key
+    from vlmpack.service import Service, bind, check_key, check_state, end, follow_rank_0, join, read_key
 
     ranks = join(launched)
     _log_to_stderr(logging.WARNING if place.quiet else logging.INFO)
@@ -177,6 +177,7 @@ def _serve(source: ModelSource, settings: ServiceSettings, place: Place, launche
             logging.getLogger("vlmpack.service").error("%s, and so rank %d ends", error, ranks.rank)
             end(1)
         end(0)
+    check_state(settings.state, source.name)
     key = os.environ.get(KEY_VARIABLE)
     settings = replace(settings, key=check_key(key, KEY_VARIABLE) if key else read_key(place.key_file))
     with bind(place.host, place.port) as listening:
@@ -189,7 +190,7 @@ def _serve(source: ModelSource, settings: ServiceSettings, place: Place, launche
             service = Service(source.load(), settings, ranks=ranks)
         address = f"http://{_shown(place.host)}:{listening.getsockname()[1]}"
         facts = described(service, address, None if key else place.key_file)
-        text = json.dumps(facts, indent=2) if place.as_json else announcement(facts, settings.key)
+        text = json.dumps(facts, indent=2) if place.as_json else announcement(facts)
         service.run(listening, on_start=lambda: _print(text))
     if launched is not None:
         launched.wait()
@@ -242,20 +243,14 @@ def described(service: Service, address: str, key_file: Path | None) -> dict[str
     }
 
 
-def announcement(facts: Mapping[str, Any], key: str) -> str:
-    """Format `described` for people, with the lines that a client begins with.
-
-    Args:
-        facts: from `described`.
-        key: of the service; printed unless it comes from the environment.
-    """
+def announcement(facts: Mapping[str, Any]) -> str:
+    """Format `described` for people, with the lines that a client begins with. The key is not in it: logs keep it."""
     address, key_file, limits = facts["address"], facts["key_file"], facts["limits"]
     source = f'open("{key_file}").read().strip()' if key_file else f'os.environ["{KEY_VARIABLE}"]'
     imports = "import tinker" if key_file else "import os, tinker"
-    place = [f"key file  {key_file}", f"key       {key}"] if key_file else [f"key       {KEY_VARIABLE}"]
     lines = [
         f"address   {address}",
-        *place,
+        f"key file  {key_file}" if key_file else f"key       {KEY_VARIABLE}",
         f"model     {facts['model']} ({facts['architecture']}, text{' and images' if facts['takes_images'] else ''})",
         f"state     {facts['state']}",
         f"limits    {limits['datum_tokens']:,} tokens a datum, rows of {limits['row_tokens']:,} tokens and "

@@ -60,6 +60,8 @@ def show(
     max_length: options.MaxLength = None,
     overlength: options.Overlength = "error",
     max_pixels: options.MaxPixels = None,
+    add_stop: options.AddStop = None,
+    ignored_keys: options.IgnoredKeys = None,
     min_shared: options.MinShared = 0,
     workers: options.Workers = 0,
     cache: options.Cache = None,
@@ -84,7 +86,7 @@ def show(
             dataset=source, processor=_checked_processor(source, processor), split=split, num=num, seed=seed,
             max_length=max_length, overlength=overlength, max_pixels=max_pixels, image_root=image_root,
             branches=branches, columns=columns or (),
-            mix=mixed,
+            mix=mixed, add_stop=add_stop, ignored_keys=ignored_keys or (),
         )  # fmt: skip
         rows = planned_rows(
             inputs, quiet=quiet, numbers=numbers, capacity=capacity, workers=workers, cache=cache,

@@ -56,6 +56,11 @@ class Setup:
     """Of weights, receipts and their order."""
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        """Element type of weights and pixels."""
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.dtype]
+
+    @property
     def title(self) -> str:
         """Model and element type in a few words."""
         return f"{self.model or 'a small model of 4 layers of width 128 with random weights'}, {self.dtype}"
@@ -98,7 +103,7 @@ class Setup:
         Raises:
             ConfigError: it cannot be read. FamilyError: it cannot be packed exactly.
         """
-        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.dtype]
+        dtype = self.torch_dtype
         if self.model is None:
             sizes: dict[str, Any] = {**TINY_SIZES, "seed": self.seed, "dtype": dtype, "lively": False}
             model: Any = tiny_model(processor=self.processor, **sizes)
@@ -195,9 +200,8 @@ def train(layout: BatchLayout, model: nn.Module, setup: Setup, *, scratch: str, 
     """
     if layout == "packed":
         enable_packing(model)
-    meter = Meter(
-        VLMCollator(setup.processor, layout=layout), setup.device, keep_metadata=layout == "packed", tick=tick
-    )
+    collate = VLMCollator(setup.processor, layout=layout, pixel_dtype=setup.torch_dtype)
+    meter = Meter(collate, setup.device, keep_metadata=layout == "packed", tick=tick)
     hook = model.register_forward_hook(lambda module, args, output: meter.losses.append(output.loss.detach()))
     trainer = Trainer(
         model=model, args=setup.arguments(scratch), train_dataset=setup.receipts, data_collator=meter, callbacks=[meter]
@@ -275,7 +279,8 @@ def packed_against_alone(
     The model is put into float32 and keeps that; its weights stay the same, and packing is disabled.
     """
     model.float().eval()
-    collate, pack = VLMCollator(processor), VLMCollator(processor, layout="packed")
+    collate = VLMCollator(processor, pixel_dtype=torch.float32)
+    pack = VLMCollator(processor, layout="packed", pixel_dtype=torch.float32)
     batches = [collate([conversation]) for conversation in conversations]
     samples = [
         Sample(

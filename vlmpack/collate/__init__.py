@@ -9,7 +9,7 @@ from vlmpack.collate.columns import CONVERSATION_COLUMNS, MEDIA_COLUMNS, MediaRe
 from vlmpack.collate.conversation import read_conversation
 from vlmpack.collate.encoded import OVERLENGTH, Encoded, Visual
 from vlmpack.collate.frame_sampling import FrameSampling
-from vlmpack.collate.processor_metadata import AUDIO_FIELDS, TEMPLATE_FIELDS, ProcessorMetadata, parts_of
+from vlmpack.collate.processor_metadata import AUDIO_FIELDS, TEMPLATE_FIELDS, ProcessorMetadata, parts_of, pixel_bounds
 from vlmpack.collate.skipped import SkipLimit, SkipLog, read_skip_log
 from vlmpack.collate.vision_keys import VIDEO_KEYS
 
@@ -32,6 +32,7 @@ __all__ = [
     "VLMCollator",
     "Visual",
     "parts_of",
+    "pixel_bounds",
     "read_conversation",
     "read_skip_log",
     "sample_id_of",

@@ -77,14 +77,15 @@ def to_padded(
     def batch(arrays: Sequence[np.ndarray], fill: int) -> torch.Tensor:
         return _write(arrays, starts, len(samples) * width, fill).view(len(samples), width)
 
+    media = _media(_media_of(samples), pixel_dtype, buffers, family)
     return PaddedBatch(
         input_ids=batch([s.input_ids for s in samples], pad_token_id),
         attention_mask=batch([np.ones_like(s.input_ids) for s in samples], 0),
         labels=batch([s.labels for s in samples], IGNORE),
         mm_token_type_ids=batch([s.types for s in samples], 0),
-        media=_media(_media_of(samples), pixel_dtype, buffers, family),
+        media=media,
         extras={name: batch([s.columns[name] for s in samples], 0) for name in samples[0].columns},
-        metadata=_metadata(samples),
+        metadata=replace(_metadata(samples), media_sizes=media.sizes),
     )
 
 
@@ -120,16 +121,16 @@ def to_packed(
         extras={name: row([s.columns[name] for s in samples], 0) for name in samples[0].columns},
         metadata=_metadata(samples),
     )
-    media = _media_of(samples)
-    tree = None if sharing is None else _tree(packed, samples, media, sharing, family)
+    visuals = _media_of(samples)
+    tree = None if sharing is None else _tree(packed, samples, visuals, sharing, family)
     if tree is not None:
         packed = with_tree(packed, tree)
-        media = _MediaOfRow(
-            images=_counted_in_tree([media.images[at] for at in tree.images], _joins(family)),
-            videos=[media.videos[at] for at in tree.videos],
-            audios=[media.audios[at] for at in tree.audios],
+        visuals = _MediaOfRow(
+            images=_counted_in_tree([visuals.images[at] for at in tree.images], _joins(family)),
+            videos=[visuals.videos[at] for at in tree.videos],
+            audios=[visuals.audios[at] for at in tree.audios],
         )
-    return replace(packed, media=_media(media, pixel_dtype, buffers, family))
+    return packed.with_media(_media(visuals, pixel_dtype, buffers, family))
 
 
 @final
@@ -233,6 +234,7 @@ def _metadata(samples: Sequence[Encoded]) -> HostMetadata:
     return HostMetadata(
         lengths=tuple(sample.num_tokens for sample in samples),
         media_runs=tuple(sample.media_runs for sample in samples) if has_tiles or samples[0].columns else (),
+        type_runs=tuple(sample.type_runs for sample in samples) if any(videos) else (),
         image_grids=_grids(_images(samples)),
         video_grids=_grids(_videos(samples)),
         image_tokens=tuple(sum(image.runs) for image in _images(samples) if image.grid is None),

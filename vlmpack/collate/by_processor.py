@@ -3,7 +3,7 @@
     template    <start_of_turn>user\n <boi> What is it?<end_of_turn>\n<start_of_turn>model\nA cat<end_of_turn>\n
     expanded    <start_of_turn>user\n \n\n<boi><image>*256<eoi>\n\n What is it?<end_of_turn>...
     tokens      the expanded text's, each with the characters that it stands for
-    learnt      tokens of the answers' characters, and never those of an image
+    learnt      tokens of the answers' characters and of what ends them, and never those of an image
 
 The chat template and the tokenizer are called as `apply_chat_template(tokenize=True)` calls them, and each image is
 written as `replace_image_token` writes it; of each run of placeholders one is tokenised, and then repeated. Before the
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vlmpack.collate.chat_template import ChatTemplate, Span, check_characters
+from vlmpack.collate.chat_template import AnswerEnd, ChatTemplate, Span, check_characters
 from vlmpack.collate.conversation import Conversation
 from vlmpack.collate.encoded import Encoded, TrainOn, Visual, mask_media
 from vlmpack.collate.processor_images import ProcessorImages, trial_image
@@ -42,6 +42,9 @@ _TRIAL = ((120, 90), (70, 260))
 """Heights and widths of the images of the trial sample."""
 _SMALLEST = (64, 64)
 """Height and width of the image in a batch without samples."""
+_CUT = (800, 1100)
+"""Width and height of an image that is cut into tiles."""
+_NUMBERS = re.compile(r"\d+")
 
 
 @final
@@ -88,6 +91,8 @@ class ProcessorEncoder:
     """Reads images."""
     train_on: TrainOn
     """Which tokens are learnt."""
+    answer_end: AnswerEnd
+    """What becomes of an answer that the template does not end."""
     max_length: int | None = None
     """Tokens beyond which places to cut a sample are looked for; None: never."""
 
@@ -105,13 +110,16 @@ class ProcessorEncoder:
         if self._columns:
             raise Refusal("template_error", f"it is a conversation, but {self._is_of_prefix}", of_all=True)
         text = self.template.render(conversation)
+        flags = conversation.trained_turns
+        spans = [] if self.train_on == "all" else self.template.answers(conversation, text)
+        spans = [span for at, span in enumerate(spans) if flags is None or flags[at]]
+        if end := self.answer_end.of(conversation, text, self.template, None if self.train_on == "all" else spans):
+            text += end
+            spans[-1:] = [(start, len(text)) for start, _ in spans[-1:]]
         tokens = self._tokenise(self._laid_out(text, len(images), is_chat=True), images)
         learnt = np.full(len(tokens.ids), self.train_on == "all")
-        if self.train_on != "all":
-            flags = conversation.trained_turns
-            for at, span in enumerate(self.template.answers(conversation, text)):
-                if flags is None or flags[at]:
-                    learnt[self._answer(tokens, span)] = True
+        for span in spans:
+            learnt[self._answer(tokens, span)] = True
         sample = self._encoded(tokens, learnt, images)
         if self.max_length is None or sample.num_tokens <= self.max_length:
             return sample
@@ -132,6 +140,19 @@ class ProcessorEncoder:
     def _columns(self) -> tuple[str, ...]:
         """Names of the columns that the model needs beside ids: that of the prefix, which is the prompt."""
         return family_of_processor(self.processor).token_columns if self.metadata.has_vision else ()
+
+    @cached_property
+    def media_tokens(self) -> tuple[str, ...]:
+        """Special tokens of images, videos and audio: those that have names, and those in the text of an image.
+
+        Of tokens that differ in their numbers, such as those of rows and columns, all are there if one is.
+        """
+        if not self.metadata.has_vision:
+            return ()
+        (image,) = self.images.process([Image.new("RGB", _CUT)])
+        kinds = {_NUMBERS.sub("", token) for token in self.metadata.special_tokens if token in image.written}
+        alike = [token for token in self.metadata.special_tokens if _NUMBERS.sub("", token) in kinds]
+        return (*self.metadata.media_tokens, *alike)
 
     @cached_property
     def expert_types(self) -> str | None:
@@ -299,14 +320,16 @@ class ProcessorEncoder:
         """The tokens of an answer in the template's text.
 
         One that reaches into it from the header is learnt if it holds no more than blanks of the header, or if the
-        template marks the answer itself: as transformers does.
+        template marks the answer itself: as transformers does. One that reaches out of it is learnt if it holds no more
+        than blanks of what follows: of LLaVA's "4 USER:" the token " US" is not.
         """
         start, stop = tokens.moved(span[0]), tokens.moved(span[1])
         hit = tokens.between((start, stop))
-        is_cut = hit.start < hit.stop and tokens.starts[hit.start] < start
-        if is_cut and not self.template.marks_answers and tokens.text[tokens.starts[hit.start] : start].strip(" "):
-            return slice(hit.start + 1, hit.stop)
-        return hit
+        if hit.start == hit.stop:
+            return hit
+        before = tokens.text[tokens.starts[hit.start] : start].strip(" ")
+        behind = tokens.text[stop : tokens.stops[hit.stop - 1]].strip()
+        return slice(hit.start + bool(before and not self.template.marks_answers), hit.stop - bool(behind))
 
     def _beside_images(self, tokens: Tokens) -> list[int]:
         """Places before and after each image."""

@@ -7,15 +7,17 @@
 
 A template that marks its assistant's text itself (`{% generation %}`) is taken at its word. Of any other one the
 conversation is written turn by turn: what an answer adds to the text before it is learnt, up to the token that ends it.
+That token may be the beginning of the next turn (GLM's `<|user|>`), or stand behind the marks: it is learnt too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 from jinja2 import Environment, TemplateError
 from jinja2.ext import Extension
@@ -26,16 +28,14 @@ from jinja2.parser import Parser
 from vlmpack.collate.columns import is_empty
 from vlmpack.collate.conversation import Conversation, text_of
 from vlmpack.collate.processor_metadata import parts_of
+from vlmpack.collate.template_texts import THOUGHTS, TextCheck, is_written, probe
 from vlmpack.errors import ConfigError, Refusal
 
 Span = tuple[int, int]
 """Start and stop, in characters of a text or in tokens."""
-Contents = Literal["as given", "parts", "texts"]
-"""Form in which a template takes contents: as messages have them, all as lists of parts, or all as texts."""
+Form = Literal["text", "parts"]
+"""Form of a message's content: a string, or a list of parts."""
 
-_TRIAL = ("vlmpack asks", "vlmpack answers")
-"""Texts of a short conversation."""
-_ROLES = ("user", "assistant")
 _TOOL = {
     "type": "function",
     "function": {"name": "tried", "description": "-", "parameters": {"type": "object", "properties": {}}},
@@ -68,8 +68,8 @@ class ChatTemplate:
     """The processor, or the tokenizer of a text model."""
     takes_parts: bool
     """True if the content of a message may be a list of parts: templates of text models take none."""
-    end_tokens: tuple[str, ...] = ()
-    """Special tokens, one of which may end a turn; needed for `answers` alone."""
+    special_tokens: tuple[str, ...] = ()
+    """The tokenizer's special tokens; needed for `answers` and `tokens` alone."""
 
     def render(self, conversation: Conversation) -> str:
         """The text of its messages.
@@ -85,16 +85,17 @@ class ChatTemplate:
                 "model's processor, set processor.chat_template, or give prompt and completion as strings"
             )
         self._check_written(conversation)
-        return self._text(conversation.messages, conversation.template_options)
+        text = self._text(conversation.messages, conversation.template_options)
+        self._texts.check(conversation.messages, conversation.template_options, text)
+        return text
 
     def answers(self, conversation: Conversation, text: str) -> list[Span]:
         """Find what each of the assistant's turns says in `text`, which `render` returned, its end included.
 
         Raises:
             Refusal: the template writes another number of answers, or writes a turn otherwise when others follow it
-                (`turn_mismatch`); or it leaves out a text (`template_ignores`).
+                (`turn_mismatch`).
         """
-        self._check_texts(conversation, text)
         roles = [message["role"] for message in conversation.messages]
         if self.marks_answers:
             spans = self._marked(conversation, text)
@@ -108,7 +109,12 @@ class ChatTemplate:
                 "template, use train_on='all', or give tokenised samples with labels",
                 of_all=not spans,
             )
-        return spans
+        answers = [at for at, role in enumerate(roles) if role == "assistant"]
+        return [self._with_end(text, span, roles[at + 1 :]) for at, span in zip(answers, spans, strict=True)]
+
+    def is_ended(self, said: str) -> bool:
+        """Return whether the text of an answer ends with a token that the template writes, blanks behind it aside."""
+        return said.rstrip().endswith(self.tokens)
 
     def ends(self, conversation: Conversation, text: str) -> list[int]:
         """Find the ends of its messages in `text`, of those that the template writes alike without what follows."""
@@ -117,7 +123,7 @@ class ChatTemplate:
 
     def _text(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         try:
-            return self._write(self._formed(messages), **options)
+            return self._write_formed(messages, options)
         except Exception as error:  # a template can fail in any way on messages it rejects
             raise Refusal(
                 "template_error",
@@ -126,22 +132,6 @@ class ChatTemplate:
             ) from error
 
     # ------------------------------------------------------------------ answers
-
-    def _check_texts(self, conversation: Conversation, text: str) -> None:
-        """Insist that the template writes each message's texts, save for thoughts and white space around them.
-
-        What tools return may be written as JSON.
-        """
-        for at, message in enumerate(conversation.messages):
-            if message["role"] == "tool":
-                continue
-            texts = [part["text"].split("</think>")[-1] for part in _as_parts(message["content"]) if "text" in part]
-            if lost := next((one for one in texts if one.strip() not in text), None):
-                raise Refusal(
-                    "template_ignores",
-                    f"messages[{at}] ({message['role']}) says {lost[:40]!r}, which the chat template does not write; "
-                    "compare the message's role and content with what the template expects",
-                )
 
     @property
     def _source(self) -> str:
@@ -186,8 +176,55 @@ class ChatTemplate:
                 )
         assert question is not None
         assert answer is not None
-        said = answer[len(question) :].rstrip()
-        return len(question), len(question) + len(said) if said.endswith(self.end_tokens) else len(answer)
+        said = answer[len(question) :]
+        return len(question), len(question) + len(said.rstrip() if self.is_ended(said) else said)
+
+    def _with_end(self, text: str, span: Span, following: Sequence[str]) -> Span:
+        """Extend an answer by the token that ends it, where the template writes that behind it.
+
+        The beginning of another turn is one only where a user or a tool speaks: nothing else stops the model there.
+        """
+        start, stop = span
+        if self.is_ended(text[start:stop]) or not (end := self._end.match(text, stop)):
+            return span
+        is_end = not following or following[0] in ("user", "tool") or end.group().strip() == self._own_end
+        return (start, end.end()) if is_end else span
+
+    @property
+    def likely_end(self) -> str:
+        """A token that the template writes between an answer and a question, or else the end of a text."""
+        return self._behind("user") or parts_of(self.processor).tokenizer.eos_token
+
+    @cached_property
+    def _own_end(self) -> str:
+        return self._behind()
+
+    def _behind(self, *following: str) -> str:
+        """The special token that the template writes right behind an answer which these roles follow; "": none."""
+        turns = [{"role": role, "content": "?"} for role in ("user", "assistant", *following)]
+        turns[1]["content"] = probe(0)
+        text = self._tried(self._formed(turns))
+        end = self._end.match(text, text.find(probe(0)) + len(probe(0))) if is_written(text) else None
+        return end.group().strip() if end else ""
+
+    @cached_property
+    def _end(self) -> re.Pattern[str]:
+        """One of the template's special tokens, after blanks."""
+        longest = sorted(self.tokens, key=len, reverse=True)
+        return re.compile(rf"\s*(?:{'|'.join(map(re.escape, longest)) or '(?!)'})")
+
+    @cached_property
+    def tokens(self) -> tuple[str, ...]:
+        """The special tokens that the template writes, tried with each role, or has in its source; in that order."""
+        template = self.processor.chat_template
+        if template is None:
+            return ()
+        sources = [*template.values()] if isinstance(template, Mapping) else [template]
+        tried = [text for texts in self._trials.values() for text in texts.values()]
+        named = parts_of(self.processor).tokenizer.special_tokens_map
+        read = [str(token) for name, token in named.items() if name in self._variables]
+        written = "\n".join((*tried, *sources, *read))
+        return tuple(sorted((token for token in self.special_tokens if token in written), key=written.index))
 
     def _prefix(self, conversation: Conversation, stop: int, **options: bool) -> str | None:
         """Write the first messages alone; None: the template cannot."""
@@ -199,26 +236,54 @@ class ChatTemplate:
     # ------------------------------------------------------------------ what the template takes
 
     def _formed(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Copy messages with their contents in the form that the template takes."""
-        form = {"as given": lambda m: m["content"], "texts": text_of, "parts": lambda m: _as_parts(m["content"])}
-        return [{**message, "content": form[self._contents](message)} for message in messages]
+        """Copy messages with their contents in a form that the template writes as they are."""
+        return [{**message, "content": self._form(message)} for message in messages]
+
+    def _form(self, message: Mapping[str, Any]) -> Any:
+        """The content itself, unless the template writes the other form only."""
+        content = message["content"]
+        if not self.takes_parts:
+            return text_of(message)
+        forms = self._forms[message["role"]]
+        if isinstance(content, str):
+            return _as_parts(content) if forms == ("parts",) else content
+        has_media = any(part["type"] != "text" for part in content)
+        return text_of(message) if forms == ("text",) and not has_media else content
 
     @cached_property
-    def _contents(self) -> Contents:
-        """The form of contents in which a question and an answer are both written."""
-        if not self.takes_parts:
-            return "texts"
-        trials = {form: self._try_form(form) for form in ("as given", "parts")}
-        fitting = [form for form, text in trials.items() if text is not None and all(part in text for part in _TRIAL)]
-        return "parts" if fitting == ["parts"] else "as given"
+    def _forms(self) -> Mapping[str, tuple[Form, ...]]:
+        """By role, the forms of a content that the template writes as they are, and not as Python shows them."""
+        return {
+            role: tuple(form for form, text in texts.items() if is_written(text))
+            for role, texts in self._trials.items()
+        }
 
-    def _try_form(self, form: str) -> str | None:
-        contents = [_as_parts(text) if form == "parts" else text for text in _TRIAL]
-        turns = [{"role": role, "content": content} for role, content in zip(_ROLES, contents, strict=True)]
+    @cached_property
+    def _trials(self) -> Mapping[str, Mapping[Form, str]]:
+        """By role and form, what the template writes of a short conversation; "": it cannot write that."""
+        trials: dict[str, dict[Form, str]] = {}
+        plain: dict[str, dict[str, Any]] = {}
+        for role, before, after in (
+            ("user", (), ()),
+            ("assistant", ("user",), ()),
+            ("system", (), ("user", "assistant")),
+            ("tool", ("user", "call"), ()),
+        ):
+            trials[role] = {}
+            for form in get_args(Form)[: 1 + self.takes_parts]:
+                asked, short = (text if form == "text" else _as_parts(text) for text in (probe(0), "?"))
+                turns = [*map(plain.__getitem__, before), {"role": role, "content": asked}]
+                trials[role][form] = self._tried([*turns, *map(plain.__getitem__, after)])
+                if role not in plain or is_written(trials[role][form]):
+                    plain[role] = {"role": role, "content": short}
+            plain["call"] = {**plain.get("assistant", {}), "tool_calls": [_CALL]}
+        return trials
+
+    def _tried(self, messages: list[dict[str, Any]]) -> str:
         try:
-            return self._write(turns)
+            return self._write(messages)
         except Exception:  # see `_text`
-            return None
+            return ""
 
     def _check_written(self, conversation: Conversation) -> None:
         holders = (*conversation.messages, conversation.template_options)
@@ -244,7 +309,7 @@ class ChatTemplate:
         trials = {
             "tools": self._try(tools=[_TOOL]),
             "tool_calls": self._try({"tool_calls": [_CALL]}),
-            "reasoning_content": self._try({"reasoning_content": "tried"}),
+            **{key: self._try({key: "tried"}) for key in THOUGHTS},
         }
         return frozenset(key for key, text in trials.items() if text is not None and text == plain)
 
@@ -253,8 +318,8 @@ class ChatTemplate:
         question, reply = ([{"type": "text", "text": text}] if self.takes_parts else text for text in "?!")
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": reply, **(answer or {})}]
         try:
-            return self._write(turns, **options)
-        except Exception:  # see `render`
+            return self._write(self._formed(turns), **options)
+        except Exception:  # see `_text`
             return None
 
     @cached_property
@@ -275,12 +340,62 @@ class ChatTemplate:
             ) from error
         return frozenset(read - _NOT_OPTIONS)
 
+    @cached_property
+    def _texts(self) -> TextCheck:
+        return TextCheck(write=self._write_formed)
+
+    def _write_formed(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        return self._write(self._formed(messages), **options)
+
     def _write(self, messages: list[dict[str, Any]], **options: Any) -> str:
         return self.processor.apply_chat_template(messages, tokenize=False, **options)
 
 
 def _as_parts(content: Any) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+# ---------------------------------------------------------------------- the end of an answer
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AnswerEnd:
+    """What becomes of an answer after which a chat template writes no token that ends it."""
+
+    token: str | None = None
+    """Written behind the last message of a sample if it is such an answer; None: nothing is."""
+    is_first: Callable[[str], bool] | None = None
+    """Returns whether an event has not been warned of; None: no warning."""
+
+    def of(
+        self, conversation: Conversation, text: str, template: ChatTemplate, answers: Sequence[Span] | None = None
+    ) -> str:
+        """Return the token to write behind a conversation; "": there is none to be written. Warn once where one lacks.
+
+        Args:
+            conversation: the sample.
+            text: of it, as `template` renders it.
+            template: the template.
+            answers: the answers in it that are learnt; None: the last message is looked at alone.
+        """
+        if answers is None:
+            flags = conversation.trained_turns
+            is_answer = conversation.messages[-1]["role"] == "assistant" and (flags is None or flags[-1])
+            answers = [(0, len(text))] if is_answer else []
+        unended = [span for span in answers if not template.is_ended(text[slice(*span)])]
+        if not unended:
+            return ""
+        if self.token is not None:
+            return "" if text[unended[-1][1] :].strip() else self.token
+        if self.is_first is not None and self.is_first("answer without an end"):
+            warnings.warn(
+                "the chat template writes no special token after an answer, so that none is learnt there and a model "
+                f"may never stop: VLMCollator(add_stop={template.likely_end!r}) writes one after the last answer of a "
+                "sample (choose a token at which generation stops); this is said once",
+                stacklevel=2,
+            )
+        return ""
 
 
 # ---------------------------------------------------------------------- characters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -58,9 +58,13 @@ class VLMCollator:
             it, "truncate" cuts it between messages or beside an image, never inside one.
         train_on: "assistant" learns the assistant's turns, their end included (of prompt and completion only the
             completion); "all" learns everything but media tokens. Labels of tokenised samples are kept.
-        markers: the meaning of `<image>` and `<video>` in a text. "auto": placeholders of the media in a sample's
-            columns, and text in a sample without such a column; "places": always placeholders, refused without their
-            medium; "text": always text.
+        add_stop: a token of the tokenizer, such as "</s>", that is written and learnt behind the last answer of a
+            sample if the chat template writes none there that ends it; None: nothing is, and a warning says so once.
+        ignored_keys: keys of messages and their parts that are left out. Any other key has to be one that the chat
+            template writes, or the sample is refused.
+        markers: the meaning of `<image>`, `<video>` and `<audio>` in a text. "auto": placeholders of the media in a
+            sample's columns, and text in a sample without such a column; "places": always placeholders, refused without
+            their medium; "text": always text.
         on_bad: "raise" stops at the first bad sample, "skip" leaves it out, counts it and writes it down.
         skip_log: path of a JSON-lines file for refused samples; None: they are only counted, and a `SkippedWarning`
             says so at the first.
@@ -89,6 +93,8 @@ class VLMCollator:
         max_length: int | None = None,
         overlength: Overlength = "error",
         train_on: TrainOn = "assistant",
+        add_stop: str | None = None,
+        ignored_keys: Collection[str] = (),
         markers: Markers = "auto",
         on_bad: OnBad = "raise",
         skip_log: str | Path | None = None,
@@ -117,12 +123,19 @@ class VLMCollator:
         self.overlength: Overlength = overlength
         self.on_bad = on_bad
         self.train_on: TrainOn = train_on
+        self.add_stop = add_stop
+        self.ignored_keys = _ignored_keys(ignored_keys)
         self.markers: Markers = markers
         self.limits = limits or ImageLimits()
         self.pixel_dtype = pixel_dtype
         self.buffers = PixelBuffers(pixel_buffers)
         self.processor = processor
         self.metadata = read_processor(processor, vocab_size=vocab_size)
+        if add_stop is not None and add_stop not in self.metadata.special_tokens:
+            raise ConfigError(
+                f"add_stop={add_stop!r} is no special token of the tokenizer; choose one at which generation stops, "
+                f"such as {self.metadata.eos_token!r}"
+            )
         self.share_prefixes = _sharing(share_prefixes, layout, self.slots)
         takes_others = _is_whole(self.metadata) or self.metadata.has_audio
         self._family = family_of_processor(processor) if takes_others else None
@@ -139,6 +152,8 @@ class VLMCollator:
             is_first=self.skip_log.is_first,
             max_length=max_length,
             file_rules=self.file_rules,
+            add_stop=add_stop,
+            ignored_keys=self.ignored_keys,
         )
 
     def __repr__(self) -> str:
@@ -383,6 +398,16 @@ def _check_lengths(layout: BatchLayout, slots: SlotRule | None, max_length: int 
         raise ConfigError(f"overlength={overlength!r} needs max_length=, the most tokens a sample may have")
     if max_length is not None:
         check_whole_number("max_length", max_length, at_least=2)
+
+
+def _ignored_keys(keys: Collection[str]) -> tuple[str, ...]:
+    if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
+        raise ConfigError(f"ignored_keys={keys!r} must be names of keys, such as ('id', 'timestamp')")
+    if needed := {"role", "content", "from", "value", "type", "text"}.intersection(keys):
+        raise ConfigError(
+            f"ignored_keys={keys!r} would leave {', '.join(sorted(needed))} out, which every message needs"
+        )
+    return tuple(keys)
 
 
 def _is_whole(metadata: ProcessorMetadata) -> bool:

@@ -33,9 +33,14 @@ _NAMED_MEDIA = re.compile(
     r"(images?|imgs?|pictures?|pics?|photos?|videos?|clips?)(_?(paths?|files?|urls?|bytes|file_?names?|data|base64))?"
 )
 """Names of columns that hold images or videos; `image_id` and `num_images` do not."""
+_NAMED_AUDIO = re.compile(
+    r"(audios?|sounds?|speech|wavs?)(_?(paths?|files?|urls?|bytes|file_?names?|data|base64|array))?"
+)
+"""Names of columns that hold audio."""
 _FILE_COLUMN = re.compile(r"(file_?names?|files?|file_?paths?|paths?|media|media_paths?|attachments?|frames)")
 """Names of columns that hold files of any kind."""
 _FILE = re.compile(r"(?i)\S.*\.(png|jpe?g|webp|gif|bmp|tiff?|mp4|avi|mkv|mov|webm)")
+_AUDIO_FILE = re.compile(r"(?i)\S.*\.(wav|mp3|flac|ogg|m4a|opus)")
 _VIDEOS = (".mp4", ".m4v", ".avi", ".mkv", ".mov", ".webm")
 """Ends of the paths of videos' files."""
 _ENCODED = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")
@@ -57,12 +62,14 @@ _MANY = 12
 
 def is_absent(value: Any) -> bool:
     """None, or a struct with nothing in it: Arrow gives every part of a column the keys of all of them."""
-    return value is None or (isinstance(value, Mapping) and all(inner is None for inner in value.values()))
+    return value is None or (isinstance(value, Mapping) and all(map(is_absent, value.values())))
 
 
 def is_empty(value: Any) -> bool:
-    """Absent, or a text or list with nothing in it."""
-    return is_absent(value) or (isinstance(value, str | list | tuple) and not value)
+    """Absent, or a text or list with nothing in it, such as `[{"bytes": None, "path": None}]`."""
+    if isinstance(value, list | tuple):
+        return all(map(is_empty, value))
+    return is_absent(value) or (isinstance(value, str) and not value)
 
 
 def holds_pairs(value: Any) -> bool:
@@ -96,7 +103,11 @@ def check_one_form(forms: Sequence[str], present: Mapping[str, Any], *, has_audi
             f"it has {match}, which belongs to input_ids, and {forms[0]}, of which its tokens are made; leave one out",
         )
     if match := next((name for name in AUDIO_COLUMNS if not has_audio and not is_empty(present.get(name))), None):
-        raise Refusal("bad_row", f"it has {match}, which these models cannot hear; leave the column out")
+        raise Refusal(
+            "bad_row",
+            f"it has {match}, which these models cannot hear; leave the sample out, or the column if its text needs no "
+            "audio",
+        )
 
 
 def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence[str]) -> tuple[str, ...]:
@@ -122,6 +133,11 @@ def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence
                 "which looks like its image or video, and it has no other; rename it image or images (or video, "
                 "videos), or leave it out if the sample is text"
             )
+        elif not has_media and _is_audio(name.lower(), value):
+            fault = (
+                "which looks like its audio, and it has no other; rename it audio or audios, or leave the sample out, "
+                "or the column if its text needs no audio"
+            )
         elif name == "objects" and (match := next((x for x in _GROUNDING if any(x in text for text in texts)), None)):
             fault = f"from which ms-swift fills {match!r} in its text; write the boxes and names into the text"
         if fault:
@@ -144,6 +160,13 @@ def _is_media(name: str, value: Any) -> bool:
     if _NAMED_MEDIA.fullmatch(name):
         return isinstance(values[0], str | bytes | Mapping)
     return bool(_FILE_COLUMN.fullmatch(name)) and isinstance(values[0], str) and _FILE.fullmatch(values[0]) is not None
+
+
+def _is_audio(name: str, value: Any) -> bool:
+    first = value[0] if isinstance(value, list | tuple) else value
+    if _NAMED_AUDIO.fullmatch(name):
+        return isinstance(first, str | bytes | Mapping | float)
+    return bool(_FILE_COLUMN.fullmatch(name)) and isinstance(first, str) and _AUDIO_FILE.fullmatch(first) is not None
 
 
 def _is_stored_image(value: Any) -> bool:
@@ -207,16 +230,25 @@ def _listed(feature: Mapping[str, Any]) -> str:
 
 
 Kind = Literal["image", "video", "audio"]
-KINDS: tuple[Kind, ...] = ("image", "video")
-"""The kinds of media that markers in a text may stand for; audio is in parts of messages."""
+KINDS: tuple[Kind, ...] = ("image", "video", "audio")
+"""The kinds of media that markers in a text may stand for."""
 Markers = Literal["auto", "places", "text"]
-"""The meaning of `<image>` and `<video>` in a text: see `marked_kinds`."""
+"""The meaning of `<image>`, `<video>` and `<audio>` in a text: see `marked_kinds`."""
+_INLINE = re.compile(r"<(img|image|video|audio)>[^<>\n]+</\1>")
+"""A medium by its path inside a text, as ms-swift and the first Qwen-VL have it."""
+_NUMBERED = re.compile(
+    r"(?i)<\|?(image|img|video|audio)(?:\||[ _-]?(?:\d+|here|placeholder|token)\|?)>|"
+    r"(?-i:<(IMAGE|Image|VIDEO|Video|AUDIO|Audio)>)"
+)
+"""Places of media as other libraries write them: `<image_1>`, `<|image_1|>`, `<ImageHere>`, `<|audio|>`, `<IMAGE>`."""
 
 _SOURCE_KEYS: dict[Kind, tuple[str, ...]] = {
     "image": ("image", "image_url", "url", "path", "bytes"),
     "video": ("video", "video_url", "url", "path", "bytes"),
     "audio": ("audio",),
 }
+SOURCE_KEYS = frozenset(key for keys in _SOURCE_KEYS.values() for key in keys)
+"""Keys of a part that hold the source of its medium."""
 
 
 @final
@@ -249,7 +281,8 @@ def fill_placeholders(
 
     Without any placeholder in the messages, which are changed in place, text markers (`<image>`, `<video>`) outside the
     assistant's turns are the placeholders if `is_marked` and there is one for each of the column's media. Without any
-    marker the media are put in front of the first user message.
+    marker the media are put in front of the first user message. Placeholders with an `index` take the medium of that
+    place in the column.
 
     Raises:
         Refusal: placeholders and media differ in number, or it is not clear where the media go.
@@ -258,6 +291,8 @@ def fill_placeholders(
     placeholders = [part for message in messages for part in _parts(message) if part["type"] == kind]
     if column and not placeholders:
         if not (is_marked and _split_at_markers(messages, kind, len(column))):
+            if is_marked:
+                _check_numbered(messages, kind)
             _insert_placeholders(messages, kind, len(column))
         return column
     refs = [_reference(part, kind) for part in placeholders]
@@ -273,8 +308,58 @@ def fill_placeholders(
             f"the messages have {missing} {kind} placeholder(s) without a source of their own, but the columns hold "
             f"{len(column)} {kind}(s); {remedy}",
         )
-    rest = iter(column)
+    rest = iter(_by_index(column, [part for part, ref in zip(placeholders, refs, strict=True) if ref is None], kind))
     return tuple(_merge(next(rest), part) if ref is None else ref for part, ref in zip(placeholders, refs, strict=True))
+
+
+def _by_index(column: tuple[MediaRef, ...], placeholders: Sequence[Mapping[str, Any]], kind: Kind) -> list[MediaRef]:
+    """The media of a column in the order of their placeholders, which may say which one each is by its `index`.
+
+    Raises:
+        Refusal: `ambiguous_media`: the indices are not those of the column's media.
+    """
+    indices: list[Any] = [part.get("index") for part in placeholders]
+    if all(index is None for index in indices):
+        return list(column)
+    if sorted(indices, key=repr) != sorted(range(len(column)), key=repr):
+        raise Refusal(
+            "ambiguous_media",
+            f"its {kind} parts have the index {', '.join(map(repr, indices))}, but the column holds {len(column)} "
+            f"{kind}(s), counted from 0; name each once, or leave 'index' out",
+        )
+    return [column[index] for index in indices]
+
+
+def check_inline_media(texts: Iterable[str]) -> None:
+    """Refuse media that are named inside users' texts: no path in a text is opened, and it would be learnt as words.
+
+    Raises:
+        Refusal: `media_in_text`.
+    """
+    if match := next(filter(None, map(_INLINE.search, texts)), None):
+        kind = "image" if match[1] == "img" else match[1]
+        raise Refusal(
+            "media_in_text",
+            f"the user's text holds {match[0]!r:.80}, a medium by its path as ms-swift and the first Qwen-VL write it; "
+            f"write <{kind}> there and the path into a column {kind}s, or choose markers='text' if it is meant as text",
+        )
+
+
+def _check_numbered(messages: Sequence[Mapping[str, Any]], kind: Kind) -> None:
+    """Refuse another library's places of media where these would go in front of the text, and the places be learnt.
+
+    Raises:
+        Refusal: `ambiguous_media`.
+    """
+    for message in messages:
+        texts = [part["text"] for part in _parts(message) if part["type"] == "text" and message["role"] == "user"]
+        matches = (match for text in texts for match in _NUMBERED.finditer(text))
+        if match := next((m for m in matches if (m[1] or m[2]).lower().replace("img", "image") == kind), None):
+            raise Refusal(
+                "ambiguous_media",
+                f"the user's text holds {match[0]!r}, which is no place of the {kind}(s) in the sample's column here; "
+                f"write <{kind}> for each in its place; where it is meant as text, choose markers='text'",
+            )
 
 
 def check_markers(texts: Iterable[str], feature: Mapping[str, Any], *, missing: Iterable[Kind]) -> None:
@@ -308,11 +393,17 @@ def column_media(present: Mapping[str, Any], kind: Kind) -> tuple[MediaRef, ...]
     if item is not None and many is not None:
         raise Refusal("ambiguous_media", f"the sample has both a column {kind} and a column {kind}s; keep one of them")
     value = item if many is None else many
-    if value is None:
+    if is_empty(value):
         return ()
     is_one = {"image": lambda _: False, "video": _is_one_video, "audio": _is_one_audio}[kind]
     if not isinstance(value, list | tuple) or (many is None and is_one(value)):
         value = [value]
+    if nothing := next((at for at, item in enumerate(value) if is_empty(item)), None):
+        found = "an empty text" if value[nothing] == "" else "None"
+        raise Refusal(
+            f"{kind}_missing",
+            f"{kind} {nothing} of the {len(value)} in its column is {found}; give it, or leave the sample out",
+        )
     return tuple(_reference(item, kind) or MediaRef(source=item) for item in value)
 
 
@@ -409,8 +500,8 @@ def _options(item: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         Refusal: one of them is nearly a known key, and would change nothing.
     """
-    source_keys = {"type", "text", "bytes", *(key for keys in _SOURCE_KEYS.values() for key in keys)}
-    options = {name: value for name, value in item.items() if name not in source_keys and value is not None}
+    known = {"type", "text", "index", *SOURCE_KEYS}
+    options = {name: value for name, value in item.items() if name not in known and value is not None}
     for name in options:
         if key := misspelt_key(str(name)):
             fault = f"beside an image or video stands the key {name!r}, which is not known; did you mean {key!r}?"

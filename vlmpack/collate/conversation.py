@@ -7,9 +7,9 @@
 
 A message's content is a string or a list of parts; a part is a text, or an image, video or audio with its source inside
 (`{"type": "image", "image": PIL | path | bytes | {"bytes", "path"}}`) or without one, which then comes from the
-`images` / `image` / `videos` / `video` column, in order. Where no message has such a part, `<image>` and `<video>` in
-the text of users are the places of the column's media, if there are as many. Keys that are None, or structs of None,
-count as absent: Arrow writes them.
+column of its kind (`images` / `image`, `videos` / `video`, `audios` / `audio`), in order. Where no message has such a
+part, `<image>`, `<video>` and `<audio>` in users' texts are the places of the column's media, if there are as many.
+Keys that are None, or structs of None, count as absent: Arrow writes them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ import numpy as np
 from vlmpack.collate.branches import branch_of
 from vlmpack.collate.columns import (
     KINDS,
+    SOURCE_KEYS,
     Kind,
     Markers,
     MediaRef,
     check_columns_filled,
+    check_inline_media,
     check_markers,
     check_one_form,
     column_media,
@@ -41,7 +43,8 @@ from vlmpack.collate.columns import (
     marked_kinds,
     no_columns,
 )
-from vlmpack.data import BRANCH_COLUMN, PAIRS_COLUMN
+from vlmpack.collate.vision_keys import KNOWN_KEYS, misspelt_key
+from vlmpack.data import BRANCH_COLUMN, CALLING, PAIRS_COLUMN, calls_in, read_tools, with_arguments, without_nulls
 from vlmpack.errors import Refusal
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -49,16 +52,20 @@ ROLES = ("system", "user", "assistant", "tool")
 ALIASES = {
     "human": "user",
     "gpt": "assistant",
-    "function_call": "assistant",
     "observation": "tool",
     "function": "tool",
+    "tool_response": "tool",
     "developer": "system",
 }
 """Other names of the same roles. Qwen's templates have no developer, and some leave such a turn out."""
-FLAGS = ("weight", "loss", "train")
-"""Keys by which an assistant's turn is learnt or not: of OpenAI, ms-swift and axolotl."""
+FLAGS = ("weight", "loss", "loss_scale", "loss_weight", "loss_mask", "train", "training", "trainable")
+"""Keys by which an assistant's turn is learnt or not: of OpenAI, ms-swift, LLaMA-Factory, axolotl and Tinker."""
 SPEAKING = ("tool_calls", "reasoning_content")
 """Keys with which a turn needs no content."""
+_READ_AS_JSON = (
+    "; a text that is JSON itself, such as '42' or '{\"total\": 5}', is no text any more in a column of datasets.Json: "
+    "open the file of JSON that it came from with open_dataset"
+)
 _PAYLOADS = {
     "text": ("text",),
     "image": ("image", "images", "image_url"),
@@ -66,6 +73,8 @@ _PAYLOADS = {
     "audio": ("audio", "audios", "audio_url", "input_audio"),
 }
 """Keys that hold the content of a part, by its kind."""
+_OF_TURNS = ("messages", "conversation", "conversations", PAIRS_COLUMN, "prompt", "completion")
+"""Columns of turns."""
 
 
 @final
@@ -82,14 +91,24 @@ class Turn:
 def read_turns(value: Any, column: str, marked: Collection[str] = (), *, has_audio: bool = False) -> list[Turn]:
     """The turns of a column: messages with role and content, Qwen's turns with from and value, or Cauldron's pairs.
 
-    In the texts of the latter, `<image>` and `<video>` are placeholders if they are among the kinds that are `marked`.
+    In the texts of the latter, `<image>`, `<video>` and `<audio>` are placeholders of the kinds that are `marked`.
     `has_audio`: parts may be audio.
 
     Raises:
         Refusal: `bad_row`: they are no turns, one of them is empty, or its role or its flag is not known.
     """
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
-        raise Refusal("bad_row", f"{column} must be a non-empty list of messages, got {short(value)}")
+        hint = ""
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            hint = ", which is JSON text; cast the column (dataset.cast_column(name, datasets.Json())), or parse it"
+        elif isinstance(value, np.ndarray):
+            hint = ", as pandas and a numpy format give rows; give lists (dataset.with_format(None), value.tolist())"
+        elif isinstance(value, Mapping):
+            hint = (
+                " of lists, as datasets.Sequence stores turns; give a list of turns: [dict(zip(x, turn)) for turn in "
+                "zip(*x.values())]"
+            )
+        raise Refusal("bad_row", f"{column} must be a non-empty list of messages, got {short(value)}{hint}")
     if column == PAIRS_COLUMN:
         value = [turn for at, pair in enumerate(value) for turn in _pair(pair, f"{column}[{at}]")]
     is_qwen = isinstance(value[0], Mapping) and "from" in value[0]
@@ -144,7 +163,8 @@ def _turn(message: Any, where: str, *, has_audio: bool) -> Turn:
         kinds = ("text", "image", "video", "audio")[: 4 if has_audio else 3]
         content = [_part(part, f"{where}.content[{i}]", kinds) for i, part in enumerate(content)]
     elif not isinstance(content, str):
-        raise Refusal("bad_row", f"{where}.content must be a string or a list of parts, got {short(content)}")
+        fault = f"{where}.content must be a string or a list of parts, got {short(content)}"
+        raise Refusal("bad_row", f"{fault}{_READ_AS_JSON if isinstance(content, Number) else ''}")
     _check_no_payload(message, where, but=())
     rest = {key: value for key, value in message.items() if value is not None and key not in FLAGS}
     return Turn(message={**rest, "content": content}, learnt=_learnt(message, message["role"], where))
@@ -154,7 +174,8 @@ def _pair(pair: Any, where: str) -> list[dict[str, Any]]:
     """A question and its answer, as The Cauldron and FineVision write them."""
     if not isinstance(pair, Mapping) or not all(isinstance(pair.get(role), str) for role in ("user", "assistant")):
         raise Refusal("bad_row", f"{where} must have a user and an assistant, both texts, got {_with_keys(pair)}")
-    return [{"role": role, "content": pair[role]} for role in ("user", "assistant")]
+    rest = {key: value for key, value in pair.items() if key not in ("user", "assistant", "source")}
+    return [{"role": "user", "content": pair["user"]}, {**rest, "role": "assistant", "content": pair["assistant"]}]
 
 
 def _no_content(message: Mapping[str, Any], where: str) -> str:
@@ -172,7 +193,8 @@ def _part(part: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
-        raise Refusal("bad_row", f"{where} must be a mapping with a type, got {short(part)}")
+        hint = _READ_AS_JSON if isinstance(part, Number) else ""
+        raise Refusal("bad_row", f"{where} must be a mapping with a type, got {short(part)}{hint}")
     part = {key: value for key, value in part.items() if not is_absent(value)}
     kind = part.get("type") or next((k for k in ("image", "image_url", "video", "audio", "text") if k in part), "")
     if not isinstance(kind, str):
@@ -180,11 +202,26 @@ def _part(part: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
     kind = {"image_url": "image", "video_url": "video", "input_image": "image", "input_text": "text"}.get(kind, kind)
     if kind not in kinds:
         usable = f"{', '.join(kinds[:-1])} and {kinds[-1]}"
-        raise Refusal("bad_row", f"{where} is of type {kind!r}; only {usable} parts can be used")
+        hint = "" if kind else _READ_AS_JSON
+        raise Refusal("bad_row", f"{where} is of type {kind!r}; only {usable} parts can be used{hint}")
     if kind == "text" and not isinstance(part.get("text"), str):
         raise Refusal("bad_row", f"{where} is a text part without a text, got {short(part)}")
     _check_no_payload(part, where, but=_PAYLOADS[kind])
+    _check_keys_of_part(part, where, kind)
     return {**part, "type": kind}
+
+
+def _check_keys_of_part(part: Mapping[str, Any], where: str, kind: str) -> None:
+    """Refuse what stands beside a text or a medium and is not read; keys that are nearly known are refused later."""
+    of_media = ("index", "sampling_rate", *SOURCE_KEYS, *KNOWN_KEYS)
+    known = ("type", "text", *(() if kind == "text" else of_media))
+    for key, value in part.items():
+        if key not in known and not is_empty(value) and (kind == "text" or not misspelt_key(str(key))):
+            raise Refusal(
+                "bad_row",
+                f"{where} has {key!r} beside its {kind}, which nothing reads; take it out, or leave it out with "
+                f"VLMCollator(ignored_keys=({key!r},))",
+            )
 
 
 def _check_no_payload(holder: Mapping[str, Any], where: str, *, but: tuple[str, ...]) -> None:
@@ -207,7 +244,9 @@ def _qwen_turn(turn: Any, where: str, marked: Collection[str]) -> Turn:
         raise Refusal("bad_row", f"{where} has {unread[0]!r} beside its value, which nothing reads; keep one of them")
     role = turn["from"]
     content = turn["value"] if _canonical(role) == "assistant" else _split_markers(turn["value"], marked)
-    return Turn(message={"role": role, "content": content}, learnt=_learnt(turn, role, where))
+    read = ("from", "value", *FLAGS)
+    rest = {key: value for key, value in turn.items() if key not in read and not is_empty(value)}
+    return Turn(message={**rest, "role": role, "content": content}, learnt=_learnt(turn, role, where))
 
 
 def _split_markers(text: str, kinds: Collection[str]) -> str | list[dict[str, Any]]:
@@ -221,18 +260,46 @@ def _split_markers(text: str, kinds: Collection[str]) -> str | list[dict[str, An
 
 def _with_known_roles(turns: list[Turn], column: str) -> list[Turn]:
     roles = list(dict.fromkeys(turn.message["role"] for turn in turns))
-    usable = (*ROLES, *ALIASES)
+    usable = (*ROLES, *ALIASES, *CALLING)
     if unknown := next((role for role in roles if role not in usable), None):
         raise Refusal(
             "bad_row",
             f"{column} has a turn of the role {unknown!r}, which is not known{_did_you_mean(unknown)}; its roles are "
             f"{', '.join(roles)}, and those that can be used {', '.join(usable)}: rename it",
         )
-    return [replace(turn, message={**turn.message, "role": _canonical(turn.message["role"])}) for turn in turns]
+    read: list[Turn] = []
+    for turn in turns:
+        role = turn.message["role"]
+        message = {**turn.message, "role": _canonical(role)}
+        is_call = role in CALLING and is_empty(message.get("tool_calls"))
+        read = _with_call(read, replace(turn, message=message)) if is_call else [*read, replace(turn, message=message)]
+    return read
+
+
+def _with_call(turns: list[Turn], turn: Turn) -> list[Turn]:
+    """Add a turn whose text is the JSON of calls: to the assistant's turn before it, as ms-swift does, or as its own.
+
+    Raises:
+        Refusal: `bad_row`: it is no such JSON.
+    """
+    message, before = turn.message, turns[-1] if turns else None
+    parts = [] if isinstance(message["content"], str) else message["content"]
+    if medium := next((part["type"] for part in parts if part["type"] != "text"), None):
+        raise Refusal("bad_row", f"it has a function call with a part of type {medium!r}; a call is JSON text alone")
+    is_more = before is not None and before.message["role"] == "assistant" and before.learnt == turn.learnt
+    is_more = is_more and message.keys() == {"role", "content"}
+    try:
+        calls = calls_in(text_of(message))
+        if before is not None and is_more:
+            calls = [*with_arguments(before.message.get("tool_calls") or []), *calls]
+            return [*turns[:-1], replace(before, message={**before.message, "tool_calls": calls})]
+    except ValueError as error:
+        raise Refusal("bad_row", f"it has {error}; a turn of the role assistant may say anything") from error
+    return [*turns, replace(turn, message={**message, "content": "", "tool_calls": calls})]
 
 
 def _canonical(role: str) -> str:
-    return ALIASES.get(role, role)
+    return "assistant" if role in CALLING else ALIASES.get(role, role)
 
 
 @lru_cache(maxsize=1024)
@@ -302,8 +369,6 @@ class Conversation:
 
 def _strings(value: Any) -> Iterator[str]:
     """The strings inside nested values, keys included; of what is neither nested nor a number, its text."""
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
     if isinstance(value, list | tuple | set | frozenset):
@@ -314,7 +379,12 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def read_conversation(
-    feature: Mapping[str, Any], *, has_vision: bool = True, has_audio: bool = False, markers: Markers = "auto"
+    feature: Mapping[str, Any],
+    *,
+    has_vision: bool = True,
+    has_audio: bool = False,
+    markers: Markers = "auto",
+    ignored_keys: Collection[str] = (),
 ) -> Conversation:
     """Read one sample of any of the shapes above; with a column `branch_turn`, one question and answer of it.
 
@@ -323,6 +393,7 @@ def read_conversation(
         has_vision: whether the model has; to one that has not, `<image>` in a user's text is text.
         has_audio: whether the model hears; to one that does not, audio is refused.
         markers: whether it is text to the others, or the place of an image: see `marked_kinds`.
+        ignored_keys: keys of messages and their parts that are left out.
 
     Raises:
         Refusal: none of the known columns is there (`no_columns`), its conversation is None, or it contradicts itself
@@ -330,9 +401,13 @@ def read_conversation(
             (`vision_key`).
     """
     present = {name: value for name, value in feature.items() if value is not None}
+    if ignored_keys:
+        present |= {name: _without_keys(present[name], ignored_keys) for name in _OF_TURNS if name in present}
+    if has_vision and markers != "text":
+        check_inline_media(_raw_questions(present))
     marked = marked_kinds(feature, markers if has_vision else "text")
     conversation = _read(present, feature, marked, has_audio=has_audio)
-    media = {"image": conversation.images, "video": conversation.videos}
+    media = _media_of(conversation)
     check_markers(
         _questions(conversation),
         feature,
@@ -342,9 +417,17 @@ def read_conversation(
     return conversation if turn is None else branch_of(conversation, turn)
 
 
+def _without_keys(turns: Any, keys: Collection[str]) -> Any:
+    """Copy turns without some keys of theirs and of their parts."""
+    if isinstance(turns, Mapping):
+        kept = {name: value for name, value in turns.items() if name not in keys}
+        return {**kept, "content": _without_keys(kept["content"], keys)} if "content" in kept else kept
+    return [_without_keys(turn, keys) for turn in turns] if isinstance(turns, list | tuple) else turns
+
+
 def unplaced_marker(conversation: Conversation, feature: Mapping[str, Any]) -> Kind | None:
     """Return the kind of medium whose marker a user's text holds, of a sample without such media and their column."""
-    marked, media = marked_kinds(feature, "auto"), {"image": conversation.images, "video": conversation.videos}
+    marked, media = marked_kinds(feature, "auto"), _media_of(conversation)
     missing: list[Kind] = [kind for kind in KINDS if kind not in marked and not media[kind]]
     texts = list(_questions(conversation)) if missing else []
     return next((kind for kind in missing if any(f"<{kind}>" in text for text in texts)), None)
@@ -374,6 +457,27 @@ def check_answered(conversation: Conversation) -> None:
         )
 
 
+def _media_of(conversation: Conversation) -> dict[Kind, tuple[MediaRef, ...]]:
+    return {"image": conversation.images, "video": conversation.videos, "audio": conversation.audios}
+
+
+def _raw_questions(present: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what users say, as it is written in the sample's columns."""
+    for name in ("messages", "conversation", "conversations", "prompt", PAIRS_COLUMN):
+        turns = present.get(name)
+        if name == "prompt" and isinstance(turns, str):
+            yield turns
+        for turn in turns if isinstance(turns, list | tuple) else ():
+            if not isinstance(turn, Mapping):
+                continue
+            role = turn.get("role", turn.get("from"))
+            is_question = isinstance(role, str) and _canonical(role) == "user"
+            said = turn.get("content", turn.get("value")) if is_question else turn.get("user")
+            parts = said if isinstance(said, list | tuple) else [said]
+            texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+            yield from (text for text in texts if isinstance(text, str))
+
+
 def _questions(conversation: Conversation) -> Iterator[str]:
     """Yield what users say, or the prompt."""
     if conversation.plain is not None:
@@ -399,15 +503,16 @@ def _read(
 
 
 def _template_options(present: Mapping[str, Any]) -> dict[str, Any]:
-    options, tools = present.get("chat_template_kwargs", {}), present.get("tools", [])
+    options, tools = without_nulls(present.get("chat_template_kwargs", {})), without_nulls(present.get("tools", []))
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         raise Refusal("bad_row", f"chat_template_kwargs must be a mapping of names, got {short(options)}")
-    if not isinstance(tools, list | tuple):
-        raise Refusal("bad_row", f"tools must be a list of tools, got {short(tools)}")
+    try:
+        tools = read_tools(tools)
+    except ValueError as error:
+        raise Refusal("bad_row", str(error)) from error
     if tools and not is_empty(options.get("tools")):
         raise Refusal("bad_row", "it has tools in a column and in chat_template_kwargs; keep the column")
-    options = {name: value for name, value in options.items() if value is not None}  # Arrow writes every row's names
-    return {**options, **({"tools": list(tools)} if tools else {})}
+    return {**options, **({"tools": tools} if tools else {})}
 
 
 # ---------------------------------------------------------------------- conversations
@@ -419,10 +524,10 @@ def _conversation(turns: list[Turn], present: Mapping[str, Any], marked: Collect
     messages = [turn.message for turn in turns]
     videos = fill_placeholders(messages, present, "video", is_marked="video" in marked)
     images = fill_placeholders(messages, present, "image", is_marked="image" in marked)
-    audios = fill_placeholders(messages, present, "audio", is_marked=False)
+    audios = fill_placeholders(messages, present, "audio", is_marked="audio" in marked)
     learnt = tuple(turn.learnt for turn in turns if turn.message["role"] == "assistant")
     return Conversation(
-        messages=tuple(map(_without_payload, messages)),
+        messages=tuple(map(_for_template, messages)),
         images=images,
         videos=videos,
         audios=audios,
@@ -453,9 +558,21 @@ def _plain(prompt: str, completion: str, present: Mapping[str, Any]) -> Conversa
     return Conversation(plain=(prompt, completion), images=images, videos=videos, audios=audios)
 
 
-def _without_payload(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep only what a chat template needs: pixels in its variables would be copied, or printed."""
-    if isinstance(message["content"], str):
-        return dict(message)
-    parts = [{key: part[key] for key in ("type", *["text"] * (part["type"] == "text"))} for part in message["content"]]
-    return {**message, "content": parts}
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep only what a chat template needs: pixels in its variables would be copied, or printed.
+
+    Raises:
+        Refusal: `bad_row`: the arguments of a tool call are a text that is no JSON.
+    """
+    if not isinstance(message["content"], str):
+        content = [
+            {key: part[key] for key in ("type", *["text"] * (part["type"] == "text"))} for part in message["content"]
+        ]
+        message = {**message, "content": content}
+    written: dict[str, Any] = without_nulls(message)
+    if "tool_calls" in written:
+        try:
+            written["tool_calls"] = with_arguments(written["tool_calls"])
+        except ValueError as error:
+            raise Refusal("bad_row", f"it has {error}; write them as an object") from error
+    return written

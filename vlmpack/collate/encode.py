@@ -14,7 +14,7 @@ import numpy as np
 from vlmpack.collate.assemble import filler
 from vlmpack.collate.audio import AudioReader
 from vlmpack.collate.by_processor import ProcessorEncoder
-from vlmpack.collate.chat_template import ChatTemplate, check_characters
+from vlmpack.collate.chat_template import AnswerEnd, ChatTemplate, check_characters
 from vlmpack.collate.columns import Kind, Markers, MediaRef, check_unread
 from vlmpack.collate.conversation import Conversation, check_answered, read_conversation, unplaced_marker
 from vlmpack.collate.encoded import (
@@ -67,6 +67,10 @@ class Encoder:
     """Tokens beyond which media are not made, as no sample holds them; None: no limit."""
     file_rules: FileRules = DEFAULT_RULES
     """Rules for sampling and sizing files of videos."""
+    add_stop: str | None = None
+    """Token written behind the last answer where the template writes none that ends it; None: nothing is."""
+    ignored_keys: Collection[str] = ()
+    """Keys of messages and their parts that are left out."""
 
     def encode(self, feature: Any, batch: BatchMedia | None = None) -> Encoded:
         """Encode and check one sample; media that the batch has already are not cut again.
@@ -114,6 +118,7 @@ class Encoder:
                 has_vision=self.metadata.has_vision,
                 has_audio=self.metadata.has_audio,
                 markers=self.markers,
+                ignored_keys=self.ignored_keys,
             )
             if self.train_on != "all":
                 check_answered(conversation)
@@ -133,8 +138,7 @@ class Encoder:
         name = self._by_processor.expert_types if self.metadata.by_processor else None
         if name is None or feature.get(name) is None:
             return feature
-        ids = sample.input_ids
-        check_expert_types(feature, name, ids, self.processor.create_moe_mm_token_type_ids(ids))
+        check_expert_types(feature, name, self.processor.create_moe_mm_token_type_ids(sample.input_ids))
         return {column: value for column, value in feature.items() if column != name}
 
     def _check_unread(self, feature: Mapping[str, Any], *, has_media: bool, texts: Sequence[str]) -> None:
@@ -176,7 +180,7 @@ class Encoder:
         audios = hear(conversation.audios)
         if conversation.plain:
             prompt, completion = conversation.plain
-            conversation = replace(conversation, plain=(self._marked(prompt, images, videos), completion))
+            conversation = replace(conversation, plain=(self._marked(prompt, images, videos, audios), completion))
         if self.metadata.by_processor:
             return self._by_processor.encode(conversation, images)
         if conversation.plain:
@@ -224,15 +228,20 @@ class Encoder:
             template=self._template,
             images=ProcessorImages(processor=self.processor, metadata=self.metadata, limits=self.limits),
             train_on=self.train_on,
+            answer_end=self._answer_end,
             max_length=self.max_length,
         )
+
+    @cached_property
+    def _answer_end(self) -> AnswerEnd:
+        return AnswerEnd(token=self.add_stop, is_first=self.is_first)
 
     @cached_property
     def _template(self) -> ChatTemplate:
         return ChatTemplate(
             processor=self.processor,
             takes_parts=self.metadata.has_vision,
-            end_tokens=self.metadata.special_tokens,
+            special_tokens=self.metadata.special_tokens,
         )
 
     # ------------------------------------------------------------------ text
@@ -243,19 +252,39 @@ class Encoder:
         Templates that write XML put the angle brackets around a name: `<|im_end|` is as good as the token.
         """
         typed = conversation.texts() if conversation.plain is None else conversation.plain[1:]
-        reserved = self.metadata.reserved if conversation.plain is None else self.metadata.reserved_media
         for text in typed:
-            token = next((token for token in reserved if token in f"<{text}>"), None)
-            if token is not None:
+            framed = f"<{text}>"
+            if not any(token in framed for token in self._special):
+                continue
+            reserved = self._reserved if conversation.plain is None else self._media
+            if token := next((token for token in reserved if token in framed), None):
                 raise Refusal(
                     "reserved_token_in_text",
                     f"its text holds {token!r}, which only the processor and the chat template may write; remove it, "
                     "and give images and videos as parts of the message",
                 )
 
+    @cached_property
+    def _special(self) -> tuple[str, ...]:
+        """All special tokens: to look for these is enough in a text that has none."""
+        return tuple(dict.fromkeys((*self.metadata.media_tokens, *self.metadata.special_tokens)))
+
+    @cached_property
+    def _reserved(self) -> tuple[str, ...]:
+        """Tokens that the processor or the chat template writes; any other special token is text."""
+        named = parts_of(self.processor).tokenizer.special_tokens_map
+        ends = [str(named[name]) for name in ("bos_token", "eos_token", "pad_token") if name in named]
+        return tuple(dict.fromkeys((*self._media, *self._template.tokens, *ends)))
+
+    @cached_property
+    def _media(self) -> tuple[str, ...]:
+        """Tokens of images, videos and audio."""
+        return self._by_processor.media_tokens if self.metadata.by_processor else self.metadata.media_tokens
+
     def _chat(self, conversation: Conversation, *media: Sequence[Visual]) -> tuple[np.ndarray, list[tuple[int, int]]]:
         """(ids, learnt spans) of a conversation; `media`: images, videos, audios."""
-        ids = self._expand(self._template.render(conversation), *media)
+        text = self._template.render(conversation)
+        ids = self._expand(text + self._answer_end.of(conversation, text, self._template), *media)
         if self.train_on == "all":
             return ids, []
         spans = assistant_spans(ids, self.metadata)
@@ -282,10 +311,16 @@ class Encoder:
         before, after = self._expand(prompt, *media), self._ids(completion)
         return np.concatenate((before, after)), [(len(before), len(before) + len(after))]
 
-    def _marked(self, prompt: str, images: Sequence[Visual], videos: Sequence[Visual]) -> str:
-        """A plain prompt with its `<image>` and `<video>` as placeholders, if it does not hold these itself."""
-        kinds = (("image", self.metadata.image_token, len(images)), ("video", self.metadata.video_token, len(videos)))
-        for kind, token, count in kinds:
+    def _marked(self, prompt: str, images: Sequence[Visual], videos: Sequence[Visual], audios: Sequence[Visual]) -> str:
+        """A plain prompt with its `<image>`, `<video>` and `<audio>` as placeholders, if it does not hold these."""
+        metadata = self.metadata
+        seen, heard = (metadata.vision_start, metadata.vision_end), (metadata.audio_start, metadata.audio_end)
+        kinds = (
+            ("image", metadata.image_token, len(images), seen),
+            ("video", metadata.video_token, len(videos), seen),
+            ("audio", metadata.audio_token, len(audios), heard),
+        )
+        for kind, token, count, (start, end) in kinds:
             marker = f"<{kind}>"
             if not count or token in prompt or self.markers == "text":
                 continue
@@ -295,7 +330,7 @@ class Encoder:
                     f"its prompt holds {marker!r} {prompt.count(marker)} time(s) for {count} {kind}(s); write one for "
                     "each, where it belongs in the text, or give prompt and completion as lists of messages",
                 )
-            prompt = prompt.replace(marker, f"{self.metadata.vision_start}{token}{self.metadata.vision_end}")
+            prompt = prompt.replace(marker, f"{start}{token}{end}")
         return prompt
 
     def _ids(self, text: str) -> np.ndarray:

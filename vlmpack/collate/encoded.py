@@ -14,7 +14,7 @@ import torch
 from vlmpack.collate.columns import Kind, MediaRef
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.errors import Refusal
-from vlmpack.families import Runs, media_runs, prefix_run
+from vlmpack.families import Runs, TypeRuns, media_runs, prefix_run, type_runs
 from vlmpack.layout import AUDIO, IGNORE, IMAGE, TEXT, VIDEO, Grid
 
 
@@ -88,6 +88,11 @@ class Encoded:
         """The prefix of a sample whose family has prefixes, or the runs of its media tokens."""
         column = next(iter(self.columns.values()), None)
         return media_runs(self.types) if column is None else prefix_run(column)
+
+    @property
+    def type_runs(self) -> TypeRuns:
+        """The runs of its tokens of each type, but for text."""
+        return type_runs(self.types)
 
     @cached_property
     def num_targets(self) -> int:

@@ -23,10 +23,10 @@ from PIL import Image
 
 from vlmpack.collate.columns import Kind, MediaRef
 from vlmpack.collate.encoded import Encoded, Visual, check_pixels, tokens_of
-from vlmpack.collate.processor_metadata import ProcessorMetadata
+from vlmpack.collate.processor_metadata import ProcessorMetadata, pixel_bounds
 from vlmpack.collate.video import VideoSettings, load_video, measure_video
 from vlmpack.collate.video_file import DEFAULT_RULES, FILE_TYPES, FileRules, load_video_file, measure_video_file
-from vlmpack.collate.vision_keys import Size, check_enlarged, has_image_keys, image_size, resize
+from vlmpack.collate.vision_keys import Size, check_enlarged, check_times, has_image_keys, image_size, resize
 from vlmpack.data import ImageError, ImageLimits, load_image, read_size
 from vlmpack.errors import ConfigError, Refusal, VlmpackError
 from vlmpack.layout import Grid
@@ -236,7 +236,9 @@ class MediaReader:
     def _video(self, ref: MediaRef, read: Callable[..., Visual], read_file: Callable[..., Visual]) -> Visual:
         settings = VideoSettings.from_processor(self.video_processor or self.image_processor)
         element = {**ref.options, "video": ref.source}
-        if isinstance(ref.source, FILE_TYPES):
+        is_file = isinstance(ref.source, FILE_TYPES)
+        check_times(element, is_file=is_file)
+        if is_file:
             video = read_file(element, settings=settings, rules=self.file_rules)
         else:
             video = read(element, settings=settings, limits=self.limits)
@@ -257,16 +259,18 @@ class MediaReader:
         if not self.image_processor.do_resize:
             self._try_rule((2 * self._unit, 3 * self._unit), self._unresized)
             return self._unresized
-        bounds = {"shortest_edge": self._unit**2, "longest_edge": _TRIAL_TOKENS * self._unit**2}
-        self._try_rule(_TRIAL, partial(self._resized, bounds=bounds), size=bounds)
+        low, high = self._unit**2, _TRIAL_TOKENS * self._unit**2
+        options: dict[str, Any] = {"size": {"shortest_edge": low, "longest_edge": high}}
+        if any(getattr(self.image_processor, name, None) is not None for name in ("min_pixels", "max_pixels")):
+            options |= {"min_pixels": low, "max_pixels": high}  # which would go before `size`
+        self._try_rule(_TRIAL, partial(self._resized, bounds=(low, high)), **options)
         return self._resized
 
-    def _resized(self, height: int, width: int, bounds: Mapping[str, int] | None = None) -> Grid:
+    def _resized(self, height: int, width: int, bounds: tuple[int, int] | None = None) -> Grid:
         """The grid by transformers' own rule; `bounds` of the area, None: the processor's."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        area: Mapping[str, int] = bounds or self.image_processor.size
-        low, high = area["shortest_edge"], area["longest_edge"]
+        low, high = bounds or pixel_bounds(self.image_processor, self.image_processor.size)
         return self._grid_of(*smart_resize(height, width, self._unit, min_pixels=low, max_pixels=high))
 
     def _unresized(self, height: int, width: int) -> Grid:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -34,6 +34,9 @@ VIDEO_ENDS = ("<|begin_of_video|>", "<|end_of_video|>")
 
 IMAGES_TOGETHER = ("LlavaOnevisionProcessor",)
 """Classes of processors that cut an image otherwise when others stand in the same sample."""
+
+TEXT_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+"""Names of special tokens that every tokenizer may have."""
 
 NO_ID = -1
 """In place of an id: there is no such token."""
@@ -113,7 +116,9 @@ class ProcessorMetadata:
     """Ids of the tokens that start and end a video whose placeholder is that of images; (): videos have their own, or
     there are none."""
     special_tokens: tuple[str, ...] = ()
-    """The tokenizer's special tokens, where the template may write any of them."""
+    """The tokenizer's special tokens."""
+    media_tokens: tuple[str, ...] = ()
+    """Those of them that the processor or the tokenizer names as tokens of images, videos or audio."""
 
     @property
     def has_vision(self) -> bool:
@@ -141,22 +146,6 @@ class ProcessorMetadata:
         audio = (self.audio_token_id, self.audio_start_id, self.audio_end_id) if self.has_audio else ()
         return *ids, *audio, *self.border_ids
 
-    @property
-    def reserved(self) -> tuple[str, ...]:
-        """Tokens that the processor and the chat template write; in a person's text they would be taken for theirs."""
-        if self.by_processor:
-            return self.special_tokens
-        return *self.reserved_media, "<|im_start|>", "<|im_end|>"
-
-    @property
-    def reserved_media(self) -> tuple[str, ...]:
-        """Reserved tokens of images, videos and audio."""
-        if self.by_processor:
-            return self.special_tokens
-        tokens = self.image_token, self.video_token, self.vision_start, self.vision_end
-        audio = (self.audio_token, self.audio_start, self.audio_end) if self.has_audio else ()
-        return (*tokens, *audio) if self.has_vision else ()
-
 
 TEMPLATE_FIELDS = (
     "by_processor",
@@ -166,6 +155,7 @@ TEMPLATE_FIELDS = (
     "frames_per_token",
     "video_ends",
     "special_tokens",
+    "media_tokens",
 )
 """Fields of `ProcessorMetadata` beside the rules of Qwen's processors."""
 AUDIO_FIELDS = ("audio_token", "audio_token_id", "audio_start", "audio_end", "audio_start_id", "audio_end_id")
@@ -201,6 +191,18 @@ def parts_of(processor: Any) -> ProcessorParts:
     )
 
 
+def pixel_bounds(part: Any, size: Any) -> tuple[int, int]:
+    """Read the fewest and most pixels by which an image or video processor of this `size` resizes.
+
+    Those of its size, or `min_pixels` and `max_pixels` set on it after loading, where the installed transformers
+    takes these.
+    """
+    set_later = {name: getattr(part, name, None) for name in ("min_pixels", "max_pixels")}
+    if any(value is not None for value in set_later.values()):
+        size = part._standardize_kwargs(size=size, **set_later)["size"]
+    return size["shortest_edge"], size["longest_edge"]
+
+
 def read_processor(processor: Any, *, vocab_size: int | None = None) -> ProcessorMetadata:
     """Read the metadata of the processor of any family, or of a text model's tokenizer.
 
@@ -216,7 +218,7 @@ def read_processor(processor: Any, *, vocab_size: int | None = None) -> Processo
     from transformers import PreTrainedTokenizerBase
 
     if isinstance(processor, PreTrainedTokenizerBase):
-        settings = {} if _is_chatml(processor) else _template_settings(processor, ())
+        settings = {} if _is_chatml(processor) else {"by_processor": True}
     elif class_in(processor, (*QWEN, *OMNI)):
         settings = _qwen_settings(processor)
     else:
@@ -234,6 +236,7 @@ def metadata_of(processor: Any, settings: Mapping[str, Any], *, vocab_size: int 
     if tokenizer.eos_token is None:
         raise ConfigError("the tokenizer has no eos_token, with which a text ends; set tokenizer.eos_token")
     vocab = tokenizer.get_vocab()
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return ProcessorMetadata(
         turn_start_id=vocab.get("<|im_start|>"),
         turn_end_id=vocab.get("<|im_end|>"),
@@ -242,6 +245,7 @@ def metadata_of(processor: Any, settings: Mapping[str, Any], *, vocab_size: int 
         eos_token=tokenizer.eos_token,
         pad_token_id=tokenizer.pad_token_id or 0,
         vocab_size=len(tokenizer) if vocab_size is None else vocab_size,
+        special_tokens=tuple(dict.fromkeys((*special, *tokenizer.all_special_tokens))),
         **settings,
     )
 
@@ -263,6 +267,7 @@ def _qwen_settings(processor: Any) -> dict[str, Any]:
     return {
         **tokens,
         **{f"{name}_id": _id(vocab, token) for name, token in tokens.items()},
+        "media_tokens": tuple(tokens.values()),
         "patch_size": parts.image_processor.patch_size,
         "merge_size": parts.image_processor.merge_size,
         "temporal_patch_size": parts.image_processor.temporal_patch_size,
@@ -301,7 +306,8 @@ def processor_settings(processor: Any) -> dict[str, Any]:
     start, end = BORDERS.get(class_in(processor, BORDERS), ("", ""))
     placeholder = tokenizer.convert_ids_to_tokens(image_ids[0])
     return {
-        **_template_settings(tokenizer, (image_token, placeholder)),
+        "by_processor": True,
+        "media_tokens": tuple(dict.fromkeys((image_token, placeholder, *_named_media(processor)))),
         "image_token": image_token,
         "image_token_id": image_ids[0],
         "images_together": bool(class_in(processor, IMAGES_TOGETHER)),
@@ -330,10 +336,11 @@ def class_in(processor: Any, names: Collection[str]) -> str:
     return next((cls.__name__ for cls in type(processor).__mro__ if cls.__name__ in names), "")
 
 
-def _template_settings(tokenizer: Any, more: Sequence[str]) -> dict[str, Any]:
-    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    special = dict.fromkeys((*tokenizer.all_special_tokens, *added, *more))
-    return {"by_processor": True, "special_tokens": tuple(special)}
+def _named_media(processor: Any) -> tuple[str, ...]:
+    """Tokens that a processor or its tokenizer has under a name of their own, such as `boi_token`."""
+    of_tokenizer = parts_of(processor).tokenizer.special_tokens_map
+    named = {name: token for name, token in of_tokenizer.items() if name not in TEXT_TOKENS} | vars(processor)
+    return tuple(token for name, token in named.items() if name.endswith("_token") and isinstance(token, str))
 
 
 def _is_chatml(tokenizer: Any) -> bool:

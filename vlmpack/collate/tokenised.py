@@ -49,7 +49,8 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
         )
     _check_read(feature)
     ids = _tokens(feature, "input_ids")
-    keep = _kept(feature, len(ids))
+    count = len(ids)
+    keep = _kept(feature, count)
     ids = ids[keep]
     if feature.get("position_ids") is not None:
         raise Refusal(
@@ -58,12 +59,12 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
             "known; remove the column",
         )
     types = token_types(ids, metadata)
-    _check_types(feature, types, keep)
+    _check_types(feature, types, count, keep)
     if metadata.by_processor:
         _check_told_apart(feature, metadata, train_on)
     return Encoded(
         input_ids=ids,
-        labels=_labels(feature, ids, keep, metadata, train_on),
+        labels=_labels(feature, ids, count, keep, metadata, train_on),
         types=types,
         images=_visuals(feature, "pixel_values", "image_grid_thw", metadata),
         videos=_visuals(feature, "pixel_values_videos", "video_grid_thw", metadata),
@@ -72,7 +73,7 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
 
 def _check_told_apart(feature: Mapping[str, Any], metadata: ProcessorMetadata, train_on: TrainOn) -> None:
     """Refuse what cannot be told from token ids of other templates and processors than Qwen's."""
-    pixels = next((name for name in ("pixel_values", "pixel_values_videos") if feature.get(name) is not None), None)
+    pixels = next((name for name in ("pixel_values", "pixel_values_videos") if not is_empty(feature.get(name))), None)
     if pixels is not None and not metadata.has_grids:
         raise Refusal(
             "bad_row",
@@ -107,7 +108,7 @@ def _check_read(feature: Mapping[str, Any]) -> None:
         ("pixel_values_videos", ("video", "videos")),
         ("input_features", AUDIO_COLUMNS),
     ):
-        if feature.get(pixels) is not None:
+        if not is_empty(feature.get(pixels)):
             continue
         if named := next((name for name in columns if not is_empty(feature.get(name))), None):
             raise Refusal(
@@ -183,11 +184,11 @@ def _kept(feature: Mapping[str, Any], count: int) -> slice:
     return slice(spans.offsets[0], spans.offsets[0] + spans.lengths[0])
 
 
-def _check_types(feature: Mapping[str, Any], types: np.ndarray, keep: slice) -> None:
+def _check_types(feature: Mapping[str, Any], types: np.ndarray, count: int, keep: slice) -> None:
     if feature.get("mm_token_type_ids") is None:
         return
-    values = _tokens(feature, "mm_token_type_ids")[keep]
-    if len(values) != len(types) or (values != types).any():
+    values = _tokens(feature, "mm_token_type_ids")
+    if len(values) != count or (values[keep] != types).any():
         raise Refusal(
             "token_type_mismatch",
             "mm_token_type_ids are not the kinds of its placeholders (1 image, 2 video, 3 audio, 0 elsewhere); leave "
@@ -195,20 +196,19 @@ def _check_types(feature: Mapping[str, Any], types: np.ndarray, keep: slice) -> 
         )
 
 
-def check_expert_types(feature: Mapping[str, Any], name: str, ids: np.ndarray, made: np.ndarray) -> None:
+def check_expert_types(feature: Mapping[str, Any], name: str, made: np.ndarray) -> None:
     """Compare the kinds of tokens by which experts are chosen, where a sample brings them, with those of its ids.
 
     Args:
         feature: the sample.
         name: the column of the kinds.
-        ids: int64 [n], its real tokens.
-        made: int64 [n], the kinds that its processor makes of them.
+        made: int64 [n], the kinds that its processor makes of its real tokens.
 
     Raises:
         Refusal: `token_type_mismatch`: they differ.
     """
-    values = _tokens(feature, name)[_kept(feature, len(_tokens(feature, "input_ids")))]
-    if len(values) != len(ids) or (values != made).any():
+    values, count = _tokens(feature, name), len(_tokens(feature, "input_ids"))
+    if len(values) != count or (values[_kept(feature, count)] != made).any():
         raise Refusal(
             "token_type_mismatch",
             f"{name} are not the kinds that its processor makes of its ids (1 image, 2 video, those that start and end "
@@ -217,17 +217,23 @@ def check_expert_types(feature: Mapping[str, Any], name: str, ids: np.ndarray, m
 
 
 def _labels(
-    feature: Mapping[str, Any], ids: np.ndarray, keep: slice, metadata: ProcessorMetadata, train_on: TrainOn
+    feature: Mapping[str, Any],
+    ids: np.ndarray,
+    count: int,
+    keep: slice,
+    metadata: ProcessorMetadata,
+    train_on: TrainOn,
 ) -> np.ndarray:
-    values = {name: _tokens(feature, name)[keep] for name in LABEL_COLUMNS if feature.get(name) is not None}
-    if not values:
-        return make_labels(ids, metadata, spans=None if train_on == "all" else assistant_spans(ids, metadata))
-    for name, column in values.items():
-        if len(column) != len(ids):
+    given = {name: _tokens(feature, name) for name in LABEL_COLUMNS if feature.get(name) is not None}
+    for name, column in given.items():
+        if len(column) != count:
             raise Refusal(
                 "bad_shape",
-                f"{name} covers {len(column)} tokens but input_ids has {len(ids)}; labels and masks go unshifted",
+                f"{name} covers {len(column)} tokens but input_ids has {count}; labels and masks go unshifted",
             )
+    values = {name: column[keep] for name, column in given.items()}
+    if not values:
+        return make_labels(ids, metadata, spans=None if train_on == "all" else assistant_spans(ids, metadata))
     labels = values.pop("labels", ids)
     for mask in values.values():
         labels = np.where(mask == 0, IGNORE, labels)
@@ -238,7 +244,7 @@ def _visuals(
     feature: Mapping[str, Any], pixel_name: str, grid_name: str, metadata: ProcessorMetadata
 ) -> tuple[Visual, ...]:
     """One entry an image or video: views into the given pixels, cut by the grids."""
-    present = [name for name in (pixel_name, grid_name) if feature.get(name) is not None]
+    present = [name for name in (pixel_name, grid_name) if not is_empty(feature.get(name))]
     if not present:
         return ()
     if len(present) == 1:

@@ -28,7 +28,7 @@ from torch.nn.functional import interpolate
 
 from vlmpack.collate.encoded import Visual
 from vlmpack.collate.frame_sampling import DEFAULT_SAMPLING, FPS, FrameSampling, SampledFrames, sample_frames
-from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
+from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of, pixel_bounds
 from vlmpack.collate.video import VideoSettings, frame_timestamps, grid_of, patchify, resize_floats
 from vlmpack.collate.vision_keys import Size, check_enlarged, file_frame_size, has_video_keys
 from vlmpack.data import (
@@ -91,7 +91,7 @@ def file_rules_of(
     if limits is not None:
         check_kind("video_limits", limits, VideoLimits, "VideoLimits(max_frames=10_000)")
     video_processor = None if metadata.by_processor else parts_of(processor).video_processor
-    rules = DEFAULT_RULES if video_processor is None else _rules(video_processor.to_dict())
+    rules = DEFAULT_RULES if video_processor is None else _rules(video_processor)
     return replace(
         rules,
         is_per_clip=metadata.frame_timestamps,
@@ -100,8 +100,9 @@ def file_rules_of(
     )
 
 
-def _rules(values: Mapping[str, Any]) -> FileRules:
-    num_frames, size = values.get("num_frames"), values["size"]
+def _rules(video_processor: Any) -> FileRules:
+    values = video_processor.to_dict()
+    num_frames = values.get("num_frames")
     return FileRules(
         sampling=FrameSampling(
             fps=(values.get("fps") or FPS) if num_frames is None else None,
@@ -109,7 +110,7 @@ def _rules(values: Mapping[str, Any]) -> FileRules:
             min_frames=values["min_frames"],
             max_frames=values["max_frames"],
         ),
-        bounds=(size["shortest_edge"], size["longest_edge"]),
+        bounds=pixel_bounds(video_processor, values["size"]),
         is_capped=bool(values.get("cap_pixels_per_frame")),
         max_tokens=values.get("max_video_tokens") or 0,
     )

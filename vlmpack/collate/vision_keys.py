@@ -24,7 +24,8 @@ qwen-vl-utils lifts to `factor` before it looks at the bounds; the processor see
 
 Keys that are None are absent (columns of a table often are). A number may be written as text (`"sample_fps": "1"`, as
 Qwen's own README does). `fps`, `nframes`, `min_frames`, `max_frames`, `video_start` and `video_end` choose frames of a
-video *file* (`frame_sampling.py`); for a list of frames they change nothing, here as there.
+video *file* (`frame_sampling.py`); for a list of frames they change nothing in qwen-vl-utils, and are refused here
+(`check_times`), as are the keys by which others say when frames are.
 """
 
 from __future__ import annotations
@@ -48,6 +49,11 @@ KNOWN_KEYS = (
     *("sample_fps", "raw_fps", "fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"),
 )
 """All keys that qwen-vl-utils reads."""
+
+KEYS_OF_FILES = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
+"""Those that choose frames of a file."""
+TIMES = ("timestamps", "frames_indices", "frame_indices", "total_num_frames", "duration", "video_metadata")
+"""Keys by which others say when frames are: transformers' `VideoMetadata`, and samples of frames with their times."""
 
 MAX_ASPECT_RATIO = 200
 IMAGE_TOKENS = (4, 16384)
@@ -77,6 +83,26 @@ def misspelt_key(name: str) -> str | None:
         return None
     near = get_close_matches(name.lower().replace("-", "_"), KNOWN_KEYS, n=1, cutoff=0.85)
     return near[0] if near else None
+
+
+def check_times(element: Mapping[str, Any], *, is_file: bool) -> None:
+    """Refuse keys beside a video that say which of its frames there are, or when, and that nothing would read.
+
+    Raises:
+        ImageError: there is one (reason ``"vision_key"``).
+    """
+    unread = TIMES if is_file else (*KEYS_OF_FILES, *TIMES)
+    key = next((key for key in unread if element.get(key) is not None), None)
+    if key is None:
+        return
+    if is_file:
+        remedy = "a file's frames have their times in it: choose them by fps, nframes, video_start and video_end"
+    else:
+        remedy = (
+            "the frames of a list are all taken, and sample_fps says how many there are in a second (raw_fps: by which "
+            "Qwen3-VL's times count)"
+        )
+    raise ImageError(f"{key}={element[key]!r:.60} beside it is not read: {remedy}; leave it out", "vision_key")
 
 
 def number(element: Mapping[str, Any], key: str, default: float) -> float:

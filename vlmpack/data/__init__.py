@@ -18,6 +18,7 @@ from vlmpack.data.processor import (
     without_video,
 )
 from vlmpack.data.readers import StoredRows
+from vlmpack.data.tool_calls import CALLING, calls_in, read_tools, with_arguments, without_nulls
 from vlmpack.data.videos import (
     DEFAULT_VIDEO_LIMITS,
     VideoHeader,
@@ -29,6 +30,7 @@ from vlmpack.data.videos import (
 
 __all__ = [
     "BRANCH_COLUMN",
+    "CALLING",
     "DEFAULT_LIMITS",
     "DEFAULT_VIDEO_LIMITS",
     "JSON_FILES",
@@ -43,6 +45,7 @@ __all__ = [
     "VideoHeader",
     "VideoLimits",
     "branch_turns",
+    "calls_in",
     "decode_frames",
     "is_saved_alone",
     "json2token",
@@ -55,11 +58,14 @@ __all__ = [
     "parse_lines",
     "read_encoded",
     "read_size",
+    "read_tools",
     "read_video_header",
     "save_processor",
     "settings_of",
     "to_conversation",
     "token2json",
+    "with_arguments",
+    "without_nulls",
     "without_parts",
     "without_video",
 ]

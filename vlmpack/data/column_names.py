@@ -21,7 +21,21 @@ from vlmpack.errors import ConfigError
 Columns = Mapping[str, str] | str | os.PathLike[str]
 """Columns of the data set -> the names that are read; the same as JSON; or the path of a `dataset_info.json`."""
 
-_BESIDE = ("system", "history", "input", "tools", "image", "images", "video", "videos", "id", "sample_id", "labels")
+_BESIDE = (
+    "system",
+    "history",
+    "input",
+    "tools",
+    "image",
+    "images",
+    "video",
+    "videos",
+    "audio",
+    "audios",
+    "id",
+    "sample_id",
+    "labels",
+)
 TARGETS = (*CHAT, *dict.fromkeys(name for shape in SHAPES for name in shape), *_BESIDE, "ground_truth")
 """Names that a column can be read as."""
 _PREFERENCES = ("chosen", "rejected", "rejected_response", "kto_tag", "label", "ranking")

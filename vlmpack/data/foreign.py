@@ -11,13 +11,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
 from vlmpack.data.readers import Rows, StoredRows
+from vlmpack.data.tool_calls import CALLING, calls_in, read_tools
 from vlmpack.errors import ConfigError, SampleError
 
 SHAPES = (("query", "response"), ("instruction", "output"), ("response",), ("txt",))
@@ -96,14 +96,16 @@ class ForeignRows:
         return self._converted(self.rows[index], index)
 
     def batches(self) -> Iterator[dict[str, Any]]:
-        """Yield all rows in their order; of stored ones only the columns without media are read."""
+        """Yield all rows of a table in their order without their media; one that cannot be read is empty."""
         rows = self.rows
-        if not isinstance(rows, StoredRows):
-            yield from (self[index] for index in range(len(self)))
-            return
-        media = {"image", "images", "video", "videos"}
+        assert isinstance(rows, StoredRows), "only tables are read by batches"
+        media = {"image", "images", "video", "videos", "audio", "audios"}
         texts = [name for name in rows.columns if self.columns.names.get(name, name) not in media]
-        yield from (self._converted(row, index) for index, row in enumerate(rows.only(texts, "").batches()))
+        for row in rows.only(texts, "").batches():
+            try:
+                yield self.columns.apply(row)
+            except ValueError:
+                yield {}
 
     def _converted(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
         try:
@@ -169,8 +171,8 @@ def as_messages(row: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a text is none, or the history is no list of pairs.
     """
-    if isinstance(row.get("tools"), str):  # LLaMA-Factory writes the list as JSON
-        row = {**row, "tools": json.loads(row["tools"] or "[]")}
+    if isinstance(row.get("tools"), str):
+        row = {**row, "tools": read_tools(row["tools"])}
     if not is_foreign(row):
         return row
     if _holds_pairs(row.get("conversation")):
@@ -199,11 +201,12 @@ def _turns(pairs: Sequence[tuple[Any, Any]]) -> list[dict[str, Any]]:
 
 
 def _media_turn(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A user who shows the images and videos of the row and says nothing; a row without any has no such turn."""
+    """A user who shows the media of the row and says nothing; a row without any has no such turn."""
     parts = []
-    for kind in ("image", "video"):
+    for kind in ("image", "video", "audio"):
         media = next((row[name] for name in (kind, f"{kind}s") if row.get(name) is not None), [])
-        parts += [{"type": kind}] * (len(media) if isinstance(media, list | tuple) else 1)
+        is_list = isinstance(media, list | tuple) and not (media and isinstance(media[0], float))  # of one audio
+        parts += [{"type": kind}] * (len(media) if is_list else 1)
     return [{"role": "user", "content": parts}] if parts else []
 
 
@@ -232,20 +235,9 @@ def _tagged(turn: Any, tags: TurnTags) -> dict[str, Any]:
         raise ValueError(f"has a turn of the role {role!r}, which the tags do not name ({', '.join(tags.roles)})")
     message = {key: value for key, value in turn.items() if key not in (tags.role, tags.content)}
     message |= {"role": tags.roles.get(role, role), "content": turn[tags.content]}
-    return _calling(message) if message["role"] == "function_call" else message
-
-
-def _calling(message: Mapping[str, Any]) -> dict[str, Any]:
+    if message["role"] not in CALLING:
+        return message
     try:
-        calls = json.loads(message["content"])
-        functions = [{"name": call["name"], "arguments": call["arguments"]} for call in _as_list(calls)]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"has a function call that is no JSON of a name and its arguments: {message['content']!r:.60}"
-        ) from error
-    calls = [{"type": "function", "function": function} for function in functions]
-    return {**message, "role": "assistant", "content": "", "tool_calls": calls}
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+        return {**message, "role": "assistant", "content": "", "tool_calls": calls_in(message["content"])}
+    except ValueError as error:
+        raise ValueError(f"has {error}") from error

@@ -185,7 +185,8 @@ def _open(file: IO[bytes], limits: ImageLimits) -> Image.Image:
         file.seek(0)
         raise ImageError(
             f"{size} bytes starting with {file.read(16)!r} are not an image of the formats "
-            f"{', '.join(limits.formats)} ({type(error).__name__}); write the file again or drop the sample",
+            f"{', '.join(limits.formats)} ({type(error).__name__}); write the file again, name "
+            "another format that Pillow reads in ImageLimits(formats=...), or drop the sample",
             "image_undecodable",
         ) from error
 

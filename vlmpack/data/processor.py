@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ IMAGE_PROCESSOR = "preprocessor_config.json"
 ALL_PARTS = "processor_config.json"
 TOKENIZER = "tokenizer_config.json"
 VIDEO_PROCESSOR = "video_preprocessor_config.json"
+TEMPLATE = "chat_template.jinja"
+TEMPLATES = "additional_chat_templates"
 
 
 def load_processor(source: str | os.PathLike[str]) -> Any:
@@ -57,7 +59,7 @@ def load_processor(source: str | os.PathLike[str]) -> Any:
             of_class,
             image_processor=Qwen2VLImageProcessorPil.from_pretrained(source),
             tokenizer=tokenizer,
-            chat_template=tokenizer.chat_template,
+            chat_template=_chat_template(of_class.get_processor_dict(source)[0], tokenizer),
         )
     else:
         try:
@@ -98,9 +100,14 @@ def _load_parts(of_class: Any, source: str | os.PathLike[str], tokenizer: Any) -
         absent=[part for part in parts if part not in ("tokenizer", "image_processor", *kept)],
         image_processor=AutoImageProcessor.from_pretrained(source, backend="pil"),
         tokenizer=tokenizer,
-        chat_template=settings.get("chat_template") or tokenizer.chat_template,
+        chat_template=_chat_template(settings, tokenizer),
         **kept,
     )
+
+
+def _chat_template(settings: Mapping[str, Any], tokenizer: Any) -> Any:
+    """The processor's own chat template, from whichever file `AutoProcessor` takes it; else the tokenizer's."""
+    return settings.get("chat_template") or tokenizer.chat_template
 
 
 def without_video(processor_class: Any, *, image_processor: Any, tokenizer: Any, chat_template: str) -> Any:
@@ -145,11 +152,20 @@ def save_processor(processor: Any, folder: str | os.PathLike[str]) -> None:
     _save_videos(processor, Path(folder))
     processor.tokenizer._set_processor_class(type(processor).__name__)  # as transformers does: its file names the class
     processor.tokenizer.save_pretrained(folder)
-    if isinstance(processor.chat_template, str):  # None, or several by name: the tokenizer has written what it has
-        Path(folder, "chat_template.jinja").write_text(processor.chat_template, encoding="utf-8")
+    _save_chat_template(processor.chat_template, Path(folder))
     if type(processor).__name__ not in QWEN:
         settings = json.dumps(settings_of(processor), indent=2, sort_keys=True)
         Path(folder, ALL_PARTS).write_text(settings, encoding="utf-8")
+
+
+def _save_chat_template(template: str | Mapping[str, str] | None, folder: Path) -> None:
+    """Write a processor's template, or several by name, where transformers looks for them; None: the tokenizer has
+    written what it has."""
+    named = template if isinstance(template, Mapping) else {} if template is None else {"default": template}
+    for name, text in named.items():
+        file = folder / (TEMPLATE if name == "default" else f"{TEMPLATES}/{name}.jinja")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8")
 
 
 def _save_videos(processor: Any, folder: Path) -> None:

@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from operator import index as as_int
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -46,7 +47,10 @@ class Rows(Protocol):
 @final
 @dataclass(frozen=True, kw_only=True)
 class StoredRows:
-    """A table of `datasets` as plain values: an image stays `{"bytes", "path"}`, however deep it is nested."""
+    """A table of `datasets` as plain values: an image stays `{"bytes", "path"}`, however deep it is nested.
+
+    Columns of the feature `datasets.Json`, nested ones included, are decoded: Arrow stores them as JSON text.
+    """
 
     table: Any
     """A `datasets.Dataset` in Arrow's format, in which nothing is decoded."""
@@ -60,12 +64,36 @@ class StoredRows:
         return len(self.table)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.table[index].to_pylist()[0]
+        """One row.
+
+        Raises:
+            SampleError: a column of JSON holds something else.
+        """
+        row = self.table[index].to_pylist()[0]
+        try:
+            return self._decoded(row)
+        except ValueError as error:
+            detail = f"a column of the feature Json cannot be decoded: {error}; write the data set again"
+            raise SampleError(detail, index=index, reason="row_unreadable") from error
 
     def batches(self, size: int = 1024) -> Iterator[dict[str, Any]]:
-        """All rows in their order, so many read at a time."""
+        """All rows in their order, so many read at a time; one that cannot be decoded is empty."""
         for start in range(0, len(self), size):
-            yield from self.table[start : start + size].to_pylist()
+            for row in self.table[start : start + size].to_pylist():
+                try:
+                    yield self._decoded(row)
+                except ValueError:
+                    yield {}
+
+    def _decoded(self, row: dict[str, Any]) -> dict[str, Any]:
+        columns = ((name, feature) for name, feature in self._json_columns.items() if name in row)
+        return {**row, **{name: _from_json(row[name], feature) for name, feature in columns}}
+
+    @cached_property
+    def _json_columns(self) -> dict[str, Any]:
+        """The columns that hold JSON, with their features; a receipt's `ground_truth` is JSON text on purpose."""
+        features = {name: self.table.features[name] for name in self.columns if name not in COLUMNS}
+        return {name: feature for name, feature in features.items() if _holds_json(feature)}
 
     def only(self, columns: Sequence[str], name: str) -> StoredRows:
         """These columns of it.
@@ -80,6 +108,36 @@ class StoredRows:
                 f"{' and '.join(columns)}"
             )
         return StoredRows(table=self.table.select_columns(list(columns)))
+
+
+def _is_json(feature: Any) -> bool:
+    """A `datasets.Json` whose users see values, not text; releases before 4.7 have no such feature."""
+    import datasets
+
+    return isinstance(feature, getattr(datasets, "Json", ())) and feature.decode
+
+
+def _holds_json(feature: Any) -> bool:
+    if isinstance(feature, Mapping):
+        return any(map(_holds_json, feature.values()))
+    return _is_json(feature) or (hasattr(feature, "feature") and _holds_json(feature.feature))
+
+
+def _from_json(value: Any, feature: Any) -> Any:
+    """A value of Arrow with the JSON in it decoded, as `datasets` decodes it; images and audio are left alone.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    if value is None:
+        return None
+    if isinstance(feature, Mapping):
+        return {name: _from_json(value[name], inner) for name, inner in feature.items()}
+    if _is_json(feature):
+        return feature.decode_example(value)
+    if hasattr(feature, "feature"):
+        return [_from_json(item, feature.feature) for item in value]
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from vlmpack.errors import ConfigError, SampleError
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
 VIDEOS = (".mp4", ".m4v", ".avi", ".mkv", ".mov", ".webm")
+AUDIOS = (".wav", ".mp3", ".flac", ".ogg", ".m4a", ".opus")
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 META = ".nv-meta"
 """The folder of Energon's own files."""
@@ -170,7 +171,7 @@ def _members(file: io.BytesIO) -> Iterator[tuple[str, bytes]]:
 
 
 def _part(name: str, data: bytes) -> Any:
-    """A part by the end of its name: JSON parsed, text decoded, an image or video still encoded; else its bytes."""
+    """A part by the end of its name: JSON parsed, text decoded, a medium still encoded; else its bytes."""
     end = Path(name).suffix.lower()
     if end == ".json":
         try:
@@ -179,7 +180,7 @@ def _part(name: str, data: bytes) -> Any:
             raise ValueError(f"{name} is no JSON ({error})") from error
     if end in (".txt", ".text"):
         return data.decode("utf-8").strip()
-    return {"bytes": data, "path": name} if end in (*IMAGES, *VIDEOS) else data
+    return {"bytes": data, "path": name} if end in (*IMAGES, *VIDEOS, *AUDIOS) else data
 
 
 # ---------------------------------------------------------------------- parts as columns
@@ -199,7 +200,7 @@ def _flat(parts: Mapping[str, Any]) -> dict[str, Any]:
     row, named = _with_media(row, media)
     rest = {name: part for name, part in parts.items() if name not in ("json", *named) and name not in media}
     unnamed = {name: part for name, part in media.items() if name not in named}
-    for kind, ends in (("image", IMAGES), ("video", VIDEOS)):
+    for kind, ends in (("image", IMAGES), ("video", VIDEOS), ("audio", AUDIOS)):
         values = [part for name, part in unnamed.items() if f".{name}".endswith(ends)]
         if values and not named and any(row.get(name) is not None for name in (kind, f"{kind}s")):
             raise ValueError(f"its JSON names another {kind} than its parts {', '.join(unnamed)}; correct the name")
@@ -214,7 +215,7 @@ def _flat(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 _HOLDERS = ("messages", "conversations", "conversation", "prompt", "completion", "content")
 """Keys of what may hold media; their own strings are texts."""
-_PLACES = ("image", "images", "video", "videos", "path", "url", "image_url", "video_url", *_HOLDERS)
+_PLACES = ("image", "images", "video", "videos", "audio", "audios", "path", "url", "image_url", "video_url", *_HOLDERS)
 """Keys under which a part may be named."""
 
 

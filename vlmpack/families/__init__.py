@@ -6,7 +6,17 @@ from vlmpack.families.audio import AskModel, AudioPart
 from vlmpack.families.family import Family
 from vlmpack.families.registry import FAMILIES, check_parts, family_named, family_of, family_of_processor
 from vlmpack.families.rules import MRope, OneAxis, run_of_pairs, run_per_frame, timed_run
-from vlmpack.families.spans import ImageSpans, Prefix, Runs, Sees, media_runs, prefix_run, runs_of_row
+from vlmpack.families.spans import (
+    ImageSpans,
+    Prefix,
+    Runs,
+    Sees,
+    TypeRuns,
+    media_runs,
+    prefix_run,
+    runs_of_row,
+    type_runs,
+)
 from vlmpack.families.tiles import Join
 
 __all__ = [
@@ -21,6 +31,7 @@ __all__ = [
     "Prefix",
     "Runs",
     "Sees",
+    "TypeRuns",
     "check_parts",
     "family_named",
     "family_of",
@@ -31,4 +42,5 @@ __all__ = [
     "run_per_frame",
     "runs_of_row",
     "timed_run",
+    "type_runs",
 ]

@@ -172,8 +172,7 @@ class AskModel:
     """Multimodal rotary positions, of which those of a sample with videos are the installed `get_rope_index`'s.
 
     A video, or an image of several frames, moves what follows by its length in time there, in float32 where the model
-    has fractions of positions. Rows on a device that have videos take one host–device sync. All other samples follow
-    from grids, as of `MRope`.
+    has fractions of positions. All other samples follow from grids, as of `MRope`.
     """
 
     of_sample: PositionsOfSample
@@ -188,15 +187,14 @@ class AskModel:
         return len(video_grids) > 0 or any(grid[0] > 1 for grid in image_grids)
 
     def replace_videos(
-        self, positions_4T: torch.Tensor, types: torch.Tensor, segments: Segments, row: SampleMedia, config: Any
+        self, positions_4T: torch.Tensor, segments: Segments, row: SampleMedia, config: Any
     ) -> torch.Tensor:
         """Replace the positions of samples with videos.
 
         Args:
             positions_4T: [4, 1, T], right for all others.
-            types: [1, T], kinds of tokens.
             segments: where positions restart.
-            row: media of the whole row, in its order.
+            row: kinds of tokens, [T], and media of the whole row, in its order.
             config: the model's configuration.
 
         Returns:
@@ -210,9 +208,9 @@ class AskModel:
                 f"there are {len(row.video_grids)} videos but the seconds between two grids of {len(row.seconds)}; "
                 "give the processor's video_second_per_grid"
             )
-        kinds_T, used = types[0].cpu().numpy(), np.zeros(4, np.int64)
+        used = np.zeros(4, np.int64)
         for start, stop in segments.spans:
-            kinds = kinds_T[start:stop]
+            kinds = row.kinds[start:stop]
             starts = media_starts(kinds, IMAGE, VIDEO, AUDIO)
             after = used + np.bincount(kinds[starts], minlength=4)
             images = row.image_grids[used[IMAGE] : after[IMAGE]]

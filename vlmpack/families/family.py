@@ -28,7 +28,7 @@ from vlmpack.families.rules import (
     without_head,
 )
 from vlmpack.families.shared_placeholder import frames_as_images, kinds_between
-from vlmpack.families.spans import Prefix, Sees
+from vlmpack.families.spans import Prefix, Sees, types_on_host
 from vlmpack.families.tiles import (
     QWEN_MEDIA,
     Join,
@@ -104,6 +104,9 @@ class Family:
     """The vision part: patches in, image features out; None: text only."""
     blocks_path: str = "blocks"
     """The blocks of a tower that attends within boundaries, inside the vision part."""
+    keeps_row: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Modules inside the vision part that are given a row, and do not pass it on to a part of theirs, or a list of
+    parts, that attends within boundaries: that part of each, by path. ``""`` is the vision part itself."""
     head_path: str = "lm_head"
     """The linear layer from hidden states to logits, or to what `logits` makes them of."""
     returns_router_logits: bool = True
@@ -179,14 +182,15 @@ class Family:
         video_grids: Sequence[Grid] = (),
         seconds_per_grid: Sequence[float] = (),
         audio_frames: Sequence[int] = (),
+        host_types: np.ndarray | None = None,
         device: torch.device | str | None = None,
     ) -> torch.Tensor:
         """MRoPE positions of a packed row: int64 [4, 1, T], the text row, then time, height, width.
 
         Every segment gets what `get_rope_index` of the installed transformers gives its sample alone, bit for bit,
         and 0, 1, 2, ... as its text row; padding is 0. Boundaries at which only the rotary positions restart
-        (`rope_cu_seqlens`) are given as `segments` of their own. No host–device sync; where the model itself is asked
-        (`AskModel`), one of a row with videos, whose positions may be float32.
+        (`rope_cu_seqlens`) are given as `segments` of their own. No host–device sync, but for a row with videos without
+        `host_types` where the model itself is asked (`AskModel`); its positions may be float32.
 
         Args:
             mm_token_type_ids: [1, T], 0 text, 1 image, 2 video, on any device; None: text only.
@@ -196,6 +200,8 @@ class Family:
             video_grids: the same of each video.
             seconds_per_grid: seconds between two grids of each video (Qwen2.5-VL, Qwen-Omni); empty: 1.
             audio_frames: log-mel frames of each audio.
+            host_types: int64 [T], the token types on the host (`host_types`); None: they are read where they are
+                needed.
             device: where the result lives if there are no token types.
 
         Raises:
@@ -208,13 +214,26 @@ class Family:
         if not isinstance(rule, AskModel) or mm_token_type_ids is None or not rule.is_asked(image_grids, video_grids):
             return positions
         media = SampleMedia(
-            kinds=np.zeros(0, np.int64),
+            kinds=mm_token_type_ids[0].cpu().numpy() if host_types is None else host_types,
             image_grids=image_grids,
             video_grids=video_grids,
             seconds=seconds_per_grid,
             audio_frames=audio_frames,
         )
-        return rule.replace_videos(positions, mm_token_type_ids, segments, media, config)
+        return rule.replace_videos(positions, segments, media, config)
+
+    def host_types(self, types: torch.Tensor, segments: Segments, metadata: HostMetadata) -> np.ndarray | None:
+        """The types of a row's tokens on the host, int64 [T], where its positions need them; None: they do not.
+
+        Args:
+            types: [1, T], 0 text, 1 image, 2 video, 3 audio.
+            segments: the row's samples.
+            metadata: without its `type_runs` a row on a device takes one host–device sync.
+        """
+        rule = self.positions_rule
+        if not isinstance(rule, AskModel) or not rule.is_asked(metadata.image_grids, metadata.video_grids):
+            return None
+        return types_on_host(types, segments, metadata.type_runs)
 
     def rotary_ids(self, positions: torch.Tensor) -> torch.Tensor:
         """The model's `position_ids` of [4, 1, T]: time, height, width; of a text model the text row, [1, T].
@@ -320,7 +339,8 @@ class Family:
             if self.video_tokens is not None:
                 tokens = metadata.video_tokens  # of a row with a prefix tree, whose media are not those of the samples
                 if row is not None and row.tree is None:
-                    tokens = tuple(self.video_tokens(row.media.to_hf(), config))
+                    media = row.media.with_sizes(metadata.media_sizes)
+                    tokens = tuple(self.video_tokens(media.to_hf(), config))
                 videos = replace(metadata, image_tokens=tokens, images_per_sample=metadata.videos_per_sample)
                 check_tiles(types, segments, videos, kind=VIDEO)
             return
@@ -394,8 +414,8 @@ class Family:
     # ------------------------------------------------------------------ the vision tower
 
     def tower_segments(self, media: Media, config: Any) -> Sequence[Segments]:
-        """Every set of boundaries that blocks of the tower attend within, of images without grids; on a device their
-        sizes are read, one host–device sync."""
+        """Every set of boundaries that blocks of the tower attend within, of images without grids; their sizes are
+        read."""
         if self.tile_boundaries is None or not {*self.pixel_names} & media.to_hf().keys():
             return ()
         return self.tile_boundaries(media.to_hf(), config)

@@ -51,7 +51,7 @@ GRIDS = (
         "Glm4vProcessor",
         mechanisms={"experts": {"layer": "mlp", "router": "gate"}},
     ),
-    _glm("glm_ocr", "GlmOcrForConditionalGeneration", "Glm46VProcessor"),
+    _glm("glm_ocr", "GlmOcrForConditionalGeneration", "Glm46VProcessor", keeps_row={"": "blocks"}),
     Family(
         model_type="paddleocr_vl",
         model_class="PaddleOCRVLForConditionalGeneration",

@@ -23,6 +23,7 @@ import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.families.audio import media_starts
+from vlmpack.families.spans import types_on_host
 from vlmpack.layout import IMAGE, VIDEO, Grid, HostMetadata, Media, PackedRow, Segments, metadata_of_tree, to_device
 
 
@@ -54,7 +55,8 @@ def frames_as_images(
 ) -> tuple[Media, tuple[Grid, ...]]:
     """Replace the videos of a row by their frames, as images in the order of its placeholders.
 
-    A row with images and videos whose metadata do not count them by sample takes one host–device sync on a device.
+    A row with images and videos whose metadata do not count them by sample, or have no `type_runs` of a prefix tree,
+    takes one host–device sync on a device.
 
     Args:
         row: whose media are those of the samples, or of its prefix tree.
@@ -80,7 +82,8 @@ def frames_as_images(
         counts_S2 = _media_of_samples(types, row.segments, metadata)
         _check_apart(counts_S2, (len(metadata.image_grids), len(_frames(metadata))), model_type)
         if tree is not None:  # its nodes have whole media, in its order
-            counts_S2 = _counted_by_tokens(types.index_select(-1, tree.source(types.device)), tree.nodes)
+            types_T = types_on_host(types, row.segments, metadata.type_runs)
+            counts_S2 = _counted_by_tokens(types_T[tree.source().numpy()], tree.nodes)
         pixels, grids = _interleaved(counts_S2, (images, frames), (media.pixel_values, media.pixel_values_videos))
     table = to_device(np.asarray(grids, np.int64), pixels.device)
     return Media(pixel_values=pixels, image_grid_thw=table), grids
@@ -93,13 +96,12 @@ def _media_of_samples(types: torch.Tensor, segments: Segments, metadata: HostMet
         lengths = np.append(0, np.cumsum([count for count, _, _ in metadata.video_grids]))
         last = np.minimum(np.cumsum(videos), len(lengths) - 1)
         return np.stack([np.asarray(images), np.diff(lengths[last], prepend=0)], 1)
-    return _counted_by_tokens(types, segments)
+    return _counted_by_tokens(types_on_host(types, segments, metadata.type_runs), segments)
 
 
-def _counted_by_tokens(types: torch.Tensor, segments: Segments) -> np.ndarray:
+def _counted_by_tokens(types_T: np.ndarray, segments: Segments) -> np.ndarray:
     """int64 [S, 2]: runs of placeholders of images, and of frames, in each segment."""
-    kinds_T = types[0].cpu().numpy()
-    of_segments = [kinds_T[start:stop] for start, stop in segments.spans]
+    of_segments = [types_T[start:stop] for start, stop in segments.spans]
     return np.asarray([[len(media_starts(kinds, kind)) for kind in (IMAGE, VIDEO)] for kinds in of_segments])
 
 

@@ -128,6 +128,45 @@ def media_runs(types_L: np.ndarray) -> Runs:
     return _runs(np.where(types_L > 0, 0, -1))
 
 
+TypeRuns = tuple[tuple[int, int, int], ...]
+"""(start, stop, type) of each run, rising."""
+
+
+def type_runs(types_L: np.ndarray) -> TypeRuns:
+    """Find the runs of each type of one sample, but for text.
+
+    Args:
+        types_L: [L], 0 text, 1 image, 2 video, 3 audio.
+    """
+    runs = _runs(np.where(types_L > 0, types_L, -1))
+    return tuple((start, stop, int(types_L[start])) for start, stop in runs)
+
+
+def types_on_host(types_1T: torch.Tensor, segments: Segments, known: Sequence[TypeRuns]) -> np.ndarray:
+    """Read the types of a row's tokens, int64 [T]; what stands on padding does not matter.
+
+    Args:
+        types_1T: [1, T], 0 text, 1 image, 2 video, 3 audio.
+        segments: the row's samples.
+        known: `type_runs` of each sample by the host metadata, which spare a row on an accelerator a host–device sync;
+            empty: not known.
+
+    Raises:
+        LayoutError: the metadata has others than the row (an accelerator asserts the same, asynchronously).
+    """
+    if len(known) != segments.num_samples or on_host(types_1T):
+        return types_1T[0].cpu().numpy()
+    types_T = np.zeros(segments.total, np.int64)
+    for (first, _), runs in zip(segments.spans, known, strict=False):
+        for start, stop, kind in runs:
+            types_T[first + start : first + stop] = kind
+    device = types_1T.device
+    differs_T = (types_1T[0] != to_device(types_T, device)) & ~segments.padding_mask(device)
+    message = "type_runs of the host metadata are not the types of the row's tokens; leave the metadata out"
+    require(~differs_T.any(), message, LayoutError)
+    return types_T
+
+
 def runs_of_row(types_1T: torch.Tensor, segments: Segments, known: Sequence[Runs]) -> Runs:
     """Find the runs of media tokens of a row, none of them across two samples.
 

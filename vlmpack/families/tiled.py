@@ -185,9 +185,11 @@ def columns_of_targets(tensors: Tensors, config: Any) -> Mapping[str, Sequence[n
 
 def patches_of_targets(tensors: Tensors, config: Any) -> Sequence[Segments]:
     """The patches of each image of `target_sizes` [N, 2], and of each frame, before and after they are merged inside
-    the tower."""
+    the tower, and the windows that are merged."""
     calls = [tensors[name].prod(-1).tolist() for name in ("target_sizes", "target_sizes_videos") if name in tensors]
-    return [Segments.from_lengths([n // merged for n in patches]) for patches in calls for merged in (1, 4)]
+    window = prod(config.vision_config.window_kernel_size)
+    whole = [Segments.from_lengths([n // merged for n in patches]) for patches in calls for merged in (1, 4)]
+    return [*whole, *(Segments.from_lengths([window] * (sum(patches) // window)) for patches in calls)]
 
 
 def shuffled_patches(tensors: Tensors, config: Any) -> Sequence[int]:
@@ -295,6 +297,7 @@ TILED = (
         tile_entries=columns_of_targets,
         tile_boundaries=patches_of_targets,
         blocks_path="encoder.layers",
+        keeps_row={"vit_merger": "self_attn"},
         video_tokens=merged_windows_of_frames,
         media={
             "pixel_values": Join(axis=3),

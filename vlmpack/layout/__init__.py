@@ -23,6 +23,7 @@ from vlmpack.layout.buckets import Bucket, Buckets
 from vlmpack.layout.device import (
     HostSync,
     around_graph,
+    copied,
     nothing_on_host,
     on_host,
     outside_graph,
@@ -106,6 +107,7 @@ __all__ = [
     "check_unshared",
     "checked_boundaries",
     "content_numbers",
+    "copied",
     "find_prefix_tree",
     "grid_units",
     "lengths_from_mask",

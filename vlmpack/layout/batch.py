@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, final
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout.device import on_host, require, to_device
+from vlmpack.layout.device import copied, on_host, require, to_device
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments
 
@@ -53,6 +53,13 @@ class HostMetadata:
     """Of each sample the runs of its media tokens, or its prefix, (start, stop) from its first token on; empty: not
     known. Models that see them in both directions read them; without, a row on an accelerator takes one host-device
     sync."""
+    type_runs: tuple[tuple[tuple[int, int, int], ...], ...] = ()
+    """Of each sample the runs of its `mm_token_type_ids` other than text, (start, stop, type) from its first token on;
+    empty: not known. Samples with videos of Qwen-Omni, and prefix trees with videos of GLM-4V, are placed by them;
+    without, a row on an accelerator takes one host-device sync."""
+    media_sizes: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    """`image_sizes`, `target_sizes` and `target_sizes_videos` of the media that travel with it: with a tree, of those
+    that it computes. Without, Mistral 3 and MiniCPM-V read them from the device, one host-device sync each."""
     seconds_per_grid: tuple[float, ...] = ()
     """Seconds from one video grid to the next, one for each video (Qwen2.5-VL, Qwen-Omni)."""
     num_targets: int | None = None
@@ -121,6 +128,18 @@ class Media:
         """The tensors that are there, by name."""
         return {name: self.__dict__[name] for name in MEDIA_KEYS if self.__dict__[name] is not None} | {**self.tensors}
 
+    @property
+    def sizes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """`HostMetadata.media_sizes`, read from the tensors: a host-device sync each if they lie on a device."""
+        tensors = {name: torch.as_tensor(self.tensors[name]) for name in SIZES if name in self.tensors}
+        return {name: tuple(map(tuple, tensor.tolist())) for name, tensor in tensors.items()}
+
+    def with_sizes(self, sizes: Mapping[str, Any]) -> Media:
+        """The same media with these `media_sizes` as tensors on the host."""
+        names = sizes.keys() & self.tensors.keys()
+        tensors = {name: torch.tensor(sizes[name], dtype=torch.int64, device="cpu") for name in names}
+        return replace(self, tensors={**self.tensors, **tensors}) if names else self
+
     @classmethod
     def from_hf(cls, batch: Mapping[str, Any], *, names: Collection[str] = ()) -> Media:
         """Take the media out of a batch dictionary; `names`: further tensors of the model's family."""
@@ -129,6 +148,8 @@ class Media:
 
 
 MEDIA_KEYS = tuple(f.name for f in fields(Media) if f.name != "tensors")
+SIZES = ("image_sizes", "target_sizes", "target_sizes_videos")
+"""Tensors [N, 2] of rows and columns, by which towers keep images apart."""
 
 
 @final
@@ -160,6 +181,11 @@ class PaddedBatch:
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PaddedBatch:
         """Move tensors and media to a device; metadata stays on the host."""
         return moved(self, device, non_blocking=non_blocking)
+
+    def pin_memory(self) -> PaddedBatch:
+        """The same batch with tensors and media in pinned memory, as `DataLoader(pin_memory=True)` calls it: from there
+        `to(device, non_blocking=True)` copies asynchronously."""
+        return pinned(self)
 
     def to_hf(self) -> dict[str, Any]:
         """A dictionary for a DataLoader and for `model(**batch)`; `input_ids` comes first."""
@@ -195,15 +221,23 @@ Moved = TypeVar("Moved", bound=Any)
 
 def moved(value: Moved, device: torch.device | str | int, *, non_blocking: bool) -> Moved:
     """Move the tensors of a value object to a device, those in media and mappings too."""
+    return _with_tensors(value, lambda tensor: copied(tensor, device, non_blocking=non_blocking))
 
-    def on_device(part: Any) -> Any:
+
+def pinned(value: Moved) -> Moved:
+    """Copy the tensors of a value object to pinned memory, those in media and mappings too."""
+    return _with_tensors(value, lambda tensor: tensor.pin_memory())
+
+
+def _with_tensors(value: Moved, change: Callable[[torch.Tensor], torch.Tensor]) -> Moved:
+    def changed(part: Any) -> Any:
         if isinstance(part, torch.Tensor):
-            return part.to(device, non_blocking=non_blocking)
+            return change(part)
         if isinstance(part, Media):
-            return moved(part, device, non_blocking=non_blocking)
-        return {name: on_device(tensor) for name, tensor in part.items()} if isinstance(part, Mapping) else part
+            return _with_tensors(part, change)
+        return {name: changed(tensor) for name, tensor in part.items()} if isinstance(part, Mapping) else part
 
-    return replace(value, **{field.name: on_device(value.__dict__[field.name]) for field in fields(value)})
+    return replace(value, **{field.name: changed(value.__dict__[field.name]) for field in fields(value)})
 
 
 def shape_of(value: Any) -> str:
@@ -386,6 +420,19 @@ def host_grids(known: tuple[Grid, ...], tensor: torch.Tensor | None, name: str) 
     expected = to_device(np.asarray(known, np.int64), tensor.device)
     require((tensor == expected).all(), _CHANGED.format(name), LayoutError)
     return known
+
+
+def check_sizes(known: Mapping[str, Any], media: Media) -> None:
+    """Compare `media_sizes` of the metadata with the tensors; those on a device are compared there.
+
+    Raises:
+        LayoutError: the metadata has others.
+    """
+    for name in known.keys() & media.tensors.keys():
+        tensor, expected = media.tensors[name], np.asarray(known[name], np.int64)
+        if not isinstance(tensor, torch.Tensor) or tensor.shape != expected.shape:
+            raise LayoutError(_CHANGED.format(name))
+        require((tensor == to_device(expected, tensor.device)).all(), _CHANGED.format(name), LayoutError)
 
 
 def host_frames(known: tuple[int, ...], mask: torch.Tensor | None) -> tuple[int, ...]:

@@ -42,6 +42,13 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
         return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
+def copied(tensor: torch.Tensor, device: torch.device | str | int, *, non_blocking: bool = True) -> torch.Tensor:
+    """Copy a tensor to a device, asynchronously if `non_blocking`; a copy to the host waits for its values, which would
+    be read before they arrive."""
+    is_host = torch.device(device).type == "cpu" and not _nothing_on_host
+    return tensor.to(device, non_blocking=non_blocking and not is_host)
+
+
 def on_host(tensor: torch.Tensor) -> bool:
     """True if the values of `tensor` can be read without a host-device sync."""
     return tensor.device.type == "cpu" and not _nothing_on_host
@@ -216,6 +223,7 @@ class _SyncCopies(TorchFunctionMode):
         out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor):
             if self._makes_on_host(func, args, kwargs):
+                out = out.view_as(out) if out is args[0] and not self._is_host(out) else out  # a copy on a device
                 self._on_host[out] = True
             else:
                 self._on_host.pop(out, None)

@@ -142,7 +142,7 @@ def _check_metadata(batch: PaddedBatch, metadata: HostMetadata) -> None:
     (rows, width), spans = batch.input_ids.shape, metadata.spans
     ends = map(sum, zip(spans.offsets, spans.lengths, strict=False))
     agree = len(spans.lengths) == len(spans.offsets) == rows and max(ends, default=0) <= width
-    counts = *metadata.media_per_sample, metadata.media_runs
+    counts = *metadata.media_per_sample, metadata.media_runs, metadata.type_runs
     agree = agree and {*map(len, counts)} <= {0, rows}
     if agree and on_host(batch.attention_mask):
         agree = lengths_from_mask(batch.attention_mask) == spans

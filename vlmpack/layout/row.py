@@ -23,11 +23,13 @@ from vlmpack.layout.batch import (
     HostMetadata,
     Media,
     check_is_batch,
+    check_sizes,
     host_frames,
     host_grids,
     host_seconds,
     media_of,
     moved,
+    pinned,
     shape_of,
     whole_numbers,
 )
@@ -120,6 +122,15 @@ class PackedRow:
         """Move tensors and media to a device; boundaries and metadata stay on the host."""
         return moved(self, device, non_blocking=non_blocking)
 
+    def pin_memory(self) -> PackedRow:
+        """The same row with tensors and media in pinned memory, as `DataLoader(pin_memory=True)` calls it: from there
+        `to(device, non_blocking=True)` copies asynchronously. Boundaries are whole numbers on the host."""
+        return pinned(self)
+
+    def with_media(self, media: Media) -> PackedRow:
+        """Return the row with other media, which lie on the host; their sizes take the place of those that it knew."""
+        return replace(self, media=media, metadata=replace(self.known_metadata, media_sizes=media.sizes))
+
     @property
     def moe_padding_mask(self) -> torch.Tensor:
         """[1, T] bool: True where the row holds padding, which a router must not count."""
@@ -137,6 +148,7 @@ class PackedRow:
             LayoutError: the metadata has others, or the tensors are none of grids and seconds.
         """
         known, media = self.known_metadata, self.media
+        check_sizes(known.media_sizes, media)
         if self.tree is not None:  # the media are a part of those that the metadata has: compare that part alone
             self.metadata_of_media()
             return known

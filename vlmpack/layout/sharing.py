@@ -77,7 +77,7 @@ def share(
         tree = _Symbols.of(whole, numbers).compared(tree)
     if tree is None:
         return row
-    return with_tree(replace(whole, media=of_row.take(row.media, (tree.images, tree.videos, tree.audios))), tree)
+    return with_tree(whole.with_media(of_row.take(row.media, (tree.images, tree.videos, tree.audios))), tree)
 
 
 def check_unshared(row: PackedRow, user: str) -> None:
@@ -121,8 +121,8 @@ def unshare(row: PackedRow, *, units: FindMedia = grid_units) -> PackedRow:
         # each medium of the row stands where one of the tree does
         chosen.append(np.searchsorted(place[starts[list(computed)]], place[starts]).tolist())
         samples.append(of_sample[starts].tolist())
-    media = units(row).take(row.media, chosen, samples)
-    return replace(row, tree=None, media=media, metadata=replace(row.known_metadata, num_distinct_targets=None))
+    row = row.with_media(units(row).take(row.media, chosen, samples))
+    return replace(row, tree=None, metadata=replace(row.known_metadata, num_distinct_targets=None))
 
 
 @outside_graph

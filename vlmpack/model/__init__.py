@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlmpack.model.backbone import pack_backbone
-from vlmpack.model.enable import PackedStep, bind_loss_metrics, disable_packing, enable_packing, is_packing
+from vlmpack.model.enable import bind_loss_metrics, disable_packing, enable_packing, is_packing
 from vlmpack.model.engine import PackingState, StepConfig, packing_state
 from vlmpack.model.forward import STEP, StepCall
 from vlmpack.model.head import target_logprobs
@@ -15,7 +15,7 @@ from vlmpack.model.path_attention import attend_along_paths
 from vlmpack.model.plain import compile_layers, find_model
 from vlmpack.model.result import LossCount, PackedOutput, StepResult, Work
 from vlmpack.model.row import CONTEXT
-from vlmpack.model.thd_step import RouterLosses, ThdInputs, ThdStep, masked_router_losses
+from vlmpack.model.step import PackedStep, RouterLosses, ThdInputs, ThdStep, masked_router_losses
 
 __all__ = [
     "CONTEXT",

@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError, check_whole_number
-from vlmpack.layout import METADATA_KEY, FindMedia, PackedRow, outside_graph, share, unpack
+from vlmpack.layout import FindMedia, PackedRow, outside_graph, share, unpack
 from vlmpack.model.columns import check_keys
 from vlmpack.model.engine import PackingState, backbone_inputs, finish, packing_state, setup_row, stored_state
-from vlmpack.model.forward import is_row_input, row_of, unpackable
+from vlmpack.model.forward import LOOKED_AT, is_row_input, row_of, unpackable
 from vlmpack.model.mechanisms import RowSetup
-from vlmpack.model.plain import find_model, is_passed_on, warn_of_padding
+from vlmpack.model.plain import by_name, find_model, is_passed_on, warn_of_padding
 from vlmpack.model.result import Work
 from vlmpack.model.row import CONTEXT
 
@@ -81,11 +81,7 @@ class _BackboneHooks:
         state = stored_state(self.core)
         if state is None or CONTEXT in kwargs or is_passed_on():
             return None
-        if args:
-            raise ConfigError(
-                f"{type(backbone).__name__} was called with inputs by place; a call that packs takes them by name"
-            )
-        inputs = {**dict.fromkeys(_LOOKED_AT), **kwargs}
+        inputs = LOOKED_AT | by_name(backbone.forward, args, kwargs)
         if (reason := unpackable(self.core, inputs, state)) is not None:
             warn_of_padding(inputs["attention_mask"], reason)
             return None
@@ -124,9 +120,6 @@ class _BackboneHooks:
         if self._report is not None:
             self._report(work, caller.mask.numel())
         return output
-
-
-_LOOKED_AT = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", METADATA_KEY)
 
 
 def _shared(row: PackedRow, min_shared: int, units: FindMedia) -> PackedRow:

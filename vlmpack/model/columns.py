@@ -10,7 +10,7 @@ import torch
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import Family
 from vlmpack.layout import METADATA_KEY, outside_graph, require
-from vlmpack.model.plain import BOUNDARIES
+from vlmpack.model.plain import BOUNDARIES, CACHES
 
 STEP = "vlmpack_step"
 """The keyword of a `StepCall`."""
@@ -32,7 +32,7 @@ SOUND_IN_VIDEO = "use_audio_in_video"
 _WANTED = ("output_logits", "output_hidden_states")
 _BATCH_KEYS = frozenset((*_TOKENS, *_MEDIA, *BOUNDARIES, "num_items_in_batch", *_WANTED, METADATA_KEY, STEP))
 
-_GENERATION = ("past_key_values", "inputs_embeds", "use_cache", "logits_to_keep", "mm_encoder_outputs", "rope_deltas")
+_GENERATION = (*CACHES, "inputs_embeds", "use_cache", "logits_to_keep", "mm_encoder_outputs", "rope_deltas")
 _SETTLED_KEYS = frozenset((*_GENERATION, "output_attentions", "output_router_logits", "return_dict"))
 """Arguments of the model's own forward that a packed pass has settled: only their defaults go through it."""
 

@@ -1,4 +1,4 @@
-"""enable_packing and disable_packing: one model object accepts packed rows, and stops to; PackedStep calls it.
+"""enable_packing and disable_packing: one model object accepts packed rows, and stops to.
 
 The object's class becomes a subclass of its own class, with another `forward`, and each mechanism of its family
 attaches to its layers. Saving, PEFT, gradient checkpointing, DDP, FSDP2, copying and `torch.compile` go on working, and
@@ -7,9 +7,8 @@ taking all of it back leaves nothing behind.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar, final
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -17,12 +16,9 @@ from torch import nn
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families import Family, check_parts, family_of
-from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, check_is_batch
 from vlmpack.model.backbone import leave_backbone
-from vlmpack.model.columns import COLUMNS, STEP
 from vlmpack.model.engine import PackingState, StepConfig, packing_state, stored_state
-from vlmpack.model.forward import ENABLED, StepCall, packed_class
-from vlmpack.model.head import Scoring
+from vlmpack.model.forward import ENABLED, packed_class
 from vlmpack.model.mechanisms import Mechanism, ModelParts, base_of, is_subclassed
 from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.audio import Audio
@@ -36,7 +32,7 @@ from vlmpack.model.mechanisms.stock import check_logits, check_positions
 from vlmpack.model.mechanisms.vision import Vision
 from vlmpack.model.plain import check_forward, check_is_only_one, find_model
 from vlmpack.model.positions import check_rope_index
-from vlmpack.model.result import LossCount, StepResult
+from vlmpack.model.result import LossCount
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -73,7 +69,8 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     - `moe_padding_mask`, [B, S] or [1, T], True on padding: has to agree with the mask or the boundaries.
 
     Args:
-        model: a `...ForConditionalGeneration` or `...ForCausalLM`, or a module that holds one (a `PeftModel`).
+        model: a `...ForConditionalGeneration` or `...ForCausalLM`, or a module that holds one (a `PeftModel`). On any
+            device: its weights are not read, so that it may be on the meta device and be loaded afterwards.
         config: settings; None: the defaults.
         parallel: how ranks work together on rows (one row over several, or the same calls on all); None: each rank by
             itself.
@@ -108,11 +105,12 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     state = PackingState(family=family, config=config, parallel=parallel, mechanisms=mechanisms, loss_count=loss_count)
     state.check(core, attached=False)  # all of it before anything is changed
     parts = state.parts_of(core)
-    check_logits(parts)
-    if family.positions_rule.axes == 1:
-        check_positions(parts)
-    else:
-        check_rope_index(parts)
+    with torch.device("cpu"):  # the model may be on another, or on the meta device, and so may be the default
+        check_logits(parts)
+        if family.positions_rule.axes == 1:
+            check_positions(parts)
+        else:
+            check_rope_index(parts)
     if before is None:
         core.__class__ = packed_class(type(core))
     core._vlmpack_state = state
@@ -183,100 +181,3 @@ def _shared_with_others(core: nn.Module) -> set[int]:
         if other is not core and (state := stored_state(other)) is not None:
             ids.update(map(id, _changed(state, state.parts_of(other))))
     return ids
-
-
-@final
-class PackedStep:
-    """A callable that runs one batch or row through a model and returns a `StepResult`.
-
-    It calls the module that it was given, so wrappers around the model (PEFT, DDP, `torch.compile`) do their part.
-
-        step = PackedStep(model)
-        result = step(batch, num_items_in_batch=targets_of_all_micro_batches)
-        result.loss.backward()
-    """
-
-    def __init__(self, model: nn.Module, config: StepConfig | None = None, *, parallel: Parallel | None = None) -> None:
-        """Enable packing on `model` (or the model that it holds). On an enabled one, what is not given stays.
-
-        Raises:
-            FamilyError: the model's family cannot be packed exactly.
-        """
-        self.model, core = model, find_model(model)
-        state = stored_state(core)
-        if state is None:
-            enable_packing(core, config, parallel=parallel)
-        elif config is not None or parallel is not None:
-            enable_packing(core, config or state.config, parallel=parallel or state.parallel)
-
-    def __call__(
-        self,
-        batch: PaddedBatch | PackedRow | Mapping[str, Any],
-        *,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        logits: bool = False,
-        last_hidden: bool = False,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        **inputs: Any,
-    ) -> StepResult:
-        """Run one batch or row.
-
-        Args:
-            batch: a padded batch, a packed row, or the dictionary of either, on any device.
-            num_items_in_batch: targets of all batches that make up one optimiser step; None: this one's own.
-            logits: also return logits.
-            last_hidden: also return what the head is given.
-            temperature: divisor of the logits, in log-probabilities, losses and entropies, as in sampling.
-            entropy: also return the entropy of each target's prediction.
-            **inputs: further inputs by name, such as `rope_cu_seqlens`; they win over the batch's.
-
-        Raises:
-            LayoutError: the batch contradicts itself, or is the columns of samples.
-            ConfigError: the batch is neither a padded batch with its 2D mask nor a packed row; or the temperature is
-                no positive number.
-        """
-        scoring = Scoring(temperature=temperature, entropy=entropy)
-        device = next(self.model.parameters()).device
-        state = stored_state(find_model(self.model))
-        columns_of_row = {*COLUMNS}
-        if state is not None:
-            family = state.family
-            columns_of_row |= {*family.media, family.token_types, family.expert_types, *family.token_columns}
-        hands_row = isinstance(batch, PackedRow) and not inputs.keys() & columns_of_row
-        row = batch.to(device, non_blocking=True) if isinstance(batch, PackedRow) and hands_row else None
-        call = StepCall(row, last_hidden=last_hidden, scoring=scoring)
-        needed = () if state is None else state.family.token_columns
-        columns = {} if hands_row else _inputs_of(batch, needed)
-        columns = {
-            name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) and _travels(name) else value
-            for name, value in {**columns, **inputs}.items()
-        }
-        if not hands_row and columns.get("inputs_embeds") is None:
-            check_is_batch(columns)
-        logits = bool(columns.pop("output_logits", False)) or logits  # as a batch requests them of a model
-        output = self.model(**columns, num_items_in_batch=num_items_in_batch, output_logits=logits, **{STEP: call})
-        if call.result is None:
-            raise ConfigError(
-                f"this batch cannot be packed: give a 2D attention_mask or {METADATA_KEY!r} metadata or cu_seqlens_q; "
-                f"it has {sorted(columns)}"
-            )
-        # As the wrappers handed them back: their hooks for the backward pass hang on them.
-        targets = {"target_logprobs": output.target_logprobs, "target_entropies": output.target_entropies}
-        result = replace(call.result, **targets)
-        return result if output.loss is None else replace(result, loss=output.loss)
-
-
-def _inputs_of(batch: PaddedBatch | PackedRow | Mapping[str, Any], needed: Collection[str]) -> dict[str, Any]:
-    """Keyword arguments of the model; extras are the caller's, but for those that are `needed`."""
-    if isinstance(batch, Mapping):
-        return dict(batch)
-    if not isinstance(batch, PaddedBatch | PackedRow):
-        raise ConfigError(f"a {type(batch).__name__} is no batch; collate first: step(collator.collate(samples))")
-    batch = replace(batch, extras={name: x for name, x in batch.extras.items() if name in needed})
-    return batch.step_inputs() if isinstance(batch, PackedRow) else batch.to_hf()
-
-
-def _travels(name: str) -> bool:
-    """Return whether a tensor goes to the model's device: boundaries are read on the host."""
-    return name not in ("cu_seqlens_q", "cu_seqlens_q_padded", "rope_cu_seqlens")

@@ -24,18 +24,16 @@ from vlmpack.layout import (
     Segments,
     SlotRule,
     around_graph,
-    check_is_tensor,
     check_none_on_padding,
     on_host,
     outside_graph,
-    require,
 )
 from vlmpack.model.context_parallel_row import ContextParallelRow
 from vlmpack.model.head import Scoring, score_targets, target_positions
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
 from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_statistics
 from vlmpack.model.plain import check_adapters, check_class_forward, check_loss, check_noise
-from vlmpack.model.positions import check_positions, check_restarts
+from vlmpack.model.positions import positions_of_row
 from vlmpack.model.prefix_tree_row import PrefixTreeRow
 from vlmpack.model.result import LossCount, StepResult, Work, sums_by_sample
 from vlmpack.model.row import CONTEXT, RowContext, RowPart
@@ -229,7 +227,7 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
     model.family.check_floats(media)
     part = part_of(row, metadata, parallel)
     computed = part.computed_media(metadata)
-    tokens = model.family.image_tokens(media, computed, config)
+    tokens = model.family.image_tokens(media.with_sizes(computed.media_sizes), computed, config)
     if row.tree is None:
         metadata = replace(metadata, image_tokens=tokens)
     if model.family.audio is not None:
@@ -274,24 +272,10 @@ def backbone_inputs(
         LayoutError: media, placeholders or positions that do not fit the row.
     """
     family, row, metadata, part = setup.model.family, setup.row, setup.metadata, setup.part
-    if row.mm_token_type_ids is not None:
-        _check_types(row.mm_token_type_ids, setup.types, row.segments, family)
-    family.check_runs(setup.types, row.segments, metadata, config=setup.config, row=row)
     if rope_segments is not None:
         _check_no_tree(row)
-        check_restarts(rope_segments, row.segments, setup.types)
-    positions = family.positions(
-        setup.types,
-        rope_segments or row.segments,
-        image_grids=metadata.image_grids,
-        video_grids=metadata.video_grids,
-        seconds_per_grid=metadata.seconds_per_grid,
-        audio_frames=metadata.audio_frames,
-        config=setup.config,
-    )
+    positions = positions_of_row(row, metadata, setup.types, family, setup.config, restarts=rope_segments)
     part.check_shared(positions, "rotary positions")
-    if row.position_ids is not None:
-        check_positions(row.position_ids, positions, family, row.segments, restarts=rope_segments)
     entries = {mechanism.name: mechanism.prepare(setup) for mechanism in mechanisms}
     inputs: dict[str, Any] = {
         "input_ids": part.cut(row.input_ids),
@@ -336,24 +320,6 @@ def _check_no_tree(row: PackedRow) -> None:
             "rope_cu_seqlens restarts positions inside samples, which a row with a prefix tree does not support: take "
             "the tree away with unshare(row)"
         )
-
-
-def _check_types(column: torch.Tensor, types: torch.Tensor, segments: Segments, family: Family) -> None:
-    """Compare a caller's type of each token, [1, T], with the token ids; padding does not matter."""
-    check_is_tensor(column, "mm_token_type_ids")
-    if column.shape != types.shape or column.is_complex():
-        raise LayoutError(
-            f"mm_token_type_ids is {column.dtype} {list(column.shape)} but input_ids is {list(types.shape)}; leave "
-            "it out, it is made from input_ids"
-        )
-    differs = column != types
-    if segments.has_gaps:
-        differs = differs & ~segments.padding_mask(types.device)
-    message = (
-        f"mm_token_type_ids contradicts input_ids: it has to be {family.type_values}and 0 elsewhere; leave it out, it "
-        "is made from input_ids"
-    )
-    require(~differs.any(), message, LayoutError)
 
 
 def _check_vocabulary(row: PackedRow, size: int) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 from torch import nn
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 from vlmpack.errors import ConfigError, LayoutError, check_kind
 from vlmpack.families import Family
@@ -39,6 +40,8 @@ from vlmpack.model.mechanisms import ModelParts, subclass
 from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.experts import wants_balance
 from vlmpack.model.plain import (
+    CACHES,
+    by_name,
     check_boundaries_kept,
     is_generating,
     passed_on,
@@ -100,32 +103,16 @@ def packed_class(base: Any) -> type[nn.Module]:
 
 def _forward_of(base: Any) -> Any:
     @functools.wraps(base.forward)  # signature and name stay: trainers and generation look at them
-    def forward(
-        self: nn.Module,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "labels": labels,
-            **kwargs,
-        }
-        state = stored_state(self)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain, state = functools.partial(base.forward, self), stored_state(self)
         if state is None:  # accelerate's autocast wrapper keeps this function, beyond disable_packing
-            return base.forward(self, **inputs)
+            return plain(*args, **kwargs)
+        given = by_name(plain, args, kwargs)
         # of a row: what stops models without packing
-        inputs = {name: None if isinstance(value, OnlyPacked) else value for name, value in inputs.items()}
+        given = {name: None if isinstance(value, OnlyPacked) else value for name, value in given.items()}
+        inputs = LOOKED_AT | given
         if (reason := unpackable(self, inputs, state)) is not None:
-            return plain_forward(self, functools.partial(base.forward, self), inputs, reason)
+            return plain_forward(self, plain, given, reason)
         state = packing_state(self)
         output = packed_forward(self, inputs, state)
         if state.loss_count is not None:
@@ -170,10 +157,11 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
 @around_graph
 def plain_forward(model: nn.Module, forward: Callable[..., Any], inputs: dict[str, Any], reason: str) -> Any:
     """Pass a call on to the model's own forward; `reason`: why it is not packed."""
-    if not is_generating(model) and inputs.get("cache") is None:  # continuous batching keeps its requests apart
+    # continuous batching keeps its requests apart
+    if not is_generating(model) and not isinstance(inputs.get("cache"), PagedAttentionCache):
         check_boundaries_kept(inputs)
     if model.training and not is_generating(model):
-        warn_of_padding(inputs["attention_mask"], reason)
+        warn_of_padding(inputs.get("attention_mask"), reason)
     with passed_on():
         return forward(**{name: value for name, value in inputs.items() if name not in (METADATA_KEY, STEP)})
 
@@ -314,7 +302,10 @@ def unpackable(core: nn.Module, inputs: dict[str, Any], state: PackingState) -> 
     return f"{', '.join(plain)} cannot be had of a packed row; {_PACKED_BY}, without them" if plain else None
 
 
-_PLAIN_INPUTS = ("past_key_values", "inputs_embeds", "mm_encoder_outputs", "cache")
+_PLAIN_INPUTS = (*CACHES, "inputs_embeds", "mm_encoder_outputs")
+
+LOOKED_AT: dict[str, Any] = dict.fromkeys(("input_ids", "attention_mask", "position_ids", "labels"))
+"""Inputs that are looked at, as they are where a call leaves them out."""
 
 
 def _has_columns(inputs: dict[str, Any]) -> bool:

@@ -31,11 +31,10 @@ def attend_along_paths(
     attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor, tree: PrefixTree
 ) -> torch.Tensor:
     """[t, N, H] by a back-end that takes boundaries of queries and of keys."""
-    index_S = tree.key_index(k_tKH.device)
-    k_SKH, v_SKH = (_Gather.apply(x, index_S) for x in (k_tKH, v_tKH))
-    if not (torch.is_grad_enabled() and any(x.requires_grad for x in (q_tNH, k_tKH, v_tKH))):
+    saved = _Saved(tree.key_index(k_tKH.device))
+    q_tNH, k_SKH, v_SKH = _Gather.apply(saved, q_tNH, k_tKH, v_tKH)
+    if not q_tNH.requires_grad:
         return attend(q_tNH, k_SKH, v_SKH, tree.nodes, keys=tree.keys)
-    saved = _Saved(index_S)
     gathered = {x.untyped_storage().data_ptr(): place for place, x in enumerate((k_SKH, v_SKH))}
 
     def pack(x: torch.Tensor) -> _Place:
@@ -49,19 +48,29 @@ def attend_along_paths(
 
 
 class _Gather(torch.autograd.Function):
-    """[t, K, H] to [S, K, H]. Gradients of what several nodes gather are added up in float32 at least."""
+    """Keys and values [t, K, H] to [S, K, H]; queries pass through. Gradients of what several nodes gather are added up
+    in float32 at least.
+
+    Its backward pass comes after that of attention, whichever of the three have gradients, and lets go of what `_Keep`
+    restored: a graph lives on with its loss.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, index_S: torch.Tensor) -> torch.Tensor:
-        ctx.index, ctx.rows = index_S, x.shape[0]
-        return x.index_select(0, index_S)
+    def forward(ctx: Any, saved: _Saved, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor) -> Any:
+        ctx.saved, ctx.rows = saved, k_tKH.shape[0]
+        return q_tNH.view_as(q_tNH), *(x.index_select(0, saved.index_S) for x in (k_tKH, v_tKH))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (grad,) = grads
-        terms = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        total = terms.new_zeros(ctx.rows, *grad.shape[1:]).index_add(0, ctx.index, terms)
-        return total.to(grad.dtype), None
+        grad_q, *gathered = grads
+        ctx.saved.tensors = ()
+        return None, grad_q, *(_added_up(grad, ctx.saved.index_S, ctx.rows) for grad in gathered)
+
+
+def _added_up(grad_SKH: torch.Tensor, index_S: torch.Tensor, rows: int) -> torch.Tensor:
+    terms = grad_SKH.to(torch.promote_types(grad_SKH.dtype, torch.float32))
+    total = terms.new_zeros(rows, *terms.shape[1:]).index_add(0, index_S, terms)
+    return total.to(grad_SKH.dtype)
 
 
 class _Place(NamedTuple):

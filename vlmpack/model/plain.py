@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from vlmpack.errors import ConfigError, FamilyError, LayoutError, UnpackedWarning
@@ -26,6 +28,23 @@ from vlmpack.families import Family, family_of
 from vlmpack.layout import METADATA_KEY, on_host, outside_graph, require
 
 _HAS_HEAD = ("ForConditionalGeneration", "ForCausalLM")
+
+CACHES = ("cache", "past_key_values", "cache_params")
+"""Names of the cache among the arguments of a model or a layer: since transformers 5.24 it is the first everywhere."""
+
+
+def cache_name(forward: Callable[..., Any]) -> str:
+    """The name under which a forward takes a cache."""
+    return next(name for name in CACHES if name in inspect.signature(forward).parameters)
+
+
+def by_name(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names, positional ones in the order of this forward; none is added.
+
+    Raises:
+        TypeError: too many positional arguments, or one that is given by name as well.
+    """
+    return dict(**inspect.signature(forward).bind_partial(*args).arguments, **kwargs) if args else dict(kwargs)
 
 
 def find_model(model: nn.Module) -> Any:
@@ -195,6 +214,9 @@ def compile_layers(model: Model, **settings: Any) -> Model:
 
 _generating: ContextVar[nn.Module | None] = ContextVar("vlmpack_generating", default=None)
 _passed_on: ContextVar[bool] = ContextVar("vlmpack_passed_on", default=False)
+_masks_passed_on: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Masks that layers were given while a forward pass was passed on. Gradient checkpointing gives them to these layers
+again in the backward pass, when that is over, and on a GPU in another thread."""
 _warned: set[str] = set()
 """Reasons of which was warned; and those for which a mask on a device was read, a host–device sync."""
 
@@ -247,7 +269,11 @@ def warn_past_the_forward(mask: Any) -> None:
     Args:
         mask: what the layer's attention was given: [B, S], or [B, 1, S, S] boolean or to be added.
     """
-    if not is_passed_on():
+    if not isinstance(mask, torch.Tensor):
+        return
+    if is_passed_on():
+        _masks_passed_on[mask] = True
+    elif mask not in _masks_passed_on:
         warn_of_padding(mask, PAST_THE_FORWARD)
 
 
@@ -315,14 +341,15 @@ def check_boundaries_kept(inputs: dict[str, Any]) -> None:
     lost = [name for name, value in inputs.items() if value is not None and _looks_like_boundaries(name)]
     if lost:
         raise ConfigError(f"{', '.join(lost)} {_MIXED}")
-    if inputs["attention_mask"] is not None:
+    if inputs.get("attention_mask") is not None:
         return
     if inputs.get(METADATA_KEY) is not None:
         raise LayoutError(
             "a padded batch came without its attention_mask, so its padding would be attended to; keep the 2D mask "
             "that the collator made"
         )
-    if (positions := inputs["position_ids"]) is not None and inputs.get("past_key_values") is None:
+    positions, caches = inputs.get("position_ids"), [inputs.get(name) for name in CACHES]
+    if positions is not None and all(cache is None for cache in caches):
         # The place in the sample, or time: neither goes back.
         first = positions[0] if positions.ndim == 3 else positions
         goes_back = (first[..., 1:] < first[..., :-1]).any()

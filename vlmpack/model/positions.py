@@ -24,8 +24,12 @@ from vlmpack.layout import (
     IMAGE,
     TEXT,
     VIDEO,
+    HostMetadata,
+    PackedRow,
     Segments,
+    check_is_tensor,
     checked_boundaries,
+    copied,
     on_host,
     outside_graph,
     require,
@@ -84,6 +88,68 @@ def _cut(segments: Segments, places: list[int]) -> Segments:
 
 
 @outside_graph
+def positions_of_row(
+    row: PackedRow,
+    metadata: HostMetadata,
+    types: torch.Tensor,
+    family: Family,
+    config: Any,
+    *,
+    restarts: Segments | None = None,
+) -> torch.Tensor:
+    """Compare a row's placeholders with its media, and compute its positions, [4, 1, T]; a row's own are compared.
+
+    Args:
+        row: the row.
+        metadata: its own on the host, with the tokens of images.
+        types: [1, T] kinds of tokens by its ids.
+        family: the model's family.
+        config: the model's configuration.
+        restarts: the row cut at the caller's `rope_cu_seqlens`; None: at samples.
+
+    Raises:
+        LayoutError: media, placeholders or positions that do not fit the row.
+    """
+    segments = row.segments
+    if row.mm_token_type_ids is not None:
+        _check_types(row.mm_token_type_ids, types, segments, family)
+    family.check_runs(types, segments, metadata, config=config, row=row)
+    if restarts is not None:
+        check_restarts(restarts, segments, types)
+    positions = family.positions(
+        types,
+        restarts or segments,
+        image_grids=metadata.image_grids,
+        video_grids=metadata.video_grids,
+        seconds_per_grid=metadata.seconds_per_grid,
+        audio_frames=metadata.audio_frames,
+        host_types=family.host_types(types, segments, metadata),
+        config=config,
+    )
+    if row.position_ids is not None:
+        check_positions(row.position_ids, positions, family, segments, restarts=restarts)
+    return positions
+
+
+def _check_types(column: torch.Tensor, types: torch.Tensor, segments: Segments, family: Family) -> None:
+    """Compare a caller's type of each token, [1, T], with the token ids; padding does not matter."""
+    check_is_tensor(column, "mm_token_type_ids")
+    if column.shape != types.shape or column.is_complex():
+        raise LayoutError(
+            f"mm_token_type_ids is {column.dtype} {list(column.shape)} but input_ids is {list(types.shape)}; leave "
+            "it out, it is made from input_ids"
+        )
+    differs = column != types
+    if segments.has_gaps:
+        differs = differs & ~segments.padding_mask(types.device)
+    message = (
+        f"mm_token_type_ids contradicts input_ids: it has to be {family.type_values}and 0 elsewhere; leave it out, it "
+        "is made from input_ids"
+    )
+    require(~differs.any(), message, LayoutError)
+
+
+@outside_graph
 def check_restarts(rope: Segments, segments: Segments, types: torch.Tensor) -> None:
     """Positions inside an image or video count from its first token, so they cannot restart there.
 
@@ -114,13 +180,13 @@ def check_rope_index(model: ModelParts) -> None:
     kinds = [TEXT] * 2 + [IMAGE] * family.media_tokens(images, config) + [TEXT]
     for tokens in family.video_runs(videos, config):
         kinds += [VIDEO] * tokens + [TEXT]
-    types = torch.tensor([kinds], device="cpu")
+    types = torch.tensor([kinds])
     expected = family.positions(
         types, Segments.from_lengths([len(kinds)]), config=config, image_grids=images, video_grids=videos
     )
-    grids = {"image_grid_thw": torch.tensor(images, device="cpu")}
+    grids = {"image_grid_thw": torch.tensor(images)}
     if videos:
-        grids["video_grid_thw"] = torch.tensor(videos, device="cpu")
+        grids["video_grid_thw"] = torch.tensor(videos)
     backbone: Any = family.backbone(model.core)
     # token ids are not read: the types are
     own, _ = backbone.get_rope_index(torch.zeros_like(types), mm_token_type_ids=types, **grids)
@@ -152,7 +218,7 @@ def _check_asked(model: ModelParts) -> None:
     clip = _marked(config.vision_start_token_id, config.video_token_id, family.media_tokens([video], config))
     backbone: Any = family.backbone(model.core)
     for videos in ([], [video]):
-        input_ids = torch.tensor([[*ids, *clip * len(videos)]], device="cpu")
+        input_ids = torch.tensor([[*ids, *clip * len(videos)]])
         seconds = [0.7] * len(videos)
         expected = family.positions(
             family.media_types(input_ids, config),
@@ -165,11 +231,11 @@ def _check_asked(model: ModelParts) -> None:
         )
         stock, _ = backbone.get_rope_index(
             input_ids,
-            image_grid_thw=torch.tensor([image], device="cpu"),
-            video_grid_thw=torch.tensor(videos, device="cpu") if videos else None,
+            image_grid_thw=torch.tensor([image]),
+            video_grid_thw=torch.tensor(videos) if videos else None,
             attention_mask=torch.ones_like(input_ids),
-            audio_seqlens=torch.tensor([frames], device="cpu"),
-            second_per_grids=torch.tensor(seconds, device="cpu") if videos else None,
+            audio_seqlens=torch.tensor([frames]),
+            second_per_grids=torch.tensor(seconds) if videos else None,
         )
         _compare(stock, expected, model, f"{len(videos)} videos and 1 audio")
 
@@ -201,7 +267,7 @@ def check_positions(
     rotary_kT = family.rotary_ids(positions).reshape(-1, segments.total)
     expected_kT = rotary_kT if len(caller_kT) == len(rotary_kT) else torch.cat((text_1T, rotary_kT))
     real = segments.real_index(positions.device)
-    caller_kR = caller_kT.to(positions.device, non_blocking=True).index_select(1, real)
+    caller_kR = copied(caller_kT, positions.device).index_select(1, real)
     expected_kR = expected_kT.index_select(1, real)
     differs_R = (caller_kR != expected_kR).any(0)
     wrong = differs_R.any()

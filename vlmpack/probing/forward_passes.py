@@ -93,6 +93,15 @@ class ProbedModel:
         """Return whether the weights are in low precision."""
         return self.dtype != torch.float32
 
+    def with_its_pixels(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Cast pixels to the type of the vision part's weights, as users do: not every model of transformers casts them
+        itself."""
+        family = self.family
+        part = self.core.get_submodule(family.vision_path) if family.vision_path else self.core
+        dtype = next(p.dtype for p in part.parameters() if p.is_floating_point())
+        names = [*family.pixel_names] if family.has_vision else []
+        return [sample_like(x, {**x, **{name: x[name].to(dtype) for name in names if name in x}}) for x in samples]
+
 
 @final
 @dataclass(frozen=True, kw_only=True)

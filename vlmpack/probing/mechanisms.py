@@ -30,10 +30,10 @@ from vlmpack.attention import EVERYTHING, Reach
 from vlmpack.families import Sees
 from vlmpack.layout import PackedRow, Segments
 from vlmpack.model import ModelParts, layer_reaches, spans_in
+from vlmpack.model.plain import CACHES
 from vlmpack.probing.forward_passes import ForwardPass, ProbedModel, frames_as_images
 from vlmpack.probing.report import Cause, Check
 from vlmpack.probing.trace import (
-    CACHES,
     LEAK,
     ModuleCall,
     Span,

@@ -7,10 +7,10 @@ train mode; where these differ, each is run again.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import final
+from typing import TypeVar, final
 
 import torch
 
@@ -94,18 +94,42 @@ class References:
 
     eval: Reference
     """In eval mode."""
-    train: Reference | None
+    train: Reference | Exception | None
     """In train mode, in most models the same; None: the model is not deterministic in it."""
-    autocast: Reference | None
+    autocast: Reference | Exception | None
     """In mixed precision; None: the same, or the weights are in low precision."""
-    routers: RouterLosses | None
+    routers: RouterLosses | Exception | None
     """Of the padded batch with its 2D mask, through plain transformers; None: there are no routers."""
 
     def of(self, circumstance: Circumstance) -> Reference | None:
-        """Choose that of a circumstance; None: the model is not deterministic in it."""
+        """Choose that of a circumstance; None: the model is not deterministic in it.
+
+        Raises:
+            Exception: what the model alone raised in it.
+        """
         if circumstance.autocast:
-            return self.autocast
-        return self.train if circumstance.train else self.eval
+            return value_of(self.autocast)
+        return value_of(self.train) if circumstance.train else self.eval
+
+
+Value = TypeVar("Value")
+
+
+def value_or_error(compute: Callable[[], Value]) -> Value | Exception:
+    """Compute a part of the reference. What it raises is kept, and raised by the checks that need it (`value_of`)."""
+    try:
+        return compute()
+    except UnsteadyError:
+        raise
+    except Exception as error:
+        return error
+
+
+def value_of(found: Value | Exception) -> Value:
+    """Return a part of the reference, or raise what computing it raised."""
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 class UnsteadyError(ArithmeticError):
@@ -121,12 +145,15 @@ def compute_references(setup: ProbeSetup) -> References:
     """
     alone = _run_alone(setup, GAPS)
     in_eval = _exact_reference(setup, GAPS, alone)
-    in_train = _train_reference(setup, alone, in_eval)
+    in_train = value_or_error(lambda: _train_reference(setup, alone, in_eval))
+    in_autocast = in_train
+    if isinstance(in_train, Reference):
+        in_autocast = None if setup.probed.is_low else value_or_error(lambda: _autocast_reference(setup, in_train))
     return References(
         eval=in_eval,
         train=in_train,
-        autocast=None if setup.probed.is_low or in_train is None else _autocast_reference(setup, in_train),
-        routers=reference_router_losses(setup.probed, setup.samples),
+        autocast=in_autocast,
+        routers=value_or_error(lambda: reference_router_losses(setup.probed, setup.samples)),
     )
 
 
@@ -151,14 +178,9 @@ class _AloneRun:
     choices: list[Choices]
 
 
-def _run_alone(
-    setup: ProbeSetup,
-    circumstance: Circumstance,
-    probed: ProbedModel | None = None,
-    choices: Sequence[Choices] | None = None,
-) -> _AloneRun:
+def _run_alone(setup: ProbeSetup, circumstance: Circumstance, choices: Sequence[Choices] | None = None) -> _AloneRun:
     """Run each sample alone in the mode and precision of a circumstance, with gradients; `choices` are held."""
-    probed = probed or setup.probed
+    probed = setup.probed
     layer = next(iter(submodules(probed.family.language_model(probed.core), "self_attn").values()))
     tower = probed.family.vision_tower(probed.core)
     audio_tower = probed.family.audio_tower(probed.core)
@@ -172,7 +194,7 @@ def _run_alone(
     def recording() -> Iterator[None]:
         held = None if choices is None else _held_alone(setup, choices, len(chosen))
         with (
-            circumstance.computing(probed, setup.autocast),
+            setup.computing(circumstance),
             torch.enable_grad(),
             recorded_calls(modules) as calls,
             routing(probed, held) as routed,
@@ -196,7 +218,7 @@ def _held_alone(setup: ProbeSetup, choices: Sequence[Choices], sample: int) -> H
 
 def _run_in_float32(setup: ProbeSetup, circumstance: Circumstance) -> _AloneRun:
     exact = ProbedModel.of(copy.deepcopy(setup.probed.model).float())
-    return _run_alone(setup, circumstance, exact)
+    return _run_alone(replace(setup, probed=exact, samples=exact.with_its_pixels(setup.samples)), circumstance)
 
 
 @final

@@ -90,6 +90,11 @@ class Check:
         """Report a mechanism that the model lacks, or that could not be compared."""
         return cls(part="mechanism", name=mechanism, finding=finding)
 
+    @classmethod
+    def raised(cls, part: Part, name: str, error: Exception) -> Check:
+        """Report what could not be checked, by the error."""
+        return cls(part=part, name=name, finding="fails", detail=one_line(error))
+
     @property
     def is_bad(self) -> bool:
         """Return whether a packed row must not have this."""

@@ -19,7 +19,7 @@ from vlmpack.probing.audio import check_audio
 from vlmpack.probing.forward_passes import TREE, PlainPaddedPass, PlainRowPass, ProbedModel
 from vlmpack.probing.losses import check_loss_count
 from vlmpack.probing.mechanisms import check_delta, check_mask, check_positions, check_vision
-from vlmpack.probing.packed_checks import Progress, count_pairs, leak, not_deterministic, packed_checks
+from vlmpack.probing.packed_checks import Progress, caught, count_pairs, leak, not_deterministic, packed_checks
 from vlmpack.probing.reference import ProbeSetup, Reference, UnsteadyError, compute_references
 from vlmpack.probing.report import Baseline, Check, Report, causes_of, one_line
 from vlmpack.probing.routing import held_choices, open_share, routing
@@ -127,7 +127,7 @@ def _setup(model: nn.Module, processor: Any, attention: str | None) -> ProbeSetu
     settings = replace(settings, attention=attention or settings.attention, aux_loss="row", z_loss_coef=0.0)
     return ProbeSetup(
         probed=probed,
-        samples=with_adversarial_lengths(samples, probed.config),
+        samples=probed.with_its_pixels(with_adversarial_lengths(samples, probed.config)),
         autocast=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.bfloat16,
         settings=settings,
     )
@@ -188,13 +188,17 @@ def _checks(
     except UnsteadyError as error:
         return [not_deterministic("", str(error))], []
     except Exception as error:  # nothing to compare with: that is the finding
-        return [Check(part="equality", name="each sample alone", finding="fails", detail=one_line(error))], []
+        return [Check.raised("equality", "each sample alone", error)], []
     progress("plain transformers")
     baselines = _baselines(setup, references.eval) if plain else []
     checks = packed_checks(setup, references, progress=progress)
     if share_prefixes and references.train is not None:
         del references  # its gradients are as large as the model
-        checks += tree_checks(setup, branches_of(setup.samples, setup.probed.config), progress=progress)
+
+        def of_tree() -> list[Check]:
+            return tree_checks(setup, branches_of(setup.samples, setup.probed.config), progress=progress)
+
+        checks += caught("equality", TREE.name, of_tree)
     return checks, baselines
 
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlmpack.layout import Segments, recorded_syncs
 from vlmpack.model import ModelParts, expert_layers
+from vlmpack.model.plain import CACHES
 from vlmpack.probing.forward_passes import ForwardPass, ForwardResult, ProbedModel
 from vlmpack.testing import Sample
 
@@ -28,9 +29,6 @@ LEAK = 1e-5
 
 Span = tuple[int, int]
 Calls = dict[nn.Module, list["ModuleCall"]]
-
-CACHES = ("past_key_values", "past_key_value", "cache_params")
-"""Keywords of a layer's cache, which a second run would find full."""
 
 
 @final
@@ -54,6 +52,7 @@ class ModuleCall:
 
     def rerun(self, hidden: torch.Tensor, weights: Mapping[str, torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Run the module on other hidden states, and with some weights exchanged; every tensor that it returns."""
+        # a second run would find its cache full
         kwargs = {name: None if name in CACHES else value for name, value in self.kwargs.items()}
         if self.args:
             args = (hidden, *self.args[1:])

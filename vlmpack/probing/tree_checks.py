@@ -57,7 +57,7 @@ from vlmpack.probing.packed_checks import (
     packing,
     sample_logits,
 )
-from vlmpack.probing.reference import ProbeSetup, Reference, compute_reference
+from vlmpack.probing.reference import ProbeSetup, Reference, compute_reference, value_of, value_or_error
 from vlmpack.probing.report import Cause, Check
 from vlmpack.probing.trace import LEAK, ModuleCall, Span, Trace, largest_move, perturb_spans, routed_tokens, trace
 from vlmpack.testing import Branches, Sample, distinct_prefixes, grids_of
@@ -70,7 +70,7 @@ class TreeReference:
 
     alone: Reference
     """Each by itself."""
-    routers: RouterLosses | None
+    routers: RouterLosses | Exception | None
     """Of their padded batch; None: there are no routers."""
 
 
@@ -158,24 +158,27 @@ def _with_mechanisms(
     if any(check.is_bad and check.name == "packing" for check in mechanisms):
         return [*(check for check in checks if check.part != "mechanism"), *mechanisms]
     routers = caught("equality", "load-balancing loss", lambda: _router_losses(setup, packed, reference, checks))
-    work = caught("work", "work", lambda: [*_work(setup, packed), check_syncs(setup, packed)])
+    work = caught("work", "work", lambda: [*_work(setup, packed)])
+    work += caught("work", "host-device syncs", lambda: [check_syncs(setup, packed)])
     return [*checks, *mechanisms, *routers, *work]
 
 
 def tree_reference(setup: ProbeSetup) -> TreeReference:
     """Compute the samples without packing; in low precision a float32 copy of the model is made meanwhile."""
     return TreeReference(
-        alone=compute_reference(setup, TREE), routers=reference_router_losses(setup.probed, setup.samples)
+        alone=compute_reference(setup, TREE),
+        routers=value_or_error(lambda: reference_router_losses(setup.probed, setup.samples)),
     )
 
 
 def _router_losses(
     setup: ProbeSetup, packed: PackedPass, reference: TreeReference, checks: Sequence[Check]
 ) -> list[Check]:
-    if reference.routers is None:
+    routers = value_of(reference.routers)
+    if routers is None:
         return []
     right = not any(check.is_bad and check.name in ("head", "loss count") for check in checks)
-    return check_routers(setup, packed, reference.alone, reference.routers, losses_right=right)
+    return check_routers(setup, packed, reference.alone, routers, losses_right=right)
 
 
 # ---------------------------------------------------------------------- isolation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, final
 
 from starlette.applications import Starlette
@@ -27,39 +27,34 @@ UNREAD_BYTES = 4 * 2**20
 """Bytes of a body that are read and thrown away when the key is wrong, so that the client sees the answer."""
 LOGGED = 120
 """Most characters of a path in the log."""
-NOT_SERVED = {
-    "forward": "training requests in JSON: use tinker 0.25 or newer",
-    "save_weights_external": "checkpoints stay in the state folder of this service",
-    "copy_weights": "checkpoints are not copied; load them by their path",
-    "create_custom_loss": "custom losses are computed in the client",
-    "retrieve_futures": "results are fetched one by one, with retrieve_future",
-    "cancel_future": "sampling requests are not cancelled",
-    "join_sampling_session": "a clone of a sampling client chooses its own numbers",
-    "unload_model": "a model is freed when its session is finished",
-    "auth/token": "the key is sent as it is",
-}
-"""Remedy for each endpoint that a client may try and that does not exist here."""
 
 
-def make_app(routes: Sequence[BaseRoute], *, key: str, lifespan: Lifespan[Any] | None = None) -> ASGIApp:
+def make_app(
+    routes: Sequence[BaseRoute],
+    *,
+    key: str,
+    not_found: Callable[[Request, HTTPException], Awaitable[Response]],
+    lifespan: Lifespan[Any] | None = None,
+) -> ASGIApp:
     """Put routes, the key and errors together.
 
     Args:
         routes: of the service.
         key: clients send it as X-API-Key, or as Authorization: Bearer.
+        not_found: answers for a path or method that is not among the routes.
         lifespan: of the app.
     """
-    handled = (HTTPError, BodyError, RequestError, HTTPException, ClientDisconnect)
-    handlers: Mapping[Any, Any] = {**dict.fromkeys(handled, _answer_error), Exception: _answer_ours}
+    handled = (HTTPError, BodyError, RequestError, ClientDisconnect)
+    handlers: Mapping[Any, Any] = {
+        **dict.fromkeys(handled, _answer_error),
+        404: not_found,
+        405: not_found,
+        Exception: _answer_ours,
+    }
     return Gate(Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan), key=key)
 
 
 def _answer_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException):
-        name = request.url.path.removeprefix("/api/v1/")
-        detail = f"{request.method} {request.url.path[:LOGGED]}: {error.detail}"
-        remedy = NOT_SERVED.get(name)
-        return answer({"detail": detail if remedy is None else f"{detail}; {remedy}"}, status=error.status_code)
     response = error_response(error)
     assert response is not None
     return response

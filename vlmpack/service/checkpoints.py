@@ -9,17 +9,22 @@
 
 A folder never changes once it has its name: it is written beside, brought to the disk, renamed, and only then entered
 in the journal. What the journal does not refer to is removed.
+
+Only the owner may read any of it, as there are prompts, images, replies and weights of clients in it: folders are made
+with mode 0700, before anything is in them, files get 0600, whatever the umask.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, final
@@ -28,6 +33,8 @@ from uuid import uuid4
 from vlmpack.errors import ConfigError, RequestError
 from vlmpack.files import unwritable, writing
 from vlmpack.service.records import CheckpointRow
+
+log = logging.getLogger("vlmpack.service")
 
 Kind = Literal["weights", "sampler_weights"]
 
@@ -117,7 +124,7 @@ class StateFolder:
                 f"the state folder {path} is used by another server: stop that one, or choose another folder (--state)"
             ) from error
         with writing(self._weights):
-            self._weights.mkdir(exist_ok=True)
+            self._weights.mkdir(exist_ok=True, mode=0o700)
 
     def _check_is_ours(self) -> None:
         if self.path.is_dir() and not (self.path / "journal.sqlite3").exists():
@@ -132,6 +139,13 @@ class StateFolder:
                     f"{self.path} has {len(states)} saved states and no journal.sqlite3 that says whose they are: "
                     "restore that file from a backup, or choose another folder (--state)"
                 )
+
+    def make_private(self) -> None:
+        """Take the rights of others to what an earlier run left, and to the folder itself."""
+        try:
+            _make_private(self.path)
+        except OSError as error:
+            log.warning("others may read the state folder (%s): let its owner run chmod -R go= on it", error)
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -163,8 +177,10 @@ class StateFolder:
         folder = self._weights / f".{label}-{uuid4().hex}"
         try:
             with writing(folder):
-                folder.mkdir()
+                folder.mkdir(mode=0o700)
             yield folder
+            with suppress(PermissionError):  # a file system without rights, of which `make_private` has warned
+                _make_private(folder)
             with writing(folder):
                 for entry in [*folder.rglob("*"), folder]:
                     _to_disk(entry)
@@ -207,6 +223,13 @@ def size_of(folder: Path) -> int:
 def label_of(model: str, what: str) -> str:
     """Beginning of the name of a folder, without characters that file systems object to."""
     return f"{re.sub(r'[^A-Za-z0-9]+', '_', model)[:80]}-{what[:60]}"
+
+
+def _make_private(folder: Path) -> None:
+    for entry in (folder, *folder.rglob("*")):
+        mode = entry.lstat().st_mode
+        if mode & 0o077 and not stat.S_ISLNK(mode):
+            entry.chmod(stat.S_IMODE(mode) & ~0o077)
 
 
 def _to_disk(path: Path) -> None:

@@ -167,10 +167,8 @@ def replica(settings: ClusterSettings) -> ASGIApp:
     """Make the app of rank 0, in the replica's process; the other ranks start as its actors."""
     from vlmpack.service.server import Service, check_key, read_key
 
-    folder = Path(settings.state)
-    folder.mkdir(parents=True, exist_ok=True)
     key = os.environ.get(KEY_VARIABLE)
-    key = check_key(key, KEY_VARIABLE) if key else read_key(folder / "key")
+    key = check_key(key, KEY_VARIABLE) if key else read_key(Path(settings.state) / "key")
     ranks = _start_others(settings) if settings.workers > 1 else None
     return Service(settings.load(), settings.service(key=key), ranks=ranks).app()
 

@@ -1,6 +1,6 @@
 """Expiry: numbers that never arrive, sessions of silent clients, replies that were fetched long ago.
 
-numbers   1 2 3 . 5 6     nothing has arrived for `gap_timeout`: 5 and 6 fail, 4 is used up, 7 is next
+numbers   1 2 3 . 5 6     4 is missing for `gap_timeout`, whatever else arrives: 5 and 6 fail, 4 is used up, 7 is next
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Expiry:
         self._ledger = ledger
         self._codec = codec
         self._finish = finish
+        self._looked = time.monotonic()
 
     def tidy(self) -> None:
         """Look at what has run out; called in the engine thread about twice a second."""
@@ -54,10 +55,19 @@ class Expiry:
             log.exception("the journal cannot be written; tried again")
 
     def _fail_gaps(self) -> None:
-        late = time.monotonic() - self._ledger.settings.gap_timeout
+        gaps = []
         with self._ledger.lock:
-            lanes = [lane for lane in self._ledger.lanes.values() if lane.open and lane.last_arrival < late]
-            gaps = [(lane, lane.missing, early) for lane in lanes if (early := lane.early())]
+            now = time.monotonic()
+            elapsed, self._looked = now - self._looked, now
+            for lane in self._ledger.lanes.values():
+                early = lane.early() if lane.open else []
+                missing = lane.missing if early else None
+                if missing != lane.gap:
+                    lane.gap, lane.gap_seconds = missing, 0.0
+                elif missing is not None and not lane.receiving:  # a call in chunks is sent with the first one last
+                    lane.gap_seconds += elapsed
+                if missing is not None and lane.gap_seconds >= self._ledger.settings.gap_timeout:
+                    gaps.append((lane, missing, early))
         for lane, missing, early in gaps:
             self._fail_gap(lane, missing, early)
 
@@ -112,9 +122,11 @@ class Expiry:
     def note_retrieved(self) -> None:
         """Enter in the journal which replies were fetched."""
         with self._ledger.lock:
-            keys, self._ledger.retrieved_now = self._ledger.retrieved_now, []
+            keys = [*self._ledger.retrieved_now]
         if keys:
             self._ledger.journal.note_retrieved(keys, now=time.time())
+            with self._ledger.lock:
+                del self._ledger.retrieved_now[: len(keys)]
 
     def _drop_replies(self) -> None:
         old = time.time() - self._ledger.settings.reply_kept

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -33,6 +35,23 @@ NAMED_SAMPLES = 65_536
 REQUEST_ID = 512
 """Longest id of a request, in characters."""
 SAMPLE_ID = re.compile(r".*:sample:\d+:\d+", re.DOTALL)
+NOT_SERVED = {
+    "forward": "training requests in JSON: use tinker 0.25 or newer",
+    "save_weights_external": "checkpoints stay in the state folder of this service",
+    "copy_weights": "checkpoints are not copied; load them by their path",
+    "create_custom_loss": "custom losses are computed in the client",
+    "retrieve_futures": "results are fetched one by one, with retrieve_future",
+    "cancel_future": "sampling requests are not cancelled",
+    "join_sampling_session": "a clone of a sampling client chooses its own numbers",
+    "unload_model": "a model is freed when its session is finished",
+    "token": "the key is sent as it is",
+    "publish": "whoever has the key sees all checkpoints",
+    "ttl": "checkpoints stay until they are deleted",
+    "project": "sessions have no projects",
+    "search": "list sessions, and look at each one",
+    "external_weights_urls": "checkpoints stay in the state folder of this service",
+}
+"""Remedies for endpoints that clients try and that this service does not have, by the last part of their paths."""
 
 T = TypeVar("T")
 
@@ -120,10 +139,21 @@ class Endpoints:
         body = await self.body(request, most=most or self.limits.json_bytes)
         return await run_in_threadpool(Fields.parse, body)
 
-    async def body(self, request: Request, *, most: int, decoded: int | None = None) -> bytes:
-        """Receive a body."""
+    async def body(
+        self, request: Request, *, most: int, decoded: int | None = None, under_way: ExitStack | None = None
+    ) -> bytes:
+        """Receive a body; of a training request, its model's gaps are held until `under_way` ends."""
         encoding = request.headers.get("content-encoding", "").strip().lower()
-        return await self.bodies.read(_pieces(request), encoding=encoding, most=most, decoded=decoded)
+        pieces = self._pieces(request, under_way)
+        return await self.bodies.read(pieces, encoding=encoding, most=most, decoded=decoded)
+
+    async def _pieces(self, request: Request, under_way: ExitStack | None) -> AsyncIterator[bytes]:
+        async for piece in request.stream():
+            if under_way is not None:
+                with suppress(RequestError):  # without a name in its first piece, or compressed
+                    under_way.enter_context(self.queue.receiving(protobuf.identify(piece).model_id))
+                under_way = None
+            yield piece
 
     def _refuse_if_draining(self) -> None:
         if self.is_draining():
@@ -168,9 +198,9 @@ class Endpoints:
         version = fields.text("sdk_version", "")
         check_client(version)
         tags = [wire.check_text(tag, "tags") for tag in fields.array("tags", [])]
-        metadata = fields.metadata()
+        metadata, name = fields.metadata(), fields.text("display_name", None)
         session_id = await run_in_threadpool(
-            self.queue.create_session, tags=tags, user_metadata=metadata, sdk_version=version
+            self.queue.create_session, tags=tags, user_metadata=metadata, sdk_version=version, display_name=name
         )
         return answer({"type": "create_session", "session_id": session_id})
 
@@ -196,13 +226,13 @@ class Endpoints:
     async def create_model(self, request: Request) -> Response:
         """Enqueue the creation of a model."""
         self._refuse_if_draining()
-        body = await self.body(request, most=self.limits.json_bytes)
+        body = await self.body(request, most=self.limits.sample_bytes)
         return await run_in_threadpool(self._submit_creation, "CreateModel", body)
 
     async def load_weights(self, request: Request) -> Response:
         """Enqueue going back to a checkpoint, or the creation of a model from one."""
         self._refuse_if_draining()
-        body = await self.body(request, most=self.limits.json_bytes)
+        body = await self.body(request, most=self.limits.sample_bytes)
         fields = await run_in_threadpool(Fields.parse, body)
         if "model_id" in fields and "session_id" in fields:
             raise RequestError("model_id and session_id: send one of them, for a model that exists or for a new one")
@@ -215,12 +245,17 @@ class Endpoints:
         fields = Fields.parse(body)
         session_id, number = fields.text("session_id"), fields.integer("model_seq_id")
         try:
-            request = wire.READERS[kind](fields)
+            request = self._read(kind, fields, body)
             assert isinstance(request, messages.CreateModel | messages.CreateFromCheckpoint)
             self._check_base(request.base_model)
         except RequestError as error:
             return answer({"request_id": self.queue.refuse_creation(session_id, number, str(error))})
         return answer({"request_id": self.queue.submit(request, body, JSON).request_id})
+
+    def _read(self, kind: str, fields: Fields, body: bytes) -> messages.Request:
+        if len(body) > self.limits.json_bytes:
+            raise RequestError(f"a body of {len(body):,} bytes: at most {self.limits.json_bytes:,}, so send less in it")
+        return wire.READERS[kind](fields)
 
     def _check_base(self, name: str | None) -> None:
         if name is not None and name != self.served.name:
@@ -241,23 +276,19 @@ class Endpoints:
         """Enqueue a training request."""
         self._refuse_if_draining()
         if not request.headers.get("content-type", "").startswith(PROTOBUF):
-            await self.body(request, most=self.limits.body_bytes, decoded=self.limits.decoded_bytes)
-            raise HTTPError(415, f"training requests are {PROTOBUF}: use tinker {_version(OLDEST_CLIENT)} or newer")
-        try:
-            body = await self.body(request, most=self.limits.body_bytes, decoded=self.limits.decoded_bytes)
-        except BodyError as error:
-            if error.beginning:
-                await run_in_threadpool(self._use_up, error.beginning, error.detail)
-            raise
-        return await run_in_threadpool(self._submit_training, body)
-
-    def _use_up(self, beginning: bytes, detail: str) -> None:
-        """Mark the number of a request as done whose body is refused, so that none after it waits for it."""
-        try:
-            identity = protobuf.identify(beginning)
-            self.queue.refuse(identity.model_id, identity.seq_id, detail)
-        except RequestError:
-            return  # without a name, or of no model: nothing waits for it, or until the gap is given up
+            detail = f"training requests are {PROTOBUF}: use tinker {_version(OLDEST_CLIENT)} or newer"
+            return await self._refuse_unread(request, HTTPError(415, detail))
+        most, decoded = self.limits.body_bytes, self.limits.decoded_bytes
+        with ExitStack() as under_way:
+            try:
+                body = await self.body(request, most=most, decoded=decoded, under_way=under_way)
+            except BodyError as error:
+                try:
+                    identity = protobuf.identify(error.beginning)
+                except RequestError:
+                    raise error from None
+                return await run_in_threadpool(self._refuse, identity.model_id, identity.seq_id, error.detail)
+            return await run_in_threadpool(self._submit_training, body)
 
     def _submit_training(self, body: bytes) -> Response:
         identity = protobuf.identify(body)
@@ -268,10 +299,14 @@ class Endpoints:
                 raise RequestError("model_id or seq_id twice in one request: send them once")
             check(request, self.limits)
         except RequestError as error:
-            request_id = self.queue.refuse(identity.model_id, identity.seq_id, str(error))
-        else:
-            request_id = self.queue.submit(request, body, PROTOBUF).request_id
-        return answer({"request_id": request_id, "model_id": identity.model_id})
+            return self._refuse(identity.model_id, identity.seq_id, str(error))
+        return answer(
+            {"request_id": self.queue.submit(request, body, PROTOBUF).request_id, "model_id": identity.model_id}
+        )
+
+    def _refuse(self, model_id: str, seq_id: int, detail: str) -> Response:
+        """Let an operation fail in its future: its number is used up, and those after it do not wait for it."""
+        return answer({"request_id": self.queue.refuse(model_id, seq_id, detail), "model_id": model_id})
 
     async def optim_step(self, request: Request) -> Response:
         """Enqueue a step of the optimiser."""
@@ -287,17 +322,40 @@ class Endpoints:
 
     async def _operation(self, kind: str, request: Request) -> Response:
         self._refuse_if_draining()
-        body = await self.body(request, most=self.limits.json_bytes)
+        body = await self.body(request, most=self.limits.sample_bytes)
         return await run_in_threadpool(self._submit_operation, kind, body)
 
     def _submit_operation(self, kind: str, body: bytes) -> Response:
         fields = Fields.parse(body)
         model_id, seq_id = fields.text("model_id"), fields.integer("seq_id", low=1)
         try:
-            request = wire.READERS[kind](fields)
+            request = self._read(kind, fields, body)
         except RequestError as error:
-            return answer({"request_id": self.queue.refuse(model_id, seq_id, str(error))})
+            return self._refuse(model_id, seq_id, str(error))
         return answer({"request_id": self.queue.submit(request, body, JSON).request_id})
+
+    async def not_found(self, request: Request, error: HTTPException) -> Response:
+        """Answer for an endpoint that is not here. An operation of a model, whatever its name, fails in its future."""
+        path = request.url.path
+        detail = f"{request.method} {path[:120]}: this service does not have it"
+        if (remedy := NOT_SERVED.get(path.rpartition("/")[2])) is not None:
+            detail = f"{detail}; {remedy}"
+        try:
+            return await self._refuse_unread(request, HTTPError(error.status_code, detail))
+        except (HTTPError, RequestError, ClientDisconnect) as refusal:  # Starlette takes no errors of this handler
+            response = error_response(refusal)
+            assert response is not None
+            return response
+
+    async def _refuse_unread(self, request: Request, refusal: HTTPError) -> Response:
+        """Let a request fail in its future if it is an operation of a model; else answer with a status."""
+        try:
+            fields = await self.fields(request, most=self.limits.sample_bytes)
+            model_id, seq_id = fields.text("model_id"), fields.integer("seq_id", low=1)
+        except (BodyError, RequestError):
+            raise refusal from None
+        self._refuse_if_draining()
+        return await run_in_threadpool(self._refuse, model_id, seq_id, refusal.detail)
 
     # ------------------------------------------------------------------ sampling
 
@@ -360,11 +418,6 @@ def _lost(request_id: str) -> Response:
         "the session was open. The model is as the requests before it left it"
     )
     return answer({"error": error, "category": "server"})
-
-
-async def _pieces(request: Request) -> AsyncIterator[bytes]:
-    async for piece in request.stream():
-        yield piece
 
 
 def check_client(version: str) -> None:

@@ -14,6 +14,7 @@ does not wait for writing. Bodies have a table of their own: SQLite writes a cha
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
@@ -28,14 +29,14 @@ from vlmpack.service.records import CheckpointRow, ModelRow, RequestRow, Samplin
 
 APPLICATION = 0x766C6D70
 """Marks a SQLite file as ours."""
-VERSION = 2
+VERSION = 3
 """Of the tables below."""
 
 SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY, created REAL NOT NULL, ended REAL,
-    tags TEXT NOT NULL, user_metadata TEXT NOT NULL, sdk_version TEXT NOT NULL);
+    tags TEXT NOT NULL, user_metadata TEXT NOT NULL, sdk_version TEXT NOT NULL, display_name TEXT);
 CREATE TABLE models (
     id TEXT PRIMARY KEY, session TEXT NOT NULL, created REAL NOT NULL, last_request REAL NOT NULL,
     base_model TEXT NOT NULL, lora TEXT, user_metadata TEXT NOT NULL, snapshot TEXT, covered INTEGER NOT NULL);
@@ -60,7 +61,9 @@ BODIES_OF_REQUESTS = """
 INSERT INTO bodies SELECT owner, seq, body FROM requests WHERE body IS NOT NULL;
 ALTER TABLE requests DROP COLUMN body;
 """
-"""From version 1, where bodies were in the table of requests."""
+DISPLAY_NAMES = "ALTER TABLE sessions ADD COLUMN display_name TEXT"
+MIGRATIONS = {1: (BODIES, BODIES_OF_REQUESTS), 2: (DISPLAY_NAMES,)}
+"""Statements that bring tables to the next version. 1 had bodies in the table of requests, 2 no display names."""
 
 
 @final
@@ -90,10 +93,11 @@ class Journal:
         self._reading = threading.Lock()
         self._depth = 0
         try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its other files the mode of this one
             self._writer = self._connect()
             self._check(base_model)
             self._reader = self._connect()
-        except sqlite3.DatabaseError as error:
+        except (OSError, sqlite3.DatabaseError) as error:
             raise ConfigError(
                 f"{path} is damaged, or cannot be written ({error}). Restore the state folder from a backup, or "
                 "start with another one (--state); checkpoints in its folder `weights` are whole without the journal"
@@ -120,15 +124,15 @@ class Journal:
             return
         if application != APPLICATION:
             raise ConfigError(f"{self.path} is no journal of vlmpack: choose another state folder (--state)")
-        if version == 1:
-            with self.transaction():
-                self._run(BODIES, BODIES_OF_REQUESTS)
-                self._writer.execute(f"PRAGMA user_version = {VERSION}")
-        elif version != VERSION:
+        if not 1 <= version <= VERSION:
             raise ConfigError(
                 f"{self.path} has tables of version {version}, this vlmpack knows version {VERSION}: "
                 "use the vlmpack that wrote it, or another state folder (--state)"
             )
+        for old in range(version, VERSION):
+            with self.transaction():
+                self._run(*MIGRATIONS[old])
+                self._writer.execute(f"PRAGMA user_version = {old + 1}")
         (result,) = self._writer.execute("PRAGMA quick_check(1)").fetchone()
         if result != "ok":
             raise sqlite3.DatabaseError(result)
@@ -189,8 +193,9 @@ class Journal:
     def add_session(self, row: SessionRow) -> None:
         """Begin a session."""
         self._write(
-            "INSERT INTO sessions VALUES (?, ?, NULL, ?, ?, ?)",
+            "INSERT INTO sessions VALUES (?, ?, NULL, ?, ?, ?, ?)",
             row.id, row.created, json.dumps(list(row.tags)), json.dumps(dict(row.user_metadata)), row.sdk_version,
+            row.display_name,
         )  # fmt: skip
 
     def end_session(self, session: str, *, now: float) -> None:
@@ -210,11 +215,13 @@ class Journal:
 
     def sessions(self) -> list[SessionRow]:
         """All sessions, oldest first."""
-        rows = self._read("SELECT id, created, ended, tags, user_metadata, sdk_version FROM sessions ORDER BY created")
+        rows = self._read(
+            "SELECT id, created, ended, tags, user_metadata, sdk_version, display_name FROM sessions ORDER BY created"
+        )
         return [
             SessionRow(
                 id=row[0], created=row[1], ended=row[2], tags=json.loads(row[3]),
-                user_metadata=json.loads(row[4]), sdk_version=row[5],
+                user_metadata=json.loads(row[4]), sdk_version=row[5], display_name=row[6],
             )
             for row in rows
         ]  # fmt: skip
@@ -278,9 +285,12 @@ class Journal:
             json.dumps(dict(row.user_metadata)),
         )  # fmt: skip
 
-    def drop_checkpoint(self, model: str, kind: str, name: str) -> None:
-        """Forget a checkpoint."""
-        self._write("DELETE FROM checkpoints WHERE model = ? AND kind = ? AND name = ?", model, kind, name)
+    def drop_checkpoint(self, row: CheckpointRow) -> None:
+        """Forget a checkpoint; one that has taken its place stays."""
+        self._write(
+            "DELETE FROM checkpoints WHERE model = ? AND kind = ? AND name = ? AND folder = ?",
+            row.model, row.kind, row.name, row.folder,
+        )  # fmt: skip
 
     def checkpoints(self) -> list[CheckpointRow]:
         """All checkpoints, newest first."""

@@ -8,7 +8,8 @@
     numbers of a lane     1 2 3 4 5 . 7 8     5 is next; 7 and 8 are early: they wait for 6
                           done  ▲     early
 
-The journal holds the same and is written first; a start reads it. One lock guards all of it.
+The journal holds the same and is written first; a start reads it. One lock guards all of it. The event loop takes it
+too, so nobody waits for the disk while holding it.
 """
 
 from __future__ import annotations
@@ -153,8 +154,12 @@ class Lane:
     """Entries that are not done, by number."""
     next: int = 0
     """First number that is not done."""
-    last_arrival: float = 0.0
-    """Monotonic seconds."""
+    gap: int | None = None
+    """First missing number while later ones wait for it, as `Expiry` last saw it."""
+    gap_seconds: float = 0.0
+    """Time that they have waited, less that in which a request of the model was being received."""
+    receiving: int = 0
+    """Its requests that are being received now."""
     group: list[Entry] = field(default_factory=list)
     """Requests that are in rows now."""
     work: RowWork | None = None
@@ -301,11 +306,11 @@ class Ledger:
                 self.add_sampler(row)
         for row in self.journal.requests():
             if row.session in self.sessions:
-                self._read_request(row, now)
+                self._read_request(row)
         for lane in self.lanes.values():
             lane.advance()
 
-    def _read_request(self, row: RequestRow, now: float) -> None:
+    def _read_request(self, row: RequestRow) -> None:
         entry = Entry(row=row, accepted=True, journaled=ARRIVED)
         if row.retrieved is not None:
             self.retrieved[row.owner, row.seq] = row.retrieved
@@ -313,7 +318,6 @@ class Ledger:
         if sampler is None:
             lane = self.lanes.get(row.owner) or self.add_lane(row.owner, row.session)
             lane.add(entry)
-            lane.last_arrival = now
         else:
             sampler.entries[row.seq] = entry
             if not entry.is_done:
@@ -336,8 +340,9 @@ class Ledger:
         return sampler
 
     def drop_sampler(self, sampling_session: str) -> None:
-        """Forget a sampling session."""
-        sampler = self.samplers.pop(sampling_session)
+        """Forget a sampling session, if it is still there."""
+        if (sampler := self.samplers.pop(sampling_session, None)) is None:
+            return
         self.sessions[sampler.row.session].samplers.remove(sampler)
         self._forget(sampler.entries)
 
@@ -349,7 +354,6 @@ class Ledger:
             if entry.is_sample:
                 self.new_samples.append(entry)
         if (lane := self.lanes.get(entry.row.owner)) is not None:
-            lane.last_arrival = time.monotonic()
             self.last_requests[lane.id] = time.time()
             lane.advance()
         entry.journaled.set()

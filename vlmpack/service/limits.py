@@ -69,8 +69,9 @@ class ServiceLimits:
     poll_seconds: float = 30.0
     """Seconds that an answer to a result that is not there yet is held back; the client gives up after 45 s."""
     gap_seconds: float = 60.0
-    """Seconds that requests are held for one before them that never arrived; then they fail by name. Not below
-    `body_seconds`, nor below 30 s, which the client may wait until it tries again."""
+    """Seconds that requests are held for one before them that never arrives, whatever comes meanwhile; then they fail
+    by name. Time in which a training request of the model is being received does not count. Not below 30 s, which the
+    client may wait until it tries again."""
     idle_seconds: float = 600.0
     """A session without heartbeats is finished after this time, and its models are freed."""
     result_seconds: float = 600.0

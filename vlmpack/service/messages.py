@@ -235,9 +235,10 @@ class SamplingParams:
     top_p: float = 1.0
     """Probability mass to choose within."""
     stop_tokens: tuple[int, ...] | None = None
-    """Ids that end a sequence, of which they are the last; None: the model's end-of-sequence ids; empty: none."""
+    """Ids that end a sequence, beside the model's end-of-sequence ids, and are its last token. Empty, and without stop
+    strings: nothing ends a sequence but `max_tokens`, not even the end-of-sequence ids."""
     stop_strings: tuple[str, ...] = ()
-    """Texts that end a sequence, which they are a part of."""
+    """Texts that end a sequence, and are part of it."""
 
 
 @final
@@ -351,6 +352,8 @@ class SampleResult:
     """`num_samples` of them, in the order of their seeds."""
     prompt_logprobs: np.ndarray | None = None
     """float32 [N]: log-probability of each token after those before it, NaN at the first; None: not wanted."""
+    prompt_cache_hit_tokens: int = 0
+    """N if another request had the prompt computed, 0 else; vLLM has numbers between."""
 
 
 Result = (

@@ -54,7 +54,9 @@ SCHEMA = {
         "string loss_fn_output_type=1; repeated ArrayRecord loss_fn_outputs=2; repeated NumberEntry metrics=3"
     ),
     "SampledSequence": "int32 stop_reason=1; bytes tokens=2; optional bytes logprobs=3",
-    "SampleResponse": "repeated SampledSequence sequences=1; optional bytes prompt_logprobs=2",
+    "SampleResponse": (
+        "repeated SampledSequence sequences=1; optional bytes prompt_logprobs=2; int32 prompt_cache_hit_tokens=4"
+    ),
 }
 """Fields of each message; those of one `oneof` exclude each other. Enumerations are int32, which has their encoding."""
 
@@ -341,7 +343,8 @@ def _output(result: ForwardBackwardResult) -> bytes:
 
 
 def _response(result: SampleResult) -> bytes:
-    response = message("SampleResponse")(sequences=[_sequence(sequence) for sequence in result.sequences])
+    sequences = [_sequence(sequence) for sequence in result.sequences]
+    response = message("SampleResponse")(sequences=sequences, prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
     if result.prompt_logprobs is not None:
         response.prompt_logprobs = np.asarray(result.prompt_logprobs, dtype="<f4").tobytes()
     return response.SerializeToString()

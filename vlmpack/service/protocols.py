@@ -172,7 +172,8 @@ class QueueSettings:
     """Limits and times of the queue."""
 
     gap_timeout: float = 45.0
-    """Seconds after which requests that wait for a number that never arrives fail."""
+    """Seconds that requests wait for a number that never arrives, before they fail; time in which a request of the
+    model is being received does not count."""
     session_timeout: float = 600.0
     """Seconds of silence after which a session ends."""
     reply_kept: float = 600.0

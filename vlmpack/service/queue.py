@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
@@ -141,6 +142,7 @@ class RequestQueue(Sessions):
         folder = StateFolder(state)
         try:
             journal = Journal(folder.journal, base_model=engine.base.name)
+            folder.make_private()
         except BaseException:
             folder.close()
             raise
@@ -188,6 +190,18 @@ class RequestQueue(Sessions):
         self._state.close()
 
     # ------------------------------------------------------------------ POSTs
+
+    @contextmanager
+    def receiving(self, model_id: str) -> Iterator[None]:
+        """Stop the clock of a model's gaps while one of its requests is being received, see `Expiry`."""
+        with self._ledger.lock:
+            lane = self._ledger.lanes.get(model_id, Lane(id=model_id, session=""))  # one that nobody knows
+            lane.receiving += 1
+        try:
+            yield
+        finally:
+            with self._ledger.lock:
+                lane.receiving -= 1
 
     def submit(self, request: Request, body: bytes, content_type: str = "") -> Submitted:
         """Accept a request; it is on the disk when this returns.

@@ -28,6 +28,8 @@ class SessionRow:
     """The client's own notes."""
     sdk_version: str = ""
     """Of the client."""
+    display_name: str | None = None
+    """The client's name for it; None: it gave none."""
 
 
 @final

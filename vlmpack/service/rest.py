@@ -95,7 +95,8 @@ class Lists:
     async def session(self, request: Request) -> Response:
         """Return the models and samplers of a session."""
         info = await run_in_threadpool(self.queue.session, request.path_params["session_id"])
-        return answer({"training_run_ids": list(info.model_ids), "sampler_ids": list(info.sampler_ids)})
+        ids = {"training_run_ids": list(info.model_ids), "sampler_ids": list(info.sampler_ids)}
+        return answer({**ids, "user_metadata": dict(info.user_metadata), "display_name": info.display_name})
 
     async def sampler(self, request: Request) -> Response:
         """Return what a sampling session samples from."""
@@ -128,6 +129,12 @@ def _training_run(info: ModelInfo) -> dict[str, Any]:
         "is_lora": info.lora is not None,
         "lora_rank": None if info.lora is None else info.lora.rank,
         "last_request_time": _iso(info.last_request_time),
+        "last_checkpoint": None if info.last_checkpoint is None else _checkpoint(info.last_checkpoint),
+        "last_sampler_checkpoint": (
+            None if info.last_sampler_checkpoint is None else _checkpoint(info.last_sampler_checkpoint)
+        ),
+        "corrupted": info.is_corrupted,
+        "user_metadata": dict(info.user_metadata),
     }
 
 

@@ -314,7 +314,10 @@ class BatchedSampling:
         going_on: dict[bytes, list[Growing]] = {}
         for job, group in taken:
             if not job.ends_at_once:
-                going_on.setdefault(job.prompt.digest, []).extend(group)
+                digest = job.prompt.digest
+                if group[0] is job.sequences[0] and not job.request.prompt_logprobs:
+                    job.is_cached = digest in going_on or (lane.folder, digest) in self._prompts
+                going_on.setdefault(digest, []).extend(group)
         for digest in [digest for digest in going_on if (lane.folder, digest) in self._prompts]:
             self._started(lane, self._prompts.take((lane.folder, digest)).begin(going_on.pop(digest), reader), reader)
         groups = list(going_on.values())

@@ -25,7 +25,7 @@ class SampledModel:
     max_context: int
     """Longest sequence that the model reads."""
     eos_token_ids: tuple[int, ...]
-    """Ids that end a sequence unless a request says otherwise."""
+    """Ids that end a sequence, unless a request has an empty list of stops."""
     decode: Callable[[Sequence[int]], str] | None = None
     """Token ids to text, special tokens included; None: stop strings are refused."""
 
@@ -49,6 +49,8 @@ class Job:
         """All of them, in the order of their seeds."""
         self.prompt_logprobs: np.ndarray | None = None
         """float32 [N]; None: not wanted, or not yet computed."""
+        self.is_cached = False
+        """True if another request had its prompt computed."""
         self.unfinished = 0
         """Sequences that are not done."""
         self.is_alone = False
@@ -81,7 +83,8 @@ class Job:
             if sequence.error is not None:
                 return Failure(message=sequence.error, category="server")
         results = tuple(sequence.result() for sequence in self.sequences)
-        return SampleResult(sequences=results, prompt_logprobs=self.prompt_logprobs)
+        hits = self.prompt.length if self.is_cached else 0
+        return SampleResult(sequences=results, prompt_logprobs=self.prompt_logprobs, prompt_cache_hit_tokens=hits)
 
 
 def ending_of(prompt: EncodedSequence, request: Sample, model: SampledModel) -> Ending:
@@ -105,8 +108,9 @@ def ending_of(prompt: EncodedSequence, request: Sample, model: SampledModel) -> 
         )
     if params.stop_strings and model.decode is None:
         raise RequestError("this server has no tokenizer for stop strings; give the ids of tokens in stop")
+    is_endless = params.stop_tokens == () and not params.stop_strings
     return Ending(
-        stop_tokens=frozenset(model.eos_token_ids if params.stop_tokens is None else params.stop_tokens),
+        stop_tokens=frozenset(() if is_endless else (*model.eos_token_ids, *(params.stop_tokens or ()))),
         stop_strings=params.stop_strings,
         max_tokens=params.max_tokens or max(room - 1, 1),
         decode=model.decode,

@@ -29,9 +29,11 @@ from vlmpack.layout import MIN_SHARED
 from vlmpack.service import wire
 from vlmpack.service.app import make_app
 from vlmpack.service.bodies import BodyReader
+from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.distributed import DistributedEngine, follow
 from vlmpack.service.engine import Engine, EngineConfig
 from vlmpack.service.http import Endpoints, Served
+from vlmpack.service.journal import Journal
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.queue import QueueSettings, RequestQueue
 from vlmpack.service.ranks import Ranks
@@ -128,6 +130,23 @@ def load_base(source: str, *, name: str | None = None, device: str = "cpu", dtyp
     )
 
 
+def check_state(state: Path, base_model: str) -> None:
+    """Refuse a state folder that cannot be served, before a model is read or anything else is written there.
+
+    Args:
+        state: the folder; made if there is none.
+        base_model: name of the base model to be served.
+
+    Raises:
+        ConfigError: it is used by another server, damaged, foreign, or of another base model.
+    """
+    folder = StateFolder(state)
+    try:
+        Journal(folder.journal, base_model=base_model).close()
+    finally:
+        folder.close()
+
+
 def read_key(file: Path) -> str:
     """Return the key in a file, which is made with a random key if there is none; only its owner may read it.
 
@@ -136,7 +155,7 @@ def read_key(file: Path) -> str:
     """
     try:
         if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
                 opened.write(KEY_PREFIX + secrets.token_urlsafe(32) + "\n")
@@ -224,7 +243,7 @@ class Service:
         )
         lists = Lists(queue=self.queue, endpoints=endpoints)
         routes: list[BaseRoute] = [*endpoints.routes(), *lists.routes(), *self.status.routes()]
-        return make_app(routes, key=self.settings.key, lifespan=self._lifespan)
+        return make_app(routes, key=self.settings.key, not_found=endpoints.not_found, lifespan=self._lifespan)
 
     @asynccontextmanager
     async def _lifespan(self, app: Any) -> AsyncIterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,12 @@ class ModelInfo:
     """Unix seconds."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     """The client's own notes."""
+    last_checkpoint: CheckpointInfo | None = None
+    """Its newest training checkpoint."""
+    last_sampler_checkpoint: CheckpointInfo | None = None
+    """Its newest snapshot to sample from that has a name."""
+    is_corrupted: bool = False
+    """True if it is of no use, as its state could not be restored."""
 
 
 @final
@@ -77,13 +84,15 @@ class SessionInfo:
     session_id: str
     """Its id."""
     model_ids: tuple[str, ...]
-    """Its models, in the order of their creation."""
+    """Its models, in the order of their numbers; those whose creation failed are not among them."""
     sampler_ids: tuple[str, ...]
     """Its sampling sessions."""
     created: float
     """Unix seconds."""
     user_metadata: Mapping[str, str]
     """The client's own notes."""
+    display_name: str | None = None
+    """The client's name for it."""
 
 
 @final
@@ -124,11 +133,18 @@ class Sessions:
         self._ledger = ledger
         self._state = state
         self._base = base
+        self._changing = threading.Lock()
+        """Held while a sampling session is begun or a checkpoint deleted, one at a time, over the journal's commit."""
 
     # ------------------------------------------------------------------ sessions
 
     def create_session(
-        self, *, tags: Sequence[str] = (), user_metadata: Mapping[str, str] | None = None, sdk_version: str = ""
+        self,
+        *,
+        tags: Sequence[str] = (),
+        user_metadata: Mapping[str, str] | None = None,
+        sdk_version: str = "",
+        display_name: str | None = None,
     ) -> str:
         """Begin a session; return its id.
 
@@ -137,7 +153,7 @@ class Sessions:
         """
         row = SessionRow(
             id=f"s{token_hex(6)}", created=time.time(), tags=tuple(tags), user_metadata=dict(user_metadata or {}),
-            sdk_version=ascii(sdk_version)[1:-1],
+            sdk_version=ascii(sdk_version)[1:-1], display_name=display_name,
         )  # fmt: skip
         with self._ledger.lock:
             if len(self._ledger.sessions) >= self._ledger.settings.sessions:
@@ -173,9 +189,9 @@ class Sessions:
                 self._ledger.end(session)
 
     def sessions(self) -> list[str]:
-        """Return the ids of the open sessions."""
+        """Return the ids of the open sessions, newest first."""
         with self._ledger.lock:
-            return [*self._ledger.sessions]
+            return [*reversed(self._ledger.sessions)]
 
     def session(self, session_id: str) -> SessionInfo:
         """Look up an open session.
@@ -186,9 +202,10 @@ class Sessions:
         with self._ledger.lock:
             session = self._check_session(session_id)
             return SessionInfo(
-                session_id=session_id, model_ids=tuple(lane.id for lane in session.lanes),
+                session_id=session_id,
+                model_ids=tuple(lane.id for lane in session.lanes if lane.id in self._ledger.models),
                 sampler_ids=tuple(sampler.row.id for sampler in session.samplers), created=session.row.created,
-                user_metadata=session.row.user_metadata,
+                user_metadata=session.row.user_metadata, display_name=session.row.display_name,
             )  # fmt: skip
 
     def _check_session(self, session_id: str) -> Session:
@@ -214,36 +231,49 @@ class Sessions:
                 session; 410: the session has ended; 429: the disk is full.
         """
         name = f"{session_id}:sample:{sampling_session_seq_id}"
-        with self._ledger.lock:
-            self._check_session(session_id)
-            self._touch(session_id)
-            known = self._ledger.samplers.get(name)
-            if known is not None and (known.row.path != path or known.row.model is not None):
-                raise Rejected(f"the sampling session {name} was begun with another model", status=400)
-        if known is not None:
-            return name
-        if path is None and base_model != self._base.name:
-            raise Rejected(f"this server has the base model {self._base.name!r}, not {base_model!r}", status=400)
-        with self._ledger.lock:
-            folder = None if path is None else self._checkpoint(path).folder
-            row = SamplingRow(id=name, session=session_id, created=time.time(), path=path, folder=folder)
-            self._written(lambda: self._add_sampling_session(row))
+        with self._changing:
+            with self._ledger.lock:
+                self._touch(session_id)
+                samplers = self._check_session(session_id).samplers
+                known = self._ledger.samplers.get(name)
+                if known is not None and (known.row.path != path or known.row.model is not None):
+                    raise Rejected(f"the sampling session {name} was begun with another model", status=400)
+                if known is not None:
+                    return name
+                if path is not None:
+                    self._checkpoint(path)
+                elif base_model != self._base.name:
+                    message = f"this server has the base model {self._base.name!r}, not {base_model!r}"
+                    raise Rejected(message, status=400)
+                count = max(len(samplers) - self._ledger.settings.samplers_kept + 1, 0)
+                dropped = [old.row.id for old in samplers[:count] if not old.is_busy]
+                for old in dropped:
+                    self._ledger.drop_sampler(old)
+            while not self._add_sampling_session(name, session_id, path, dropped):
+                pass
         return name
 
-    def _add_sampling_session(self, row: SamplingRow) -> None:
-        """Enter a sampling session, in the place of the oldest idle ones of its session if there are too many."""
+    def _add_sampling_session(self, name: str, session_id: str, path: str | None, dropped: Sequence[str]) -> bool:
+        """Enter a sampling session in the place of others; return False if a save replaced its checkpoint meanwhile."""
         ledger = self._ledger
-        samplers = ledger.sessions[row.session].samplers
-        count = max(len(samplers) - ledger.settings.samplers_kept + 1, 0)
-        dropped = [old.row.id for old in samplers[:count] if not old.is_busy]
-        with ledger.journal.transaction():
-            for old in dropped:
-                ledger.journal.drop_sampling_session(old)
-            ledger.journal.add_sampling_session(row)
-        for old in dropped:
-            ledger.drop_sampler(old)
-        if row.id not in ledger.samplers:
-            ledger.add_sampler(row)
+        with ledger.lock:
+            folder = None if path is None else self._checkpoint(path).folder
+        row = SamplingRow(id=name, session=session_id, created=time.time(), path=path, folder=folder)
+
+        def write() -> None:
+            with ledger.journal.transaction():
+                for old in dropped:
+                    ledger.journal.drop_sampling_session(old)
+                ledger.journal.add_sampling_session(row)
+
+        self._written(write)  # without the lock, which the event loop takes: a disk may be slow
+        with ledger.lock:
+            self._check_session(session_id)
+            if path is not None and self._checkpoint(path).folder != folder:
+                return False
+            if name not in ledger.samplers:
+                ledger.add_sampler(row)
+        return True
 
     def sampler(self, sampling_session_id: str) -> SamplerInfo:
         """Look up a sampling session.
@@ -269,23 +299,32 @@ class Sessions:
             row = self._ledger.models.get(model_id)
             if row is None:
                 raise Rejected(f"there is no model {model_id}: wait for its creation, or create it", status=404)
-            return self._info(row)
+            return self._info(row, self._last_checkpoints())
 
     def models(self) -> list[ModelInfo]:
         """Return the models of open sessions and those that have checkpoints, newest first."""
         with self._ledger.lock:
-            kept = {model for model, _, _ in self._ledger.checkpoints}
+            last = self._last_checkpoints()
+            kept = {model for model, _ in last}
             rows = [
                 row for row in self._ledger.models.values() if row.session in self._ledger.sessions or row.id in kept
             ]
-            return [self._info(row) for row in reversed(rows)]
+            return [self._info(row, last) for row in reversed(rows)]
 
-    def _info(self, row: ModelRow) -> ModelInfo:
+    def _last_checkpoints(self) -> dict[tuple[str, Kind], CheckpointInfo]:
+        """The newest checkpoint of each model and kind."""
+        rows = sorted(self._ledger.checkpoints.values(), key=lambda row: row.created)
+        return {(row.model, row.kind): _checkpoint_info(row) for row in rows}
+
+    def _info(self, row: ModelRow, last: Mapping[tuple[str, Kind], CheckpointInfo]) -> ModelInfo:
+        lane = self._ledger.lanes.get(row.id)
         return ModelInfo(
             model_id=row.id, session_id=row.session, base_model=row.base_model, arch=self._base.arch,
             tokenizer_id=self._base.tokenizer_id, lora=row.lora,
             last_request_time=self._ledger.last_requests.get(row.id, row.last_request),
-            user_metadata=row.user_metadata,
+            user_metadata=row.user_metadata, last_checkpoint=last.get((row.id, "weights")),
+            last_sampler_checkpoint=last.get((row.id, "sampler_weights")),
+            is_corrupted=lane is not None and lane.failure is not None,
         )  # fmt: skip
 
     def checkpoints(self, model_id: str | None = None) -> list[CheckpointInfo]:
@@ -315,11 +354,15 @@ class Sessions:
         Raises:
             Rejected: 400: it is no path; 404: there is none; 429: the disk fails.
         """
-        with self._ledger.lock:
-            row = self._checkpoint(path)
-            self._written(lambda: self._ledger.journal.drop_checkpoint(row.model, row.kind, row.name))
-            del self._ledger.checkpoints[row.model, row.kind, row.name]
-            self._ledger.is_swept = False
+        with self._changing:
+            with self._ledger.lock:
+                row = self._checkpoint(path)
+            self._written(lambda: self._ledger.journal.drop_checkpoint(row))
+            with self._ledger.lock:
+                key = (row.model, row.kind, row.name)
+                if self._ledger.checkpoints.get(key) is row:  # no save has taken its place meanwhile
+                    del self._ledger.checkpoints[key]
+                self._ledger.is_swept = False
 
     def _checkpoint(self, path: str) -> CheckpointRow:
         try:

@@ -281,7 +281,8 @@ class VllmSampling:
             logprobs = np.full(len(ids), np.nan, np.float32)
             logprobs[1:] = _of_tokens(ids[1:], outputs[0].prompt_logprobs[1:])
         sequences = tuple(_sequence(output.outputs[0]) for output in outputs)
-        return SampleResult(sequences=sequences, prompt_logprobs=logprobs)
+        hits = outputs[0].num_cached_tokens or 0
+        return SampleResult(sequences=sequences, prompt_logprobs=logprobs, prompt_cache_hit_tokens=hits)
 
 
 def _sequence(completion: Any) -> SampledSequence:

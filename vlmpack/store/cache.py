@@ -41,7 +41,7 @@ VERSION = 3
 """SQLite's `user_version` of these files."""
 BUSY_SECONDS = 60.0
 """Time for which another process may be writing before an access fails."""
-RULES = 2
+RULES = 3
 """To be raised with every change that gives the same sample other lengths."""
 KEY_BYTES = 16
 
@@ -214,6 +214,7 @@ def settings_key(collator: VLMCollator, *, estimate: bool = False, has_marks: bo
             "limits": asdict(collator.limits),
             "video_files": asdict(collator.file_rules),
             "collator": [collator.train_on, collator.max_length, collator.overlength, collator.markers],
+            "messages": [collator.add_stop, collator.ignored_keys],
             "estimate": estimate,
             **({"marks": 1} if has_marks else {}),
         },
@@ -257,7 +258,11 @@ def content_of(
         raise TypeError("no conversation")
     metadata = collator.metadata
     row = read_conversation(
-        feature, has_vision=metadata.has_vision, has_audio=metadata.has_audio, markers=collator.markers
+        feature,
+        has_vision=metadata.has_vision,
+        has_audio=metadata.has_audio,
+        markers=collator.markers,
+        ignored_keys=collator.ignored_keys,
     )
     if row.audios:
         raise TypeError("audio is measured each time: counting it takes its length alone")

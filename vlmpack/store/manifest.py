@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, final
 
-from vlmpack.collate import AUDIO_FIELDS, TEMPLATE_FIELDS, ProcessorMetadata, VLMCollator, parts_of
+from vlmpack.collate import AUDIO_FIELDS, TEMPLATE_FIELDS, ProcessorMetadata, VLMCollator, parts_of, pixel_bounds
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.files import unreadable
 from vlmpack.plan import LengthTable, Plan
@@ -310,11 +310,11 @@ def _image_settings(image_processor: Any, metadata: ProcessorMetadata) -> dict[s
     if metadata.by_processor:  # of which no setting is known to have no effect
         text = json.dumps(settings, sort_keys=True, default=str)
         return {"settings": _short_digest(text)}
-    size = image_processor.size
+    fewest, most = pixel_bounds(image_processor, image_processor.size)
     return {
         **{name: settings.get(name) for name in IMAGE_SETTINGS},
-        "min_pixels": size["shortest_edge"],
-        "max_pixels": size["longest_edge"],
+        "min_pixels": fewest,
+        "max_pixels": most,
         "image_mean": [float(value) for value in image_processor.image_mean],
         "image_std": [float(value) for value in image_processor.image_std],
         "patch_size": metadata.patch_size,

@@ -35,7 +35,7 @@ from vlmpack.store.symbols import tree_of
 
 DECIDED = (
     *("layout", "slots", "share_prefixes", "max_length", "overlength", "train_on", "markers", "vocab_size"),
-    "sampling",
+    *("sampling", "add_stop", "ignored_keys"),
 )
 """Settings of a collator that were decided when the rows were packed."""
 

@@ -284,6 +284,8 @@ def _description(dataset: MapStyle, collator: VLMCollator, settings: StoreSettin
     decided = {"max_length": collator.max_length, "overlength": collator.overlength, "train_on": collator.train_on}
     decided |= {} if collator.share_prefixes is None else {"share_prefixes": asdict(collator.share_prefixes)}
     decided |= {} if collator.markers == "auto" else {"markers": collator.markers}
+    decided |= {} if collator.add_stop is None else {"add_stop": collator.add_stop}
+    decided |= {"ignored_keys": sorted(collator.ignored_keys)} if collator.ignored_keys else {}
     sampling = collator.file_rules.sampling
     decided |= {} if sampling == FrameSampling() else {"sampling": asdict(sampling)}
     limits = {**asdict(collator.limits), "formats": list(collator.limits.formats)}

@@ -186,7 +186,10 @@ def _media_tokens(
 def _content(units: MediaUnits, at: int, media: Media, family: Family, config: Any) -> tuple[Hashable, int]:
     """(the bytes of a medium's tensors, its patches)."""
     tensors = units.take(media, [at], None)
-    content = tuple((name, tensor.shape, tensor.numpy().tobytes()) for name, tensor in tensors.items())
+    as_bytes = {
+        name: tensor.contiguous().view(torch.uint8) for name, tensor in tensors.items()
+    }  # numpy has no bfloat16
+    content = tuple((name, tensors[name].shape, x.numpy().tobytes()) for name, x in as_bytes.items())
     pixels = {name: tensor for name, tensor in tensors.items() if name in family.pixel_names}
     if family.has_grids:
         patches = sum(map(len, pixels.values()))

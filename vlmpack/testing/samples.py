@@ -31,10 +31,12 @@ from vlmpack.families import (
     AskModel,
     Family,
     Join,
+    TypeRuns,
     family_named,
     family_of_processor,
     media_runs,
     run_of_pairs,
+    type_runs,
 )
 from vlmpack.layout import IGNORE, MEDIA_KEYS, Grid, HostMetadata, Media, PaddedBatch
 from vlmpack.testing.audio import audio_tensors, audio_tokens, frames_in, frames_of, noises
@@ -125,7 +127,7 @@ def build_sample(
     for name in family.token_columns:
         sample[name] = (torch.arange(len(ids)) >= len(ids) - suffix).long()
     if tiles or clips:
-        return Sample.of(sample | _joined(tiles, clips, family, config), family)
+        return Sample.of(sample | _joined(tiles, clips, family, config), family, config)
     for name, pixels, grids in (
         ("image_grid_thw", "pixel_values", image_grids),
         ("video_grid_thw", "pixel_values_videos", video_grids),
@@ -137,7 +139,7 @@ def build_sample(
         sample |= audio_tensors(config, audio_frames, rng)
     if video_grids and (name := _seconds_name(config, family)) is not None:
         sample[name] = torch.tensor(seconds, dtype=torch.float32)
-    return Sample.of(sample, family)
+    return Sample.of(sample, family, config)
 
 
 def _seconds_name(config: Any, family: Family) -> str | None:
@@ -418,6 +420,8 @@ def metadata_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> 
         audio_frames=tuple(count for of_sample in frames for count in of_sample),
         images_per_sample=tuple(images) if any(images) else (),
         media_runs=tuple(map(_runs, samples)) if any(tokens) or _token_columns(samples) else (),
+        type_runs=tuple(map(_type_runs, samples)) if any(videos) and all(map(_config, samples)) else (),
+        media_sizes=media_of(samples).sizes,
         videos_per_sample=tuple(videos) if any(videos) else (),
         audios_per_sample=tuple(map(len, frames)) if any(frames) else (),
         seconds_per_grid=tuple(seconds),
@@ -445,6 +449,16 @@ def _runs(sample: Sample) -> Any:
         return sample.family.sees.of_sample(sample, sample["input_ids"])
     types = [sample[name] for name in ("mm_token_type_ids", "token_type_ids") if name in sample]
     return media_runs(types[0].cpu().numpy()) if types else ()
+
+
+def _config(sample: Sample) -> Any:
+    return sample.config if isinstance(sample, Sample) else None
+
+
+def _type_runs(sample: Sample) -> TypeRuns:
+    family, ids = sample.family, sample["input_ids"].cpu()
+    assert family is not None
+    return type_runs(family.media_types(ids, sample.config).numpy())
 
 
 def num_targets(sample: Sample) -> int:

@@ -17,22 +17,25 @@ from vlmpack.layout import Grid
 
 
 class Sample(dict[str, torch.Tensor]):
-    """Output of a processor for one conversation, without the batch axis; and the family that takes it."""
+    """Output of a processor for one conversation, without the batch axis; and the model that takes it."""
 
     family: Family | None = None
-    """None: it has no media, or they are joined along their first axis."""
+    """The model's family; None: it has no media, or they are joined along their first axis."""
+    config: Any = None
+    """The model's configuration; None: not known, so that nothing tells the types of its tokens."""
 
     @classmethod
-    def of(cls, tensors: dict[str, torch.Tensor], family: Family | None) -> Sample:
-        """The sample of these tensors for a model of this family."""
+    def of(cls, tensors: dict[str, torch.Tensor], family: Family | None, config: Any = None) -> Sample:
+        """The sample of these tensors for a model of this family, with this configuration."""
         sample = cls(tensors)
-        sample.family = family
+        sample.family, sample.config = family, config
         return sample
 
 
 def sample_like(sample: Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> Sample:
-    """Make a sample of these tensors for the family of another; a plain dictionary has none."""
-    return Sample.of(tensors, sample.family if isinstance(sample, Sample) else None)
+    """Make a sample of these tensors for the model of another; a plain dictionary has none."""
+    model = (sample.family, sample.config) if isinstance(sample, Sample) else (None, None)
+    return Sample.of(tensors, *model)
 
 
 @final

@@ -7,8 +7,7 @@ loss is weighted.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ def check_trainer(trainer: Trainer) -> None:
     Raises:
         ConfigError: every such setting, what it would do, and the remedy.
     """
-    of_trl = (check_trl.check_loss, check_trl.check_settings)
+    of_trl = (check_trl.check_loss, check_trl.check_packing, check_trl.check_settings)
     checks = (_model, _settings, _collator, *of_trl, _ranks, _batches, _rows, _metrics, _evaluation)
     problems = [problem for check in checks for problem in check(trainer)]
     if problems:
@@ -83,10 +82,20 @@ def _collator(trainer: Trainer) -> Iterator[str]:
         yield from _processor(collator.metadata, _core(trainer))
     is_ours = isinstance(collator, VLMCollator | RowCollator)
     if is_ours and trainer.args.remove_unused_columns and not _has_rows(trainer):
-        kept, sample = inspect.signature(_core(trainer).forward).parameters, check_trl.first_sample(trainer) or ()
+        kept, sample = _kept_columns(trainer), check_trl.first_sample(trainer) or ()
         if lost := ", ".join(repr(name) for name in READ if name in sample and name not in kept):
             reader = type(collator).__name__
             yield f"remove_unused_columns drops {lost} before {reader} reads it: set remove_unused_columns=False"
+
+
+def _kept_columns(trainer: Trainer) -> Sequence[str]:
+    """Return the columns that remove_unused_columns keeps: those that the model takes, or the trainer's own list."""
+    before = trainer._signature_columns
+    try:
+        trainer._set_signature_columns_if_needed()
+        return trainer._signature_columns or ()
+    finally:
+        trainer._signature_columns = before  # packing may be enabled after this
 
 
 def _processor(metadata: ProcessorMetadata, core: Any) -> Iterator[str]:

@@ -22,7 +22,9 @@ DEFAULTS: Mapping[str, Any] = {
     "max_length": 1024,
     "completion_only_loss": None,
     "assistant_only_loss": False,
+    "truncation_mode": "keep_start",
     "packing": False,
+    "eval_packing": None,
     "padding_free": False,
     "pad_to_multiple_of": None,
     "dataset_text_field": "text",
@@ -90,6 +92,37 @@ def check_settings(trainer: Trainer) -> Iterator[str]:
         )
 
 
+def check_packing(trainer: Trainer) -> Iterator[str]:
+    """Yield what becomes of rows that TRL packs itself, of text: they come with other boundaries, or with none."""
+    settings, of_trl = vars(trainer.args), vars(trainer)
+    has_other_loss = loss_of_trl(trainer) is not None and not packs_backbone(trainer)
+    is_ours = isinstance(trainer.data_collator, VLMCollator | RowCollator)
+    if is_ours or has_other_loss or of_trl.get("_skip_prepare_dataset") is not False:
+        return
+    packing, flattened = settings.get("packing", False), of_trl.get("padding_free", False)
+    if flattened:
+        yield (
+            f"{'packing' if packing else 'padding_free'}=True has TRL lay samples out in rows, which an enabled model "
+            "does not take from TRL's collator: leave it out, and each batch of per_device_train_batch_size samples is "
+            "one packed row"
+        )
+    if packing and settings.get("packing_strategy") == "wrapped":
+        yield (
+            "packing_strategy='wrapped' cuts samples in two, and trains on what shares a row as on one sample: leave "
+            "packing out"
+        )
+    elif settings.get("eval_packing") and not flattened:
+        yield (
+            "eval_packing=True evaluates what shares a row as one sample, so eval_loss is not that of the samples: set "
+            "it to False"
+        )
+    elif not flattened and any(map(_has_several, (trainer.train_dataset, *_evaluation_sets(trainer)))):
+        yield (
+            "its rows hold several samples (seq_lengths), and TRL's collator makes one sample of each: "
+            "data_collator=RowCollator(), of vlmpack.text"
+        )
+
+
 def _read_by(collator: VLMCollator | RowCollator) -> dict[str, tuple[Any, str]]:
     """Return the settings that a collator has too: (the value that agrees with its own, its own in words)."""
     if not isinstance(collator, VLMCollator):
@@ -105,9 +138,22 @@ def _is_prepared(trainer: Trainer) -> bool:
     return "input_ids" in (first_sample(trainer) or ()) if skips is None else not skips
 
 
+def _evaluation_sets(trainer: Trainer) -> list[Any]:
+    sets = trainer.eval_dataset
+    return [*sets.values()] if isinstance(sets, dict) else [sets]
+
+
+def _has_several(dataset: Any) -> bool:
+    """Return whether the first row of a data set has several samples."""
+    return len((_first_of(dataset) or {}).get("seq_lengths") or ()) > 1
+
+
 def first_sample(trainer: Trainer) -> Mapping[str, Any] | None:
     """Return the first training sample; None: there is none, it cannot be used, or it is no mapping."""
-    dataset: Any = trainer.train_dataset
+    return _first_of(trainer.train_dataset)
+
+
+def _first_of(dataset: Any) -> Mapping[str, Any] | None:
     if isinstance(dataset, IterableDataset) or not dataset:
         return None
     try:

@@ -20,6 +20,7 @@ from vlmpack.collate import SharePrefixes, VLMCollator
 from vlmpack.errors import ConfigError, check_extra, check_kind
 from vlmpack.layout import METADATA_KEY
 from vlmpack.model import Work, enable_packing, find_model, is_packing, pack_backbone, packing_state
+from vlmpack.trainer.check_trl import check_packing
 from vlmpack.trainer.checkpoint_weights import RenamedWeights
 from vlmpack.trainer.evaluation import SampleLosses
 from vlmpack.trainer.packed_trainer import PackedTrainer
@@ -221,7 +222,8 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):
         **kwargs: SFTTrainer's own and those of `PackedTrainer`.
 
     Raises:
-        ConfigError: also, a data set that is not of `datasets` and no collator.
+        ConfigError: also, a data set that is not of `datasets` and no collator. When it trains or evaluates: TRL's own
+            packing (`packing`, `padding_free`, `eval_packing`), which `check_trainer` names as well.
     """
 
     def __init__(self, *args: Any, eval_packing: bool | None = None, **kwargs: Any) -> None:
@@ -240,8 +242,14 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):
             )
         return others
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL does."""
+        _refuse_packing_of_trl(self)
+        return super().train(*args, **kwargs)
+
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as TRL does, which tokenises data sets of `datasets`; others go to the collator as they are."""
+        _refuse_packing_of_trl(self)
         is_of_trl = eval_dataset is None or isinstance(eval_dataset, str) or _is_of_datasets(eval_dataset)
         base: Any = super() if is_of_trl else super(SFTTrainer, self)
         return base.evaluate(eval_dataset, *args, **kwargs)
@@ -269,6 +277,11 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):
         assert output.label_mask is not None
         self._batch_losses.add(SampleLosses.of(output.log_probs, output.label_mask, inputs.get(METADATA_KEY)))
         return predictions
+
+
+def _refuse_packing_of_trl(trainer: Trainer) -> None:
+    if problems := list(check_packing(trainer)):
+        raise ConfigError("; ".join(problems))
 
 
 def _is_of_datasets(data: Any) -> bool:

@@ -9,15 +9,13 @@ lie in the row's entry of `vision`, where attention finds those of a call.
 
 Qwen3-Omni's convolutions read the padding of a chunk, which is no longer zero behind the first of them. Samples whose
 longest chunks are of one size go through its tower together, so that each audio is padded as in its sample alone. Its
-tower passes its layers no keywords of a row: a context variable does, and each layer takes the row from it when it is
-called, before checkpointing keeps the arguments.
+tower passes its layers no keywords of a row: they take it (`handed_row.py`).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -28,6 +26,7 @@ from torch import nn
 from vlmpack.families import Family
 from vlmpack.layout import Segments, around_graph, to_device
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
+from vlmpack.model.mechanisms.handed_row import handed_on, taking_class
 from vlmpack.model.row import CONTEXT, RowContext
 
 
@@ -99,8 +98,6 @@ def _groups(setup: RowSetup) -> list[list[int]]:
 
 # ---------------------------------------------------------------------- towers that read padding
 
-_ROW: ContextVar[RowContext | None] = ContextVar("vlmpack_row_of_audio_tower", default=None)
-
 
 @functools.cache
 def grouped_class(base: Any) -> type[nn.Module]:
@@ -111,12 +108,9 @@ def grouped_class(base: Any) -> type[nn.Module]:
         row: RowContext | None = kwargs.get(CONTEXT)
         if row is None:
             return base.forward(self, input_features, feature_lens=feature_lens, **kwargs)
-        token = _ROW.set(row)
-        try:
+        with handed_on(row):
             call = functools.partial(base.forward, self, **kwargs)
             return _by_group(call, input_features, feature_lens, row.entries[Audio.name])
-        finally:
-            _ROW.reset(token)
 
     return subclass(base, {"forward": around_graph(forward)}, grouped_class)
 
@@ -138,15 +132,3 @@ def _by_group(call: Any, features: torch.Tensor, frames: torch.Tensor, entry: Au
     assert output is not None
     output.last_hidden_state = output.pooler_output = torch.cat(parts)
     return output
-
-
-@functools.cache
-def taking_class(base: Any) -> type[nn.Module]:
-    """A subclass of the class of an audio tower's layers that takes the row of its tower; one a base class."""
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (row := _ROW.get()) is not None:
-            kwargs[CONTEXT] = row
-        return base.__call__(self, *args, **kwargs)
-
-    return subclass(base, {"__call__": around_graph(call)}, taking_class)

@@ -38,7 +38,7 @@ from vlmpack.errors import ConfigError
 from vlmpack.layout import Buckets, Spaced, around_graph, outside_graph
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, plain_class, subclass
 from vlmpack.model.mechanisms.gated_delta_fla import check_fla, fla_boundaries, uses_fla
-from vlmpack.model.mechanisms.gated_delta_tree import BucketTree, SpacedTree, hands_states
+from vlmpack.model.mechanisms.gated_delta_tree import BucketTree, SpacedTree, hands_states, with_cache
 from vlmpack.model.plain import check_not_bypassed
 from vlmpack.model.row import CONTEXT, RowContext
 
@@ -114,7 +114,7 @@ def run_on_row(
     if isinstance(delta, Spaced | SpacedTree):
         check_zeros(layer)
     if isinstance(delta, BucketTree | SpacedTree):
-        return delta.run(partial(plain_forward, layer, **kwargs), hidden_1tD)
+        return delta.run(with_cache(partial(plain_forward, layer, **kwargs)), hidden_1tD)
     if isinstance(delta, Spaced):
         kwargs = {**kwargs, **fla_boundaries(delta.stretches, hidden_1tD.device)}
 

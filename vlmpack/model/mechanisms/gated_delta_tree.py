@@ -34,6 +34,7 @@ from torch import nn
 
 from vlmpack.layout import Bucket, Buckets, PrefixTree, Segments, SpacedNodes, to_device
 from vlmpack.model.mechanisms.gated_delta_fla import fla_boundaries
+from vlmpack.model.plain import cache_name
 
 # ---------------------------------------------------------------------- one call
 
@@ -172,7 +173,7 @@ class BucketTree:
                 if call.starts is not None:
                     start_n = self._starts(depth, number, call.starts, hidden_1tD.device)
                     handed = HandedState(tails.index_select(0, start_n), states.index_select(0, start_n))
-                outputs.append(layer(next(parts), cache_params=handed))
+                outputs.append(layer(next(parts), handed))
                 if call.ends:
                     ended.append(handed)
             if ended:
@@ -224,7 +225,7 @@ class SpacedTree:
         for depth, level in enumerate(self.levels):
             handed = HandedStateAlone(None if ended is None else self._starts(depth, ended))
             (spaced,) = level.split(hidden_1tD)
-            computed = layer(spaced, cache_params=handed, **fla_boundaries(level.stretches, device))
+            computed = layer(spaced, handed, **fla_boundaries(level.stretches, device))
             outputs.append(level.join([computed]))
             ended = handed.state
         return torch.cat(outputs, 1).index_select(1, self._derived("order", device, self._order))
@@ -251,6 +252,13 @@ class SpacedTree:
 
 
 # ---------------------------------------------------------------------- the protocol, tried out
+
+
+def with_cache(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The forward of a layer as a function of hidden states and a cache, under whatever name it takes that."""
+    name = cache_name(forward)
+    return lambda hidden, cache, **kwargs: forward(hidden, **{**kwargs, name: cache})
+
 
 _HANDS: dict[tuple[type[nn.Module], str, bool], bool] = {}
 """By class of layer, type of device, and whether gradients are computed."""
@@ -309,7 +317,7 @@ def _is_exact(layer_class: Any, text_config: Any, delta: BucketTree | SpacedTree
     layer, hidden, weights = layer.to(device), hidden.to(device), weights.to(device)
     with torch.inference_mode(False), torch.set_grad_enabled(training), torch.autocast(device.type, enabled=False):
         whole = _computed(layer, hidden, weights)
-        by_node = _computed(functools.partial(delta.run, layer), hidden, weights)
+        by_node = _computed(functools.partial(delta.run, with_cache(layer.forward)), hidden, weights)
     close = CLOSE.get(device.type, CLOSE_IN_TF32)
     return all(bool((a - b).abs().max() <= close * a.abs().max()) for a, b in zip(whole, by_node, strict=True))
 

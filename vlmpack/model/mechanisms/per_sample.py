@@ -195,12 +195,7 @@ def _causal_mask(attention: nn.Module, hidden_nWD: torch.Tensor) -> torch.Tensor
 
     Never left out in favour of a flag: the indexer reads from it which tokens a query sees.
     """
-    mask = create_causal_mask(
-        config=plain_config(attention),
-        inputs_embeds=hidden_nWD,
-        attention_mask=None,
-        past_key_values=None,
-        allow_is_causal_skip=False,
-    )
+    padding = cache = None
+    mask = create_causal_mask(plain_config(attention), hidden_nWD, padding, cache, allow_is_causal_skip=False)
     assert isinstance(mask, torch.Tensor)
     return mask

@@ -27,6 +27,7 @@ from torch import nn
 
 from vlmpack.errors import FamilyError
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
+from vlmpack.model.plain import cache_name
 from vlmpack.model.row import CONTEXT, RowContext
 
 
@@ -71,13 +72,15 @@ class Offsets:
 def placed_class(base: Any) -> type[nn.Module]:
     """A subclass of an attention's class that scales queries of a row by places in its samples; one a base class."""
 
+    cache = cache_name(base.forward)
+
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         row: RowContext | None = kwargs.get(CONTEXT)
         if row is None:
             return base.forward(self, *args, **kwargs)
         offsets = Offsets(row.entries[QueryScale.name])
-        output = base.forward(self, *args, **{**kwargs, "past_key_values": offsets})
+        output = base.forward(self, *args, **{**kwargs, cache: offsets})
         if self.attn_temperature_tuning and not offsets.was_read:
             raise FamilyError(
                 f"a {base.__name__} scales queries by their place and did not read it where transformers 5.23 does, so "

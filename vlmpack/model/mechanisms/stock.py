@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
+import transformers
 from torch import nn
 from transformers import AttentionMaskInterface
 
@@ -69,23 +70,23 @@ def measured_reaches(text: nn.Module) -> dict[int, Reach]:
         FamilyError: a layer's mask is something else than causal, within a window or a chunk.
     """
     masks = {layer: mask for layer, (mask, _) in _recorded_of_text(text).items() if callable(mask)}
-    reaches = {mask: _reach(mask, layer) for layer, mask in masks.items()}
+    with torch.device("cpu"):  # where the twin ran: a mask may hold tensors that it made there
+        reaches = {mask: _reach(mask, layer) for layer, mask in masks.items()}
     return {layer: reaches[mask] for layer, mask in masks.items()}
 
 
 def _reach(mask: Any, layer: int) -> Reach:
     """Bisect how many queries attend to the first key; compare the keys of the queries around their last, and of far
     ones."""
-    with torch.device("cpu"):
-        zero = torch.tensor(0)
-        size = bisect_left(range(FAR + 1), True, key=lambda query: not mask(0, 0, torch.tensor(query), zero))
-        candidates = [Reach(window=size), Reach(chunk=size)] if 0 < size <= FAR else [EVERYTHING]
-        queries = sorted({0, *(min(n * size + step, FAR) for n in (1, 2, 3) for step in (-1, 0)), FAR - 1, FAR})
-        firsts = {reach: torch.tensor([[reach.first_key(query)] for query in queries]) for reach in candidates}
-        queries_Q1 = torch.tensor(queries)[:, None]
-        keys_1K = _keys(torch.cat([queries_Q1, *firsts.values()]))[None]
-        visible_QK = mask(0, 0, queries_Q1, keys_1K).expand(len(queries), keys_1K.shape[1])
-        before_QK = keys_1K <= queries_Q1
+    zero = torch.tensor(0)
+    size = bisect_left(range(FAR + 1), True, key=lambda query: not mask(0, 0, torch.tensor(query), zero))
+    candidates = [Reach(window=size), Reach(chunk=size)] if 0 < size <= FAR else [EVERYTHING]
+    queries = sorted({0, *(min(n * size + step, FAR) for n in (1, 2, 3) for step in (-1, 0)), FAR - 1, FAR})
+    firsts = {reach: torch.tensor([[reach.first_key(query)] for query in queries]) for reach in candidates}
+    queries_Q1 = torch.tensor(queries)[:, None]
+    keys_1K = _keys(torch.cat([queries_Q1, *firsts.values()]))[None]
+    visible_QK = mask(0, 0, queries_Q1, keys_1K).expand(len(queries), keys_1K.shape[1])
+    before_QK = keys_1K <= queries_Q1
     for reach, first_Q1 in firsts.items():
         if torch.equal(visible_QK, before_QK & (keys_1K >= first_Q1)):
             return reach
@@ -140,7 +141,10 @@ class _Recorder(nn.Module):
 
 @final
 class _TextTwin:
-    """A twin of the text part whose layers record, and what they recorded."""
+    """A twin of the text part whose layers record, and what they recorded.
+
+    It computes on the host, wherever the model is: also on the meta device, where loops leave it until it is sharded.
+    """
 
     def __init__(self, text: Any, masks: str, **settings: Any) -> None:
         """`masks`: the name of its mask function; `settings`: of its configuration."""
@@ -150,11 +154,13 @@ class _TextTwin:
         self.config = copy.copy(text.config)
         for name, value in {"_attn_implementation_internal": masks, **settings}.items():
             setattr(self.config, name, value)
-        parameter = next(text.parameters())
-        self.zeros = torch.zeros(1, text.config.hidden_size, dtype=parameter.dtype, device=parameter.device)
+        self.zeros = torch.zeros(1, text.config.hidden_size, dtype=next(text.parameters()).dtype, device="cpu")
         layers = nn.ModuleList([_Recorder(layer, self._recording(at)) for at, layer in enumerate(text.layers)])
+        parts = {"layers": layers, "embed_tokens": _Fixed(self.zeros)}
+        # what would be on the model's device, and is handed to layers alone
+        parts |= {name: _Fixed((None, None)) for name, _ in text.named_children() if name in _ROTARY}
         without = {name: value for name, value in _PER_TOKEN.items() if name in vars(text)}
-        self.module = _twin(text, {"layers": layers, "embed_tokens": _Fixed(self.zeros)}, config=self.config, **without)
+        self.module = _twin(text, parts, config=self.config, **without)
 
     def _recording(self, number: int) -> Callable[[Any, Any], None]:
         def record(mask: Any, positions: Any) -> None:
@@ -175,6 +181,8 @@ class _TextTwin:
         raise FamilyError(f"a {name} called {len(self.found)} of its {self.count} layers; is its forward its own?")
 
 
+_ROTARY = ("rotary_emb", "pos_emb")
+"""Names of parts that compute rotary angles."""
 _PER_TOKEN = {"hidden_size_per_layer_input": 0, "first_kv_shared_layer_idx": -1}
 """Attributes of Gemma 4 as a twin has them: without embeddings for each layer, which need token ids, and without
 leaving tokens out before layers that share keys. Neither changes a mask."""
@@ -220,11 +228,10 @@ def check_spans(model: ModelParts, reaches: Mapping[int, Reach], sees: Sees | No
     config: Any = copy.copy(backbone.config)
     config.text_config = twin.config
     whole = _twin(backbone, {family.text_path.removeprefix(f"{family.backbone_path}."): twin.module}, config=config)
-    device = twin.zeros.device
     segments = Segments.from_lengths([tokens])
-    positions = torch.arange(tokens, device=device).expand(4, 1, -1)
+    positions = torch.arange(tokens, device="cpu").expand(4, 1, -1)
     kinds, letters, contents = (PREFIX, "ps", "a prefix") if family.token_columns else (TYPES, "ti", "images")
-    types = torch.tensor([kinds], device=device)
+    types = torch.tensor([kinds], device="cpu")
     inputs = {column: types, "position_ids": family.rotary_ids(positions)}
     found = twin.run(functools.partial(type(backbone).forward, whole), tokens, **inputs)
     spans = None if sees is None else Spans(runs=_runs_of(sees, types[0]), beyond_window=sees.beyond_window)
@@ -234,7 +241,7 @@ def check_spans(model: ModelParts, reaches: Mapping[int, Reach], sees: Sees | No
         window = None if reaches[layer].window is None else WINDOW
         of_layer = spans if sees is not None and sees.is_in(window) else None
         pattern = Pattern(window=window, chunk=reaches[layer].chunk, spans=of_layer)
-        expected = visible_keys(segments, segments, device, causal=True, pattern=pattern)
+        expected = visible_keys(segments, segments, twin.zeros.device, causal=True, pattern=pattern)
         if differs := (mask[0, 0] != expected).nonzero().tolist():
             query, key = differs[0]
             shown = "attends" if expected[query, key] else "does not attend"
@@ -304,7 +311,7 @@ def check_logits(model: ModelParts) -> None:
     """Compare what the model's own forward does to the head's output, and to its input, with its family's descriptor.
 
     Raises:
-        FamilyError: log-probabilities of packed rows would be others.
+        FamilyError: log-probabilities of packed rows would be others, or the model's own forward fails.
     """
     core, family = model.core, model.family
     hidden = torch.linspace(-3, 3, 6, device="cpu").reshape(1, 2, 3)
@@ -314,7 +321,14 @@ def check_logits(model: ModelParts) -> None:
     twin = _twin_of_paths(core, {family.backbone_path or family.text_path: backbone, family.head_path: head})
     ids = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
     inputs = {"input_ids": ids} if family.backbone_path else {"inputs_embeds": hidden}
-    logits = stock.forward(twin, **inputs, use_cache=False, return_dict=True).logits
+    try:
+        logits = stock.forward(twin, **inputs, use_cache=False, return_dict=True).logits
+    except Exception as error:
+        raise FamilyError(
+            f"the forward of a {stock.__name__} fails by itself in transformers {transformers.__version__}, with "
+            f"{type(error).__name__}: {error}. Use another version of transformers (Llama 4 with images: 5.24.0 is the "
+            "one that cannot run it)"
+        ) from error
     expected = family.logits(values, family.text_config(core.config))
     if head.given is not hidden and not torch.equal(head.given, hidden):
         raise FamilyError(

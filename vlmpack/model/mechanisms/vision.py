@@ -1,9 +1,9 @@
 """Vision: boundaries of the tower's blocks, and images and videos that ranks compute together.
 
 Blocks attend within a frame of an image, some within a window of it. The host derives these boundaries from the grids.
-Towers whose images are rows of a batch are left as they are: their own code keeps images apart. Towers with boundaries
-that their model gives no keyword of a row (Pixtral, MiniCPM-V) become a subclass that adds it; for the time of the
-model's forward it is in a context variable.
+Towers whose images are rows of a batch are left as they are: their own code keeps images apart. Towers, and parts of
+them, that attend within boundaries and are given no keyword of a row (Pixtral, MiniCPM-V, GLM-OCR) become a subclass
+that adds it (`handed_row.py`).
 
 Context parallelism: each image or video is computed by one rank, and its features are sent to its tokens. They lie in
 the row's entry. The model without its head is given a mark in place of pixels, and its class becomes a subclass of
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
@@ -30,6 +29,7 @@ from vlmpack.model.context_parallel_row import ContextParallelRow
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
 from vlmpack.model.mechanisms.attention import Attention, RowAttention
 from vlmpack.model.mechanisms.audio import audio_windows
+from vlmpack.model.mechanisms.handed_row import handed_row, handing_class, taking_class
 from vlmpack.model.row import CONTEXT, RowContext, RowPart
 
 
@@ -47,10 +47,12 @@ class VisionRow:
         layouts: Iterable[Segments],
         *,
         inputs: Mapping[str, Any] | None = None,
-        features: Mapping[str, MediaFeatures] | None = None,
+        features: Mapping[str, Any] | None = None,
     ) -> None:
+        self.layouts = tuple(layouts)
+        """Boundaries of all calls."""
         self._by_shape: dict[tuple[int, int], Segments | None] = {}
-        for segments in layouts:
+        for segments in self.layouts:
             shape = (len(segments.lengths) + 1, segments.total)
             first = self._by_shape.setdefault(shape, segments)
             if first != segments:
@@ -79,11 +81,17 @@ class Vision(ClassMechanism):
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
         """The model without its head, where ranks compute media together."""
         family, backbone = model.family, model.family.backbone(model.core)
+        changed: list[tuple[nn.Module, Maker]] = [(backbone, features_class)] if model.shares_rows else []
+        if (tower := family.vision_tower(model.core)) is None:
+            return changed
         if family.tile_boundaries is not None:
-            tower = family.vision_tower(model.core)
-            assert tower is not None
-            return [(backbone, handing_class), (tower, bounded_class)]
-        return [(backbone, features_class)] if model.shares_rows else []
+            changed += [(backbone, handing_class), (tower, bounded_class)]
+        for path, name in family.keeps_row.items():
+            holder = tower.get_submodule(path)
+            part = holder.get_submodule(name)
+            changed.append((holder, handing_class))
+            changed += [(x, taking_class) for x in (part if isinstance(part, nn.ModuleList) else (part,))]
+        return changed
 
     def prepare(self, setup: RowSetup) -> VisionRow:
         """Boundaries of all images and of all videos; the features of this rank's tokens, or the pixels."""
@@ -91,7 +99,8 @@ class Vision(ClassMechanism):
         if setup.model.shares_rows:
             return VisionRow((), inputs=dict.fromkeys(_PIXELS, COMPUTED), features=_features_of_part(setup))
         if not family.has_grids:
-            layouts = family.tower_segments(setup.row.media, setup.config)
+            media = setup.row.media.with_sizes(setup.metadata.media_sizes)
+            layouts = family.tower_segments(media, setup.config)
             return VisionRow(layouts, inputs=setup.row.media.to_hf())
         computed = setup.part.computed_media(setup.metadata)
         media, calls = family.media_of_row(setup.row, setup.types, setup.metadata, computed)
@@ -106,23 +115,6 @@ class Vision(ClassMechanism):
 
 # ---------------------------------------------------------------------- towers that are given no keyword of a row
 
-_ROW: ContextVar[RowContext | None] = ContextVar("vlmpack_row_of_tower", default=None)
-
-
-@functools.cache
-def handing_class(base: Any) -> type[nn.Module]:
-    """A subclass of the class of a model without its head that hands its row on to its tower; one a base class."""
-
-    @functools.wraps(base.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _ROW.set(kwargs.get(CONTEXT))
-        try:
-            return base.forward(self, *args, **kwargs)
-        finally:
-            _ROW.reset(token)
-
-    return subclass(base, {"forward": around_graph(forward)}, handing_class)
-
 
 @functools.cache
 def bounded_class(base: Any) -> type[nn.Module]:
@@ -133,11 +125,15 @@ def bounded_class(base: Any) -> type[nn.Module]:
 
     @functools.wraps(base.forward)
     def forward(self: Any, pixel_values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes = kwargs.get("image_sizes")
+        sizes, row = kwargs.get("image_sizes"), handed_row()
         if sizes is not None:
-            patches = torch.as_tensor(sizes) // self.patch_size
-            kwargs |= _keywords_of(Segments.from_lengths(patches.prod(-1).tolist()), pixel_values.device)
-        if (row := _ROW.get()) is not None:
+            if row is None:
+                patches = torch.as_tensor(sizes) // self.patch_size
+                segments = Segments.from_lengths(patches.prod(-1).tolist())
+            else:
+                (segments,) = row.entries[Vision.name].layouts
+            kwargs |= _keywords_of(segments, pixel_values.device)
+        if row is not None:
             kwargs[CONTEXT] = row
         return base.forward(self, pixel_values, *args, **kwargs)
 
@@ -182,22 +178,16 @@ def features_class(base: Any) -> type[nn.Module]:
 
 
 @final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MediaFeatures:
-    """The fields that transformers' models read of what `get_image_features` and `get_video_features` return."""
-
-    pooler_output: tuple[torch.Tensor, ...]
-    """[n, D] of each image: they take the place of its tokens' embeddings."""
-    deepstack_features: list[torch.Tensor | tuple[torch.Tensor, ...]]
-    """Of each of the first text layers, after which they are added, [n, D] of all images or of each; in most families
-    of none."""
-
-
-@final
 @dataclass(frozen=True, kw_only=True)
 class FeatureForm:
-    """The form of a family's features as one tensor [n, D (1 + L)]: L levels of deepstack beside the first."""
+    """The form of a family's features as one tensor [n, D (1 + L)]: L levels of deepstack beside the first.
 
+    The model's own object has `pooler_output`, [n, D] of each image, which take the place of its tokens' embeddings;
+    and in some families `deepstack_features`, of each of the first text layers, after which they are added.
+    """
+
+    of_class: type[Any]
+    """The class of what the model's own `get_image_features` returns."""
     width: int
     """D."""
     cut_by_image: bool
@@ -208,6 +198,7 @@ class FeatureForm:
         """The form of what a model's own `get_image_features` returned."""
         deep = getattr(features, "deepstack_features", None) or ()
         return cls(
+            of_class=type(features),
             width=features.pooler_output[0].shape[-1],
             cut_by_image=not all(isinstance(level, torch.Tensor) for level in deep),
         )
@@ -218,19 +209,17 @@ class FeatureForm:
         levels = [torch.cat(level) if self.cut_by_image else level for level in deep]
         return torch.cat([torch.cat(features.pooler_output), *levels], -1)
 
-    def split(self, levels: torch.Tensor) -> MediaFeatures:
+    def split(self, levels: torch.Tensor) -> Any:
         """The inverse, as if it all were one image."""
         pooled, *deep = levels.split(self.width, -1)
-        return MediaFeatures(
-            pooler_output=(pooled,),
-            deepstack_features=[(level,) if self.cut_by_image else level for level in deep],
-        )
+        by_level = [(level,) if self.cut_by_image else level for level in deep]
+        return self.of_class(pooler_output=(pooled,), **({"deepstack_features": by_level} if deep else {}))
 
 
 # ---------------------------------------------------------------------- media that ranks compute together
 
 
-def _features_of_part(setup: RowSetup) -> dict[str, MediaFeatures]:
+def _features_of_part(setup: RowSetup) -> dict[str, Any]:
     """The features of this rank's tokens.
 
     The tower is called once on every rank, whatever the row holds: also where there is nothing for it to do.

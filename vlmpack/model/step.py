@@ -1,8 +1,8 @@
-"""ThdStep: call a model that takes packed boundaries itself, under the names that its `forward` has.
+"""The two model steps: a batch or row in, a `StepResult` out.
 
-Megatron-Core's GPTModel, Megatron-Bridge's Qwen3-VL and many in-house models run on one [1, T] row (THD layout) and ask
-for its boundaries by name. `ThdStep` packs a batch by a `SlotRule`, reads the model's signature, and hands over what it
-asks for. Lengths [3, 5, 2], slots a multiple of 4:
+`PackedStep` calls a Hugging Face model that packing is enabled on. `ThdStep` calls a model that takes packed boundaries
+itself, under the names that its `forward` has: Megatron-Core's GPTModel, Megatron-Bridge's Qwen3-VL, a model of your
+own. It packs a batch by a `SlotRule` and hands over what the signature asks for. Lengths [3, 5, 2], slots of 4:
 
     row                     a a a .  b b b b b . . .  c c . .
     cu_seqlens_q            [0, 3, 8, 10]       tokens to attend to
@@ -14,7 +14,7 @@ asks for. Lengths [3, 5, 2], slots a multiple of 4:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import Family, family_named
 from vlmpack.layout import (
@@ -39,14 +40,119 @@ from vlmpack.layout import (
     check_is_batch,
     check_none_on_padding,
     check_unshared,
+    copied,
     pack,
     require,
 )
 from vlmpack.megatron import Halo, LocalRow, installed_version, packed_seq_fields, packed_seq_params, shard
-from vlmpack.model.engine import divisor
-from vlmpack.model.head import target_positions
-from vlmpack.model.positions import check_positions, check_restarts, rope_segments
+from vlmpack.model.columns import COLUMNS, STEP
+from vlmpack.model.enable import enable_packing
+from vlmpack.model.engine import StepConfig, divisor, stored_state
+from vlmpack.model.forward import StepCall
+from vlmpack.model.head import Scoring, target_positions
+from vlmpack.model.plain import find_model
+from vlmpack.model.positions import positions_of_row, rope_segments
 from vlmpack.model.result import StepResult, Work, sums_by_sample
+
+
+@final
+class PackedStep:
+    """A callable that runs one batch or row through a model and returns a `StepResult`.
+
+    It calls the module that it was given, so wrappers around the model (PEFT, DDP, `torch.compile`) do their part.
+
+        step = PackedStep(model)
+        result = step(batch, num_items_in_batch=targets_of_all_micro_batches)
+        result.loss.backward()
+    """
+
+    def __init__(self, model: nn.Module, config: StepConfig | None = None, *, parallel: Parallel | None = None) -> None:
+        """Enable packing on `model` (or the model that it holds). On an enabled one, what is not given stays.
+
+        Raises:
+            FamilyError: the model's family cannot be packed exactly.
+        """
+        self.model, core = model, find_model(model)
+        state = stored_state(core)
+        if state is None:
+            enable_packing(core, config, parallel=parallel)
+        elif config is not None or parallel is not None:
+            enable_packing(core, config or state.config, parallel=parallel or state.parallel)
+
+    def __call__(
+        self,
+        batch: PaddedBatch | PackedRow | Mapping[str, Any],
+        *,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        logits: bool = False,
+        last_hidden: bool = False,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        **inputs: Any,
+    ) -> StepResult:
+        """Run one batch or row.
+
+        Args:
+            batch: a padded batch, a packed row, or the dictionary of either, on any device.
+            num_items_in_batch: targets of all batches that make up one optimiser step; None: this one's own.
+            logits: also return logits.
+            last_hidden: also return what the head is given.
+            temperature: divisor of the logits, in log-probabilities, losses and entropies, as in sampling.
+            entropy: also return the entropy of each target's prediction.
+            **inputs: further inputs by name, such as `rope_cu_seqlens`; they win over the batch's.
+
+        Raises:
+            LayoutError: the batch contradicts itself, or is the columns of samples.
+            ConfigError: the batch is neither a padded batch with its 2D mask nor a packed row; or the temperature is
+                no positive number.
+        """
+        scoring = Scoring(temperature=temperature, entropy=entropy)
+        device = next(self.model.parameters()).device
+        state = stored_state(find_model(self.model))
+        columns_of_row = {*COLUMNS}
+        if state is not None:
+            family = state.family
+            columns_of_row |= {*family.media, family.token_types, family.expert_types, *family.token_columns}
+        hands_row = isinstance(batch, PackedRow) and not inputs.keys() & columns_of_row
+        row = batch.to(device, non_blocking=True) if isinstance(batch, PackedRow) and hands_row else None
+        call = StepCall(row, last_hidden=last_hidden, scoring=scoring)
+        needed = () if state is None else state.family.token_columns
+        columns = {} if hands_row else _inputs_of(batch, needed)
+        columns = {
+            name: copied(value, device) if isinstance(value, torch.Tensor) and _travels(name) else value
+            for name, value in {**columns, **inputs}.items()
+        }
+        if not hands_row and columns.get("inputs_embeds") is None:
+            check_is_batch(columns)
+        logits = bool(columns.pop("output_logits", False)) or logits  # as a batch requests them of a model
+        output = self.model(**columns, num_items_in_batch=num_items_in_batch, output_logits=logits, **{STEP: call})
+        if call.result is None:
+            raise ConfigError(
+                f"this batch cannot be packed: give a 2D attention_mask or {METADATA_KEY!r} metadata or cu_seqlens_q; "
+                f"it has {sorted(columns)}"
+            )
+        # As the wrappers handed them back: their hooks for the backward pass hang on them.
+        targets = {"target_logprobs": output.target_logprobs, "target_entropies": output.target_entropies}
+        result = replace(call.result, **targets)
+        return result if output.loss is None else replace(result, loss=output.loss)
+
+
+def _inputs_of(batch: PaddedBatch | PackedRow | Mapping[str, Any], needed: Collection[str]) -> dict[str, Any]:
+    """Keyword arguments of the model; extras are the caller's, but for those that are `needed`."""
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    if not isinstance(batch, PaddedBatch | PackedRow):
+        raise ConfigError(f"a {type(batch).__name__} is no batch; collate first: step(collator.collate(samples))")
+    batch = replace(batch, extras={name: x for name, x in batch.extras.items() if name in needed})
+    return batch.step_inputs() if isinstance(batch, PackedRow) else batch.to_hf()
+
+
+def _travels(name: str) -> bool:
+    """Return whether a tensor goes to the model's device: boundaries are read on the host."""
+    return name not in ("cu_seqlens_q", "cu_seqlens_q_padded", "rope_cu_seqlens")
+
+
+# ---------------------------------------------------------------------- models that take boundaries themselves
 
 Boundaries = Literal["real", "padded"]
 """What a boundary counts: real tokens, as `cu_seqlens_q`; or places in the row, as `cu_seqlens_q_padded`."""
@@ -240,7 +346,7 @@ class ThdStep:
         if not isinstance(batch, PaddedBatch | PackedRow):
             raise ConfigError(f"a {type(batch).__name__} is no batch; collate first: step(collator.collate(samples))")
         if device is not None:
-            batch = batch.to(device, non_blocking=device.type != "cpu")
+            batch = batch.to(device, non_blocking=True)
         return pack(batch, rule=self.slots) if isinstance(batch, PaddedBatch) else batch
 
     def _from_dictionary(self, batch: Mapping[str, Any]) -> PaddedBatch | PackedRow:
@@ -307,22 +413,9 @@ class ThdStep:
                 return None
             return (restarts or row.segments).position_in_segment(row.input_ids.device)[None]
         metadata, types = row.host_metadata(), family.types_of_row(row, self.config)
-        tokens = family.image_tokens(row.media, metadata, self.config)
+        tokens = family.image_tokens(row.media.with_sizes(metadata.media_sizes), metadata, self.config)
         metadata = replace(metadata, image_tokens=tokens)
-        family.check_runs(types, row.segments, metadata, config=self.config, row=row)
-        if restarts is not None:
-            check_restarts(restarts, row.segments, types)
-        positions = family.positions(
-            types,
-            restarts or row.segments,
-            config=self.config,
-            image_grids=metadata.image_grids,
-            video_grids=metadata.video_grids,
-            seconds_per_grid=metadata.seconds_per_grid,
-            audio_frames=metadata.audio_frames,
-        )
-        if row.position_ids is not None:
-            check_positions(row.position_ids, positions, family, row.segments, restarts=restarts)
+        positions = positions_of_row(row, metadata, types, family, self.config, restarts=restarts)
         return self._rows(positions) if family.positions_rule.axes == 3 else positions[0]
 
     def _rows(self, positions: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,196 @@
+"""What ends an answer is learnt: a token of its own, the beginning of the next speaker's turn, or one that is added."""
+
+import warnings
+
+import pytest
+import torch
+from chats import learnt, needs, picture
+
+from vlmpack import enable_packing
+from vlmpack.collate import SharePrefixes, VLMCollator
+from vlmpack.data import BRANCH_COLUMN
+from vlmpack.errors import ConfigError
+from vlmpack.testing import tiny_model, tiny_processor
+from vlmpack.testing.family_templates import LLAVA_TEMPLATE
+
+pytestmark = pytest.mark.every_family
+
+ASK, ASK_AGAIN = {"role": "user", "content": "2 + 2?"}, {"role": "user", "content": "3 + 3?"}
+FOUR, SIX = {"role": "assistant", "content": "It is 4"}, {"role": "assistant", "content": "It is 6"}
+TALK = [ASK, FOUR, ASK_AGAIN, SIX]
+GLM_TEXT = (
+    "[gMASK]<sop>{% for m in messages %}{{ {'tool': '<|observation|>'}[m.role] or '<|' + m.role + '|>' }}\n"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}\n<tool_call>{{ call.function.name }}"
+    "{% for key, value in call.function.arguments.items() %}<arg>{{ key }}={{ value }}</arg>{% endfor %}"
+    "</tool_call>{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+"""The form of GLM-4-MoE's template: no turn has an end, and tools speak as `<|observation|>`."""
+
+
+def glm_tokenizer():
+    tokenizer = tiny_processor("glm4v").tokenizer
+    tokenizer.add_tokens(["<|observation|>"], special_tokens=True)
+    tokenizer.chat_template = GLM_TEXT
+    return tokenizer
+
+
+def targets(processor, messages, **settings):
+    batch = VLMCollator(processor, **settings)([{"messages": messages}])
+    return getattr(processor, "tokenizer", processor).decode([i for i in batch["labels"][0].tolist() if i != -100])
+
+
+def said_once(collator, feature):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            collator.collate([feature])
+            collator.measure(feature)
+    return [str(warning.message) for warning in said]
+
+
+# ---------------------------------------------------------------------- the next turn
+
+
+def test_the_user_s_next_turn_ends_an_answer():
+    assert targets(glm_tokenizer(), TALK) == "It is 4<|user|>It is 6"
+
+
+def test_what_a_tool_answers_ends_a_call():
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    messages = [ASK, call, {"role": "tool", "content": "4"}, FOUR]
+    assert targets(glm_tokenizer(), messages) == "<tool_call>add<arg>a=1</arg></tool_call><|observation|>It is 4"
+
+
+def test_an_empty_answer_ends_too():
+    assert targets(glm_tokenizer(), [ASK, {**FOUR, "content": ""}, ASK_AGAIN, SIX]) == "<|user|>It is 6"
+
+
+@pytest.mark.parametrize("between", [{"role": "system", "content": "Be short."}, {**FOUR, "content": "Or IV"}])
+def test_a_turn_of_nobody_who_answers_ends_none(between):
+    """Generation stops where a user or a tool speaks: `<|system|>` and `<|assistant|>` stop nothing."""
+    said = targets(glm_tokenizer(), [ASK, FOUR, between, ASK_AGAIN, SIX])
+    assert said == {"system": "It is 4It is 6", "assistant": "It is 4Or IV<|user|>It is 6"}[between["role"]]
+
+
+def test_an_answer_that_is_not_learnt_teaches_no_end():
+    assert targets(glm_tokenizer(), [ASK, {**FOUR, "weight": 0}, ASK_AGAIN, SIX]) == "It is 6"
+
+
+def test_ids_are_still_the_tokenizer_s_own():
+    tokenizer = glm_tokenizer()
+    truth = tokenizer.apply_chat_template(TALK, tokenize=True, return_dict=True)["input_ids"]
+    assert VLMCollator(tokenizer)([{"messages": TALK}])["input_ids"][0].tolist() == truth
+
+
+def test_a_token_that_begins_in_an_answer_and_says_who_speaks_next_is_not_learnt():
+    """As in LLaVA's vocabulary, in which the blank behind an answer and the next turn's "US" are one token."""
+    processor = tiny_processor("internvl", chat_template=LLAVA_TEMPLATE)
+    processor.tokenizer.add_tokens([" US"])
+    batch = VLMCollator(processor)([{"messages": TALK}])
+    assert processor.tokenizer.get_vocab()[" US"] in batch["input_ids"]
+    assert learnt(processor, batch["labels"]) == "It is 4It is 6 "
+
+
+# ---------------------------------------------------------------------- the last answer
+
+ENDLESS = {"glm4v": "<|user|>", "llava": "<eos>"}
+"""Families whose templates write nothing after the last answer, with the token that the warning proposes."""
+
+
+@pytest.mark.parametrize(("family", "token"), ENDLESS.items())
+def test_an_answer_without_an_end_is_warned_of_once_with_the_remedy(family, token):
+    (said,) = said_once(VLMCollator(tiny_processor(family)), {"messages": TALK})
+    assert said.startswith("the chat template writes no special token after an answer")
+    assert f"VLMCollator(add_stop={token!r}) writes one after the last answer of a sample" in said
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "internvl", "llava_onevision"])
+def test_a_template_that_ends_its_answers_is_not_warned_of_and_gets_no_other_end(family):
+    processor = tiny_processor(family)
+    assert said_once(VLMCollator(processor), {"messages": TALK}) == []
+    stops = (None, processor.tokenizer.pad_token)
+    plain, added = (VLMCollator(processor, add_stop=stop)([{"messages": TALK}]) for stop in stops)
+    assert added["input_ids"].equal(plain["input_ids"])
+    assert added["labels"].equal(plain["labels"])
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+@pytest.mark.parametrize(("family", "token"), ENDLESS.items())
+def test_a_stop_is_added_after_the_last_answer_and_learnt(family, token, train_on):
+    processor = tiny_processor(family)
+    feature = {"messages": TALK, "images": [picture()]}
+    collator = VLMCollator(processor, add_stop=token, train_on=train_on)
+    without = VLMCollator(processor, train_on=train_on)([feature])
+    batch = collator([feature])
+    stop = processor.tokenizer.convert_tokens_to_ids(token)
+    assert batch["input_ids"].tolist() == [[*without["input_ids"][0].tolist(), stop]]
+    assert batch["labels"].tolist() == [[*without["labels"][0].tolist(), stop]]
+    assert said_once(collator, feature) == []
+
+
+def test_lengths_count_it():
+    collator = VLMCollator(tiny_processor("glm4v"), layout="packed", add_stop="<|user|>")
+    feature = {"messages": TALK, "images": [picture()]}
+    row, measured = collator.collate([feature]), collator.measure(feature)
+    assert measured.num_tokens == row.input_ids.shape[1] == collator.length(feature)
+    assert measured.num_targets == row.metadata.num_targets
+    assert collator.decode([measured]).input_ids.equal(row.input_ids)
+
+
+@pytest.mark.parametrize("messages", [TALK[:3], [*TALK[:3], {**SIX, "weight": 0}]], ids=["a question", "not learnt"])
+@pytest.mark.parametrize(("family", "token"), ENDLESS.items())
+def test_none_is_added_where_the_last_message_is_no_answer_that_is_learnt(family, token, messages):
+    processor = tiny_processor(family)
+    plain, added = (VLMCollator(processor, add_stop=stop)([{"messages": messages}]) for stop in (None, token))
+    assert added["input_ids"].equal(plain["input_ids"])
+    assert added["labels"].equal(plain["labels"])
+
+
+def test_what_is_cut_off_takes_its_end_with_it():
+    processor = tiny_processor("glm4v")
+    one = VLMCollator(processor)([{"messages": TALK[:2]}])["input_ids"].shape[1]
+    cut = VLMCollator(processor, add_stop="<|user|>", max_length=one + 1, overlength="truncate")([{"messages": TALK}])
+    assert learnt(processor, cut["labels"]) == "It is 4"
+
+
+def test_each_branch_of_a_conversation_ends():
+    processor = tiny_processor("glm4v")
+    batch = VLMCollator(processor, add_stop="<|user|>")([{"messages": TALK, BRANCH_COLUMN: 0}])
+    assert learnt(processor, batch["labels"]) == "It is 4<|user|>"
+
+
+def test_samples_that_share_a_prefix_keep_their_ends():
+    sharing = SharePrefixes(min_shared=2)
+    collator = VLMCollator(tiny_processor("glm4v"), layout="packed", share_prefixes=sharing, add_stop="<|user|>")
+    row = collator.collate([{"messages": [ASK, {**FOUR, "content": text}]} for text in ("It is 4", "It is IV")])
+    assert row.tree is not None
+    labels = [i for i in row.shift_labels[0].tolist() if i != -100]
+    assert collator.processor.tokenizer.decode(labels) == "It is 4<|user|>It is IV<|user|>"
+
+
+@needs("llava")
+def test_a_stop_has_to_be_a_special_token():
+    with pytest.raises(ConfigError, match=r"add_stop='<stop>' is no special token .* such as '<eos>'"):
+        VLMCollator(tiny_processor("llava"), add_stop="<stop>")
+
+
+def test_the_template_of_qwen_is_learnt_as_ever():
+    assert targets(tiny_processor(), TALK) == "It is 4<|im_end|>It is 6<|im_end|>"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("at", [1, 3], ids=["a middle answer", "the last answer"])
+def test_a_model_that_has_learnt_its_answers_stops_after_them(at):
+    tokenizer = glm_tokenizer()
+    row = VLMCollator(tokenizer, layout="packed", add_stop="<|user|>")([{"messages": TALK}])
+    model = enable_packing(tiny_model("qwen3", vocab_size=len(tokenizer), seed=1))
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    for _ in range(120):
+        model(**row).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    asked = tokenizer.apply_chat_template(TALK[:at], tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(asked, return_tensors="pt")["input_ids"]
+    stop = tokenizer.convert_tokens_to_ids("<|user|>")
+    said = model.eval().generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=stop, pad_token_id=stop)
+    assert tokenizer.decode(said[0, ids.shape[1] :]) == f"{TALK[at]['content']}<|user|>"

@@ -1,0 +1,91 @@
+"""Pairs of query and key that the probe expects of kernels that attend inside gaps too, as varlen kernels do.
+
+Those run on a GPU only: here one takes its place that is given the same boundaries.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from chats import needs
+
+from vlmpack.attention import BACKENDS, AttentionCall
+from vlmpack.attention.backends import Softmax, VarlenKernel
+from vlmpack.layout import Segments
+from vlmpack.model import engine
+from vlmpack.model.row import RowContext
+from vlmpack.probing import Check
+from vlmpack.probing.forward_passes import GAPS
+from vlmpack.probing.packed_checks import _check_pairs, packing
+from vlmpack.probing.run import _setup, preserved_state
+from vlmpack.testing import tiny_model
+
+pytestmark = pytest.mark.every_family
+
+SAID = {
+    "qwen3": "of them inside gaps",
+    "mistral": "of them inside gaps",  # boundaries do not show a window
+    "gemma3": "less than without windows and chunks",  # keys of a span begin where its window does
+    "paligemma": "of them inside gaps",
+    "llama4_text": "less than without windows and chunks",  # chunks are finer boundaries
+}
+
+
+class EveryKernelSegment(VarlenKernel):
+    """Attention within each pair of boundaries, inside gaps as well."""
+
+    name = "every_kernel_segment"
+
+    def unsupported(self, call: AttentionCall) -> list[str]:
+        return []
+
+    def kernel(self, q_TNH, k_TKH, v_TKH, ends_q, ends_k, most_q, most_k, *, softmax: Softmax) -> torch.Tensor:
+        out = torch.zeros_like(q_TNH)
+        for (a, b), (c, d) in zip(pairwise(ends_q.tolist()), pairwise(ends_k.tolist()), strict=True):
+            i, j = torch.arange(b - a)[:, None] + (d - c) - (b - a), torch.arange(d - c)
+            visible = (j <= i) if softmax.causal else torch.ones(b - a, d - c, dtype=torch.bool)
+            if softmax.pattern.window is not None:
+                visible = visible & (j > i - softmax.pattern.window)
+            q_NLH, k_NLH, v_NLH = (x.transpose(0, 1) for x in (q_TNH[a:b], k_TKH[c:d], v_TKH[c:d]))
+            gqa = {"attn_mask": visible, "scale": softmax.scale, "enable_gqa": True}
+            out[a:b] = F.scaled_dot_product_attention(q_NLH[None], k_NLH[None], v_NLH[None], **gqa)[0].transpose(0, 1)
+        return out
+
+
+@pytest.fixture(autouse=True)
+def varlen_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, EveryKernelSegment.name, EveryKernelSegment())
+
+
+def pairs_of(family: str) -> Check:
+    """The check of pairs of a row with gaps."""
+    model = tiny_model(family)
+    setup = _setup(model, None, EveryKernelSegment.name)
+    with preserved_state(model), packing(setup, GAPS) as packed:
+        assert packed.segments(setup.samples).has_gaps
+        return _check_pairs(setup, packed)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=needs(name)) if name == "paligemma" else name for name in SAID]
+)
+def test_pairs_inside_gaps_are_no_fault(family: str) -> None:
+    check = pairs_of(family)
+    assert (check.finding, check.cause) == ("ok", None), check
+    assert SAID[family] in check.detail
+    assert check.value is not None
+    assert check.allowed is not None
+    assert check.value <= check.allowed
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_samples_that_are_one_segment_are_one(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_segment(**metadata) -> RowContext:
+        return RowContext(**{**metadata, "segments": Segments.from_lengths([metadata["segments"].total])})
+
+    monkeypatch.setattr(engine, "RowContext", one_segment)
+    check = pairs_of(family)
+    assert (check.finding, check.cause) == ("differs", "mask"), check

@@ -1,0 +1,83 @@
+"""The probe hands on pixels in the type of the model's weights, as `inputs.to(model.dtype)` does: some models of
+transformers cast none, whatever the processor makes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiers import tiers
+
+from vlmpack.families import FAMILIES, family_named
+from vlmpack.layout import pack
+from vlmpack.probing import probe
+from vlmpack.testing import (
+    Sample,
+    padded,
+    processed_samples,
+    run_alone,
+    run_packed,
+    synthetic_samples,
+    tiny_model,
+    tiny_processor,
+)
+from vlmpack.testing.samples import sample_like
+
+pytestmark = pytest.mark.every_family
+
+CAST_NOTHING = ("kimi_k25", "deepseek_ocr2", "llama4")
+TAKE_PIXELS = [name for name, family in FAMILIES.items() if family.has_vision]
+
+
+def with_pixels(family: str, dtype: torch.dtype) -> list[Sample]:
+    """A sample with an image, its pixels in this type."""
+    names, samples = family_named(family).pixel_names, synthetic_samples(tiny_model(family).config)
+    sample = next(each for each in samples if "pixel_values" in each)
+    return [sample_like(sample, {name: x.to(dtype) if name in names else x for name, x in sample.items()})]
+
+
+@pytest.mark.parametrize("pixels", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", CAST_NOTHING)
+def test_these_models_of_transformers_take_pixels_of_their_own_type_only(family: str, pixels: torch.dtype) -> None:
+    weights = torch.bfloat16 if pixels == torch.float32 else torch.float32
+    samples = with_pixels(family, pixels)
+    run_alone(tiny_model(family, dtype=pixels), samples, gradients=False)
+    with pytest.raises(RuntimeError, match=r"should be the same|same dtype"):
+        run_alone(tiny_model(family, dtype=weights), samples, gradients=False)
+
+
+@pytest.mark.parametrize("family", CAST_NOTHING)
+def test_an_enabled_model_takes_what_the_model_itself_takes(family: str) -> None:
+    """Pixels go to it as they come: those of another type raise, as they do without packing, but under autocast."""
+    samples = with_pixels(family, torch.float32)
+    model = tiny_model(family, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        run_alone(model, samples, gradients=False)
+        run_packed(model, pack(padded(samples)), samples, gradients=False)
+    with pytest.raises(RuntimeError, match=r"should be the same|same dtype"):
+        run_packed(model, pack(padded(samples)), samples, gradients=False)
+
+
+@pytest.mark.parametrize("family", tiers(TAKE_PIXELS, short=["kimi_k25"]))
+def test_a_model_in_bfloat16_is_exact(family: str) -> None:
+    report = probe(tiny_model(family, dtype=torch.bfloat16), plain=False, share_prefixes=False)
+    assert (report.verdict, report.dtype) == ("exact", "bfloat16"), report
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", CAST_NOTHING)
+def test_so_it_is_with_a_prefix_tree(family: str) -> None:
+    report = probe(tiny_model(family, dtype=torch.bfloat16), plain=False)
+    assert report.verdict == "exact", report
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", CAST_NOTHING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_so_it_is_with_what_its_processor_makes(family: str, dtype: torch.dtype) -> None:
+    """Llama 4's makes pixels in bfloat16, the others' in float32."""
+    processor = tiny_processor(family)
+    made = {x["pixel_values"].dtype for x in processed_samples(processor) if "pixel_values" in x}
+    assert made == {torch.bfloat16 if family == "llama4" else torch.float32}
+    report = probe(tiny_model(family, processor=processor, dtype=dtype), processor, share_prefixes=False)
+    assert report.verdict == "exact", report
+    assert {baseline.verdict for baseline in report.plain} <= {"exact", "leaks", "differs"}
