@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Report a test that its child has run."""
     if not item.get_closest_marker("gpu") or item.get_closest_marker("skip"):
         return None
@@ -26,6 +26,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     for report in _reports_of(item):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    item.session._setupstate.teardown_exact(nextitem)  # of the file, if this was its last test
     return True
 
 
