@@ -43,11 +43,12 @@ def test_behind_it():
 @pytest.mark.skipif(bool(pretend_cuda.missing()), reason=str(pretend_cuda.missing()))
 def test_each_test_is_reported_by_itself(tmp_path: Path) -> None:
     (tmp_path / "test_examples.py").write_text(EXAMPLES)
+    (tmp_path / "test_next.py").write_text("def test_next():\n    pass\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\naddopts = -ra")
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "COLUMNS": "200"}
-    command = [sys.executable, "-m", "pytest", "-p", "pretend_cuda.child", "-p", "no:cacheprovider", "test_examples.py"]
+    command = [sys.executable, "-m", "pytest", "-p", "pretend_cuda.child", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert "2 passed, 1 skipped" in done.stdout.replace("3 failed, ", ""), done.stdout
+    assert "3 passed, 1 skipped" in done.stdout.replace("3 failed, ", ""), done.stdout
     assert "assert 1.0 == 2" in done.stdout
     assert "FAILED test_examples.py::test_there[2]" in done.stdout
     assert "for a reason" in done.stdout
