@@ -32,6 +32,7 @@ from torch import nn
 from vlmpack.families import Family, family_of
 from vlmpack.layout import Segments
 from vlmpack.model import find_model, target_logprobs
+from vlmpack.model.plain import cache_name
 from vlmpack.service import caches
 from vlmpack.service.choice import Choice, Draw, choose
 from vlmpack.service.datums import EncodedSequence
@@ -201,6 +202,7 @@ class Reader:
         """Tokens that a canonical row checks."""
         self.device = next(self.core.parameters()).device
         """Where it lies."""
+        self._cache = cache_name(self.core.forward)
         self._agree = agree
 
     @property
@@ -232,8 +234,9 @@ class Reader:
         output = self.core(
             **inputs, position_ids=torch.cat(positions, -2).to(self.device), use_cache=True, logits_to_keep=1
         )
-        caches.check_cache(output.past_key_values)
-        return output.logits[:, -1], output.past_key_values
+        cache = output[self._cache]
+        caches.check_cache(cache)
+        return output.logits[:, -1], cache
 
     def decode(
         self, tokens: Sequence[int], positions: Sequence[int], cache: Any, mask_BS: torch.Tensor | None
@@ -251,9 +254,9 @@ class Reader:
             input_ids=torch.tensor(tokens, device=self.device)[:, None],
             position_ids=place_B1.expand(3, -1, -1) if self.family.has_vision else place_B1,
             attention_mask=None if mask_BS is None else mask_BS.to(self.device),
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self._cache: cache},
         )
         return output.logits[:, -1]
 
