@@ -110,6 +110,7 @@ TAKE_TILES = (
     "tests/probing/test_weights.py::test_such_a_copy",
     "tests/store/test_shared_prefixes.py",
     "tests/store/test_shared_rows.py",
+    "tests/test_on_gpu.py",
     "tests/testing/test_models.py",
     "tests/trainer/test_checkpoint_weights.py",
     "tests/trainer/test_checkpointing.py",

@@ -221,6 +221,7 @@ def test_flash_attn_is_deterministic_where_pytorch_is(enabled, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "eager_mask"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 16, 64), (16, 16, 72), (16, 8, 128), (8, 2, 256)])
 @pytest.mark.parametrize("causal", [True, False])

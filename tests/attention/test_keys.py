@@ -62,6 +62,7 @@ def test_queries_of_many_segments_go_by_their_own_lengths_and_those_of_their_key
 
 
 @pytest.mark.gpu
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "eager_mask"])
 def test_gpu_kernels_put_the_last_query_at_the_last_key(name):
     queries, keys, places = last_of_each([(0, 100), (300, 37), (513, 1), (64, 128)])

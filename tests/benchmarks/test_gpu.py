@@ -410,6 +410,7 @@ def test_the_full_run_fits_its_budget_by_its_own_guesses() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.full
 def test_on_a_gpu_waits_are_seen_and_named() -> None:
     from benchmarks.gpu.device import Cuda
 
@@ -420,6 +421,7 @@ def test_on_a_gpu_waits_are_seen_and_named() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.full
 def test_on_a_gpu_memory_comes_back_after_it_ran_out() -> None:
     from benchmarks.gpu.device import Cuda
 

@@ -137,6 +137,7 @@ def test_nothing_waits_for_a_device(row, layout):
 
 
 @pytest.mark.gpu
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_nothing_waits_for_a_gpu(row, layout):
     on_gpu = moved(row, "cuda")

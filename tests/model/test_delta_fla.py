@@ -159,6 +159,7 @@ def test_the_real_kernels_compute_rows_and_trees_as_samples_alone_by_tritons_int
 
 
 @pytest.mark.gpu
+@pytest.mark.full
 @pytest.mark.parametrize("share", [False, True], ids=["row", "tree"])
 def test_on_a_gpu_the_real_kernels_are_as_close_to_float32_as_the_samples_alone(share):
     """Waits for a CUDA device with fla-core."""

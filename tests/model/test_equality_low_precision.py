@@ -82,6 +82,7 @@ def test_packed_is_as_close_to_float32_as_alone(family, kind, backend):
 
 
 @pytest.mark.gpu
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("family", "kind"), CELLS)
 def test_packed_is_as_close_to_float32_as_alone_on_a_gpu(family, kind, backend):

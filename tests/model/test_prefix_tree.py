@@ -392,6 +392,7 @@ def test_nothing_waits_for_the_device(family):
 
 
 @pytest.mark.gpu
+@pytest.mark.full
 def test_on_a_gpu_the_error_is_that_of_samples_alone_and_nothing_waits():
     sizes = {"head_dim": 64, "hidden": 256}
     samples = samples_of(fresh("qwen3").config, rollouts(40, 1, 70, 30, prefix=200))

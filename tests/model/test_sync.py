@@ -122,6 +122,7 @@ def test_the_counter_sees_our_own_waits():
 
 
 @pytest.mark.gpu
+@pytest.mark.full
 def test_no_wait_on_a_gpu():
     model = enable_packing(tiny_model("qwen3_vl", head_dim=64, hidden=256, dtype=torch.bfloat16).cuda())
     batch = padded(mixed_samples(model.config, kinds=("text", "text", "text")))

@@ -177,15 +177,26 @@ def apply() -> None:
         if not hasattr(torch._C, name):
             setattr(torch._C, name, value)
     torch.version.cuda = "13.0"
-    torch.UntypedStorage.clone = _cloned  # pyright: ignore[reportAttributeAccessIssue]
-    torch.storage._StorageBase.clone = _cloned  # pyright: ignore[reportAttributeAccessIssue]
+    for storage in (torch.UntypedStorage, torch.storage._StorageBase):
+        storage.clone = _cloned  # pyright: ignore[reportAttributeAccessIssue]
+        storage.to = _moved  # pyright: ignore[reportAttributeAccessIssue]
 
 
-_clone = torch.storage._StorageBase.clone
+# ---------------------------------------------------------------------- storages: a CPU build makes none on "cuda"
+
+_clone, _move = torch.storage._StorageBase.clone, torch.storage._StorageBase.to
 
 
 def _cloned(storage: Any) -> Any:
-    """A CPU build of PyTorch makes no storage on "cuda" by that name."""
-    if storage.device.type != "cuda":
-        return _clone(storage)
-    return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage).clone().untyped_storage()
+    return _move_by_tensor(storage, storage.device, copy=True) if storage.device.type == "cuda" else _clone(storage)
+
+
+def _moved(storage: Any, *, device: Any, non_blocking: bool = False) -> Any:
+    if "cuda" not in (torch.device(device).type, storage.device.type):
+        return _move(storage, device=device, non_blocking=non_blocking)
+    return _move_by_tensor(storage, torch.device(device), non_blocking=non_blocking)
+
+
+def _move_by_tensor(storage: Any, device: torch.device, **how: bool) -> Any:
+    entries = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return entries.to(device, **how).untyped_storage()

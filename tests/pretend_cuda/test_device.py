@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +100,16 @@ def test_views_share_memory_and_results_do_not() -> None:
     x.view(-1)[5:].fill_(7)
     x.add(1).zero_()
     assert x.tolist() == [[2, 1, 1], [2, 1, 7]]
+
+
+def test_tensors_are_copied_saved_and_loaded(tmp_path: Path) -> None:
+    x = torch.randn(3, device="cuda")
+    torch.save(x, tmp_path / "x.pt")
+    for again in (copy.deepcopy(x), torch.load(tmp_path / "x.pt"), torch.load(tmp_path / "x.pt", map_location="cpu")):
+        assert torch.equal(again.cpu(), x.cpu())
+        assert again.data_ptr() != x.data_ptr()
+    assert torch.load(tmp_path / "x.pt").is_cuda
+    assert not torch.load(tmp_path / "x.pt", map_location="cpu").is_cuda
 
 
 def test_a_backward_pass_runs_in_a_thread_of_the_device() -> None:

@@ -340,13 +340,13 @@ class ThdStep:
         return ThdInputs(row=row, arguments=arguments, part=part)
 
     def _row(self, batch: PaddedBatch | PackedRow | Mapping[str, Any]) -> PackedRow:
-        device = next(self.model.parameters()).device if isinstance(self.model, nn.Module) else None
+        parameter = next(self.model.parameters(), None) if isinstance(self.model, nn.Module) else None
         if isinstance(batch, Mapping):
             batch = self._from_dictionary(batch)
         if not isinstance(batch, PaddedBatch | PackedRow):
             raise ConfigError(f"a {type(batch).__name__} is no batch; collate first: step(collator.collate(samples))")
-        if device is not None:
-            batch = batch.to(device, non_blocking=True)
+        if parameter is not None:
+            batch = batch.to(parameter.device, non_blocking=True)
         return pack(batch, rule=self.slots) if isinstance(batch, PaddedBatch) else batch
 
     def _from_dictionary(self, batch: Mapping[str, Any]) -> PaddedBatch | PackedRow:
