@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -295,10 +296,11 @@ def processor_settings(processor: Any) -> dict[str, Any]:
     family, tokenizer = family_of_processor(processor), parts_of(processor).tokenizer
     try:
         image_token, image_ids = processor.image_token, list(processor.image_token_ids)
-    except AttributeError as error:
+        inspect.signature(processor._merge_kwargs).bind(tokenizer_init_kwargs={}, return_tensors="pt")
+    except (AttributeError, TypeError) as error:
         raise FamilyError(
-            f"the installed transformers has a {type(processor).__name__} without {error.name}, so that it cannot be "
-            "asked how it writes an image; use transformers 5.23 or later"
+            f"the {type(processor).__name__} of the installed transformers cannot be asked how it writes an image "
+            f"({error}); use transformers 5.23 or later"
         ) from error
     vocab = tokenizer.get_vocab()
     if (named := class_in(processor, PLACEHOLDERS)) and PLACEHOLDERS[named] in vocab:
