@@ -139,6 +139,7 @@ def _reads_qwen(item: pytest.Item) -> bool:
 TAKE_PROCESSORS = (
     "tests/collate/",
     "tests/data/",
+    "tests/probing/test_pixels.py::test_so_it_is_with_what_its_processor_makes",
     "tests/probing/test_run.py",
     "tests/store/",
     "tests/trainer/test_dpo.py",
