@@ -179,6 +179,7 @@ def kernels(monkeypatch):
     package.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(backends, "_has_enable_gqa", lambda: True)  # of the kernel above; what is installed is remembered
     return calls
 
 
