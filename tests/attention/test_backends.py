@@ -179,7 +179,7 @@ def kernels(monkeypatch):
     package.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(backends, "_has_enable_gqa", lambda: True)  # of the kernel above; what is installed is remembered
+    monkeypatch.setattr(backends, "_has_enable_gqa", lambda: True)  # cached: of the installed kernel, or of this one
     return calls
 
 
