@@ -5,6 +5,7 @@ Steps of every family are in `tests/model/test_equality_on_gpu.py`. The truth is
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ from tiers import tiers
 from training import LAYOUTS, arguments, logged
 from transformers import Trainer
 
-from vlmpack import probe
+from vlmpack import SlotRule, ThdStep, probe
 from vlmpack.collate import VLMCollator
+from vlmpack.layout import recorded_syncs
 from vlmpack.model import enable_packing
 from vlmpack.service.engine import Engine
-from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
+from vlmpack.testing import mixed_samples, padded, receipt_conversations, tiny_model, tiny_processor
 
 LOW = torch.bfloat16
 PROBED = ("qwen3", "qwen3_vl", "gemma3", "gemma4", "kimi_k25", "deepseek_ocr2", "llama4")
@@ -142,3 +144,27 @@ def test_an_enabled_model_generates_what_it_did() -> None:
     inputs = {"input_ids": prompts_BS, "attention_mask": (prompts_BS > 0).long()}
     before = model.generate(**inputs, **settings)
     assert torch.equal(enable_packing(model).generate(**inputs, **settings), before)
+
+
+# ---------------------------------------------------------------------- a model that takes boundaries itself
+
+
+@pytest.mark.full
+def test_boundaries_are_handed_over_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    example = import_module("thd_model")
+    results = {}
+    for device in ("cpu", "cuda"):
+        reference = tiny_model("qwen3_vl_moe", layers=2, vision_depth=1)
+        model = example.ThdQwen3VLMoe(reference).to(device)
+        step = ThdStep(model, slots=SlotRule(multiple=8), config=reference.config)
+        batch = padded(mixed_samples(reference.config, seed=1, kinds=("image", "text", "images")))
+        with recorded_syncs(torch.device(device)) as before:
+            inputs = step.inputs(batch)
+        output = model(**inputs.arguments)
+        with recorded_syncs(torch.device(device)) as after:
+            results[device] = step.result(output, inputs)
+        results[device].loss.backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+    assert [*before, *after] == []
+    torch.testing.assert_close(results["cuda"].sample_losses.cpu(), results["cpu"].sample_losses)
