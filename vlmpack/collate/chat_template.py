@@ -390,9 +390,9 @@ class AnswerEnd:
             return "" if text[unended[-1][1] :].strip() else self.token
         if self.is_first is not None and self.is_first("answer without an end"):
             warnings.warn(
-                "the chat template writes no special token after an answer, so that none is learnt there and a model "
-                f"may never stop: VLMCollator(add_stop={template.likely_end!r}) writes one after the last answer of a "
-                "sample (choose a token at which generation stops); this is said once",
+                "the chat template writes no special token after an answer, so a model trained on it may never stop: "
+                f"VLMCollator(add_stop={template.likely_end!r}) writes one after the last answer of a sample. Choose a "
+                "token at which generation stops. This warning is given once",
                 stacklevel=2,
             )
         return ""
