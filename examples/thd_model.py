@@ -41,7 +41,6 @@ class ThdQwen3VLMoe(nn.Module):
         cu_seqlens_q_padded: torch.Tensor,
         rope_cu_seqlens: torch.Tensor,
         moe_padding_mask: torch.Tensor,
-        mm_token_type_ids: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
         image_grid_thw: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
@@ -53,7 +52,7 @@ class ThdQwen3VLMoe(nn.Module):
             features = self.model.visual(pixel_values, grid_thw=image_grid_thw, return_dict=True)
             hidden = hidden.masked_scatter(images[..., None], features.pooler_output)
             deepstack = features.deepstack_features
-        positions = self.positions(input_ids, mm_token_type_ids, rope_cu_seqlens, moe_padding_mask, image_grid_thw)
+        positions = self.positions(input_ids, rope_cu_seqlens, moe_padding_mask, image_grid_thw)
         rope = text.rotary_emb(hidden, positions)
         spans = spans_of(cu_seqlens_q, cu_seqlens_q_padded)
         router_logits = []
@@ -75,7 +74,6 @@ class ThdQwen3VLMoe(nn.Module):
     def positions(
         self,
         input_ids: torch.Tensor,
-        types: torch.Tensor | None,
         rope_cu_seqlens: torch.Tensor,
         moe_padding_mask: torch.Tensor,
         image_grid_thw: torch.Tensor | None,
@@ -83,7 +81,7 @@ class ThdQwen3VLMoe(nn.Module):
         """[3, 1, T] MRoPE positions (time, height, width) that restart at each boundary; 0 on padding."""
         real = ~moe_padding_mask[0]
         ids_R = input_ids[0, real]
-        types_R = torch.zeros_like(ids_R) if types is None else types[0, real]
+        types_R = (ids_R == self.config.image_token_id).long()
         positions_3R, grids = [], [] if image_grid_thw is None else list(image_grid_thw)
         for start, stop in pairwise(rope_cu_seqlens.tolist()):
             kinds = types_R[start:stop]

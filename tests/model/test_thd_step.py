@@ -537,8 +537,92 @@ def test_rows_that_the_ranks_cannot_share_are_refused() -> None:
 def test_a_mask_that_contradicts_boundaries_is_refused() -> None:
     batch = pack(texts(3, 5), rule=SlotRule(multiple=4)).to_hf()
     batch["moe_padding_mask"] = batch["moe_padding_mask"].roll(1, 1)
-    with pytest.raises(LayoutError, match="moe_padding_mask is not True exactly behind"):
+    with pytest.raises(LayoutError, match="moe_padding_mask is not True exactly on padding"):
         ThdStep(Everything(), slots=SlotRule(multiple=4))(batch)
+
+
+class Weighted(Takes):
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        packed_seq_params: Any,
+        position_ids: Any,
+        weight: Any = None,
+    ) -> torch.Tensor:
+        return self.losses(input_ids, labels, position_ids=position_ids, weight=weight)
+
+
+def test_other_tensors_of_a_dictionary_reach_a_model_that_names_them() -> None:
+    model, batch = Weighted(), texts(3, 5)
+    weight = torch.ones(2)
+    ThdStep(model)({**batch.to_hf(), "weight": weight})
+    assert torch.equal(model.called["weight"], weight)
+    assert model.called["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
+    by_token = torch.arange(10.0).view(2, 5)
+    ThdStep(model)({**batch.to_hf(), "weight": by_token})
+    assert model.called["weight"].tolist() == [[0, 1, 2, 5, 6, 7, 8, 9]]
+
+
+def test_a_whole_thd_dictionary_is_a_row() -> None:
+    model, row = Everything(), pack(texts(3, 5), rule=SlotRule(multiple=4)).to_hf()
+    both = {"cu_seqlens_kv": row["cu_seqlens_q"], "cu_seqlens_kv_padded": row["cu_seqlens_q_padded"], "max_seqlen_q": 8}
+    step = ThdStep(model, slots=SlotRule(multiple=4))
+    assert torch.equal(step({**row, **both}).loss, step(row).loss)
+    assert model.called["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 2, 3, 4, 0, 0, 0]]
+
+
+def test_restarts_of_a_dictionary_are_checked_as_those_of_a_call() -> None:
+    step, batch = ThdStep(Everything()), texts(3, 5).to_hf()
+    assert step.inputs({**batch, "rope_cu_seqlens": torch.tensor([0, 3, 5, 8])}).arguments["position_ids"][0, 5] == 0
+    with pytest.raises(LayoutError, match="has no boundary where sample 1 starts"):
+        step.inputs({**batch, "rope_cu_seqlens": torch.tensor([0, 2, 8])})
+
+
+MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("padding_mask", MASK == 1, LayoutError, "padding_mask is not True exactly on padding"),
+        ("loss_mask", MASK, ConfigError, "set labels to -100"),
+        ("weights", torch.ones(2), ConfigError, "takes no weights"),
+        ("weights", torch.ones(2, 5), ConfigError, "takes no weights"),
+        ("input_ids", torch.ones(2, 5), LayoutError, "must hold whole numbers"),
+    ],
+)
+def test_a_dictionary_that_would_be_misread_is_refused(name: str, value: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        ThdStep(Weighted())({**texts(3, 5).to_hf(), name: value})
+
+
+@pytest.mark.parametrize("pixels", [None, slice(0, -4)], ids=["none", "too few"])
+def test_pixels_that_are_not_those_of_the_grids_are_refused(reference: Any, samples: list[Any], pixels: Any) -> None:
+    batch = padded(samples).to_hf()
+    batch["pixel_values"] = None if pixels is None else batch["pixel_values"][pixels]
+    for config in (None, reference.config):
+        with pytest.raises(
+            LayoutError, match=r"has image_grid_thw and no pixel_values|not what image_grid_thw describes"
+        ):
+            ThdStep(Media(vocabulary=512), config=config)(batch)
+
+
+class Media(Takes):
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.embedding(input_ids)
+
+
+def test_positions_of_media_need_a_configuration(samples: list[Any]) -> None:
+    with pytest.raises(ConfigError, match="give the step config="):
+        ThdStep(Media(vocabulary=512))(padded(samples))
 
 
 def test_a_loss_mask_of_other_targets_is_refused() -> None:

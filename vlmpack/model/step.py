@@ -33,6 +33,7 @@ from vlmpack.layout import (
     MEDIA_KEYS,
     METADATA_KEY,
     Layout,
+    Media,
     PackedRow,
     PaddedBatch,
     Segments,
@@ -40,9 +41,11 @@ from vlmpack.layout import (
     check_is_batch,
     check_none_on_padding,
     check_unshared,
+    checked_boundaries,
     copied,
     pack,
     require,
+    whole_numbers,
 )
 from vlmpack.megatron import Halo, LocalRow, installed_version, packed_seq_fields, packed_seq_params, shard
 from vlmpack.model.columns import COLUMNS, STEP
@@ -221,7 +224,7 @@ class ThdStep:
 
     It returns per-token losses [1, T]; logits [1, T, V]; a tuple that starts with either (a second entry as wide as the
     row is compared with the loss mask); or a mapping with `losses` or `logits`, and perhaps `aux_loss`, a scalar that
-    is added to the loss as it is.
+    is added to the loss as it is: of a context-parallel rank its share.
     """
 
     def __init__(
@@ -271,6 +274,8 @@ class ThdStep:
             raise ConfigError(
                 f"context_rank is {context_rank}; it counts from 0 to context_ranks - 1 = {context_ranks - 1}"
             )
+        if config is not None and not hasattr(config, "model_type"):
+            raise ConfigError(f"config is {config!r:.60}; give the model's Hugging Face configuration, AutoConfig's")
         self.family: Family | None = None if config is None else family_named(config.model_type)
         self._parameters = _parameters_of(model)
         self._names = frozenset(self._parameters)
@@ -318,8 +323,14 @@ class ThdStep:
             LayoutError: the batch contradicts itself; or a row whose slots the ranks cannot share.
             ConfigError: the row has something that the model would ignore.
         """
+        if isinstance(batch, Mapping):
+            further = _further(batch, media=() if self.family is None else self.family.media)
+            rope_cu_seqlens = batch.get("rope_cu_seqlens") if rope_cu_seqlens is None else rope_cu_seqlens
+            inputs = {**further, **inputs}
         row = self._row(batch)
         self._check_row(row)
+        if isinstance(batch, Mapping):
+            inputs = dict.fromkeys(row.extras.keys() - self._names) | inputs  # refused below
         unknown = sorted(inputs.keys() - self._names)
         if unknown:
             raise ConfigError(
@@ -330,7 +341,9 @@ class ThdStep:
             merge = 1 if self.family is None or not self.family.has_grids else self.family.merge(self.config)
             part = shard(row, self.context_rank, self.context_ranks, merge=merge, layout=self.layout)
         available = self._available(row, part, rope_cu_seqlens)
-        arguments = {name: value for name, value in available.items() if name in self._names} | inputs
+        arguments = {name: value for name, value in available.items() if name in self._names}
+        for name, value in inputs.items():
+            arguments[name] = copied(value, row.input_ids.device) if isinstance(value, torch.Tensor) else value
         missing = [name for name in self._required if name not in arguments]
         if missing:
             raise ConfigError(
@@ -347,28 +360,30 @@ class ThdStep:
             raise ConfigError(f"a {type(batch).__name__} is no batch; collate first: step(collator.collate(samples))")
         if parameter is not None:
             batch = batch.to(parameter.device, non_blocking=True)
+        _check_pixels(batch.media)
         return pack(batch, rule=self.slots) if isinstance(batch, PaddedBatch) else batch
 
     def _from_dictionary(self, batch: Mapping[str, Any]) -> PaddedBatch | PackedRow:
+        """A batch or row of a dictionary without names that `inputs` hands on; what it says twice is compared."""
         check_is_batch(batch)
+        columns = {name: whole_numbers(batch[name], name) for name in _WHOLE if batch.get(name) is not None}
+        batch = {**batch, **columns}
+        for name, remedy in _REFUSED.items():
+            if batch.get(name) is not None:
+                raise ConfigError(f"the batch has {name}, which this step makes by itself: {remedy}")
         media = {*MEDIA_KEYS, *(() if self.family is None else self.family.media)}
-        known = media | _COLUMNS
-        unknown = {name for name, value in batch.items() if name not in known and isinstance(value, torch.Tensor)}
         shape = batch["input_ids"].shape
-        extras = tuple(sorted(name for name in unknown if batch[name].shape[-2:] == shape))
-        media |= unknown - {*extras}
+        tensors = {name for name, value in batch.items() if isinstance(value, torch.Tensor)} - media - _COLUMNS
+        extras = tuple(sorted(name for name in tensors if batch[name].shape[-2:] == shape))
         metadata = batch.get(METADATA_KEY)
-        is_row = batch.get("cu_seqlens_q") is not None or (metadata is not None and metadata.segments is not None)
-        if not is_row:
+        if batch.get("cu_seqlens_q") is None and (metadata is None or metadata.segments is None):
+            _check_masks(batch, batch["attention_mask"] == 0 if batch.get("attention_mask") is not None else None)
             return PaddedBatch.from_hf(batch, extras=extras, media=media)
         row = PackedRow.from_hf(batch, extras=extras, media=media)
-        given = batch.get("moe_padding_mask")
-        if given is not None:
-            agrees = given.shape == (1, row.segments.total)
-            message = "moe_padding_mask is not True exactly behind each sample's real tokens, as cu_seqlens_q says"
-            if not agrees:
-                raise LayoutError(f"moe_padding_mask is {list(given.shape)}, but the row is [1, {row.segments.total}]")
-            require((given == row.moe_padding_mask).all(), message, LayoutError)
+        _check_masks(batch, row.moe_padding_mask)
+        for name, boundaries in (("cu_seqlens_kv", row.segments.real), ("cu_seqlens_kv_padded", row.segments.stride)):
+            if batch.get(name) is not None and checked_boundaries(batch[name], name) != boundaries:
+                raise LayoutError(f"{name} is not {name.replace('kv', 'q')}: keys of other samples are no packed row")
         return row
 
     def _available(self, row: PackedRow, part: LocalRow | None, rope_cu_seqlens: Any) -> dict[str, Any]:
@@ -408,8 +423,18 @@ class ThdStep:
         family = self.family
         if family is None:
             if row.position_ids is not None:
+                if restarts is not None:
+                    raise ConfigError(
+                        "position_ids do not restart at the finer rope_cu_seqlens: leave one of the two out, or give "
+                        "the step config=, by which they are computed"
+                    )
                 return self._rows(row.position_ids)
             if row.media.to_hf():
+                if not self._names & {"rope_cu_seqlens", "packed_seq_params"}:
+                    raise ConfigError(
+                        "the row has media, so its positions follow from their grids: give the step config=, the "
+                        "model's Hugging Face configuration, or the batch position_ids"
+                    )
                 return None
             return (restarts or row.segments).position_in_segment(row.input_ids.device)[None]
         metadata, types = row.host_metadata(), family.types_of_row(row, self.config)
@@ -459,7 +484,7 @@ class ThdStep:
         sums, counts = sums_by_sample(-losses, index, row.segments)
         loss = loss_sum / divisor(num_items_in_batch, targets) if targets else loss_sum
         return StepResult(
-            loss=loss if aux_loss is None else loss + aux_loss.to(loss.device),
+            loss=loss if aux_loss is None else loss + torch.as_tensor(aux_loss).to(loss.device).reshape(()),
             loss_sum=loss_sum,
             num_targets=targets,
             sample_loss_sums=sums,
@@ -532,13 +557,55 @@ class ThdStep:
             )
 
 
+_WHOLE = ("input_ids", "labels", "shift_labels")
 _COLUMNS = frozenset(
     {
-        *("input_ids", "attention_mask", "labels", "shift_labels", "position_ids", "mm_token_type_ids"),
-        *("moe_padding_mask", "cu_seqlens_q", "cu_seqlens_q_padded", "use_cache", METADATA_KEY),
+        *(*_WHOLE, "attention_mask", "position_ids", "mm_token_type_ids", "use_cache", METADATA_KEY),
+        *(*REAL, *PADDED, *PADDING_MASKS, "max_seqlen_q", "max_seqlen_kv", "rope_cu_seqlens"),
     }
 )
-"""Columns of a batch dictionary that `PaddedBatch` and `PackedRow` know, beside media."""
+"""Columns of a batch dictionary that the step reads, beside media. Longest lengths are counted anew."""
+_REFUSED = {
+    "loss_mask": "set labels to -100 where nothing is to be predicted, and leave it out",
+    "packed_seq_params": "hand over vlmpack.megatron.from_megatron(batch)",
+    "tokens": "call them input_ids, or hand over vlmpack.megatron.from_megatron(batch)",
+}
+
+
+def _further(batch: Mapping[str, Any], *, media: Collection[str]) -> dict[str, torch.Tensor]:
+    """Tensors of a dictionary that are no columns of tokens and no media: further arguments of the model."""
+    ids = batch.get("input_ids")
+    shape = ids.shape if isinstance(ids, torch.Tensor) else ()
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    known = {*_COLUMNS, *_REFUSED, *MEDIA_KEYS, *media}
+    return {name: value for name, value in tensors.items() if name not in known and value.shape[-2:] != shape}
+
+
+def _check_masks(batch: Mapping[str, Any], padding: torch.Tensor | None) -> None:
+    """Compare a batch's own masks of padding with where it has padding."""
+    for name in PADDING_MASKS:
+        given = batch.get(name)
+        if given is None:
+            continue
+        if padding is None or given.shape != padding.shape:
+            raise LayoutError(
+                f"{name} is {list(given.shape)}, and the batch has padding in another shape: leave it out"
+            )
+        message = f"{name} is not True exactly on padding, as the batch's mask or boundaries say: leave it out"
+        require((given.bool() == padding.to(given.device)).all(), message, LayoutError)
+
+
+def _check_pixels(media: Media) -> None:
+    """Patches are as many as the grids describe. A grid is read where it is on the host alone."""
+    for pixels, grids in (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")):
+        values, grid = media.to_hf().get(pixels), media.to_hf().get(grids)
+        if grid is None:
+            continue
+        if values is None:
+            raise LayoutError(f"the batch has {grids} and no {pixels}: pass the pixels too, or leave both out")
+        expected = grid.prod(-1).sum()
+        message = f"{pixels} has {len(values)} patches, which is not what {grids} describes: pass those of every sample"
+        require(expected == len(values), message, LayoutError)
 
 
 def _parameters_of(model: nn.Module | Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -589,7 +656,7 @@ def _main_output(output: Any, inputs: ThdInputs, labels: torch.Tensor) -> tuple[
     held = labels if inputs.part is None else inputs.part.shift_labels
     if isinstance(output, Mapping):
         aux_loss = output.get("aux_loss")
-        output = output.get("losses", output.get("logits"))
+        output = output.get("logits") if output.get("losses") is None else output["losses"]
     elif isinstance(output, tuple | list) and output:
         output, *others = output
         mask = others[0] if others else None
