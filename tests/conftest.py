@@ -74,9 +74,10 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Two tiers, see `tiers`; and a test that needs a GPU or a package says so where there is none."""
     items[:] = without_others(items)
-    mark_families(items)
-    mark_siblings(items)
-    mark_products(items)
+    on_cpus = [item for item in items if not item.get_closest_marker("gpu")]  # a GPU runs its tests whole
+    mark_families(on_cpus)
+    mark_siblings(on_cpus)
+    mark_products(on_cpus)
     skip_without_packages(items)
     for item in items:
         if item.get_closest_marker("gpu") and NO_PRETEND_CUDA and not torch.cuda.is_available():
