@@ -15,11 +15,12 @@ from typing import Any, final
 import pytest
 import torch
 
-from vlmpack.attention import Spans
 from vlmpack.attention.backends import SdpaSegments
-from vlmpack.attention.spans import SpanCall
-from vlmpack.families import FAMILIES, Family, family_named
-from vlmpack.layout import Buckets, PaddedBatch, Segments, SlotRule
+from vlmpack.attention.spans import SpanCall, Spans
+from vlmpack.families import Family, family_named
+from vlmpack.families.registry import FAMILIES
+from vlmpack.layout import PaddedBatch, Segments, SlotRule
+from vlmpack.layout.buckets import Buckets
 from vlmpack.model import engine, head
 from vlmpack.model.mechanisms import attention, audio, experts, vision
 from vlmpack.model.mechanisms.experts import has_balance

@@ -6,7 +6,7 @@ import torch
 from context_parallel.naive import naive_contiguous, naive_mirrored
 from hypothesis import strategies as st
 
-from vlmpack.context_parallel import Layout, Partition
+from vlmpack.context_parallel.partition import Layout, Partition
 from vlmpack.layout import Grid, HostMetadata, Media, PackedRow, Segments, SlotRule
 
 ALL_LAYOUTS: tuple[Layout, ...] = ("mirrored", "contiguous")

@@ -19,29 +19,29 @@ from unittest import mock
 
 import torch
 
-from vlmpack.attention import Reach
-from vlmpack.families import FAMILIES, family_of
+from vlmpack.attention.patterns import Reach
+from vlmpack.families import family_of
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments
-from vlmpack.model import ModelParts, StepResult, expert_layers
-from vlmpack.model.mechanisms import attention, per_sample
-from vlmpack.testing import (
+from vlmpack.model import StepResult
+from vlmpack.model.mechanisms import ModelParts, attention, per_sample
+from vlmpack.model.mechanisms.experts import expert_layers
+from vlmpack.testing import Sample, tiny_config
+from vlmpack.testing.comparison import (
     EQUAL,
-    Kind,
     Limits,
     Outcome,
-    Sample,
     compare,
     distance,
-    kinds_of,
+    logits_by_sample,
     outcome_of_step,
     problems,
     run_alone,
     smallest_cosine,
-    tiny_config,
     tower_errors,
-    work_problems,
 )
-from vlmpack.testing.comparison import logits_by_sample
+from vlmpack.testing.samples import Kind, kinds_of
+from vlmpack.testing.work import work_problems
 
 NAN, HUGE = float("nan"), 1e4
 """What stands in gaps: NaN where nothing may read them, 1e4 where every token is computed by itself."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from vlmpack.families import FAMILIES, family_named
+from vlmpack.families import family_named
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PaddedBatch, SlotRule
 from vlmpack.model.mechanisms.experts import has_balance
 from vlmpack.testing import Sample, mixed_samples, padded, tiny_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vlmpack.families import family_of
-from vlmpack.model import ModelParts
+from vlmpack.model.mechanisms import ModelParts
 
 
 def parts_of(model: Any) -> ModelParts:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from vlmpack.testing import VISION, Sample, mixed_samples, tiny_model
+from vlmpack.testing import Sample, mixed_samples, tiny_model
+from vlmpack.testing.samples import VISION
 
 CASES = tuple(
     product(("qwen3_5", "qwen3"), ("ddp", "fsdp2", "fsdp2 of layers' parts"), ("left padded", "row with gaps"))

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import IGNORE, PackedRow, SlotRule, pack
 from vlmpack.model import StepConfig
 from vlmpack.model.mechanisms.experts import has_balance
-from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
+from vlmpack.testing import mixed_samples, padded, tiny_model
+from vlmpack.testing.samples import VISION
 
 WORLD = 4
 """Processes."""

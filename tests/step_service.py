@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.service.datums import not_served
 from vlmpack.service.engine import Engine, EngineConfig
 from vlmpack.service.limits import ServiceLimits

@@ -20,13 +20,17 @@ from transformers import Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.families import FAMILIES, Family, family_of
-from vlmpack.layout import Buckets, Segments, SlotRule, pack
+from vlmpack.families import Family, family_of
+from vlmpack.families.registry import FAMILIES
+from vlmpack.layout import Segments, SlotRule, pack
+from vlmpack.layout.buckets import Buckets
 from vlmpack.model import disable_packing, enable_packing, forward, positions
 from vlmpack.model.mechanisms import attention, experts, per_sample
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.row import RowContext
-from vlmpack.testing import VISION, alone, distance, padded, run_alone, tiny_model
+from vlmpack.testing import alone, padded, tiny_model
+from vlmpack.testing.comparison import distance, run_alone
+from vlmpack.testing.samples import VISION
 from vlmpack.trainer import check_trainer
 
 EXACT, EXACT_DELTA, LEAK = ATTENTION.logits, DELTA.logits, 0.02

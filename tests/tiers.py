@@ -131,6 +131,8 @@ def without_others(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 
 def _reads_qwen(item: pytest.Item) -> bool:
+    if item.get_closest_marker("chosen"):
+        return False
     if not item.nodeid.startswith(TAKE_TILES) and _has_family(item, other_vision()):
         return True
     return item.nodeid.startswith(READ_QWEN) and _is_shown_by_others(item)
@@ -206,7 +208,7 @@ def mark_siblings(items: Iterable[pytest.Item]) -> None:
     them, as `exhaustive` in the other."""
     tests: dict[str, dict[str, list[pytest.Item]]] = {}
     for item in items:
-        if not item.nodeid.startswith(WITH_SIBLINGS):
+        if not item.nodeid.startswith(WITH_SIBLINGS) and not item.get_closest_marker("chosen"):
             for family in (*SIBLINGS, *SIBLINGS.values()):
                 if _has_family(item, frozenset({family})):
                     tests.setdefault(item.nodeid.partition("[")[0], {}).setdefault(family, []).append(item)
@@ -226,6 +228,8 @@ def _family_of(item: pytest.Item) -> str:
 
 def _is_shown_by_others(item: pytest.Item) -> bool:
     """Return whether a test is about one of those families."""
+    if item.get_closest_marker("chosen"):
+        return False
     return not item.get_closest_marker("every_family") and _has_family(item, shown_by_others())
 
 
@@ -257,7 +261,7 @@ def shown_by_others() -> frozenset[str]:
 @cache
 def other_vision() -> frozenset[str]:
     """Families with vision beside Qwen's, and those with audio."""
-    from vlmpack.families import FAMILIES
+    from vlmpack.families.registry import FAMILIES
 
     others = (name for name, family in FAMILIES.items() if family.has_vision and not name.startswith("qwen"))
     return frozenset(others) | {name for name, family in FAMILIES.items() if family.has_audio}

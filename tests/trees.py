@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from vlmpack.families import family_named
-from vlmpack.layout import IGNORE, FindMedia, PackedRow, pack, share
+from vlmpack.layout import IGNORE, PackedRow, pack, share
+from vlmpack.layout.media_units import FindMedia
 from vlmpack.testing import Sample, build_sample, joined, padded, tiny_config
 from vlmpack.testing.audio import frames_of
 

@@ -13,7 +13,8 @@ from training import Gradients, Run, logged, weights
 
 from vlmpack.collate import SharePrefixes
 from vlmpack.families import family_of
-from vlmpack.model import enable_packing, find_model
+from vlmpack.model import enable_packing
+from vlmpack.model.plain import find_model
 from vlmpack.testing import tiny_model, tiny_processor
 
 trl = pytest.importorskip("trl", reason="needs TRL: pip install trl")

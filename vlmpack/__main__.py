@@ -1,5 +1,5 @@
 """`python -m vlmpack` is the `vlmpack` command, also where the package is not installed."""
 
-from vlmpack.cli import main
+from vlmpack.cli.app import main
 
 main()

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from benchmarks.figures import BenchSettings, Figure, Skipped
 from benchmarks.timing import alternate
-from vlmpack.attention import BACKENDS, AttentionCall, explain
+from vlmpack.attention.backends import BACKENDS, AttentionCall, explain
 from vlmpack.errors import VlmpackError
 from vlmpack.layout import Segments, unpack
 

@@ -22,7 +22,7 @@ from benchmarks.gpu.models import with_patch_products
 from benchmarks.gpu.run import Cell, Entries, Lab
 from benchmarks.gpu.shapes import GpuShapes, HeadShape
 from benchmarks.receipts import alone, receipt_batch
-from vlmpack.attention import BACKENDS, AttentionCall, EagerMask
+from vlmpack.attention.backends import BACKENDS, AttentionCall, EagerMask
 from vlmpack.errors import VlmpackError
 from vlmpack.families import family_named
 from vlmpack.layout import Segments, SlotRule

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, final
 
 import torch
 
-from vlmpack.layout import recorded_syncs
+from vlmpack.layout.device import recorded_syncs
 from vlmpack.machine import version_of
 
 R = TypeVar("R")

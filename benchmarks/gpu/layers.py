@@ -29,7 +29,7 @@ from benchmarks.gpu.device import if_it_fits
 from benchmarks.gpu.run import Cell, Entries, Lab
 from benchmarks.gpu.shapes import GpuShapes
 from benchmarks.timing import alternate
-from vlmpack.attention import AttentionCall, explain
+from vlmpack.attention.backends import AttentionCall, explain
 from vlmpack.machine import peak_bytes
 from vlmpack.model import StepConfig
 

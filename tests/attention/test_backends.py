@@ -11,8 +11,8 @@ from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.checks import ALLOWED
-from vlmpack.attention import BACKENDS, AttentionCall, EagerMask, backends
-from vlmpack.attention.backends import FlashAttn, SdpaSegments, TorchVarlen
+from vlmpack.attention import backends
+from vlmpack.attention.backends import BACKENDS, AttentionCall, EagerMask, FlashAttn, SdpaSegments, TorchVarlen
 from vlmpack.layout import Segments, SlotRule
 
 HEADS, KV_HEADS, DIM = 6, 3, 11
@@ -227,7 +227,7 @@ def test_flash_attn_is_deterministic_where_pytorch_is(enabled, monkeypatch):
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 16, 64), (16, 16, 72), (16, 8, 128), (8, 2, 256)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_gpu_kernels_are_as_close_to_float32_as_low_precision_can_be(name, heads, kv_heads, dim, causal):
-    from vlmpack.attention import AttentionCall
+    from vlmpack.attention.backends import AttentionCall
 
     segments = Segments.from_lengths([100, 0, 37, 513, 1], SlotRule(multiple=8, row_multiple=128))
     rng = torch.Generator("cuda").manual_seed(0)

@@ -6,7 +6,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from vlmpack.attention import BACKENDS, AttentionCall, backends, choose, explain
+from vlmpack.attention import backends
+from vlmpack.attention.backends import BACKENDS, AttentionCall, choose, explain
 from vlmpack.errors import BackendError
 
 ON_CPU = AttentionCall(device="cpu", dtype=torch.float32, head_dim=64, num_heads=8, num_kv_heads=4)

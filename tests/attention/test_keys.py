@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.gpu.checks import ALLOWED
-from vlmpack.attention import BACKENDS, AttentionCall, EagerMask, backends
-from vlmpack.attention.backends import SdpaSegments
+from vlmpack.attention import backends
+from vlmpack.attention.backends import BACKENDS, AttentionCall, EagerMask, SdpaSegments
 from vlmpack.layout import Segments
 
 HEADS, KV_HEADS, DIM = 6, 3, 11

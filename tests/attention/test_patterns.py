@@ -12,8 +12,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import varlen
 
-from vlmpack.attention import BACKENDS, AttentionCall, Pattern, Reach, attended_pairs, backends, choose, explain
-from vlmpack.attention.backends import EagerMask, FlashAttn, SdpaSegments, TorchVarlen
+from vlmpack.attention import backends
+from vlmpack.attention.backends import (
+    BACKENDS,
+    AttentionCall,
+    EagerMask,
+    FlashAttn,
+    SdpaSegments,
+    TorchVarlen,
+    choose,
+    explain,
+)
+from vlmpack.attention.patterns import Pattern, Reach, attended_pairs
 from vlmpack.errors import BackendError
 from vlmpack.layout import Segments, SlotRule
 

@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import varlen
 
-from vlmpack.attention import Pattern, Reach, Spans, attended_pairs, backends
+from vlmpack.attention import backends
 from vlmpack.attention.backends import EagerMask, FlashAttn, SdpaSegments, TorchVarlen
+from vlmpack.attention.patterns import Pattern, Reach, attended_pairs
+from vlmpack.attention.spans import Spans
 from vlmpack.layout import Segments, SlotRule
 
 HEADS, KV_HEADS, DIM = 6, 3, 11

@@ -15,7 +15,8 @@ from typer.testing import CliRunner, Result
 
 from vlmpack.cli import app
 from vlmpack.cli.analyze import Analysis, Packing, histogram_bars, print_analysis
-from vlmpack.plan import LengthTable, PaddedRecipe, Refused
+from vlmpack.plan import LengthTable, PaddedRecipe
+from vlmpack.plan.length_table import Refused
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 LONG = [{"role": "user", "content": "again and " * 60}, {"role": "assistant", "content": "4"}]
@@ -169,7 +170,7 @@ class TestCommand:
     def test_what_cannot_be_asked_for_is_refused_before_anything_is_measured(
         self, arguments: list[str], told: str, chats: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("vlmpack.store.measure_lengths", None)
+        monkeypatch.setattr("vlmpack.store.measure.measure_lengths", None)
         refused = analyze(chats, *arguments)
         assert refused.exit_code == 2
         assert refused.stderr.startswith(told)

@@ -21,7 +21,8 @@ from vlmpack.data import save_processor, to_conversation
 from vlmpack.layout import Segments
 from vlmpack.model import engine
 from vlmpack.model.row import RowContext
-from vlmpack.testing import GradientCosine, SyntheticReceipts, tiny_model, tiny_processor
+from vlmpack.testing import SyntheticReceipts, tiny_model, tiny_processor
+from vlmpack.testing.comparison import GradientCosine
 
 STEPS, BATCH = 3, 2
 

@@ -22,13 +22,16 @@ from typer.testing import CliRunner
 from vlmpack.cli import app
 from vlmpack.cli.doctor import attention_serving, gated_delta_serving, import_problem, versions
 from vlmpack.cli.probe_tables import print_reports
-from vlmpack.families import FAMILIES, family_named, registry
+from vlmpack.families import family_named, registry
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments
 from vlmpack.machine import NEWEST_TESTED
-from vlmpack.model import FlaCall, engine
+from vlmpack.model import engine
+from vlmpack.model.mechanisms.gated_delta_fla import FlaCall
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.model.row import RowContext
-from vlmpack.probing import Check, Report, probe
+from vlmpack.probing import Report, probe
+from vlmpack.probing.report import Check
 from vlmpack.testing import tiny_config, tiny_model
 
 FEW = ("qwen3_vl", "qwen3")
@@ -136,7 +139,7 @@ def test_layers_that_do_not_import_are_no_end_of_the_report(monkeypatch: pytest.
     def broken(family: Any) -> bool:
         raise AttributeError("module 'triton' has no attribute 'jit'")
 
-    monkeypatch.setattr("vlmpack.model.uses_fla", broken)
+    monkeypatch.setattr("vlmpack.model.mechanisms.gated_delta_fla.uses_fla", broken)
     (entry,) = gated_delta_serving(["cpu"])
     assert "does not import (AttributeError: module 'triton' has no attribute 'jit')" in entry.reasons[0]
 
@@ -238,7 +241,7 @@ class Probes:
 def probes(monkeypatch: pytest.MonkeyPatch, few_families: None) -> Callable[..., Probes]:
     def in_place(**raising: BaseException) -> Probes:
         probes = Probes(raising)
-        monkeypatch.setattr("vlmpack.probing.probe", probes)
+        monkeypatch.setattr("vlmpack.probing.run.probe", probes)
         return probes
 
     return in_place
@@ -269,7 +272,7 @@ def test_what_cannot_even_be_made_is_a_verdict(probes: Callable[..., Probes], mo
         return tiny_model(family, **settings) if family == "qwen3" else {}["no such configuration"]
 
     probes()
-    monkeypatch.setattr("vlmpack.testing.tiny_model", made)
+    monkeypatch.setattr("vlmpack.testing.models.tiny_model", made)
     assert verdicts(run_probe("--json")) == [("qwen3_vl", "fails"), *[("qwen3", "exact")] * 2]
 
 
@@ -370,7 +373,7 @@ def test_a_model_can_be_made_here(name: str, family: str, monkeypatch: pytest.Mo
         probed.extend((model, processor))
         return report_of()
 
-    monkeypatch.setattr("vlmpack.probing.probe", noted)
+    monkeypatch.setattr("vlmpack.probing.run.probe", noted)
     result = run_probe(name, "--json")
     assert result.exit_code == 0
     model, processor = probed

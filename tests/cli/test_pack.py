@@ -12,15 +12,16 @@ from chats import picture, processor_of
 from store.stores import digests, encoded
 from typer.testing import CliRunner, Result
 
-from vlmpack import plan
 from vlmpack.cli import app
 from vlmpack.cli.inputs import limit_pixels
 from vlmpack.cli.options import OVERLENGTH, STRATEGIES, TRAIN_ON
 from vlmpack.cli.pack import IMAGES, ON_BAD, OVERSIZE
 from vlmpack.collate.collator import OnBad, Overlength, TrainOn
 from vlmpack.errors import ConfigError
-from vlmpack.store import IMAGES as STORED_IMAGES
-from vlmpack.store import Manifest, PackedDataset
+from vlmpack.plan import lengths, planner
+from vlmpack.store import PackedDataset
+from vlmpack.store.manifest import Manifest
+from vlmpack.store.records import IMAGES as STORED_IMAGES
 from vlmpack.terminal import format_bytes
 
 
@@ -173,8 +174,8 @@ def test_pictures_in_no_file_are_refused_before_any_is_measured(
 
 
 def test_the_words_of_options_are_those_of_the_library() -> None:
-    assert OVERSIZE == plan.OVERSIZE
-    assert tuple(plan.STRATEGIES) == STRATEGIES
+    assert OVERSIZE == lengths.OVERSIZE
+    assert tuple(planner.STRATEGIES) == STRATEGIES
     assert IMAGES == STORED_IMAGES
     assert get_args(OnBad) == ON_BAD
     assert get_args(TrainOn) == TRAIN_ON

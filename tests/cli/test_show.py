@@ -116,7 +116,7 @@ def test_what_is_not_there_is_said_to_be_missing_with_a_processor_and_without(tm
 def test_a_row_for_which_there_are_too_few_samples_is_refused_before_they_are_measured(
     tokens: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlmpack.store.measure_lengths", None)
+    monkeypatch.setattr("vlmpack.store.measure.measure_lengths", None)
     refused = show(tokens, "--processor", "tiny", "--row", "4")
     assert refused.stderr == "vlmpack: --row 4: there are at most 4 rows, 0 to 3\n"
 

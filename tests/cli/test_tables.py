@@ -23,10 +23,13 @@ from vlmpack.cli.show import print_rows, stored_rows
 from vlmpack.cli.training import Run
 from vlmpack.collate import VLMCollator
 from vlmpack.plan import LengthTable, PaddedRecipe
-from vlmpack.probing import Baseline, Check, Report
-from vlmpack.store import Manifest, StoreSettings, write_rows
+from vlmpack.probing import Report
+from vlmpack.probing.report import Baseline, Check
+from vlmpack.store import StoreSettings, write_rows
+from vlmpack.store.manifest import Manifest
 from vlmpack.terminal import print_text
-from vlmpack.testing import GradientCosine, tiny_processor
+from vlmpack.testing import tiny_processor
+from vlmpack.testing.comparison import GradientCosine
 
 WIDTH = 80
 DRAWN = set("─━│┃┏┓┗┛┌┐└┘├┤┡┩╇╭╮╰╯|")

@@ -158,7 +158,7 @@ def test_every_verb_ends_by_ctrl_c_in_one_line(verb: str, monkeypatch: pytest.Mo
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr("vlmpack.cli.options.check_word", interrupted)
     monkeypatch.setattr("vlmpack.errors.find_spec", interrupted)
-    monkeypatch.setattr("vlmpack.store.is_store", interrupted)
+    monkeypatch.setattr("vlmpack.store.manifest.is_store", interrupted)
     arguments = {
         "analyze": ["synthetic", "--processor", "tiny", "--out", "x"],
         "show": ["synthetic"],

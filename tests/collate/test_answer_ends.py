@@ -8,7 +8,7 @@ from chats import learnt, needs, picture
 
 from vlmpack import enable_packing
 from vlmpack.collate import SharePrefixes, VLMCollator
-from vlmpack.data import BRANCH_COLUMN
+from vlmpack.data.branches import BRANCH_COLUMN
 from vlmpack.errors import ConfigError
 from vlmpack.testing import tiny_model, tiny_processor
 from vlmpack.testing.family_templates import LLAVA_TEMPLATE

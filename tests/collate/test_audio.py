@@ -15,7 +15,8 @@ from transformers import Qwen2_5OmniConfig, Qwen3OmniMoeConfig
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_processor
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.layout import AUDIO, PaddedBatch, pack
+from vlmpack.layout import PaddedBatch, pack
+from vlmpack.layout.batch import AUDIO
 from vlmpack.model import PackedStep
 from vlmpack.store import measure_lengths
 from vlmpack.testing import tiny_model, tiny_processor

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from chats import chat, picture, processor_of
 
-from vlmpack.collate import SharePrefixes, VLMCollator, read_conversation
+from vlmpack.collate import SharePrefixes, VLMCollator
+from vlmpack.collate.conversation import read_conversation
 from vlmpack.collate.encoded import Encoded
 from vlmpack.data import branch_turns
 from vlmpack.errors import Refusal, SampleError

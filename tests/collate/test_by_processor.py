@@ -15,7 +15,7 @@ from vlmpack.collate.encoded import fit
 from vlmpack.collate.processor_metadata import metadata_of, processor_settings, read_processor
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import SampleError
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.testing import tiny_processor
 from vlmpack.testing.family_processors import tile_sizes
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from transformers import AutoModelForImageTextToText, Qwen3VLConfig
 
-from vlmpack.collate import SkipLimit, VLMCollator, read_skip_log
+from vlmpack.collate import SkipLimit, VLMCollator
+from vlmpack.collate.skipped import read_skip_log
 from vlmpack.data import to_conversation
 from vlmpack.errors import ConfigError, LayoutError, SampleError
 from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, SlotRule, pack

@@ -15,7 +15,8 @@ from vlmpack.collate.skipped import SkipLimit
 from vlmpack.collate.video import VideoSettings, load_video
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import ConfigError, FamilyError, Refusal
-from vlmpack.testing import CHAT_TEMPLATE, tiny_processor
+from vlmpack.testing import tiny_processor
+from vlmpack.testing.processors import CHAT_TEMPLATE
 
 
 def encoder(processor, train_on="assistant"):

@@ -7,7 +7,7 @@ from equality import by_sample, limits_of
 from tiers import tiers
 
 from vlmpack.collate import VLMCollator
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import METADATA_KEY
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.testing import tiny_model

@@ -34,7 +34,8 @@ from vlmpack.collate import VLMCollator
 from vlmpack.collate.video import VideoSettings, load_video
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import METADATA_KEY
-from vlmpack.testing import CHAT_TEMPLATE, tiny_processor
+from vlmpack.testing import tiny_processor
+from vlmpack.testing.processors import CHAT_TEMPLATE
 
 CASES = 800
 BATCH = 20

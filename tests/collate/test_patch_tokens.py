@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import BaseImageProcessor, BatchFeature, PreTrainedTokenizerFast
 
 from vlmpack.collate import VLMCollator
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import pack
 from vlmpack.model import PackedStep
 from vlmpack.testing import padded, tiny_model, tiny_processor

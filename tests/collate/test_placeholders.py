@@ -14,10 +14,11 @@ import pytest
 import torch
 from PIL import Image
 
-from vlmpack.collate import VLMCollator, read_conversation
+from vlmpack.collate import VLMCollator
+from vlmpack.collate.conversation import read_conversation
 from vlmpack.data import open_dataset
 from vlmpack.errors import Refusal, SampleError
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.testing import tiny_processor
 
 SAY = {"role": "assistant", "content": "A dog."}

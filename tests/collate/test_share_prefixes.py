@@ -14,7 +14,8 @@ from chats import BEYOND, chat, of_family, picture, processor_of, tokenised
 from tiers import tiers
 
 from vlmpack import PackedStep
-from vlmpack.collate import SharePrefixes, SkipLog, Visual, VLMCollator
+from vlmpack.collate import SharePrefixes, SkipLog, VLMCollator
+from vlmpack.collate.encoded import Visual
 from vlmpack.collate.media import MediaReader
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.families import family_named

@@ -7,7 +7,8 @@ from chats import chat, processor_of
 from vlmpack.collate.chat_template import ChatTemplate
 from vlmpack.collate.conversation import read_conversation
 from vlmpack.errors import ConfigError, Refusal
-from vlmpack.testing import CHAT_TEMPLATE, tiny_processor
+from vlmpack.testing import tiny_processor
+from vlmpack.testing.processors import CHAT_TEMPLATE
 
 ASK = {"role": "user", "content": "Which way?"}
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "map"}}}

@@ -5,8 +5,9 @@ from chats import learnt, picture, processor_of
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.testing import CHAT_TEMPLATE, tiny_processor
+from vlmpack.testing import tiny_processor
 from vlmpack.testing.family_templates import GLM_TEMPLATE
+from vlmpack.testing.processors import CHAT_TEMPLATE
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # transformers' own
 

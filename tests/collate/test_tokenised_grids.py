@@ -18,7 +18,7 @@ from transformers.video_utils import VideoMetadata
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.by_processor import TOKEN_NAMES
 from vlmpack.errors import SampleError
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.model import PackedStep
 from vlmpack.store import measure_lengths
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model, tiny_processor

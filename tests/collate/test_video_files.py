@@ -30,7 +30,8 @@ from vlmpack.collate import FrameSampling
 from vlmpack.collate.frame_sampling import sample_frames
 from vlmpack.collate.video import VideoSettings
 from vlmpack.collate.video_file import FileRules, file_rules_of, load_video_file, measure_video_file
-from vlmpack.data import ImageError, VideoHeader, VideoLimits, decode_frames, save_processor
+from vlmpack.data import ImageError, VideoLimits, save_processor
+from vlmpack.data.videos import VideoHeader, decode_frames
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.store import measure_lengths
 from vlmpack.testing import tiny_config, tiny_model, tiny_processor

@@ -24,10 +24,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from shared_rows import CASES, DATA_CASES, WAIT_CASES, WORLD, Case, relative, rows_of, targets
 
 import vlmpack
-from vlmpack.context_parallel import Parallel, sum_counts, sum_gradients
+from vlmpack.context_parallel import Parallel, sum_counts
+from vlmpack.context_parallel.mesh import sum_gradients
 from vlmpack.errors import LayoutError
 from vlmpack.families import family_of
-from vlmpack.layout import recorded_syncs
+from vlmpack.layout.device import recorded_syncs
 from vlmpack.model import PackedStep, StepConfig, StepResult, enable_packing
 from vlmpack.testing import tiny_model
 

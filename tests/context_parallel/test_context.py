@@ -17,7 +17,8 @@ from shared_rows import CASES, DATA_CASES, SHORT_CASES, WAIT_CASES, Case
 from tiers import tiers
 
 from vlmpack.context_parallel import MediaShare
-from vlmpack.families import FAMILIES, family_named
+from vlmpack.families import family_named
+from vlmpack.families.registry import FAMILIES
 
 pytestmark = pytest.mark.dist
 

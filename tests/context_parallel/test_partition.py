@@ -14,7 +14,7 @@ from context_parallel.naive import naive_pairs
 from cut_rows import ALL_LAYOUTS, owners, partitions
 from hypothesis import given
 
-from vlmpack.context_parallel import Layout, Partition, tail_as_segment
+from vlmpack.context_parallel.partition import Layout, Partition, tail_as_segment
 from vlmpack.errors import LayoutError
 from vlmpack.layout import Segments, SlotRule
 

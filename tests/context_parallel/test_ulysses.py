@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmpack.attention.backends import SdpaSegments
-from vlmpack.context_parallel import GatheredKV, Parallel, Partition
-from vlmpack.context_parallel.attention import kv_heads
+from vlmpack.context_parallel import Parallel, Partition
+from vlmpack.context_parallel.attention import GatheredKV, kv_heads
 from vlmpack.errors import ConfigError
 from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.model import PackedStep, disable_packing, enable_packing

@@ -8,7 +8,8 @@ from cut_rows import ALL_LAYOUTS, row_with_images
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.context_parallel import MediaRoute, MediaShare, Partition
+from vlmpack.context_parallel import MediaShare, Partition
+from vlmpack.context_parallel.vision import MediaRoute
 from vlmpack.errors import LayoutError
 from vlmpack.layout import PackedRow, SlotRule
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlmpack.data import parse_lines
+from vlmpack.data.archive import parse_lines
 
 
 class TestParseLines:

@@ -18,7 +18,8 @@ from vlmpack import enable_packing
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_processor, save_processor
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.testing import CHAT_TEMPLATE, tiny_config, tiny_model, tiny_processor
+from vlmpack.testing import tiny_config, tiny_model, tiny_processor
+from vlmpack.testing.processors import CHAT_TEMPLATE
 
 
 @pytest.mark.parametrize("family", FAMILIES)

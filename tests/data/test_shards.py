@@ -13,7 +13,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from vlmpack.data import load_image, open_dataset
+from vlmpack.data import open_dataset
+from vlmpack.data.images import load_image
 from vlmpack.data.shards import expand
 from vlmpack.errors import ConfigError, SampleError
 

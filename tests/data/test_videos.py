@@ -16,7 +16,8 @@ import pytest
 from clips import CODECS, clip_bytes, number_of, write_clip
 from tiers import tiers
 
-from vlmpack.data import ImageError, VideoLimits, decode_frames, read_video_header
+from vlmpack.data import ImageError, VideoLimits
+from vlmpack.data.videos import decode_frames, read_video_header
 from vlmpack.errors import ConfigError
 
 IRREGULAR = [0, 100, 150, 160, 700, 1500, *range(1570, 2550, 70)]

@@ -11,8 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vlmpack.families import FAMILIES, Family, ImageSpans, Prefix
-from vlmpack.testing import kinds_of, tiny_config
+from vlmpack.families import Family
+from vlmpack.families.registry import FAMILIES
+from vlmpack.families.spans import ImageSpans, Prefix
+from vlmpack.testing import tiny_config
+from vlmpack.testing.samples import kinds_of
 
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- families: made by tests/families/table.py -->\n", "<!-- end of families -->\n"

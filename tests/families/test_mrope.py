@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.families import FAMILIES
 from vlmpack.families.media import media_items
+from vlmpack.families.registry import FAMILIES
 from vlmpack.families.rules import truncates_seconds
 from vlmpack.layout import Segments
-from vlmpack.testing import TEXT_ONLY, VISION, tiny_config
+from vlmpack.testing import tiny_config
+from vlmpack.testing.samples import TEXT_ONLY, VISION
 
 
 def refused(name: str = "qwen3_vl", *, types: torch.Tensor | None = None, width: int = 8, **media: Any) -> str:

@@ -9,10 +9,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from waiting import waits_are_errors
 
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.families.rules import truncates_seconds
-from vlmpack.layout import Grid, PackedRow, Segments, SlotRule, pack, recorded_syncs
-from vlmpack.testing import kinds_of, mixed_samples, padded, tiny_config
+from vlmpack.layout import Grid, PackedRow, Segments, SlotRule, pack
+from vlmpack.layout.device import recorded_syncs
+from vlmpack.testing import mixed_samples, padded, tiny_config
+from vlmpack.testing.samples import kinds_of
 
 
 def row_of(name: str) -> tuple[PackedRow, Any]:

@@ -13,20 +13,12 @@ from families.naive import naive_positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlmpack.families import FAMILIES, Family, family_of
+from vlmpack.families import Family, family_of
+from vlmpack.families.registry import FAMILIES
 from vlmpack.families.rules import timed_run, truncates_seconds
 from vlmpack.layout import HostMetadata, PackedRow, Segments, SlotRule, pack
-from vlmpack.testing import (
-    KINDS,
-    TEXT_ONLY,
-    VISION,
-    Sample,
-    build_sample,
-    metadata_of,
-    mixed_samples,
-    padded,
-    tiny_model,
-)
+from vlmpack.testing import Sample, build_sample, mixed_samples, padded, tiny_model
+from vlmpack.testing.samples import KINDS, TEXT_ONLY, VISION, metadata_of
 
 every_family = pytest.mark.parametrize("name", sorted(FAMILIES))
 

@@ -15,8 +15,10 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from vlmpack.errors import FamilyError
-from vlmpack.families import FAMILIES, check_parts, family_named, family_of
-from vlmpack.testing import TEXT_ONLY, VISION, tiny_model
+from vlmpack.families import family_named, family_of
+from vlmpack.families.registry import FAMILIES, check_parts
+from vlmpack.testing import tiny_model
+from vlmpack.testing.samples import TEXT_ONLY, VISION
 
 CLASSES = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 """What the classes of transformers for text models, and for models with vision, make of each `model_type`."""

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.families import FAMILIES
-from vlmpack.layout import HostMetadata, Segments, SlotRule, pack, recorded_syncs
-from vlmpack.testing import VISION, build_sample, padded, tiny_config
+from vlmpack.families.registry import FAMILIES
+from vlmpack.layout import HostMetadata, Segments, SlotRule, pack
+from vlmpack.layout.device import recorded_syncs
+from vlmpack.testing import build_sample, padded, tiny_config
+from vlmpack.testing.samples import VISION
 
 FOUR, EIGHT = (1, 4, 4), (1, 4, 8)
 X, IMAGE, VIDEO = [0, 0], [1], [2]

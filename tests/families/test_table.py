@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 from table import END, FILES, NAMES, table, written
 
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 
 INSTALLED = tuple(map(int, version("transformers").split(".")[:2]))
 pytestmark = pytest.mark.skipif(INSTALLED < (5, 23), reason="the table is of a transformers that has every family")

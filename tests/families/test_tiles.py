@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from vlmpack.errors import FamilyError, LayoutError
-from vlmpack.families import FAMILIES, Join, family_named, registry
-from vlmpack.families.tiles import check_tiles
+from vlmpack.families import family_named, registry
+from vlmpack.families.registry import FAMILIES
+from vlmpack.families.tiles import Join, check_tiles
 from vlmpack.layout import HostMetadata, Media, Segments
 
 

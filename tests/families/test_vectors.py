@@ -10,9 +10,10 @@ import pytest
 import torch
 from families.naive import naive_positions
 
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments, SlotRule
-from vlmpack.testing import VISION, tiny_config
+from vlmpack.testing import tiny_config
+from vlmpack.testing.samples import VISION
 
 VECTOR: dict[str, Any] = json.loads((Path(__file__).parents[1] / "vectors" / "mrope.json").read_text())
 SAMPLES: list[dict[str, Any]] = VECTOR["samples"]

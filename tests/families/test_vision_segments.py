@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_window_index
 
-from vlmpack.families import FAMILIES
 from vlmpack.families.frames import WindowRule, frame_segments, window_segments
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Grid
-from vlmpack.testing import KINDS, VISION, mixed_samples, padded, tiny_config
+from vlmpack.testing import mixed_samples, padded, tiny_config
+from vlmpack.testing.samples import KINDS, VISION
 
 
 @st.composite

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layout.naive import naive_buckets, naive_cheapest
 
-from vlmpack.layout import Buckets, Segments, SlotRule
-from vlmpack.layout.buckets import MAX_STRETCH
+from vlmpack.layout import Segments, SlotRule
+from vlmpack.layout.buckets import MAX_STRETCH, Buckets
 
 WIDTH = 3
 FREE, DEAR = 0.0, 1e9

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import IGNORE, DepthTargets, Segments, SlotRule, shift_labels
+from vlmpack.layout import IGNORE, Segments, SlotRule
+from vlmpack.layout.row import DepthTargets, shift_labels
 
 
 def naive_targets(labels: list[int], depth: int) -> list[int]:

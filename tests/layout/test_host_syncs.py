@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import HostSync, nothing_on_host, on_host, recorded_syncs, require, to_device
+from vlmpack.layout.device import HostSync, nothing_on_host, on_host, recorded_syncs, require, to_device
 
 CPU = torch.device("cpu")
 X = torch.arange(6.0)

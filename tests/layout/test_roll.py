@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from layout.naive import naive_roll
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import IGNORE, Segments, SlotRule, roll_left, shift_labels, unshift_labels
-from vlmpack.layout.row import without_successor
+from vlmpack.layout import IGNORE, Segments, SlotRule, roll_left
+from vlmpack.layout.row import shift_labels, unshift_labels, without_successor
 
 OWN = Path(__file__).parents[1] / "vectors" / "roll.json"
 SHARED = Path(__file__).parents[3] / "shared" / "vectors" / "roll.json"

@@ -16,25 +16,12 @@ from hypothesis import strategies as st
 from layout.naive import naive_tree
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import (
-    IMAGE,
-    TEXT,
-    VIDEO,
-    Entries,
-    HostMetadata,
-    Media,
-    PackedRow,
-    PrefixTree,
-    Segments,
-    SlotRule,
-    content_numbers,
-    find_prefix_tree,
-    media_units,
-    nothing_on_host,
-    share,
-    shift_labels,
-    unshare,
-)
+from vlmpack.layout import HostMetadata, Media, PackedRow, PrefixTree, Segments, SlotRule, media_units, share, unshare
+from vlmpack.layout.batch import IMAGE, TEXT, VIDEO
+from vlmpack.layout.device import nothing_on_host
+from vlmpack.layout.media_units import Entries, content_numbers
+from vlmpack.layout.row import shift_labels
+from vlmpack.layout.sharing import find_prefix_tree
 
 WORDS, PLACEHOLDER = 5, {IMAGE: 90, VIDEO: 91}
 GRIDS = {IMAGE: [(1, 2, 4), (1, 4, 4)], VIDEO: [(2, 2, 2)]}

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from vlmpack.layout import PrefixTree, Segments, SlotRule, Spaced, SpacedNodes
+from vlmpack.layout import PrefixTree, Segments, SlotRule
+from vlmpack.layout.spaced import Spaced, SpacedNodes
 
 NAN = float("nan")
 CHANNELS = 7

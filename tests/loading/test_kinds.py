@@ -13,7 +13,8 @@ from vlmpack.collate import VLMCollator
 from vlmpack.data import open_dataset
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import SlotRule
-from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings, StreamPacker, token_count
+from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
+from vlmpack.loading.stream_packer import token_count
 from vlmpack.plan import LengthTable, plan_bins
 
 ROWS = RowSettings(capacity=10)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from benchmarks.cases.plan import LENGTH_SETS
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.loading import RowSettings, StreamPacker, token_count
+from vlmpack.loading import RowSettings, StreamPacker
+from vlmpack.loading.stream_packer import token_count
 
 lengths_lists = st.lists(st.integers(1, 20), max_size=60)
 

@@ -11,7 +11,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from vlmpack.errors import ConfigError
 from vlmpack.loading import PackedBatchSampler
-from vlmpack.plan import Budget, plan_bins, split_rows
+from vlmpack.plan import Budget, plan_bins
+from vlmpack.plan.planner import split_rows
 
 LENGTHS = np.random.default_rng(2).integers(1, 50, 101).tolist()
 CAPACITY = 100

@@ -12,9 +12,10 @@ from cut_rows import owners, partitions
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vlmpack.context_parallel import Layout, Partition
+from vlmpack.context_parallel.partition import Layout, Partition
 from vlmpack.errors import LayoutError
-from vlmpack.layout import IGNORE, DepthTargets, Segments, SlotRule, roll_left
+from vlmpack.layout import IGNORE, Segments, SlotRule, roll_left
+from vlmpack.layout.row import DepthTargets
 from vlmpack.megatron import Halo
 
 CASES = json.loads((Path(__file__).parents[1] / "vectors" / "roll.json").read_text())["cases"]

@@ -9,7 +9,7 @@ import torch
 from cut_rows import ALL_LAYOUTS, row_with_images
 from waiting import waits_are_errors
 
-from vlmpack.context_parallel import Layout
+from vlmpack.context_parallel.partition import Layout
 from vlmpack.errors import LayoutError
 from vlmpack.layout import IGNORE, Media, PackedRow, Segments, SlotRule, share
 from vlmpack.layout.row import without_successor

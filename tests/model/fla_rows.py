@@ -22,11 +22,14 @@ from trees import DEEP, STRANGER, samples_of, shared
 
 from vlmpack.errors import VlmpackError
 from vlmpack.families import family_named
-from vlmpack.layout import PaddedBatch, SlotRule, SpacedNodes, pack
-from vlmpack.model import FlaCall, PackedStep, StepConfig, disable_packing, enable_packing, uses_fla
+from vlmpack.layout import PaddedBatch, SlotRule, pack
+from vlmpack.layout.spaced import SpacedNodes
+from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import gated_delta, gated_delta_tree
+from vlmpack.model.mechanisms.gated_delta_fla import FlaCall, uses_fla
 from vlmpack.model.mechanisms.gated_delta_tree import HandedState
-from vlmpack.testing import build_sample, kinds_of, mixed_samples, padded, tiny_model
+from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
+from vlmpack.testing.samples import kinds_of
 
 RULE = SlotRule(multiple=4)
 GPU = FlaCall(device="cuda", chip=8, fla="0.6.0", triton="3.7.1", tilelang=False, training=True)

@@ -9,10 +9,12 @@ from torch.optim.swa_utils import AveragedModel
 from transformers import modeling_utils
 
 from vlmpack.errors import ConfigError
-from vlmpack.families import FAMILIES, family_named
+from vlmpack.families import family_named
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import pack
 from vlmpack.model import enable_packing, is_packing
-from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
+from vlmpack.testing import mixed_samples, padded, tiny_model
+from vlmpack.testing.samples import VISION
 
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
 EAGER = {**SMALL, "attn_implementation": "eager"}

@@ -12,10 +12,12 @@ from torch import nn
 
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.families import FAMILIES, family_of
+from vlmpack.families import family_of
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing, is_packing
-from vlmpack.testing import mixed_samples, padded, random_sample, tiny_model
+from vlmpack.testing import mixed_samples, padded, tiny_model
+from vlmpack.testing.samples import random_sample
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -26,26 +26,18 @@ from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 import vlmpack
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, FamilyError, LayoutError
-from vlmpack.families import FAMILIES, AudioPart
-from vlmpack.layout import AUDIO, Segments, SlotRule, nothing_on_host, pack, recorded_syncs, share
+from vlmpack.families.audio import AudioPart
+from vlmpack.families.registry import FAMILIES
+from vlmpack.layout import Segments, SlotRule, pack, share
+from vlmpack.layout.batch import AUDIO
+from vlmpack.layout.device import nothing_on_host, recorded_syncs
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import attention, vision
 from vlmpack.probing import probe
-from vlmpack.testing import (
-    Kind,
-    build_sample,
-    compare,
-    joined,
-    mixed_samples,
-    padded,
-    run_alone,
-    run_packed,
-    sample_like,
-    tiny_config,
-    tiny_model,
-    tiny_processor,
-)
+from vlmpack.testing import build_sample, joined, mixed_samples, padded, tiny_config, tiny_model, tiny_processor
 from vlmpack.testing.audio import frames_of
+from vlmpack.testing.comparison import compare, run_alone, run_packed
+from vlmpack.testing.samples import Kind, sample_like
 
 pytestmark = [
     pytest.mark.every_family,

@@ -12,7 +12,8 @@ from training import collator, receipts
 
 from vlmpack.errors import ConfigError
 from vlmpack.layout import PaddedBatch, pack
-from vlmpack.model import disable_packing, enable_packing, pack_backbone
+from vlmpack.model import disable_packing, enable_packing
+from vlmpack.model.backbone import pack_backbone
 from vlmpack.testing import padded, tiny_model
 
 SIZES = {"hidden": 32, "heads": 2, "layers": 2, "vision_depth": 1}

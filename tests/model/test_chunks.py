@@ -16,10 +16,9 @@ from parts import parts_of
 from tiers import full
 from trees import rollouts, samples_of, shared
 
-from vlmpack.attention import Reach
-from vlmpack.attention.patterns import Chunks
+from vlmpack.attention.patterns import Chunks, Reach
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.backbone import pack_backbone

@@ -18,10 +18,12 @@ from peft import LoraConfig, get_peft_model
 from tiers import only_exhaustive
 from torch._dynamo.utils import counters
 
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack
-from vlmpack.model import PackedStep, StepConfig, disable_packing, find_model
-from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
+from vlmpack.model import PackedStep, StepConfig, disable_packing
+from vlmpack.model.plain import find_model
+from vlmpack.testing import mixed_samples, padded, tiny_model
+from vlmpack.testing.samples import VISION
 
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
 GAPS = SlotRule(multiple=4, row_multiple=16)

@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from vlmpack.errors import ConfigError
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, disable_packing, enable_packing, is_packing
-from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
+from vlmpack.testing import mixed_samples, padded, tiny_model
+from vlmpack.testing.samples import VISION
 
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
 DELTA = tuple(name for name, family in FAMILIES.items() if family.has("gated_delta"))

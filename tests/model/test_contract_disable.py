@@ -13,10 +13,12 @@ from moe import block_of
 from peft import LoraConfig, get_peft_model
 
 from vlmpack.errors import ConfigError
-from vlmpack.families import FAMILIES, family_named
+from vlmpack.families import family_named
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing, is_packing
-from vlmpack.testing import TOKEN_KEYS, VISION, alone, mixed_samples, padded, tiny_model
+from vlmpack.testing import alone, mixed_samples, padded, tiny_model
+from vlmpack.testing.samples import TOKEN_KEYS, VISION
 
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
 GAPS = SlotRule(multiple=4)

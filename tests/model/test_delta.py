@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from parts import gated_delta_layers
 
 from vlmpack.errors import ConfigError
-from vlmpack.families import FAMILIES
-from vlmpack.layout import Buckets, PackedRow, Segments, SlotRule, pack
+from vlmpack.families.registry import FAMILIES
+from vlmpack.layout import PackedRow, Segments, SlotRule, pack
+from vlmpack.layout.buckets import Buckets
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing, is_packing
 from vlmpack.model.mechanisms import gated_delta
 from vlmpack.model.row import CONTEXT, RowContext

@@ -21,9 +21,11 @@ from equality import alone_through, check_low_precision, gradients, limits_of
 from tiers import only_exhaustive, tiers
 from trees import DEEP, STRANGER, samples_of, shared
 
-from vlmpack.families import FAMILIES, family_named
+from vlmpack.families import family_named
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack
-from vlmpack.model import FlaCall, PackedStep, disable_packing, uses_fla
+from vlmpack.model import PackedStep, disable_packing
+from vlmpack.model.mechanisms.gated_delta_fla import FlaCall, uses_fla
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
 pytestmark = pytest.mark.slow

@@ -22,8 +22,10 @@ from equality import (
 )
 
 from vlmpack.errors import LayoutError
-from vlmpack.families import FAMILIES, Family
-from vlmpack.layout import IGNORE, Buckets, Segments, SlotRule, pack
+from vlmpack.families import Family
+from vlmpack.families.registry import FAMILIES
+from vlmpack.layout import IGNORE, Segments, SlotRule, pack
+from vlmpack.layout.buckets import Buckets
 from vlmpack.model import (
     PackedStep,
     StepConfig,
@@ -35,7 +37,8 @@ from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.per_sample import PerSample
 from vlmpack.model.mechanisms.short_conv import ShortConv
 from vlmpack.model.mechanisms.vision import VisionRow
-from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
+from vlmpack.testing import mixed_samples, padded, tiny_model
+from vlmpack.testing.samples import VISION
 
 KINDS = {
     "text": ("text", "text", "text", "text"),

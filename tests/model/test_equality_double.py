@@ -10,10 +10,11 @@ import torch
 from equality import Limits, alone_through, check_gradients, check_logits, gradients
 from tiers import shown_by_others
 
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep
-from vlmpack.testing import mixed_samples, padded, sample_like, tiny_model
+from vlmpack.testing import mixed_samples, padded, tiny_model
+from vlmpack.testing.samples import sample_like
 
 EXACT = Limits(logits=1e-12, loss=1e-6, gradient=1e-12, cosine=1e-12)
 """The loss is a cross-entropy in float32."""

@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import tiers
 
-from vlmpack.families import FAMILIES, run_of_pairs
+from vlmpack.families.registry import FAMILIES
+from vlmpack.families.rules import run_of_pairs
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig
 from vlmpack.model.mechanisms import gated_delta
-from vlmpack.testing import VISION, build_sample, padded, tiny_model
+from vlmpack.testing import build_sample, padded, tiny_model
+from vlmpack.testing.samples import VISION
 
 model_of = functools.partial(tiny_model, seed=3, layers=3, patch_size=4)
 sides = st.integers(1, 5).map(lambda n: 2 * n)

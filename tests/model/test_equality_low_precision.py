@@ -18,14 +18,15 @@ from equality import (
 from tiers import only_exhaustive
 
 from benchmarks.gpu.models import with_patch_products
-from vlmpack.attention import BACKENDS, AttentionCall
+from vlmpack.attention.backends import BACKENDS, AttentionCall
 from vlmpack.errors import BackendError
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig
 from vlmpack.model.mechanisms.vision import VisionRow
-from vlmpack.testing import mixed_samples, padded, sample_like, tiny_model
+from vlmpack.testing import mixed_samples, padded, tiny_model
 from vlmpack.testing.comparison import distance, rms_distance, tower_errors
+from vlmpack.testing.samples import sample_like
 
 KINDS = {
     "text": ("text", "text", "text"),

@@ -22,12 +22,15 @@ from trees import Piece, samples_of, shared
 
 import vlmpack
 from benchmarks.gpu.models import with_patch_products
-from vlmpack.attention import Backend, choose
-from vlmpack.families import FAMILIES
-from vlmpack.layout import SlotRule, pack, recorded_syncs
+from vlmpack.attention.backends import Backend, choose
+from vlmpack.families.registry import FAMILIES
+from vlmpack.layout import SlotRule, pack
+from vlmpack.layout.device import recorded_syncs
 from vlmpack.model import PackedStep
 from vlmpack.model.mechanisms import attention
-from vlmpack.testing import Sample, padded, sample_like, take_gradients, tiny_model
+from vlmpack.testing import Sample, padded, tiny_model
+from vlmpack.testing.comparison import take_gradients
+from vlmpack.testing.samples import sample_like
 
 HOME = Path(vlmpack.__file__).parent
 LOW = torch.bfloat16

@@ -20,7 +20,8 @@ from parts import gated_delta_layers
 from torch import nn
 
 from vlmpack.errors import BackendError, ConfigError
-from vlmpack.families import FAMILIES, family_named
+from vlmpack.families import family_named
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments
 from vlmpack.model.mechanisms.gated_delta import check_zeros, reach
 from vlmpack.model.mechanisms.gated_delta_fla import CHUNK, FlaCall, check_fla, fla_boundaries, uses_fla

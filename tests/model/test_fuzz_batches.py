@@ -33,7 +33,8 @@ from tiers import full
 from vlmpack.errors import VlmpackError
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import enable_packing
-from vlmpack.testing import VISION, mixed_samples, padded, tiny_model
+from vlmpack.testing import mixed_samples, padded, tiny_model
+from vlmpack.testing.samples import VISION
 
 Inputs = dict[str, Any]
 

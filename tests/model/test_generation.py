@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing
-from vlmpack.testing import mixed_samples, padded, tiny_model, word_ids
+from vlmpack.testing import mixed_samples, padded, tiny_model
+from vlmpack.testing.samples import word_ids
 
 
 @pytest.mark.each_value

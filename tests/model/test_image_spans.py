@@ -14,17 +14,18 @@ from parts import parts_of
 from tiers import full
 from transformers.models.gemma3 import modeling_gemma3
 
-from vlmpack.attention import Spans
-from vlmpack.attention.spans import SpanCall
+from vlmpack.attention.spans import SpanCall, Spans
 from vlmpack.errors import FamilyError, LayoutError
-from vlmpack.families import FAMILIES, ImageSpans, media_runs, runs_of_row
+from vlmpack.families.registry import FAMILIES
+from vlmpack.families.spans import ImageSpans, media_runs, runs_of_row
 from vlmpack.layout import PrefixTree, Segments, SlotRule, pack
 from vlmpack.layout.device import nothing_on_host
-from vlmpack.model import PackedStep, enable_packing, spans_in
-from vlmpack.model.mechanisms.attention import RowAttention, layer_reaches
+from vlmpack.model import PackedStep, enable_packing
+from vlmpack.model.mechanisms.attention import RowAttention, layer_reaches, spans_in
 from vlmpack.model.mechanisms.stock import check_spans
 from vlmpack.model.prefix_tree_row import PrefixTreeRow
-from vlmpack.testing import mixed_samples, padded, sample_like, tiny_model
+from vlmpack.testing import mixed_samples, padded, tiny_model
+from vlmpack.testing.samples import sample_like
 
 pytestmark = pytest.mark.every_family
 each_family = pytest.mark.parametrize("family", ["gemma3", "gemma4", *full("gemma4_unified")])

@@ -8,9 +8,11 @@ import pytest
 import torch
 from tiers import tiers
 
-from vlmpack.families import FAMILIES
-from vlmpack.model import enable_packing, pack_backbone
-from vlmpack.testing import alone, mixed_samples, padded, random_sample, tiny_model, word_ids
+from vlmpack.families.registry import FAMILIES
+from vlmpack.model import enable_packing
+from vlmpack.model.backbone import pack_backbone
+from vlmpack.testing import alone, mixed_samples, padded, tiny_model
+from vlmpack.testing.samples import random_sample, word_ids
 
 BEGINNINGS = ("qwen3_vl", "qwen2_5_omni_thinker", "llava", "gemma3", "qwen3")
 """One family of each order of the first arguments."""

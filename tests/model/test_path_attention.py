@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from vlmpack.attention import BACKENDS
+from vlmpack.attention.backends import BACKENDS
 from vlmpack.layout import PrefixTree, Segments
 from vlmpack.machine import LiveBytes
 from vlmpack.model.path_attention import attend_along_paths

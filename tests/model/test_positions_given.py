@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.families import FAMILIES, family_of
-from vlmpack.layout import Segments, SlotRule, nothing_on_host, pack
+from vlmpack.families import family_of
+from vlmpack.families.registry import FAMILIES
+from vlmpack.layout import Segments, SlotRule, pack
+from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.model.positions import rope_segments
 from vlmpack.testing import alone, mixed_samples, padded, tiny_model

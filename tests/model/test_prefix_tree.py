@@ -21,9 +21,10 @@ from trees import DEEP, STRANGER, VIDEOS, rollouts, samples_of, shared, units_of
 from waiting import waits_are_errors
 
 import vlmpack
-from vlmpack.attention import Reach
-from vlmpack.families import FAMILIES
-from vlmpack.layout import IGNORE, PrefixTree, Segments, recorded_syncs, unshare
+from vlmpack.attention.patterns import Reach
+from vlmpack.families.registry import FAMILIES
+from vlmpack.layout import IGNORE, PrefixTree, Segments, unshare
+from vlmpack.layout.device import recorded_syncs
 from vlmpack.model import PackedStep, StepConfig, compile_layers, disable_packing, enable_packing
 from vlmpack.model.mechanisms import attention
 from vlmpack.model.mechanisms.gated_delta_tree import BucketTree

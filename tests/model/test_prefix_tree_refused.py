@@ -14,7 +14,8 @@ from trees import DEEP, STRANGER, Piece, rollouts, samples_of, shared
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import Family
-from vlmpack.layout import Buckets, media_units, unshare
+from vlmpack.layout import media_units, unshare
+from vlmpack.layout.buckets import Buckets
 from vlmpack.model import PackedStep, disable_packing, enable_packing
 from vlmpack.model.mechanisms import gated_delta_tree
 from vlmpack.model.mechanisms.gated_delta_tree import BucketTree, HandedState

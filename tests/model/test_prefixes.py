@@ -16,18 +16,18 @@ from tiers import full
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from vlmpack.attention import Spans
-from vlmpack.attention.spans import SpanCall
+from vlmpack.attention.spans import SpanCall, Spans
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, FamilyError, LayoutError, SampleError
-from vlmpack.families import FAMILIES, ImageSpans, Prefix
-from vlmpack.families.spans import prefixes_of_row
+from vlmpack.families.registry import FAMILIES
+from vlmpack.families.spans import ImageSpans, Prefix, prefixes_of_row
 from vlmpack.layout import METADATA_KEY, Segments, SlotRule, pack, share
 from vlmpack.layout.device import nothing_on_host
-from vlmpack.model import PackedStep, enable_packing, spans_in
-from vlmpack.model.mechanisms.attention import RowAttention, layer_reaches
+from vlmpack.model import PackedStep, enable_packing
+from vlmpack.model.mechanisms.attention import RowAttention, layer_reaches, spans_in
 from vlmpack.model.mechanisms.stock import check_spans
-from vlmpack.testing import alone, mixed_samples, padded, sample_like, tiny_config, tiny_model, tiny_processor
+from vlmpack.testing import alone, mixed_samples, padded, tiny_config, tiny_model, tiny_processor
+from vlmpack.testing.samples import sample_like
 
 pytestmark = [
     pytest.mark.every_family,

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from parts import parts_of
 
 from vlmpack.errors import ConfigError
-from vlmpack.layout import Buckets, Segments, SlotRule, pack
+from vlmpack.layout import Segments, SlotRule, pack
+from vlmpack.layout.buckets import Buckets
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import per_sample
 from vlmpack.model.mechanisms.gated_delta import GatedDelta

@@ -12,7 +12,8 @@ from torch import nn
 from vlmpack.layout import IGNORE, SlotRule
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, StepConfig, StepResult
-from vlmpack.testing import padded, random_sample, tiny_model
+from vlmpack.testing import padded, tiny_model
+from vlmpack.testing.samples import random_sample
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,8 @@ from peft import LoraConfig, get_peft_model
 from trees import STRANGER, Piece, samples_of, shared
 
 from vlmpack.errors import ConfigError
-from vlmpack.layout import PackedRow, Segments, SlotRule, Spaced, pack
+from vlmpack.layout import PackedRow, Segments, SlotRule, pack
+from vlmpack.layout.spaced import Spaced
 from vlmpack.model import PackedStep, disable_packing, enable_packing
 from vlmpack.model.mechanisms.short_conv import ShortConv
 from vlmpack.probing import probe

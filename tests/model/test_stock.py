@@ -12,9 +12,9 @@ import torch
 from parts import parts_of
 from transformers.models.llama import modeling_llama
 
-from vlmpack.attention import Pattern, Reach
+from vlmpack.attention.patterns import Pattern, Reach
 from vlmpack.errors import FamilyError
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.families.rules import plain_logits
 from vlmpack.families.text import capped_logits, divided_logits, multiplied_logits
 from vlmpack.layout import pack

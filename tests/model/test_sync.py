@@ -9,12 +9,14 @@ from tiers import full, tiers
 from waiting import waits_are_errors
 
 import vlmpack
-from vlmpack.families import FAMILIES
-from vlmpack.layout import HostSync, SlotRule, pack, recorded_syncs, unpack
+from vlmpack.families.registry import FAMILIES
+from vlmpack.layout import SlotRule, pack, unpack
+from vlmpack.layout.device import HostSync, recorded_syncs
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import attention
 from vlmpack.model.positions import rope_segments
-from vlmpack.testing import VISION, kinds_of, mixed_samples, padded, tiny_model
+from vlmpack.testing import mixed_samples, padded, tiny_model
+from vlmpack.testing.samples import VISION, kinds_of
 
 CPU = torch.device("cpu")
 HOME = Path(vlmpack.__file__).parent

@@ -11,9 +11,9 @@ import torch
 from equality import alone_through, check_gradients, check_outputs, check_work, gradients, limits_of, poisoned
 from moe import decoder_layers, router_of
 
-from vlmpack.attention import Pattern
+from vlmpack.attention.patterns import Pattern
 from vlmpack.errors import BackendError, FamilyError
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import attention

@@ -19,16 +19,8 @@ from torch import nn
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout import (
-    IGNORE,
-    PaddedBatch,
-    Segments,
-    SlotRule,
-    nothing_on_host,
-    pack,
-    recorded_syncs,
-    roll_left,
-)
+from vlmpack.layout import IGNORE, PaddedBatch, Segments, SlotRule, pack, roll_left
+from vlmpack.layout.device import nothing_on_host, recorded_syncs
 from vlmpack.model import ThdInputs, ThdStep, masked_router_losses
 from vlmpack.testing import alone, mixed_samples, padded, tiny_model
 

@@ -12,10 +12,11 @@ from tiers import full, only_exhaustive
 
 from vlmpack import probe
 from vlmpack.errors import LayoutError
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack, share
 from vlmpack.model import PackedStep, enable_packing
-from vlmpack.testing import build_sample, joined, kinds_of, mixed_samples, padded, sample_like, tiny_model
+from vlmpack.testing import build_sample, joined, mixed_samples, padded, tiny_model
+from vlmpack.testing.samples import kinds_of, sample_like
 
 pytestmark = [
     pytest.mark.every_family,

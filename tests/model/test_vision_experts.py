@@ -13,7 +13,8 @@ from moe import decoder_layers
 from tiers import full
 
 from vlmpack.errors import FamilyError, LayoutError
-from vlmpack.families import FAMILIES, Family
+from vlmpack.families import Family
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.model.mechanisms.expert_choice import ByGroup, ByProbability

@@ -28,12 +28,15 @@ from tiers import full, only_exhaustive, other_vision, tiers
 
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, FamilyError, LayoutError
-from vlmpack.families import FAMILIES
-from vlmpack.layout import Segments, SlotRule, nothing_on_host, pack, share, unshare
+from vlmpack.families.registry import FAMILIES
+from vlmpack.layout import Segments, SlotRule, pack, share, unshare
+from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.probing import probe
-from vlmpack.testing import build_sample, compare, kinds_of, mixed_samples, padded, run_alone, sample_like, tiny_model
+from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
+from vlmpack.testing.comparison import compare, run_alone
+from vlmpack.testing.samples import kinds_of, sample_like
 
 pytestmark = [
     pytest.mark.every_family,

@@ -13,8 +13,8 @@ from plan.naive import naive_least_imbalance
 
 from benchmarks.cases.plan import LENGTH_SETS, QWEN3_VL_8B
 from vlmpack.errors import ConfigError
-from vlmpack.plan import EMPTY, CostModel, balance_rows, plan_bins
-from vlmpack.plan.balance import Method
+from vlmpack.plan import CostModel, balance_rows, plan_bins
+from vlmpack.plan.balance import EMPTY, Method
 
 costs_lists = st.lists(st.integers(0, 50), min_size=1, max_size=60)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.plan import HistogramBin, Summary, histogram, summary
+from vlmpack.plan.length_table import HistogramBin, Summary, histogram, summary
 
 
 def test_a_summary() -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from plan.naive import fewest_rows, naive_pairs, naive_tokens
 
 from vlmpack.errors import ConfigError, LayoutError, SampleError
-from vlmpack.plan import STRATEGIES, Budget, LengthTable, Plan, PrefixGroups, attended_pairs, plan_bins
+from vlmpack.plan import Budget, LengthTable, Plan, PrefixGroups, attended_pairs, plan_bins
+from vlmpack.plan.planner import STRATEGIES
 
 CAPACITY = 23
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from benchmarks.cases.plan import LENGTH_SETS
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.plan import ALIASES, STRATEGIES, Budget, plan_bins, strategy_name
+from vlmpack.plan import Budget, plan_bins
+from vlmpack.plan.planner import ALIASES, STRATEGIES, strategy_name
 
 CAPACITY = 31
 lengths_lists = st.lists(st.integers(1, 40), min_size=1, max_size=60)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmpack.layout.trie import compressed_trie
-from vlmpack.plan import PrefixGroups, PrefixMarks, groups_of_marks, plan_bins
+from vlmpack.plan import PrefixGroups, plan_bins
+from vlmpack.plan.prefix_marks import PrefixMarks, groups_of_marks
 
 NONE = np.zeros(0, np.int64)
 

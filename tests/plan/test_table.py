@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from vlmpack.errors import ConfigError, LayoutError, SampleError
-from vlmpack.plan import LengthTable, Plan, Refused, plan_bins
-from vlmpack.plan.length_table import COLUMNS
+from vlmpack.plan import LengthTable, Plan, plan_bins
+from vlmpack.plan.length_table import COLUMNS, Refused
 
 ROWS = (
     {"sample_ids": 0, "text_tokens": 12, "image_tokens": 0, "video_tokens": 0, "images": 0, "videos": 0}

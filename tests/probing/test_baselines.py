@@ -8,8 +8,9 @@ import pytest
 import torch
 from tiers import full, tiers
 
-from vlmpack.families import FAMILIES
-from vlmpack.probing import Baseline, probe, small_copy
+from vlmpack.families.registry import FAMILIES
+from vlmpack.probing import probe, small_copy
+from vlmpack.probing.report import Baseline
 from vlmpack.testing import tiny_config, tiny_model
 
 ROWS = {True: ["one row, [3, 1, T] positions", "one row, [4, 1, T] positions"], False: ["one row, [1, T] positions"]}

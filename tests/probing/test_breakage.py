@@ -28,8 +28,8 @@ from breakages import (
 )
 from tiers import full, only_exhaustive, tiers
 
-from vlmpack.attention import Pattern
-from vlmpack.families import FAMILIES
+from vlmpack.attention.patterns import Pattern
+from vlmpack.families.registry import FAMILIES
 from vlmpack.model import engine
 from vlmpack.model.mechanisms import attention
 from vlmpack.model.row import RowContext

@@ -10,7 +10,7 @@ import torch
 from tiers import only_exhaustive
 from transformers import AutoConfig
 
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PrefixTree
 from vlmpack.model.mechanisms import attention
 from vlmpack.model.mechanisms.query_scale import QueryScale

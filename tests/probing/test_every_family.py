@@ -12,8 +12,9 @@ import pytest
 from breakages import BREAKAGES, WINDOWS, Patch
 from tiers import full, only_exhaustive, tiers
 
-from vlmpack.families import FAMILIES
-from vlmpack.model import ModelParts, layer_reaches
+from vlmpack.families.registry import FAMILIES
+from vlmpack.model.mechanisms import ModelParts
+from vlmpack.model.mechanisms.attention import layer_reaches
 from vlmpack.probing import Report, probe
 from vlmpack.probing.report import Cause, causes_of
 from vlmpack.probing.run import _setup, preserved_state

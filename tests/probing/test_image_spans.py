@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from chats import needs
 
-from vlmpack.attention import Spans
-from vlmpack.attention.spans import SpanCall
+from vlmpack.attention.spans import SpanCall, Spans
 from vlmpack.layout import Segments
 from vlmpack.model.mechanisms.attention import RowAttention
 from vlmpack.probing import probe

@@ -14,7 +14,8 @@ from tiers import tiers
 from vlmpack.attention.backends import SdpaSegments
 from vlmpack.families import family_named
 from vlmpack.families.media import MediaItems
-from vlmpack.layout import Buckets, PaddedBatch, Segments
+from vlmpack.layout import PaddedBatch, Segments
+from vlmpack.layout.buckets import Buckets
 from vlmpack.model import engine, head
 from vlmpack.model.mechanisms import experts, per_sample
 from vlmpack.model.mechanisms.gated_delta import GatedDelta

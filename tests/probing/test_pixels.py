@@ -7,19 +7,12 @@ import pytest
 import torch
 from tiers import tiers
 
-from vlmpack.families import FAMILIES, family_named
+from vlmpack.families import family_named
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import pack
 from vlmpack.probing import probe
-from vlmpack.testing import (
-    Sample,
-    padded,
-    processed_samples,
-    run_alone,
-    run_packed,
-    synthetic_samples,
-    tiny_model,
-    tiny_processor,
-)
+from vlmpack.testing import Sample, padded, processed_samples, synthetic_samples, tiny_model, tiny_processor
+from vlmpack.testing.comparison import run_alone, run_packed
 from vlmpack.testing.samples import sample_like
 
 pytestmark = pytest.mark.every_family

@@ -11,7 +11,8 @@ from tiers import full, only_exhaustive
 
 import vlmpack
 from vlmpack.context_parallel import Parallel
-from vlmpack.model import StepConfig, engine, is_packing, packing_state
+from vlmpack.model import StepConfig, engine, is_packing
+from vlmpack.model.engine import packing_state
 from vlmpack.probing import packed_checks
 from vlmpack.probing.run import preserved_state
 from vlmpack.testing import tiny_model

@@ -10,7 +10,8 @@ import torch
 
 from vlmpack.probing import probe, routing
 from vlmpack.probing.forward_passes import PlainPaddedPass, ProbedModel
-from vlmpack.testing import Sample, distance, synthetic_samples, tiny_model
+from vlmpack.testing import Sample, synthetic_samples, tiny_model
+from vlmpack.testing.comparison import distance
 
 BY_ROUNDING = 1e-6
 """Part of a router's scores."""

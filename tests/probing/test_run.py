@@ -15,8 +15,9 @@ from tiers import full, only_exhaustive, tiers
 import vlmpack
 from vlmpack.errors import BackendError, ConfigError, FamilyError
 from vlmpack.model import StepConfig
-from vlmpack.probing import Report, backends_for
+from vlmpack.probing import Report
 from vlmpack.probing.forward_passes import PlainPaddedPass
+from vlmpack.probing.run import backends_for
 from vlmpack.testing import tiny_model, tiny_processor
 from vlmpack.testing.comparison import FLOOR
 

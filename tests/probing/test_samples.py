@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vlmpack.families import FAMILIES, family_named
+from vlmpack.families import family_named
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import IGNORE, pack
 from vlmpack.probing.forward_passes import rule_with_gaps
 from vlmpack.testing import tiny_config, tiny_processor

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vlmpack.attention import BACKENDS
+from vlmpack.attention.backends import BACKENDS
 from vlmpack.layout import PaddedBatch, Segments, SlotRule, pack
 from vlmpack.model import enable_packing
 from vlmpack.probing.trace import counted_pairs, counted_syncs

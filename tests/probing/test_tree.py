@@ -11,15 +11,16 @@ import pytest
 import torch
 from tiers import full, tiers
 
-from vlmpack.families import FAMILIES
-from vlmpack.layout import PackedRow, Segments, media_units, ranges
+from vlmpack.families.registry import FAMILIES
+from vlmpack.layout import PackedRow, Segments, media_units
+from vlmpack.layout.segments import ranges
 from vlmpack.model import path_attention, prefix_tree_row
 from vlmpack.model.mechanisms import gated_delta
 from vlmpack.model.mechanisms.gated_delta_tree import HandedState
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.model.prefix_tree_row import PrefixTreeRow
-from vlmpack.probing import Check, forward_passes, probe
-from vlmpack.probing.report import causes_of
+from vlmpack.probing import forward_passes, probe
+from vlmpack.probing.report import Check, causes_of
 from vlmpack.probing.run import _setup, preserved_state
 from vlmpack.probing.tree_checks import tree_checks
 from vlmpack.testing import branches_of, tiny_model

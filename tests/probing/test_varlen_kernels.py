@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from chats import needs
 
-from vlmpack.attention import BACKENDS, AttentionCall
-from vlmpack.attention.backends import Backend, Softmax, VarlenKernel
+from vlmpack.attention.backends import BACKENDS, AttentionCall, Backend, Softmax, VarlenKernel
 from vlmpack.errors import BackendError
 from vlmpack.layout import Segments
 from vlmpack.model import engine
 from vlmpack.model.row import RowContext
-from vlmpack.probing import Check, backends_for, probe
+from vlmpack.probing import probe
 from vlmpack.probing.forward_passes import GAPS
 from vlmpack.probing.packed_checks import _check_pairs, packing
-from vlmpack.probing.run import _setup, preserved_state
+from vlmpack.probing.report import Check
+from vlmpack.probing.run import _setup, backends_for, preserved_state
 from vlmpack.testing import tiny_model
 
 pytestmark = pytest.mark.every_family

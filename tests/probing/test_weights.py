@@ -11,9 +11,10 @@ from tiers import full
 
 from vlmpack.data import save_processor
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.families import FAMILIES, family_named
-from vlmpack.probing import load, probe, small_copy, weights
-from vlmpack.probing.weights import shrink
+from vlmpack.families import family_named
+from vlmpack.families.registry import FAMILIES
+from vlmpack.probing import probe, small_copy, weights
+from vlmpack.probing.weights import load, shrink
 from vlmpack.testing import tiny_config, tiny_model, tiny_processor
 
 CPU = torch.device("cpu")

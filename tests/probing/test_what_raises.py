@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from vlmpack.probing import Check, Report, packed_checks, probe, reference, tree_checks
+from vlmpack.probing import Report, packed_checks, probe, reference, tree_checks
 from vlmpack.probing.forward_passes import AUTOCAST, LEFT
-from vlmpack.probing.report import Part
+from vlmpack.probing.report import Check, Part
 from vlmpack.testing import tiny_model
 
 

@@ -31,7 +31,8 @@ NAME = "vlmpack/tiny"
 
 
 def serve(folder: Path, lives: int, seed: int) -> None:
-    from vlmpack.service import ServiceLimits, bind, load_base
+    from vlmpack.service import ServiceLimits, bind
+    from vlmpack.service.server import load_base
     from vlmpack.testing import tiny_model, tiny_processor
 
     processor = tiny_processor()

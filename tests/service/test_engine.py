@@ -28,7 +28,7 @@ from step_service import (
 )
 
 from vlmpack.errors import FamilyError, RequestError
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.model import PackedStep
 from vlmpack.service import row_work, rows
 from vlmpack.service.engine import Engine

@@ -388,7 +388,7 @@ def test_a_port_that_is_taken() -> None:
 
 
 def test_the_key_file_is_for_its_owner_alone(tmp_path: Path) -> None:
-    from vlmpack.service import read_key
+    from vlmpack.service.server import read_key
 
     key = read_key(tmp_path / "new" / "key")
     assert key.startswith("tml-") and len(key) > 40

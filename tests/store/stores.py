@@ -13,7 +13,8 @@ from PIL import Image
 
 from vlmpack.collate import VLMCollator
 from vlmpack.layout import PackedRow
-from vlmpack.store import Manifest, PackedDataset, StoreSettings, write_rows
+from vlmpack.store import PackedDataset, StoreSettings, write_rows
+from vlmpack.store.manifest import Manifest
 
 CAPACITY = 96
 

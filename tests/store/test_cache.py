@@ -26,7 +26,8 @@ from vlmpack.errors import ConfigError
 from vlmpack.store import LengthCache, measure_lengths
 from vlmpack.store import measure as measure_module
 from vlmpack.store.cache import Entry, sample_key, settings_key
-from vlmpack.testing import CHAT_TEMPLATE, tiny_processor
+from vlmpack.testing import tiny_processor
+from vlmpack.testing.processors import CHAT_TEMPLATE
 
 COLLATOR = VLMCollator(processor_of())
 LIMITS = ImageLimits()

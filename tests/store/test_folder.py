@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from vlmpack.cli.app import app
 from vlmpack.errors import ConfigError
 from vlmpack.plan import plan_bins
-from vlmpack.store import LengthCache, Manifest, PackedDataset, measure_lengths
+from vlmpack.store import LengthCache, PackedDataset, measure_lengths
 from vlmpack.store.folder import WorkFolder, locked
+from vlmpack.store.manifest import Manifest
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from store.stores import digests, packing, store, texts
 from vlmpack.collate import SkipLimit
 from vlmpack.errors import ConfigError
 from vlmpack.plan import plan_bins
-from vlmpack.store import Manifest, measure_lengths
+from vlmpack.store import measure_lengths
+from vlmpack.store.manifest import Manifest
 
 BESIDE = ("lengths.zip", "plan.zip", "left_out.jsonl")
 """Files of a store besides its rows and its manifest."""

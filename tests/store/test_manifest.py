@@ -10,8 +10,8 @@ from store.stores import CAPACITY, store, texts
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
-from vlmpack.store import Manifest, PackedDataset
-from vlmpack.store.manifest import differences, fingerprint
+from vlmpack.store import PackedDataset
+from vlmpack.store.manifest import Manifest, differences, fingerprint
 from vlmpack.testing import tiny_processor
 
 

@@ -11,7 +11,8 @@ from chats import chat, picture, processor_of
 from store.stores import CAPACITY, check_same, encoded, mixed, packing, places, store, texts
 from torch.utils.data import DataLoader
 
-from vlmpack.collate import VLMCollator, read_skip_log
+from vlmpack.collate import VLMCollator
+from vlmpack.collate.skipped import read_skip_log
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PackedRow
 from vlmpack.loading import PackedBatchSampler

@@ -7,7 +7,7 @@ import pytest
 from store.stores import digests, packing, store, texts
 
 from vlmpack.errors import ConfigError
-from vlmpack.store import Manifest
+from vlmpack.store.manifest import Manifest
 
 
 def test_a_file_is_no_folder_for_a_store(tmp_path):

@@ -109,7 +109,7 @@ def test_parts_measured_apart_give_the_groups_of_the_whole(tmp_path: Path) -> No
     whole = measured(samples)
     joined = LengthTable.concatenate(tables)
     assert (joined == measured(samples, None), len(marks)) == (True, 9)
-    from vlmpack.plan import groups_of_marks
+    from vlmpack.plan.prefix_marks import groups_of_marks
 
     assert groups_of_marks(marks, min_shared=8) == whole.groups
 

@@ -16,7 +16,8 @@ from tiers import tiers
 from vlmpack.collate import SharePrefixes, VLMCollator
 from vlmpack.errors import ConfigError
 from vlmpack.plan import Plan
-from vlmpack.store import Manifest, PackedDataset
+from vlmpack.store import PackedDataset
+from vlmpack.store.manifest import Manifest
 from vlmpack.testing import tiny_processor
 
 MIN_SHARED = 8

@@ -20,8 +20,9 @@ from vlmpack.errors import ConfigError, SampleError
 from vlmpack.files import atomic_file
 from vlmpack.layout import SlotRule
 from vlmpack.plan import LengthTable, Plan
-from vlmpack.store import Manifest, PackedDataset, StoreSettings, write_rows
+from vlmpack.store import PackedDataset, StoreSettings, write_rows
 from vlmpack.store.folder import WorkFolder, locked
+from vlmpack.store.manifest import Manifest
 
 BROKEN = {"messages": [{"role": "user", "content": "?"}], "id": "broken"}
 """Nothing to learn."""

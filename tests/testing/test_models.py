@@ -10,8 +10,9 @@ import torch
 import transformers
 
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.families import FAMILIES
-from vlmpack.testing import TEXT_ONLY, VISION, alone, kinds_of, mixed_samples, tiny_config, tiny_model
+from vlmpack.families.registry import FAMILIES
+from vlmpack.testing import alone, mixed_samples, tiny_config, tiny_model
+from vlmpack.testing.samples import TEXT_ONLY, VISION, kinds_of
 
 every_family = pytest.mark.parametrize("name", sorted(FAMILIES))
 

@@ -11,8 +11,9 @@ from chats import FAMILIES, picture, processor_of
 from tiers import other_vision
 
 from vlmpack.errors import ConfigError
-from vlmpack.testing import CHAT_TEMPLATE, VISION, tiny_processor
-from vlmpack.testing.processors import SPECIAL_TOKENS
+from vlmpack.testing import tiny_processor
+from vlmpack.testing.processors import CHAT_TEMPLATE, SPECIAL_TOKENS
+from vlmpack.testing.samples import VISION
 
 CLASSES = {
     "qwen2_vl": transformers.Qwen2VLProcessor,

@@ -8,29 +8,32 @@ import pytest
 import torch
 
 from vlmpack.errors import ConfigError
-from vlmpack.families import FAMILIES, family_named
+from vlmpack.families import family_named
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import IGNORE
 from vlmpack.testing import (
-    KINDS,
-    VISION,
-    Kind,
     alone,
     branches_of,
     build_sample,
-    grids_of,
-    kind_of,
-    kinds_of,
-    metadata_of,
     mixed_samples,
-    num_targets,
     padded,
-    perturbed,
     processed_samples,
-    random_sample,
     synthetic_samples,
     tiny_config,
     tiny_model,
     tiny_processor,
+)
+from vlmpack.testing.samples import (
+    KINDS,
+    VISION,
+    Kind,
+    grids_of,
+    kind_of,
+    kinds_of,
+    metadata_of,
+    num_targets,
+    perturbed,
+    random_sample,
     with_adversarial_lengths,
     word_ids,
 )

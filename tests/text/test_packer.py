@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.plan import ALIASES, STRATEGIES, plan_bins
+from vlmpack.plan import plan_bins
+from vlmpack.plan.planner import ALIASES, STRATEGIES
 from vlmpack.text import Pack, Packer, PackMetrics, pack_sequences
 
 LENGTHS = [1000, 800, 600, 500, 400, 300, 200, 100]

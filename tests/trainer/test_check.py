@@ -15,7 +15,8 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 import vlmpack.trainer
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
-from vlmpack.model import enable_packing, packing_state
+from vlmpack.model import enable_packing
+from vlmpack.model.engine import packing_state
 from vlmpack.testing import tiny_model
 from vlmpack.text import RowCollator, pack_dataset
 from vlmpack.trainer import PackedTrainer, check_trainer, loss_metrics

@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from vlmpack.collate import SkipLimit, VLMCollator
 from vlmpack.data import to_conversation
-from vlmpack.families import FAMILIES as DESCRIPTORS
+from vlmpack.families.registry import FAMILIES as DESCRIPTORS
 from vlmpack.model import enable_packing
 from vlmpack.plan import plan_bins
 from vlmpack.store import measure_lengths

@@ -15,7 +15,8 @@ from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import METADATA_KEY
 from vlmpack.model import PackedStep, enable_packing, is_packing
 from vlmpack.plan import plan_bins
-from vlmpack.testing import VISION, tiny_model
+from vlmpack.testing import tiny_model
+from vlmpack.testing.samples import VISION
 from vlmpack.trainer import evaluate
 from vlmpack.trainer.evaluation import EvaluationLoader, EvaluationRows
 

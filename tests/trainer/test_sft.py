@@ -20,7 +20,8 @@ from vlmpack.collate import VLMCollator
 from vlmpack.data import mix_datasets, open_dataset
 from vlmpack.errors import ConfigError, UnpackedWarning
 from vlmpack.loading import PackedStream, RowSettings
-from vlmpack.model import enable_packing, find_model, plain
+from vlmpack.model import enable_packing, plain
+from vlmpack.model.plain import find_model
 from vlmpack.plan import plan_bins
 from vlmpack.store import measure_lengths
 from vlmpack.testing import tiny_model, tiny_processor

@@ -36,7 +36,8 @@ from vlmpack.attention.patterns import (
     written_out,
 )
 from vlmpack.errors import BackendError
-from vlmpack.layout import Segments, ranges, to_device
+from vlmpack.layout.device import to_device
+from vlmpack.layout.segments import Segments, ranges
 
 
 @final

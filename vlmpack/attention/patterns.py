@@ -37,7 +37,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlmpack.attention.spans import Spans
-from vlmpack.layout import Segments, ranges, to_device
+from vlmpack.layout.device import to_device
+from vlmpack.layout.segments import Segments, ranges
 
 SINK_CHANNELS = 8
 """Channels that sinks add to queries and keys: two are used, the others keep kernels' alignment."""

@@ -24,7 +24,7 @@ from typing import final
 import numpy as np
 import torch
 
-from vlmpack.layout import Segments, ranges
+from vlmpack.layout.segments import Segments, ranges
 
 Place = tuple[int, int, int, int]
 """(start, stop) of queries, and of their keys."""

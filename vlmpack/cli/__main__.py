@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from vlmpack.cli import main
+from vlmpack.cli.app import main
 
 main()

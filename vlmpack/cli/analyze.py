@@ -26,7 +26,8 @@ from vlmpack.terminal import make_table, number_columns, print_table, print_text
 if TYPE_CHECKING:
     import numpy as np
 
-    from vlmpack.plan import LengthTable, PaddedRecipe, Padding, Simulation, Summary
+    from vlmpack.plan.length_table import LengthTable, Summary
+    from vlmpack.plan.simulation import PaddedRecipe, Padding, Simulation
 
 HISTOGRAMS = ("tokens", "text", "image", "video")
 """Columns that are drawn as histograms."""
@@ -101,8 +102,8 @@ def analyze(
     if out is not None:
         check_extra("plots", "matplotlib", needed_by="`vlmpack analyze --out`")
 
-    from vlmpack.plan import CAPACITIES
-    from vlmpack.store import why_no_marks
+    from vlmpack.plan.simulation import CAPACITIES
+    from vlmpack.store.symbols import why_no_marks
 
     packing = Packing(
         capacities=tuple(capacity or CAPACITIES), rows_per_device=rows_per_device, strategy=strategy,
@@ -139,7 +140,7 @@ def analyze(
 def _recipe(
     world_size: int, per_device_batch: int, accumulation: int | None, samples_per_update: int | None
 ) -> PaddedRecipe:
-    from vlmpack.plan import PaddedRecipe
+    from vlmpack.plan.simulation import PaddedRecipe
 
     if samples_per_update is None:
         return PaddedRecipe(world_size=world_size, per_device_batch=per_device_batch, accumulation=accumulation or 1)
@@ -154,7 +155,7 @@ def _save(analysis: Analysis, folder: Path) -> list[Path]:
     write_text(numbers, json.dumps(analysis.to_dict(), indent=2) + "\n")
     if not len(analysis.table):
         return [numbers]
-    from vlmpack.plots import plot_lengths, save
+    from vlmpack.plots.figures import plot_lengths, save
 
     figure = plot_lengths(analysis.histograms, capacities=analysis.packing.capacities, title=analysis.source)
     return [numbers, save(figure, folder / "lengths.png")]
@@ -184,7 +185,7 @@ class Packing:
     def __post_init__(self) -> None:
         import numpy as np
 
-        from vlmpack.plan import LengthTable
+        from vlmpack.plan.length_table import LengthTable
 
         ones, zero = np.ones(1, np.int64), np.zeros(1, np.int64)
         columns = dict.fromkeys(("image_tokens", "video_tokens", "images", "videos", "patches", "targets"), zero)
@@ -200,7 +201,7 @@ class Packing:
         Raises:
             ConfigError: a setting is unknown, below 1, or contradicts another.
         """
-        from vlmpack.plan import simulate
+        from vlmpack.plan.simulation import simulate
 
         run = partial(
             simulate, table, recipe=self.recipe, rows_per_device=self.rows_per_device, strategy=self.strategy,
@@ -263,7 +264,7 @@ class Analysis:
     @property
     def summaries(self) -> dict[str, Summary]:
         """Mean, percentiles and total of each column."""
-        from vlmpack.plan import summary
+        from vlmpack.plan.length_table import summary
 
         return {name: summary(values) for name, values in self.columns.items()}
 
@@ -332,7 +333,7 @@ def histogram_bars(name: str, values: np.ndarray, *, ascii_only: bool = False) -
         values: int64 [N].
         ascii_only: draw with "#", for a terminal without block characters.
     """
-    from vlmpack.plan import histogram
+    from vlmpack.plan.length_table import histogram
 
     bins = histogram(values)
     most = max((each.count for each in bins), default=0)

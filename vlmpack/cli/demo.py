@@ -25,8 +25,8 @@ from vlmpack.terminal import make_table, number_columns, print_table, print_text
 
 if TYPE_CHECKING:
     from vlmpack.cli.training import Run, Setup
-    from vlmpack.collate import BatchLayout
-    from vlmpack.testing import GradientCosine
+    from vlmpack.collate.collator import BatchLayout
+    from vlmpack.testing.comparison import GradientCosine
 
 ROWS, LOSSES, NUMBERS = "rows.png", "losses.png", "demo.json"
 
@@ -112,9 +112,10 @@ def _train_both(setup: Setup, *, quiet: bool) -> tuple[Run, Run, Any]:
 
 def _save(setup: Setup, padded: Run, packed: Run, out: Path) -> None:
     """Write the pictures of rows and losses."""
-    from vlmpack.collate import VLMCollator
-    from vlmpack.layout import PaddedBatch
-    from vlmpack.plots import plot_losses, plot_rows, save
+    from vlmpack.collate.collator import VLMCollator
+    from vlmpack.layout.batch import PaddedBatch
+    from vlmpack.plots.figures import plot_losses, save
+    from vlmpack.plots.rows import plot_rows
 
     batch = VLMCollator(setup.processor, layout="padded").collate(setup.first_batch())
     assert isinstance(batch, PaddedBatch)

@@ -26,7 +26,8 @@ from vlmpack.terminal import make_table, print_table, print_text, text_column
 if TYPE_CHECKING:
     import torch
 
-    from vlmpack.probing import Loaded, Report
+    from vlmpack.probing.report import Report
+    from vlmpack.probing.weights import Loaded
 
 PACKAGES = {
     "vlmpack": None,
@@ -200,7 +201,7 @@ def attention_serving(device_types: Sequence[str]) -> list[Serving]:
     """Return the reasons of every attention back-end for calls in float32 and bfloat16 on these types of device."""
     import torch
 
-    from vlmpack.attention import AttentionCall, explain
+    from vlmpack.attention.backends import AttentionCall, explain
 
     heads: dict[str, Any] = {"head_dim": HEAD_DIM, "num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS}
     return [
@@ -215,8 +216,8 @@ def gated_delta_serving(device_types: Sequence[str]) -> list[Serving]:
     """Return whether flash-linear-attention can train gated delta layers on these types of device."""
     import torch
 
-    from vlmpack.families import FAMILIES
-    from vlmpack.model import FlaCall, uses_fla
+    from vlmpack.families.registry import FAMILIES
+    from vlmpack.model.mechanisms.gated_delta_fla import FlaCall, uses_fla
 
     try:
         is_used = uses_fla(next(family for family in FAMILIES.values() if family.has("gated_delta")))
@@ -295,7 +296,7 @@ def _probe(
     """
     if model is not None:
         options.refuse_file("", model)
-    from vlmpack.attention import BACKENDS
+    from vlmpack.attention.backends import BACKENDS
 
     if attention is not None:  # before a model is read
         options.check_word("--attention", attention, ("auto", *BACKENDS, ALL))
@@ -341,8 +342,8 @@ class _Recipe:
 
 def _recipes(name: str | None, device: torch.device, dtypes: Sequence[torch.dtype], *, tiny: bool) -> list[_Recipe]:
     """List the models to be probed: the one of this name, or one of every family."""
-    from vlmpack.families import FAMILIES
-    from vlmpack.probing import load
+    from vlmpack.families.registry import FAMILIES
+    from vlmpack.probing.weights import load
 
     made_here = None if name is None else tiny_family(name)
     if name is None:
@@ -364,9 +365,9 @@ def _made_here(family: str, device: torch.device, dtype: torch.dtype, *, named: 
     Raises:
         FamilyError: the family is unknown.
     """
-    from vlmpack.families import family_named
-    from vlmpack.probing import Loaded
-    from vlmpack.testing import tiny_model
+    from vlmpack.families.registry import family_named
+    from vlmpack.probing.weights import Loaded
+    from vlmpack.testing.models import tiny_model
 
     processor = named_processor(named) if named and family_named(family).has_vision else None
     model = tiny_model(family, dtype=dtype, processor=processor).to(device)
@@ -375,7 +376,7 @@ def _made_here(family: str, device: torch.device, dtype: torch.dtype, *, named: 
 
 def _probes_of(recipe: _Recipe, attention: str | None, *, plain: bool, say: Callable[[str], None]) -> Iterator[Report]:
     """Probe a model by one back-end, or by each that can serve; `plain`: with plain transformers in the first."""
-    from vlmpack.probing import backends_for, probe
+    from vlmpack.probing.run import backends_for, probe
 
     loaded = recipe.make()
     family = loaded.model.config.model_type
@@ -393,7 +394,7 @@ def _probes_of(recipe: _Recipe, attention: str | None, *, plain: bool, say: Call
 
 def _failed_report(recipe: _Recipe, device: str, attention: str | None, error: Exception) -> Report:
     """Report what raised before anything could be checked."""
-    from vlmpack.probing import Check, Report
+    from vlmpack.probing.report import Check, Report
 
     return Report(
         model="not known",

@@ -17,9 +17,10 @@ from vlmpack.cli.progress import progress_bars
 from vlmpack.errors import ConfigError, skipped_are_reported
 
 if TYPE_CHECKING:
-    from vlmpack.collate import VLMCollator
-    from vlmpack.data import MixedDataset, OpenDataset
-    from vlmpack.plan import LengthTable
+    from vlmpack.collate.collator import VLMCollator
+    from vlmpack.data.mixed import MixedDataset
+    from vlmpack.data.open import OpenDataset
+    from vlmpack.plan.length_table import LengthTable
 
 SYNTHETIC = "synthetic"
 TINY = "tiny"
@@ -86,7 +87,7 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
         ConfigError: something is missing, or options contradict each other. FamilyError: the model's family is not
             supported.
     """
-    from vlmpack.collate import VLMCollator
+    from vlmpack.collate.collator import VLMCollator
 
     _check(options)
     sources = [each.source for each in mixed_sources(options.dataset, options.mix.sources)]
@@ -136,8 +137,8 @@ def open_samples(
         ConfigError: it cannot be read, has fewer samples, names no paths for `image_root`, or has no questions to tell
             apart.
     """
-    from vlmpack.data import open_dataset
-    from vlmpack.testing import SMALLEST_LEGIBLE, receipt_conversations
+    from vlmpack.data.open import open_dataset
+    from vlmpack.testing.receipts import SMALLEST_LEGIBLE, receipt_conversations
 
     if source != SYNTHETIC:
         return open_dataset(
@@ -175,8 +176,8 @@ def check_source(source: str, *, split: str) -> None:
     Raises:
         ConfigError: a folder of packed rows, or a split of a file that has none.
     """
-    from vlmpack.data import JSON_FILES
-    from vlmpack.store import is_store
+    from vlmpack.data.json_files import JSON_FILES
+    from vlmpack.store.manifest import is_store
 
     path = Path(source).expanduser()
     if is_store(path):
@@ -197,7 +198,7 @@ def check_finished(source: str) -> None:
     Raises:
         ConfigError: `source` is one.
     """
-    from vlmpack.store import is_unfinished_store
+    from vlmpack.store.folder import is_unfinished_store
 
     if is_unfinished_store(Path(source).expanduser()):
         raise ConfigError(
@@ -228,7 +229,7 @@ def measure(
     Raises:
         ConfigError: no sample can be measured with these settings, or the cache cannot be used.
     """
-    from vlmpack.store import measure_lengths
+    from vlmpack.store.measure import measure_lengths
 
     bars = progress_bars({"measure": "measuring samples"}, quiet=quiet)
     with skipped_are_reported(), bars as progress:  # `analyze` lists them
@@ -242,7 +243,7 @@ def measure(
 
 def tiny_family(name: str) -> str | None:
     """Return the family of "tiny" (the default one) or "tiny:FAMILY"; None: the name is a hub id or a folder."""
-    from vlmpack.testing import DEFAULT_FAMILY
+    from vlmpack.testing.models import DEFAULT_FAMILY
 
     tiny, _, family = name.partition(":")
     return (family or DEFAULT_FAMILY) if tiny == TINY else None
@@ -262,8 +263,8 @@ def named_processor(name: str) -> Any:
 
 
 def _tiny_processor(family: str) -> Any:
-    from vlmpack.families import family_named
-    from vlmpack.testing import CHAT_TEMPLATE, tiny_processor
+    from vlmpack.families.registry import family_named
+    from vlmpack.testing.processors import CHAT_TEMPLATE, tiny_processor
 
     if family_named(family).has_vision:
         return tiny_processor(family)
@@ -275,8 +276,8 @@ def _tiny_processor(family: str) -> Any:
 def _load_processor(name: str) -> Any:
     from transformers import AutoConfig, AutoTokenizer
 
-    from vlmpack.data import is_saved_alone, load_processor
-    from vlmpack.families import family_named
+    from vlmpack.data.processor import is_saved_alone, load_processor
+    from vlmpack.families.registry import family_named
 
     remedy = "give a hub id, a folder with config.json and tokenizer, or tiny for one made here"
     with reading("--processor", name, remedy=remedy), quiet_transformers():
@@ -291,7 +292,7 @@ def limit_pixels(processor: Any, max_pixels: int | None) -> Any:
     Raises:
         ConfigError: the processor takes no images, or enlarges them beyond that area.
     """
-    from vlmpack.collate import parts_of
+    from vlmpack.collate.processor_metadata import parts_of
 
     if max_pixels is None:
         return processor

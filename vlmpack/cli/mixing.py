@@ -18,7 +18,7 @@ from vlmpack.cli.options import STOPPING
 from vlmpack.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vlmpack.data import MixedDataset
+    from vlmpack.data.mixed import MixedDataset
 
 
 @final
@@ -161,7 +161,7 @@ def open_mix(
     Raises:
         ConfigError: a source cannot be read, or weights do not fit.
     """
-    from vlmpack.data import mix_datasets
+    from vlmpack.data.mixed import mix_datasets
 
     sources = mixed_sources(dataset, mix.sources)
     names = short_names([each.source for each in sources])
@@ -174,7 +174,7 @@ def open_mix(
 
 def mix_numbers(dataset: Any) -> dict[str, Any] | None:
     """Return the counts of every data set of a mix, for JSON; None: it is no mix."""
-    from vlmpack.data import MixedDataset
+    from vlmpack.data.mixed import MixedDataset
 
     if not isinstance(dataset, MixedDataset):
         return None

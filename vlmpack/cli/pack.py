@@ -22,7 +22,7 @@ from vlmpack.errors import check_extra
 from vlmpack.terminal import format_bytes, make_table, number_columns, print_table, print_text, sample_name, text_column
 
 if TYPE_CHECKING:
-    from vlmpack.store import Manifest
+    from vlmpack.store.manifest import Manifest
 
 ON_BAD = ("raise", "skip")
 OVERSIZE = ("error", "drop", "own_row")
@@ -95,9 +95,11 @@ def pack(
     if ray:
         check_extra("ray", "ray", needed_by="`vlmpack pack --ray`")
 
-    from vlmpack.collate import SharePrefixes, SkipLimit
-    from vlmpack.layout import SlotRule
-    from vlmpack.store import StoreSettings, write_rows
+    from vlmpack.collate.assemble import SharePrefixes
+    from vlmpack.collate.skipped import SkipLimit
+    from vlmpack.layout.segments import SlotRule
+    from vlmpack.store.planning import StoreSettings
+    from vlmpack.store.write import write_rows
 
     settings = StoreSettings(
         capacity=capacity, max_patches=max_patches, max_images=max_images, strategy=strategy, seed=shuffle,
@@ -130,7 +132,7 @@ def pack(
 
 def numbers(out: Path, manifest: Manifest) -> dict[str, Any]:
     """Return the numbers of the store in the folder `out`, for JSON."""
-    from vlmpack.store import LEFT_OUT
+    from vlmpack.store.manifest import LEFT_OUT
 
     has_left_out = manifest.counts.refused + manifest.counts.dropped
     return {
@@ -181,7 +183,7 @@ def _lines(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
 
 
 def _print_left_out(out: Path, manifest: Manifest, console: Console) -> None:
-    from vlmpack.store import LEFT_OUT
+    from vlmpack.store.manifest import LEFT_OUT
 
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in manifest.reasons.items())
     console.print(f"[yellow]Left out[/] (all are listed in {escape(str(out / LEFT_OUT))}): {escape(reasons)}")

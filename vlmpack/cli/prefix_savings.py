@@ -13,7 +13,8 @@ from rich.text import Text
 from vlmpack.terminal import make_table, number_columns, print_table, print_text
 
 if TYPE_CHECKING:
-    from vlmpack.plan import PrefixGroups, Simulation
+    from vlmpack.plan.prefix_groups import PrefixGroups
+    from vlmpack.plan.simulation import Simulation
 
 UNITS = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"))
 """Of large counts, so that tables fit 80 columns."""

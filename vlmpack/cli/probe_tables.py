@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from vlmpack.probing import Check, Report
+from vlmpack.probing.report import Check, Report
 from vlmpack.terminal import make_table, number_columns, print_table, print_text, text_column
 
 PARTS = {

@@ -19,7 +19,8 @@ from vlmpack.cli.progress import waiting
 from vlmpack.errors import ConfigError, check_extra
 
 if TYPE_CHECKING:
-    from vlmpack.service import Base, Launched, Service, ServiceSettings
+    from vlmpack.service.processes import Launched
+    from vlmpack.service.server import Base, Service, ServiceSettings
 
 DEMO_NAME = "vlmpack/tiny-qwen3-vl"
 DEMO_PIXELS = 256 * 32 * 32
@@ -92,7 +93,9 @@ def serve(
         options.refuse_file("MODEL", model)
     # Read when torch is first imported: threads that spin at a barrier slow down other work on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from vlmpack.service import Launched, ServiceLimits, ServiceSettings
+    from vlmpack.service.limits import ServiceLimits
+    from vlmpack.service.processes import Launched
+    from vlmpack.service.server import ServiceSettings
 
     launched = Launched(workers, sys.argv[1:]) if workers > 1 and "LOCAL_RANK" not in os.environ else None
     served = name or (DEMO_NAME if model is None else Path(model).resolve().name if Path(model).is_dir() else model)
@@ -138,7 +141,7 @@ class ModelSource:
 
     def load(self) -> Base:
         """Load model and processor."""
-        from vlmpack.service import load_base
+        from vlmpack.service.server import load_base
 
         dtype = self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
         with quiet_transformers():
@@ -165,7 +168,9 @@ class Place:
 
 def _serve(source: ModelSource, settings: ServiceSettings, place: Place, launched: Launched | None) -> None:
     """Serve on this process, or follow rank 0 where it is another one."""
-    from vlmpack.service import Service, bind, check_key, check_state, end, follow_rank_0, join, read_key
+    from vlmpack.service.processes import join
+    from vlmpack.service.ranks import end
+    from vlmpack.service.server import Service, bind, check_key, check_state, follow_rank_0, read_key
 
     ranks = join(launched)
     _log_to_stderr(logging.WARNING if place.quiet else logging.INFO)
@@ -207,7 +212,8 @@ def make_demo(folder: Path) -> None:
     """Write the tiny Qwen3-VL of the demo with its processor, unless it is there; the same weights each time."""
     if (folder / "complete").exists():
         return
-    from vlmpack.testing import tiny_model, tiny_processor
+    from vlmpack.testing.models import tiny_model
+    from vlmpack.testing.processors import tiny_processor
 
     processor = tiny_processor(max_pixels=DEMO_PIXELS)
     model = tiny_model(processor=processor)

@@ -29,8 +29,9 @@ from vlmpack.errors import ConfigError, LayoutError
 if TYPE_CHECKING:
     import numpy as np
 
-    from vlmpack.collate import Encoded
-    from vlmpack.layout import PrefixTree, Segments, SlotRule
+    from vlmpack.collate.encoded import Encoded
+    from vlmpack.layout.prefix_tree import PrefixTree
+    from vlmpack.layout.segments import Segments, SlotRule
 
 LINES = 8
 """Most lines of a row, unless the tokens of a cell are given."""
@@ -73,7 +74,7 @@ def show(
     A data set is planned first, from image headers; no pixel is decoded. With --min-shared samples that begin alike
     share rows, and a row is drawn as the tree of what is computed once; so is a row of a folder that was packed so.
     """
-    from vlmpack.store import is_store
+    from vlmpack.store.manifest import is_store
 
     console, numbers = Console(), row or [0]
     if is_store(Path(source).expanduser()):
@@ -164,7 +165,7 @@ class Rows:
         Raises:
             ConfigError: there is no such row.
         """
-        from vlmpack.layout import Segments
+        from vlmpack.layout.segments import Segments
 
         samples = self._read(number)
         segments = Segments.from_lengths([sample.num_tokens for sample in samples], self.slots)
@@ -267,7 +268,7 @@ def stored_rows(source: str) -> Rows:
     Raises:
         ConfigError: the folder is damaged.
     """
-    from vlmpack.store import PackedDataset
+    from vlmpack.store.read import PackedDataset
 
     dataset = PackedDataset(Path(source).expanduser())
     counts, capacity = dataset.manifest.counts, dataset.manifest.capacity
@@ -306,9 +307,9 @@ def planned_rows(
     Raises:
         ConfigError: no sample can be packed, or the data set has too few samples for one of the rows.
     """
-    from vlmpack.layout import SlotRule
-    from vlmpack.plan import plan_bins
-    from vlmpack.store import tree_of
+    from vlmpack.layout.segments import SlotRule
+    from vlmpack.plan.planner import plan_bins
+    from vlmpack.store.symbols import tree_of
 
     inputs = open_inputs(source)
     for number in numbers:

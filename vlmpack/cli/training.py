@@ -18,14 +18,18 @@ from transformers import AutoModelForImageTextToText, Trainer, TrainerCallback, 
 from transformers.trainer_callback import PrinterCallback
 
 from vlmpack.cli.inputs import SYNTHETIC, open_samples, reading
-from vlmpack.collate import BatchLayout, VLMCollator
-from vlmpack.data import OpenDataset, load_processor, open_dataset
+from vlmpack.collate.collator import BatchLayout, VLMCollator
+from vlmpack.data.open import OpenDataset, open_dataset
+from vlmpack.data.processor import load_processor
 from vlmpack.errors import ConfigError
-from vlmpack.families import family_of
-from vlmpack.layout import METADATA_KEY, HostMetadata
+from vlmpack.families.registry import family_of
+from vlmpack.layout.batch import METADATA_KEY, HostMetadata
 from vlmpack.machine import peak_bytes
-from vlmpack.model import disable_packing, enable_packing
-from vlmpack.testing import GradientCosine, Sample, run_alone, run_packed, smallest_cosine, tiny_model, tiny_processor
+from vlmpack.model.enable import disable_packing, enable_packing
+from vlmpack.testing.comparison import GradientCosine, run_alone, run_packed, smallest_cosine
+from vlmpack.testing.models import tiny_model
+from vlmpack.testing.processors import tiny_processor
+from vlmpack.testing.samples import Sample
 
 TINY_RATE, PRETRAINED_RATE = 1e-3, 1e-5
 """Learning rates of AdamW."""

@@ -24,7 +24,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     import numpy as np
 
-    from vlmpack.layout import PrefixTree
+    from vlmpack.layout.prefix_tree import PrefixTree
 
 MOST_LINES = 60
 """Nodes that are drawn; `--json` has them all."""
@@ -176,7 +176,7 @@ class TreeDrawing:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the tree and its totals, for JSON."""
-        from vlmpack.plan import attended_pairs
+        from vlmpack.plan.prefix_groups import attended_pairs
 
         tree, lengths = self.tree, self.tree.segments.lengths[: len(self.names)]
         columns = {"parents": list(tree.parents), "lengths": list(tree.lengths), "leaves": list(tree.leaves)}

@@ -14,26 +14,14 @@ from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.errors import check_whole_number
-from vlmpack.families import Family, Join
-from vlmpack.layout import (
-    IGNORE,
-    IMAGE,
-    MIN_SHARED,
-    TEXT,
-    Grid,
-    HostMetadata,
-    ImagesOfSamples,
-    Media,
-    PackedRow,
-    PaddedBatch,
-    PrefixTree,
-    Segments,
-    SlotRule,
-    content_numbers,
-    find_prefix_tree,
-    shift_labels,
-    with_tree,
-)
+from vlmpack.families.family import Family
+from vlmpack.families.tiles import Join
+from vlmpack.layout.batch import IMAGE, TEXT, Grid, HostMetadata, Media, PaddedBatch
+from vlmpack.layout.media_units import ImagesOfSamples, content_numbers
+from vlmpack.layout.prefix_tree import PrefixTree
+from vlmpack.layout.row import IGNORE, PackedRow, shift_labels
+from vlmpack.layout.segments import Segments, SlotRule
+from vlmpack.layout.sharing import MIN_SHARED, find_prefix_tree, with_tree
 
 NO_BUFFERS = PixelBuffers(0)
 """New memory for every batch."""

@@ -16,7 +16,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from vlmpack.collate.columns import Kind, MediaRef
-from vlmpack.data import BRANCH_COLUMN
+from vlmpack.data.branches import BRANCH_COLUMN
 from vlmpack.errors import Refusal
 
 if TYPE_CHECKING:

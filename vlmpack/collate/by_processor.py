@@ -33,8 +33,8 @@ from vlmpack.collate.processor_images import ProcessorImages, trial_image
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.tokenised import token_types
 from vlmpack.errors import FamilyError, Refusal
-from vlmpack.families import family_of_processor
-from vlmpack.layout import IGNORE
+from vlmpack.families.registry import family_of_processor
+from vlmpack.layout.row import IGNORE
 
 TOKEN_NAMES = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "labels")
 """Outputs of a processor with an entry for each token; all others are an image's."""

@@ -23,7 +23,8 @@ from vlmpack.collate.media import BatchMedia
 from vlmpack.collate.processor_metadata import ProcessorMetadata, read_processor
 from vlmpack.collate.skipped import SkipLimit, SkipLog
 from vlmpack.collate.video_file import file_rules_of
-from vlmpack.data import ImageLimits, VideoLimits
+from vlmpack.data.images import ImageLimits
+from vlmpack.data.videos import VideoLimits
 from vlmpack.errors import (
     ConfigError,
     Refusal,
@@ -34,8 +35,10 @@ from vlmpack.errors import (
     check_kind,
     check_whole_number,
 )
-from vlmpack.families import family_of_processor
-from vlmpack.layout import PackedRow, PaddedBatch, SlotRule, round_up
+from vlmpack.families.registry import family_of_processor
+from vlmpack.layout.batch import PaddedBatch
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.segments import SlotRule, round_up
 
 _ROOM = Path(__file__).parent
 

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from vlmpack.collate.vision_keys import misspelt_key
-from vlmpack.data import BRANCH_COLUMN, PAIRS_COLUMN
+from vlmpack.data.branches import BRANCH_COLUMN, PAIRS_COLUMN
 from vlmpack.errors import Refusal
 
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "prompt")

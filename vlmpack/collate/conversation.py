@@ -44,7 +44,8 @@ from vlmpack.collate.columns import (
     no_columns,
 )
 from vlmpack.collate.vision_keys import KNOWN_KEYS, misspelt_key
-from vlmpack.data import BRANCH_COLUMN, CALLING, PAIRS_COLUMN, calls_in, read_tools, with_arguments, without_nulls
+from vlmpack.data.branches import BRANCH_COLUMN, PAIRS_COLUMN
+from vlmpack.data.tool_calls import CALLING, calls_in, read_tools, with_arguments, without_nulls
 from vlmpack.errors import Refusal
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -31,7 +31,7 @@ from vlmpack.collate.processor_images import ProcessorImages
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.tokenised import check_expert_types, read_tokenised, token_types
 from vlmpack.collate.video_file import DEFAULT_RULES, FileRules
-from vlmpack.data import ImageLimits
+from vlmpack.data.images import ImageLimits
 from vlmpack.errors import Refusal
 
 Hearing = Callable[[Sequence[MediaRef]], tuple[Visual, ...]]

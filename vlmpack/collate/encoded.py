@@ -14,8 +14,9 @@ import torch
 from vlmpack.collate.columns import Kind, MediaRef
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.errors import Refusal
-from vlmpack.families import Runs, TypeRuns, media_runs, prefix_run, type_runs
-from vlmpack.layout import AUDIO, IGNORE, IMAGE, TEXT, VIDEO, Grid
+from vlmpack.families.spans import Runs, TypeRuns, media_runs, prefix_run, type_runs
+from vlmpack.layout.batch import AUDIO, IMAGE, TEXT, VIDEO, Grid
+from vlmpack.layout.row import IGNORE
 
 
 @final

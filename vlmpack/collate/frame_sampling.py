@@ -27,7 +27,8 @@ import numpy as np
 import torch
 
 from vlmpack.collate.vision_keys import number
-from vlmpack.data import ImageError, VideoHeader
+from vlmpack.data.images import ImageError
+from vlmpack.data.videos import VideoHeader
 from vlmpack.errors import ConfigError, check_whole_number
 
 Spacing = Literal["linspace", "arange"]

@@ -27,9 +27,9 @@ from vlmpack.collate.processor_metadata import ProcessorMetadata, pixel_bounds
 from vlmpack.collate.video import VideoSettings, load_video, measure_video
 from vlmpack.collate.video_file import DEFAULT_RULES, FILE_TYPES, FileRules, load_video_file, measure_video_file
 from vlmpack.collate.vision_keys import Size, check_enlarged, check_times, has_image_keys, image_size, resize
-from vlmpack.data import ImageError, ImageLimits, load_image, read_size
+from vlmpack.data.images import ImageError, ImageLimits, load_image, read_size
 from vlmpack.errors import ConfigError, Refusal, VlmpackError
-from vlmpack.layout import Grid
+from vlmpack.layout.batch import Grid
 
 Result = TypeVar("Result")
 _TRIAL = (371, 223)

@@ -27,9 +27,9 @@ from vlmpack.collate.encoded import Encoded, Visual, check_pixels
 from vlmpack.collate.media import BatchMedia, read_named
 from vlmpack.collate.processor_metadata import ProcessorMetadata, class_in, parts_of
 from vlmpack.collate.vision_keys import IMAGE_KEYS, Size, has_image_keys
-from vlmpack.data import ImageError, ImageLimits, load_image, read_size
+from vlmpack.data.images import ImageError, ImageLimits, load_image, read_size
 from vlmpack.errors import ConfigError, Refusal
-from vlmpack.families import family_of_processor
+from vlmpack.families.registry import family_of_processor
 
 TRIALS: tuple[Size, ...] = ((97, 61), (371, 223), (300, 1200), (1100, 800))
 """Heights and widths of images on which a processor's count is tried: upright, wide, and large enough for crops."""

@@ -13,9 +13,10 @@ import torch
 from vlmpack.collate.columns import AUDIO_COLUMNS, is_empty
 from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, make_labels, mask_media
 from vlmpack.collate.processor_metadata import ProcessorMetadata
-from vlmpack.data import BRANCH_COLUMN
+from vlmpack.data.branches import BRANCH_COLUMN
 from vlmpack.errors import LayoutError, Refusal
-from vlmpack.layout import AUDIO, IGNORE, IMAGE, TEXT, VIDEO, Grid, lengths_from_mask
+from vlmpack.layout.batch import AUDIO, IMAGE, TEXT, VIDEO, Grid, lengths_from_mask
+from vlmpack.layout.row import IGNORE
 
 LABEL_COLUMNS = ("labels", "completion_mask", "assistant_masks", "loss_mask")
 """Columns from which labels are made; the masks are TRL's and SeqPacker's, 0 where nothing is learnt."""

@@ -25,8 +25,8 @@ from torch.nn.functional import interpolate
 
 from vlmpack.collate.encoded import Visual
 from vlmpack.collate.vision_keys import Size, check_enlarged, first_frame_size, number, resize, video_frame_size
-from vlmpack.data import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_size
-from vlmpack.layout import Grid
+from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_size
+from vlmpack.layout.batch import Grid
 
 Result = TypeVar("Result")
 SAMPLE_FPS = 2.0

@@ -31,16 +31,10 @@ from vlmpack.collate.frame_sampling import DEFAULT_SAMPLING, FPS, FrameSampling,
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of, pixel_bounds
 from vlmpack.collate.video import VideoSettings, frame_timestamps, grid_of, patchify, resize_floats
 from vlmpack.collate.vision_keys import Size, check_enlarged, file_frame_size, has_video_keys
-from vlmpack.data import (
-    DEFAULT_VIDEO_LIMITS,
-    ImageError,
-    VideoHeader,
-    VideoLimits,
-    decode_frames,
-    read_video_header,
-)
+from vlmpack.data.images import ImageError
+from vlmpack.data.videos import DEFAULT_VIDEO_LIMITS, VideoHeader, VideoLimits, decode_frames, read_video_header
 from vlmpack.errors import check_kind
-from vlmpack.layout import Grid
+from vlmpack.layout.batch import Grid
 
 Resize = Callable[[torch.Tensor, Size], torch.Tensor]
 FILE_TYPES = (str, Path, bytes, bytearray, memoryview, Mapping)

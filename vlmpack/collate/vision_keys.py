@@ -38,7 +38,7 @@ from typing import Any
 
 from PIL import Image
 
-from vlmpack.data import ImageError
+from vlmpack.data.images import ImageError
 
 IMAGE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 """Keys of an image element that choose its size."""

@@ -29,7 +29,8 @@ import torch
 
 from vlmpack.context_parallel.collectives import Collectives
 from vlmpack.context_parallel.partition import Partition
-from vlmpack.layout import Segments, outside_graph, ranges
+from vlmpack.layout.device import outside_graph
+from vlmpack.layout.segments import Segments, ranges
 
 ATTENTION = "attention"
 """The name under which the bytes of attention are counted."""

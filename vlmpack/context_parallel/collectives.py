@@ -22,7 +22,7 @@ from torch import distributed as dist
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from vlmpack.layout import to_device
+from vlmpack.layout.device import to_device
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 """This rank's tensor to what it has after all ranks exchanged theirs."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from vlmpack.context_parallel.collectives import Collectives
 from vlmpack.errors import ConfigError
-from vlmpack.layout import SlotRule
+from vlmpack.layout.segments import SlotRule
 
 
 @final

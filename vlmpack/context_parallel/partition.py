@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import Layout, Segments, outside_graph, ranges
+from vlmpack.layout.device import outside_graph
+from vlmpack.layout.segments import Layout, Segments, ranges
 
 
 @final

@@ -24,7 +24,8 @@ import torch
 from vlmpack.context_parallel.collectives import Route, Transfers
 from vlmpack.context_parallel.partition import Partition
 from vlmpack.errors import LayoutError
-from vlmpack.layout import Grid, to_device
+from vlmpack.layout.batch import Grid
+from vlmpack.layout.device import to_device
 
 
 @final

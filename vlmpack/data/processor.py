@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 
 WITH_PROCESSOR = {name: family for name, family in FAMILIES.items() if family.has_vision}
 """Families whose models have a processor; text models have a tokenizer."""

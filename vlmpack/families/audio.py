@@ -25,7 +25,9 @@ import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.families.media import MediaItems
-from vlmpack.layout import AUDIO, IMAGE, VIDEO, Grid, HostMetadata, Media, Segments, on_host, require, to_device
+from vlmpack.layout.batch import AUDIO, IMAGE, VIDEO, Grid, HostMetadata, Media
+from vlmpack.layout.device import on_host, require, to_device
+from vlmpack.layout.segments import Segments
 
 AudioTokens = Callable[[int, Any], int]
 """Frames of an audio, and the configuration of the audio part, to its tokens."""

@@ -40,7 +40,11 @@ from vlmpack.families.tiles import (
     patches_in,
 )
 from vlmpack.families.units import find_media
-from vlmpack.layout import AUDIO, IMAGE, VIDEO, FindMedia, Grid, HostMetadata, Media, PackedRow, Segments, outside_graph
+from vlmpack.layout.batch import AUDIO, IMAGE, VIDEO, Grid, HostMetadata, Media
+from vlmpack.layout.device import outside_graph
+from vlmpack.layout.media_units import FindMedia
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.segments import Segments
 
 
 @final

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from vlmpack.layout import Grid, Segments
+from vlmpack.layout.batch import Grid
+from vlmpack.layout.segments import Segments
 
 
 @final

@@ -27,7 +27,9 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import IMAGE, VIDEO, Grid, Segments, on_host, require, to_device
+from vlmpack.layout.batch import IMAGE, VIDEO, Grid
+from vlmpack.layout.device import on_host, require, to_device
+from vlmpack.layout.segments import Segments
 
 
 @final

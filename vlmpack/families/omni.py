@@ -15,7 +15,8 @@ from vlmpack.families.audio import AskModel, AudioPart, SampleMedia, media_start
 from vlmpack.families.family import Family
 from vlmpack.families.frames import pieces
 from vlmpack.families.tiles import QWEN_MEDIA, Join
-from vlmpack.layout import AUDIO, IMAGE, VIDEO, Segments
+from vlmpack.layout.batch import AUDIO, IMAGE, VIDEO
+from vlmpack.layout.segments import Segments
 
 # ---------------------------------------------------------------------- tokens and windows of audio
 

@@ -24,7 +24,10 @@ import torch
 from vlmpack.errors import LayoutError
 from vlmpack.families.audio import media_starts
 from vlmpack.families.spans import types_on_host
-from vlmpack.layout import IMAGE, VIDEO, Grid, HostMetadata, Media, PackedRow, Segments, metadata_of_tree, to_device
+from vlmpack.layout.batch import IMAGE, VIDEO, Grid, HostMetadata, Media
+from vlmpack.layout.device import to_device
+from vlmpack.layout.row import PackedRow, metadata_of_tree
+from vlmpack.layout.segments import Segments
 
 
 def kinds_between(

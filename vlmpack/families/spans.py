@@ -19,7 +19,9 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import PackedRow, Segments, on_host, require, to_device
+from vlmpack.layout.device import on_host, require, to_device
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.segments import Segments
 
 Runs = tuple[tuple[int, int], ...]
 """(start, stop) of each run, rising."""

@@ -18,7 +18,8 @@ from vlmpack.errors import LayoutError
 from vlmpack.families.family import Family
 from vlmpack.families.rules import OneAxis
 from vlmpack.families.tiles import Join
-from vlmpack.layout import Entries, Segments
+from vlmpack.layout.media_units import Entries
+from vlmpack.layout.segments import Segments
 
 Tensors = Mapping[str, torch.Tensor]
 

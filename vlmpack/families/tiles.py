@@ -25,7 +25,9 @@ import torch
 import torch.nn.functional as F
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import IMAGE, VIDEO, HostMetadata, Media, Segments, on_host, require, to_device
+from vlmpack.layout.batch import IMAGE, VIDEO, HostMetadata, Media
+from vlmpack.layout.device import on_host, require, to_device
+from vlmpack.layout.segments import Segments
 
 TileTokens = Callable[[Mapping[str, torch.Tensor], Any], Sequence[int]]
 """Media tensors by name, and the model's configuration, to the placeholder tokens of each tile or image, in order."""

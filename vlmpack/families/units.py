@@ -18,17 +18,17 @@ import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.families.spans import Runs
-from vlmpack.layout import (
+from vlmpack.layout.batch import HostMetadata
+from vlmpack.layout.media_units import (
     Entries,
-    HostMetadata,
     ImagesOfSamples,
     MediaUnits,
-    PackedRow,
     RowMedia,
-    Segments,
     check_pixels_on_host,
     units_of_grids,
 )
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.segments import Segments
 
 if TYPE_CHECKING:
     from vlmpack.families.family import Family

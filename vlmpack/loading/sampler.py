@@ -12,7 +12,10 @@ from torch.utils.data import Sampler
 
 from vlmpack.errors import ConfigError, check_choice, check_kind
 from vlmpack.loading.state import checked_fields, whole
-from vlmpack.plan import EMPTY, Plan, Schedule, balance_rows, check_seed, checked_capacity, split_rows
+from vlmpack.plan.balance import EMPTY, Schedule, balance_rows
+from vlmpack.plan.lengths import check_seed, checked_capacity
+from vlmpack.plan.plan import Plan
+from vlmpack.plan.planner import split_rows
 
 Remainder = Literal["split", "empty", "drop"]
 

@@ -22,7 +22,8 @@ from vlmpack.loading.state import (
 )
 from vlmpack.loading.stream_groups import SharedPrefix
 from vlmpack.loading.stream_packer import Row, RowSettings, Sample, StreamPacker, token_count
-from vlmpack.plan import checked_capacity, middle
+from vlmpack.plan.lengths import checked_capacity
+from vlmpack.plan.planner import middle
 
 
 def even_out(rows: list[Row], ranks: int, remainder: Remainder, length: Callable[[Sample], int]) -> list[Row]:

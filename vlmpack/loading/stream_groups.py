@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
 from vlmpack.errors import SampleError
-from vlmpack.plan import cut_group, whole_needs
+from vlmpack.plan.packing_buffer import whole_needs
+from vlmpack.plan.planner import cut_group
 
 Needs = tuple[int, ...]
 """Tokens, and what else is limited."""

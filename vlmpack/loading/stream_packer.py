@@ -22,7 +22,8 @@ from vlmpack.loading.state import (
     whole,
 )
 from vlmpack.loading.stream_groups import ArrivingGroup, Item, Member, Needs, SharedPrefix, sum_of
-from vlmpack.plan import OVERSIZE, ROWS_BUFFERED, Oversize, PackingBuffer, checked_capacity, whole_needs
+from vlmpack.plan.lengths import OVERSIZE, Oversize, checked_capacity
+from vlmpack.plan.packing_buffer import ROWS_BUFFERED, PackingBuffer, whole_needs
 
 
 @final

@@ -8,7 +8,7 @@ from math import lcm
 from typing import Literal, final, get_args
 
 from vlmpack.errors import ConfigError
-from vlmpack.layout import Layout, Precision, SlotRule
+from vlmpack.layout.segments import Layout, Precision, SlotRule
 from vlmpack.megatron.thd import Boundaries
 
 Packing = Literal["in_batch", "offline", "stream"]

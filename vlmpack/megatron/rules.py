@@ -12,8 +12,9 @@ from math import lcm
 import torch
 
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.families import FAMILIES, family_named
-from vlmpack.layout import PackedRow, Segments, SlotRule, round_up
+from vlmpack.families.registry import FAMILIES, family_named
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.segments import Segments, SlotRule, round_up
 from vlmpack.megatron.recipe import Recipe
 from vlmpack.megatron.thd import installed_version
 

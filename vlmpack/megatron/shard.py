@@ -12,18 +12,15 @@ from typing import final
 import numpy as np
 import torch
 
-from vlmpack.context_parallel import MediaShare, Partition, Route, Transfers
+from vlmpack.context_parallel.collectives import Route, Transfers
+from vlmpack.context_parallel.partition import Partition
+from vlmpack.context_parallel.vision import MediaShare
 from vlmpack.errors import LayoutError
-from vlmpack.layout import (
-    HostMetadata,
-    Layout,
-    Media,
-    PackedRow,
-    Segments,
-    check_unshared,
-    outside_graph,
-    stops_of_tokens,
-)
+from vlmpack.layout.batch import HostMetadata, Media
+from vlmpack.layout.device import outside_graph
+from vlmpack.layout.row import PackedRow, stops_of_tokens
+from vlmpack.layout.segments import Layout, Segments
+from vlmpack.layout.sharing import check_unshared
 
 
 @final

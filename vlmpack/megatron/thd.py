@@ -26,17 +26,11 @@ import numpy as np
 import torch
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout import (
-    IGNORE,
-    METADATA_KEY,
-    Media,
-    PackedRow,
-    Segments,
-    check_none_on_padding,
-    check_unshared,
-    checked_boundaries,
-    require,
-)
+from vlmpack.layout.batch import METADATA_KEY, Media
+from vlmpack.layout.device import require
+from vlmpack.layout.row import IGNORE, PackedRow, check_none_on_padding
+from vlmpack.layout.segments import Segments, checked_boundaries
+from vlmpack.layout.sharing import check_unshared
 
 Boundaries = Literal["real", "slots"]
 """The boundaries of a row with gaps that Megatron gets. `real`: two pairs, real tokens and slots. `slots`: one pair;

@@ -20,7 +20,11 @@ import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError, check_whole_number
-from vlmpack.layout import FindMedia, PackedRow, outside_graph, share, unpack
+from vlmpack.layout.device import outside_graph
+from vlmpack.layout.media_units import FindMedia
+from vlmpack.layout.packing import unpack
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.sharing import share
 from vlmpack.model.columns import check_keys
 from vlmpack.model.engine import PackingState, backbone_inputs, finish, packing_state, setup_row, stored_state
 from vlmpack.model.forward import LOOKED_AT, is_row_input, row_of, unpackable

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.families import Family
-from vlmpack.layout import METADATA_KEY, outside_graph, require
+from vlmpack.families.family import Family
+from vlmpack.layout.batch import METADATA_KEY
+from vlmpack.layout.device import outside_graph, require
 from vlmpack.model.plain import BOUNDARIES, CACHES
 
 STEP = "vlmpack_step"

@@ -8,17 +8,12 @@ from typing import final
 
 import torch
 
-from vlmpack.context_parallel import (
-    Attend,
-    GatheredKV,
-    Parallel,
-    Partition,
-    attend_by_heads,
-    to_heads,
-    to_tokens,
-)
+from vlmpack.context_parallel.attention import Attend, GatheredKV, attend_by_heads, to_heads, to_tokens
+from vlmpack.context_parallel.mesh import Parallel
+from vlmpack.context_parallel.partition import Partition
 from vlmpack.errors import LayoutError
-from vlmpack.layout import PackedRow, Segments
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.segments import Segments
 from vlmpack.model.row import OnHeads, OnTensors, PartTargets, RowPart
 
 

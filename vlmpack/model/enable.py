@@ -13,9 +13,10 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from vlmpack.context_parallel import Parallel
+from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError, check_kind
-from vlmpack.families import Family, check_parts, family_of
+from vlmpack.families.family import Family
+from vlmpack.families.registry import check_parts, family_of
 from vlmpack.model.backbone import leave_backbone
 from vlmpack.model.engine import PackingState, StepConfig, packing_state, stored_state
 from vlmpack.model.forward import ENABLED, packed_class

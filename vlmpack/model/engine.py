@@ -12,22 +12,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from vlmpack.attention import AUTO, BACKENDS
-from vlmpack.context_parallel import Parallel
+from vlmpack.attention.backends import AUTO, BACKENDS
+from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError, LayoutError, check_kind
-from vlmpack.families import Family
-from vlmpack.layout import (
-    IGNORE,
-    Grid,
-    HostMetadata,
-    PackedRow,
-    Segments,
-    SlotRule,
-    around_graph,
-    check_none_on_padding,
-    on_host,
-    outside_graph,
-)
+from vlmpack.families.family import Family
+from vlmpack.layout.batch import Grid, HostMetadata
+from vlmpack.layout.device import around_graph, on_host, outside_graph
+from vlmpack.layout.row import IGNORE, PackedRow, check_none_on_padding
+from vlmpack.layout.segments import Segments, SlotRule
 from vlmpack.model.context_parallel_row import ContextParallelRow
 from vlmpack.model.head import Scoring, score_targets, target_positions
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup

@@ -16,23 +16,12 @@ from torch import nn
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from vlmpack.errors import ConfigError, LayoutError, check_kind
-from vlmpack.families import Family
-from vlmpack.layout import (
-    IGNORE,
-    METADATA_KEY,
-    HostMetadata,
-    OnlyPacked,
-    PackedRow,
-    PaddedBatch,
-    SlotRule,
-    around_graph,
-    check_is_tensor,
-    outside_graph,
-    pack,
-    require,
-    to_device,
-    whole_numbers,
-)
+from vlmpack.families.family import Family
+from vlmpack.layout.batch import METADATA_KEY, HostMetadata, PaddedBatch, check_is_tensor, whole_numbers
+from vlmpack.layout.device import around_graph, outside_graph, require, to_device
+from vlmpack.layout.packing import pack
+from vlmpack.layout.row import IGNORE, OnlyPacked, PackedRow
+from vlmpack.layout.segments import SlotRule
 from vlmpack.model.columns import ROW_KEYS, STEP, check_expert_types, check_keys, columns_in, with_token_types
 from vlmpack.model.engine import PackingState, packing_state, run_row, stored_state
 from vlmpack.model.head import Scoring

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout import IGNORE, require
+from vlmpack.layout.device import require
+from vlmpack.layout.row import IGNORE
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 """Hidden states [l, D] to logits [l, V]."""

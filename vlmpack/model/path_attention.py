@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from vlmpack.context_parallel import Attend
-from vlmpack.layout import PrefixTree
+from vlmpack.context_parallel.attention import Attend
+from vlmpack.layout.prefix_tree import PrefixTree
 
 
 def attend_along_paths(

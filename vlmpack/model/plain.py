@@ -25,8 +25,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from vlmpack.errors import ConfigError, FamilyError, LayoutError, UnpackedWarning
-from vlmpack.families import Family, family_of
-from vlmpack.layout import METADATA_KEY, on_host, outside_graph, require
+from vlmpack.families.family import Family
+from vlmpack.families.registry import family_of
+from vlmpack.layout.batch import METADATA_KEY
+from vlmpack.layout.device import on_host, outside_graph, require
 
 _HAS_HEAD = ("ForConditionalGeneration", "ForCausalLM")
 

@@ -19,22 +19,12 @@ import numpy as np
 import torch
 
 from vlmpack.errors import FamilyError, LayoutError
-from vlmpack.families import AskModel, Family
-from vlmpack.layout import (
-    IMAGE,
-    TEXT,
-    VIDEO,
-    HostMetadata,
-    PackedRow,
-    Segments,
-    check_is_tensor,
-    checked_boundaries,
-    copied,
-    on_host,
-    outside_graph,
-    require,
-    to_device,
-)
+from vlmpack.families.audio import AskModel
+from vlmpack.families.family import Family
+from vlmpack.layout.batch import IMAGE, TEXT, VIDEO, HostMetadata, check_is_tensor
+from vlmpack.layout.device import copied, on_host, outside_graph, require, to_device
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.segments import Segments, checked_boundaries
 from vlmpack.model.mechanisms import ModelParts
 
 NAME = "rope_cu_seqlens"

@@ -19,20 +19,14 @@ from typing import final
 
 import torch
 
-from vlmpack.attention import EVERYTHING, Reach, attended_pairs
-from vlmpack.context_parallel import Attend
+from vlmpack.attention.patterns import EVERYTHING, Reach, attended_pairs
+from vlmpack.context_parallel.attention import Attend
 from vlmpack.errors import LayoutError
-from vlmpack.layout import (
-    IGNORE,
-    HostMetadata,
-    PackedRow,
-    PrefixTree,
-    Segments,
-    metadata_of_tree,
-    on_host,
-    require,
-    roll_left,
-)
+from vlmpack.layout.batch import HostMetadata
+from vlmpack.layout.device import on_host, require
+from vlmpack.layout.prefix_tree import PrefixTree
+from vlmpack.layout.row import IGNORE, PackedRow, metadata_of_tree, roll_left
+from vlmpack.layout.segments import Segments
 from vlmpack.model.path_attention import attend_along_paths
 from vlmpack.model.row import OnHeads, OnTensors, PartTargets, RowPart
 

@@ -9,8 +9,11 @@ from typing import Any, final
 import torch
 from transformers.utils.generic import ModelOutput
 
-from vlmpack.families import Family
-from vlmpack.layout import PackedRow, Segments, on_host, outside_graph, unpack
+from vlmpack.families.family import Family
+from vlmpack.layout.device import on_host, outside_graph
+from vlmpack.layout.packing import unpack
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms.experts import RouterStatistics, puts_aux_loss_first
 
 

@@ -16,9 +16,10 @@ from typing import Any, final
 
 import torch
 
-from vlmpack.attention import EVERYTHING, Reach, attended_pairs
-from vlmpack.context_parallel import Attend
-from vlmpack.layout import HostMetadata, Segments
+from vlmpack.attention.patterns import EVERYTHING, Reach, attended_pairs
+from vlmpack.context_parallel.attention import Attend
+from vlmpack.layout.batch import HostMetadata
+from vlmpack.layout.segments import Segments
 
 CONTEXT = "vlmpack_row"
 """The keyword under which a `RowContext` reaches every layer."""

@@ -25,29 +25,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vlmpack.context_parallel import Parallel
+from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.families import Family, family_named
-from vlmpack.layout import (
-    IGNORE,
-    MEDIA_KEYS,
-    METADATA_KEY,
-    Layout,
-    Media,
-    PackedRow,
-    PaddedBatch,
-    Segments,
-    SlotRule,
-    check_is_batch,
-    check_none_on_padding,
-    check_unshared,
-    checked_boundaries,
-    copied,
-    pack,
-    require,
-    whole_numbers,
-)
-from vlmpack.megatron import Halo, LocalRow, installed_version, packed_seq_fields, packed_seq_params, shard
+from vlmpack.families.family import Family
+from vlmpack.families.registry import family_named
+from vlmpack.layout.batch import MEDIA_KEYS, METADATA_KEY, Media, PaddedBatch, check_is_batch, whole_numbers
+from vlmpack.layout.device import copied, require
+from vlmpack.layout.packing import pack
+from vlmpack.layout.row import IGNORE, PackedRow, check_none_on_padding
+from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundaries
+from vlmpack.layout.sharing import check_unshared
+from vlmpack.megatron.shard import Halo, LocalRow, shard
+from vlmpack.megatron.thd import installed_version, packed_seq_fields, packed_seq_params
 from vlmpack.model.columns import COLUMNS, STEP
 from vlmpack.model.enable import enable_packing
 from vlmpack.model.engine import StepConfig, divisor, stored_state

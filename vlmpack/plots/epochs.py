@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from vlmpack.errors import ConfigError
-from vlmpack.plan import EMPTY, Plan, Schedule
+from vlmpack.plan.balance import EMPTY, Schedule
+from vlmpack.plan.plan import Plan
 from vlmpack.plots.figures import ACCENT, FAINT, INK, SAMPLES, heading, plain
 
 STEP = 2

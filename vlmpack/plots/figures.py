@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from vlmpack.files import atomic_file, writing
-from vlmpack.plan import Summary, histogram, summary
+from vlmpack.plan.length_table import Summary, histogram, summary
 
 SAMPLES = ("#4C78A8", "#F2A65A", "#59A89C", "#D8697A", "#8E7CC3", "#9AB857", "#C98BB9", "#7FB7D6")
 """One colour a sample, again from the first after the last."""

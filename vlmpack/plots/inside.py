@@ -14,7 +14,8 @@ from matplotlib.patches import Patch, Polygon, Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import PackedRow, Segments
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.segments import Segments
 from vlmpack.plots.figures import ACCENT, CURVES, FAINT, INK, PADDING, SAMPLES, bare, heading
 from vlmpack.plots.rows import Piece, bar_of, darker, packed_pieces, seams_and_numbers
 

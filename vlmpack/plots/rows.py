@@ -20,8 +20,9 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from vlmpack.layout import MaskSpans, PackedRow, PaddedBatch, lengths_from_mask
-from vlmpack.layout import pack as pack_batch
+from vlmpack.layout.batch import MaskSpans, PaddedBatch, lengths_from_mask
+from vlmpack.layout.packing import pack as pack_batch
+from vlmpack.layout.row import PackedRow
 from vlmpack.plots.figures import INK, PADDING, SAMPLES, bare, heading
 
 Kind = Literal["text", "image", "padding"]

@@ -21,7 +21,8 @@ from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import PackedRow, PrefixTree
+from vlmpack.layout.prefix_tree import PrefixTree
+from vlmpack.layout.row import PackedRow
 from vlmpack.plots.figures import FAINT, INK, SAMPLES, bare, heading
 
 LINE_INCHES = 0.3

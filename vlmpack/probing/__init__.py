@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from vlmpack.probing.report import BAD, Baseline, Cause, Check, Report
-from vlmpack.probing.run import backends_for, probe
-from vlmpack.probing.weights import Loaded, load, small_copy
+from vlmpack.probing.report import Report
+from vlmpack.probing.run import probe
+from vlmpack.probing.weights import small_copy
 
-__all__ = ["BAD", "Baseline", "Cause", "Check", "Loaded", "Report", "backends_for", "load", "probe", "small_copy"]
+__all__ = [
+    "Report",
+    "probe",
+    "small_copy",
+]

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from vlmpack.families import Family
-from vlmpack.layout import AUDIO
+from vlmpack.families.family import Family
+from vlmpack.layout.batch import AUDIO
 from vlmpack.probing.forward_passes import ForwardPass, ProbedModel
 from vlmpack.probing.mechanisms import FEATURE_LIMIT_IN_LOW_PRECISION, FEATURE_LIMITS, embeddings_of
 from vlmpack.probing.report import Check
 from vlmpack.probing.trace import LEAK, Trace, largest_move, recorded_calls
-from vlmpack.testing import Sample, build_sample, distance, media_of, perturbed
+from vlmpack.testing.comparison import distance
+from vlmpack.testing.samples import Sample, build_sample, media_of, perturbed
 
 FRAMES = "input_features"
 """The log-mel frames of all audios, by the model's own name."""

@@ -27,23 +27,19 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from vlmpack.families import Family, family_of
-from vlmpack.layout import IMAGE, METADATA_KEY, PackedRow, PaddedBatch, Segments, SlotRule, pack, share
-from vlmpack.model import PackedStep, StepConfig, StepResult, find_model
-from vlmpack.testing import (
-    Outcome,
-    Sample,
-    backward,
-    grids_of,
-    media_of,
-    metadata_of,
-    num_targets,
-    outcome_of,
-    padded,
-    plain_output,
-    sample_like,
-    take_gradients,
-)
+from vlmpack.families.family import Family
+from vlmpack.families.registry import family_of
+from vlmpack.layout.batch import IMAGE, METADATA_KEY, PaddedBatch
+from vlmpack.layout.packing import pack
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.segments import Segments, SlotRule
+from vlmpack.layout.sharing import share
+from vlmpack.model.engine import StepConfig
+from vlmpack.model.plain import find_model
+from vlmpack.model.result import StepResult
+from vlmpack.model.step import PackedStep
+from vlmpack.testing.comparison import Outcome, backward, outcome_of, plain_output, take_gradients
+from vlmpack.testing.samples import Sample, grids_of, media_of, metadata_of, num_targets, padded, sample_like
 
 NO_GAPS = SlotRule()
 

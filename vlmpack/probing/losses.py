@@ -8,12 +8,15 @@ from typing import final
 
 import torch
 
-from vlmpack.layout import IGNORE
-from vlmpack.model import ModelParts, StepResult, expert_layers
+from vlmpack.layout.row import IGNORE
+from vlmpack.model.mechanisms import ModelParts
+from vlmpack.model.mechanisms.experts import expert_layers
+from vlmpack.model.result import StepResult
 from vlmpack.probing.forward_passes import ForwardResult, PackedPass, PlainPaddedPass, ProbedModel, total_targets
 from vlmpack.probing.report import Check
 from vlmpack.probing.trace import Trace
-from vlmpack.testing import Sample, distance, mean_losses, num_targets, relative, target_losses
+from vlmpack.testing.comparison import distance, mean_losses, relative, target_losses
+from vlmpack.testing.samples import Sample, num_targets
 
 FLOAT32_LIMIT = 1e-5
 """Relative difference of two losses that are computed from the same numbers, in float32."""

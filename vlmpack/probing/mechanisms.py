@@ -26,10 +26,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from vlmpack.attention import EVERYTHING, Reach
-from vlmpack.families import Sees
-from vlmpack.layout import PackedRow, Segments
-from vlmpack.model import ModelParts, layer_reaches, spans_in
+from vlmpack.attention.patterns import EVERYTHING, Reach
+from vlmpack.families.spans import Sees
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.segments import Segments
+from vlmpack.model.mechanisms import ModelParts
+from vlmpack.model.mechanisms.attention import layer_reaches, spans_in
 from vlmpack.model.plain import CACHES
 from vlmpack.probing.forward_passes import ForwardPass, ProbedModel, frames_as_images
 from vlmpack.probing.report import Cause, Check
@@ -44,7 +46,7 @@ from vlmpack.probing.trace import (
     perturb_spans,
     routed_tokens,
 )
-from vlmpack.testing import Sample, grids_of, media_of, perturbed
+from vlmpack.testing.samples import Sample, grids_of, media_of, perturbed
 
 FORGETS_EVERYTHING = 20.0
 """A_log of a gated delta layer whose state is multiplied by exp(-exp(20) * softplus(...)) = 0 at every token."""

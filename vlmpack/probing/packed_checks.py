@@ -10,7 +10,10 @@ from itertools import pairwise
 
 import torch
 
-from vlmpack.model import ModelParts, PackedStep, disable_packing, layer_reaches, spans_in
+from vlmpack.model.enable import disable_packing
+from vlmpack.model.mechanisms import ModelParts
+from vlmpack.model.mechanisms.attention import layer_reaches, spans_in
+from vlmpack.model.step import PackedStep
 from vlmpack.probing.audio import check_audio, check_padding
 from vlmpack.probing.forward_passes import (
     GAPS,
@@ -38,7 +41,8 @@ from vlmpack.probing.reference import ProbeSetup, Reference, References, value_o
 from vlmpack.probing.report import BAD, Check, Part
 from vlmpack.probing.routing import HOLD_ALL, RoutingRecord, held_choices, open_share, routing
 from vlmpack.probing.trace import LEAK, counted_pairs, counted_syncs, first_moved, largest_move, submodules, trace
-from vlmpack.testing import Sample, backward, compare, distance, kind_of, perturbed, rms_distance, to_host, word_ids
+from vlmpack.testing.comparison import backward, compare, distance, rms_distance, to_host
+from vlmpack.testing.samples import Sample, kind_of, perturbed, word_ids
 
 Progress = Callable[[str], None]
 

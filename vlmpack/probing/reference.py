@@ -14,8 +14,8 @@ from typing import TypeVar, final
 
 import torch
 
-from vlmpack.layout import Segments
-from vlmpack.model import StepConfig
+from vlmpack.layout.segments import Segments
+from vlmpack.model.engine import StepConfig
 from vlmpack.probing.forward_passes import (
     AUTOCAST,
     CIRCUMSTANCES,
@@ -30,7 +30,8 @@ from vlmpack.probing.losses import RouterLosses, reference_router_losses
 from vlmpack.probing.mechanisms import Features, Rotary, feature_error, features_of, rotary_of
 from vlmpack.probing.routing import Choices, HeldChoices, held_choices, open_share, routing
 from vlmpack.probing.trace import recorded_calls, submodules
-from vlmpack.testing import LOW_PRECISION_FACTOR, Errors, Limits, Outcome, Sample, compare, distance, run_alone
+from vlmpack.testing.comparison import LOW_PRECISION_FACTOR, Errors, Limits, Outcome, compare, distance, run_alone
+from vlmpack.testing.samples import Sample
 
 STEADY = 5e-2
 """The most that logits may differ from one run to the next, as a part of the largest: kernels that add up in another

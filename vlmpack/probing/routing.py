@@ -32,9 +32,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from vlmpack.layout import PrefixTree
+from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.probing.forward_passes import ForwardPass, PackedPass, ProbedModel
-from vlmpack.testing import Sample
+from vlmpack.testing.samples import Sample
 
 Choices = dict[str, list[torch.Tensor]]
 """int64 [N, k] of each top-k of each block with experts: the experts of the N tokens that it routes, in their order."""

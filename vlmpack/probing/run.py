@@ -11,10 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from vlmpack.attention import AUTO, BACKENDS, AttentionCall, choose
+from vlmpack.attention.backends import AUTO, BACKENDS, AttentionCall, choose
 from vlmpack.errors import BackendError, ConfigError
-from vlmpack.layout import IMAGE, VIDEO, pack
-from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing, find_model, is_packing, packing_state
+from vlmpack.layout.batch import IMAGE, VIDEO
+from vlmpack.layout.packing import pack
+from vlmpack.model.enable import disable_packing, enable_packing, is_packing
+from vlmpack.model.engine import StepConfig, packing_state
+from vlmpack.model.plain import find_model
+from vlmpack.model.step import PackedStep
 from vlmpack.probing.audio import check_audio
 from vlmpack.probing.forward_passes import TREE, PlainPaddedPass, PlainRowPass, ProbedModel
 from vlmpack.probing.losses import check_loss_count
@@ -25,19 +29,16 @@ from vlmpack.probing.report import Baseline, Check, Report, causes_of, one_line
 from vlmpack.probing.routing import held_choices, open_share, routing
 from vlmpack.probing.trace import LEAK, trace
 from vlmpack.probing.tree_checks import tree_checks
-from vlmpack.testing import (
-    FLOOR,
+from vlmpack.testing.branching import branches_of
+from vlmpack.testing.comparison import FLOOR, distance, relative, to_host
+from vlmpack.testing.samples import (
     Sample,
-    branches_of,
     build_sample,
-    distance,
     grids_of,
     kind_of,
     padded,
     processed_samples,
-    relative,
     synthetic_samples,
-    to_host,
     with_adversarial_lengths,
 )
 

@@ -18,11 +18,13 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlmpack.layout import Segments, recorded_syncs
-from vlmpack.model import ModelParts, expert_layers
+from vlmpack.layout.device import recorded_syncs
+from vlmpack.layout.segments import Segments
+from vlmpack.model.mechanisms import ModelParts
+from vlmpack.model.mechanisms.experts import expert_layers
 from vlmpack.model.plain import CACHES
 from vlmpack.probing.forward_passes import ForwardPass, ForwardResult, ProbedModel
-from vlmpack.testing import Sample
+from vlmpack.testing.samples import Sample
 
 LEAK = 1e-5
 """The most that may move when something else is changed, as a part of the largest entry: a real leak is 1e-2."""

@@ -24,9 +24,12 @@ from typing import final
 
 import torch
 
-from vlmpack.attention import EVERYTHING, Reach
-from vlmpack.layout import PackedRow, PrefixTree, unshare
-from vlmpack.model import ModelParts, layer_reaches, spans_in
+from vlmpack.attention.patterns import EVERYTHING, Reach
+from vlmpack.layout.prefix_tree import PrefixTree
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.sharing import unshare
+from vlmpack.model.mechanisms import ModelParts
+from vlmpack.model.mechanisms.attention import layer_reaches, spans_in
 from vlmpack.probing.forward_passes import TREE, PackedPass
 from vlmpack.probing.losses import RouterLosses, reference_router_losses
 from vlmpack.probing.mechanisms import (
@@ -60,7 +63,8 @@ from vlmpack.probing.packed_checks import (
 from vlmpack.probing.reference import ProbeSetup, Reference, compute_reference, value_of, value_or_error
 from vlmpack.probing.report import Cause, Check
 from vlmpack.probing.trace import LEAK, ModuleCall, Span, Trace, largest_move, perturb_spans, routed_tokens, trace
-from vlmpack.testing import Branches, Sample, distinct_prefixes, grids_of
+from vlmpack.testing.branching import Branches, distinct_prefixes
+from vlmpack.testing.samples import Sample, grids_of
 
 
 @final

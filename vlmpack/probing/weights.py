@@ -13,11 +13,12 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from vlmpack.data import load_processor
+from vlmpack.data.processor import load_processor
 from vlmpack.errors import ConfigError
-from vlmpack.families import Family, family_named
+from vlmpack.families.family import Family
+from vlmpack.families.registry import family_named
 from vlmpack.probing.report import one_line
-from vlmpack.testing import TinySizes, tiny_model
+from vlmpack.testing.models import TinySizes, tiny_model
 
 BYTES_A_WEIGHT = 12
 """Of a probe: weight, gradient and true gradient in float32; in bfloat16 the float32 copy needs the room."""

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from vlmpack.errors import RequestError
-from vlmpack.families import Family
+from vlmpack.families.family import Family
 from vlmpack.service.messages import LoraConfig
 
 ALPHA = 32

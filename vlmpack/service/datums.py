@@ -20,10 +20,12 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from vlmpack.data import ImageError, ImageLimits, load_image, read_size
+from vlmpack.data.images import ImageError, ImageLimits, load_image, read_size
 from vlmpack.errors import RequestError
-from vlmpack.families import Family
-from vlmpack.layout import IGNORE, IMAGE, TEXT, Grid, HostMetadata, Media, PackedRow, Segments
+from vlmpack.families.family import Family
+from vlmpack.layout.batch import IMAGE, TEXT, Grid, HostMetadata, Media
+from vlmpack.layout.row import IGNORE, PackedRow
+from vlmpack.layout.segments import Segments
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.losses import TARGETS, BoundLoss, bind_loss, check_inputs
 from vlmpack.service.messages import Chunk, Datum, ForwardBackward, ImageChunk, Sample, TextChunk

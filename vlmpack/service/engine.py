@@ -17,12 +17,12 @@ from typing import Any, final
 
 from torch import nn
 
-from vlmpack.collate import parts_of
-from vlmpack.context_parallel import Parallel
+from vlmpack.collate.processor_metadata import parts_of
+from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError, FamilyError, RequestError
-from vlmpack.families import family_of
-from vlmpack.layout import MIN_SHARED
-from vlmpack.model import enable_packing
+from vlmpack.families.registry import family_of
+from vlmpack.layout.sharing import MIN_SHARED
+from vlmpack.model.enable import enable_packing
 from vlmpack.service import shared_rows
 from vlmpack.service.adapters import Adapter, Adapters, Span, new_adapter
 from vlmpack.service.clients import ClientModel, read_settings

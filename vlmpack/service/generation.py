@@ -29,10 +29,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vlmpack.families import Family, family_of
-from vlmpack.layout import Segments
-from vlmpack.model import find_model, target_logprobs
-from vlmpack.model.plain import cache_name
+from vlmpack.families.family import Family
+from vlmpack.families.registry import family_of
+from vlmpack.layout.segments import Segments
+from vlmpack.model.head import target_logprobs
+from vlmpack.model.plain import cache_name, find_model
 from vlmpack.service import caches
 from vlmpack.service.choice import Choice, Draw, choose
 from vlmpack.service.datums import EncodedSequence

@@ -16,17 +16,15 @@ from typing import final
 import numpy as np
 import torch
 
-from vlmpack.layout import (
-    IMAGE,
-    TEXT,
-    HostMetadata,
-    PackedRow,
-    PrefixTree,
-    Segments,
-    content_numbers,
-    find_prefix_tree,
-)
-from vlmpack.plan import ALONE, Budget, PrefixGroups, plan_bins
+from vlmpack.layout.batch import IMAGE, TEXT, HostMetadata
+from vlmpack.layout.media_units import content_numbers
+from vlmpack.layout.prefix_tree import PrefixTree
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.segments import Segments
+from vlmpack.layout.sharing import find_prefix_tree
+from vlmpack.plan.lengths import Budget
+from vlmpack.plan.planner import plan_bins
+from vlmpack.plan.prefix_groups import ALONE, PrefixGroups
 from vlmpack.service.datums import EncodedSequence
 
 SLACK = (1.01, 1.03, 1.1, 1.2, 1.4)

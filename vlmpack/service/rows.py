@@ -20,8 +20,12 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from vlmpack.layout import PackedRow, PrefixTree, share
-from vlmpack.model import PackedStep, packing_state, target_logprobs
+from vlmpack.layout.prefix_tree import PrefixTree
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.sharing import share
+from vlmpack.model.engine import packing_state
+from vlmpack.model.head import target_logprobs
+from vlmpack.model.step import PackedStep
 from vlmpack.service.adapters import Adapters, Span
 from vlmpack.service.clients import ClientModel
 from vlmpack.service.datums import EncodedDatum, EncodedSequence, row_of

@@ -22,10 +22,10 @@ import uvicorn
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
-from vlmpack.data import load_processor
+from vlmpack.data.processor import load_processor
 from vlmpack.errors import ConfigError
-from vlmpack.families import family_named
-from vlmpack.layout import MIN_SHARED
+from vlmpack.families.registry import family_named
+from vlmpack.layout.sharing import MIN_SHARED
 from vlmpack.service import wire
 from vlmpack.service.app import make_app
 from vlmpack.service.bodies import BodyReader

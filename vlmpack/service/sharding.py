@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from vlmpack.errors import ConfigError, RequestError, VlmpackError
-from vlmpack.families import Family
+from vlmpack.families.family import Family
 from vlmpack.service.datums import EncodedDatum, EncodedSequence
 from vlmpack.service.losses import TARGETS, bind_loss
 from vlmpack.service.ranks import FAILED, Ranks, end

@@ -21,8 +21,9 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from vlmpack.families import Family
-from vlmpack.model import CONTEXT, ModelParts
+from vlmpack.families.family import Family
+from vlmpack.model.mechanisms import ModelParts
+from vlmpack.model.row import CONTEXT
 from vlmpack.service.adapters import Adapters, Span
 
 MECHANISMS = ("gated_delta", "short_conv")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from vlmpack.data import ImageLimits, load_image
+from vlmpack.data.images import ImageLimits, load_image
 from vlmpack.errors import RequestError, VlmpackError, check_extra
 from vlmpack.service.datums import EncodedSequence
 from vlmpack.service.generation import Ending

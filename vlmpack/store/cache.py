@@ -30,8 +30,11 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from vlmpack.collate import AUDIO_FIELDS, TEMPLATE_FIELDS, VLMCollator, parts_of, read_conversation
-from vlmpack.data import ImageError, read_size, settings_of
+from vlmpack.collate.collator import VLMCollator
+from vlmpack.collate.conversation import read_conversation
+from vlmpack.collate.processor_metadata import AUDIO_FIELDS, TEMPLATE_FIELDS, parts_of
+from vlmpack.data.images import ImageError, read_size
+from vlmpack.data.processor import settings_of
 from vlmpack.errors import ConfigError, Refusal
 from vlmpack.store.symbols import content_sums
 

@@ -14,10 +14,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, final
 
-from vlmpack.collate import AUDIO_FIELDS, TEMPLATE_FIELDS, ProcessorMetadata, VLMCollator, parts_of, pixel_bounds
+from vlmpack.collate.collator import VLMCollator
+from vlmpack.collate.processor_metadata import AUDIO_FIELDS, TEMPLATE_FIELDS, ProcessorMetadata, parts_of, pixel_bounds
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.files import unreadable
-from vlmpack.plan import LengthTable, Plan
+from vlmpack.plan.length_table import LengthTable
+from vlmpack.plan.plan import Plan
 
 FORMAT, VERSION = "vlmpack.rows", 3
 NAME, PLAN, LENGTHS, LEFT_OUT = "manifest.json", "plan.zip", "lengths.zip", "left_out.jsonl"

@@ -21,12 +21,15 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from torch.utils.data import IterableDataset, Subset
 
-from vlmpack.collate import Encoded, VLMCollator, sample_id_of
-from vlmpack.data import StoredRows
+from vlmpack.collate.collator import VLMCollator, sample_id_of
+from vlmpack.collate.encoded import Encoded
+from vlmpack.data.readers import StoredRows
 from vlmpack.errors import ConfigError, Refusal, SampleError, SkippedWarning, check_kind, check_whole_number
 from vlmpack.files import atomic_file, writing
-from vlmpack.loading import MapStyle, check_samples, sample_at
-from vlmpack.plan import LengthTable, PrefixMarks, Refused, divided_up, groups_of_marks
+from vlmpack.loading.resumable import MapStyle, check_samples, sample_at
+from vlmpack.plan.length_table import LengthTable, Refused
+from vlmpack.plan.lengths import divided_up
+from vlmpack.plan.prefix_marks import PrefixMarks, groups_of_marks
 from vlmpack.store.cache import Entry, LengthCache, sample_key, settings_key
 from vlmpack.store.executors import Start, in_order, in_order_on_ray
 from vlmpack.store.folder import WorkFolder

@@ -10,23 +10,15 @@ from typing import Any, final
 
 import numpy as np
 
-from vlmpack.collate import SkipLog, VLMCollator, sample_id_of
+from vlmpack.collate.collator import VLMCollator, sample_id_of
+from vlmpack.collate.skipped import SkipLog
 from vlmpack.errors import ConfigError, SampleError, check_whole_number
-from vlmpack.layout import SlotRule
-from vlmpack.loading import MapStyle, sample_at
-from vlmpack.plan import (
-    OVERSIZE,
-    Budget,
-    LengthTable,
-    Oversize,
-    Plan,
-    plan_bins,
-    refuse_too_large,
-    round_up,
-    split_rows,
-    strategy_name,
-    too_large,
-)
+from vlmpack.layout.segments import SlotRule
+from vlmpack.loading.resumable import MapStyle, sample_at
+from vlmpack.plan.length_table import LengthTable
+from vlmpack.plan.lengths import OVERSIZE, Budget, Oversize, refuse_too_large, round_up, too_large
+from vlmpack.plan.plan import Plan
+from vlmpack.plan.planner import plan_bins, split_rows, strategy_name
 from vlmpack.store.manifest import Counts, FixedSizes
 from vlmpack.store.records import IMAGES, Images
 from vlmpack.store.symbols import check_storable

@@ -23,11 +23,17 @@ from typing import Any, SupportsIndex, final, overload
 import numpy as np
 from torch.utils.data import Dataset
 
-from vlmpack.collate import Encoded, FrameSampling, SharePrefixes, VLMCollator
-from vlmpack.data import DEFAULT_LIMITS, DEFAULT_VIDEO_LIMITS, ImageLimits
+from vlmpack.collate.assemble import SharePrefixes
+from vlmpack.collate.collator import VLMCollator
+from vlmpack.collate.encoded import Encoded
+from vlmpack.collate.frame_sampling import FrameSampling
+from vlmpack.data.images import DEFAULT_LIMITS, ImageLimits
+from vlmpack.data.videos import DEFAULT_VIDEO_LIMITS
 from vlmpack.errors import ConfigError, LayoutError, SampleError, check_whole_number
-from vlmpack.layout import PackedRow, PrefixTree, Segments, SlotRule
-from vlmpack.plan import Plan
+from vlmpack.layout.prefix_tree import PrefixTree
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.segments import Segments, SlotRule
+from vlmpack.plan.plan import Plan
 from vlmpack.store.manifest import PLAN, Manifest, check_shard_files, differences, fingerprint
 from vlmpack.store.records import MEDIA, samples_of
 from vlmpack.store.shards import ShardFiles

@@ -31,19 +31,13 @@ from typing import Any, Literal, TypedDict, final
 import numpy as np
 from PIL import Image
 
-from vlmpack.collate import VIDEO_KEYS, Encoded, MediaRef, Visual
-from vlmpack.data import (
-    DEFAULT_LIMITS,
-    DEFAULT_VIDEO_LIMITS,
-    ImageError,
-    ImageLimits,
-    VideoLimits,
-    load_image,
-    open_video,
-    read_encoded,
-)
+from vlmpack.collate.columns import MediaRef
+from vlmpack.collate.encoded import Encoded, Visual
+from vlmpack.collate.vision_keys import VIDEO_KEYS
+from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_encoded
+from vlmpack.data.videos import DEFAULT_VIDEO_LIMITS, VideoLimits, open_video
 from vlmpack.errors import ConfigError, LayoutError, SampleError, check_extra
-from vlmpack.layout import IMAGE, VIDEO
+from vlmpack.layout.batch import IMAGE, VIDEO
 
 Images = Literal["bytes", "reference"]
 IMAGES: tuple[Images, ...] = ("bytes", "reference")

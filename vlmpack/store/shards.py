@@ -24,12 +24,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from vlmpack.collate import Encoded, VLMCollator, sample_id_of
-from vlmpack.data import ImageError, VideoLimits, open_video
+from vlmpack.collate.collator import VLMCollator, sample_id_of
+from vlmpack.collate.encoded import Encoded
+from vlmpack.data.images import ImageError
+from vlmpack.data.videos import VideoLimits, open_video
 from vlmpack.errors import ConfigError, Refusal, SampleError
 from vlmpack.files import atomic_file, unreadable, writing
-from vlmpack.loading import MapStyle, digest_of, sample_at
-from vlmpack.plan import divided_up
+from vlmpack.loading.resumable import MapStyle, sample_at
+from vlmpack.loading.state import digest_of
+from vlmpack.plan.lengths import divided_up
 from vlmpack.store.cache import content_of, plain
 from vlmpack.store.executors import InOrder
 from vlmpack.store.folder import WorkFolder

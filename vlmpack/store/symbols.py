@@ -17,12 +17,18 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vlmpack.collate import Encoded, ProcessorMetadata, Visual, VLMCollator
-from vlmpack.data import ImageError, ImageLimits, load_image, read_encoded
+from vlmpack.collate.collator import VLMCollator
+from vlmpack.collate.encoded import Encoded, Visual
+from vlmpack.collate.processor_metadata import ProcessorMetadata
+from vlmpack.data.images import ImageError, ImageLimits, load_image, read_encoded
 from vlmpack.errors import ConfigError
-from vlmpack.families import family_of_processor
-from vlmpack.layout import IMAGE, VIDEO, HostMetadata, PackedRow, PrefixTree, Segments, find_prefix_tree
-from vlmpack.plan import PrefixMarks
+from vlmpack.families.registry import family_of_processor
+from vlmpack.layout.batch import IMAGE, VIDEO, HostMetadata
+from vlmpack.layout.prefix_tree import PrefixTree
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.segments import Segments
+from vlmpack.layout.sharing import find_prefix_tree
+from vlmpack.plan.prefix_marks import PrefixMarks
 
 STRIDE = 61
 """Of the values of pixels that came cut into patches, every so manieth is summed up."""

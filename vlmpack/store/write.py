@@ -19,12 +19,16 @@ from typing import Any, final
 
 import numpy as np
 
-from vlmpack.collate import FrameSampling, SharePrefixes, VLMCollator
-from vlmpack.data import ImageError
+from vlmpack.collate.assemble import SharePrefixes
+from vlmpack.collate.collator import VLMCollator
+from vlmpack.collate.frame_sampling import FrameSampling
+from vlmpack.data.images import ImageError
 from vlmpack.errors import ConfigError, SampleError, check_kind, skipped_are_reported
 from vlmpack.files import atomic_file, write_text, writing
-from vlmpack.loading import MapStyle, check_samples, sample_at
-from vlmpack.plan import LengthTable, Plan, divided_up
+from vlmpack.loading.resumable import MapStyle, check_samples, sample_at
+from vlmpack.plan.length_table import LengthTable
+from vlmpack.plan.lengths import divided_up
+from vlmpack.plan.plan import Plan
 from vlmpack.store import planning
 from vlmpack.store.executors import Executor, InOrder, executor_of
 from vlmpack.store.folder import WorkFolder, check_differences, check_free, claim, locked

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vlmpack.families import FAMILIES, Family
+from vlmpack.families.family import Family
+from vlmpack.families.registry import FAMILIES
 from vlmpack.testing.towers import deepstack_vision, patch_blocks, vision_settings
 
 if TYPE_CHECKING:

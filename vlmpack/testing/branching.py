@@ -16,8 +16,13 @@ from typing import Any, final
 import torch
 
 from vlmpack.errors import ConfigError
-from vlmpack.families import Family, Join, family_named
-from vlmpack.layout import AUDIO, IGNORE, IMAGE, VIDEO, Media, MediaUnits, RowMedia, pack
+from vlmpack.families.family import Family
+from vlmpack.families.registry import family_named
+from vlmpack.families.tiles import Join
+from vlmpack.layout.batch import AUDIO, IMAGE, VIDEO, Media
+from vlmpack.layout.media_units import MediaUnits, RowMedia
+from vlmpack.layout.packing import pack
+from vlmpack.layout.row import IGNORE
 from vlmpack.testing.samples import build_sample, padded, perturbed
 from vlmpack.testing.tiles import Sample, sample_like
 

@@ -21,12 +21,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from vlmpack.errors import ConfigError
-from vlmpack.families import FAMILIES, family_of
-from vlmpack.layout import IGNORE, PackedRow, PaddedBatch
+from vlmpack.families.registry import FAMILIES, family_of
+from vlmpack.layout.batch import PaddedBatch
+from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.testing.samples import Sample, alone, num_targets
 
 if TYPE_CHECKING:  # the face of the room loads no transformers
-    from vlmpack.model import StepConfig, StepResult, Work
+    from vlmpack.model.engine import StepConfig
+    from vlmpack.model.result import StepResult, Work
 
 Gradients = Mapping[str, torch.Tensor]
 """By name of the parameter; parameters without a gradient are left out."""
@@ -206,7 +208,7 @@ def run_alone(
     Raises:
         ConfigError: packing is enabled on the model.
     """
-    from vlmpack.model import is_packing
+    from vlmpack.model.enable import is_packing
 
     if is_packing(model):
         raise ConfigError("packing is enabled on the model that is the reference; call disable_packing(model) first")
@@ -236,7 +238,8 @@ def run_packed(
 
     Packing is enabled meanwhile, and afterwards as it was.
     """
-    from vlmpack.model import PackedStep, disable_packing, is_packing
+    from vlmpack.model.enable import disable_packing, is_packing
+    from vlmpack.model.step import PackedStep
 
     enabled = is_packing(model)
     take_gradients(model)
@@ -258,7 +261,7 @@ def plain_output(
 
     `use_cache`: None leaves it to the model's configuration.
     """
-    from vlmpack.model import find_model
+    from vlmpack.model.plain import find_model
 
     device = next(model.parameters()).device
     placed = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}

@@ -382,7 +382,7 @@ def build_processor(family: str, vocab_size: int, trained: Callable[[int], str])
     """
     from transformers.models.auto.processing_auto import processor_class_from_name
 
-    from vlmpack.data import without_parts
+    from vlmpack.data.processor import without_parts
 
     if missing := missing_packages(family):
         raise FamilyError(f"the processor of {family} needs {' and '.join(missing)}; install it")

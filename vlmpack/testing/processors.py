@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from vlmpack.data import without_parts
+from vlmpack.data.processor import without_parts
 from vlmpack.errors import ConfigError
-from vlmpack.families import FAMILIES
+from vlmpack.families.registry import FAMILIES
 from vlmpack.testing.audio import OMNI_TOKENS, omni_template, tiny_extractor
 from vlmpack.testing.family_processors import RECIPES, build_processor
 from vlmpack.testing.models import DEFAULT_FAMILY

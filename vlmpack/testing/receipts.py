@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-from vlmpack.data import OpenDataset, parse_lines
+from vlmpack.data.archive import parse_lines
+from vlmpack.data.open import OpenDataset
 from vlmpack.errors import ConfigError
 
 SPLITS = {"train": ("train", 800), "validation": ("dev", 100), "test": ("test", 100)}

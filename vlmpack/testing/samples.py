@@ -24,21 +24,16 @@ from typing import Any, Literal
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from vlmpack.collate import VLMCollator
+from vlmpack.collate.collator import VLMCollator
 from vlmpack.errors import SampleError, VlmpackError
-from vlmpack.families import (
-    FAMILIES,
-    AskModel,
-    Family,
-    Join,
-    TypeRuns,
-    family_named,
-    family_of_processor,
-    media_runs,
-    run_of_pairs,
-    type_runs,
-)
-from vlmpack.layout import IGNORE, MEDIA_KEYS, Grid, HostMetadata, Media, PaddedBatch
+from vlmpack.families.audio import AskModel
+from vlmpack.families.family import Family
+from vlmpack.families.registry import FAMILIES, family_named, family_of_processor
+from vlmpack.families.rules import run_of_pairs
+from vlmpack.families.spans import TypeRuns, media_runs, type_runs
+from vlmpack.families.tiles import Join
+from vlmpack.layout.batch import MEDIA_KEYS, Grid, HostMetadata, Media, PaddedBatch
+from vlmpack.layout.row import IGNORE
 from vlmpack.testing.audio import audio_tensors, audio_tokens, frames_in, frames_of, noises
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts
 from vlmpack.testing.tiles import Sample, TiledImage, sample_like, tiled_image, tiled_video

@@ -12,8 +12,9 @@ from typing import Any, final
 
 import torch
 
-from vlmpack.families import Family, family_named
-from vlmpack.layout import Grid
+from vlmpack.families.family import Family
+from vlmpack.families.registry import family_named
+from vlmpack.layout.batch import Grid
 
 
 class Sample(dict[str, torch.Tensor]):

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vlmpack.attention import EVERYTHING, Reach
-from vlmpack.families import Prefix, Sees
+from vlmpack.attention.patterns import EVERYTHING, Reach
+from vlmpack.families.spans import Prefix, Sees
 from vlmpack.testing.tiles import Sample
 
 if TYPE_CHECKING:
-    from vlmpack.model import Work
+    from vlmpack.model.result import Work
 
 Reaches = Collection[Reach]
 """Reach of queries, in each kind of layer."""

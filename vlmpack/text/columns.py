@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, final, get_args
 import numpy as np
 
 from vlmpack.errors import ConfigError, check_choice, check_extra, check_whole_number
-from vlmpack.plan import LARGEST, Plan
+from vlmpack.plan.lengths import LARGEST
+from vlmpack.plan.plan import Plan
 from vlmpack.text.samples import IGNORE, Samples
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def fill_rows(
         ConfigError: rows above the capacity (`oversize="own_row"`) that are to be padded to it; or a plan whose rows
             share prefixes.
     """
-    from vlmpack.layout import ranges
+    from vlmpack.layout.segments import ranges
 
     if plan.groups is not None:
         raise ConfigError(

@@ -11,7 +11,7 @@ from vlmpack.text.samples import IGNORE
 if TYPE_CHECKING:
     import torch
 
-    from vlmpack.layout import PackedRow
+    from vlmpack.layout.row import PackedRow
     from vlmpack.text.row_collator import PositionRows
     from vlmpack.text.seqpacker import Pack
 

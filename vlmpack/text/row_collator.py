@@ -20,7 +20,9 @@ import numpy as np
 import torch
 
 from vlmpack.errors import ConfigError, SampleError, check_choice
-from vlmpack.layout import IGNORE, HostMetadata, PackedRow, Segments, ranges, shift_labels
+from vlmpack.layout.batch import HostMetadata
+from vlmpack.layout.row import IGNORE, PackedRow, shift_labels
+from vlmpack.layout.segments import Segments, ranges
 from vlmpack.text.samples import learnt_column, masked_labels, real_tokens, token_ids_of, vector
 
 PositionRows = Literal[0, 1, 4]

@@ -27,7 +27,7 @@ from typing import Any, Literal, final, get_args
 import numpy as np
 
 from vlmpack.errors import ConfigError, SampleError, check_choice
-from vlmpack.plan import LARGEST, checked_lengths
+from vlmpack.plan.lengths import LARGEST, checked_lengths
 
 Oversize = Literal["error", "drop", "truncate", "split"]
 
@@ -117,7 +117,7 @@ class Samples:
         if oversize == "truncate":
             return replace(self, lengths=np.minimum(self.lengths, capacity))
         if oversize == "split" and len(self):
-            from vlmpack.layout import ranges
+            from vlmpack.layout.segments import ranges
 
             checked_lengths(self.lengths)  # now, while a sample's place is its number
             pieces = -(-self.lengths // capacity)

@@ -19,17 +19,10 @@ import numpy as np
 
 from vlmpack import __version__ as __version__
 from vlmpack.errors import ConfigError
-from vlmpack.plan import (
-    ALIASES,
-    LOOK_AHEAD,
-    ROWS_BUFFERED,
-    PackingBuffer,
-    Plan,
-    check_seed,
-    checked_capacity,
-    plan_bins,
-    strategy_name,
-)
+from vlmpack.plan.lengths import check_seed, checked_capacity
+from vlmpack.plan.packing_buffer import LOOK_AHEAD, ROWS_BUFFERED, PackingBuffer
+from vlmpack.plan.plan import Plan
+from vlmpack.plan.planner import ALIASES, plan_bins, strategy_name
 from vlmpack.text.columns import Mask, RowFormat, fill_rows, make_dataset
 from vlmpack.text.packed_batch import PackedBatch
 from vlmpack.text.samples import IGNORE, Oversize, Samples

@@ -14,9 +14,9 @@ from typing import Any
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from vlmpack.collate import VLMCollator
+from vlmpack.collate.collator import VLMCollator
 from vlmpack.errors import SampleError
-from vlmpack.text import RowCollator
+from vlmpack.text.row_collator import RowCollator
 
 DEFAULTS: Mapping[str, Any] = {
     "max_length": 1024,

@@ -22,13 +22,19 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from vlmpack.collate import OVERLENGTH, VLMCollator, sample_id_of
+from vlmpack.collate.collator import VLMCollator, sample_id_of
+from vlmpack.collate.encoded import OVERLENGTH
 from vlmpack.errors import ConfigError, SampleError, skipped_are_reported
-from vlmpack.layout import METADATA_KEY, HostMetadata
-from vlmpack.loading import MapStyle, check_samples
-from vlmpack.model import PackedStep, StepResult, Work, disable_packing, is_packing
-from vlmpack.plan import EMPTY, LengthTable, Plan, Refused, balance_rows, plan_bins
-from vlmpack.store import measure_lengths
+from vlmpack.layout.batch import METADATA_KEY, HostMetadata
+from vlmpack.loading.resumable import MapStyle, check_samples
+from vlmpack.model.enable import disable_packing, is_packing
+from vlmpack.model.result import StepResult, Work
+from vlmpack.model.step import PackedStep
+from vlmpack.plan.balance import EMPTY, balance_rows
+from vlmpack.plan.length_table import LengthTable, Refused
+from vlmpack.plan.plan import Plan
+from vlmpack.plan.planner import plan_bins
+from vlmpack.store.measure import measure_lengths
 from vlmpack.trainer.metrics import losses_of_set
 
 Collator = Callable[[Sequence[Any]], Mapping[str, Any]]

@@ -9,7 +9,10 @@ from torch import nn
 from transformers import EvalPrediction
 
 from vlmpack.errors import ConfigError
-from vlmpack.model import LossCount, bind_loss_metrics, find_model, is_packing, packing_state
+from vlmpack.model.enable import bind_loss_metrics, is_packing
+from vlmpack.model.engine import packing_state
+from vlmpack.model.plain import find_model
+from vlmpack.model.result import LossCount
 
 
 @final

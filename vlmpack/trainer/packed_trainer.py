@@ -14,13 +14,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import EvalPrediction, Trainer, TrainerCallback, default_data_collator
 from transformers.trainer_utils import EvalLoopOutput
 
-from vlmpack.collate import VLMCollator
+from vlmpack.collate.collator import VLMCollator
 from vlmpack.errors import ConfigError, SkippedWarning, UnpackedWarning, check_extra, check_kind
-from vlmpack.layout import METADATA_KEY, HostMetadata
-from vlmpack.loading import PackedBatchSampler, PackedStream, Remainder
-from vlmpack.model import STEP, StepCall, is_packing
-from vlmpack.plan import Plan
-from vlmpack.store import PackedDataset
+from vlmpack.layout.batch import METADATA_KEY, HostMetadata
+from vlmpack.loading.sampler import PackedBatchSampler, Remainder
+from vlmpack.loading.stream import PackedStream
+from vlmpack.model.enable import is_packing
+from vlmpack.model.forward import STEP, StepCall
+from vlmpack.plan.plan import Plan
+from vlmpack.store.read import PackedDataset
 from vlmpack.trainer import checkpoints
 from vlmpack.trainer.checkpoint_weights import RenamedWeights
 from vlmpack.trainer.checkpoints import PLAN_FILE, stream_file

@@ -16,10 +16,15 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
-from vlmpack.collate import SharePrefixes, VLMCollator
+from vlmpack.collate.assemble import SharePrefixes
+from vlmpack.collate.collator import VLMCollator
 from vlmpack.errors import ConfigError, check_extra, check_kind
-from vlmpack.layout import METADATA_KEY
-from vlmpack.model import Work, enable_packing, find_model, is_packing, pack_backbone, packing_state
+from vlmpack.layout.batch import METADATA_KEY
+from vlmpack.model.backbone import pack_backbone
+from vlmpack.model.enable import enable_packing, is_packing
+from vlmpack.model.engine import packing_state
+from vlmpack.model.plain import find_model
+from vlmpack.model.result import Work
 from vlmpack.trainer.check_trl import check_packing
 from vlmpack.trainer.checkpoint_weights import RenamedWeights
 from vlmpack.trainer.evaluation import SampleLosses

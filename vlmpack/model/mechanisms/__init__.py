@@ -27,8 +27,9 @@ import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError
-from vlmpack.families import Family
-from vlmpack.layout import HostMetadata, PackedRow
+from vlmpack.families.family import Family
+from vlmpack.layout.batch import HostMetadata
+from vlmpack.layout.row import PackedRow
 from vlmpack.model.row import RowPart
 
 

@@ -25,10 +25,14 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vlmpack.attention import CAUSAL, EVERYTHING, AttentionCall, Pattern, Reach, Spans, choose
+from vlmpack.attention.backends import AttentionCall, choose
+from vlmpack.attention.patterns import CAUSAL, EVERYTHING, Pattern, Reach
+from vlmpack.attention.spans import Spans
 from vlmpack.errors import BackendError, ConfigError, FamilyError
-from vlmpack.families import Family, Prefix, Sees
-from vlmpack.layout import Segments, outside_graph
+from vlmpack.families.family import Family
+from vlmpack.families.spans import Prefix, Sees
+from vlmpack.layout.device import outside_graph
+from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup, is_subclassed
 from vlmpack.model.mechanisms.stand_ins import StandIn, plain_config, stand_in
 from vlmpack.model.mechanisms.stock import check_spans, measured_reaches

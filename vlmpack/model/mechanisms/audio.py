@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from vlmpack.families import Family
-from vlmpack.layout import Segments, around_graph, to_device
+from vlmpack.families.family import Family
+from vlmpack.layout.device import around_graph, to_device
+from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
 from vlmpack.model.mechanisms.handed_row import handed_on, taking_class
 from vlmpack.model.row import CONTEXT, RowContext

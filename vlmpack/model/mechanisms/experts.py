@@ -32,8 +32,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from vlmpack.errors import ConfigError
-from vlmpack.families import Family
-from vlmpack.layout import Segments, outside_graph, to_device
+from vlmpack.families.family import Family
+from vlmpack.layout.device import outside_graph, to_device
+from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
 from vlmpack.model.mechanisms.expert_choice import ByProbability, ExpertChoice, choice_of
 from vlmpack.model.row import CONTEXT, RowContext, RowPart

@@ -35,7 +35,9 @@ import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError
-from vlmpack.layout import Buckets, Spaced, around_graph, outside_graph
+from vlmpack.layout.buckets import Buckets
+from vlmpack.layout.device import around_graph, outside_graph
+from vlmpack.layout.spaced import Spaced
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, plain_class, subclass
 from vlmpack.model.mechanisms.gated_delta_fla import check_fla, fla_boundaries, uses_fla
 from vlmpack.model.mechanisms.gated_delta_tree import BucketTree, SpacedTree, hands_states, with_cache

@@ -18,8 +18,8 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from vlmpack.errors import BackendError
-from vlmpack.families import Family
-from vlmpack.layout import Segments, ranges
+from vlmpack.families.family import Family
+from vlmpack.layout.segments import Segments, ranges
 
 HOPPER, BLACKWELL = 9, (10, 12)
 """First number of the compute capability of NVIDIA's chips."""

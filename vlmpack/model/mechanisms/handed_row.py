@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from vlmpack.layout import around_graph
+from vlmpack.layout.device import around_graph
 from vlmpack.model.mechanisms import subclass
 from vlmpack.model.row import CONTEXT, RowContext
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, final
 
 from torch import nn
 
-from vlmpack.families import Family
+from vlmpack.families.family import Family
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, subclass
 from vlmpack.model.row import CONTEXT
 

@@ -28,7 +28,9 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
-from vlmpack.layout import Buckets, Spaced, SpacedNodes, around_graph, outside_graph
+from vlmpack.layout.buckets import Buckets
+from vlmpack.layout.device import around_graph, outside_graph
+from vlmpack.layout.spaced import Spaced, SpacedNodes
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
 from vlmpack.model.mechanisms.gated_delta import CALL_COST
 from vlmpack.model.plain import check_not_bypassed

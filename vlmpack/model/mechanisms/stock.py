@@ -26,10 +26,11 @@ import transformers
 from torch import nn
 from transformers import AttentionMaskInterface
 
-from vlmpack.attention import EVERYTHING, Pattern, Reach, Spans, visible_keys
+from vlmpack.attention.patterns import EVERYTHING, Pattern, Reach, visible_keys
+from vlmpack.attention.spans import Spans
 from vlmpack.errors import FamilyError
-from vlmpack.families import Prefix, Sees
-from vlmpack.layout import Segments
+from vlmpack.families.spans import Prefix, Sees
+from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import ModelParts
 
 MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]

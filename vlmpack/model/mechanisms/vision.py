@@ -22,9 +22,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from vlmpack.context_parallel import MediaShare
-from vlmpack.families import Family
-from vlmpack.layout import IMAGE, VIDEO, Grid, Segments, around_graph, to_device
+from vlmpack.context_parallel.vision import MediaShare
+from vlmpack.families.family import Family
+from vlmpack.layout.batch import IMAGE, VIDEO, Grid
+from vlmpack.layout.device import around_graph, to_device
+from vlmpack.layout.segments import Segments
 from vlmpack.model.context_parallel_row import ContextParallelRow
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
 from vlmpack.model.mechanisms.attention import Attention, RowAttention

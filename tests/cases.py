@@ -1,0 +1,64 @@
+"""What tests are parametrized with: families, and products of circumstances.
+
+There are two tiers. `make test` is the specification: every behavior once, eight families that have every mechanism
+between them. `make test-all` adds what is marked `slow`: every other family, processes, kills, compilers, examples.
+
+    @pytest.mark.parametrize("family", families(lambda family: family.has_vision))
+    @pairs(layout=["padded", "packed"], dtype=[torch.float32, torch.bfloat16], side=["left", "right"])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+from vlmpack.families.family import Family
+from vlmpack.families.registry import FAMILIES
+
+EIGHT = (
+    "qwen2_5_vl",  # MRoPE, a vision tower with windows, images and videos
+    "qwen3_vl_moe",  # interleaved MRoPE, deepstack, experts
+    "qwen3_5_moe",  # gated delta layers, experts
+    "glm4v",  # another tower; videos as images
+    "gemma3",  # image tokens that attend both ways, sliding windows
+    "llama4",  # chunked attention, scaled queries, images as tiles
+    "lfm2_vl",  # short convolutions, images without a grid
+    "gpt_oss",  # attention sinks; text alone
+)
+"""The families of `make test`: between them they have every mechanism but audio, whose tests name Omni themselves."""
+
+
+def families(where: Callable[[Family], bool] = lambda family: True, always: Iterable[str] = ()) -> list[Any]:
+    """The names of families as values of a parameter: the eight and `always` in `make test`, the others marked `slow`.
+
+    `where` chooses among them.
+    """
+    fast = {*EIGHT, *always}
+    chosen = [name for name, family in FAMILIES.items() if where(family)]
+    assert chosen, "no family has what the test is about"
+    tier = {True: (pytest.mark.chosen,), False: (pytest.mark.chosen, pytest.mark.full)}
+    return [pytest.param(name, marks=tier[name in fast]) for name in chosen]
+
+
+def slow(*values: Any) -> list[Any]:
+    """These values of a parameter, in `make test-all` only."""
+    return [pytest.param(value, marks=pytest.mark.full) for value in values]
+
+
+def pairs(**values: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test with few combinations of these values: each pair of values of two parameters is in one.
+
+    With one or two parameters that is their whole product. The combinations are the same in every run.
+    """
+    names, lists = list(values), [list(each) for each in values.values()]
+    cases = [(case, {*combinations(enumerate(case), 2)}) for case in product(*(range(len(each)) for each in lists))]
+    missing = set[Any]().union(*(shown for _, shown in cases))
+    chosen = [] if missing else [case for case, _ in cases]
+    while missing:
+        case, shown = max(cases, key=lambda each: len(each[1] & missing))
+        missing -= shown
+        chosen.append(case)
+    return pytest.mark.parametrize(names, [tuple(lists[i][k] for i, k in enumerate(case)) for case in sorted(chosen)])
