@@ -15,13 +15,12 @@ from typer.testing import CliRunner, Result
 from vlmpack.cli import app
 from vlmpack.cli.inputs import limit_pixels
 from vlmpack.cli.options import OVERLENGTH, STRATEGIES, TRAIN_ON
-from vlmpack.cli.pack import IMAGES, ON_BAD, OVERSIZE
+from vlmpack.cli.pack import ON_BAD, OVERSIZE
 from vlmpack.collate.collator import OnBad, Overlength, TrainOn
 from vlmpack.errors import ConfigError
 from vlmpack.plan import lengths, planner
 from vlmpack.store import PackedDataset
 from vlmpack.store.manifest import Manifest
-from vlmpack.store.records import IMAGES as STORED_IMAGES
 from vlmpack.terminal import format_bytes
 
 
@@ -88,13 +87,10 @@ def test_smaller_pictures_and_another_strategy_are_written_down(source: Path, tm
 
 
 def test_what_it_writes_can_be_trained_on(source: Path, tmp_path: Path) -> None:
-    assert pack(source, tmp_path / "rows", *GOOD, "--images", "reference").exit_code == 0
+    assert pack(source, tmp_path / "rows", *GOOD).exit_code == 0
     rows = list(PackedDataset(tmp_path / "rows", processor_of(), pad_to_max_length=True))
     assert {row["input_ids"].shape for row in rows} == {(1, 64)}
     assert sum(len(row["image_grid_thw"]) for row in rows) == 6
-    assert (tmp_path / "rows" / "rows-00000-of-00001.parquet").stat().st_size < source.parent.joinpath(
-        "5.png"
-    ).stat().st_size
 
 
 def test_again_it_ends_at_once_with_the_same_files(source: Path, tmp_path: Path) -> None:
@@ -119,7 +115,6 @@ def test_the_plan_counts_multiples_of_slots_and_of_rows(source: Path, tmp_path: 
         (("--on-bad", "raise"), "vlmpack: sample 6 (id 's6'): none of its"),
         (("--oversize", "error"), "vlmpack: sample 7 (id 's7'): does not fit a row of 64 tokens"),
         (("--oversize", "keep"), "vlmpack: --oversize keep: choose error, drop or own_row"),
-        (("--images", "pixels"), "vlmpack: --images pixels: choose bytes or reference"),
         (("--on-bad", "ignore"), "vlmpack: --on-bad ignore: choose raise or skip"),
         (("--strategy", "tetris"), "vlmpack: there is no strategy 'tetris'; choose from exact_fill,"),
         (("--max-pixels", 9), "vlmpack: --max-pixels 9: the processor enlarges images to"),
@@ -163,20 +158,9 @@ def test_a_folder_whose_packing_was_refused_is_no_data_set(source: Path, tmp_pat
         assert "rows is not packed to its end: `vlmpack pack` was interrupted there, or refused" in refused.stderr
 
 
-def test_pictures_in_no_file_are_refused_before_any_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vlmpack.store.write.measure_lengths", None)
-    few = ("--processor", "tiny", "--capacity", 3000, "--num", 2, "--images", "reference")
-    refused = pack("synthetic", tmp_path / "rows", *few)
-    assert refused.exit_code == 2
-    assert "lies in no file that a store could refer to; keep images='bytes'" in refused.stderr
-
-
 def test_the_words_of_options_are_those_of_the_library() -> None:
     assert OVERSIZE == lengths.OVERSIZE
     assert tuple(planner.STRATEGIES) == STRATEGIES
-    assert IMAGES == STORED_IMAGES
     assert get_args(OnBad) == ON_BAD
     assert get_args(TrainOn) == TRAIN_ON
     assert get_args(Overlength) == OVERLENGTH

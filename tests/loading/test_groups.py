@@ -132,19 +132,6 @@ def test_a_state_with_groups_needs_a_packer_with_groups_and_the_other_way_round(
         stream.load_state_dict(plain.state_dict())
 
 
-@pytest.mark.parametrize(
-    "groups",
-    [{"items": [[0, 1]], "arriving": [1]}, {"items": [[0, 9]], "arriving": []}, {"items": [[0]], "arriving": []}, 7],
-)
-def test_groups_of_a_state_that_contradict_its_samples_are_refused(groups):
-    stream = packer()
-    for at in range(2):
-        stream.add(sample(at, "a", 5, 1))
-    state = {name: value for name, value in stream.state_dict().items() if name != "seal"}
-    with pytest.raises(ConfigError, match="the state has groups"):
-        packer().load_state_dict({**state, "groups": groups})
-
-
 def test_a_prefix_is_one_and_has_a_key():
     stream: StreamPacker[Sample] = StreamPacker(RowSettings(capacity=9), prefix=lambda each: 7)  # pyright: ignore
     with pytest.raises(ConfigError, match="the prefix of sample 0"):

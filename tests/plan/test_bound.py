@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan.naive import naive_fewest_bins, naive_lower_bound
 
-from vlmpack.plan.algorithms import lower_bound
+from vlmpack.plan.exact_fill import lower_bound
 
 CAPACITY = 13
 few = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=7)

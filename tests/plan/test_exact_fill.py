@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from plan.naive import naive_best_sum
 
 from benchmarks.cases.plan import LENGTH_SETS
-from vlmpack.plan.algorithms import best_fit_decreasing, lower_bound
-from vlmpack.plan.exact_fill import Stock, best_subset, exact_fill
+from vlmpack.plan.exact_fill import Stock, best_fit_decreasing, best_subset, exact_fill, lower_bound
 
 
 @given(lengths=st.lists(st.integers(1, 20), max_size=9), room=st.integers(0, 60))

@@ -209,16 +209,12 @@ def test_a_plan_of_a_table_with_groups_counts_places_in_the_data_set():
     assert len(plan_bins(table, 22, budgets=budgets)) == 2  # images counted twice
 
 
-def test_tables_with_groups_are_saved_selected_and_joined(tmp_path: Path):
+def test_tables_with_groups_are_saved_and_selected(tmp_path: Path):
     table = table_of(SHARING)
     table.save(tmp_path / "table")
     assert LengthTable.load(tmp_path / "table") == table != table_of()
     part = table.select(np.array([False, True, True]))
     assert (part.group.tolist(), part.sample_ids.tolist()) == ([0, -1], [2, 3])
-    joined = LengthTable.concatenate([table, table_of(), table])
-    assert joined.group.tolist() == [0, 0, -1, -1, -1, -1, 1, 1, -1]
-    assert joined.shared_tokens.tolist() == [5, 5, 0, 0, 0, 0, 5, 5, 0]
-    assert LengthTable.concatenate([table_of()]) == table_of()
 
 
 def test_a_table_without_groups_has_the_bytes_that_it_had(tmp_path: Path):

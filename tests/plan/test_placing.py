@@ -15,7 +15,7 @@ from plan.naive import (
     naive_worst_fit,
 )
 
-from vlmpack.plan.algorithms import (
+from vlmpack.plan.exact_fill import (
     best_fit_decreasing,
     first_fit_decreasing,
     longest_first,

@@ -182,43 +182,6 @@ def test_a_plan_that_was_changed_on_disk_is_refused(tmp_path):
         Plan.load(changed)
 
 
-def test_a_plan_without_one_of_its_arrays_is_refused(tmp_path):
-    small_plan().save(tmp_path / "rows.plan")
-    with zipfile.ZipFile(tmp_path / "rows.plan") as old, zipfile.ZipFile(tmp_path / "less", "w") as new:
-        for member in old.namelist():
-            if member != "lengths.npy":
-                new.writestr(member, old.read(member))
-    with pytest.raises(LayoutError, match=r"less is damaged .it has no 'lengths'"):
-        Plan.load(tmp_path / "less")
-
-
-def test_flipped_bits_are_found(tmp_path):
-    small_plan().save(tmp_path / "rows.plan")
-    data = bytearray((tmp_path / "rows.plan").read_bytes())
-    at = data.index(b"NUMPY") + 140  # inside the numbers of the first array
-    data[at] ^= 1
-    (tmp_path / "rows.plan").write_bytes(data)
-    with pytest.raises(LayoutError, match="is damaged"):
-        Plan.load(tmp_path / "rows.plan")
-
-
-@pytest.mark.parametrize("member", ["manifest.json", "bounds.npy"])
-def test_half_a_manifest_or_array_is_damage(tmp_path, member):
-    small_plan().save(tmp_path / "rows.plan")
-    half = rewritten(tmp_path / "rows.plan", tmp_path / "half", member, lambda data: data[: len(data) // 2])
-    with pytest.raises(LayoutError, match="half is damaged"):
-        Plan.load(half)
-
-
-def test_a_manifest_without_its_digest_is_damage(tmp_path):
-    small_plan().save(tmp_path / "rows.plan")
-    less = rewritten(
-        tmp_path / "rows.plan", tmp_path / "less", "manifest.json", lambda d: d.replace(b'"digest"', b'"d"')
-    )
-    with pytest.raises(LayoutError, match="less does not match its digest"):
-        Plan.load(less)
-
-
 def test_a_plan_may_be_read_by_whoever_may_read_other_new_files(tmp_path):
     small_plan().save(tmp_path / "rows.plan")
     (tmp_path / "other").touch()
@@ -236,16 +199,16 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path):
         Plan.load(tmp_path / "text")
     with zipfile.ZipFile(tmp_path / "zip", "w") as members:
         members.writestr("other", "x")
-    with pytest.raises(ConfigError, match=r"zip is no vlmpack.plan of version 1"):
+    with pytest.raises(ConfigError, match=r"zip is no vlmpack.plan of version 2"):
         Plan.load(tmp_path / "zip")
     small_plan().save(tmp_path / "rows.plan")
     newer = rewritten(
         tmp_path / "rows.plan",
         tmp_path / "newer",
         "manifest.json",
-        lambda data: data.replace(b'"version": 1', b'"version": 2'),
+        lambda data: data.replace(b'"version": 2', b'"version": 3'),
     )
-    with pytest.raises(ConfigError, match=r"newer is no vlmpack.plan .*its manifest has \('vlmpack.plan', 2\)"):
+    with pytest.raises(ConfigError, match=r"newer is no vlmpack.plan .*its manifest has \('vlmpack.plan', 3\)"):
         Plan.load(newer)
 
 

@@ -95,14 +95,8 @@ def test_tables_that_differ_are_not_equal(table: LengthTable, column: str) -> No
 
 def test_a_plan_is_not_taken_for_a_table(tmp_path: Path) -> None:
     plan_bins([1, 2], 4).save(tmp_path / "plan")
-    with pytest.raises(ConfigError, match=r"plan is no vlmpack.lengths .*its manifest has \('vlmpack.plan', 1\)"):
+    with pytest.raises(ConfigError, match=r"plan is no vlmpack.lengths .*its manifest has \('vlmpack.plan', 2\)"):
         LengthTable.load(tmp_path / "plan")
-
-
-def test_a_table_is_not_taken_for_a_plan(table: LengthTable, tmp_path: Path) -> None:
-    table.save(tmp_path / "table")
-    with pytest.raises(ConfigError, match=r"is no vlmpack.plan of version 1"):
-        Plan.load(tmp_path / "table")
 
 
 def test_a_damaged_table_says_so(table: LengthTable, tmp_path: Path) -> None:

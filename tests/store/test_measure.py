@@ -17,7 +17,7 @@ from vlmpack.collate import SkipLimit, VLMCollator
 from vlmpack.errors import ConfigError, SampleError, SkippedWarning
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.store import measure_lengths
-from vlmpack.store.cache import settings_key
+from vlmpack.store.content import settings_key
 from vlmpack.store.measure import PART, lengths_of
 from vlmpack.testing import receipt_conversations, tiny_processor
 

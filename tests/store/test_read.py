@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 import torch
 from chats import chat, picture, processor_of
-from store.stores import CAPACITY, check_same, encoded, mixed, packing, places, store, texts
+from store.stores import check_same, encoded, mixed, packing, places, store, texts
 from torch.utils.data import DataLoader
 
 from vlmpack.collate import VLMCollator
@@ -16,7 +16,7 @@ from vlmpack.collate.skipped import read_skip_log
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PackedRow
 from vlmpack.loading import PackedBatchSampler
-from vlmpack.store import PackedDataset, shards
+from vlmpack.store import PackedDataset
 from vlmpack.testing import tiny_processor
 
 
@@ -37,28 +37,16 @@ def dataset(kept):
 # ---------------------------------------------------------------------- equality
 
 
-@pytest.mark.parametrize("images", ["bytes", "reference"])
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_a_stored_row_is_what_the_collator_makes_of_its_samples(tmp_path, family, images):
-    samples = mixed(tmp_path) if images == "bytes" else in_files(tmp_path)
-    store(tmp_path / "rows", samples, packing(family), images=images)
+def test_a_stored_row_is_what_the_collator_makes_of_its_samples(tmp_path, family):
+    samples = mixed(tmp_path)
+    store(tmp_path / "rows", samples, packing(family))
     dataset, collator = PackedDataset(tmp_path / "rows", processor_of(family)), packing(family)
     rows = places(dataset)
     assert sorted(chain(*rows)) == list(range(len(samples)))
     assert len(rows) > 1 and max(map(len, rows)) > 1
     for at, row in enumerate(rows):
         check_same(dataset.row(at), collator.collate([samples[place] for place in row]))
-
-
-def in_files(folder):
-    """Samples whose images lie in files."""
-    samples = []
-    for n in range(5):
-        paths = [folder / f"{n}-{k}.png" for k in range(1 + n % 2)]
-        for k, path in enumerate(paths):
-            path.write_bytes(encoded(picture(40 + 9 * n, 50, seed=k)))
-        samples.append(chat(f"{n}?", "a " * n + "b", *map(str, paths), id=n))
-    return samples
 
 
 def test_truncated_samples_are_stored_as_they_were_cut(tmp_path):
@@ -208,15 +196,6 @@ def test_a_damaged_file_is_named_with_its_row(tmp_path):
         PackedDataset(tmp_path, processor_of(), verify=True)
 
 
-def test_a_row_that_is_read_is_compared_with_the_checksum_that_was_stored(tmp_path, monkeypatch):
-    """Where those of the file's pages fit, as they do of a row that was changed when it was written again."""
-    store(tmp_path, texts())
-    dataset, stored = PackedDataset(tmp_path, processor_of()), shards.checksums
-    monkeypatch.setattr(shards, "checksums", lambda table: stored(table)[::-1])
-    with pytest.raises(ConfigError, match=r"row 0 of .* cannot be read: its checksum is another one"):
-        dataset[0]
-
-
 def test_a_missing_or_cut_file_is_found_when_the_store_is_opened(tmp_path):
     manifest = store(tmp_path, texts())
     shard = tmp_path / manifest.shards[-1].file
@@ -255,20 +234,3 @@ def test_a_damaged_image_can_be_skipped_and_is_written_down(tmp_path):
     assert row.metadata.sample_ids == ("s0", "s2")
     check_same(row, packing().collate([samples[0], samples[2]]))
     assert [(one["id"], one["reason"]) for one in read_skip_log(skip_log)] == [("s1", "image_undecodable")]
-
-
-def test_a_referenced_file_that_is_gone_or_another_one_is_told(tmp_path):
-    samples = in_files(tmp_path)
-    store(tmp_path / "rows", samples, images="reference", capacity=4 * CAPACITY)
-    dataset = PackedDataset(tmp_path / "rows", processor_of())
-    file = tmp_path / "2-0.png"
-    whole = file.read_bytes()
-    file.write_bytes(encoded(picture(58, 50, seed=7)))  # of the same size
-    with pytest.raises(SampleError, match=r"sample 2 .*2-0.png is another one.*SHA-256") as refused:
-        dataset[0]
-    assert refused.value.reason == "image_changed"
-    file.unlink()
-    with pytest.raises(SampleError, match=r"sample 2 .*there is no image file"):
-        dataset[0]
-    file.write_bytes(whole)
-    check_same(dataset.row(0), packing().collate([samples[place] for place in places(dataset)[0]]))

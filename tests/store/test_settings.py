@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from store.stores import digests, packing, store, texts
 
-from vlmpack.errors import ConfigError
 from vlmpack.store.manifest import Manifest
-
-
-def test_a_file_is_no_folder_for_a_store(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match="file is a file, and a store is a folder; name one that is empty or not"):
-        store(tmp_path / "file", texts())
-    with pytest.raises(ConfigError, match=r"below cannot be made a folder of rows: .*; name another one"):
-        store(tmp_path / "file" / "below", texts())
-    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_numbers_of_numpys_are_settings_like_pythons(tmp_path):

@@ -15,7 +15,6 @@ from vlmpack.collate import SharePrefixes, VLMCollator
 from vlmpack.errors import ConfigError
 from vlmpack.plan import LengthTable, plan_bins
 from vlmpack.store import measure_lengths
-from vlmpack.store.measure import _load_marks, _measure_places, _save_marks
 from vlmpack.testing import tiny_processor
 
 QUESTIONS = ("What is the total of this receipt?", "Who sold it?", "On which day was it paid?")
@@ -95,23 +94,6 @@ def test_a_cache_gives_the_same_groups_and_keeps_images_of_one_size_apart(tmp_pa
     assert measured(questions(), None, cache=tmp_path / "cache") == measured(questions(), None)
     swapped = [*questions()[:5], chat(QUESTIONS[2], "answer 2 1", encoded(190, 61, seed=7)), *questions()[6:]]
     assert measured(swapped, cache=tmp_path / "cache").group.tolist() == [0, 0, 0, 1, 1, -1, 2, 2, 2]
-
-
-def test_parts_measured_apart_give_the_groups_of_the_whole(tmp_path: Path) -> None:
-    """As on Ray: marks go through files, and a group may have samples of several parts."""
-    samples, collator = questions(), VLMCollator(processor_of())
-    tables, marks = [], []
-    for places in (range(4), range(4, 9)):
-        table, part = _measure_places(samples, collator, (places,), True, 0)
-        _save_marks(tmp_path / "part.npz", part)
-        tables.append(table)
-        marks += _load_marks(tmp_path / "part.npz")
-    whole = measured(samples)
-    joined = LengthTable.concatenate(tables)
-    assert (joined == measured(samples, None), len(marks)) == (True, 9)
-    from vlmpack.plan.prefix_marks import groups_of_marks
-
-    assert groups_of_marks(marks, min_shared=8) == whole.groups
 
 
 @pytest.mark.every_family

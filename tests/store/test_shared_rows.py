@@ -176,22 +176,7 @@ def test_rows_that_share_have_no_fixed_size(kept: Path):
         PackedDataset(kept, processor_of(), share_prefixes=False)
 
 
-def test_numbers_of_images_that_are_not_there_are_refused(kept: Path, monkeypatch: pytest.MonkeyPatch):
-    from vlmpack.store import read
-
-    def renumbered(table, media_ids, *limits):
-        at = table.column_names.index("image_numbers")
-        changed = table.set_column(at, "image_numbers", pyarrow.chunked_array([[[7]]], type=table[at].type))
-        return samples_of(changed, media_ids, *limits)
-
-    samples_of = read.samples_of
-    monkeypatch.setattr(read, "samples_of", renumbered)
-    with pytest.raises(ConfigError, match=r"contradicts itself: image_numbers \[7\]"):
-        PackedDataset(kept, processor_of()).row(0)
-
-
 def test_a_store_without_sharing_has_the_columns_that_it_had(tmp_path: Path):
     store(tmp_path / "rows", [chat("?", "a", picture(40, 40))])
     names = pyarrow.parquet.read_schema(next((tmp_path / "rows").glob("*.parquet"))).names
     assert "images" in names and "image_numbers" not in names
-    assert "share_prefixes" not in Manifest.load(tmp_path / "rows").settings["collator"]

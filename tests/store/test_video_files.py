@@ -13,9 +13,9 @@ from store.stores import asked, packing, texts
 
 from vlmpack.collate import FrameSampling
 from vlmpack.data import open_dataset
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError
 from vlmpack.store import PackedDataset, StoreSettings, write_rows
-from vlmpack.store.shards import sample_digest
+from vlmpack.store.content import sample_digest
 
 KEYS = {"min_pixels": 1024, "max_pixels": 6144, "fps": 3, "video_end": 1.5}
 
@@ -27,15 +27,14 @@ def films(folder: Path) -> list[dict]:
     return [film, *texts(4)]
 
 
-def stored(samples: list[dict], out: Path, images: Any = "bytes", **options: Any) -> PackedDataset:
-    write_rows(samples, out, packing(**options), StoreSettings(capacity=400, images=images))
+def stored(samples: list[dict], out: Path, **options: Any) -> PackedDataset:
+    write_rows(samples, out, packing(**options), StoreSettings(capacity=400))
     return PackedDataset(out, processor_of("qwen3_vl"))
 
 
-@pytest.mark.parametrize("images", ["bytes", "reference"])
-def test_rows_are_those_that_the_collator_makes(images: str, tmp_path: Path) -> None:
+def test_rows_are_those_that_the_collator_makes(tmp_path: Path) -> None:
     samples = films(tmp_path)
-    dataset = stored(samples, tmp_path / "rows", images)
+    dataset = stored(samples, tmp_path / "rows")
     rows = [dataset.row(at) for at in range(len(dataset))]
     by_id = {sample["id"]: sample for sample in samples}
     videos = 0
@@ -46,26 +45,6 @@ def test_rows_are_those_that_the_collator_makes(images: str, tmp_path: Path) -> 
             assert torch.equal(row.media.pixel_values_videos, expected.media.pixel_values_videos)
             videos += 1
     assert videos == 1
-
-
-def test_bytes_need_the_file_no_more_and_references_notice_another_one(tmp_path: Path) -> None:
-    samples = films(tmp_path)
-    kept, referred = (stored(samples, tmp_path / how, how) for how in ("bytes", "reference"))
-    (tmp_path / "clip.mp4").write_bytes(clip_bytes(num_frames=21))
-    assert sum(kept.row(at).media.pixel_values_videos is not None for at in range(len(kept))) == 1
-    with pytest.raises(SampleError, match=r"is another one than when the rows were packed") as caught:
-        [referred.row(at) for at in range(len(referred))]
-    assert caught.value.reason == "video_changed"
-    (tmp_path / "clip.mp4").unlink()
-    with pytest.raises(SampleError, match="there is no video file") as caught:
-        [PackedDataset(tmp_path / "reference", processor_of("qwen3_vl")).row(at) for at in range(len(referred))]
-    assert caught.value.reason == "video_missing"
-
-
-def test_a_video_of_bytes_cannot_be_referred_to(tmp_path: Path) -> None:
-    sample = asked({"type": "video", "video": clip_bytes(), **KEYS}, id="film")
-    with pytest.raises(ConfigError, match="images='bytes'"):
-        stored([sample, *texts(2)], tmp_path / "rows", "reference")
 
 
 def test_the_frames_that_are_taken_are_decided_when_rows_are_packed(tmp_path: Path) -> None:

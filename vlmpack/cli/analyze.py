@@ -103,7 +103,7 @@ def analyze(
         check_extra("plots", "matplotlib", needed_by="`vlmpack analyze --out`")
 
     from vlmpack.plan.simulation import CAPACITIES
-    from vlmpack.store.symbols import why_no_marks
+    from vlmpack.store.content import why_no_marks
 
     packing = Packing(
         capacities=tuple(capacity or CAPACITIES), rows_per_device=rows_per_device, strategy=strategy,

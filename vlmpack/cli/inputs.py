@@ -198,7 +198,7 @@ def check_finished(source: str) -> None:
     Raises:
         ConfigError: `source` is one.
     """
-    from vlmpack.store.folder import is_unfinished_store
+    from vlmpack.store.manifest import is_unfinished_store
 
     if is_unfinished_store(Path(source).expanduser()):
         raise ConfigError(

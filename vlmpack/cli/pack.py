@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 ON_BAD = ("raise", "skip")
 OVERSIZE = ("error", "drop", "own_row")
-IMAGES = ("bytes", "reference")
 OnBad = Annotated[str, options.word(*ON_BAD, help="A bad sample: raise (stop) or skip (leave out, and list).")]
 Oversize = Annotated[
     str, options.word(*OVERSIZE, help="A sample that exceeds a row by itself: error, drop (and list) or own_row.")
@@ -40,7 +39,6 @@ PadSeqToMult = Annotated[
 RowsMultiple = Annotated[
     int, typer.Option(min=1, help="Make the number of rows a multiple of this: ranks x accumulation.")
 ]
-Images = Annotated[str, options.word(*IMAGES, help="Keep images as bytes, or as reference (path and SHA-256).")]
 LISTED = 5
 """Samples in no row that are printed with their details."""
 STAGES = {"measure": "measuring samples", "compare": "comparing what is packed", "write": "writing files"}
@@ -77,7 +75,6 @@ def pack(
     pad_seq_to_mult: PadSeqToMult = 1,
     rows_multiple: RowsMultiple = 1,
     shuffle: Annotated[int | None, typer.Option(min=0, help="Seed that shuffles samples and rows.")] = None,
-    images: Images = "bytes",
     shard_rows: Annotated[int, typer.Option(min=1, help="Rows of a file.")] = 128,
     workers: options.Workers = 0,
     ray: Annotated[bool, typer.Option("--ray", help="Measure and write as tasks of Ray instead of --workers.")] = False,
@@ -98,14 +95,12 @@ def pack(
     from vlmpack.collate.assemble import SharePrefixes
     from vlmpack.collate.skipped import SkipLimit
     from vlmpack.layout.segments import SlotRule
-    from vlmpack.store.planning import StoreSettings
-    from vlmpack.store.write import write_rows
+    from vlmpack.store.write import StoreSettings, write_rows
 
     settings = StoreSettings(
         capacity=capacity, max_patches=max_patches, max_images=max_images, strategy=strategy, seed=shuffle,
         rows_multiple=rows_multiple,
         oversize=oversize,  # pyright: ignore[reportArgumentType]
-        images=images,  # pyright: ignore[reportArgumentType]
         shard_rows=shard_rows,
     )  # fmt: skip
     source = InputOptions(

@@ -309,7 +309,7 @@ def planned_rows(
     """
     from vlmpack.layout.segments import SlotRule
     from vlmpack.plan.planner import plan_bins
-    from vlmpack.store.symbols import tree_of
+    from vlmpack.store.content import tree_of
 
     inputs = open_inputs(source)
     for number in numbers:

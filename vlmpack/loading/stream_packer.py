@@ -1,29 +1,26 @@
-"""StreamPacker: samples in, one after the other; rows of samples out."""
+"""StreamPacker: samples in, one after the other; rows of samples out.
+
+Neighbours that share a prefix are buffered as one item, and share a row:
+
+samples    a1 a2 a3 b1 c1 c2            letters: keys of their prefixes
+arriving   a1 a2 a3                     until b1 comes
+items               [a1 a2 a3]   [b1]   c1 c2 are arriving
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, Generic, TypeVar, final
+from typing import Any, Generic, NamedTuple, TypeVar, final
 
 import numpy as np
 
 from vlmpack.errors import ConfigError, SampleError, check_choice, check_kind
-from vlmpack.loading.state import (
-    LOAD_ANOTHER,
-    SEAL,
-    SampleDigests,
-    check_seal,
-    checked_fields,
-    digest_of,
-    listed,
-    whole,
-)
-from vlmpack.loading.stream_groups import ArrivingGroup, Item, Member, Needs, SharedPrefix, sum_of
+from vlmpack.loading.resumable import SEAL, SampleDigests, check_seal, digest_of
 from vlmpack.plan.lengths import OVERSIZE, Oversize, checked_capacity
 from vlmpack.plan.packing_buffer import ROWS_BUFFERED, PackingBuffer, whole_needs
+from vlmpack.plan.planner import cut_group
 
 
 @final
@@ -107,6 +104,117 @@ def _shape(ids: Any) -> tuple[int, ...]:
     if isinstance(ids, list | tuple):
         return (len(ids), *(_shape(ids[0]) if ids else ()))
     return tuple(np.shape(ids))
+
+
+# ---------------------------------------------------------------------- groups that arrive
+
+Needs = tuple[int, ...]
+"""Tokens, and what else is limited."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SharedPrefix:
+    """The beginning of a sample, which its neighbours of the same key have too."""
+
+    key: Hashable
+    """Equal for samples with this prefix, such as the number of a prompt; other keys are other prefixes."""
+    tokens: int
+    """Tokens of it."""
+    costs: Mapping[str, int] = field(default_factory=dict)
+    """Its further needs, by the names of the limits; others count in full for every sample."""
+
+    def needs(self, limits: Mapping[str, int]) -> Needs:
+        """Return (tokens, and what else is limited) of the prefix.
+
+        Raises:
+            SampleError: one of them is no whole number.
+        """
+        return whole_needs((self.tokens, *(self.costs.get(name, 0) for name in limits)))
+
+
+class Member(NamedTuple):
+    """A sample of the group that is arriving."""
+
+    number: int
+    """In the stream."""
+    needs: Needs
+    """Of the whole sample."""
+
+
+class Item(NamedTuple):
+    """Samples that go into a row together."""
+
+    numbers: tuple[int, ...]
+    """In the stream, rising."""
+    needs: Needs
+    """Of all of them, their prefix counted once."""
+
+
+@final
+class ArrivingGroup:
+    """Samples of one key, until another key comes.
+
+    Args:
+        limits: of a row, tokens first.
+        most: tokens after which what has arrived of a group is handed over, however many samples may follow.
+    """
+
+    def __init__(self, limits: Needs, most: int) -> None:
+        self._limits, self._most = limits, most
+        self.key: Hashable = None
+        self.prefix: Needs = ()
+        self.members: list[Member] = []
+
+    def __copy__(self) -> ArrivingGroup:
+        group = ArrivingGroup(self._limits, self._most)
+        group.key, group.prefix, group.members = self.key, self.prefix, list(self.members)
+        return group
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the samples that have arrived, their prefix counted once."""
+        return sum_of(self.members, self.prefix)[0] if self.members else 0
+
+    def ends_before(self, key: Hashable) -> bool:
+        """Return whether the group is complete where a sample of this key comes; None: it has no prefix."""
+        return bool(self.members) and (key != self.key or self.tokens >= self._most)
+
+    def add(self, member: Member, key: Hashable, prefix: Needs) -> None:
+        """Take a sample of the group in.
+
+        Raises:
+            SampleError: its prefix is another one than that of the group, or longer than the sample.
+        """
+        first = prefix if not self.members else self.prefix
+        short = any(need < shared for need, shared in zip(member.needs, prefix, strict=True))
+        if prefix != first or short or min(prefix) < 0:
+            raise SampleError(
+                f"needs {list(member.needs)} (tokens first), and the prefix of its key {key!r:.60} {list(prefix)}; "
+                f"that of its group is {list(first)}. Prefixes of one key are equal, and no longer than their samples",
+                index=member.number,
+                reason="bad_group",
+            )
+        self.key, self.prefix = key, prefix
+        self.members.append(member)
+
+    def take(self) -> list[Item]:
+        """Hand over all that has arrived: one item, or several that fit a row each, the prefix repeated in each."""
+        members, self.members = self.members, []
+        if not members:
+            return []
+        pieces = cut_group([member.needs for member in members], self.prefix, self._limits)
+        parts = [[members[at] for at in piece] for piece in pieces]
+        return [Item(tuple(m.number for m in part), sum_of(part, self.prefix)) for part in parts]
+
+
+def sum_of(members: Sequence[Member], prefix: Needs) -> Needs:
+    """Return what samples need together, their prefix counted once."""
+    columns = zip(*(member.needs for member in members), strict=True)
+    return tuple(sum(column) - (len(members) - 1) * shared for column, shared in zip(columns, prefix, strict=True))
+
+
+# ---------------------------------------------------------------------- the packer
 
 
 @final
@@ -325,41 +433,26 @@ class StreamPacker(Generic[Sample]):
         """Continue where `state_dict` was called, with the same settings.
 
         Raises:
-            ConfigError: the state is of other settings, a buffered sample has another length here, or its fields
-                contradict each other or their seal. The packer is then as it was.
+            ConfigError: the state is of other settings, a buffered sample has another length here, or it was changed.
+                The packer is then as it was.
         """
-        fields = checked_fields(state, FIELDS, optional=(GROUPS, SEAL), of="StreamPacker")
-        if fields["of"] != repr(self.settings):
-            raise ConfigError(f"the state is of {fields['of']!s:.300}, these are {self.settings!r}; pack as before")
-        received, buffered, alone = whole(fields, "seen"), listed(fields, "buffered"), listed(fields, "alone")
-        out = whole(fields, "dropped", received) + whole(fields, "left_out", received)
-        whole(fields, "carried", received)
-        _check_buffered(buffered, alone, received - out)
-        check_seal(state, self._seal(fields))
-        self._check_groups(fields, [at for at, _ in buffered])
+        check_seal(state, self._seal, of="StreamPacker")
+        if state["of"] != repr(self.settings):
+            raise ConfigError(f"the state is of {state['of']!s:.300}, these are {self.settings!r}; pack as before")
+        if (GROUPS in state) != (self._prefix is not None):
+            has, gives = ("no ", "one was") if self._prefix is not None else ("", "none was")
+            raise ConfigError(f"the state is of a packer with {has}prefix=, and {gives} given here; pack as before")
         try:
-            self._set(fields, *self._restored(fields, buffered))
+            self._set(state, *self._restored(state))
         except SampleError as error:
             raise ConfigError(f"the state is of samples that are measured otherwise: {error}") from error
 
-    def _check_groups(self, fields: Mapping[str, Any], numbers: Sequence[int]) -> None:
-        """Raise a ConfigError unless the groups of a state are of buffered samples, and this packer has groups too."""
-        if (GROUPS in fields) != (self._prefix is not None):
-            has, gives = ("no ", "one was") if self._prefix is not None else ("", "none was")
-            raise ConfigError(f"the state is of a packer with {has}prefix=, and {gives} given here; pack as before")
-        grouped = [at for name in ("items", "arriving") for at in _flat(fields.get(GROUPS), name)]
-        if len(set(grouped)) != len(grouped) or not set(grouped) <= set(numbers):
-            raise ConfigError(
-                f"the state has groups of the samples {sorted(grouped)!s:.60}, each of which has to be buffered, and "
-                f"in one group; {LOAD_ANOTHER}"
-            )
-
     def _restored(
-        self, fields: Mapping[str, Any], buffered: Sequence[tuple[int, Sample]]
+        self, fields: Mapping[str, Any]
     ) -> tuple[list[tuple[int, ...]], dict[int, tuple[int, ...]], ArrivingGroup]:
         """Return what the buffer holds, the items of several samples, and the group that is arriving, of a state."""
-        samples = dict(buffered)
-        needs = {at: self._named_needs(at, sample) for at, sample in buffered}
+        samples = dict(fields["buffered"])
+        needs = {at: self._named_needs(at, sample) for at, sample in samples.items()}
         groups = fields.get(GROUPS) or {"items": [], "arriving": []}
         items, arriving = {numbers[0]: tuple(numbers) for numbers in groups["items"]}, self._no_group()
         parts = [*items.values(), *([tuple(groups["arriving"])] if groups["arriving"] else [])]
@@ -379,6 +472,8 @@ class StreamPacker(Generic[Sample]):
         return [entries[at] for at in sorted(entries)], items, arriving
 
     def _fields(self) -> dict[str, Any]:
+        arriving = [member.number for member in self._arriving.members]
+        groups = {"items": [list(numbers) for numbers in self._items.values()], "arriving": arriving}
         return {
             "buffered": [[at, sample] for at, sample in self._samples.items()],
             "alone": [list(row) for row in self._alone],
@@ -387,18 +482,14 @@ class StreamPacker(Generic[Sample]):
             "left_out": self.left_out,
             "carried": self._carried,
             "of": repr(self.settings),
-            **({} if self._prefix is None else {GROUPS: self._group_fields()}),
+            **({} if self._prefix is None else {GROUPS: groups}),
         }
 
-    def _group_fields(self) -> dict[str, list[Any]]:
-        arriving = [member.number for member in self._arriving.members]
-        return {"items": [list(numbers) for numbers in self._items.values()], "arriving": arriving}
-
     def _seal(self, fields: Mapping[str, Any]) -> str:
-        samples = [sample for _, sample in fields["buffered"]] + [sample for row in fields["alone"] for sample in row]
-        counts = [fields[name] for name in ("seen", "dropped", "left_out", "carried", "of")]
-        groups = [fields[GROUPS]] if GROUPS in fields else []
-        return digest_of([[at for at, _ in fields["buffered"]], self._digests.of(samples), counts, *groups])
+        buffered, alone = fields["buffered"], fields["alone"]
+        digests = self._digests.of([sample for _, sample in buffered] + [sample for row in alone for sample in row])
+        sizes = [[at for at, _ in buffered], [len(row) for row in alone]]
+        return digest_of([sizes, digests, [fields[name] for name in COUNTS], fields["of"], fields.get(GROUPS)])
 
     def _set(
         self,
@@ -414,41 +505,9 @@ class StreamPacker(Generic[Sample]):
         self._room, self._samples = room, dict(fields["buffered"])
         self._items, self._arriving = items, arriving
         self._alone = [list(row) for row in fields["alone"]]
-        self.received, self.dropped, self.left_out = (int(fields[name]) for name in COUNTS)
-        self._carried = int(fields["carried"])
+        self.received, self.dropped, self.left_out, self._carried = (int(fields[name]) for name in COUNTS)
 
 
-COUNTS = ("seen", "dropped", "left_out")
-FIELDS = ("buffered", "alone", *COUNTS, "carried", "of")
-"""Of a state."""
+COUNTS = ("seen", "dropped", "left_out", "carried")
 GROUPS = "groups"
 """Of the state of a packer with `prefix`: numbers of the samples of each item, and of the group that is arriving."""
-
-
-def _flat(groups: Any, name: str) -> list[int]:
-    """The numbers of the samples in the groups of a state; a ConfigError where they are none."""
-    if groups is None:
-        return []
-    lots: Any = groups.get(name) if isinstance(groups, Mapping) else None
-    lots = [lots] if name == "arriving" else lots
-    if isinstance(lots, list | tuple) and all(isinstance(lot, list | tuple) for lot in lots):
-        numbers = [at for lot in lots for at in lot]
-        if all(type(at) is int for at in numbers) and (name == "arriving" or all(len(lot) > 1 for lot in lots)):
-            return numbers
-    raise ConfigError(
-        f"the state has {GROUPS}={groups!r:.60}, and that is a dict of items, two numbers or more each, and of numbers "
-        f"that are arriving; {LOAD_ANOTHER}"
-    )
-
-
-def _check_buffered(buffered: Sequence[Any], alone: Sequence[Any], most: int) -> None:
-    """Raise a ConfigError unless there are numbered samples, rising, and rows of one sample, at most so many."""
-    pairs = all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in buffered)
-    numbers = [at for at, _ in buffered] if pairs else []
-    rise = all(type(at) is int and at >= 0 for at in numbers) and all(a < b for a, b in pairwise(numbers))
-    rows = all(isinstance(row, list | tuple) and len(row) == 1 for row in alone)
-    if not (pairs and rise and rows and len(buffered) + len(alone) <= most):
-        raise ConfigError(
-            f"the state has {len(buffered)} buffered samples and {len(alone)} with a row of their own, of {most} that "
-            f"were read and not left out; each buffered one is [number, sample], numbers rising; {LOAD_ANOTHER}"
-        )

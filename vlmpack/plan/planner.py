@@ -9,9 +9,13 @@ from functools import partial
 import numpy as np
 
 from vlmpack.errors import ConfigError, check_choice
-from vlmpack.plan.algorithms import best_fit_decreasing, first_fit_decreasing, next_fit, worst_fit_decreasing
-from vlmpack.plan.exact_fill import exact_fill
-from vlmpack.plan.group_items import Needs, make_items
+from vlmpack.plan.exact_fill import (
+    best_fit_decreasing,
+    exact_fill,
+    first_fit_decreasing,
+    next_fit,
+    worst_fit_decreasing,
+)
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import (
     LARGEST,
@@ -26,7 +30,7 @@ from vlmpack.plan.lengths import (
 )
 from vlmpack.plan.packing_buffer import rolling_fill
 from vlmpack.plan.plan import Plan
-from vlmpack.plan.prefix_groups import ALONE, PrefixGroups
+from vlmpack.plan.prefix_groups import ALONE, Needs, PrefixGroups, make_items
 
 STRATEGIES: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "exact_fill": exact_fill,
