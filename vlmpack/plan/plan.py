@@ -407,6 +407,5 @@ def digest_of_archive(content: Mapping[str, Any], arrays: Mapping[str, np.ndarra
     """SHA-256 of a manifest and of arrays with their names."""
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     for name, array in arrays.items():
-        digest.update(f"{name} {len(array)} ".encode())
-        digest.update(array.astype("<i8").tobytes())
+        digest.update(f"{name} {array.dtype} {array.shape} ".encode() + array.tobytes())
     return digest.hexdigest()
