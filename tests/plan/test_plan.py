@@ -83,18 +83,18 @@ def test_rows_in_another_order_are_the_same_rows(bin_of, seed):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sample_ids": np.asarray([0, 1, 3, 2, 2])}, "sample 2 is planned 2 times instead of once"),
-        ({"sample_ids": np.asarray([0, 1, 3, 2, 5])}, "samples run from 0 to 5, not to 4"),
+        ({"sample_ids": np.asarray([0, 1, 3, 2, 2])}, "sample 4 is planned 0 times"),
+        ({"sample_ids": np.asarray([0, 1, 3, 2, 5])}, "sample 4 is planned 0 times"),
         ({"dropped": np.asarray([4])}, "sample 4 is planned 2 times"),
         ({"sample_ids": np.asarray([0, 1, 3, 2]), "bounds": np.asarray([0, 3, 4])}, "sample 4 is planned 0 times"),
-        ({"bounds": np.asarray([0, 3, 3, 5])}, "row 1 holds no sample"),
-        ({"bounds": np.asarray([0, 3])}, r"rows must run from 0 to 5 samples, not from \[0, 3\]"),
-        ({"bounds": np.zeros(0, np.int64)}, "rows must run from 0 to 5 samples, not from None"),
-        ({"capacity": 9}, r"row 0: 10 tokens in samples \[0, 1, 3\], at most 9 may be"),
-        ({"capacity": 9, "oversize": "own_row"}, "row 0: 10 tokens"),
+        ({"bounds": np.asarray([0, 3, 3, 5])}, r"rows \[0, 3, 3, 5\] must rise from 0 to 5"),
+        ({"bounds": np.asarray([0, 3])}, r"rows \[0, 3\] must rise from 0 to 5"),
+        ({"bounds": np.zeros(0, np.int64)}, r"rows \[\] must rise from 0 to 5"),
+        ({"capacity": 9}, "row 0 holds 10 tokens, and at most 9 may be"),
+        ({"capacity": 9, "oversize": "own_row"}, "row 0 holds 10 tokens"),
         (
             {"budgets": (Budget(name="images", costs=np.asarray([0, 0, 2, 0, 2]), limit=3),)},
-            r"row 1: 4 images in samples \[2, 4\], at most 3 may be",
+            "row 1 holds 4 images, and at most 3 may be",
         ),
     ],
 )

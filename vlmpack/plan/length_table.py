@@ -5,7 +5,6 @@
     text         12   20    7
     image         0  256   64
     tokens       12  276   71             text + image + video
-    group        -1   -1   -1             none of them begin alike; see `prefix_groups.py`
 
     by_place(tokens)   12   0  276   71   as `plan_bins(table, ...)` plans them: by their places in the data set
 
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, final
@@ -133,7 +132,7 @@ class LengthTable:
     patches: np.ndarray
     """int64 [N]: patches that go into the vision tower."""
     targets: np.ndarray
-    """int64 [N]: tokens that are learnt."""
+    """int64 [N]: tokens that are trained on."""
     refused: tuple[Refused, ...] = ()
     """Samples that cannot be used, by their places."""
     groups: PrefixGroups | None = None
@@ -141,7 +140,8 @@ class LengthTable:
 
     def __post_init__(self) -> None:
         if self.groups is not None:
-            self._check_groups(self.groups)
+            media = ("images", self.images + self.videos, self.groups.images)
+            self.groups.check_samples(self.tokens, [("patches", self.patches, self.groups.patches), media])
         for name, column in self._columns().items():
             if np.shape(column) != (len(self),):
                 raise ConfigError(
@@ -153,10 +153,6 @@ class LengthTable:
         """Samples N that can be used."""
         return len(self.sample_ids)
 
-    def _check_groups(self, groups: PrefixGroups) -> None:
-        patches = "patches", self.patches, groups.patches
-        groups.check_samples(self.tokens, [patches, ("images", self.images + self.videos, groups.images)])
-
     @classmethod
     def from_rows(
         cls, rows: Iterable[Mapping[str, int]], refused: Iterable[Refused] = (), groups: PrefixGroups | None = None
@@ -166,35 +162,10 @@ class LengthTable:
         table = np.array(entries, np.int64).reshape(-1, len(COLUMNS))
         return cls(**dict(zip(COLUMNS, table.T.copy(), strict=True)), refused=tuple(refused), groups=groups)
 
-    def select(self, entries: np.ndarray) -> LengthTable:
-        """Return the table of some entries, in their order, which has to rise; refused samples stay.
-
-        Args:
-            entries: int64 of numbers below N, or bool [N].
-        """
-        columns = {name: column[entries] for name, column in self._columns().items()}
-        groups = None if self.groups is None else self.groups.select(entries)
-        return LengthTable(**columns, refused=self.refused, groups=groups)
-
     @property
     def tokens(self) -> np.ndarray:
         """int64 [N]: the length of each sample."""
         return self.text_tokens + self.image_tokens + self.video_tokens
-
-    @property
-    def group(self) -> np.ndarray:
-        """int64 [N]: the innermost group of each sample; -1: it shares nothing."""
-        return np.full(len(self), ALONE) if self.groups is None else self.groups.of_samples
-
-    @property
-    def shared_tokens(self) -> np.ndarray:
-        """int64 [N]: tokens that each sample shares with its innermost group."""
-        return np.zeros(len(self), np.int64) if self.groups is None else self.groups.shared(self.groups.tokens)
-
-    @property
-    def shared_patches(self) -> np.ndarray:
-        """int64 [N]: patches that each sample shares with its innermost group."""
-        return np.zeros(len(self), np.int64) if self.groups is None else self.groups.shared(self.groups.patches)
 
     def by_place(self, values: np.ndarray) -> np.ndarray:
         """Something that each sample of the table has, [N], by the places in the data set: 0 for those refused."""
@@ -209,7 +180,9 @@ class LengthTable:
             ConfigError: they are of another number of samples.
         """
         groups.check_samples(self.tokens)
-        return groups.spread(self.sample_ids, self._places)
+        of_samples = np.full(self._places, ALONE)
+        of_samples[self.sample_ids] = groups.of_samples
+        return replace(groups, of_samples=of_samples)
 
     @property
     def _places(self) -> int:

@@ -17,6 +17,7 @@ import hashlib
 import io
 import json
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -184,16 +185,17 @@ class Plan:
         kept = np.ones(len(self.lengths), bool)
         kept[self.dropped] = False
         alone = too_large(self.lengths, self.capacity, self.budgets) & kept
-        shared = kept & ~alone
-        limits = [(self.lengths, self.capacity, None), *((b.costs, b.limit, b) for b in self.budgets)]
-        if self.groups is None:
-            return int(alone.sum()) + max(lower_bound(sizes[shared], limit) for sizes, limit, _ in limits)
-        samples, shares = np.flatnonzero(shared), [self.groups.tokens]
-        shares += [budget.of_groups(len(self.groups)) for budget in self.budgets]
-        bounds = (
-            group_bound(self.groups, samples, sizes, of_groups, limit)
-            for (sizes, limit, _), of_groups in zip(limits, shares, strict=True)
-        )
+        shared = np.flatnonzero(kept & ~alone)
+        groups, bounds = self.groups, []
+        for costs, limit, budget in (
+            (self.lengths, self.capacity, None),
+            *((b.costs, b.limit, b) for b in self.budgets),
+        ):
+            if groups is None:
+                bounds.append(lower_bound(costs[shared], limit))
+            else:
+                of_groups = groups.tokens if budget is None else budget.of_groups(len(groups))
+                bounds.append(group_bound(groups, shared, costs, of_groups, limit))
         return int(alone.sum()) + max(bounds)
 
     def check(self) -> Plan:
@@ -202,51 +204,32 @@ class Plan:
         Raises:
             LayoutError: a sample is missing, twice there or unknown; a row is empty or holds more than it may.
         """
-        self._check_bounds()
-        self._check_samples()
-        if self.groups is not None:
-            self.groups.check_samples(self.lengths)
-        may_exceed = np.diff(self.bounds) == 1 if self.oversize == "own_row" else np.zeros(len(self), bool)
-        for name, held, limit in self._held():
-            if (over := (held > limit) & ~may_exceed).any():
-                row = int(over.argmax())
-                raise LayoutError(
-                    f"row {row}: {held[row]} {name} in samples {self[row].tolist()}, at most {limit} may be; plan again"
-                )
-        return self
-
-    def _held(self) -> Iterator[tuple[str, np.ndarray, int]]:
-        """(name, [G] held by each row, limit) of tokens and budgets."""
+        times = Counter([*self.sample_ids.tolist(), *self.dropped.tolist()])
+        if wrong := sorted(times.keys() ^ set(range(len(self.lengths)))) or [at for at in times if times[at] > 1]:
+            raise LayoutError(f"sample {wrong[0]} is planned {times[wrong[0]]} times; plan again")
+        sizes = np.diff(self.bounds)
+        if self.bounds[:1].tolist() != [0] or self.bounds[-1] != len(self.sample_ids) or (sizes < 1).any():
+            raise LayoutError(f"rows {self.bounds[:9].tolist()} must rise from 0 to {len(self.sample_ids)}; plan again")
         groups = self.groups
-        yield "tokens", self.tree_tokens, self.capacity
+        if groups is not None:
+            groups.check_samples(self.lengths)
+        held = [("tokens", self.tree_tokens, self.capacity)]
         for budget in self.budgets:
             of_groups = None if groups is None else budget.of_groups(len(groups))
-            yield budget.name, self.sums(budget.costs, of_groups), budget.limit
-
-    def _check_bounds(self) -> None:
-        ends = self.bounds[[0, -1]].tolist() if len(self.bounds) else None
-        if ends != [0, len(self.sample_ids)]:
-            raise LayoutError(f"rows must run from 0 to {len(self.sample_ids)} samples, not from {ends}; plan again")
-        if (empty := np.diff(self.bounds) < 1).any():
-            raise LayoutError(f"row {int(empty.argmax())} holds no sample; plan again")
-
-    def _check_samples(self) -> None:
-        ids = np.concatenate([self.sample_ids, self.dropped])
-        if len(ids) and not 0 <= ids.min() <= ids.max() < len(self.lengths):
-            raise LayoutError(
-                f"samples run from {ids.min()} to {ids.max()}, not to {len(self.lengths) - 1}; plan again"
-            )
-        times = np.bincount(ids, minlength=len(self.lengths))
-        if (wrong := times != 1).any():
-            at = int(wrong.argmax())
-            raise LayoutError(f"sample {at} is planned {times[at]} times instead of once; plan again")
+            held.append((budget.name, self.sums(budget.costs, of_groups), budget.limit))
+        for name, needs, limit in held:
+            if (over := (needs > limit) & ((sizes > 1) | (self.oversize != "own_row"))).any():
+                row = int(over.argmax())
+                raise LayoutError(f"row {row} holds {needs[row]} {name}, and at most {limit} may be; plan again")
+        return self
 
     # ------------------------------------------------------------------ on disk
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Summarise the plan without its rows, as JSON has it."""
-        segments = np.diff(self.bounds)
+        """Summarize the plan without its rows, as JSON has it."""
+        segments, tree_tokens = np.diff(self.bounds), self.tree_tokens
+        trees = {"tree_tokens": int(tree_tokens.sum()), "longest_tree": int(tree_tokens.max(initial=0))}
         return {
             "rows": len(self),
             "samples": len(self.lengths),
@@ -262,13 +245,8 @@ class Plan:
             "strategy": self.strategy,
             "oversize": self.oversize,
             "seed": self.seed,
-            **({} if self.groups is None else self._tree_manifest),
+            **({} if self.groups is None else trees),
         }
-
-    @property
-    def _tree_manifest(self) -> dict[str, int]:
-        tree_tokens = self.tree_tokens
-        return {"tree_tokens": int(tree_tokens.sum()), "longest_tree": int(tree_tokens.max(initial=0))}
 
     @cached_property
     def digest(self) -> str:

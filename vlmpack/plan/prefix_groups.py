@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import NamedTuple, final
 
@@ -74,32 +74,29 @@ class PrefixGroups:
             is_default = values is NOTHING and name in ("patches", "images")
             checked = np.zeros(len(self), np.int64) if is_default else whole_numbers(values, f"{name} of groups")
             object.__setattr__(self, name, checked)
-        self._check_numbers("of_samples", self.of_samples, np.full(len(self.of_samples), len(self)))
-        self._check_numbers("parents", self.parents, np.arange(len(self)))
-        self._check_prefixes("tokens", self.tokens, least=1)
-        self._check_prefixes("patches", self.patches, least=0)
-        self._check_prefixes("images", self.images, least=0)
-
-    def _check_numbers(self, name: str, values: np.ndarray, below: np.ndarray) -> None:
-        """Raise a ConfigError unless all are `ALONE` or the numbers of groups below a limit."""
-        if (wrong := (values < ALONE) | (values >= below)).any():
-            at = int(wrong.argmax())
-            raise ConfigError(
-                f"{name}[{at}] is {values[at]}, and has to be {ALONE} or a group below {below[at]}: groups are "
-                "numbered from 0, each behind its parent"
-            )
-
-    def _check_prefixes(self, name: str, values: np.ndarray, *, least: int) -> None:
-        """Raise a ConfigError unless there is a number a group, which does not fall from a parent to its children."""
-        if len(values) != len(self):
-            raise ConfigError(f"{name} has {len(values)} entries for {len(self)} groups; give one a group")
-        if (wrong := self.added(values) < least).any():
-            at = int(wrong.argmax())
-            parent = int(self.parents[at])
-            around = f", and that of its parent {parent} has {values[parent]}" if parent >= 0 else ""
-            raise ConfigError(
-                f"the prefix of group {at} has {values[at]} {name}{around}: a group adds {least} or more to its parent"
-            )
+        count = len(self)
+        for name, values, below in (
+            ("of_samples", self.of_samples, count),
+            ("parents", self.parents, np.arange(count)),
+        ):
+            if (wrong := (values < ALONE) | (values >= below)).any():
+                at = int(wrong.argmax())
+                raise ConfigError(
+                    f"{name}[{at}] is {values[at]}: it has to be {ALONE} or the number of a group, and parents stand "
+                    "before their children"
+                )
+        for name, values, least in (
+            ("tokens", self.tokens, 1),
+            ("patches", self.patches, 0),
+            ("images", self.images, 0),
+        ):
+            if len(values) != count:
+                raise ConfigError(f"{name} has {len(values)} entries for {count} groups; give one a group")
+            if (wrong := self.added(values) < least).any():
+                at = int(wrong.argmax())
+                raise ConfigError(
+                    f"the prefix of group {at} has {values[at]} {name}: a group adds {least} or more to its parent"
+                )
 
     @classmethod
     def none(cls, samples: int) -> PrefixGroups:
@@ -224,22 +221,6 @@ class PrefixGroups:
             row_of, group = pairs // count, self.parents[pairs % count]
         pairs = np.unique(np.concatenate(levels))
         return pairs // count, pairs % count
-
-    # ------------------------------------------------------------------ parts and wholes
-
-    def select(self, samples: np.ndarray) -> PrefixGroups:
-        """Return the groups of some samples, in their order; all K groups stay.
-
-        Args:
-            samples: int64, or bool [N].
-        """
-        return replace(self, of_samples=self.of_samples[samples])
-
-    def spread(self, places: np.ndarray, count: int) -> PrefixGroups:
-        """Return the groups with sample i at `places[i]` of `count`; the other places share nothing."""
-        of_samples = np.full(count, ALONE)
-        of_samples[places] = self.of_samples
-        return replace(self, of_samples=of_samples)
 
     # ------------------------------------------------------------------ on disk
 
@@ -569,16 +550,11 @@ def _branching(
         is_kept = splits[node] and lengths[node] - start >= least
         around[node] = node if is_kept else outer
         kept += [node] * is_kept
-    return _numbered(parents, of_samples, around, np.array(kept, np.int64))
-
-
-def _numbered(
-    parents: np.ndarray, of_samples: np.ndarray, around: np.ndarray, kept: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    order = np.array(kept, np.int64)
     number = np.full(len(parents) + 1, ALONE)  # the last one: of no node
-    number[kept] = np.arange(len(kept))
+    number[order] = np.arange(len(order))
     nearest = np.append(around, ALONE)
-    return number[nearest[parents[kept]]], number[nearest[of_samples]], kept
+    return number[nearest[parents[order]]], number[nearest[of_samples]], order
 
 
 def _media(samples: Sequence[PrefixMarks], holders: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
