@@ -7,16 +7,14 @@ import random
 from typing import Any
 
 import pytest
+from cases import slow
 from mutations import check, edited, outcomes
-from tiers import full
 
 from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
 from vlmpack.plan import plan_bins
 
-pytestmark = pytest.mark.slow
-
 SEED = 0
-every_number = pytest.mark.parametrize("cases", [125, *full(250)])
+every_number = pytest.mark.parametrize("cases", [125, *slow(250)])
 SETTINGS = RowSettings(capacity=64, oversize="own_row", limits={"images": 4})
 
 

@@ -67,13 +67,6 @@ def test_a_state_does_not_continue_in_another_data_set(source, other, told):
         continued(source(other), state)
 
 
-def test_a_data_set_that_has_grown_or_shrunk_is_another_one():
-    state, _ = stopped(samples()[:150], rows=15)
-    for other in (samples(), samples()[:149]):
-        with pytest.raises(ConfigError, match=rf"it has {len(other)} samples, and before it had 150"):
-            continued(other, state)
-
-
 def test_the_state_at_the_end_is_of_the_same_data_set_too():
     stream = PackedStream(samples()[:30], SETTINGS)
     list(stream)
@@ -106,13 +99,6 @@ def test_a_stream_refuses_a_state_of_which_any_field_was_changed_or_lost(path):
             continued(samples(), state)
     del holder[name]
     with pytest.raises(ConfigError, match="this is no state of a"):
-        continued(samples(), state)
-
-
-def test_a_sample_that_was_edited_is_refused():
-    state, _ = stopped(samples())
-    state["packer"]["buffered"][0][1]["id"] = "edited"
-    with pytest.raises(ConfigError, match="changed since it was made"):
         continued(samples(), state)
 
 

@@ -67,13 +67,6 @@ def test_rows_are_never_fewer_than_the_bound_nor_many_more_than_the_fewest(sampl
     assert plan.lower_bound <= fewest <= len(plan) <= 2 * fewest
 
 
-@given(samples=grouped_lengths(), seed=st.integers(0, 3))
-def test_the_same_samples_give_the_same_plan(samples, seed):
-    lengths, groups = samples
-    plans = [plan_bins(lengths, CAPACITY, groups=groups, oversize="own_row", seed=seed) for _ in range(2)]
-    assert plans[0].digest == plans[1].digest
-
-
 @given(samples=grouped_lengths(), data=st.data())
 def test_no_row_exceeds_a_budget_whose_prefix_counts_once(samples, data):
     lengths, groups = samples
@@ -124,13 +117,6 @@ def test_a_group_in_a_group_stays_together_where_the_outer_one_is_cut():
     assert plan.bins == ((0, 2), (1, 3))
     assert plan.tree_tokens.tolist() == [11, 11]
     assert plan_bins([9, 9, 9, 9], 18, groups=groups).tree_tokens.tolist() == [18]
-
-
-def test_branches_without_tokens_of_their_own_and_a_prefix_as_long_as_a_row():
-    plan = plan_bins([10, 10, 10], 10, groups=flat([0, 0, 0], [10])).check()
-    assert plan.tree_tokens.max() == 10
-    twins = plan_bins([4] * 50, 10, groups=flat([0] * 50, [4]))
-    assert twins.bins == (tuple(range(50)),)
 
 
 def test_a_million_samples_of_one_system_prompt_fill_their_rows():
@@ -206,14 +192,6 @@ def test_tables_with_groups_are_saved(tmp_path: Path):
     table = table_of(SHARING)
     table.save(tmp_path / "table")
     assert LengthTable.load(tmp_path / "table") == table != table_of()
-
-
-def test_a_table_without_groups_has_the_bytes_that_it_had(tmp_path: Path):
-    import zipfile
-
-    table_of().save(tmp_path / "table")
-    with zipfile.ZipFile(tmp_path / "table") as members:
-        assert not [name for name in members.namelist() if "groups" in name]
 
 
 # ---------------------------------------------------------------------- bad input

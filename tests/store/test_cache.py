@@ -203,22 +203,7 @@ def test_samples_without_a_key_are_measured_every_time(tmp_path: Path, sample: A
     assert entries_in(tmp_path / "lengths") == 0
 
 
-def test_a_marker_in_the_text_of_a_text_model_does_not_keep_a_sample_from_being_found_again(
-    tmp_path: Path, outlined: list[Any]
-) -> None:
-    sample, collator = chat("Where does <image> go?", "there"), VLMCollator(of_text())
-    tables = [measure_lengths([sample], collator, cache=tmp_path / "lengths") for _ in range(2)]
-    assert tables[0] == tables[1]
-    assert outlined == [sample]
-
-
 # ---------------------------------------------------------------------- the key of the settings
-
-
-def of_text() -> Any:
-    tokenizer = tiny_processor().tokenizer
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
 
 
 def with_token() -> Any:
@@ -261,22 +246,6 @@ def test_settings_that_do_not_decide_lengths_are_no_part_of_the_key(tmp_path: Pa
     other = VLMCollator(tiny_processor(), layout="packed", on_bad="skip", skip_log=tmp_path / "bad.jsonl")
     other.processor.tokenizer("some text", truncation=True, max_length=1)  # which the tokenizer remembers
     assert settings_key(other) == settings_key(COLLATOR)
-
-
-def test_another_max_pixels_or_template_is_not_taken_for_the_old_one(tmp_path: Path) -> None:
-    sample, lengths = chat("?", "a", picture(300, 200)), []
-    for settings in (
-        {},
-        {"max_pixels": 9 * 1024},
-        {"chat_template": CHAT_TEMPLATE.replace("<|im_end|>", " !<|im_end|>")},
-        {},
-    ):
-        collator = VLMCollator(tiny_processor(**settings))
-        table = measure_lengths([sample], collator, cache=tmp_path / "lengths")
-        assert table == measure_lengths([sample], collator)
-        lengths.append((*table.tokens.tolist(), *table.refused))
-    assert lengths[0] == lengths[3]
-    assert len(set(lengths)) == 3
 
 
 # ---------------------------------------------------------------------- accidents
@@ -363,12 +332,3 @@ def test_a_cache_is_sent_to_a_worker_without_its_connection(tmp_path: Path) -> N
         with pickle.loads(pickle.dumps(cache)) as sent:
             assert sent._connection is None
             assert sent.get([b"k"]) == {b"k": Entry(images=2)}
-
-
-def test_at_the_end_of_a_block_its_connection_is_closed_and_it_can_be_used_again(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), LengthCache(tmp_path / "lengths") as cache:
-        cache.put({b"k": Entry(images=2)})
-        raise KeyError
-    assert cache._connection is None
-    with cache:
-        assert len(cache) == 1

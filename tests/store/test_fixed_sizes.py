@@ -63,15 +63,6 @@ def test_pad_cu_seqlens_makes_boundaries_of_one_number(kept):
         assert set(padded.segments.real[samples:]) == {own.segments.real[-1]}
 
 
-def test_labels_and_targets_stay_the_same_in_every_size(kept):
-    plain, fixed = rows_of(kept), rows_of(kept, pad_to_max_length=True, pad_cu_seqlens=True)
-    for own, padded in zip(plain, fixed, strict=True):
-        assert padded.metadata.num_targets == own.metadata.num_targets > 0
-        assert own.shift_labels is not None and padded.shift_labels is not None
-        targets = [labels[labels != -100].tolist() for labels in (own.shift_labels, padded.shift_labels)]
-        assert targets[0] == targets[1]
-
-
 def test_a_row_above_the_capacity_cannot_be_padded_to_it(tmp_path):
     samples = [*texts(4), chat("?", "a " * 200)]
     manifest = store(tmp_path, samples, oversize="own_row")

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import pickle
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
 from chats import chat, picture, processor_of
-from store.stores import check_same, encoded, mixed, packing, places, store, texts
+from clips import clip_bytes
+from store.stores import asked, check_same, encoded, mixed, packing, places, store, texts
 from torch.utils.data import DataLoader
 
-from vlmpack.collate import VLMCollator
+from vlmpack.collate import FrameSampling, VLMCollator
 from vlmpack.collate.skipped import read_skip_log
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PackedRow
 from vlmpack.loading import PackedBatchSampler
 from vlmpack.store import PackedDataset
+from vlmpack.store.content import sample_digest
 from vlmpack.testing import tiny_processor
 
 
@@ -234,3 +237,41 @@ def test_a_damaged_image_can_be_skipped_and_is_written_down(tmp_path):
     assert row.metadata.sample_ids == ("s0", "s2")
     check_same(row, packing().collate([samples[0], samples[2]]))
     assert [(one["id"], one["reason"]) for one in read_skip_log(skip_log)] == [("s1", "image_undecodable")]
+
+
+# ---------------------------------------------------------------------- files of videos
+
+
+def test_a_file_of_a_video_is_stored_whole(tmp_path):
+    path = tmp_path / "clip.mp4"
+    path.write_bytes(clip_bytes())
+    keys = {"min_pixels": 1024, "max_pixels": 6144, "fps": 3, "video_end": 1.5}
+    samples = [asked({"type": "video", "video": str(path), **keys}, id="film"), *texts(4)]
+    store(tmp_path / "rows", samples, capacity=400)
+    dataset = PackedDataset(tmp_path / "rows", processor_of())
+    expected = [packing().collate([samples[place] for place in row]) for row in places(dataset)]
+    assert sum(row.media.pixel_values_videos is not None for row in expected) == 1
+    path.unlink()
+    for at, row in enumerate(expected):
+        check_same(dataset.row(at), row)
+
+
+def test_the_frames_that_are_taken_are_decided_when_rows_are_packed(tmp_path: Path) -> None:
+    samples = [asked({"type": "video", "video": clip_bytes(), "min_pixels": 1024, "max_pixels": 6144}), *texts(2)]
+    store(tmp_path / "rows", samples, packing(sampling=FrameSampling(fps=None, num_frames=6)), capacity=400)
+    dataset = PackedDataset(tmp_path / "rows", processor_of())
+    grids = [grid for at in range(len(dataset)) for grid in dataset.row(at).metadata.video_grids]
+    assert [grid[0] for grid in grids] == [3]
+    with pytest.raises(ConfigError, match="sampling: decided when the rows were packed"):
+        PackedDataset(tmp_path / "rows", processor_of("qwen3_vl"), sampling=FrameSampling())
+
+
+def test_a_file_its_bytes_and_its_path_have_one_digest_and_another_file_another(tmp_path: Path) -> None:
+    clip, collator = clip_bytes(), packing()
+    path = tmp_path / "clip.mp4"
+    path.write_bytes(clip)
+    one, two, other = (
+        sample_digest(asked({"type": "video", "video": video}), collator)
+        for video in (clip, {"path": str(path), "bytes": None}, clip_bytes(num_frames=21))
+    )
+    assert one == two != other

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import slow
 from chats import BEYOND, chat, of_family, picture, processor_of, tokenised
 from measured import encoded
-from tiers import tiers
 
 from vlmpack.collate import SharePrefixes, VLMCollator
 from vlmpack.errors import ConfigError
@@ -96,8 +96,7 @@ def test_a_cache_gives_the_same_groups_and_keeps_images_of_one_size_apart(tmp_pa
     assert measured(swapped, cache=tmp_path / "cache").groups.of_samples.tolist() == [0, 0, 0, 1, 1, -1, 2, 2, 2]
 
 
-@pytest.mark.every_family
-@pytest.mark.parametrize("family", tiers(BEYOND, ["llava_onevision"], exhaustive=BEYOND[::2]))
+@pytest.mark.parametrize("family", ["llava_onevision", *slow(*BEYOND[1::2])])
 def test_planned_rows_of_every_family_with_a_processor_have_room_for_what_they_share(family: str) -> None:
     """Three questions about each of two images, and about both."""
     first, second = encoded(190, 61, seed=0), encoded(190, 61, seed=1)

@@ -9,6 +9,7 @@ import resource
 from collections import Counter
 from itertools import chain
 
+import numpy as np
 import pytest
 from chats import chat, picture, processor_of
 from PIL import Image
@@ -204,12 +205,6 @@ def test_too_many_bad_samples_stop_as_in_training(tmp_path):
         store(tmp_path / "all", [BROKEN, BROKEN], packing(on_bad="skip"))
 
 
-def test_samples_above_max_length_are_left_out_on_purpose(tmp_path):
-    samples = [*texts(3), chat("?", "a " * 90)]
-    manifest = store(tmp_path, samples, packing(max_length=70, overlength="drop"))
-    assert manifest.reasons == {"overlength": 1}
-
-
 def test_patches_are_not_stored(tmp_path):
     out = VLMCollator(processor_of()).collate([chat("?", "a", picture(64, 64))]).to_hf()
     sample = {
@@ -350,3 +345,25 @@ def test_progress_is_told_stage_by_stage(tmp_path):
     files = len(manifest.shards)
     assert told[-files - 1 :] == [("write", n, files) for n in range(files + 1)]
     assert ("measure", 12, 12) in told
+
+
+def test_half_of_a_surrogate_pair_in_an_id_is_kept(tmp_path):
+    half = json.loads('"\\ud83d"')
+    samples = [*texts(4), chat("?", "a", id=f"sum {half}"), chat("?", "a", id="Größe 👍"), {**BROKEN, "id": half}]
+    manifest = store(tmp_path, samples, packing(on_bad="skip", skip_limit=SkipLimit(max_bad_fraction=0.5)))
+    dataset = PackedDataset(tmp_path)
+    ids = {sample.sample_id for row in range(len(dataset)) for sample in dataset.measured(row)}
+    assert {f"sum {half}", "Größe 👍"} < ids
+    (listed,) = (json.loads(line) for line in (tmp_path / "left_out.jsonl").read_text().splitlines())
+    assert (listed["sample_id"], manifest.reasons) == (half, {"no_targets": 1})
+
+
+def test_numbers_of_numpys_are_settings_like_pythons(tmp_path):
+    def write(folder, number):
+        numbers = {name: number(2) for name in ("seed", "shard_rows", "rows_multiple")}
+        return store(folder, texts(), packing(max_length=number(90)), capacity=number(96), **numbers)
+
+    manifest = write(tmp_path / "numpy", np.int64)
+    assert manifest == write(tmp_path / "python", int) == Manifest.load(tmp_path / "numpy")
+    assert digests(tmp_path / "numpy") == digests(tmp_path / "python")
+    assert write(tmp_path / "numpy", int) == manifest  # the store is known again
