@@ -10,9 +10,8 @@ items               [a1 a2 a3]   [b1]   c1 c2 are arriving
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar, final
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 
@@ -133,85 +132,43 @@ class SharedPrefix:
         return whole_needs((self.tokens, *(self.costs.get(name, 0) for name in limits)))
 
 
-class Member(NamedTuple):
-    """A sample of the group that is arriving."""
+@dataclass
+class _Group:
+    """Samples that share a prefix: those of one key that are arriving, until another key comes; or those of an item."""
 
-    number: int
-    """In the stream."""
-    needs: Needs
-    """Of the whole sample."""
+    key: Hashable = None
+    prefix: Needs = ()
+    members: dict[int, Needs] = field(default_factory=dict)
+    """Needs of the whole samples, by their numbers in the stream."""
 
-
-class Item(NamedTuple):
-    """Samples that go into a row together."""
-
-    numbers: tuple[int, ...]
-    """In the stream, rising."""
-    needs: Needs
-    """Of all of them, their prefix counted once."""
-
-
-@final
-class ArrivingGroup:
-    """Samples of one key, until another key comes.
-
-    Args:
-        limits: of a row, tokens first.
-        most: tokens after which what has arrived of a group is handed over, however many samples may follow.
-    """
-
-    def __init__(self, limits: Needs, most: int) -> None:
-        self._limits, self._most = limits, most
-        self.key: Hashable = None
-        self.prefix: Needs = ()
-        self.members: list[Member] = []
-
-    def __copy__(self) -> ArrivingGroup:
-        group = ArrivingGroup(self._limits, self._most)
-        group.key, group.prefix, group.members = self.key, self.prefix, list(self.members)
-        return group
+    @property
+    def needs(self) -> Needs:
+        """Of all of them, their prefix counted once."""
+        columns = zip(*self.members.values(), strict=True)
+        repeats = len(self.members) - 1
+        return tuple(sum(column) - repeats * shared for column, shared in zip(columns, self.prefix, strict=True))
 
     @property
     def tokens(self) -> int:
-        """Tokens of the samples that have arrived, their prefix counted once."""
-        return sum_of(self.members, self.prefix)[0] if self.members else 0
+        return self.needs[0] if self.members else 0
 
-    def ends_before(self, key: Hashable) -> bool:
-        """Return whether the group is complete where a sample of this key comes; None: it has no prefix."""
-        return bool(self.members) and (key != self.key or self.tokens >= self._most)
-
-    def add(self, member: Member, key: Hashable, prefix: Needs) -> None:
-        """Take a sample of the group in.
+    def add(self, number: int, needs: Needs, key: Hashable, prefix: Needs) -> None:
+        """Take a sample in.
 
         Raises:
             SampleError: its prefix is another one than that of the group, or longer than the sample.
         """
-        first = prefix if not self.members else self.prefix
-        short = any(need < shared for need, shared in zip(member.needs, prefix, strict=True))
+        first = self.prefix if self.members else prefix
+        short = any(need < shared for need, shared in zip(needs, prefix, strict=True))
         if prefix != first or short or min(prefix) < 0:
             raise SampleError(
-                f"needs {list(member.needs)} (tokens first), and the prefix of its key {key!r:.60} {list(prefix)}; "
-                f"that of its group is {list(first)}. Prefixes of one key are equal, and no longer than their samples",
-                index=member.number,
+                f"needs {list(needs)} (tokens first), and the prefix of its key {key!r:.60} {list(prefix)}; that of "
+                f"its group is {list(first)}. Prefixes of one key are equal, and no longer than their samples",
+                index=number,
                 reason="bad_group",
             )
         self.key, self.prefix = key, prefix
-        self.members.append(member)
-
-    def take(self) -> list[Item]:
-        """Hand over all that has arrived: one item, or several that fit a row each, the prefix repeated in each."""
-        members, self.members = self.members, []
-        if not members:
-            return []
-        pieces = cut_group([member.needs for member in members], self.prefix, self._limits)
-        parts = [[members[at] for at in piece] for piece in pieces]
-        return [Item(tuple(m.number for m in part), sum_of(part, self.prefix)) for part in parts]
-
-
-def sum_of(members: Sequence[Member], prefix: Needs) -> Needs:
-    """Return what samples need together, their prefix counted once."""
-    columns = zip(*(member.needs for member in members), strict=True)
-    return tuple(sum(column) - (len(members) - 1) * shared for column, shared in zip(columns, prefix, strict=True))
+        self.members[number] = needs
 
 
 # ---------------------------------------------------------------------- the packer
@@ -261,7 +218,7 @@ class StreamPacker(Generic[Sample]):
         self._samples: dict[int, Sample] = {}
         self._items: dict[int, tuple[int, ...]] = {}
         """Numbers of the samples of each item of several, by the first of them, under which it is buffered."""
-        self._arriving = self._no_group()
+        self._arriving = _Group()
         self._alone: list[Row] = []
         self._carried = 0
         self._digests = SampleDigests()
@@ -302,24 +259,27 @@ class StreamPacker(Generic[Sample]):
             self._samples[at] = sample
 
     def _join(self, at: int, needs: Needs, prefix: SharedPrefix | None) -> None:
-        """Buffer a sample by itself, or let it wait for the others of its group."""
-        if self._arriving.ends_before(None if prefix is None else prefix.key):
+        """Buffer a sample by itself, or let it wait for the others of its group, up to some rows' worth of them."""
+        key, most = prefix and prefix.key, max(self.settings.enough_buffered, ROWS_BUFFERED * self.settings.capacity)
+        if key != self._arriving.key or self._arriving.tokens >= most:
             self._close_group()
         if prefix is None or needs[0] < 1:  # of no tokens: the buffer refuses it
             self._room.add(at, *needs)
         else:
-            self._arriving.add(Member(at, needs), prefix.key, prefix.needs(self.settings.limits))
+            self._arriving.add(at, needs, key, prefix.needs(self.settings.limits))
 
     def _close_group(self) -> None:
-        """Buffer what has arrived of a group as an item, or as several."""
-        for item in self._arriving.take():
-            self._buffer(item)
-
-    def _buffer(self, item: Item) -> None:
-        first = item.numbers[0]
-        self._room.add(first, *item.needs)
-        if len(item.numbers) > 1:
-            self._items[first] = item.numbers
+        """Buffer what has arrived of a group as an item, or as several that fit a row each and repeat the prefix."""
+        group, self._arriving = self._arriving, _Group()
+        if not group.members:
+            return
+        numbers = list(group.members)
+        for piece in cut_group(list(group.members.values()), group.prefix, self._room.limits):
+            item = replace(group, members={numbers[at]: group.members[numbers[at]] for at in piece})
+            first = next(iter(item.members))
+            self._room.add(first, *item.needs)
+            if len(piece) > 1:
+                self._items[first] = tuple(item.members)
 
     def _prefix_of(self, at: int, sample: Sample) -> SharedPrefix | None:
         """The prefix of a sample; None: it shares nothing, or could not be read."""
@@ -334,10 +294,6 @@ class StreamPacker(Generic[Sample]):
                 f"the prefix of sample {at} has the key None; return None for a sample that shares nothing"
             )
         return prefix
-
-    def _no_group(self) -> ArrivingGroup:
-        most = max(self.settings.enough_buffered, ROWS_BUFFERED * self.settings.capacity)
-        return ArrivingGroup((self.settings.capacity, *self.settings.limits.values()), most)
 
     def rows(self) -> Iterator[Row]:
         """Rows that can be made while enough tokens are buffered."""
@@ -357,7 +313,11 @@ class StreamPacker(Generic[Sample]):
         """
         if isinstance(samples, Mapping | str):
             raise ConfigError(f"pack takes a list of samples, got a {type(samples).__name__}; of one give [sample]")
-        before, buffered, groups = self._fields(), self._room.buffered, (dict(self._items), copy(self._arriving))
+        before, buffered, groups = (
+            self._fields(),
+            self._room.buffered,
+            (dict(self._items), replace(self._arriving, members=dict(self._arriving.members))),
+        )
         try:
             for sample in samples:
                 self.add(sample)
@@ -447,33 +407,32 @@ class StreamPacker(Generic[Sample]):
         except SampleError as error:
             raise ConfigError(f"the state is of samples that are measured otherwise: {error}") from error
 
-    def _restored(
-        self, fields: Mapping[str, Any]
-    ) -> tuple[list[tuple[int, ...]], dict[int, tuple[int, ...]], ArrivingGroup]:
+    def _restored(self, fields: Mapping[str, Any]) -> tuple[list[tuple[int, ...]], dict[int, tuple[int, ...]], _Group]:
         """Return what the buffer holds, the items of several samples, and the group that is arriving, of a state."""
         samples = dict(fields["buffered"])
         needs = {at: self._named_needs(at, sample) for at, sample in samples.items()}
-        groups = fields.get(GROUPS) or {"items": [], "arriving": []}
-        items, arriving = {numbers[0]: tuple(numbers) for numbers in groups["items"]}, self._no_group()
-        parts = [*items.values(), *([tuple(groups["arriving"])] if groups["arriving"] else [])]
-        inside = {at for numbers in parts for at in numbers}
-        entries = {at: (at, *each) for at, each in needs.items() if at not in inside}
-        for numbers in parts:
-            group = self._no_group()
+        entries = {at: (at, *each) for at, each in needs.items()}
+
+        def group_of(numbers: Sequence[int]) -> _Group:
+            group = _Group()
             for at in numbers:
                 prefix = self._prefix_of(at, samples[at])
                 if prefix is None or (group.members and prefix.key != group.key):
                     raise SampleError("has another prefix than before", index=at, reason="bad_group")
-                group.add(Member(at, needs[at]), prefix.key, prefix.needs(self.settings.limits))
-            if numbers in items.values():
-                entries[numbers[0]] = (numbers[0], *sum_of(group.members, group.prefix))
-            else:
-                arriving = group
+                group.add(at, needs[at], prefix.key, prefix.needs(self.settings.limits))
+                del entries[at]
+            return group
+
+        groups = fields.get(GROUPS) or {"items": [], "arriving": []}
+        items = {numbers[0]: tuple(numbers) for numbers in groups["items"]}
+        for first, numbers in items.items():
+            entries[first] = (first, *group_of(numbers).needs)
+        arriving = group_of(groups["arriving"])
         return [entries[at] for at in sorted(entries)], items, arriving
 
     def _fields(self) -> dict[str, Any]:
-        arriving = [member.number for member in self._arriving.members]
-        groups = {"items": [list(numbers) for numbers in self._items.values()], "arriving": arriving}
+        items = [list(numbers) for numbers in self._items.values()]
+        groups = {"items": items, "arriving": list(self._arriving.members)}
         return {
             "buffered": [[at, sample] for at, sample in self._samples.items()],
             "alone": [list(row) for row in self._alone],
@@ -496,7 +455,7 @@ class StreamPacker(Generic[Sample]):
         fields: Mapping[str, Any],
         buffered: Iterable[tuple[int, ...]],
         items: dict[int, tuple[int, ...]],
-        arriving: ArrivingGroup,
+        arriving: _Group,
     ) -> None:
         """Take over checked fields, (number, *needs) of the buffered items, and groups."""
         room = PackingBuffer(self.settings.capacity, list(self.settings.limits.values()))
