@@ -22,8 +22,6 @@ BRANCHES = ("conversation", "turns")
 STRATEGIES = (
     "exact_fill",
     "best_fit_decreasing",
-    "first_fit_decreasing",
-    "worst_fit_decreasing",
     "rolling_fill",
     "next_fit",
 )
@@ -104,7 +102,7 @@ TrainOn = Annotated[str, word(*TRAIN_ON, help="Tokens with a loss: assistant (it
 Strategy = Annotated[
     str,
     typer.Option(
-        help="How samples are placed: exact_fill (fewest rows), rolling_fill (long beside short), ...",
+        help="How samples are placed: exact_fill (full rows), rolling_fill (long beside short), ...",
         autocompletion=lambda: list(STRATEGIES),
     ),
 ]

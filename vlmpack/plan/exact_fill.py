@@ -1,6 +1,6 @@
 """Placing algorithms: exact fill, best fit decreasing over runs of equal bins, and a lower bound.
 
-A *run* is a stretch of neighbouring bins with the same room left. Samples of one length go to a whole run at once, so
+A *run* is a stretch of neighboring bins with the same room left. Samples of one length go to a whole run at once, so
 that the work depends on how many lengths and runs there are, hardly on how many samples.
 
 Exact fill takes the longest sample left, and the subset of the others that fills its row to the last token.
@@ -9,8 +9,9 @@ Exact fill takes the longest sample left, and the subset of the others that fill
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from heapq import heappop, heappush
+from itertools import pairwise
 from operator import index as as_int
 from typing import NamedTuple, final
 
@@ -18,93 +19,49 @@ import numpy as np
 
 from vlmpack.plan.lengths import divided_up
 
-Preference = Callable[[int, int], int]
-"""(room in tokens, number of the first bin) -> rank of a run; the lowest is used first, then the first bin."""
-
 
 class Run(NamedTuple):
-    """Neighbouring bins with the same room left."""
+    """Neighboring bins with the same room left; those with the least room, and the first of them, are used first."""
 
-    first_bin: int
-    """The number of the first of them."""
     room: int
     """Tokens that each of them still holds."""
+    first_bin: int
     bins: int
     """Their number."""
 
 
-@final
-class Runs:
-    """Open bins as runs: those with room for the current length, by preference, and the fuller ones."""
+def place_sorted(sorted_lengths: np.ndarray, capacity: int) -> Placements:
+    """Place lengths that fall by best fit: each in the open bin with the least room that is enough, or in a new one."""
+    fitting: list[Run] = []
+    """Heap of the runs with room for the current length."""
+    fuller: list[tuple[int, Run]] = []
+    """Heap of (-room, run) of the others."""
+    placements, at = Placements(), 0
 
-    def __init__(self, preference: Preference) -> None:
-        self._preference = preference
-        self._fitting: list[tuple[int, Run]] = []
-        """Heap of (rank, run)."""
-        self._fuller: list[tuple[int, Run]] = []
-        """Heap of (-room, run)."""
-        self._length = 0
+    def put(run: Run, length: int) -> None:
+        if run.bins and run.room >= length:
+            heappush(fitting, run)
+        elif run.bins:
+            heappush(fuller, (-run.room, run))
 
-    def set_length(self, length: int) -> None:
-        """Place samples of this length from now on; it is smaller than any before."""
-        self._length = length
-        while self._fuller and -self._fuller[0][0] >= length:
-            self.put(heappop(self._fuller)[1])
-
-    def take(self) -> Run | None:
-        """Take out the preferred run that has room; None: no bin has."""
-        return heappop(self._fitting)[1] if self._fitting else None
-
-    def put(self, run: Run) -> None:
-        """Put a run back, if any bin is left of it."""
-        if not run.bins:
-            return
-        if run.room >= self._length:
-            heappush(self._fitting, (self._preference(run.room, run.first_bin), run))
-        else:
-            heappush(self._fuller, (-run.room, run))
-
-
-def place_decreasing(
-    lengths: np.ndarray, capacity: int, preference: Preference, *, one_a_visit: bool = False
-) -> np.ndarray:
-    """Place every sample in the preferred open bin that has room, the longest first; open a bin where none has.
-
-    Args:
-        lengths: int64 [N], each from 1 to `capacity` tokens.
-        capacity: of a bin, in tokens.
-        preference: which run of bins comes first.
-        one_a_visit: after each sample look for the preferred bin anew. Best fit and first fit need not: a bin that was
-            preferred and has room for one more of the same length is preferred still.
-
-    Returns:
-        int64 [N]: the bin of each sample; bins are numbered in the order in which they were opened.
-    """
-    order = longest_first(lengths)
-    return place_sorted(lengths[order], capacity, preference, one_a_visit=one_a_visit).assign(order)
-
-
-def place_sorted(
-    sorted_lengths: np.ndarray, capacity: int, preference: Preference, *, one_a_visit: bool = False
-) -> Placements:
-    """Place lengths that are sorted from long to short; the result is not yet expanded to one bin a sample."""
-    runs, placements, at = Runs(preference), Placements(), 0
-    for length, count in _groups(sorted_lengths):
-        runs.set_length(length)
-        end = at + count
+    edges = np.flatnonzero(np.diff(sorted_lengths, prepend=-1, append=-1)).tolist()
+    for start, end in pairwise(edges):
+        length = int(sorted_lengths[start])
+        while fuller and -fuller[0][0] >= length:
+            heappush(fitting, heappop(fuller)[1])
         while at < end:
-            open_run = runs.take()
-            first, room, bins = open_run or Run(placements.bins, capacity, divided_up(end - at, capacity // length))
-            each = 1 if open_run and one_a_visit else room // length
+            new = Run(capacity, placements.bins, divided_up(end - at, capacity // length))
+            room, first, bins = heappop(fitting) if fitting else new
+            each = room // length
             full = min(bins, (end - at) // each)
             over = end - at - full * each if full < bins else 0  # too few to fill a bin: they all go to the next one
-            for start, number, samples in ((first, full, each), (first + full, min(over, 1), over)):
+            for first_bin, number, samples in ((first, full, each), (first + full, min(over, 1), over)):
                 if number:
-                    placements.add(at, first_bin=start, per_bin=samples, bins=number)
-                    runs.put(Run(start, room - samples * length, number))
+                    placements.add(at, first_bin=first_bin, per_bin=samples, bins=number)
+                    put(Run(room - samples * length, first_bin, number), length)
                     at += number * samples
             used = full + (over > 0)
-            runs.put(Run(first + used, room, bins - used))
+            put(Run(room, first + used, bins - used), length)
     return placements
 
 
@@ -118,7 +75,7 @@ class Placements:
         self._rows: list[tuple[int, int, int, int]] = []
 
     def add(self, at: int, *, first_bin: int, per_bin: int, bins: int) -> None:
-        """The sorted samples from `at` on go to `bins` neighbouring bins, `per_bin` to each."""
+        """The sorted samples from `at` on go to `bins` neighboring bins, `per_bin` to each."""
         self._rows.append((at, first_bin, per_bin, per_bin * bins))
         self.bins = max(self.bins, first_bin + bins)
 
@@ -144,12 +101,6 @@ def longest_first(lengths: np.ndarray) -> np.ndarray:
     return keys & ((1 << bits) - 1)
 
 
-def _groups(sorted_lengths: np.ndarray) -> Iterator[tuple[int, int]]:
-    """(length, how many samples have it), in the order given."""
-    edges = np.flatnonzero(np.diff(sorted_lengths, prepend=-1, append=-1))
-    return zip(sorted_lengths[edges[:-1]].tolist(), np.diff(edges).tolist(), strict=True)
-
-
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Place samples by best-fit-decreasing: at most 11/9 of the fewest bins possible, plus one.
 
@@ -160,22 +111,8 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     Returns:
         int64 [N]: the bin of each sample, from 0.
     """
-    return place_decreasing(lengths, capacity, least_room)
-
-
-def first_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Place samples by first-fit-decreasing, with the same bound."""
-    return place_decreasing(lengths, capacity, lambda room, first_bin: first_bin)
-
-
-def worst_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Place samples by worst-fit-decreasing, which keeps bins equally full."""
-    return place_decreasing(lengths, capacity, lambda room, first_bin: -room, one_a_visit=True)
-
-
-def least_room(room: int, first_bin: int) -> int:
-    """Rank of a run of bins: the one with the least room comes first."""
-    return room
+    order = longest_first(lengths)
+    return place_sorted(lengths[order], capacity).assign(order)
 
 
 def next_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -305,7 +242,7 @@ def exact_fill(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """
     order = longest_first(lengths)
     sorted_lengths = lengths[order]
-    best_fit = place_sorted(sorted_lengths, capacity, least_room)
+    best_fit = place_sorted(sorted_lengths, capacity)
     if best_fit.bins - lower_bound(lengths, capacity) <= best_fit.bins // NEGLIGIBLE:
         return best_fit.assign(order)
     exact = _fill_rows(sorted_lengths, capacity)

@@ -550,11 +550,11 @@ def _branching(
         is_kept = splits[node] and lengths[node] - start >= least
         around[node] = node if is_kept else outer
         kept += [node] * is_kept
-    order = np.array(kept, np.int64)
+    nodes = np.array(kept, np.int64)
     number = np.full(len(parents) + 1, ALONE)  # the last one: of no node
-    number[order] = np.arange(len(order))
+    number[nodes] = np.arange(len(nodes))
     nearest = np.append(around, ALONE)
-    return number[nearest[parents[order]]], number[nearest[of_samples]], order
+    return number[nearest[parents[nodes]]], number[nearest[of_samples]], nodes
 
 
 def _media(samples: Sequence[PrefixMarks], holders: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
