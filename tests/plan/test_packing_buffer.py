@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.cases.planning import LENGTH_SETS, three_limits, stream
+from benchmarks.cases.planning import LENGTH_SETS, stream, three_limits
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import PackingBuffer
 from vlmpack.plan import packing_buffer as buffered
