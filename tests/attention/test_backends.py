@@ -5,12 +5,12 @@ import types
 
 import pytest
 import torch
+from benchmarks.gpu.checks import ALLOWED
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu.checks import ALLOWED
 from vlmpack.attention import backends
 from vlmpack.attention.backends import BACKENDS, AttentionCall, EagerMask, FlashAttn, SdpaSegments, TorchVarlen
 from vlmpack.layout import Segments, SlotRule

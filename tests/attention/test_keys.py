@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks.gpu.checks import ALLOWED
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.gpu.checks import ALLOWED
 from vlmpack.attention import backends
 from vlmpack.attention.backends import BACKENDS, AttentionCall, EagerMask, SdpaSegments
 from vlmpack.layout import Segments
