@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar, final
 
 import torch
 
-from vlmpack.layout.device import recorded_syncs
 from vlmpack.machine import version_of
+from vlmpack.probing.host_syncs import recorded_syncs
 
 R = TypeVar("R")
 

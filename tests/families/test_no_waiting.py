@@ -12,7 +12,7 @@ from waiting import waits_are_errors
 from vlmpack.families.registry import FAMILIES
 from vlmpack.families.rules import truncates_seconds
 from vlmpack.layout import Grid, PackedRow, Segments, SlotRule, pack
-from vlmpack.layout.device import recorded_syncs
+from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import mixed_samples, padded, tiny_config
 from vlmpack.testing.samples import kinds_of
 

@@ -13,7 +13,7 @@ import torch
 from vlmpack.errors import LayoutError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import HostMetadata, Segments, SlotRule, pack
-from vlmpack.layout.device import recorded_syncs
+from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import build_sample, padded, tiny_config
 from vlmpack.testing.samples import VISION
 
