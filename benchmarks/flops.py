@@ -244,7 +244,7 @@ def _delta_rule(text: Any, tokens: int) -> int:
 def _vision(family: Family, config: Any, grids: Sequence[Grid]) -> int:
     if not grids:
         return 0
-    vision = family.vision_config(config)
+    vision = config.vision_config
     width = vision.embed_dim if family.model_type == "qwen2_vl" else vision.hidden_size
     wide = width * vision.spatial_merge_size**2
     patches, tokens = sum(map(prod, grids)), sum(map(prod, grids)) // vision.spatial_merge_size**2
@@ -270,7 +270,7 @@ def _mergers(family: Family, vision: Any) -> int:
 
 def _vision_pairs(family: Family, config: Any, grids: Sequence[Grid]) -> int:
     """Pairs of patches that attend to each other, of all blocks: within frames, or within windows of them."""
-    vision = family.vision_config(config)
+    vision = config.vision_config
     frames, *windows = (sum(n * n for n in segments.lengths) for segments in family.vision_segments(grids, config))
     if not windows:
         return vision.depth * frames

@@ -63,7 +63,7 @@ SAME_LOSS = 2e-2
 def config_of(shape: ModelShape) -> Any:
     """The configuration of a model of this shape."""
     family, config = family_named(shape.family), tiny_config(shape.family, **shape.sizes)
-    for part, settings in ((family.text_config(config), shape.text), (family.vision_config(config), shape.vision)):
+    for part, settings in ((family.text_config(config), shape.text), (config.vision_config, shape.vision)):
         for name, value in settings.items():
             vars(part)[name] = value
     config.tie_word_embeddings = shape.tied

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.families.media import media_items
+from vlmpack.families.media import media_items, truncates_seconds
 from vlmpack.families.registry import FAMILIES
-from vlmpack.families.rules import truncates_seconds
 from vlmpack.layout import Segments
 from vlmpack.testing import tiny_config
 from vlmpack.testing.samples import TEXT_ONLY, VISION

@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from waiting import waits_are_errors
 
+from vlmpack.families.media import truncates_seconds
 from vlmpack.families.registry import FAMILIES
-from vlmpack.families.rules import truncates_seconds
 from vlmpack.layout import Grid, PackedRow, Segments, SlotRule, pack
 from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import mixed_samples, padded, tiny_config

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmpack.families import Family, family_of
+from vlmpack.families.media import timed_run, truncates_seconds
 from vlmpack.families.registry import FAMILIES
-from vlmpack.families.rules import timed_run, truncates_seconds
 from vlmpack.layout import HostMetadata, PackedRow, Segments, SlotRule, pack
 from vlmpack.testing import Sample, build_sample, mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import KINDS, TEXT_ONLY, VISION, metadata_of

@@ -55,7 +55,6 @@ def test_the_parts_of_a_model_are_its_own(name: str) -> None:
     assert family.vision_tower(model) is model.model.visual
     assert family.head(model) is model.lm_head
     assert family.text_config(model.config) is model.config.text_config
-    assert family.vision_config(model.config) is model.config.vision_config
     assert family.merge(model.config) == 2
 
 

@@ -48,12 +48,12 @@ def test_images_that_end_where_samples_do_fit(tokens: tuple[int, ...], per_sampl
 @pytest.mark.parametrize(
     ("tokens", "per_sample", "message"),
     [
-        ((2, 4), (), "sample 0 ends in the middle of an image: it and the samples before it have 3"),
+        ((2, 4), (), "sample 0 ends in the middle of an image: the row has 6 image placeholders"),
         ((2, 4), (1, 1), "sample 0 has 3 image placeholders, but its images make 2 tokens"),
         ((2, 1, 3), (1, 2), "sample 0 has 3 image placeholders, but its images make 2 tokens"),
         ((3, 3, 1), (), "the row has 6 image placeholders, but its 3 images or tiles make 7"),
         ((3,), (), "sample 1 has 3 image placeholders and ends where no image does: the row has 6"),
-        ((2, 3), (1, 1), "sample 0 has 3 image placeholders and has images of 2 tokens: the row has 6"),
+        ((2, 3), (1, 1), "sample 0 has 3 image placeholders, but its images make 2 tokens: the row has 6"),
     ],
 )
 def test_images_that_do_not_fit_are_refused(tokens: tuple[int, ...], per_sample: tuple[int, ...], message: str) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_window_index
 
-from vlmpack.families.frames import WindowRule, frame_segments, window_segments
+from vlmpack.families.family import frame_segments, window_segments
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Grid
 from vlmpack.testing import mixed_samples, padded, tiny_config
@@ -32,7 +32,7 @@ def test_any_grids_give_the_boundaries_of_transformers(
     assert frames.total == sum(t * h * w for t, h, w in grids)
     assert list(frames.real) == get_vision_cu_seqlens(torch.tensor(grids)).tolist()
     window_size = side * merge * patch_size + more  # need not be a multiple of a token's side
-    windows = window_segments(grids, WindowRule(window=window_size // patch_size, merge=merge))
+    windows = window_segments(grids, window=window_size // patch_size, merge=merge)
     _, expected = get_vision_window_index(torch.tensor(grids), merge, window_size, patch_size)
     assert list(windows.real) == expected.tolist()
 

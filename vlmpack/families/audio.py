@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.families.media import MediaItems
+from vlmpack.families.media import MediaItems, media_starts
 from vlmpack.layout.batch import AUDIO, IMAGE, VIDEO, Grid, HostMetadata, Media
 from vlmpack.layout.device import on_host, require, to_device
 from vlmpack.layout.segments import Segments
@@ -137,13 +137,6 @@ def _counted(types: torch.Tensor, segments: Segments) -> tuple[int, ...]:
     return tuple(len(media_starts(kinds_T[start:stop], AUDIO)) for start, stop in segments.spans)
 
 
-def media_starts(kinds_L: np.ndarray, *of: int) -> np.ndarray:
-    """int64: where runs of tokens of these kinds begin, in the kinds of the tokens of a sample."""
-    begins = np.isin(kinds_L, of)
-    begins[1:] &= kinds_L[1:] != kinds_L[:-1]
-    return np.flatnonzero(begins)
-
-
 # ---------------------------------------------------------------------- positions that the model's own code computes
 
 
@@ -174,7 +167,7 @@ class AskModel:
     """Multimodal rotary positions, of which those of a sample with videos are the installed `get_rope_index`'s.
 
     A video, or an image of several frames, moves what follows by its length in time there, in float32 where the model
-    has fractions of positions. All other samples follow from grids, as of `MRope`.
+    has fractions of positions. All other samples follow from grids, as of `Rotary`.
     """
 
     of_sample: PositionsOfSample

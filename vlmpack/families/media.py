@@ -19,16 +19,21 @@ N media items or runs, M media tokens, T row tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import prod
+from types import SimpleNamespace
+from typing import Any, final
 
 import numpy as np
 import torch
 
-from vlmpack.errors import LayoutError
-from vlmpack.layout.batch import IMAGE, VIDEO, Grid
+from vlmpack.errors import FamilyError, LayoutError
+from vlmpack.families.spans import types_on_host
+from vlmpack.layout.batch import IMAGE, VIDEO, Grid, HostMetadata, Media
 from vlmpack.layout.device import on_host, require, to_device
+from vlmpack.layout.row import PackedRow, metadata_of_tree
 from vlmpack.layout.segments import Segments
 
 
@@ -387,3 +392,247 @@ def _continues(runs: ExpectedRuns) -> np.ndarray:
     continues = np.ones(sizes.sum(), bool)
     continues[sizes.cumsum() - sizes] = False
     return continues
+
+
+def media_starts(kinds_L: np.ndarray, *of: int) -> np.ndarray:
+    """int64: where runs of tokens of these kinds begin, in the kinds of the tokens of a sample."""
+    begins = np.isin(kinds_L, of)
+    begins[1:] &= kinds_L[1:] != kinds_L[:-1]
+    return np.flatnonzero(begins)
+
+
+# ---------------------------------------------------------------------- videos
+
+VideoPlacement = Callable[[MediaItems, Sequence[float], Any], MediaItems]
+"""Runs of tokens of whole videos, seconds from one grid of each to the next, and the vision configuration, to the runs
+that the family's processor writes and the distances of their frames."""
+
+
+def single_run(videos: MediaItems, seconds: Sequence[float], vision: Any) -> MediaItems:
+    """Place a video as one run of tokens, its frames one position apart."""
+    return videos
+
+
+def run_per_frame(videos: MediaItems, seconds: Sequence[float], vision: Any) -> MediaItems:
+    """Place every frame of a video as a run of its own, like an image; time stamps are text between."""
+    frames = np.repeat(videos.grids * (0, 1, 1) + (1, 0, 0), videos.grids[:, 0], axis=0)
+    medium = np.repeat(videos.medium, videos.grids[:, 0])
+    return MediaItems(grids=frames, interval=np.ones(len(frames), np.float32), medium=medium)
+
+
+def run_of_pairs(videos: MediaItems, seconds: Sequence[float], vision: Any) -> MediaItems:
+    """Place a video as one run of tokens, each of several frames (`temporal_merge_size`), one position apart.
+
+    Raises:
+        LayoutError: frames are left over, of which the model makes no token.
+    """
+    size = vision.temporal_merge_size
+    if (odd := videos.grids[:, 0] % size).any():
+        at = int(odd.argmax())
+        raise LayoutError(
+            f"video {at}: its grid has {videos.grids[at, 0]} frames, and the model makes a token of {size} each; "
+            "repeat its last frame, as the model's processor does"
+        )
+    return replace(videos, grids=videos.grids // (size, 1, 1))
+
+
+def timed_run(
+    videos: MediaItems, seconds: Sequence[float], vision: Any, *, whole_seconds: bool | None = None
+) -> MediaItems:
+    """Place a video as one run of tokens, its frames as many positions apart as they are in time.
+
+    `whole_seconds`: round the seconds between frames down before use, as older transformers do; None: as the installed
+    transformers does.
+    """
+    if not len(seconds):
+        seconds = (1.0,) * len(videos.grids)
+    if len(seconds) != len(videos.grids):
+        raise LayoutError(
+            f"there are {len(videos.grids)} videos but seconds_per_grid has {len(seconds)} values; give one for each "
+            "video (the processor's second_per_grid_ts), or none"
+        )
+    check_seconds(seconds)
+    if whole_seconds is None:
+        whole_seconds = truncates_seconds()
+    # float32 all the way: the model computes with the float32 tensor second_per_grid_ts
+    times = np.asarray(seconds, np.float32)
+    rate = np.float32(vision.tokens_per_second)
+    return replace(videos, interval=rate * (np.trunc(times) if whole_seconds else times))
+
+
+def check_seconds(seconds: Sequence[float], videos_per_sample: Sequence[int] = ()) -> None:
+    """Insist on times from one grid of each video to the next.
+
+    Args:
+        seconds: one for each video of a row.
+        videos_per_sample: the videos of each sample, which name it; empty: not known.
+
+    Raises:
+        LayoutError: one is NaN, infinite or negative.
+    """
+    for at, value in enumerate(seconds):
+        if not 0 <= value < float("inf"):
+            samples = np.repeat(np.arange(len(videos_per_sample)), videos_per_sample)
+            of_sample = f"sample {samples[at]}: " if at < len(samples) else ""
+            raise LayoutError(
+                f"{of_sample}video {at}: seconds_per_grid is {value}; it must be a finite time, not negative: give "
+                "what the processor makes (second_per_grid_ts; Qwen-Omni: video_second_per_grid)"
+            )
+
+
+@cache
+def truncates_seconds() -> bool:
+    """Return whether the installed transformers rounds `second_per_grid_ts` down to whole seconds.
+
+    5.17 does, 5.23 does not. The function itself is tried, not the version read: a video of three frames 0.7 s apart,
+    at 4 positions a second, lies at 0, 2, 5 or, with whole seconds, at 0, 0, 0.
+
+    Raises:
+        FamilyError: it does neither.
+    """
+    from transformers import Qwen2_5_VLModel
+
+    model: Any = Qwen2_5_VLModel  # its methods are called on a stand-in that has only what they read
+    vision = SimpleNamespace(spatial_merge_size=1, tokens_per_second=4)
+    stand_in = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
+    stand_in.get_vision_position_ids = partial(model.get_vision_position_ids, stand_in)
+    tokens = torch.full((1, 3), 2, device="cpu")
+    positions, _ = model.get_rope_index(
+        stand_in,
+        tokens,
+        mm_token_type_ids=tokens,
+        video_grid_thw=torch.tensor([[3, 1, 1]], device="cpu"),
+        second_per_grid_ts=torch.tensor([0.7], device="cpu"),
+    )
+    times = positions[0, 0].tolist()
+    if times not in ([0, 2, 5], [0, 0, 0]):
+        raise FamilyError(
+            f"qwen2_5_vl: the installed transformers puts three frames 0.7 s apart at {times}; vlmpack supports "
+            "[0, 2, 5] and [0, 0, 0]. Its video positions would be wrong: use a version of the supported range"
+        )
+    return times == [0, 0, 0]
+
+
+# ---------------------------------------------------------------------- videos with the placeholder of images
+
+# GLM-4V writes images and the frames of videos with one placeholder, so that a call of its own code takes one kind.
+# To its tower and its positions a frame is an image: rows hand frames on as images, in the order of their tokens.
+#
+#     sample    x ( [ i i ] 0 [ i i ] 1 ) x   x [ i i i ] x       two samples: a video of two frames, an image
+#     kinds     0 0 0 2 2 0 0 0 2 2 0 0 0 0   0 0 1 1 1 0 0       `(` and `)` start and end a video
+#     grids     (2, 2, 4)                     (1, 2, 6)
+#     handed on (1, 2, 4), (1, 2, 4), (1, 2, 6)                   all as images, in the order of the row
+
+
+def kinds_between(
+    input_ids: torch.Tensor, config: Any, *, segments: Segments | None = None, column: torch.Tensor | None = None
+) -> torch.Tensor:
+    """0 text, 1 image, 2 video for each token, int64 in the shape of `input_ids`. No host–device sync.
+
+    Args:
+        input_ids: [1, T] of a row, [B, S] of a batch, or [L].
+        config: the model's configuration.
+        segments: the row's samples; None: each row of `input_ids` is one, as in the family's processor.
+        column: what a caller gives as `mm_token_type_ids`, which decides between images and videos: configurations of
+            checkpoints may name other tokens than their tokenizers have. None: tokens that start and end videos do.
+    """
+    is_placeholder = input_ids == config.image_token_id
+    if column is not None and column.shape == input_ids.shape:
+        return torch.where(is_placeholder, torch.where(column == VIDEO, VIDEO, IMAGE), 0)
+    opened = (input_ids == config.video_start_token_id).long() - (input_ids == config.video_end_token_id).long()
+    depth = opened.cumsum(-1)
+    if segments is not None:
+        first_T = torch.arange(segments.total, device=depth.device) - segments.position_in_segment(depth.device)
+        depth = depth - (depth - opened).index_select(-1, first_T)
+    return torch.where(is_placeholder, torch.where(depth > 0, VIDEO, IMAGE), 0)
+
+
+def frames_as_images(
+    row: PackedRow, types: torch.Tensor, metadata: HostMetadata, model_type: str
+) -> tuple[Media, tuple[Grid, ...]]:
+    """Replace the videos of a row by their frames, as images in the order of its placeholders.
+
+    A row with images and videos whose metadata do not count them by sample, or have no `type_runs` of a prefix tree,
+    takes one host–device sync on a device.
+
+    Args:
+        row: whose media are those of the samples, or of its prefix tree.
+        types: [1, T], 0 text, 1 image, 2 video.
+        metadata: with the grids of images and videos of the samples.
+        model_type: of the family, for errors.
+
+    Returns:
+        The media, and their grids.
+
+    Raises:
+        LayoutError: a sample has images and videos, or the metadata count other media.
+    """
+    media, tree = row.media, row.tree
+    computed = metadata if tree is None else metadata_of_tree(metadata, tree)
+    images, frames = computed.image_grids, _frames(computed)
+    if not frames:
+        return media, images
+    assert media.pixel_values_videos is not None, "their patches were counted"
+    pixels, grids = media.pixel_values_videos, frames
+    if images:
+        assert media.pixel_values is not None, "their patches were counted"
+        counts_S2 = _media_of_samples(types, row.segments, metadata)
+        _check_apart(counts_S2, (len(metadata.image_grids), len(_frames(metadata))), model_type)
+        if tree is not None:  # its nodes have whole media, in its order
+            types_T = types_on_host(types, row.segments, metadata.type_runs)
+            counts_S2 = _counted_by_tokens(types_T[tree.source().numpy()], tree.nodes)
+        pixels, grids = _interleaved(counts_S2, (images, frames), (media.pixel_values, media.pixel_values_videos))
+    table = to_device(np.asarray(grids, np.int64), pixels.device)
+    return Media(pixel_values=pixels, image_grid_thw=table), grids
+
+
+def _media_of_samples(types: torch.Tensor, segments: Segments, metadata: HostMetadata) -> np.ndarray:
+    """int64 [S, 2]: images and frames of each sample."""
+    images, videos = metadata.images_per_sample, metadata.videos_per_sample
+    if len(images) == len(videos) == segments.num_samples:
+        lengths = np.append(0, np.cumsum([count for count, _, _ in metadata.video_grids]))
+        last = np.minimum(np.cumsum(videos), len(lengths) - 1)
+        return np.stack([np.asarray(images), np.diff(lengths[last], prepend=0)], 1)
+    return _counted_by_tokens(types_on_host(types, segments, metadata.type_runs), segments)
+
+
+def _counted_by_tokens(types_T: np.ndarray, segments: Segments) -> np.ndarray:
+    """int64 [S, 2]: runs of placeholders of images, and of frames, in each segment."""
+    of_segments = [types_T[start:stop] for start, stop in segments.spans]
+    return np.asarray([[len(media_starts(kinds, kind)) for kind in (IMAGE, VIDEO)] for kinds in of_segments])
+
+
+def _frames(metadata: HostMetadata) -> tuple[Grid, ...]:
+    """A grid for each frame of all videos."""
+    return tuple((1, rows, columns) for count, rows, columns in metadata.video_grids for _ in range(count))
+
+
+def _check_apart(counts_S2: np.ndarray, totals: tuple[int, int], model_type: str) -> None:
+    if tuple(counts_S2.sum(0)) != totals:
+        raise LayoutError(
+            f"the samples have {counts_S2[:, 0].tolist()} images and {counts_S2[:, 1].tolist()} frames of videos, but "
+            f"the row has grids of {totals[0]} and {totals[1]}; leave the metadata out of a batch that was changed"
+        )
+    if (both := counts_S2.all(1)).any():
+        raise LayoutError(
+            f"sample {int(both.argmax())} has images and videos, which {model_type} writes with one placeholder: its "
+            "own code takes either, and refuses such a sample. Leave one of them out, or give frames as images"
+        )
+
+
+def _interleaved(
+    counts_S2: np.ndarray, grids: tuple[Sequence[Grid], ...], pixels: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, tuple[Grid, ...]]:
+    """Patches of images and frames in the order of samples, each of which has one kind, and their grids."""
+    parts: list[torch.Tensor] = []
+    order: list[Grid] = []
+    used, patches = [0, 0], [0, 0]
+    for counts in counts_S2.tolist():
+        for kind, count in enumerate(counts):
+            taken = grids[kind][used[kind] : used[kind] + count]
+            size = sum(map(prod, taken))
+            parts.append(pixels[kind][patches[kind] : patches[kind] + size])
+            order += taken
+            used[kind] += count
+            patches[kind] += size
+    return torch.cat(parts), tuple(order)
