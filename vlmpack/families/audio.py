@@ -25,7 +25,7 @@ import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.families.media import MediaItems, media_starts
-from vlmpack.layout.batch import AUDIO, IMAGE, VIDEO, Grid, HostMetadata, Media
+from vlmpack.layout.batch import AUDIO, IMAGE, VIDEO, Grid, HostMetadata, Media, check_tensor
 from vlmpack.layout.device import on_host, require, to_device
 from vlmpack.layout.segments import Segments
 
@@ -82,12 +82,8 @@ class AudioPart:
             raise LayoutError(f"there are {there} without {missing}; keep both as the processor gives them")
         bins = config.audio_config.num_mel_bins
         expected = (len(frames), bins, mask.shape[1])
-        if not isinstance(features, torch.Tensor) or tuple(features.shape) != expected:
-            shape = list(features.shape) if isinstance(features, torch.Tensor) else type(features).__name__
-            raise LayoutError(
-                f"input_features must be [audios, mel bins, frames], here {list(expected)} by feature_attention_mask "
-                f"and the model, got {shape}; use the processor that belongs to the model"
-            )
+        what = f"[audios, mel bins, frames], here {list(expected)} by feature_attention_mask and the model"
+        check_tensor("input_features", features, expected, what)
 
     def longest_of_samples(self, types: torch.Tensor, segments: Segments, metadata: HostMetadata) -> np.ndarray:
         """int64 [N]: frames of the longest audio of the sample of each audio.

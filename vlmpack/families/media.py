@@ -31,7 +31,7 @@ import torch
 
 from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.spans import types_on_host
-from vlmpack.layout.batch import IMAGE, VIDEO, Grid, HostMetadata, Media
+from vlmpack.layout.batch import IMAGE, VIDEO, Grid, HostMetadata, Media, check_tensor
 from vlmpack.layout.device import on_host, require, to_device
 from vlmpack.layout.row import PackedRow, metadata_of_tree
 from vlmpack.layout.segments import Segments
@@ -163,10 +163,7 @@ def _check(types: torch.Tensor | None, segments: Segments, images: MediaItems, v
                 "mm_token_type_ids, so their tokens cannot be found; keep what the processor returns under that name"
             )
         return
-    if tuple(types.shape) != (1, segments.total):
-        raise LayoutError(
-            f"mm_token_type_ids is {list(types.shape)} but the segments describe a row of [1, {segments.total}]"
-        )
+    check_tensor("mm_token_type_ids", types, (1, segments.total), f"[1, {segments.total}], as the row is")
     if needed > segments.total:
         raise LayoutError(
             f"the grids of {len(images.grids)} images and {len(videos.grids)} videos (or frames) stand for {needed} "
@@ -233,13 +230,19 @@ def check_runs(types: torch.Tensor, segments: Segments, expected: Sequence[Expec
     Raises:
         LayoutError: it is not so; on the host it names the sample, its run and its grid.
     """
-    if on_host(types):
-        row_runs = _RowRuns(types, segments)
+    if not on_host(types):
         for runs in expected:
-            row_runs.check(runs)
+            require(_as_expected(types[0], segments, runs), _SOMEWHERE.format(runs.name), LayoutError)
         return
+    kinds_T = types[0].numpy()
+    begins_T = np.ones(len(kinds_T), bool)
+    np.not_equal(kinds_T[1:], kinds_T[:-1], out=begins_T[1:])
+    begins_T[_edges(segments)] = True
+    starts = np.flatnonzero(begins_T)
+    kinds, lengths = kinds_T[starts], np.diff(starts, append=len(kinds_T))
     for runs in expected:
-        require(_as_expected(types[0], segments, runs), _SOMEWHERE.format(runs.name), LayoutError)
+        of_kind = kinds == runs.kind
+        _check_kind(runs, starts[of_kind], lengths[of_kind], segments)
 
 
 _REMEDY = (
@@ -252,94 +255,63 @@ _SOMEWHERE = "a run of {0} placeholders is not as long as its grid says, or lies
 # ---------------------------------------------------------------------- on the host
 
 
-@final
-class _RowRuns:
-    """The runs that a row has."""
-
-    def __init__(self, types: torch.Tensor, segments: Segments) -> None:
-        kinds_T = types[0].numpy()
-        begins_T = np.ones(len(kinds_T), bool)
-        np.not_equal(kinds_T[1:], kinds_T[:-1], out=begins_T[1:])
-        begins_T[_edges(segments)] = True
-        self._starts = np.flatnonzero(begins_T)
-        self._lengths = np.diff(self._starts, append=len(kinds_T))
-        self._kinds = kinds_T[self._starts]
-        self._segments = segments
-
-    def check(self, runs: ExpectedRuns) -> None:
-        """Raise a `LayoutError` where these are not the runs of one kind."""
-        of_kind, sizes = self._kinds == runs.kind, runs.sizes
-        starts, lengths = self._starts[of_kind], self._lengths[of_kind]
-        if lengths.sum() != sizes.sum():
+def _check_kind(runs: ExpectedRuns, starts: np.ndarray, lengths: np.ndarray, segments: Segments) -> None:
+    """Raise a `LayoutError` where these are not the runs of one kind."""
+    name, sizes, medium, counted = runs.name, runs.sizes, runs.items.medium, runs.samples
+    samples, shared = _samples_at(starts, segments), min(len(lengths), len(sizes))
+    first = int(np.append(lengths[:shared] != sizes[:shared], True).argmax())  # that is not the next medium
+    if lengths.sum() != sizes.sum():
+        raise LayoutError(
+            f"{_sample_of(first, runs, lengths, samples)}the {name} {runs.measure} make {sizes.sum()} tokens, but the "
+            f"row has another number of {name} placeholders, {lengths.sum()}; every placeholder needs its medium, and "
+            "the other way round"
+        )
+    if first < shared:
+        stop, follows = starts[first] + lengths[first], samples[first + 1 : first + 2]
+        cut_short = lengths[first] < sizes[first] and stop in starts
+        if not cut_short or follows[0] in (samples[first], PADDING):
+            part = "a frame of " if (medium == medium[first]).sum() > 1 else ""
             raise LayoutError(
-                f"{self._sample_of_another_number(runs, starts, lengths)}the {runs.name} {runs.measure} make "
-                f"{sizes.sum()} tokens, but the row has another number of {runs.name} placeholders, {lengths.sum()}; "
-                "every placeholder needs its medium, and the other way round"
+                f"sample {samples[first]}: a run of {lengths[first]} {name} placeholders begins at place "
+                f"{starts[first]} of the row, but {part}{name} {medium[first]}, which is next, makes {sizes[first]} "
+                f"tokens; {_REMEDY}"
             )
-        if not len(starts):
-            return
-        samples = _samples_at(starts, self._segments)
-        if len(lengths) != len(sizes) or (lengths != sizes).any():
-            raise LayoutError(self._differing(runs, starts, lengths, samples))
-        if samples.min() == PADDING:
-            at = int(starts[samples.argmin()])
-            raise LayoutError(f"place {at} of the row is padding, but has {runs.name} placeholders; {_REMEDY}")
-        medium = runs.items.medium
-        if len(split := np.flatnonzero((medium[1:] == medium[:-1]) & (samples[1:] != samples[:-1]))):
-            raise LayoutError(self._split(runs, int(medium[split[0]]), int(samples[split[0] + 1])))
-        counted = runs.samples
-        if counted is not None and (counted != samples).any():
-            at = int((counted != samples).argmax())
-            raise LayoutError(
-                f"{runs.name} {medium[at]} of the row lies in sample {samples[at]}, but the host metadata says that it "
-                f"belongs to sample {counted[at]}; leave the metadata out of a batch whose tokens were moved"
-            )
-
-    def _sample_of_another_number(self, runs: ExpectedRuns, starts: np.ndarray, lengths: np.ndarray) -> str:
-        """The first sample whose placeholders are not as many as its media make, in words; "" if that is not known."""
-        if (of_run := runs.samples) is None:
-            return self._first_unlike(runs, starts, lengths)
-        count, at = len(runs.per_sample), _samples_at(starts, self._segments)
-        expected, found = (
-            np.bincount(of[of >= 0], weights=sizes[of >= 0], minlength=count)
-            for of, sizes in ((of_run, runs.sizes), (at, lengths))
+        raise LayoutError(_split(name, int(medium[first]), int(follows[0]), segments))
+    if PADDING in samples:
+        at = int(starts[samples.argmin()])
+        raise LayoutError(f"place {at} of the row is padding, but has {name} placeholders; {_REMEDY}")
+    if len(split := np.flatnonzero((medium[1:] == medium[:-1]) & (samples[1:] != samples[:-1]))):
+        raise LayoutError(_split(name, int(medium[split[0]]), int(samples[split[0] + 1]), segments))
+    if counted is not None and (counted != samples).any():
+        at = int((counted != samples).argmax())
+        raise LayoutError(
+            f"{name} {medium[at]} of the row lies in sample {samples[at]}, but the host metadata says that it belongs "
+            f"to sample {counted[at]}; leave the metadata out of a batch whose tokens were moved"
         )
-        differs = np.flatnonzero(expected[:count] != found[:count])
-        if not len(differs):
+
+
+def _sample_of(first: int, runs: ExpectedRuns, lengths: np.ndarray, samples: np.ndarray) -> str:
+    """The first sample with another number of placeholders than its media make, in words; "" if it is not known."""
+    name, sizes, counted = runs.name, runs.sizes, runs.samples
+    if counted is not None:
+        most = max([len(runs.per_sample), *(samples + 1)])
+        makes = np.bincount(counted, weights=sizes, minlength=most)
+        has = np.bincount(samples[samples >= 0], weights=lengths[samples >= 0], minlength=most)
+        if not (differs := np.flatnonzero(makes != has)).size:  # padding has them
             return ""
-        sample = int(differs[0])
-        return f"sample {sample} has {found[sample]:.0f} {runs.name} placeholders for {expected[sample]:.0f} tokens: "
+        at = differs[0]
+        return f"sample {at} has {has[at]:.0f} {name} placeholders for {makes[at]:.0f} tokens: "
+    if first == len(lengths) or samples[first] == PADDING:
+        return ""
+    tokens = f"its next {name} makes {sizes[first]}" if first < len(sizes) else f"no {name} is left"
+    return f"sample {samples[first]} has a run of {lengths[first]}, but {tokens}: "
 
-    def _first_unlike(self, runs: ExpectedRuns, starts: np.ndarray, lengths: np.ndarray) -> str:
-        """The sample of the first run that is not of the next medium, in words; "": media are left over."""
-        shared = min(len(lengths), len(runs.sizes))
-        unlike = np.append(lengths[:shared] != runs.sizes[:shared], True)
-        if (first := int(unlike.argmax())) == len(lengths):
-            return ""
-        sample = _samples_at(starts[first : first + 1], self._segments)[0]
-        tokens = f"its next {runs.name} makes {runs.sizes[first]}" if first < shared else f"no {runs.name} is left"
-        return "" if sample == PADDING else f"sample {sample} has a run of {lengths[first]}, but {tokens}: "
 
-    def _differing(self, runs: ExpectedRuns, starts: np.ndarray, lengths: np.ndarray, samples: np.ndarray) -> str:
-        """The first run that is not as expected; there is one among those that both have, as the totals agree."""
-        sizes, count = runs.sizes, min(len(lengths), len(runs.sizes))
-        at = int((lengths[:count] != sizes[:count]).argmax())
-        stop = int(starts[at] + lengths[at])
-        medium, sample = int(runs.items.medium[at]), int(samples[at])
-        if lengths[at] < sizes[at] and stop in starts and samples[at + 1] not in (sample, PADDING):
-            return self._split(runs, medium, int(samples[at + 1]))
-        part = "a frame of " if (runs.items.medium == medium).sum() > 1 else ""
-        return (
-            f"sample {sample}: a run of {lengths[at]} {runs.name} placeholders begins at place {starts[at]} of the "
-            f"row, but {part}{runs.name} {medium}, which is next, makes {sizes[at]} tokens; {_REMEDY}"
-        )
-
-    def _split(self, runs: ExpectedRuns, medium: int, sample: int) -> str:
-        return (
-            f"{runs.name} {medium} of the row is cut in two where sample {sample} starts, at place "
-            f"{self._segments.stride[sample]} of the row: move that boundary of cu_seqlens_q before the {runs.name}, "
-            "or behind it"
-        )
+def _split(name: str, medium: int, sample: int, segments: Segments) -> str:
+    return (
+        f"{name} {medium} of the row is cut in two where sample {sample} starts, at place {segments.stride[sample]} of "
+        f"the row: move that boundary of cu_seqlens_q before the {name}, or behind it"
+    )
 
 
 def _edges(segments: Segments) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -161,20 +162,13 @@ def patches_of_sizes(tensors: Tensors, config: Any) -> Sequence[Segments]:
     return [Segments.from_lengths((tensors["image_sizes"] // config.vision_config.patch_size).prod(-1).tolist())]
 
 
-def merged_windows(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Each image of `target_sizes` [N, 2], in patches, is merged `merger_times`, and once more inside the tower."""
-    return _merged(tensors["target_sizes"], config)
-
-
-def merged_windows_of_frames(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Windows of `merged_windows`, of each frame of a video, or tile of one, of `target_sizes_videos` [N, 2]."""
-    return _merged(tensors["target_sizes_videos"], config) if "target_sizes_videos" in tensors else ()
-
-
-def _merged(sizes_N2: torch.Tensor, config: Any) -> Sequence[int]:
+def merged_windows(tensors: Tensors, config: Any, *, sizes: str = "target_sizes") -> Sequence[int]:
+    """Each image of `target_sizes` [N, 2], in patches, is merged `merger_times`, and once more inside the tower; so is
+    each frame of a video, or tile of one, of `target_sizes_videos`."""
     rows, columns = (n**config.merger_times for n in config.merge_kernel_size)
     inner = 1 if config.downsample_mode == "4x" else 2
-    return [(height // (inner * rows)) * (width // (inner * columns)) for height, width in sizes_N2.tolist()]
+    sizes_N2 = tensors[sizes].tolist() if sizes in tensors else []
+    return [(height // (inner * rows)) * (width // (inner * columns)) for height, width in sizes_N2]
 
 
 def columns_of_targets(tensors: Tensors, config: Any) -> Mapping[str, Sequence[np.ndarray]]:
@@ -279,7 +273,7 @@ TILED = (
         tile_boundaries=patches_of_targets,
         blocks_path="encoder.layers",
         keeps_row={"vit_merger": "self_attn"},
-        video_tokens=merged_windows_of_frames,
+        video_tokens=partial(merged_windows, sizes="target_sizes_videos"),
         media={
             "pixel_values": Join(axis=3),
             "target_sizes": Join(),
