@@ -30,8 +30,8 @@ from transformers import Trainer
 
 from vlmpack import SlotRule, ThdStep, probe
 from vlmpack.collate import VLMCollator
-from vlmpack.layout.device import recorded_syncs
 from vlmpack.model import enable_packing
+from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.service.engine import Engine
 from vlmpack.testing import mixed_samples, padded, receipt_conversations, tiny_model, tiny_processor
 

@@ -23,10 +23,10 @@ from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import Family, family_of
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments, SlotRule, pack
-from vlmpack.layout.buckets import Buckets
 from vlmpack.model import disable_packing, enable_packing, forward, positions
 from vlmpack.model.mechanisms import attention, experts, per_sample
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
+from vlmpack.model.mechanisms.recurrent_rows import Buckets
 from vlmpack.model.row import RowContext
 from vlmpack.testing import alone, padded, tiny_model
 from vlmpack.testing.comparison import distance, run_alone

@@ -25,9 +25,9 @@ import vlmpack
 from vlmpack.attention.backends import Backend, choose
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack
-from vlmpack.layout.device import recorded_syncs
 from vlmpack.model import PackedStep
 from vlmpack.model.mechanisms import attention
+from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import Sample, padded, tiny_model
 from vlmpack.testing.comparison import take_gradients
 from vlmpack.testing.samples import sample_like

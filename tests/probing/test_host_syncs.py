@@ -11,7 +11,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout.device import HostSync, nothing_on_host, on_host, recorded_syncs, require, to_device
+from vlmpack.layout.device import nothing_on_host, on_host, require, to_device
+from vlmpack.probing.host_syncs import HostSync, recorded_syncs
 
 CPU = torch.device("cpu")
 X = torch.arange(6.0)
