@@ -1,4 +1,4 @@
-"""Reports for people: one run as a table, several runs side by side, as Markdown and as a picture."""
+"""Reports for people: one run as a table, several runs side by side, as Markdown."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from rich import box
 from rich.console import Console
@@ -14,13 +14,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.figures import Figure, Report, place_for
-from vlmpack.errors import ConfigError, check_extra
-from vlmpack.files import write_text
+from benchmarks.figures import Figure, Report
+from vlmpack.errors import ConfigError
 from vlmpack.terminal import NEEDED, columns_that_fit, print_table, print_text, wrapped
-
-if TYPE_CHECKING:
-    from vlmpack.plots import Ratio
 
 _UNITS = {
     "s": ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")),
@@ -280,11 +276,8 @@ def _markdown_row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-TABLE, PICTURE = "report.md", "report.png"
-
-
 def report_runs(arguments: Sequence[str], *, console: Console | None = None) -> int:
-    """Put the figures of several runs side by side: `python -m benchmarks report FILE... [--out DIR]`.
+    """Put the figures of several runs side by side: `python -m benchmarks report FILE...`.
 
     Args:
         arguments: of the command line, after `report`.
@@ -294,29 +287,20 @@ def report_runs(arguments: Sequence[str], *, console: Console | None = None) -> 
         0, the exit status.
 
     Raises:
-        ConfigError: a file is missing, named twice or no report, or the folder cannot be written.
+        ConfigError: a file is missing, named twice or no report.
     """
     options, console = _parser().parse_args(arguments), console or Console()
     reports = {name: Report.load(path) for name, path in _names(options.files).items()}
-    if options.out is None:
-        if console.is_terminal:
-            print_runs(reports, console)
-        else:
-            console.file.write(markdown(reports))
-        return 0
-    check_extra("plots", "matplotlib", needed_by="--out")
-    table, picture = (place_for(options.out / name, option="--out") for name in (TABLE, PICTURE))
-    write_text(table, markdown(reports))
-    print_text(console, Text(str(table)))
-    if any(_ratios(report) for report in reports.values()):
-        print_text(console, Text(str(_draw(reports, picture))))
+    if console.is_terminal:
+        print_runs(reports, console)
+    else:
+        console.file.write(markdown(reports))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=_ABOUT)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="written with --json; a column each")
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"folder for {TABLE} and {PICTURE}")
     return parser
 
 
@@ -344,26 +328,3 @@ def _names(files: list[Path]) -> dict[str, Path]:
     if len(set(names)) < len(names):
         raise ConfigError(f"a file is named twice: {', '.join(names)}")
     return dict(zip(names, files, strict=True))
-
-
-def _draw(reports: Mapping[str, Report], path: Path) -> Path:
-    from vlmpack.plots import plot_ratios, save
-
-    return save(plot_ratios({name: _ratios(report) for name, report in reports.items()}), path)
-
-
-def _ratios(report: Report) -> list[Ratio]:
-    """The figures of a run that are ratios of two times or two sizes."""
-    from vlmpack.plots import Ratio
-
-    return [
-        Ratio(
-            name=f"{figure.case if figure.family is None else f'{figure.case} {figure.family}'}: {figure.name}",
-            value=figure.value,
-            low=figure.value if figure.low is None else figure.low,
-            high=figure.value if figure.high is None else figure.high,
-            target=None if figure.target is None else figure.target.limit,
-        )
-        for figure in report.figures
-        if figure.unit == "x" and figure.value > 0
-    ]

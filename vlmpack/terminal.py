@@ -1,17 +1,24 @@
-"""Print tables and sentences for people at a terminal and for programs behind a pipe.
+"""Print tables, sentences and progress for people at a terminal, and plain lines for programs behind a pipe.
 
 At a terminal a table is as wide as the terminal: names wrap, numbers do not. In a pipe or a file it has one line a row,
-as wide as it needs, without colours and drawn lines: columns are two spaces or more apart.
+as wide as it needs, without colors and drawn lines: columns are two spaces or more apart. Progress is drawn on standard
+error, and only if that is a terminal:
+
+    measuring samples             ━━━━━━━━━━──────────  512/1000  170/s  0:00:02 left
 """
 
 from __future__ import annotations
 
+import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 
 from rich import box
 from rich.console import Console
 from rich.padding import Padding
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -104,3 +111,62 @@ def format_bytes(count: int) -> str:
     while value >= 1024 and unit < len(BYTE_UNITS) - 1:
         value, unit = value / 1024, unit + 1
     return f"{value:.1f} {BYTE_UNITS[unit]}" if unit else f"{count} bytes"
+
+
+# ---------------------------------------------------------------------- progress
+
+
+@contextmanager
+def progress_lines(title: str | None = None, *, quiet: bool) -> Iterator[Callable[..., None]]:
+    """Draw a line of progress for each stage of long work, from its first report on.
+
+    Args:
+        title: a stage that begins at once.
+        quiet: draw nothing.
+
+    Yields:
+        `report(stage, done=0, total=None, detail="")`: how many parts of a stage are done, and of how many (None: not
+            known); `detail` stands in place of the stage's name.
+    """
+    stage_column = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+    with Progress(
+        stage_column,
+        BarColumn(20),
+        PaceColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        expand=True,
+        disable=quiet or not sys.stderr.isatty(),
+        redirect_stdout=sys.stdout.isatty(),  # results that come meanwhile stand above; a pipe keeps what is its own
+    ) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def report(stage: str, done: int = 0, total: int | None = None, detail: str = "") -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(stage, total=total)
+            progress.update(tasks[stage], completed=done, total=total, description=detail or stage)
+
+        if title is not None:
+            report(title)
+        yield report
+
+
+class PaceColumn(ProgressColumn):
+    """Parts that are done, their rate, and the time that is left; of work without a known end the time passed."""
+
+    def render(self, task: Task) -> Text:
+        """Format them."""
+        parts = "" if task.total is None else f"{task.completed:,.0f}/{task.total:,.0f}  "
+        return Text(parts + pace(task.speed, task.time_remaining, task.elapsed), style="dim")
+
+
+def pace(speed: float | None, left: float | None, passed: float | None) -> str:
+    """Format parts per second, seconds left and seconds passed; None: not known.
+
+    >>> pace(170.2, 2.9, 3.0), pace(0.2, 61.0, 3.0), pace(None, None, 3.0)
+    ('170/s  0:00:02 left', '5.0 s each  0:01:01 left', '0:00:03')
+    """
+    if not speed or left is None:
+        return str(timedelta(seconds=int(passed or 0)))
+    rate = f"{1 / speed:.1f} s each" if speed < 1 else f"{speed:.1f}/s" if speed < 10 else f"{speed:,.0f}/s"
+    return f"{rate}  {timedelta(seconds=int(left))} left"

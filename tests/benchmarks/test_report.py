@@ -112,13 +112,6 @@ def test_the_table_is_printed(reported: Reported, runs: list[str]) -> None:
     assert first.startswith("| pack | pack 2 x 10 |")
 
 
-def test_table_and_picture_are_written(reported: Reported, runs: list[str], tmp_path: Path) -> None:
-    shown = reported(*runs, "--out", str(tmp_path / "out"))
-    assert shown.status == 0, shown.error
-    assert (tmp_path / "out" / "report.md").read_text().startswith("| case |")
-    assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_missing_file_is_named_with_what_writes_one(reported: Reported, tmp_path: Path) -> None:
     shown = reported(str(tmp_path / "no.json"))
     assert shown.status == 2
@@ -138,10 +131,3 @@ def test_a_file_that_is_no_report_is_refused_in_one_line(reported: Reported, con
     assert shown.status == 2
     assert shown.error.startswith(f"{tmp_path / 'run.json'} is no ") and "measure again" in shown.error
     assert len(shown.error.splitlines()) == 1
-
-
-@pytest.mark.full
-def test_a_file_in_the_place_of_the_folder_is_refused(reported: Reported, runs: list[str], tmp_path: Path) -> None:
-    shown = reported(*runs, "--out", runs[0])
-    assert shown.status == 2
-    assert f"--out {Path(runs[0]) / 'report.md'}: its folder cannot be made (" in shown.error

@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow
 from rich.console import Console
-from tiers import full, only_exhaustive
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from vlmpack.cli import app
-from vlmpack.cli.doctor import attention_serving, gated_delta_serving, import_problem, versions
-from vlmpack.cli.probe_tables import print_reports
+from vlmpack.cli.doctor import attention_serving, gated_delta_serving, import_problem, print_reports, versions
 from vlmpack.families import family_named, registry
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments
@@ -167,20 +166,6 @@ def test_with_fla_its_version_decides(monkeypatch: pytest.MonkeyPatch, version: 
 
 
 @pytest.mark.full
-@pytest.mark.exhaustive
-def test_a_healthy_machine_gets_exit_status_0_and_a_probe_of_every_family(few_families: None) -> None:
-    result = run_probe("--json")
-    assert result.exit_code == 0
-    report = answer(result)
-    assert report["healthy"]
-    probes = {(probe["family"], probe["attention"]) for probe in report["probes"]}
-    assert probes == {(family, name) for family in FEW for name in ("sdpa_segments", "eager_mask")}
-    assert all(probe["verdict"] == "exact" for probe in report["probes"])
-    plain = [contrast for probe in report["probes"] for contrast in probe["plain"]]
-    assert {contrast["verdict"] for contrast in plain} == {"leaks", "exact"}
-
-
-@pytest.mark.full
 def test_the_summary_names_families_back_ends_and_verdicts(few_families: None) -> None:
     result = run_probe()
     assert result.exit_code == 0, result.output
@@ -257,10 +242,6 @@ def test_what_one_family_raises_is_its_verdict(probes: Callable[..., Probes]) ->
     assert result.exit_code == 1
     for text in ("qwen3_vl sdpa_segments fails", "qwen3 sdpa_segments exact", "probe fails. KeyError: 'a [key]'"):
         assert text in words(result.stdout)
-
-
-def test_so_it_is_in_json(probes: Callable[..., Probes]) -> None:
-    probes(qwen3_vl=KeyError("a key"))
     result = run_probe("--attention", "sdpa_segments", "--json")
     assert result.exit_code == 1
     assert verdicts(result) == [("qwen3_vl", "fails"), ("qwen3", "exact")]
@@ -291,10 +272,6 @@ def test_what_was_found_before_ctrl_c_is_kept(probes: Callable[..., Probes]) -> 
     assert "qwen3_vl sdpa_segments exact" in words(result.stdout)
     assert "Not finished: what is not listed was not probed." in result.stdout
     assert "Exact:" not in result.stdout
-
-
-def test_what_was_found_before_ctrl_c_is_a_whole_object(probes: Callable[..., Probes]) -> None:
-    probes(qwen3=KeyboardInterrupt())
     result = run_probe("--attention", "sdpa_segments", "--json")
     assert result.exit_code == 130
     assert verdicts(result) == [("qwen3_vl", "exact")]
@@ -329,11 +306,6 @@ def test_a_leak_has_exit_status_1_and_a_name(folder: str) -> None:
     assert "vision leaks. vision: a sample's image features move by" in said
     assert "qwen2_5_vl, sdpa_segments: leaks. The cause: vision." in said
     assert "Do not train packed rows here" in said
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("one_picture")
-def test_json_has_the_whole_report(folder: str) -> None:
     result = run_probe(folder, "--json")
     assert result.exit_code == 1
     assert not answer(result)["healthy"]
@@ -343,16 +315,12 @@ def test_json_has_the_whole_report(folder: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["qwen3", *full("qwen2_5_vl"), *only_exhaustive("qwen3_next")])
-def test_a_tiny_copy_of_a_configuration_is_probed_by_every_back_end(family: str, tmp_path: Path) -> None:
-    tiny_config(family, hidden=96, heads=4, kv_heads=2, layers=3).save_pretrained(tmp_path)
+def test_a_tiny_copy_of_a_configuration_is_probed_by_every_back_end(tmp_path: Path) -> None:
+    tiny_config("qwen2_5_vl", hidden=96, heads=4, kv_heads=2, layers=3).save_pretrained(tmp_path)
     result = run_probe(str(tmp_path), "--tiny", "--attention", "all", "--json")
     assert result.exit_code == 0
     probes = answer(result)["probes"]
-    assert {(probe["family"], probe["attention"]) for probe in probes} == {
-        (family, "sdpa_segments"),
-        (family, "eager_mask"),
-    }
+    assert [probe["attention"] for probe in probes] == ["sdpa_segments", "eager_mask"]
     assert all(probe["weights"] == "a tiny copy with random weights: as asked" for probe in probes)
 
 
@@ -385,30 +353,22 @@ def test_a_model_can_be_made_here(name: str, family: str, monkeypatch: pytest.Mo
 # ---------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nowhere/at-all"], "no configuration can be read there"),
-        (["--dtype", "int8", "x"], "--dtype int8: choose float32 or bfloat16"),
-        (["--device", "tpu", "x"], "--device tpu: choose cpu or cuda"),
-        (["--attention", "flash", "x"], "--attention flash: choose auto, torch_varlen, "),
-    ],
-)
-def test_what_cannot_be_done_is_one_clear_line(arguments: list[str], said: str) -> None:
-    result = run_probe(*arguments)
-    assert result.exit_code == 2
-    assert said in words(result.stderr)
-    assert "Traceback" not in result.output
-
-
-def test_a_model_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_what_cannot_be_probed_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    result = run_probe(str(tmp_path))
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"vlmpack: {tmp_path}") and "can be read" in result.stderr
-    result = run_probe(str(tmp_path / "config.json"))
-    assert result.exit_code == 2
-    assert result.stderr == f"vlmpack: {tmp_path / 'config.json'} is a file; give its folder: {tmp_path}\n"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": "qwen2_5_omni"}))
+    refusals = {
+        ("nowhere/at-all",): "no configuration can be read there",
+        ("x", "--attention", "flash"): "--attention must be one of auto, torch_varlen, ",
+        (tmp_path,): "can be read",
+        (tmp_path / "config.json",): f"{tmp_path / 'config.json'} is a file; give its folder: {tmp_path}",
+        (tmp_path / "other",): "qwen2_5_omni cannot be packed exactly yet",
+    }
+    for arguments, fault in refusals.items():
+        result = run_probe(*map(str, arguments))
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith("vlmpack: ") and fault in words(result.stderr)
+        assert "Traceback" not in result.stderr
 
 
 def test_the_hub_is_requested_again_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,14 +380,6 @@ def test_the_hub_is_requested_again_in_silence(monkeypatch: pytest.MonkeyPatch) 
     result = run_probe("Qwen/Qwen3-VL-2B-Instruct")
     (line,) = result.output.splitlines()
     assert "no configuration can be read there" in line
-
-
-def test_a_model_of_another_family_is_refused_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_omni"}))
-    result = run_probe(str(tmp_path))
-    assert result.exit_code == 2
-    assert "qwen2_5_omni cannot be packed exactly yet" in words(result.stderr)
-    assert "Traceback" not in result.output
 
 
 def test_weights_that_are_cut_off_are_no_answer_about_leaks(folder: str) -> None:
@@ -461,7 +413,7 @@ def report_of(*checks: Check) -> Report:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["qwen3", *full("qwen3_5_moe"), *only_exhaustive("qwen4_exp")])
+@pytest.mark.parametrize("family", ["qwen3", *slow("qwen3_5_moe")])
 def test_every_group_of_parameters_has_a_line_of_its_own_on_80_columns(family: str) -> None:
     report = probe(tiny_model(family), plain=False)
     groups = {check.name.split("gradient of ")[1] for check in report.checks if "row: gradient of" in check.name}
