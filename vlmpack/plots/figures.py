@@ -52,7 +52,7 @@ def save(figure: Figure, path: str | Path, *, dpi: int = 160) -> Path:
     return target
 
 
-def new_figure(width: float, height: float, title: str | None = None, **spacing: float) -> Figure:
+def new_figure(width: float, height: float, title: str | None = None, **spacing: Any) -> Figure:
     """Make a figure of this size in inches; a title stands above it."""
     size = (width, height + (0.4 if title else 0))
     figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(**spacing))
@@ -262,45 +262,49 @@ def plot_costs(runs: Mapping[str, Sequence[StepCost]], *, title: str | None = No
         runs: name -> measured steps, such as those of padded batches and of packed rows.
         title: a heading for the whole figure.
     """
+    speed = {name: {cost.samples: cost.tokens_per_second for cost in costs} for name, costs in runs.items()}
+    memory = {name: {cost.samples: cost.memory / 2**20 for cost in costs} for name, costs in runs.items()}
     figure = new_figure(9, 3.1, title)
-    speed, memory = figure.subplots(1, 2)
-    for (name, costs), color in zip(runs.items(), (FAINT, *SAMPLES), strict=False):
-        style: dict[str, Any] = {"color": color, "marker": "o", "markersize": 4, "linewidth": 1.8, "label": name}
-        samples = [cost.samples for cost in costs]
-        speed.plot(samples, [cost.tokens_per_second for cost in costs], **style)
-        memory.plot(samples, [cost.memory / 2**20 for cost in costs], **style)
-    for axes, name, measure in ((speed, "Speed", "real tokens a second"), (memory, "Memory", "MiB")):
-        axes.set_ylim(bottom=0)
-        dress(axes, name, measure, x="samples of a micro-batch")
+    left, right = figure.subplots(1, 2)
+    _draw_curves(left, speed, "Speed", "real tokens a second", x="samples of a micro-batch", colors=(FAINT, *SAMPLES))
+    _draw_curves(right, memory, "Memory", "MiB", x="samples of a micro-batch", colors=(FAINT, *SAMPLES))
+    for axes in (left, right):
         whole_y(axes)
-        legend(axes)
     return figure
 
 
+Curve = Sequence[float] | Mapping[int, float]
+"""Values of all epochs from the first one, or epoch -> value."""
+
+
 def plot_epochs(
-    panels: Mapping[str, Mapping[str, Sequence[float] | Mapping[int, float]]],
-    *,
-    log: Collection[str] = (),
-    title: str | None = None,
+    panels: Mapping[str, Mapping[str, Curve]], *, log: Collection[str] = (), title: str | None = None
 ) -> Figure:
     """Draw measures over epochs, a panel each beside the others.
 
     Args:
-        panels: name of a panel -> name of a curve -> its values: of all epochs from the first one, or epoch -> value.
+        panels: name of a panel -> name of a curve -> its values.
         log: names of panels that have a log axis.
         title: a heading for the whole figure.
     """
     figure = new_figure(1.0 + 3.6 * len(panels), 2.9, title)
     for axes, (name, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        for at, (curve, values) in enumerate(curves.items()):
-            points = values if isinstance(values, Mapping) else dict(enumerate(values, start=1))
-            marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(points) < 20 else {}
-            color = SAMPLES[at % len(SAMPLES)]
-            axes.plot(list(points), list(points.values()), color=color, linewidth=1.8, label=curve, **marker)
-        if name in log:
-            log_y(axes)
-        else:
-            axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
-        dress(axes, name, x="epoch")
-        legend(axes, ncols=1 if len(curves) < 5 else 2)
+        _draw_curves(axes, curves, name, x="epoch", log=name in log)
     return figure
+
+
+def _draw_curves(
+    axes: Axes, curves: Mapping[str, Curve], title: str, note: str = "", *, x: str, log: bool = False,
+    colors: Sequence[str] = SAMPLES,
+) -> None:  # fmt: skip
+    for at, (name, values) in enumerate(curves.items()):
+        points = values if isinstance(values, Mapping) else dict(enumerate(values, start=1))
+        marker = "o" if len(points) < 20 else None
+        line = {"color": colors[at % len(colors)], "linewidth": 1.8, "marker": marker, "markersize": 3}
+        axes.plot(list(points), list(points.values()), label=name, **line)
+    if log:
+        log_y(axes)
+    else:
+        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+    dress(axes, title, note, x=x)
+    legend(axes, ncols=1 if len(curves) < 5 else 2)
