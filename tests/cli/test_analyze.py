@@ -72,13 +72,6 @@ def printed(table: LengthTable, *, source: str = "mine", capacity: int = 20, min
 # ---------------------------------------------------------------------- lengths and recipes
 
 
-def test_it_prints_lengths_and_a_recipe(chats: str) -> None:
-    told = " ".join(analyze(chats, "--capacity", 500).stdout.split())
-    assert "chats.jsonl: 4 samples," in told
-    assert "2 of 6 samples cannot be used: image_missing 1, row_unreadable 1" in told
-    assert "Gradient accumulation ceil(8 / (4.00 x 1 x 1)) = 2 keeps them: 8.0 samples an update" in told
-
-
 def test_json_is_one_object_of_all_numbers(chats: str) -> None:
     found = numbers(chats, "--capacity", 100, "--capacity", 500, "--world-size", 2)
     assert (found["samples"], found["images"]) == (4, 1)
@@ -89,12 +82,9 @@ def test_json_is_one_object_of_all_numbers(chats: str) -> None:
     assert [(one["capacity"], one["rows"]) for one in found["packed"]] == [(100, 1), (500, 1)]
     assert [one["sample"] for one in found["packed"][0]["oversize"]] == [1]
     assert found["padded"]["samples_per_update"] == 16
-    assert [one["capacity"] for one in numbers(chats)["packed"]] == [12_000, 16_000, 20_000]
-
-
-def test_samples_per_update_set_the_accumulation(chats: str) -> None:
     found = numbers(chats, "--world-size", 2, "--per-device-batch", 4, "--samples-per-update", 32)
     assert found["padded"]["accumulation"] == 4
+    assert [one["capacity"] for one in numbers(chats)["packed"]] == [12_000, 16_000, 20_000]
 
 
 def test_options_reach_the_collator_and_the_plan(chats: str, tmp_path: Path) -> None:
@@ -103,25 +93,22 @@ def test_options_reach_the_collator_and_the_plan(chats: str, tmp_path: Path) -> 
     assert 0 < totals[0] < totals[1] <= everything["columns"]["text"]["total"]
     assert numbers(chats, "--strategy", "next_fit")["packed"][0]["strategy"] == "next_fit"
     assert numbers(chats, "--max-length", 100)["refused"]["reasons"]["overlength"] == 1
+    assert numbers(chats, "--cache", tmp_path / "lengths") == numbers(chats, "--cache", tmp_path / "lengths")
+    assert (tmp_path / "lengths").stat().st_size > 0
     (tmp_path / "apart").mkdir()
     Image.new("RGB", (64, 64), "red").save(tmp_path / "apart" / "0.png")  # half as wide as the other 0.png
     assert numbers(chats, "--image-root", tmp_path / "apart")["columns"]["image"]["total"] == 4
 
 
-def test_lengths_are_kept_in_a_file(chats: str, tmp_path: Path) -> None:
-    cache = tmp_path / "lengths"
-    first = numbers(chats, "--cache", cache)
-    assert cache.stat().st_size > 0
-    assert numbers(chats, "--cache", cache) == first
-
-
-def test_a_folder_gets_the_numbers_and_a_picture(chats: str, tmp_path: Path) -> None:
-    told = analyze(chats, "--out", tmp_path / "new" / "out").stdout
-    written = json.loads((tmp_path / "new" / "out" / "analysis.json").read_text())
-    assert written["samples"] == 4
-    with Image.open(tmp_path / "new" / "out" / "lengths.png") as image:
+def test_it_prints_lengths_and_a_recipe_and_a_folder_gets_the_numbers_and_a_picture(chats: str, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    told = " ".join(analyze(chats, "--capacity", 500, "--out", out).stdout.split())
+    assert "chats.jsonl: 4 samples," in told
+    assert "2 of 6 samples cannot be used: image_missing 1, row_unreadable 1" in told
+    assert "Gradient accumulation ceil(8 / (4.00 x 1 x 1)) = 2 keeps them: 8.0 samples an update" in told
+    assert json.loads((out / "analysis.json").read_text())["samples"] == 4
+    with Image.open(out / "lengths.png") as image:
         assert image.width > 1000
-    assert "lengths.png" in told
 
 
 @pytest.mark.parametrize(

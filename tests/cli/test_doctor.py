@@ -290,22 +290,14 @@ def test_a_leak_has_exit_status_1_and_a_name(folder: str) -> None:
 
 
 @pytest.mark.full
-def test_a_tiny_copy_of_a_configuration_is_probed_by_every_back_end(tmp_path: Path) -> None:
-    tiny_config("qwen2_5_vl", hidden=96, heads=4, kv_heads=2, layers=3).save_pretrained(tmp_path)
-    result = run_probe(str(tmp_path), "--tiny", "--attention", "all", "--json")
-    assert result.exit_code == 0
+def test_a_tiny_copy_of_a_configuration_is_probed_in_a_precision_by_every_back_end(tmp_path: Path) -> None:
+    tiny_config("qwen3", hidden=192, layers=5).save_pretrained(tmp_path)
+    result = run_probe(str(tmp_path), "--tiny", "--dtype", "bfloat16", "--attention", "all", "--json")
+    assert result.exit_code == 0, result.output
     probes = answer(result)["probes"]
     assert [probe["attention"] for probe in probes] == ["sdpa_segments", "eager_mask"]
-    assert all(probe["weights"] == "a tiny copy with random weights: as asked" for probe in probes)
-
-
-@pytest.mark.full
-def test_a_precision_and_a_back_end_can_be_chosen(tmp_path: Path) -> None:
-    tiny_config("qwen3", hidden=192, layers=5).save_pretrained(tmp_path)
-    result = run_probe(str(tmp_path), "--tiny", "--dtype", "bfloat16", "--attention", "eager_mask")
-    assert result.exit_code == 0, result.output
-    assert "a tiny copy with random weights: as asked" in words(result.stdout)
-    assert "cpu, bfloat16, attention by eager_mask" in result.stdout
+    assert {probe["dtype"] for probe in probes} == {"bfloat16"}
+    assert {probe["weights"] for probe in probes} == {"a tiny copy with random weights: as asked"}
 
 
 @pytest.mark.parametrize(("name", "family"), [("tiny", "qwen3_vl"), ("tiny:qwen3", "qwen3")])

@@ -33,29 +33,19 @@ def refused(*arguments: str, **environment: str) -> str:
     return result.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["some/model", "--demo"]])
-def test_it_serves_a_model_or_the_demo(arguments: list[str]) -> None:
-    assert "needs a MODEL, or --demo without one" in refused(*arguments)
-
-
-def test_a_key_that_the_client_does_not_take(tmp_path: Path) -> None:
-    said = refused("--demo", "--state", str(tmp_path), VLMPACK_API_KEY="secret")
+def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    state, key = ("--state", str(tmp_path / "state")), {"VLMPACK_API_KEY": "tml-x"}
+    for arguments in ([], ["some/model", "--demo"]):
+        assert "needs a MODEL, or --demo without one" in refused(*arguments)
+    said = refused("--demo", *state, VLMPACK_API_KEY="secret")
     assert 'VLMPACK_API_KEY: the client takes keys that begin with "tml-"' in said
-
-
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    assert "no model can be read there" in refused(str(tmp_path / "model"), *state, "--port", "0", **key)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        said = refused("--demo", "--state", str(tmp_path), "--port", port, VLMPACK_API_KEY="tml-x")
-    assert f"127.0.0.1:{port} cannot be served" in said
-
-
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    said = refused(str(tmp_path / "model"), "--state", str(tmp_path / "s"), "--port", "0", VLMPACK_API_KEY="tml-x")
-    assert "no model can be read there" in said
+        assert f"127.0.0.1:{port} cannot be served" in refused("--demo", *state, "--port", port, **key)
 
 
 def test_a_state_folder_that_cannot_be_served_is_refused_before_anything_is_written_or_read(tmp_path: Path) -> None:
