@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from benchmarks.figures import Figure, Report
 from vlmpack.errors import ConfigError
-from vlmpack.terminal import NEEDED, columns_that_fit, print_table, print_text, wrapped
+from vlmpack.terminal import GAP, NEEDED, print_table, print_text
 
 _UNITS = {
     "s": ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")),
@@ -328,3 +329,29 @@ def _names(files: list[Path]) -> dict[str, Path]:
     if len(set(names)) < len(names):
         raise ConfigError(f"a file is named twice: {', '.join(names)}")
     return dict(zip(names, files, strict=True))
+
+
+def columns_that_fit(
+    titles: Sequence[str], cells: Sequence[Sequence[str | Text]], *, taken: int, width: int
+) -> Iterator[slice]:
+    """Yield runs of columns that fit a table side by side, at least one each.
+
+    Args:
+        titles: of the columns; they wrap, but no word of them does.
+        cells: of each column; they do not wrap.
+        taken: columns of the terminal in front of each run.
+        width: columns of the terminal.
+    """
+    start, used = 0, taken
+    for at, (title, column) in enumerate(zip(titles, cells, strict=True)):
+        needed = GAP + max(len(line) for line in [*wrapped(title).splitlines(), *map(str, column)])
+        if used + needed > width and at > start:
+            yield slice(start, at)
+            start, used = at, taken
+        used += needed
+    yield slice(start, len(titles))
+
+
+def wrapped(title: str) -> str:
+    """Break a column's title into lines of a few words."""
+    return textwrap.fill(title, 14, break_long_words=False, break_on_hyphens=False)

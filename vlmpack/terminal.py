@@ -10,8 +10,7 @@ error, and only if that is a terminal:
 from __future__ import annotations
 
 import sys
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -72,32 +71,6 @@ def print_text(console: Console, text: str | Text, *, indent: int = 0) -> None:
         console.print(Padding(line, (0, 0, 0, indent)) if indent else line, highlight=False)
     else:
         console.print(Text(" " * indent).append_text(line), highlight=False, soft_wrap=True)
-
-
-def columns_that_fit(
-    titles: Sequence[str], cells: Sequence[Sequence[str | Text]], *, taken: int, width: int
-) -> Iterator[slice]:
-    """Yield runs of columns that fit a table side by side, at least one each.
-
-    Args:
-        titles: of the columns; they wrap, but no word of them does.
-        cells: of each column; they do not wrap.
-        taken: columns of the terminal in front of each run.
-        width: columns of the terminal.
-    """
-    start, used = 0, taken
-    for at, (title, column) in enumerate(zip(titles, cells, strict=True)):
-        needed = GAP + max(len(line) for line in [*wrapped(title).splitlines(), *map(str, column)])
-        if used + needed > width and at > start:
-            yield slice(start, at)
-            start, used = at, taken
-        used += needed
-    yield slice(start, len(titles))
-
-
-def wrapped(title: str) -> str:
-    """Break a column's title into lines of a few words."""
-    return textwrap.fill(title, 14, break_long_words=False, break_on_hyphens=False)
 
 
 def sample_name(index: int, sample_id: int | str | None) -> str:
