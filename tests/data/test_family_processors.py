@@ -3,16 +3,14 @@
 import pickle
 
 import pytest
+from cases import families
 from chats import BEYOND, CHATTING, SHOWN, picture
-from tiers import tiers
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_processor, save_processor
 from vlmpack.errors import FamilyError
 from vlmpack.testing import tiny_processor
 from vlmpack.testing.family_processors import build_processor, missing_packages
-
-pytestmark = pytest.mark.every_family
 
 
 def sample_of(family):
@@ -30,7 +28,7 @@ def same_batches(ours, theirs):
     assert all(ours[name].tolist() == theirs[name].tolist() for name in tensors)
 
 
-@pytest.mark.parametrize("family", tiers(BEYOND, SHOWN))
+@pytest.mark.parametrize("family", families(lambda family: family.model_type in BEYOND, always=SHOWN))
 @pytest.mark.parametrize("way", ["save_processor", "save_pretrained"])
 def test_a_saved_processor_is_loaded_with_its_settings(family, way, tmp_path):
     processor = tiny_processor(family)
@@ -44,7 +42,7 @@ def test_a_saved_processor_is_loaded_with_its_settings(family, way, tmp_path):
     same_batches(VLMCollator(loaded)([sample_of(family)]), VLMCollator(processor)([sample_of(family)]))
 
 
-@pytest.mark.parametrize("family", tiers(BEYOND, SHOWN))
+@pytest.mark.parametrize("family", families(lambda family: family.model_type in BEYOND, always=SHOWN))
 def test_a_processor_and_its_collator_reach_a_worker(family):
     collator = VLMCollator(tiny_processor(family))
     copied = pickle.loads(pickle.dumps(collator))

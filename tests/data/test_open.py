@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import open_dataset, to_conversation
-from vlmpack.data.json_files import JsonRows, json_rows
 from vlmpack.data.open import OpenDataset
+from vlmpack.data.readers import JsonRows, json_rows
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.testing import SyntheticReceipts, receipt_conversations, tiny_processor
 
@@ -71,7 +71,7 @@ class TestJson:
         assert found(path) == ROWS
 
     def test_lines_are_found_across_chunks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("vlmpack.data.json_files.CHUNK", 10)
+        monkeypatch.setattr("vlmpack.data.readers.CHUNK", 10)
         path = tmp_path / "rows.jsonl"
         path.write_bytes(FORMS["blank lines"])
         assert found(path) == ROWS
@@ -82,11 +82,6 @@ class TestJson:
         sent = pickle.dumps(open_dataset(path))
         assert len(sent) < 2000
         assert pickle.loads(sent)[19]["messages"] == CHAT
-
-    def test_a_file_that_is_not_there_is_no_hub_id(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(ConfigError, match=r"'data/rows.jsonl' is no file or folder here and no hub id"):
-            open_dataset("data/rows.jsonl")
 
     def test_a_bad_line_is_a_bad_sample(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
@@ -104,16 +99,6 @@ class TestJson:
         path = tmp_path / "rows.jsonl"
         path.write_bytes(lines([{"messages": CHAT, **name}]))
         assert open_dataset(path)[0] == {"messages": CHAT, **name}
-
-    def test_a_sample_without_a_name_is_called_by_its_place_in_the_data_set(self, tmp_path: Path) -> None:
-        path = tmp_path / "rows.jsonl"
-        path.write_bytes(lines([{"messages": CHAT}, {"messages": []}, {"messages": CHAT}]))
-        dataset = open_dataset(path)
-        loader = DataLoader(dataset, batch_size=1, sampler=[2, 1], collate_fn=VLMCollator(tiny_processor()).collate)
-        batches = iter(loader)
-        assert next(batches).metadata.sample_ids == (2,)
-        with pytest.raises(SampleError, match=r"^sample 0 \(id 1\): "):
-            next(batches)
 
     def test_a_loader_hands_it_to_the_collator_which_skips_it(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
@@ -141,9 +126,8 @@ class TestJson:
         deep: list[Any] = []
         for _ in range(sys.getrecursionlimit()):
             deep = [deep]
-        dataset = OpenDataset(
-            rows=[{"messages": CHAT, "images": deep}], name="mine", are_receipts=False, folder=tmp_path
-        )
+        rows = [{"messages": CHAT, "images": deep}]
+        dataset = OpenDataset(files=(rows,), folders=(tmp_path,), name="mine")
         with pytest.raises(SampleError, match=r"^sample 0: its images or videos, in mine, are nested too dee") as seen:
             dataset[0]
         assert seen.value.reason == "row_unreadable"
@@ -312,16 +296,12 @@ class TestSeveralFiles:
         first, _ = self.files(tmp_path)
         receipts = tmp_path / "receipts.json"
         receipts.write_text(json.dumps([{"image": "0.png", "ground_truth": "{}"}]))
-        with pytest.raises(
-            ConfigError, match=r"of 2 files, these hold receipts and the others do not: .*receipts.json"
-        ):
+        with pytest.raises(ConfigError, match="of 2 files, some hold receipts and the others do not; open them apart"):
             open_dataset([first, receipts])
         with pytest.raises(ConfigError, match=r"a list holds rows.jsonl and x.parquet; give files of JSON, or parquet"):
             open_dataset([first, tmp_path / "x.parquet"])
         with pytest.raises(ConfigError, match=r"no such file: .*gone.jsonl; check the path"):
             open_dataset([first, tmp_path / "gone.jsonl"])
-        with pytest.raises(ConfigError, match="the list is empty"):
-            open_dataset([])
 
 
 class TestTables:
@@ -353,17 +333,13 @@ class TestTables:
         (tmp_path / "hub" / "data").mkdir(parents=True)
         table.to_parquet(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet")
         for source in ("mine.parquet", "saved", "hub"):
-            self.check(open_dataset(tmp_path / source)[0])
+            self.check(pickle.loads(pickle.dumps(open_dataset(tmp_path / source)))[0])
 
     def test_several_files_follow_each_other(self, datasets: Any, tmp_path: Path) -> None:
         paths = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
         for at, path in enumerate(paths):
             datasets.Dataset.from_list([{"input_ids": [1, 2, at]}]).to_parquet(path)
         assert [row["input_ids"] for row in open_dataset(paths)] == [[1, 2, 0], [1, 2, 1]]
-
-    def test_it_travels_to_a_worker_process(self, datasets: Any, tmp_path: Path) -> None:
-        self.table(datasets).to_parquet(tmp_path / "mine.parquet")
-        self.check(pickle.loads(pickle.dumps(open_dataset(tmp_path / "mine.parquet")))[0])
 
     def test_receipts_become_conversations(self, datasets: Any, tmp_path: Path) -> None:
         record = SyntheticReceipts(num=1, scale=0.25)[0]
@@ -374,7 +350,7 @@ class TestTables:
         datasets.Dataset.from_list(rows).to_parquet(tmp_path / "cord.parquet")
         dataset = open_dataset(tmp_path / "cord.parquet")
         assert dataset[0] == to_conversation(rows[0])
-        with pytest.raises(SampleError, match="sample 1: image missing in"):
+        with pytest.raises(SampleError, match="sample 1: the record has no image"):
             dataset[1]
 
 
@@ -389,32 +365,13 @@ class TestOpening:
         with pytest.raises(ConfigError, match=r"num is 4, but .*rows.jsonl holds 3; take at most that many"):
             open_dataset(path, num=4)
 
-    def test_an_index_may_be_numpy_s(self, tmp_path: Path) -> None:
-        path = tmp_path / "rows.jsonl"
-        path.write_bytes(lines([{"messages": CHAT}] * 3))
-        dataset = open_dataset(path, num=2)
-        for index in (np.int64(1), np.int64(-1)):
-            assert dataset[index] == dataset[1]
-
-    def test_an_annotation_that_is_no_utf8_is_one_bad_sample(self, tmp_path: Path) -> None:
-        for name in ("image", "json"):
-            (tmp_path / "train" / name).mkdir(parents=True)
-        for at, text in enumerate(
-            [b'{"gt_parse": {"total": {"cash": "5"}}}', b'{"gt_parse": {"total": {"cash": "\xe4"}}}']
-        ):
-            (tmp_path / "train" / "image" / f"receipt_{at}.png").write_bytes(png())
-            (tmp_path / "train" / "json" / f"receipt_{at}.json").write_bytes(text)
-        good, bad = open_dataset(tmp_path).__getitems__([0, 1])
-        assert isinstance(good, dict)
-        assert isinstance(bad, SampleError)
-        assert (bad.index, bad.reason) == (1, "ground_truth_unreadable")
-
     def test_a_slice_is_a_list_of_samples(self, tmp_path: Path) -> None:
         path = tmp_path / "rows.jsonl"
         path.write_bytes(lines(ROWS))
         dataset = open_dataset(path, num=2)
         assert dataset[0:9] == [dataset[0], dataset[1]]
         assert dataset[::-1] == [dataset[-1], dataset[-2]]
+        assert dataset[np.int64(-1)] == dataset[1]
 
     @pytest.mark.parametrize("index", ["messages", [0, 1], 1.0, None])
     def test_samples_are_taken_by_their_place_alone(self, index: Any) -> None:
@@ -423,32 +380,9 @@ class TestOpening:
         ):
             receipt_conversations(num=2, scale=0.25)[index]
 
-    @pytest.mark.parametrize(
-        ("source", "seen"),
-        [
-            (None, "got a NoneType"),
-            (ROWS, "got a list of dict"),
-            (b"rows.jsonl", "got a bytes"),
-            ({"train": "rows.jsonl"}, "got a dict"),
-        ],
-    )
-    def test_samples_in_memory_are_not_opened(self, source: Any, seen: str) -> None:
-        with pytest.raises(
-            ConfigError, match=rf"{seen}\. Samples that are in memory, .* give them to VLMCollator, to a"
-        ):
-            open_dataset(source)
-
     def test_nor_is_a_table(self, datasets: Any) -> None:
         with pytest.raises(ConfigError, match=r"got a Dataset\. Samples that are in memory"):
             open_dataset(datasets.Dataset.from_list([{"input_ids": [1]}]))
-
-    def test_of_a_folder_of_json_the_files_are_named(self, tmp_path: Path) -> None:
-        for name in ("train.jsonl", "notes.json"):
-            (tmp_path / name).write_bytes(lines(ROWS))
-        with pytest.raises(
-            ConfigError, match=r"holds notes.json, train.jsonl, and .* name the file, such as .*notes.js"
-        ):
-            open_dataset(tmp_path)
 
     @pytest.mark.parametrize("indent", [None, 2])
     def test_of_a_list_under_a_key_the_key_is_named(self, indent: int | None, tmp_path: Path) -> None:
@@ -456,16 +390,3 @@ class TestOpening:
         path.write_text(json.dumps({"data": ROWS}, indent=indent))
         with pytest.raises(ConfigError, match=r"the list under its key 'data'.* write that list alone"):
             open_dataset(path)
-
-    @pytest.mark.parametrize(
-        ("source", "expected"),
-        [
-            ("nowhere.jsonl", "is no file or folder here and no hub id"),
-            (".", "holds no CORD data or table"),
-            ("rows.jsonl.gz", r"is a .gz file; give .json, .jsonl, .ndjson, .parquet or .tar, unpacked"),
-        ],
-    )
-    def test_what_is_no_data_set_is_refused(self, source: str, expected: str, tmp_path: Path) -> None:
-        (tmp_path / "rows.jsonl.gz").write_bytes(b"")
-        with pytest.raises(ConfigError, match=expected):
-            open_dataset(tmp_path / source)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import pairs
 from chats import FAMILIES, chat, needs_torchvision
 from PIL import Image
 from transformers import AutoProcessor, Trainer, TrainingArguments
@@ -109,32 +110,19 @@ def test_autoprocessor_loads_the_video_processor_that_was_saved(tmp_path: Path) 
     assert load_processor(tmp_path / "nested").video_settings["fps"] == 3
 
 
-def test_the_patches_tell_the_class_where_there_is_only_one_for_them(tmp_path: Path) -> None:
-    for family in ("qwen3_vl", "qwen2_vl"):
-        tiny_processor(family).save_pretrained(tmp_path / family)
-        file = tmp_path / family / "tokenizer_config.json"
-        settings = json.loads(file.read_text())
-        del settings["processor_class"]
-        file.write_text(json.dumps(settings))
-    assert type(load_processor(tmp_path / "qwen3_vl")) is type(tiny_processor("qwen3_vl"))
-    with pytest.raises(ConfigError, match=r"may hold Qwen2VLProcessor or Qwen2_5_VLProcessor: .* copy the config.json"):
-        load_processor(tmp_path / "qwen2_vl")
+def test_a_class_that_no_file_names_is_asked_for(tmp_path: Path) -> None:
+    tiny_processor("qwen3_vl").save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del settings["processor_class"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"no file in .* names the processor's class; copy the config"):
+        load_processor(tmp_path)
 
 
 def test_a_processor_of_another_class_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "BlipProcessor"}))
     with pytest.raises(FamilyError, match=r"holds a BlipProcessor, which .* there are Qwen2VLProcessor, "):
         load_processor(tmp_path)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_processor_saves_itself_as_others_do(family: str, tmp_path: Path) -> None:
-    processor = tiny_processor(family)
-    tiny_config(family, processor=processor).save_pretrained(tmp_path / "new")
-    processor.save_pretrained(save_directory=tmp_path / "new")
-    loads_again(tmp_path / "new", processor)
-    load_processor(str(tmp_path / "new")).save_pretrained(tmp_path / "new")
-    loads_again(tmp_path / "new", processor)
 
 
 def test_a_checkpoint_of_trainer_holds_the_processor(tmp_path: Path) -> None:
@@ -202,10 +190,11 @@ def folder_with(tmp_path: Path, family: str, files: dict[str, str], *, of_tokeni
     return tmp_path
 
 
-@pytest.mark.parametrize("file", TEMPLATE_FILES)
-@pytest.mark.parametrize("of_tokenizer", [OF_TOKENIZER, None], ids=["beside the tokenizer's", "alone"])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava"])
-@pytest.mark.pairwise
+@pairs(
+    file=["chat_template.jinja", "chat_template.json", "processor_config.json"],
+    of_tokenizer=[OF_TOKENIZER, None],
+    family=["qwen2_5_vl", "qwen3_vl", "llava"],
+)
 def test_the_processor_s_own_template_comes_before_the_tokenizer_s(
     family: str, of_tokenizer: str | None, file: str, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Tar shards as WebDataset and Energon document them: samples, splits, and what is refused."""
+"""Tar shards as WebDataset documents them: samples, splits, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from PIL import Image
 
 from vlmpack.data import open_dataset
 from vlmpack.data.images import load_image
-from vlmpack.data.shards import expand
+from vlmpack.data.readers import expand
 from vlmpack.errors import ConfigError, SampleError
 
 TURNS = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A kitten."}]
@@ -104,7 +103,7 @@ def test_names_of_columns_and_questions(tmp_path: Path) -> None:
 
 def test_an_index_is_small_and_can_be_sent(tmp_path: Path) -> None:
     samples = open_dataset(shard(tmp_path / "a.tar", captions(*range(500))))
-    assert len(pickle.dumps(samples.rows)) < 50 * 500
+    assert len(pickle.dumps(samples.files)) < 50 * 500
     assert pickle.loads(pickle.dumps(samples))[499] == samples[499]
 
 
@@ -128,82 +127,19 @@ class TestSplits:
             open_dataset(tmp_path, split="test")
 
 
-class TestEnergon:
-    def prepared(self, folder: Path, dataset: dict[str, Any], *, files: dict[str, Any] | None = None) -> Path:
-        """Energon, data_on_disk.md: `.nv-meta` beside the shards."""
-        for at in range(4):
-            shard(folder / f"shards/shard_{at:03d}.tar", files or captions(2 * at, 2 * at + 1))
-        (folder / ".nv-meta").mkdir()
-        splits = {
-            "exclude": ["shards/shard_003.tar", "shards/shard_001.tar/sample_0002"],
-            "split_parts": {
-                "train": ["shards/shard_{000..001}.tar", "shards/shard_003.tar"],
-                "val": ["shards/shard_002.tar"],
-            },
-        }
-        (folder / ".nv-meta/split.yaml").write_text(yaml.safe_dump(splits))
-        (folder / ".nv-meta/dataset.yaml").write_text(yaml.safe_dump(dataset))
-        return folder
-
-    def test_captioning(self, tmp_path: Path) -> None:
-        sample_type = {"__module__": "megatron.energon", "__class__": "CaptioningSample"}
-        self.prepared(tmp_path, {"sample_type": sample_type, "field_map": {"image": "jpg", "caption": "txt"}})
-        samples = open_dataset(tmp_path)
-        assert [sample["id"] for sample in samples] == ["sample_0000", "sample_0001", "sample_0003"]
-        assert samples[0]["messages"][1]["content"] == "This is some caption"
-        assert set(samples[0]) == {"id", "image", "messages"}
-        assert len(open_dataset(tmp_path, split="val")) == 2
-        with pytest.raises(ConfigError, match="no shard of split 'test'"):
-            open_dataset(tmp_path, split="test")
-
-    def test_questions_by_paths_into_the_json(self, tmp_path: Path) -> None:
-        """The field map that Megatron's LLaVA recipe gives to `energon prepare`."""
-        field_map = {"image": "jpg;png", "context": "json[0][value]", "answers": "json[1][value]"}
-        files = {"0.png": picture(), "0.json": TURNS}
-        self.prepared(tmp_path, {"sample_type": {"__class__": "VQASample"}, "field_map": field_map}, files=files)
-        sample = open_dataset(tmp_path)[0]
-        assert [m["content"] for m in sample["messages"]] == ["<image>\nWhat is it?", "A kitten."]
-
-    def test_the_answer_of_the_largest_weight(self, tmp_path: Path) -> None:
-        fields = {"image": "png", "context": "json[q]", "answers": "json[a]", "answer_weights": "json[w]"}
-        files = {"0.png": picture(), "0.json": {"q": "?", "a": ["no", "yes"], "w": [0.3, 1.0]}}
-        self.prepared(tmp_path, {"sample_type": {"__class__": "VQASample"}, "field_map": fields}, files=files)
-        assert open_dataset(tmp_path)[0]["messages"][1]["content"] == "yes"
-
-    def test_crude_data_sets_are_read_by_the_kinds_of_their_parts(self, tmp_path: Path) -> None:
-        files = {"0.png": picture(), "0.json": {"conversations": TURNS}}
-        self.prepared(tmp_path, {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}, files=files)
-        assert open_dataset(tmp_path)[0]["conversations"] == TURNS
-
-    @pytest.mark.parametrize(
-        ("dataset", "expected"),
-        [
-            (
-                {"sample_type": {"__class__": "OCRSample"}, "sample_loader": "sample_loader.py:sample_loader"},
-                "not run; write",
-            ),
-            (
-                {"sample_type": {"__class__": "InterleavedSample"}},
-                "samples of the type InterleavedSample.*write its turns",
-            ),
-            ({"sample_type": {"__class__": "VQASample"}, "field_map": {"image": "jpg"}}, "no part to context, answers"),
-            ({"sample_type": {"__class__": "CaptioningSample"}, "field_map": {"boxes": "json"}}, "the field boxes"),
-        ],
-    )
-    def test_what_is_no_conversation_says_how_to_convert_it(
-        self, dataset: dict[str, Any], expected: str, tmp_path: Path
-    ) -> None:
-        self.prepared(tmp_path, dataset)
-        with pytest.raises(ConfigError, match=expected):
-            open_dataset(tmp_path)
-
-
 class TestRefused:
     def test_a_compressed_shard(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"is compressed.*gunzip"):
             open_dataset(shard(tmp_path / "a.tar.gz", captions(0), mode="w:gz"))
         with pytest.raises(ConfigError, match="not compressed"):
             open_dataset(shard(tmp_path / "a.tar", captions(0), mode="w:gz"))
+
+    def test_a_folder_that_energon_prepared(self, tmp_path: Path) -> None:
+        """Its splits are not those of the names of shards."""
+        shard(tmp_path / "shard_0000.tar", captions(0))
+        (tmp_path / ".nv-meta").mkdir()
+        with pytest.raises(ConfigError, match="was prepared by Energon, whose splits and fields are not read here"):
+            open_dataset(tmp_path)
 
     def test_a_sample_in_two_places(self, tmp_path: Path) -> None:
         files = {"0.jpg": picture(), "1.jpg": picture(), "0.txt": "a", "1.txt": "b"}
