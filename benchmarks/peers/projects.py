@@ -30,9 +30,9 @@ from benchmarks.peers.contest import (
 from benchmarks.timing import alternate, one_thread
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, VlmpackError
+from vlmpack.interop.seqpacker import RowCollator, packed_collate_fn
 from vlmpack.layout import IGNORE, PackedRow, PaddedBatch, pack
 from vlmpack.plan import plan_bins
-from vlmpack.text import RowCollator, packed_collate_fn
 
 
 def rows_joined(features: Sequence[Mapping[str, Any]]) -> Way:
