@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import pickle
-import random
 import socket
 import struct
 import zlib
@@ -13,8 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import ExifTags, Image, ImageFile
 
 from vlmpack.data import images
@@ -102,32 +99,56 @@ def test_remote_addresses_are_refused_without_opening_a_connection(address, monk
     assert reason_of({"bytes": None, "path": address}) == "image_remote"
 
 
-def test_a_file_uri_of_another_host_is_no_local_file():
-    assert reason_of("file://fileserver/share/a.png") == "image_missing"
-
-
-def test_only_regular_files_are_read(tmp_path):
-    with pytest.raises(ImageError, match=r"no image file at '.*missing\.png'; check the path"):
-        load_image(tmp_path / "missing.png")
-    assert reason_of(tmp_path) == "image_missing"
-    assert reason_of("/dev/zero") == "image_missing"
-    assert reason_of("nul\0l.png") == "image_missing"
-    assert reason_of("x" * 5000) == "image_missing"
+SQUARE = Image.new("RGB", (8, 8))
 
 
 @pytest.mark.parametrize(
-    "source", [None, 3, noise(), {"url": "a.png"}, {"bytes": None, "path": None}, "data:image/png,x", [b""]]
+    ("source", "reason", "message"),
+    [
+        ("missing.png", "image_missing", r"no image file at 'missing\.png'; check the path"),
+        ("file://fileserver/share/a.png", "image_missing", "no image file at"),
+        (Path("/"), "image_missing", "no image file at"),
+        ("/dev/zero", "image_missing", "no image file at"),
+        ("nul\0l.png", "image_missing", "no image file at"),
+        ("x" * 5000, "image_missing", "no image file at"),
+        (None, "image_source", "is of type NoneType, which cannot be read; give the path"),
+        (noise(), "image_source", "of type ndarray"),
+        ([b""], "image_source", "of type list"),
+        ({"url": "a.png"}, "image_source", r"must hold 'bytes' or 'path'; this one has the keys \['url'\]"),
+        ({"bytes": None, "path": None}, "image_source", "must hold 'bytes' or 'path'"),
+        ("data:image/png,x", "image_source", "is no data:image/png;base64,<payload>"),
+        ("data:image/png;base64,@@@@", "image_source", "is not valid base64"),
+        ("data:image/png;base64,", "image_undecodable", r"is empty \(0 bytes\)"),
+        (b"<!DOCTYPE html><html></html>", "image_undecodable", "are not an image of the formats BMP, GIF"),
+        (b"\x89PNG\r\n\x1a\n", "image_undecodable", "are not an image of the formats"),
+        (encoded(SQUARE, "PDF"), "image_undecodable", "are not an image of the formats"),
+        (Image.new("RGB", (201, 1)), "image_aspect_ratio", "201 x 1 pixels, an aspect ratio of 201.0, more than 200"),
+        (encoded(Image.new("RGB", (3000, 10))), "image_aspect_ratio", "3000 x 10 pixels"),
+        (Image.new("RGB", (0, 5)), "image_zero_size", "there is nothing in it"),
+    ],
 )
-def test_other_sources_are_refused_with_what_would_do(source):
-    with pytest.raises(ImageError, match=r"; give the path|must hold 'bytes' or 'path'|;base64,") as caught:
+def test_what_cannot_be_used_is_refused(source, reason, message):
+    with pytest.raises(ImageError, match=message) as caught:
         load_image(source)
-    assert caught.value.reason == "image_source"
+    assert caught.value.reason == reason
+    again = pickle.loads(pickle.dumps(caught.value))  # as a worker sends it
+    assert (str(again), again.reason) == (str(caught.value), reason)
 
 
-def test_a_data_uri_must_be_valid_base64():
-    with pytest.raises(ImageError, match="is not valid base64"):
-        load_image("data:image/png;base64,@@@@")
-    assert reason_of("data:image/png;base64,") == "image_undecodable"
+@pytest.mark.parametrize(
+    ("limits", "source", "reason"),
+    [
+        (ImageLimits(max_pixels=63), SQUARE, "image_too_large"),
+        (ImageLimits(max_pixels=63), encoded(SQUARE), "image_too_large"),
+        (ImageLimits(max_bytes=10), b"12345678901", "image_too_large"),
+        (ImageLimits(max_bytes=10), "data:image/png;base64," + "A" * 40, "image_too_large"),
+        (ImageLimits(formats=("PNG",)), encoded(SQUARE, "JPEG"), "image_undecodable"),
+    ],
+)
+def test_limits_hold(limits, source, reason):
+    assert reason_of(source, limits=limits) == reason
+    for size in ((200, 1), (1, 1), (8, 8)):
+        assert load_image(Image.new("RGB", size), limits=ImageLimits(max_pixels=200)).size == size
 
 
 # ---------------------------------------------------------------- orientation
@@ -263,12 +284,6 @@ def test_a_decompression_bomb_is_refused_by_its_header(side, message, monkeypatc
     assert caught.value.reason == "image_too_large"
 
 
-def test_the_pixel_limit_holds_for_pil_images_too():
-    picture = Image.new("RGB", (10, 10))
-    assert load_image(picture, limits=ImageLimits(max_pixels=100)) is picture
-    assert reason_of(picture, limits=ImageLimits(max_pixels=99)) == "image_too_large"
-
-
 def test_the_byte_limit_holds_before_a_file_is_read(tmp_path, monkeypatch):
     path = tmp_path / "a.png"
     path.write_bytes(encoded(Image.fromarray(noise())))
@@ -280,40 +295,7 @@ def test_the_byte_limit_holds_before_a_file_is_read(tmp_path, monkeypatch):
     assert reason_of("data:image/png;base64," + "A" * 40, limits=limits) == "image_too_large"
 
 
-@pytest.mark.parametrize("size", [(200, 1), (1, 200), (1, 1), (3000, 15)])
-def test_thin_images_up_to_the_limit_pass(size):
-    assert load_image(Image.new("RGB", size)).size == size
-
-
-@pytest.mark.parametrize("size", [(201, 1), (1, 201), (3000, 10)])
-def test_thinner_ones_are_refused_with_both_sides_named(size):
-    with pytest.raises(
-        ImageError, match=rf"{size[0]} x {size[1]} pixels, an aspect ratio of .*, more than 200"
-    ) as caught:
-        load_image(encoded(Image.new("RGB", size)))
-    assert caught.value.reason == "image_aspect_ratio"
-
-
-@pytest.mark.parametrize("size", [(0, 0), (0, 5), (5, 0)])
-def test_an_image_without_pixels_is_refused(size):
-    with pytest.raises(ImageError, match="there is nothing in it"):
-        load_image(Image.new("RGB", size))
-
-
-def test_only_the_allowed_formats_are_tried():
-    jpeg = encoded(Image.new("RGB", (8, 8)), "JPEG")
-    with pytest.raises(ImageError, match="are not an image of the formats PNG"):
-        load_image(jpeg, limits=ImageLimits(formats=("PNG",)))
-    assert reason_of(encoded(Image.new("RGB", (8, 8)), "PDF")) == "image_undecodable"
-    assert reason_of(encoded(Image.new("RGB", (8, 8)), "EPS")) == "image_undecodable"
-
-
 # ---------------------------------------------------------------- damage
-
-
-@pytest.mark.parametrize("data", [b"", b"<!DOCTYPE html><html></html>", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"\0" * 64])
-def test_what_is_no_image_is_refused(data):
-    assert reason_of(data) == "image_undecodable"
 
 
 @pytest.mark.parametrize("fills", [False, True], ids=["", "LOAD_TRUNCATED_IMAGES"])
@@ -362,32 +344,6 @@ def test_a_png_has_to_have_its_last_chunk():
             load_image(whole[:-cut])
 
 
-@pytest.mark.filterwarnings("ignore")  # Pillow warns about some of the damage before it fails or gets over it
-def test_mutated_files_are_read_or_refused_and_nothing_else():
-    rng = random.Random(7)
-    outcomes = []
-    for fmt in ("PNG", "JPEG", "GIF", "TIFF", "WEBP", "BMP", "PPM"):
-        seed = encoded(Image.fromarray(noise(40, 33)), fmt)
-        for _ in range(80):
-            data = bytearray(seed)
-            for _ in range(rng.randint(1, 6)):
-                data[rng.randrange(min(len(data), rng.choice([64, 10**6])))] = rng.randrange(256)
-            try:
-                outcomes.append(load_image(bytes(data), limits=ImageLimits(max_pixels=10**6)).mode)
-            except ImageError as error:
-                outcomes.append(error.reason)
-    assert len(outcomes) == 560
-    assert set(outcomes) > {"RGB", "image_undecodable"}
-
-
 def test_the_error_survives_the_trip_from_a_worker():
     error = pickle.loads(pickle.dumps(ImageError("seen; remedy", "image_mode")))
     assert (str(error), error.reason) == ("seen; remedy", "image_mode")
-
-
-@settings(deadline=None, max_examples=50)
-@given(height=st.integers(1, 40), width=st.integers(1, 40), mode=st.sampled_from(["1", "L", "LA", "P", "RGB", "RGBA"]))
-def test_every_small_image_becomes_rgb_of_its_own_size(height, width, mode):
-    picture = Image.fromarray(noise(height, width)).convert(mode)
-    image = load_image(encoded(picture))
-    assert (image.mode, image.size) == ("RGB", (width, height))

@@ -56,35 +56,36 @@ def test_captions_are_answers_to_their_image(tmp_path: Path) -> None:
     assert sample["detail.json"] == {"width": 40}
 
 
-def test_llava_as_megatron_writes_it(tmp_path: Path) -> None:
-    """Its `convert_llava_pretrain_to_wds.py`: the turns alone are the JSON part."""
-    sample = open_dataset(shard(tmp_path / "a.tar", {"GCC_1.jpg": picture(), "GCC_1.json": TURNS}))[0]
-    assert sample["conversations"] == TURNS
-    assert load_image(sample["image"]).size == (40, 40)
+SEEN = [{"role": "user", "content": [{"type": "image", "image": "1.png"}, {"type": "text", "text": "1.png"}]}]
 
 
-def test_several_images_in_the_order_that_the_json_names(tmp_path: Path) -> None:
-    files = {
-        "s_2.b.jpg": picture(40),
-        "s_2.json": {"messages": [], "images": ["a.jpg", "b.jpg", "a.jpg"]},
-        "s_2.a.jpg": picture(60),
-    }
+@pytest.mark.parametrize(
+    ("files", "widths"),
+    [
+        ({"G_1.jpg": picture(), "G_1.json": TURNS}, {"image": 40}),  # Megatron's convert_llava_pretrain_to_wds.py
+        (
+            {
+                "s_2.b.jpg": picture(),
+                "s_2.json": {"messages": [], "images": ["a.jpg", "b.jpg"]},
+                "s_2.a.jpg": picture(60),
+            },
+            {"images": [60, 40]},
+        ),
+        ({"s.1.png": picture(60), "s.2.png": picture(), "s.json": {"conversations": TURNS}}, {"images": [60, 40]}),
+        ({"s/2.1.png": picture(60), "s/2.json": {"messages": SEEN}}, {"messages": 60}),
+    ],
+    ids=["turns alone", "in the order of the JSON", "in their own order", "where they are named"],
+)
+def test_images_are_where_the_json_means_them(files: dict[str, Any], widths: dict[str, Any], tmp_path: Path) -> None:
     sample = open_dataset(shard(tmp_path / "a.tar", files))[0]
-    assert [load_image(image).size[0] for image in sample["images"]] == [60, 40, 60]
-
-
-def test_several_images_in_their_own_order(tmp_path: Path) -> None:
-    files = {"s_2.img1.png": picture(60), "s_2.img2.png": picture(40), "s_2.json": {"conversations": TURNS}}
-    sample = open_dataset(shard(tmp_path / "a.tar", files))[0]
-    assert [load_image(image).size[0] for image in sample["images"]] == [60, 40]
-
-
-def test_images_inside_messages_are_put_where_they_are_named(tmp_path: Path) -> None:
-    content = [{"type": "image", "image": "1.png"}, {"type": "text", "text": "1.png"}]
-    files = {"s/2.1.png": picture(60), "s/2.json": {"messages": [{"role": "user", "content": content}]}}
-    image, text = open_dataset(shard(tmp_path / "a.tar", files))[0]["messages"][0]["content"]
-    assert load_image(image["image"]).size == (60, 40)
-    assert text == {"type": "text", "text": "1.png"}
+    for name, width in widths.items():
+        held = sample[name]
+        if name == "messages":
+            assert held[0]["content"][1] == {"type": "text", "text": "1.png"}
+            held = held[0]["content"][0]["image"]
+        sizes = [load_image(image).size[0] for image in (held if isinstance(held, list) else [held])]
+        assert sizes == (width if isinstance(width, list) else [width])
+    assert sample.get("conversations", TURNS) == TURNS
 
 
 def test_receipts(tmp_path: Path) -> None:

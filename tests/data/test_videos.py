@@ -76,15 +76,11 @@ def test_frames_that_nobody_wants_are_not_decoded(clip: bytes, monkeypatch: pyte
     assert 2 <= count <= 4
 
 
-def test_a_jump_that_misses_is_made_up_for_by_decoding_from_the_start(
-    clip: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(videos._Video, "jump_to", lambda self, indices, scan: iter(()))
-    assert decoded(clip, [0, 7, 19]) == [0, 7, 19]
-
-
 def test_no_frame_is_taken_for_another(clip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A jump beyond the frame that is wanted is given up, and all is decoded from the start."""
+    """A jump that leads nowhere, or beyond the frame that is wanted, is given up; all is decoded from the start."""
+    with monkeypatch.context() as nowhere:
+        nowhere.setattr(videos._Video, "jump_to", lambda self, indices, scan: iter(()))
+        assert decoded(clip, [0, 7, 19]) == [0, 7, 19]
     monkeypatch.setattr(
         videos._Video, "_seek", lambda self, time: self.container.seek(time + 8 * 1024, stream=self.stream)
     )
@@ -157,10 +153,7 @@ def test_a_path_its_bytes_and_a_dict_of_either_are_the_same_video(clip: bytes, t
     ("source", "reason"),
     [
         ("film.mp4", "video_missing"),
-        (Path("film.mp4"), "video_missing"),
-        ("/dev/zero", "video_missing"),
         ("https://example.org/film.mp4", "video_remote"),
-        ("rtsp://example.org/film", "video_remote"),
         ("concat:a.mp4|b.mp4", "video_missing"),
         ({"frames": 3}, "video_source"),
         (b"", "video_undecodable"),
