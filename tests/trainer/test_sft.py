@@ -19,13 +19,13 @@ from trl_runs import BEYOND_QWEN, arguments, finish, processor_of, saved, trl
 from vlmpack.collate import VLMCollator
 from vlmpack.data import mix_datasets, open_dataset
 from vlmpack.errors import ConfigError, UnpackedWarning
+from vlmpack.interop.seqpacker import RowCollator, pack_dataset
 from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.model import enable_packing, plain
 from vlmpack.model.plain import find_model
 from vlmpack.plan import plan_bins
 from vlmpack.store import measure_lengths
 from vlmpack.testing import tiny_model, tiny_processor
-from vlmpack.text import RowCollator, pack_dataset
 from vlmpack.trainer import check_trainer, evaluate, loss_metrics
 from vlmpack.trainer.trl import PackedDPOTrainer, PackedSFTTrainer
 
