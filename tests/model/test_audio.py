@@ -96,33 +96,6 @@ def with_audio(config: Any, *frames: tuple[int, ...]) -> list[Any]:
     ]
 
 
-@each_family
-def test_packed_equals_alone_in_every_tower(family: str) -> None:
-    result, own = packed(family), truth(family)
-    assert result.work.audio_frames == frames_in(own.samples) > 0
-    towers = (FAMILIES[family].vision_path, audio_of(family).path)
-    assert all(any(name.startswith(f"{tower}.") for name in own.gradients) for tower in towers)
-    assert {len(sample.get("input_features", ())) for sample in own.samples} == {0, 1, 2}
-
-
-@pytest.mark.full
-@each_family
-@pytest.mark.parametrize(
-    ("side", "metadata", "backend"),
-    [
-        ("left", True, "eager_mask"),
-        *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in (("left", False, "auto"), ("right", False, "auto"))
-        ),
-    ],
-)
-def test_a_padded_batch_with_and_without_metadata_equals_alone(
-    family: str, side: Any, metadata: bool, backend: str
-) -> None:
-    packed(family, padded(truth(family).samples, side, metadata=metadata).to_hf(), attention=backend)
-
-
 @pytest.mark.parametrize("metadata", [True, *only_exhaustive(False)])
 def test_short_audio_beside_long_is_that_of_its_sample_alone(metadata: bool) -> None:
     """Qwen3-Omni's convolutions read the padding of a chunk, so transformers' own padded batch is another model."""
@@ -244,39 +217,6 @@ def test_boundaries_of_audio_are_known_on_the_host(monkeypatch: pytest.MonkeyPat
             step(row)
 
 
-@each_family
-def test_blocks_of_the_audio_tower_are_one_call_of_a_back_end(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not one call a chunk, with or without checkpointing."""
-    model, calls = fresh(family), []
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    own = attention.run_on_row
-    monkeypatch.setattr(
-        attention,
-        "run_on_row",
-        lambda *args, vision=None, **more: calls.append(vision) or own(*args, vision=vision, **more),
-    )
-    row = pack(padded(with_audio(model.config, (17, 9), (30,))))
-    PackedStep(model)(row).loss.backward()
-    in_tower = [boundaries for boundaries in calls if boundaries is not None]
-    assert len(in_tower) == 2 * len(model.model.audio_tower.layers) * (1 if family == POOLED else 2)  # and recomputed
-
-
-@most_full
-def test_a_step_reads_nothing_from_a_device(family: str) -> None:
-    """Metadata say what positions of videos, audio and images need."""
-    model = fresh(family)
-    step, places = PackedStep(model), []
-    batches: tuple[tuple[Kind, ...], ...] = (("image", "audio", "text", "audio"), ("everything", "text"))
-    for kinds in batches:
-        row = pack(padded(mixed_samples(model.config, kinds=kinds)), rule=SlotRule(multiple=4))
-        step(row)  # the first step of a kind may fill caches
-        with recorded_syncs(torch.device("cpu")) as syncs:
-            step(row).loss.backward()
-        assert syncs  # the counter works: the model's own towers do
-        places.append([sync.function for sync in syncs if Path(sync.file).is_relative_to(PACKAGE)])
-    assert places == [[], []]
-
-
 @most_full
 def test_without_types_on_the_host_positions_of_videos_are_read_once(family: str) -> None:
     model = fresh(family)
@@ -296,24 +236,6 @@ def test_types_on_the_host_that_are_not_those_of_the_row_are_refused(family: str
     row = replace(row, metadata=replace(row.metadata, type_runs=(moved, second)))
     with nothing_on_host(), pytest.raises(RuntimeError, match="type_runs of the host metadata are not the types"):
         PackedStep(model)(row)
-
-
-@pytest.mark.parametrize(
-    ("family", "processed"),
-    [
-        pytest.param(CONVOLVED, False, marks=pytest.mark.full),
-        pytest.param(POOLED, True, marks=pytest.mark.full),
-        *(
-            pytest.param(*case, marks=(pytest.mark.full, pytest.mark.exhaustive))
-            for case in ((POOLED, False), (CONVOLVED, True))
-        ),
-    ],
-)
-def test_the_probe_finds_audio_exact(family: str, processed: bool) -> None:
-    processor = tiny_processor(family) if processed else None
-    report = probe(tiny_model(family, layers=2, processor=processor), processor)
-    assert report.verdict == "exact", [check for check in report.checks if check.is_bad]
-    assert any(check.name == "audio" and check.finding == "ok" for check in report.checks)
 
 
 @pytest.mark.parametrize("family", only_exhaustive(POOLED, CONVOLVED))
@@ -348,58 +270,6 @@ def _merged(segments: Segments) -> Segments:
 
 
 # ---------------------------------------------------------------------- circumstances of training
-
-
-@most_full
-def test_adapters_on_the_audio_tower_learn_what_those_of_samples_alone_do(family: str) -> None:
-    peft = pytest.importorskip("peft")
-
-    def adapted() -> Any:
-        config = peft.LoraConfig(r=2, target_modules=["q_proj", "out_proj", "fc1"], init_lora_weights=False)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            return peft.get_peft_model(fresh(family), config)
-
-    own = alone_through(adapted(), truth(family).samples)
-    assert any(".audio_tower." in name for name in own.gradients)
-    result = PackedStep(model := adapted())(pack(padded(own.samples), rule=SlotRule(multiple=8)), logits=True)
-    result.loss.backward()
-    check_outputs(own, result, limits_of(family))
-    check_gradients(own, gradients(model), replace(limits_of(family), gradient=4e-5))
-
-
-@most_full
-def test_in_bfloat16_a_row_is_as_close_to_float32_as_alone(family: str) -> None:
-    own = truth(family)
-    low = fresh(family).to(torch.bfloat16)
-    exact = fresh(family)
-    with torch.no_grad():
-        for p, q in zip(exact.parameters(), low.parameters(), strict=True):
-            p.copy_(q)
-    samples = [
-        sample_like(s, {n: x.to(torch.bfloat16).float() if x.is_floating_point() else x for n, x in s.items()})
-        for s in own.samples
-    ]
-    own = alone_through(exact, samples)
-    plain = Alone(samples=own.samples, outcome=run_alone(low, own.samples))
-    result = PackedStep(low)(pack(padded(own.samples), rule=SlotRule(multiple=8)), logits=True)
-    result.loss.backward()
-    check_low_precision(own, plain, result, gradients(low))
-
-
-@most_full
-def test_generation_with_audio_is_that_of_the_unmodified_model(family: str) -> None:
-    model = fresh(family).eval()
-    batch = padded(truth(family).samples[:1], metadata=False).to_hf()
-    del batch["labels"]
-    call = {**batch, "max_new_tokens": 4, "do_sample": False}
-    plain = model.generate(**call)
-    step = PackedStep(enable_packing(model))
-    assert torch.equal(model.generate(**call), plain)
-    with torch.no_grad():
-        step(padded(truth(family).samples))  # a row between two calls leaves nothing behind
-    assert torch.equal(model.generate(**call), plain)
-    assert torch.equal(disable_packing(model).generate(**call), plain)
 
 
 # ---------------------------------------------------------------------- refused

@@ -41,27 +41,6 @@ def truth(family: str) -> Any:
     return alone_through(model, mixed_samples(model.config, seed=5, kinds=("text",) * 3, text=(4, 15)))
 
 
-def packed(family: str, backend: str = "auto", **settings: Any) -> Any:
-    """One step on a row with poison in its gaps, compared with its samples alone."""
-    own, limits, model = truth(family), limits_of(family), fresh(family)
-    row = pack(padded(own.samples), rule=SlotRule(multiple=8), pad_token_id=17)
-    step = PackedStep(model, StepConfig(attention=backend))
-    with poisoned(model, row.segments) as poison:
-        result = step(row, logits=True, **settings)
-        result.loss.backward()
-    assert sum(poison) > 0
-    check_outputs(own, result, limits)
-    check_gradients(own, gradients(model), limits)
-    check_work(own, result, 8, model.config)
-    return result
-
-
-@each_mechanism
-@pytest.mark.parametrize("backend", ["auto", "eager_mask"])
-def test_packed_equals_alone(family: str, backend: str) -> None:
-    packed(family, backend)
-
-
 def ignored(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """A back-end that is not given this part of the pattern."""
     own = attention.run_on_row
@@ -139,16 +118,6 @@ def test_the_router_of_deepseek_v3_chooses_among_groups() -> None:
 
 
 # ---------------------------------------------------------------------- generation, and back
-
-
-@each_mechanism
-def test_generation_is_that_of_the_unmodified_model(family: str) -> None:
-    model = fresh(family).eval()
-    ids = truth(family).samples[0]["input_ids"][None]
-    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
-    plain = model.generate(ids, **call)
-    assert torch.equal(enable_packing(model).generate(ids, **call), plain)
-    assert torch.equal(disable_packing(model).generate(ids, **call), plain)
 
 
 def test_frequencies_that_change_with_the_longest_sample_are_refused() -> None:

@@ -41,25 +41,6 @@ def truth(family: str) -> Any:
     return alone_through(model, mixed_samples(model.config, seed=5, kinds=kinds, text=(1, 6), side=(1, 2)))
 
 
-@each_family
-@pytest.mark.parametrize("metadata", [True, *full(False)])
-def test_samples_of_videos_and_of_images_share_a_row(family: str, metadata: bool) -> None:
-    alone, model = truth(family), fresh(family)
-    row = pack(padded(alone.samples, metadata=metadata), rule=SlotRule(multiple=4), pad_token_id=17)
-    with poisoned(model, row.segments):
-        result = PackedStep(model)(row, logits=True)
-        result.loss.backward()
-    check_outputs(alone, result, limits_of(family))
-    check_gradients(alone, gradients(model), limits_of(family))
-    check_work(alone, result, 4, model.config)
-    values = sum(tensor.numel() for name, tensor in row.media.to_hf().items() if name in FAMILIES[family].pixel_names)
-    has_grids = FAMILIES[family].has_grids
-    of_patch = (
-        FAMILIES[family].patch_channels(model.config) if has_grids else 3 * model.config.vision_config.patch_size**2
-    )
-    assert result.work.vision_patches == values // of_patch
-
-
 @both
 def test_in_another_order_each_sample_is_what_it_was(family: str) -> None:
     alone = truth(family)
@@ -142,27 +123,3 @@ def test_frames_of_another_size_than_the_tower_s_are_refused() -> None:
         LayoutError, match=r"the model takes videos of equally many frames, \[videos, frames, 3, 24, 24\]"
     ):
         enable_packing(fresh(TILES))(**batch | {"pixel_values_videos": batch["pixel_values_videos"][..., :-1]})
-
-
-@pytest.mark.parametrize("family", [*full(GLM, TILES), *only_exhaustive(PAIRS, NAVIT)])
-def test_the_probe_finds_videos_exact(family: str) -> None:
-    report = probe(fresh(family))
-    assert report.verdict == "exact"
-    assert [baseline.verdict for baseline in report.plain][-1] == "exact"  # the padded batch
-
-
-@pytest.mark.full
-@both
-def test_in_bfloat16_a_row_is_as_close_to_float32_as_alone(family: str) -> None:
-    alone = truth(family)
-    rounded = alone_through(fresh(family).to(torch.bfloat16), alone.samples)
-    result = PackedStep(fresh(family).to(torch.bfloat16))(pack(padded(alone.samples)), logits=True)
-    assert result.row_logits is not None
-    errors = [
-        max(
-            float((ours.detach().float() - theirs).abs().max())
-            for ours, theirs in zip(found, alone.logits, strict=True)
-        )
-        for found in (result.row_logits[0].split(alone.lengths), rounded.logits)
-    ]
-    assert errors[0] <= 2 * errors[1]
