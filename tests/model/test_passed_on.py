@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from tiers import tiers
+from cases import families, slow
 
 from vlmpack.families.registry import FAMILIES
 from vlmpack.model import enable_packing
@@ -16,7 +16,8 @@ from vlmpack.testing.samples import random_sample, word_ids
 
 BEGINNINGS = ("qwen3_vl", "qwen2_5_omni_thinker", "llava", "gemma3", "qwen3")
 """One family of each order of the first arguments."""
-FEW = [name for name in ("qwen3_vl", "qwen3_moe", "llava", "gemma3_text", "lfm2", "qwen3_5") if name in FAMILIES]
+FEW = ["qwen3_vl", "lfm2", *slow("qwen3_moe", "llava", "gemma3_text", "qwen3_5")]
+pytestmark = pytest.mark.chosen
 
 
 @functools.cache
@@ -81,8 +82,7 @@ def same(ours, theirs):
 # ---------------------------------------------------------------------- what is given
 
 
-@pytest.mark.every_family
-@pytest.mark.parametrize("family", tiers(FAMILIES, BEGINNINGS))
+@pytest.mark.parametrize("family", families(always=BEGINNINGS))
 def test_positional_arguments_are_those_of_the_models_own_signature(family):
     """`model(ids, pixels, mask)`: 20 of 52 families have another order than Qwen."""
     inputs = inputs_of(family)
@@ -191,9 +191,19 @@ WAYS = {
 }
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3", "gemma3_text", "llava"])
+@pytest.mark.parametrize(
+    ("family", "way"), [*(("qwen3_vl", way) for way in WAYS), *(("qwen3_5", way) for way in ("greedy", "with scores"))]
+)
 def test_generation_is_that_of_the_plain_model(family, way):
     ours, theirs = (model.generate(**prompt_of(family), **WAYS[way]) for model in (enabled(family), plain(family)))
     assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("family", families())
+def test_greedy_generation_is_that_of_the_plain_model_in_every_family(family):
+    """In train mode too, in which nothing is packed either."""
+    for training in (False, True):
+        ours, theirs = (m.train(training).generate(**prompt_of(family)) for m in (enabled(family), plain(family)))
+        for model in (enabled(family), plain(family)):
+            model.eval()
+        assert same(ours, theirs)
