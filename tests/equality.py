@@ -140,8 +140,8 @@ def handed_in(samples: Sequence[Sample], given: str, rule: SlotRule) -> Any:
     batch = padded(samples, "left" if given.startswith("left") else "right", metadata="without" not in given)
     if not given.startswith("row"):
         return batch.to_hf()
-    row = pack(padded(samples), rule=rule if given.startswith("row with gaps") else None, pad_token_id=17).to_hf()
-    return {name: value for name, value in row.items() if name != "vlmpack" or "without" not in given}
+    row = pack(padded(samples), rule=rule if given.startswith("row with gaps") else None, pad_token_id=17)
+    return {name: value for name, value in row.to_hf().items() if name != "vlmpack"} if "without" in given else row
 
 
 def check_packed(

@@ -1,4 +1,4 @@
-"""Audio in a row: Qwen-Omni's thinkers with text, images, videos and audio, packed against alone."""
+"""Audio in a row: Qwen-Omni's thinkers, beyond what `test_equality.py` shows of them."""
 
 from __future__ import annotations
 
@@ -9,38 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from equality import (
-    Alone,
-    alone_through,
-    check_gradients,
-    check_low_precision,
-    check_outputs,
-    check_work,
-    gradients,
-    limits_of,
-    poisoned,
-)
-from tiers import full, only_exhaustive
+from cases import slow
+from equality import Alone, alone_through, check_outputs, check_packed, limits_of
 from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 
 import vlmpack
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, FamilyError, LayoutError
-from vlmpack.families.audio import AudioPart
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments, SlotRule, pack, share
 from vlmpack.layout.batch import AUDIO
 from vlmpack.layout.device import nothing_on_host, recorded_syncs
-from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
+from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms import attention, vision
-from vlmpack.probing import probe
-from vlmpack.testing import build_sample, joined, mixed_samples, padded, tiny_config, tiny_model, tiny_processor
+from vlmpack.testing import build_sample, joined, mixed_samples, padded, tiny_config, tiny_model
 from vlmpack.testing.audio import frames_of
 from vlmpack.testing.comparison import compare, run_alone, run_packed
-from vlmpack.testing.samples import Kind, sample_like
+from vlmpack.testing.samples import sample_like
 
 pytestmark = [
-    pytest.mark.every_family,
+    pytest.mark.chosen,
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
 ]
 PACKAGE = Path(vlmpack.__file__).parent
@@ -48,8 +36,7 @@ POOLED, CONVOLVED = "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"
 """One counts every second frame, the other convolves chunks three times, and reads their padding."""
 MIXED = ("everything", "text", "audio", "image", "everything")
 each_family = pytest.mark.parametrize("family", [POOLED, CONVOLVED])
-one_short = pytest.mark.parametrize("family", [POOLED, *full(CONVOLVED)])
-most_full = pytest.mark.parametrize("family", [*full(CONVOLVED), *only_exhaustive(POOLED)])
+one_short = pytest.mark.parametrize("family", [POOLED, *slow(CONVOLVED)])
 
 
 def fresh(family: str) -> Any:
@@ -62,33 +49,6 @@ def truth(family: str) -> Alone:
     return alone_through(model, mixed_samples(model.config, seed=5, kinds=MIXED, text=(2, 6), side=(1, 2)))
 
 
-def packed(family: str, inputs: Any = None, *, own: Alone | None = None, model: Any = None, **config: Any) -> Any:
-    """One step on a row with poison in its gaps, with checkpointing, compared with its samples alone."""
-    own, limits, model = own or truth(family), limits_of(family), model or fresh(family)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    row = pack(padded(own.samples), rule=SlotRule(multiple=8), pad_token_id=17)
-    step = PackedStep(model, StepConfig(slots=SlotRule(multiple=8), **config))
-    with poisoned(model, row.segments):
-        result = step(row if inputs is None else inputs, logits=True)
-        result.loss.backward()
-    check_outputs(own, result, limits)
-    check_gradients(own, gradients(model), limits)
-    check_work(own, result, 8, model.config)
-    return result
-
-
-def audio_of(family: str) -> AudioPart:
-    """The audio part of a family."""
-    audio = FAMILIES[family].audio
-    assert audio is not None
-    return audio
-
-
-def frames_in(samples: Any) -> int:
-    """Log-mel frames of all audios, by their masks."""
-    return sum(int(sample["feature_attention_mask"].sum()) for sample in samples if "feature_attention_mask" in sample)
-
-
 def with_audio(config: Any, *frames: tuple[int, ...]) -> list[Any]:
     """Samples of nothing but text and audios of these lengths."""
     return [
@@ -96,7 +56,7 @@ def with_audio(config: Any, *frames: tuple[int, ...]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("metadata", [True, *only_exhaustive(False)])
+@pytest.mark.parametrize("metadata", [True, *slow(False)])
 def test_short_audio_beside_long_is_that_of_its_sample_alone(metadata: bool) -> None:
     """Qwen3-Omni's convolutions read the padding of a chunk, so transformers' own padded batch is another model."""
     model = fresh(CONVOLVED)
@@ -108,7 +68,7 @@ def test_short_audio_beside_long_is_that_of_its_sample_alone(metadata: bool) -> 
     assert moved[0] > 1e-3
     assert moved[4] > 1e-3
     assert moved[1] < 1e-5
-    packed(CONVOLVED, None if metadata else batch, own=own, model=model)
+    check_packed(own, model, given="row with gaps" if metadata else "right padded without metadata")
 
 
 # ---------------------------------------------------------------------- positions
@@ -189,8 +149,9 @@ def other_audio(samples: list[Any]) -> dict[str, torch.Tensor]:
 def test_the_comparison_sees_audio_of_another_sample() -> None:
     model = fresh(POOLED)
     own = alone_through(model, with_audio(model.config, (17,), (17,)))
+    result = PackedStep(model)(other_audio(own.samples), logits=True)
     with pytest.raises(AssertionError):
-        packed(POOLED, other_audio(own.samples), own=own, model=model)
+        check_outputs(own, result, limits_of(POOLED))
 
 
 @one_short
@@ -201,23 +162,27 @@ def test_the_comparison_sees_audio_that_attends_beyond_its_windows(
     own = alone_through(model, with_audio(model.config, *([(40,), (33, 17)] if family == POOLED else [(450,), (101,)])))
     monkeypatch.setattr(vision.VisionRow, "find", lambda self, cu, count: Segments.from_lengths([count]))
     with pytest.raises(AssertionError):
-        packed(family, own=own, model=model)
+        check_packed(own, model)
 
 
-def test_boundaries_of_audio_are_known_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that no block reads them from a device."""
+@each_family
+def test_blocks_of_the_audio_tower_are_one_call_of_a_back_end(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not one call a chunk, with or without checkpointing."""
+    model, calls = fresh(family), []
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    own = attention.run_on_row
+    monkeypatch.setattr(
+        attention,
+        "run_on_row",
+        lambda *args, vision=None, **more: calls.append(vision) or own(*args, vision=vision, **more),
+    )
+    row = pack(padded(with_audio(model.config, (17, 9), (30,))))
+    PackedStep(model)(row).loss.backward()
+    in_tower = [boundaries for boundaries in calls if boundaries is not None]
+    assert len(in_tower) == 2 * len(model.model.audio_tower.layers) * (1 if family == POOLED else 2)  # and recomputed
 
-    def read(*_: Any, **__: Any) -> None:
-        raise AssertionError("boundaries were read from a tensor")
 
-    for family in (POOLED, CONVOLVED):
-        step, row = PackedStep(fresh(family)), pack(padded(truth(family).samples))
-        with monkeypatch.context() as patched:
-            patched.setattr(Segments, "from_boundaries", read)
-            step(row)
-
-
-@most_full
+@each_family
 def test_without_types_on_the_host_positions_of_videos_are_read_once(family: str) -> None:
     model = fresh(family)
     row = pack(padded(mixed_samples(model.config, kinds=("everything", "text"))))
@@ -227,7 +192,7 @@ def test_without_types_on_the_host_positions_of_videos_are_read_once(family: str
     assert [s.function for s in syncs if Path(s.file).is_relative_to(PACKAGE)] == ["types_on_host"]
 
 
-@most_full
+@each_family
 def test_types_on_the_host_that_are_not_those_of_the_row_are_refused(family: str) -> None:
     model = fresh(family)
     row = pack(padded(mixed_samples(model.config, kinds=("everything", "text"))))
@@ -236,37 +201,6 @@ def test_types_on_the_host_that_are_not_those_of_the_row_are_refused(family: str
     row = replace(row, metadata=replace(row.metadata, type_runs=(moved, second)))
     with nothing_on_host(), pytest.raises(RuntimeError, match="type_runs of the host metadata are not the types"):
         PackedStep(model)(row)
-
-
-@pytest.mark.parametrize("family", only_exhaustive(POOLED, CONVOLVED))
-def test_the_probe_names_audio_that_lands_in_another_sample(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own: Any = vision.Vision.inputs
-
-    def rolled(self: Any, entry: Any) -> Any:
-        inputs = own(self, entry)
-        return inputs | {name: inputs[name].roll(1, 0) for name in ("input_features",) if name in inputs}
-
-    monkeypatch.setattr(vision.Vision, "inputs", rolled)
-    report = probe(tiny_model(family, layers=2), plain=False)
-    assert report.verdict != "exact"
-    assert "packing" in report.causes
-
-
-@pytest.mark.parametrize("family", [*full(POOLED), *only_exhaustive(CONVOLVED)])
-def test_the_probe_names_audio_whose_blocks_attend_beyond_their_windows(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    honest = vision.audio_windows
-    monkeypatch.setattr(vision, "audio_windows", lambda setup: [_merged(segments) for segments in honest(setup)])
-    report = probe(tiny_model(family, layers=2), plain=False)
-    assert report.verdict != "exact"
-    assert "audio" in report.causes
-
-
-def _merged(segments: Segments) -> Segments:
-    """As many boundaries, of which all but the first lie at the end: found by their number, as the right ones are."""
-    lengths = [segments.total, *[0] * (len(segments.lengths) - 1)]
-    return Segments.from_lengths(lengths)
 
 
 # ---------------------------------------------------------------------- circumstances of training

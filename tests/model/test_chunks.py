@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from equality import alone_through, check_gradients, check_outputs, check_work, gradients, limits_of, poisoned
+from cases import slow
+from equality import alone_through, check_gradients, check_outputs, check_packed, gradients, limits_of
 from parts import parts_of
-from tiers import full
 from trees import rollouts, samples_of, shared
 
 from vlmpack.attention.patterns import Chunks, Reach
@@ -29,10 +29,9 @@ from vlmpack.model.row import RowPart
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
 pytestmark = [
-    pytest.mark.every_family,
+    pytest.mark.chosen,
     pytest.mark.skipif("llama4" not in FAMILIES, reason="this transformers has another Llama 4"),
 ]
-each_family = pytest.mark.parametrize("family", ["llama4_text", *full("llama4")])
 CHUNK = 7
 
 
@@ -47,37 +46,10 @@ def truth(family: str = "llama4_text") -> Any:
     return alone_through(model, mixed_samples(model.config, seed=5, kinds=kinds, text=(3, 7), side=(1, 2)))
 
 
-def check_packed(family: str = "llama4_text", backend: str = "auto", **checkpointing: Any) -> Any:
-    own, model = truth(family), fresh(family)
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
-        model.enable_input_require_grads()
-    row = pack(padded(own.samples), rule=SlotRule(multiple=4), pad_token_id=17)
-    step = PackedStep(model, StepConfig(attention=backend))
-    with poisoned(model, row.segments):
-        result = step(row, logits=True)
-        result.loss.backward()
-    check_outputs(own, result, limits_of(family))
-    check_gradients(own, gradients(model), limits_of(family))
-    check_work(own, result, 4, model.config)
-    return result
-
-
-@each_family
-@pytest.mark.parametrize("backend", ["auto", *full("eager_mask")])
-def test_packed_equals_alone(family: str, backend: str) -> None:
-    work = check_packed(family, backend).work
-    assert max(truth(family).lengths) > 2 * CHUNK  # a sample of several chunks
+def test_windows_are_counted_within_chunks() -> None:
+    work = check_packed(truth(), fresh()).work
+    assert max(truth().lengths) > 2 * CHUNK  # a sample of several chunks
     assert 0 < work.window_pairs < work.attended_pairs
-
-
-@pytest.mark.full
-@each_family
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
-def test_checkpointing_equals_alone(family: str, use_reentrant: bool) -> None:
-    """transformers takes caches from layers that are computed again: factors of queries do not go through one."""
-    check_packed(family, use_reentrant=use_reentrant)
 
 
 # ---------------------------------------------------------------------- what the comparison sees
@@ -107,13 +79,13 @@ def test_the_comparison_sees_chunks_and_factors_that_are(breakage: str, monkeypa
     else:
         monkeypatch.setattr(QueryScale, "makers", lambda self, model: [])
     with pytest.raises(AssertionError):
-        check_packed()
+        check_packed(truth(), fresh())
 
 
 # ---------------------------------------------------------------------- chunks
 
 
-@pytest.mark.parametrize("chunk", [2, *full(8192)])
+@pytest.mark.parametrize("chunk", [2, *slow(8192)])
 def test_chunks_of_any_length_are_measured_without_a_mask(chunk: int) -> None:
     model = fresh(layers=3)
     assert layer_reaches(parts_of(model)) == {0: Reach(chunk=CHUNK), 1: Reach(), 2: Reach(chunk=CHUNK)}
@@ -121,7 +93,6 @@ def test_chunks_of_any_length_are_measured_without_a_mask(chunk: int) -> None:
     assert layer_reaches(parts_of(model), again=True)[0] == Reach(chunk=chunk)
 
 
-@pytest.mark.full
 def test_a_configuration_with_other_chunks_is_read_anew_when_packing_is_enabled_again() -> None:
     model = enable_packing(fresh())
     row = pack(padded(truth().samples))
@@ -182,7 +153,6 @@ def row_of_layer() -> dict[str, Any]:
     return {attention.CONTEXT: row}
 
 
-@pytest.mark.full
 def test_a_model_without_factors_asks_for_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh()
     for layer in model.model.layers:
@@ -247,13 +217,11 @@ def test_the_inner_head_computes_labelled_positions_alone() -> None:
     assert seen == [5]
 
 
-@pytest.mark.full
 def test_a_trainer_that_calls_the_model_without_its_head_is_refused() -> None:
     with pytest.raises(ConfigError, match="the head of llama4 is inside its text part"):
         pack_backbone(enable_packing(fresh("llama4")))
 
 
-@pytest.mark.full
 def test_hidden_states_come_out_as_from_the_unmodified_model() -> None:
     model, own = fresh("llama4").eval(), truth("llama4")
     batch = padded(own.samples[:1], metadata=False).to_hf()

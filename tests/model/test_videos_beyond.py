@@ -1,4 +1,4 @@
-"""Videos of families beyond Qwen in rows with samples of every other kind: packed equals alone; what is refused."""
+"""Videos of families beyond Qwen in rows with samples of every other kind: what is refused, and what is shared."""
 
 from __future__ import annotations
 
@@ -7,26 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from equality import alone_through, check_gradients, check_outputs, check_work, gradients, limits_of, poisoned
-from tiers import full, only_exhaustive
+from cases import slow
+from equality import alone_through
 
-from vlmpack import probe
 from vlmpack.errors import LayoutError
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import SlotRule, pack, share
+from vlmpack.layout import pack, share
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.testing import build_sample, joined, mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import kinds_of, sample_like
 
 pytestmark = [
-    pytest.mark.every_family,
+    pytest.mark.chosen,
     pytest.mark.skipif("llava_onevision" not in FAMILIES, reason="this transformers has other families"),
 ]
 GLM, TILES, PAIRS, NAVIT = "glm4v", "llava_onevision", "ernie4_5_vl_moe", "minicpmv4_6"
-each_family = pytest.mark.parametrize(
-    "family", [GLM, TILES, PAIRS, NAVIT, *only_exhaustive("glm46v", "glm4v_moe", "glm_ocr")]
-)
-both = pytest.mark.parametrize("family", [GLM, TILES, *full(PAIRS)])
+both = pytest.mark.parametrize("family", [GLM, TILES, *slow(PAIRS)])
 
 
 def fresh(family: str) -> Any:
@@ -92,7 +88,7 @@ def test_videos_that_samples_share_are_computed_once() -> None:
         PackedStep(model)(share(pack(padded([both, both])), min_shared=1))
 
 
-@pytest.mark.parametrize("family", [NAVIT, *full(TILES, PAIRS)])
+@pytest.mark.parametrize("family", [NAVIT, *slow(TILES, PAIRS)])
 def test_videos_of_other_forms_are_shared_with_their_own_patches(family: str) -> None:
     model = fresh(family)
     forms = ({"video_grids": [(2, 2, 4)]}, {"image_grids": [(1, 2, 2)]}, {"video_grids": [(4, 2, 2)]})
