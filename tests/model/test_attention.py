@@ -12,7 +12,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from vlmpack.errors import BackendError, ConfigError
-from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments, SlotRule
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import attention

@@ -324,3 +324,16 @@ def test_micro_batches_of_trainer_add_up_as_in_transformers(family, layout, tmp_
     run.add_callback(seen)
     run.train()
     assert distance(gradients(reference), seen.steps[0]) <= GRADIENT
+
+
+@few
+def test_metrics_of_an_evaluation_are_found(family, tmp_path):
+    """Router statistics come among Trainer's predictions, before the two numbers of each sample."""
+    model = enable_packing(fresh(family))
+    found = []
+    for asked in (False, True):
+        run = trainer(model, samples_of(model), tmp_path, "packed", remove_unused_columns=False)
+        run.data_collator = collator("packed", output_router_logits=asked)
+        found.append({name: x for name, x in run.evaluate().items() if name.endswith(("_loss", "_targets"))})
+    assert found[0]["eval_loss"] == found[0]["eval_token_loss"], "of tokens alone, whatever the routers are trained by"
+    assert {name: found[1][name] for name in found[0]} == found[0]

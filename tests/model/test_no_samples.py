@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import slow
 
 from vlmpack.collate import VLMCollator
 from vlmpack.model import PackedStep, StepConfig
 from vlmpack.testing import tiny_model, tiny_processor
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+FAMILIES = ("qwen3_vl_moe", *slow("qwen2_vl", "qwen2_5_vl", "qwen3_5"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -199,7 +199,10 @@ def samples_in(circumstance: str, config: Any) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("family", "circumstance"),
-    [*(("internvl", each) for each in CIRCUMSTANCES), *slow(*((each, "images of many sizes") for each in MANY_SIZES))],
+    [
+        *(("internvl", each) for each in CIRCUMSTANCES),
+        *(pytest.param(each, "images of many sizes", marks=pytest.mark.full) for each in MANY_SIZES),
+    ],
 )
 def test_a_batch_in_every_circumstance_equals_alone(family: str, circumstance: str) -> None:
     """A row, and a padded batch without metadata; parameters that alone get no gradient get none."""

@@ -232,10 +232,7 @@ def _features_of_part(setup: RowSetup) -> dict[str, Any]:
     counts = [sum(share.features[i] for i in share.items(part.rank)) for share in shares]
     images, videos = form.join(features)[: sum(counts)].split(counts)
     types = setup.types if part.ranks == 1 else setup.types.cpu()
-    sent = (
-        _sent(images, shares[0], types, IMAGE, part),
-        _sent(videos, shares[1], types, VIDEO, part),
-    )
+    sent = (_sent(images, shares[0], types, IMAGE, part), _sent(videos, shares[1], types, VIDEO, part))
     return dict(zip(_GETTERS, map(form.split, sent), strict=True))
 
 
