@@ -30,7 +30,7 @@ from benchmarks.gpu.steps import NO_SYNCS, guess, is_ours
 from benchmarks.timing import alternate
 from vlmpack.attention.backends import AttentionCall, choose
 from vlmpack.layout import PackedRow, PrefixTree, Segments
-from vlmpack.model.path_attention import attend_along_paths
+from vlmpack.model.row import attend_along_paths
 
 TREE = "gpu tree"
 ATTENTION_SECONDS = 6.0

@@ -22,9 +22,9 @@ from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.backbone import pack_backbone
-from vlmpack.model.mechanisms import attention, query_scale
+from vlmpack.model.mechanisms import attention, llama4
 from vlmpack.model.mechanisms.attention import layer_reaches
-from vlmpack.model.mechanisms.query_scale import Offsets, QueryScale
+from vlmpack.model.mechanisms.llama4 import Offsets, QueryScale
 from vlmpack.model.row import RowPart
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
@@ -140,7 +140,7 @@ def test_a_layer_that_does_not_read_its_places_is_an_error(monkeypatch: pytest.M
     plain = stock.forward
     monkeypatch.setattr(stock, "forward", lambda self, *args, past_key_values=None, **more: plain(self, *args, **more))
     with pytest.raises(FamilyError, match="scales queries by their place and did not read it"):
-        query_scale.placed_class.__wrapped__(stock).forward(
+        llama4.placed_class.__wrapped__(stock).forward(
             model.model.layers[1].self_attn, torch.zeros(1, 3, 64), None, None, **row_of_layer()
         )
 

@@ -23,7 +23,7 @@ from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms.attention import RowAttention, layer_reaches, spans_in
 from vlmpack.model.mechanisms.stock import check_spans
-from vlmpack.model.prefix_tree_row import PrefixTreeRow
+from vlmpack.model.row import PrefixTreeRow
 from vlmpack.testing import mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import sample_like
 

@@ -19,8 +19,7 @@ from vlmpack.layout.buckets import Buckets
 from vlmpack.model import PackedStep, disable_packing, enable_packing
 from vlmpack.model.mechanisms import gated_delta_tree
 from vlmpack.model.mechanisms.gated_delta_tree import BucketTree, HandedState
-from vlmpack.model.prefix_tree_row import PrefixTreeRow
-from vlmpack.model.row import PartTargets
+from vlmpack.model.row import PartTargets, PrefixTreeRow
 from vlmpack.testing import tiny_model
 
 pytestmark = [

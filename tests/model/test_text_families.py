@@ -17,7 +17,7 @@ from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.model.mechanisms import attention
-from vlmpack.model.mechanisms.expert_choice import ByProbability
+from vlmpack.model.mechanisms.experts import ByProbability
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
 pytestmark = pytest.mark.chosen

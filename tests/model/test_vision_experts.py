@@ -17,7 +17,7 @@ from vlmpack.families import Family
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule
 from vlmpack.model import PackedStep, StepConfig, enable_packing
-from vlmpack.model.mechanisms.expert_choice import ByGroup, ByProbability
+from vlmpack.model.mechanisms.experts import ByGroup, ByProbability
 from vlmpack.probing import probe
 from vlmpack.testing import Sample, build_sample, mixed_samples, padded, tiny_model
 

@@ -25,9 +25,8 @@ from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.audio import Audio
 from vlmpack.model.mechanisms.experts import Experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
-from vlmpack.model.mechanisms.inner_head import InnerHead
+from vlmpack.model.mechanisms.llama4 import InnerHead, QueryScale
 from vlmpack.model.mechanisms.per_sample import PerSample
-from vlmpack.model.mechanisms.query_scale import QueryScale
 from vlmpack.model.mechanisms.short_conv import ShortConv
 from vlmpack.model.mechanisms.stock import check_logits, check_positions
 from vlmpack.model.mechanisms.vision import Vision

@@ -20,15 +20,13 @@ from vlmpack.layout.batch import Grid, HostMetadata
 from vlmpack.layout.device import around_graph, on_host, outside_graph
 from vlmpack.layout.row import IGNORE, PackedRow, check_none_on_padding
 from vlmpack.layout.segments import Segments, SlotRule
-from vlmpack.model.context_parallel_row import ContextParallelRow
 from vlmpack.model.head import Scoring, score_targets, target_positions
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
 from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_statistics
 from vlmpack.model.plain import check_adapters, check_class_forward, check_loss, check_noise
 from vlmpack.model.positions import positions_of_row
-from vlmpack.model.prefix_tree_row import PrefixTreeRow
 from vlmpack.model.result import LossCount, StepResult, Work, sums_by_sample
-from vlmpack.model.row import CONTEXT, RowContext, RowPart
+from vlmpack.model.row import CONTEXT, ContextParallelRow, PrefixTreeRow, RowContext, RowPart
 
 
 @final

@@ -37,10 +37,9 @@ from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundari
 from vlmpack.layout.sharing import check_unshared
 from vlmpack.megatron.shard import Halo, LocalRow, shard
 from vlmpack.megatron.thd import installed_version, packed_seq_fields, packed_seq_params
-from vlmpack.model.columns import COLUMNS, STEP
 from vlmpack.model.enable import enable_packing
 from vlmpack.model.engine import StepConfig, divisor, stored_state
-from vlmpack.model.forward import StepCall
+from vlmpack.model.forward import COLUMNS, STEP, StepCall
 from vlmpack.model.head import Scoring, target_positions
 from vlmpack.model.plain import find_model
 from vlmpack.model.positions import positions_of_row, rope_segments
