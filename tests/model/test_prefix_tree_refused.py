@@ -206,6 +206,7 @@ def compared(family):
 
 @pytest.mark.parametrize(("breakage", "family"), BREAKAGES, ids=lambda x: getattr(x, "__name__", x))
 def test_the_comparison_fails_where(breakage, family, monkeypatch):
+    compared(family)  # nothing is broken at first; and how states are handed on is tried out once a process
     breakage(monkeypatch)
     with pytest.raises(AssertionError):
         compared(family)
