@@ -20,6 +20,7 @@ from vlmpack.families.registry import check_parts, family_of
 from vlmpack.model.backbone import leave_backbone
 from vlmpack.model.engine import PackingState, StepConfig, packing_state, stored_state
 from vlmpack.model.forward import ENABLED, packed_class
+from vlmpack.model.loss_count import LossCount
 from vlmpack.model.mechanisms import Mechanism, ModelParts, base_of, is_subclassed
 from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.audio import Audio
@@ -32,7 +33,6 @@ from vlmpack.model.mechanisms.stock import check_logits, check_positions
 from vlmpack.model.mechanisms.vision import Vision
 from vlmpack.model.plain import check_forward, check_is_only_one, find_model
 from vlmpack.model.positions import check_rope_index
-from vlmpack.model.result import LossCount
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -12,7 +12,6 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
-from torch import distributed as dist
 from torch import nn
 from transformers.generation.continuous_batching import PagedAttentionCache
 
@@ -25,6 +24,7 @@ from vlmpack.layout.row import IGNORE, OnlyPacked, PackedRow
 from vlmpack.layout.segments import SlotRule
 from vlmpack.model.engine import PackingState, packing_state, run_row, stored_state
 from vlmpack.model.head import Scoring
+from vlmpack.model.loss_count import CountsTargets, begin_batch
 from vlmpack.model.mechanisms import ModelParts, subclass
 from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.experts import wants_balance
@@ -123,7 +123,7 @@ def _generate(base: Any) -> Callable[..., Any]:
         # Seq2SeqTrainer hands over whole batches with this setting, and nobody else needs labels here: its next forward
         # pass is the batch's loss
         if kwargs.get("labels") is not None and "synced_gpus" in kwargs:
-            _begin_batch(stored_state(self))
+            begin_batch(self)
         return plain(self, *args, **kwargs)
 
     return generate
@@ -379,68 +379,6 @@ def _check_padding_mask(mask: torch.Tensor, padding: torch.Tensor, remedy: str) 
         raise LayoutError(f"moe_padding_mask is {list(mask.shape)} but input_ids is {list(padding.shape)}")
     message = f"moe_padding_mask (True on padding) does not fit the {remedy}"
     require((mask.bool() == padding).all(), message, LayoutError)
-
-
-# ---------------------------------------------------------------------- what HF Trainer counts
-
-
-@final
-class CountsTargets:
-    """`accepts_loss_kwargs` of an enabled model: true, for HF Trainer to count targets over the accumulated batch.
-
-    Trainer reads its truth before each batch: with gradients in training, without in its own evaluation. That takes the
-    mean loss of each batch and averages these means over samples (over rows, of packed rows). On several ranks it also
-    multiplies each rank's share of the loss by their number, and cuts off some with the last batch.
-    """
-
-    def __init__(self, core: nn.Module) -> None:
-        self._core = core
-
-    def __bool__(self) -> bool:
-        """Return True.
-
-        Raises:
-            ConfigError: HF Trainer's own evaluation begins, on several ranks or without `loss_metrics(model)`; or one
-                has ended, and `loss_metrics` was not called with its losses.
-        """
-        state = stored_state(self._core)
-        if torch.is_grad_enabled():
-            _check_was_read(state)
-        else:
-            _begin_batch(state)
-        return True
-
-
-def _begin_batch(state: PackingState | None) -> None:
-    """Check that the loss of HF Trainer's own evaluation will be exact, and keep the losses of its next batch."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ConfigError(
-            f"HF Trainer's own evaluation over {dist.get_world_size()} ranks weighs the losses of packed batches "
-            "wrongly, so eval_loss would be no mean of them, and load_best_model_at_end would choose by it: use "
-            "PackedTrainer of vlmpack.trainer, which takes the same arguments (eval_packing=False: the same "
-            "batches; eval_capacity=: in planned rows); or evaluate of vlmpack. Seq2SeqTrainer that generates: on one "
-            "rank, or with labels under another name"
-        )
-    if state is not None and state.loss_count is None:
-        raise ConfigError(
-            "HF Trainer's own evaluation averages the mean losses of batches over samples, so eval_loss would change "
-            "with the batch size, and load_best_model_at_end would choose by it: use PackedTrainer of "
-            "vlmpack.trainer, which takes the same arguments (eval_packing=False: the same batches); or, on one rank, "
-            "compute_metrics=loss_metrics(model), which makes eval_loss the mean over all targets (with metrics of "
-            "your own, as where Seq2SeqTrainer generates: both dictionaries in one)"
-        )
-    if state is not None and state.loss_count is not None:
-        state.loss_count.is_evaluating = True
-
-
-def _check_was_read(state: PackingState | None) -> None:
-    if state is not None and state.loss_count is not None and (unread := state.loss_count.take()):
-        raise ConfigError(
-            f"HF Trainer evaluated {sum(len(losses) for losses, _ in unread)} samples and did not call "
-            "loss_metrics(model) with their losses, so eval_loss was a mean of batches' means: give this Trainer "
-            "compute_metrics=loss_metrics(model), without prediction_loss_only, or use PackedTrainer of "
-            "vlmpack.trainer. After an evaluation that was interrupted, train again"
-        )
 
 
 # ---------------------------------------------------------------------- columns

@@ -270,8 +270,8 @@ def _not_computed(model: ModelParts, callers: list[tuple[str, Any]]) -> Iterator
     calls_own = _has_own_masks(model)
     stock: set[tuple[str, type[nn.Module]]] = set()
     for name, module in callers:
-        if name == TEXT and not isinstance(model.family.sees, Prefix):
-            yield from _layer_problems(module)
+        if name == TEXT and not isinstance(model.family.sees, Prefix) and module.is_causal is False:
+            yield f"is_causal is False on a {type(module).__name__}, but {_CAUSAL}"
         if name == TEXT and calls_own:
             continue
         kind = _original_name(module), type(module)
@@ -289,11 +289,6 @@ _CAUSAL = (
     "packed attention is causal: a token would not see the later ones of its sample. Set it to True, or train this "
     "model without packing"
 )
-
-
-def _layer_problems(module: Any) -> Iterator[str]:
-    if module.is_causal is False:
-        yield f"is_causal is False on a {type(module).__name__}, but {_CAUSAL}"
 
 
 _OF_KERNELS = {"implementation", "attention_wrapper"}

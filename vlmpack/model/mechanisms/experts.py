@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar, Literal, final
 
 import numpy as np
@@ -213,22 +213,12 @@ class Gate:
 
 
 @final
-class _Call:
-    """The state that a layer keeps from its mixer to its experts."""
-
-    def __init__(self) -> None:
-        self.real: torch.Tensor | None = None
-        """int64 [R]: places of the real tokens; None: every token goes to the experts."""
-        self.width = 0
-        """T."""
-
-
-@final
 class _Calls(threading.local):
     """One call for each thread. (Compilers read no context variables, and lose what is stored in a `local` itself.)"""
 
     def __init__(self) -> None:
-        self.current = _Call()
+        self.current = SimpleNamespace(real=None, width=0)
+        """From a layer's mixer to its experts: places of the real tokens int64 [R], None: every token goes; T."""
 
     def __reduce__(self) -> tuple[type[_Calls], tuple[()]]:
         """A copy begins with nothing."""
