@@ -204,6 +204,7 @@ def test_names_of_parameters_stay_and_copies_are_plain():
     assert list(model.state_dict()) == names
 
 
+@pytest.mark.full
 def test_settings_are_those_of_torch_compile():
     seen = []
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from cases import families, slow
+from cases import slow
 from moe import block_of
 from peft import LoraConfig, get_peft_model
 
@@ -149,7 +149,9 @@ def test_a_model_is_what_it_was_whatever_happened(family, event):
     check_disabled(family, event)
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize(
+    "family", ["llama4", "lfm2_vl", *slow(*(name for name in FAMILIES if name not in ("llama4", "lfm2_vl")))]
+)
 def test_a_model_is_what_it_was(family):
     check_disabled(family, steps)
 

@@ -2,8 +2,8 @@
 
 Trainer asks an enabled model for `accepts_loss_kwargs` before each batch: with gradients in training, without in its
 own evaluation. That takes the mean loss of each batch and averages these means over samples (over rows, of packed
-rows). On several ranks it also multiplies each rank's share of the loss by their number, and cuts off some with the last batch.
-So such an evaluation is refused, unless `loss_metrics(model)` replaces its loss.
+rows). On several ranks it also multiplies each rank's share of the loss by their number, and cuts off some with the
+last batch. So such an evaluation is refused, unless `loss_metrics(model)` replaces its loss.
 """
 
 from __future__ import annotations
