@@ -28,11 +28,6 @@ def pair(family, **sizes):
     return plain, enable_packing(enabled)
 
 
-SIDES = {"llama4_text": "right"}
-"""Where transformers computes padded batches as their samples alone on one side: it counts the places by which Llama 4
-scales queries from the padding."""
-
-
 def batch_of(model, side="right", *, labels=False):
     kinds = ("image", "text") if model.config.model_type in VISION else ("text", "text")
     batch = padded(mixed_samples(model.config, seed=4, kinds=kinds, side=(1, 2)), side, metadata=False).to_hf()
@@ -55,7 +50,7 @@ def on_samples(x, batch):
 @few
 def test_hidden_states_come_as_they_do_without_packing(family, said):
     plain, enabled = pair(family)
-    batch = batch_of(plain, SIDES.get(family, "left"))
+    batch = batch_of(plain, "left")
     flags = {"output_hidden_states": True} if said == "argument" else {}
     for model in (plain, enabled):
         text_config(model).output_hidden_states = said == "configuration"
@@ -148,7 +143,7 @@ def test_logits_to_keep_with_labels_are_what_they_are_without_packing():
 @few
 def test_attention_may_be_exchanged_at_any_time(family):
     plain, enabled = pair(family)
-    batch = batch_of(plain, SIDES.get(family, "left"))
+    batch = batch_of(plain, "left")
     for each in ("eager", "sdpa") if plain._supports_sdpa else ("eager",):
         for model in (plain, enabled):
             model.set_attn_implementation(each)

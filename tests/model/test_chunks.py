@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from cases import slow
-from equality import alone_through, check_gradients, check_outputs, check_packed, gradients, limits_of
+from equality import alone_through, check_outputs, check_packed, limits_of
 from parts import parts_of
-from trees import rollouts, samples_of, shared
 
 from vlmpack.attention.patterns import Chunks, Reach
 from vlmpack.errors import ConfigError, FamilyError
@@ -93,26 +92,6 @@ def test_chunks_of_any_length_are_measured_without_a_mask(chunk: int) -> None:
     assert layer_reaches(parts_of(model), again=True)[0] == Reach(chunk=chunk)
 
 
-def test_a_configuration_with_other_chunks_is_read_anew_when_packing_is_enabled_again() -> None:
-    model = enable_packing(fresh())
-    row = pack(padded(truth().samples))
-    before = PackedStep(model)(row).work.window_pairs
-    model.config.attention_chunk_size = 3
-    assert PackedStep(enable_packing(model))(row).work.window_pairs < before
-
-
-def test_shared_prefixes_are_computed_once_within_chunks_and_at_their_places() -> None:
-    model = fresh()
-    samples = samples_of(model.config, rollouts(3, 9, 16, 1))
-    own, row = alone_through(model, samples), shared(samples)
-    assert row.tree is not None
-    assert row.tree.num_tokens < row.segments.num_tokens
-    result = PackedStep(model)(row, logits=True)
-    result.loss.backward()
-    check_outputs(own, result, limits_of("llama4_text"))
-    check_gradients(own, gradients(model), limits_of("llama4_text"))
-
-
 # ---------------------------------------------------------------------- factors of queries
 
 
@@ -160,17 +139,6 @@ def test_a_model_without_factors_asks_for_no_place(monkeypatch: pytest.MonkeyPat
     own = alone_through(model, truth().samples)
     monkeypatch.setattr(Offsets, "get_seq_length", lambda *_: pytest.fail("nothing asks for it"))
     result = PackedStep(model)(padded(own.samples), logits=True)
-    check_outputs(own, result, limits_of("llama4_text"))
-
-
-def test_a_left_padded_batch_is_its_samples_alone() -> None:
-    """Not so in transformers, which counts places from the padding."""
-    own, model = truth(), fresh()
-    batch = padded(own.samples, "left", metadata=False).to_hf()
-    real = batch["attention_mask"].bool()
-    alone = torch.cat(own.logits)
-    assert (model(**batch).logits[real] - alone).abs().max() > 1e-2
-    result = PackedStep(model)(batch, logits=True)
     check_outputs(own, result, limits_of("llama4_text"))
 
 

@@ -1,5 +1,9 @@
 """Gated delta layers see one sample at a time: convolution and recurrence are each cut, at every boundary of a row."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 import torch
 from cases import families, slow
@@ -12,6 +16,7 @@ from vlmpack.layout import PackedRow, Segments, SlotRule, pack
 from vlmpack.layout.buckets import Buckets
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms import gated_delta
+from vlmpack.model.mechanisms.gated_delta import DeltaHeads
 from vlmpack.model.row import CONTEXT, RowContext
 from vlmpack.testing import build_sample, padded, tiny_model
 
@@ -128,15 +133,6 @@ def test_a_layer_is_what_it_is_on_each_sample_and_reads_no_gap(family, layers, l
     assert (hidden_1TD.grad - own_1TD.grad).abs().max() <= LAYER * scale
 
 
-@every_hybrid
-def test_one_by_one_a_layer_is_what_it_is_on_each_sample_bit_for_bit(family, layers):
-    segments = Segments.from_lengths([5, 64, 1, 70], SlotRule(multiple=4))
-    hidden_1TD = hidden_of(segments)
-    out_1TD = on_row(layers[family], segments, hidden_1TD, FREE)
-    for start, stop in segments.spans:
-        assert torch.equal(out_1TD[:, start:stop], layers[family](hidden_1TD[:, start:stop]))
-
-
 def forget_at_once(layer):
     """Nothing of the state is left at the next token: what still comes over a boundary came by the convolution."""
     layer.A_log.fill_(torch.tensor(1e6).log())
@@ -201,3 +197,55 @@ def test_at_lengths_of_5_to_1_less_than_30_percent_are_wasted(cost, monkeypatch)
     lengths = (16, 80, 32, 48, 64, 20, 76)
     result = PackedStep(model)(pack(padded(texts(model, lengths)), rule=SlotRule(multiple=16)))
     assert sum(lengths) <= sum(calls) == result.work.delta_tokens < 1.3 * sum(lengths)
+
+
+# ---------------------------------------------------------------------- test delta heads
+#
+# A gated delta layer cut by heads computes what the whole layer computes.
+
+
+def delta_layer(family: str) -> Any:
+    model = tiny_model(family, kv_heads=2, heads=4)
+    return gated_delta_layers(model)[0]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"])
+def test_the_parts_of_all_heads_make_up_the_layer(family: str) -> None:
+    layer = delta_layer(family)
+    forward: Any = type(layer).forward
+    hidden_1TD = torch.randn(1, 19, layer.hidden_size, generator=torch.Generator().manual_seed(1))
+    truth = layer(hidden_1TD)
+    truth.sin().sum().backward()
+    gradients = {name: p.grad.clone() for name, p in layer.named_parameters()}
+    layer.zero_grad()
+
+    heads = DeltaHeads(layer, 2)
+    assert heads.is_possible
+    projected = heads.project(hidden_1TD[0])
+    parts = [torch.cat([block[:, rank] for block in projected], -1)[None] for rank in range(2)]
+    computed = torch.cat([forward(heads.stand_in(rank), part) for rank, part in enumerate(parts)], -1)
+    out = layer.out_proj(computed)
+    torch.testing.assert_close(out, truth, rtol=0, atol=1e-5)
+    out.sin().sum().backward()
+    assert gradients
+    for name, p in layer.named_parameters():
+        torch.testing.assert_close(p.grad, gradients[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_stand_in_leaves_the_layer_as_it_is() -> None:
+    layer = delta_layer("qwen3_5")
+    before = {name: value for name, value in vars(layer).items() if name not in ("_parameters", "_modules")}
+    modules = dict(layer._modules)
+    DeltaHeads(layer, 2).stand_in(1)
+    assert {name: vars(layer)[name] for name in before} == before
+    assert dict(layer._modules) == modules
+
+
+def test_heads_that_ranks_cannot_share_out_are_not_cut() -> None:
+    assert not DeltaHeads(delta_layer("qwen3_5"), 4).is_possible
+
+
+def test_a_layer_with_projections_that_are_not_known_is_not_cut() -> None:
+    layer = delta_layer("qwen3_5")
+    layer.in_proj_gate = torch.nn.Linear(1, 1)
+    assert not DeltaHeads(layer, 2).is_possible

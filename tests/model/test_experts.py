@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from cases import families, slow
-from moe import EXPERTS, LAYERS, MOE, SHARES, TOP_K, before_experts, decoder_layers, fresh, rule_for, samples_of
+from moe import EXPERTS, LAYERS, MOE, TOP_K, before_experts, decoder_layers, fresh, rule_for, samples_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import distance, gradients, loss_sums
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -132,22 +132,6 @@ def test_without_gaps_experts_cost_not_one_operation_more(family):
     extra = [name for name in rest if name not in plain]
     assert extra == ["aten.new_zeros", "aten.index_copy_"]
     assert len(rest) - len(plain) == 2
-
-
-def first_of(output):
-    return output[0] if isinstance(output, tuple) else output
-
-
-@pytest.mark.parametrize("share", SHARES)
-@few
-def test_a_row_without_gaps_is_handed_to_the_experts_as_it_is(family, share):
-    model = enable_packing(fresh(family))
-    handed, taken = [], []
-    for layer in decoder_layers(model):
-        before_experts(layer).register_forward_hook(lambda module, args, output: handed.append(first_of(output)))
-        layer.mlp.register_forward_pre_hook(lambda block, args: taken.append(args[0]))
-    model(**row_of(model, share).to_hf())
-    assert [a is b for a, b in zip(handed, taken, strict=True)] == [share == 0] * LAYERS
 
 
 # ---------------------------------------------------------------------- what stands in gaps

@@ -18,7 +18,6 @@ from moe import block_of
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
 from trees import DEEP, STRANGER, VIDEOS, rollouts, samples_of, shared, units_of
-from waiting import waits_are_errors
 
 import vlmpack
 from vlmpack.attention.patterns import Reach
@@ -374,19 +373,3 @@ def test_nothing_waits_for_the_device(family):
         PackedStep(model)(replace(row, metadata=replace(row.metadata, num_distinct_targets=None)))
     assert any("model/row" in wait.file for wait in waits), "uncounted targets are read"
     disable_packing(model)
-
-
-@pytest.mark.gpu
-@pytest.mark.full
-def test_on_a_gpu_the_error_is_that_of_samples_alone_and_nothing_waits():
-    sizes = {"head_dim": 64, "hidden": 256}
-    samples = samples_of(fresh("qwen3").config, rollouts(40, 1, 70, 30, prefix=200))
-    exact = alone_through(fresh("qwen3", **sizes).cuda(), samples)
-    model = fresh("qwen3", **sizes, dtype=torch.bfloat16).cuda()
-    alone = alone_through(model, samples)
-    step, row = PackedStep(model), shared(samples).to("cuda")
-    step(row)  # kernels are chosen once
-    with waits_are_errors():
-        result = step(row, logits=True)
-        result.loss.backward()
-    check_low_precision(exact, alone, result, gradients(model))

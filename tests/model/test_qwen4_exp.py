@@ -188,20 +188,6 @@ def test_autocast_costs_no_more_than_it_does_a_sample_alone():
     assert 0 < error <= 2 * alone_error
 
 
-@pytest.mark.parametrize("name", ["ple", "self_attn"])
-def test_a_layer_whose_forward_was_replaced_is_refused(name):
-    model = copy.deepcopy(tiny())
-    layer = next(part for part in (vars(x)["_modules"].get(name) for x in model.model.language_model.layers) if part)
-    layer.forward = layer.forward
-    with pytest.raises(ConfigError, match="replaced on the object itself, so samples would leak"):
-        enable_packing(model)
-    del layer.forward
-    enable_packing(model)
-    layer.forward = layer.forward
-    with pytest.raises(ConfigError, match="no longer computes rows by their boundaries"):
-        model(**padded(reference("pair")[0]).to_hf())
-
-
 def test_a_text_model_that_no_longer_tells_its_n_gram_layers_is_noticed():
     model = enable_packing(copy.deepcopy(tiny()))
     batch = padded(reference("pair")[0]).to_hf()

@@ -88,15 +88,6 @@ def test_fewer_zeros_than_taps_before_a_token_leak(reach: int, monkeypatch: pyte
         check_packed(truth(), fresh())
 
 
-def test_plain_transformers_runs_on_from_sample_to_sample() -> None:
-    alone, model = truth(), fresh().eval()
-    ids = torch.cat([sample["input_ids"] for sample in alone.samples])[None]
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    with torch.no_grad():
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
-    assert (logits - torch.cat(alone.logits)).abs().max() > 0.1
-
-
 @pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed but the targeted layer")
 @pytest.mark.parametrize("lora_bias", [False, True])
 def test_adapters_of_projections_learn_what_they_learn_alone(lora_bias: bool) -> None:

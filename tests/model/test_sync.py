@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 import torch
 from cases import families, slow
-from waiting import waits_are_errors
 
 import vlmpack
 from vlmpack.families.registry import FAMILIES
@@ -109,14 +108,3 @@ def test_the_counter_sees_our_own_waits():
         model(**batch.to_hf())
     assert ours(waits)
     disable_packing(model)
-
-
-@pytest.mark.gpu
-@pytest.mark.full
-def test_no_wait_on_a_gpu():
-    model = enable_packing(tiny_model("qwen3_vl", head_dim=64, hidden=256, dtype=torch.bfloat16).cuda())
-    batch = padded(mixed_samples(model.config, kinds=("text", "text", "text")))
-    inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.to_hf().items()}
-    model(**inputs, num_items_in_batch=7).loss.backward()
-    with waits_are_errors():
-        model(**inputs, num_items_in_batch=7).loss.backward()

@@ -38,17 +38,6 @@ def truth(family: str) -> Any:
 
 
 @both
-def test_in_another_order_each_sample_is_what_it_was(family: str) -> None:
-    alone = truth(family)
-    order = [*range(len(alone.samples))][::-1]
-    batch = padded([alone.samples[at] for at in order], "left").to_hf()
-    logits = enable_packing(fresh(family))(**batch, output_logits=True).logits
-    for row, at in zip(logits, order, strict=True):
-        expected = alone.logits[at]
-        assert (row[-len(expected) :] - expected).abs().max() <= 2e-5
-
-
-@both
 def test_videos_in_another_order_than_their_samples_are_seen_by_their_places(family: str) -> None:
     """(Of LLaVA-OneVision all videos of a call are as long: nobody can notice two that changed places.)"""
     model = enable_packing(fresh(family))
