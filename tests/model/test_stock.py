@@ -20,7 +20,7 @@ from vlmpack.families.text import capped_logits, divided_logits, multiplied_logi
 from vlmpack.layout import pack
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms.attention import layer_reaches, with_chunk
-from vlmpack.model.mechanisms.stock import MaskFunction, check_logits, check_positions
+from vlmpack.model.mechanisms.stock import MaskFunction, check_logits, check_text_positions
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
 pytestmark = pytest.mark.chosen
@@ -158,7 +158,7 @@ def test_a_model_that_transformers_itself_cannot_run_is_refused(monkeypatch: pyt
 
 def test_positions_that_do_not_count_from_0_are_refused() -> None:
     model = tiny_model("llama", layers=2)
-    check_positions(parts_of(model))
+    check_text_positions(parts_of(model))
     plain = type(model.model).forward
     model.model.__class__ = type(
         "Later",
@@ -170,7 +170,7 @@ def test_positions_that_do_not_count_from_0_are_refused() -> None:
         },
     )
     with pytest.raises(FamilyError, match=r"layer 0 .* gets positions \[1, 2, 3, 4, 5\]"):
-        check_positions(parts_of(model))
+        check_text_positions(parts_of(model))
 
 
 # ---------------------------------------------------------------------- the model itself
@@ -181,7 +181,7 @@ def test_a_model_is_compared_without_being_changed(name: str) -> None:
     parts = parts_of(tiny_model(name, layers=2))
     state = [(vars(module).copy(), *map(dict, _hooks(module))) for module in parts.core.modules()]
     check_logits(parts)
-    check_positions(parts)
+    check_text_positions(parts)
     layer_reaches(parts, again=True)
     assert [(vars(module), *map(dict, _hooks(module))) for module in parts.core.modules()] == state
 
