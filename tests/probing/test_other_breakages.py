@@ -131,9 +131,9 @@ BROKEN: dict[str, tuple[str, tuple[str, ...], Break]] = {
         ("vision",),
         wrapped(VisionRow, "find", lambda x, *metadata: last_two_together(x)),
     ),
-    "another scale": ("qwen3", ("unknown",), attended(scale=lambda x: 1.001 * x)),
+    "another scale": ("qwen3", ("mask",), attended(scale=lambda x: 1.001 * x)),
     "not causal": ("qwen3", ("mask",), attended(causal=lambda x: False)),
-    "keys of another head": ("qwen3", ("unknown",), shared_heads),
+    "keys of another head": ("qwen3", ("mask",), shared_heads),
     "the last two samples are one to delta layers": (
         "qwen3_next",
         ("conv taps", "recurrent state"),

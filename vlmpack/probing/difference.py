@@ -78,7 +78,9 @@ def roles_of(probed: ProbedModel) -> dict[str, str | None]:
     for module, name in names.items():
         if not name or f"{text}.".startswith(f"{name}.") or module is family.backbone(core):
             continue
-        if any(name.startswith(f"{outer}.") for outer in whole) or (audio and f"{name}.".startswith(f"{audio}.")):
+        if any(name.startswith(f"{outer}.") for outer in whole) or ".experts." in name:
+            continue
+        if audio and f"{name}.".startswith(f"{audio}."):
             continue
         if name in whole:
             roles[name] = whole[name]
@@ -168,7 +170,8 @@ class ModuleCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
-    def disabled_error(self, weights: dict[str, torch.Tensor], places: Sequence[torch.Tensor]) -> float:
+    @torch.no_grad()
+    def error_with(self, weights: dict[str, torch.Tensor], places: Sequence[torch.Tensor]) -> float:
         """Run the layer again with these weights; its error against the plain layer on the same inputs of each sample,
         as a part of the largest entry."""
         kwargs = {name: None if name in CACHES else value for name, value in self.kwargs.items()}  # one would be full
@@ -331,8 +334,7 @@ class _Placed:
 
 
 def _placed(whole: torch.Tensor, parts: Parts, places: Sequence[torch.Tensor]) -> _Placed | None:
-    """Find the dimension along which tensors of samples lie in that of all, token by token or one after the other; None:
-    they do not."""
+    """Find the dimension along which tensors of samples lie in that of all, token by token or one after the other."""
     if not parts or not (whole.is_floating_point() or whole.is_complex()):
         return None
     width = 1 + max(int(place.max()) for place in places)
@@ -426,8 +428,8 @@ def _current_tap(module: nn.Module) -> dict[str, torch.Tensor]:
     return {"conv1d.weight": taps}
 
 
-ENABLED_ALONE: dict[Cause, Callable[[nn.Module], dict[str, torch.Tensor]]] = {
+DISABLED_FOR: dict[Cause, Callable[[nn.Module], dict[str, torch.Tensor]]] = {
     "conv taps": _forgetting,
     "recurrent state": _current_tap,
 }
-"""A mechanism of gated delta layers, and the weights that disable the other one."""
+"""For each mechanism of gated delta layers, weights that disable the other one."""

@@ -14,7 +14,6 @@ from vlmpack.model.mechanisms.experts import expert_layers
 from vlmpack.model.result import StepResult
 from vlmpack.probing.forward_passes import ForwardResult, PackedPass, PlainPaddedPass, ProbedModel, total_targets
 from vlmpack.probing.report import Check
-from vlmpack.probing.trace import Trace
 from vlmpack.testing.comparison import distance, mean_losses, relative, target_losses
 from vlmpack.testing.samples import Sample, num_targets
 
@@ -28,19 +27,6 @@ BALANCE_LIMIT = 2e-2
 """Of load-balancing losses in low precision: rounding sends tokens to other experts."""
 ROUTER_PART_LIMIT = 1e-2
 """Relative difference of what the routers add to a loss, which is a thousand times as large, and of its gradient."""
-
-
-def check_sample_logits(trace: Trace) -> Check:
-    """Check that the logits of a sample are those that the head computed from its tokens in the row."""
-    row = next((call.output[0] for call in trace.head if call.output[0].ndim == 3), None)
-    if row is None:
-        return Check.skipped("sample results", "not counted")
-    family = trace.probed.family
-    row = family.logits(row, family.text_config(trace.probed.core.config))
-    for i, (logits, (start, stop)) in enumerate(zip(trace.result.logits, trace.segments.spans, strict=False)):
-        if logits.shape != row[0, start:stop].shape or not torch.equal(logits.detach(), row[0, start:stop]):
-            return Check.wrong("sample results", f"sample {i} gets logits that the head computed from other tokens")
-    return Check.of_mechanism("sample results", 0, 0, "")
 
 
 def check_losses(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import torch
 
+from vlmpack.layout.sharing import unshare
 from vlmpack.model.enable import disable_packing
-from vlmpack.model.mechanisms import ModelParts
-from vlmpack.model.mechanisms.attention import layer_reaches, spans_in
 from vlmpack.model.step import PackedStep
-from vlmpack.probing.audio import check_audio, check_padding
+from vlmpack.probing.difference import LEAK, Difference, compare_modules
 from vlmpack.probing.forward_passes import (
     GAPS,
     ROW,
@@ -23,26 +21,16 @@ from vlmpack.probing.forward_passes import (
     PackedPass,
     PlainPaddedPass,
     ProbedModel,
+    frames_as_images,
 )
-from vlmpack.probing.losses import RouterLosses, check_losses, check_router_losses, check_sample_logits
-from vlmpack.probing.mechanisms import (
-    check_cache,
-    check_cache_that_raises,
-    check_delta,
-    check_mask,
-    check_model_inputs,
-    check_packed_row,
-    check_positions,
-    check_query_scale,
-    check_routing,
-    check_vision,
-)
-from vlmpack.probing.reference import ProbeSetup, Reference, References, value_of
+from vlmpack.probing.losses import RouterLosses, check_losses, check_router_losses
+from vlmpack.probing.mechanisms import check_cache, check_sample_logits, check_tokens, first_wrong, module_checks
+from vlmpack.probing.reference import ProbeSetup, Reference, References, record_references, value_of
 from vlmpack.probing.report import BAD, Check, Part
-from vlmpack.probing.routing import HOLD_ALL, RoutingRecord, held_choices, open_share, routing
-from vlmpack.probing.trace import LEAK, counted_pairs, counted_syncs, first_moved, largest_move, submodules, trace
-from vlmpack.testing.comparison import backward, compare, distance, rms_distance, to_host
-from vlmpack.testing.samples import Sample, kind_of, perturbed, word_ids
+from vlmpack.probing.routing import HOLD_ALL, RoutingRecord, held_choices, open_share, places_of, routing
+from vlmpack.probing.work import check_pairs, check_syncs
+from vlmpack.testing.comparison import compare, distance, rms_distance, to_host
+from vlmpack.testing.samples import Sample, build_sample, kind_of, media_of, perturbed, word_ids
 
 Progress = Callable[[str], None]
 
@@ -55,15 +43,19 @@ UNSTEADY = "set its dropout probabilities to 0, or use deterministic kernels, an
 
 def packed_checks(setup: ProbeSetup, references: References, *, progress: Progress) -> list[Check]:
     """Run all of them; `progress` gets the title of what comes next."""
-    checks, mechanisms = [], []
+    checks, mechanisms, wrong = [], [], list[str]()
     for circumstance in setup.circumstances:
         progress(circumstance.title)
-        found = caught("equality", circumstance.name, partial(_circumstance_checks, setup, references, circumstance))
+        run = partial(_circumstance_checks, setup, references, circumstance, wrong)
+        found = caught("equality", circumstance.name, run)
         for check in found:
             (mechanisms if check.part == "mechanism" else checks).append(check)
     progress("work")
-    checks += _caught_packed("work", "attended pairs", setup, GAPS, lambda packed: [_check_pairs(setup, packed)])
+    checks += _caught_packed("work", "attended pairs", setup, GAPS, lambda packed: [check_pairs(setup, packed)])
     checks += _caught_packed("work", "host-device syncs", setup, GAPS, lambda packed: [check_syncs(setup, packed)])
+    if wrong:
+        where = f", first in the output of {wrong[0]}"
+        checks = [replace(each, detail=each.detail + where) if each.finding == "leaks" else each for each in checks]
     return [*checks, *_worst_of_each(mechanisms)]
 
 
@@ -115,12 +107,15 @@ def packing(setup: ProbeSetup, circumstance: Circumstance) -> Iterator[PackedPas
 # ---------------------------------------------------------------------- one circumstance
 
 
-def _circumstance_checks(setup: ProbeSetup, references: References, circumstance: Circumstance) -> list[Check]:
+def _circumstance_checks(
+    setup: ProbeSetup, references: References, circumstance: Circumstance, wrong: list[str]
+) -> list[Check]:
+    """Run the checks of one circumstance; the first module that is wrong is added to `wrong`."""
     reference, always = references.of(circumstance), circumstance in ALWAYS
     if reference is None:
         return [not_deterministic(f"{circumstance.name}: ", "two runs of the same samples alone differ in this mode")]
     run_packed = partial(_caught_packed, setup=setup, circumstance=circumstance)
-    checks = run_packed("mechanism", "packing", run=lambda packed: [_check_packed_row(setup, packed)])
+    checks = run_packed("mechanism", "packing", run=lambda packed: [check_packed_row(setup, packed)])
     checks += run_packed("equality", circumstance.name, run=lambda packed: check_equality(setup, packed, reference))
     low = circumstance.autocast or setup.probed.is_low
     if (always or low or any(check.is_bad for check in checks)) and all(check.finding != "fails" for check in checks):
@@ -128,7 +123,7 @@ def _circumstance_checks(setup: ProbeSetup, references: References, circumstance
             "isolation", f"{circumstance.name}: isolation", lambda: _isolation_checks(setup, circumstance, reference)
         )
     if always or any(check.is_bad for check in checks):
-        checks = _with_mechanisms(setup, circumstance, reference, checks)
+        checks = _with_mechanisms(setup, circumstance, reference, checks, wrong)
     if always and references.routers is not None:
         right = not any(check.is_bad and check.name in ("head", "loss count") for check in checks)
 
@@ -149,14 +144,6 @@ def not_deterministic(where: str, observation: str) -> Check:
         cause="not deterministic",
         detail=f"{observation}: {UNSTEADY}",
     )
-
-
-def _check_packed_row(setup: ProbeSetup, packed: PackedPass) -> Check:
-    """Check with metadata on the host and without, in any circumstance: collators send it, other batches have none."""
-    samples = setup.samples
-    rows = [packed.row(samples, metadata) for metadata in (True, False)]
-    checks = [check_packed_row(row, samples, packed.segments(samples)) for row in rows]
-    return max(checks, key=lambda check: check.is_bad)
 
 
 def check_equality(setup: ProbeSetup, packed: PackedPass, reference: Reference) -> list[Check]:
@@ -217,9 +204,6 @@ def _isolation_checks(setup: ProbeSetup, circumstance: Circumstance, reference: 
         noise = most_moved(sample_logits(packed, setup.samples), before) if leaks else 0.0
     if leaks:
         noise = max(noise, expert_noise(setup, circumstance))
-        worst = max(moves, key=moves.__getitem__)
-        where = _first_moved_by(worst, setup, circumstance, reference, limit=LEAK + 2 * noise)
-        detail += "" if where is None else f", first in the output of {where}"
     return [
         Check.measured("isolation", name, move, LEAK + 2 * noise, detail.format(move), finding="leaks")
         for name, move in moves.items()
@@ -242,18 +226,6 @@ def _exchanges(
     if circumstance is GAPS:
         exchanges["change the token in gaps"] = replace(packed, poison=packed.poison + 1), samples, [*numbers]
     return exchanges
-
-
-def _first_moved_by(
-    name: str, setup: ProbeSetup, circumstance: Circumstance, reference: Reference, *, limit: float
-) -> str | None:
-    """Name the module in whose output samples first move by one of the exchanges, see `first_moved`."""
-    with packing(setup, circumstance) as packed, setup.computing(circumstance), all_held_to(reference, packed, setup):
-        forward, samples, others = _exchanges(setup, circumstance, packed)[name]
-        segments = packed.segments(setup.samples)
-        spans = [segments.spans[i] for i in others]
-        passes = partial(packed, setup.samples), partial(forward, samples)
-        return first_moved(*passes, setup.probed, spans, width=segments.total, limit=limit)
 
 
 def expert_noise(setup: ProbeSetup, circumstance: Circumstance) -> float:
@@ -293,6 +265,15 @@ def sample_logits(forward: ForwardPass, samples: Sequence[Sample]) -> list[torch
     return [x.detach() for x in forward(samples).logits]
 
 
+def largest_move(after: torch.Tensor, before: torch.Tensor, spans: Iterable[tuple[int, int]], *, dim: int) -> float:
+    """The most that these spans moved, as a part of the largest entry; NaN counts as infinitely far."""
+    before = before.detach()
+    scale = max(float(before.abs().nan_to_num().max()), 1e-30)
+    difference = (after.detach() - before).abs().nan_to_num(nan=float("inf"))
+    moves = [float(difference.narrow(dim, a, b - a).max()) for a, b in spans if b > a]
+    return max(moves, default=0.0) / scale
+
+
 def most_moved(after: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> float:
     """The most that logits of any sample moved, as a part of the largest one."""
     return max(largest_move(x, y, [(0, len(y))], dim=0) for x, y in zip(after, before, strict=True))
@@ -302,51 +283,108 @@ def most_moved(after: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) ->
 
 
 def _with_mechanisms(
-    setup: ProbeSetup, circumstance: Circumstance, reference: Reference, checks: list[Check]
+    setup: ProbeSetup, circumstance: Circumstance, reference: Reference, checks: list[Check], wrong: list[str]
 ) -> list[Check]:
-    """Add the mechanisms by themselves. Where other tokens go in than the samples', or come out at other places,
-    everything is compared with something else, and only that counts."""
-
-    def run(packed: PackedPass) -> list[Check]:
-        with setup.computing(circumstance):
-            return _mechanism_checks(setup, packed, reference)
-
-    mechanisms = _caught_packed("mechanism", "mechanisms", setup, circumstance, run)
+    """Add the mechanisms. Where other tokens go in than the samples', or come out elsewhere, only that counts."""
+    leaks = any(check.finding == "leaks" for check in checks)
+    found = caught(
+        "mechanism", "mechanisms", lambda: mechanism_checks(setup, circumstance, reference, leaks=leaks, wrong=wrong)
+    )
     where = "" if circumstance is GAPS else f"in {circumstance.title}: "
-    mechanisms = [replace(check, detail=where + check.detail) if check.is_bad else check for check in mechanisms]
-    if any(check.name in ("packing", "sample results") and check.is_bad for check in mechanisms):
+    found = [replace(check, detail=where + check.detail) if check.is_bad else check for check in found]
+    if any(check.name in ("packing", "sample results") and check.is_bad for check in found):
         checks = [check for check in checks if check.part != "mechanism"]
-    return checks + mechanisms
+    return checks + found
 
 
-def _mechanism_checks(setup: ProbeSetup, packed: PackedPass, reference: Reference) -> list[Check]:
-    if (row := _check_packed_row(setup, packed)).is_bad:
-        return [row]
-    try:
-        traced = trace(packed, setup.probed, setup.samples)
-    except Exception:
-        if (cache := check_cache_that_raises(packed, setup.probed, setup.samples)).is_bad:
-            return [cache]
-        raise
-    if (inputs := check_model_inputs(traced)).is_bad:
-        return [inputs]
-    if (logits := check_sample_logits(traced)).is_bad:
-        return [logits]
-    places = [torch.arange(*span) for span in traced.segments.spans]
-    masks = caught("mechanism", "mask", lambda: [check_mask(traced)])
-    runs: dict[str, Callable[[], list[Check]]] = {
-        "positions": lambda: [check_positions(traced, reference.rotary)],
-        # attention that sees other tokens than alone is another one, whatever the queries' factors
-        "query scale": lambda: [] if masks[0].is_bad else check_query_scale(traced, places),
-        "mask": lambda: masks,
-        "cache": lambda: [check_cache(traced)],
-        "gated delta layers": lambda: check_delta(traced),
-        "router": lambda: [check_routing(traced)],
-        "vision": lambda: [check_vision(traced, reference.features, plain_error=reference.feature_error)],
-        "audio": lambda: [check_audio(traced, reference.audio)],
-        "padding of audio": lambda: check_padding(packed, setup.probed),
-    }
-    return [inputs, logits, *(check for name, run in runs.items() for check in caught("mechanism", name, run))]
+def mechanism_checks(
+    setup: ProbeSetup, circumstance: Circumstance, reference: Reference, *, leaks: bool, wrong: list[str]
+) -> list[Check]:
+    """Compare what goes in, every module, and what comes back with the samples alone.
+
+    Args:
+        setup: the probe's.
+        circumstance: of packing.
+        reference: of that circumstance.
+        leaks: a sample's logits move when only other ones change.
+        wrong: gets the name of the first module whose output differs.
+    """
+    probed, samples, low = setup.probed, setup.samples, setup.probed.is_low or circumstance.autocast
+    with packing(setup, circumstance) as packed:
+        if (row := check_packed_row(setup, packed)).is_bad:
+            return [row]
+    references = record_references(setup, circumstance, reference.choices)
+    with packing(setup, circumstance) as packed:
+        found, places = Difference(), places_of(packed, samples)
+        try:
+            with setup.computing(circumstance), all_held_to(reference, packed, setup):
+                compare_modules(packed, probed, samples, references, places, found=found, shares=circumstance.shares)
+        except Exception:
+            if (cache := check_cache(found)).is_bad:
+                return [cache]
+            raise
+        if (inputs := _check_model_inputs(setup, packed, found, places)).is_bad:
+            return [inputs]
+        if (logits := check_sample_logits(found, references, low=low)).is_bad:
+            return [logits]
+        checks = module_checks(found, probed, places, low=low, leaks=leaks)
+        if (name := first_wrong(found, probed, low=low)) is not None:
+            wrong.append(name)
+    of_audio = caught("mechanism", "audio", lambda: _check_short_audio(setup, circumstance))
+    return [inputs, logits, *checks, *of_audio]
+
+
+def check_packed_row(setup: ProbeSetup, packed: PackedPass) -> Check:
+    """Compare the row with the samples, also that of a batch that the step would pack, with and without metadata on the
+    host: collators send it, other batches have none."""
+    samples, segments, checks = setup.samples, packed.segments(setup.samples), list[Check]()
+    ids = [sample["input_ids"] for sample in samples]
+    for metadata in (True,) if packed.circumstance.shares else (True, False):
+        row = packed.row(samples, metadata)
+        if packed.circumstance.shares:
+            if row.tree is None:
+                return Check.wrong("packing", "samples that begin alike share nothing")
+            row = unshare(row, units=setup.probed.family.media_units(setup.probed.config))
+        places = [torch.arange(*span) for span in segments.spans]
+        checks.append(
+            check_tokens(row.input_ids, row.media.to_hf(), media_of(samples).to_hf(), ids, places, segments.total)
+        )
+    return max(checks, key=lambda check: check.is_bad)
+
+
+def _check_model_inputs(
+    setup: ProbeSetup, packed: PackedPass, found: Difference, places: Sequence[torch.Tensor]
+) -> Check:
+    """Compare what reaches the model with the samples; of a tree the tokens on each path, and its distinct media."""
+    samples, width = setup.samples, packed.segments(setup.samples).total
+    media = media_of([*map(frames_as_images, samples)]).to_hf()
+    if packed.circumstance.shares:
+        row = packed.row(samples)
+        assert row.tree is not None
+        media, width = row.media.to_hf(), row.tree.num_tokens
+    ids = [sample["input_ids"] for sample in samples]
+    return check_tokens(found.inputs["input_ids"], found.inputs, media, ids, places, width)
+
+
+def _check_short_audio(setup: ProbeSetup, circumstance: Circumstance) -> list[Check]:
+    """Compare an audio shorter than a chunk, beside a longer one, with each alone, of a tower that reads padding.
+
+    The samples of a probe have longer ones alone: transformers' padded batch, which is compared with too, has others.
+    """
+    probed = setup.probed
+    if probed.family.audio is None or not probed.family.audio.reads_padding or circumstance.shares:
+        return []
+    window = probed.config.audio_config.n_window  # half a chunk
+    samples = [
+        build_sample(probed.config, stretches=[3, 3], audio_frames=[n], seed=n) for n in (window + 1, 5 * window)
+    ]
+    setup, found = replace(setup, samples=samples), Difference()
+    references = record_references(setup, circumstance, [{}, {}])
+    with packing(setup, circumstance) as packed, setup.computing(circumstance):
+        places = places_of(packed, samples)
+        compare_modules(packed, probed, samples, references, places, found=found)
+        checks = module_checks(found, probed, places, low=probed.is_low or circumstance.autocast, leaks=False)
+    return [check for check in checks if check.name == "audio"]
 
 
 def check_routers(
@@ -367,66 +405,3 @@ def check_routers(
     detail = f"choices of experts that rounding alone decides, and that this counts: {routed.held}"
     uncounted = {"finding": "not counted", "cause": None, "detail": detail}
     return [replace(check, **uncounted) if check.is_bad else check for check in checks]
-
-
-# ---------------------------------------------------------------------- work
-
-
-def count_pairs(forward: Callable[[], object], probed: ProbedModel) -> tuple[int | None, bool]:
-    """(pairs that one layer of the text model computes, whether in a dense matrix); None: no kernel showed any."""
-    layers = submodules(probed.family.language_model(probed.core), "self_attn").values()
-    with counted_pairs(layers) as pairs:
-        forward()
-    return pairs.per_layer, pairs.dense > 0
-
-
-def _check_pairs(setup: ProbeSetup, packed: PackedPass) -> Check:
-    with torch.no_grad():
-        computed, dense = count_pairs(lambda: packed(setup.samples), setup.probed)
-        probed, sparse = setup.probed, setup.probed.family.has("per_sample")
-        parts = ModelParts(family=probed.family, core=probed.core)
-        local = not sparse and any(reach.is_local for reach in layer_reaches(parts).values())
-    needed = sum(len(sample["input_ids"]) ** 2 for sample in setup.samples)
-    # Varlen kernels must write every token of a row, so they attend inside each gap as well.
-    with_gaps = sum((stop - start) ** 2 for start, stop in pairwise(packed.segments(setup.samples).kernel))
-    if spans_in(parts) is not None:  # their queries and all keys up to their ends go through a second call
-        of_spans = sum((stop - start) * stop for sample in setup.samples for start, stop in probed.runs_of(sample))
-        needed, with_gaps = needed + of_spans, with_gaps + of_spans
-    check = Check(part="work", name="attended pairs", finding="ok", value=computed, allowed=needed)
-    if computed is None:
-        return replace(check, finding="not counted", detail="no known kernel ran")
-    if computed == needed:
-        return check
-    if computed == with_gaps:
-        return replace(check, allowed=with_gaps, detail=f"{with_gaps - needed} of them inside gaps")
-    if local and computed < with_gaps:
-        most = needed if computed < needed else with_gaps
-        return replace(check, allowed=most, detail=f"{most - computed} pairs less than without windows and chunks")
-    if dense and computed > needed:
-        detail = f"a dense mask: {computed} pairs are computed, {needed} are of the same sample"
-        return replace(check, finding="not counted", detail=detail)
-    detail = f"a layer computes {computed} pairs, the sum of length² is {needed}"
-    return replace(check, finding="differs", cause="mask", detail=detail)
-
-
-def check_syncs(setup: ProbeSetup, packed: PackedPass) -> Check:
-    """Count the host-device syncs of a step in vlmpack's code."""
-    inputs = packed.inputs(setup.samples)
-
-    def step() -> None:
-        backward(packed.step(inputs).loss)
-        setup.probed.model.zero_grad(set_to_none=True)
-
-    step()  # the first step of a kind may fill caches of tensors
-    with counted_syncs(setup.probed.device) as syncs:
-        step()
-    of_model = f"the model's code syncs {syncs.others} times" if syncs.others else "none in the model's code either"
-    detail = of_model if not syncs.package else f"{', '.join(sorted(set(syncs.package)))}; {of_model}"
-    return Check(
-        part="work",
-        name="host-device syncs",
-        finding="syncs" if syncs.package else "ok",
-        value=len(syncs.package),
-        allowed=0,
-        detail=detail,
-    )

@@ -16,6 +16,7 @@ import torch
 
 from vlmpack.layout.segments import Segments
 from vlmpack.model.engine import StepConfig
+from vlmpack.probing.difference import AloneCalls, record_alone
 from vlmpack.probing.forward_passes import (
     AUTOCAST,
     CIRCUMSTANCES,
@@ -27,9 +28,7 @@ from vlmpack.probing.forward_passes import (
     segments_of,
 )
 from vlmpack.probing.losses import RouterLosses, reference_router_losses
-from vlmpack.probing.mechanisms import Features, Rotary, feature_error, features_of, rotary_of
-from vlmpack.probing.routing import Choices, HeldChoices, held_choices, open_share, routing
-from vlmpack.probing.trace import recorded_calls, submodules
+from vlmpack.probing.routing import HOLD_ALL, Choices, HeldChoices, held_choices, open_share, routing
 from vlmpack.testing.comparison import LOW_PRECISION_FACTOR, Errors, Limits, Outcome, compare, distance, run_alone
 from vlmpack.testing.samples import Sample
 
@@ -76,14 +75,6 @@ class Reference:
     """Of the samples alone, in float32."""
     limits: Limits
     """Of the packed samples' errors."""
-    rotary: Sequence[Rotary]
-    """cos and sin that reached attention, of each sample alone."""
-    features: Sequence[Features]
-    """Features of the vision tower, of each sample alone."""
-    audio: Sequence[torch.Tensor | None]
-    """[tokens, D] of the audio tower, of each sample alone; None: it has no audio."""
-    feature_error: float
-    """Error of plain transformers' features, computed for all images at once, against those."""
     choices: Sequence[Choices]
     """Experts of the tokens of each sample alone, in float32."""
 
@@ -173,48 +164,38 @@ class _AloneRun:
     """Each sample alone in some circumstance."""
 
     outcome: Outcome
-    rotary: list[Rotary]
-    features: list[Features]
-    audio: list[torch.Tensor | None]
     choices: list[Choices]
 
 
 def _run_alone(setup: ProbeSetup, circumstance: Circumstance, choices: Sequence[Choices] | None = None) -> _AloneRun:
     """Run each sample alone in the mode and precision of a circumstance, with gradients; `choices` are held."""
     probed = setup.probed
-    layer = next(iter(submodules(probed.family.language_model(probed.core), "self_attn").values()))
-    tower = probed.family.vision_tower(probed.core)
-    audio_tower = probed.family.audio_tower(probed.core)
-    modules = [module for module in (layer, tower, audio_tower) if module is not None]
-    rotary: list[Rotary] = []
-    features: list[Features] = []
-    audio: list[torch.Tensor | None] = []
     chosen: list[Choices] = []
 
     @contextmanager
     def recording() -> Iterator[None]:
-        held = None if choices is None else _held_alone(setup, choices, len(chosen))
-        with (
-            setup.computing(circumstance),
-            torch.enable_grad(),
-            recorded_calls(modules) as calls,
-            routing(probed, held) as routed,
-        ):
+        held = None if choices is None else held_alone(setup, choices, len(chosen), share=open_share(is_low=True))
+        with setup.computing(circumstance), torch.enable_grad(), routing(probed, held) as routed:
             yield
         chosen.append(routed.choices)
-        rotary.append(rotary_of(calls[layer][0]))
-        features.append([] if tower is None else features_of(calls[tower]))
-        of_audio = [] if audio_tower is None else calls[audio_tower]
-        audio.append(of_audio[0].output[0].detach() if of_audio else None)
 
     outcome = run_alone(probed.model, setup.samples, forward_context=recording)
-    return _AloneRun(outcome=outcome, rotary=rotary, features=features, audio=audio, choices=chosen)
+    return _AloneRun(outcome=outcome, choices=chosen)
 
 
-def _held_alone(setup: ProbeSetup, choices: Sequence[Choices], sample: int) -> HeldChoices:
-    """Hold the choices of one sample in low precision, alone."""
+def record_references(setup: ProbeSetup, circumstance: Circumstance, choices: Sequence[Choices]) -> list[AloneCalls]:
+    """Record every module of each sample alone, in the mode and precision of a circumstance; choices are held."""
+    references = []
+    for at, sample in enumerate(setup.samples):
+        with setup.computing(circumstance), routing(setup.probed, held_alone(setup, choices, at, share=HOLD_ALL)):
+            references.append(record_alone(setup.probed, sample))
+    return references
+
+
+def held_alone(setup: ProbeSetup, choices: Sequence[Choices], sample: int, *, share: float) -> HeldChoices:
+    """Hold the choices of one sample, alone."""
     places = [torch.arange(len(setup.samples[sample]["input_ids"]))]
-    return HeldChoices(samples=[choices[sample]], places=places, share=open_share(is_low=True))
+    return HeldChoices(samples=[choices[sample]], places=places, share=share)
 
 
 def _run_in_float32(setup: ProbeSetup, circumstance: Circumstance) -> _AloneRun:
@@ -237,33 +218,22 @@ class _Comparison:
     def reference(self) -> Reference:
         """Set the limits beyond the errors of the samples alone, and of plain transformers' padded batch."""
         errors = compare(self.alone.outcome, self.truth, low=self.low)
-        padded, error_of_features = self._padded_errors() or (errors, 0.0)
+        padded = self._padded_errors() or errors
         return Reference(
             outcome=self.truth,
             limits=Limits.beyond(errors, padded, factor=LOW_PRECISION_FACTOR if self.low else 2.0),
-            rotary=self.alone.rotary,
-            features=self.alone.features,
-            audio=self.alone.audio,
-            feature_error=error_of_features,
             choices=self.choices,
         )
 
-    def _padded_errors(self) -> tuple[Errors, float] | None:
-        """Errors of plain transformers' padded batch, and of its features; None: it raises, and so widens no limit."""
+    def _padded_errors(self) -> Errors | None:
+        """Errors of plain transformers' padded batch; None: it raises, and so widens no limit."""
         probed, samples = self.setup.probed, self.setup.samples
-        tower = probed.family.vision_tower(probed.core)
         try:
             forward = PlainPaddedPass(probed=probed)
             held = held_choices(forward, samples, self.choices, share=open_share(is_low=self.low))
-            with (
-                self.setup.computing(self.circumstance),
-                torch.enable_grad(),
-                recorded_calls([] if tower is None else [tower]) as calls,
-                routing(probed, held),
-            ):
+            with self.setup.computing(self.circumstance), torch.enable_grad(), routing(probed, held):
                 result = forward(samples)
-            errors = compare(result.outcome(probed.model, samples), self.truth, low=self.low)
-            return errors, 0.0 if tower is None else feature_error(calls[tower], samples, self.alone.features)
+            return compare(result.outcome(probed.model, samples), self.truth, low=self.low)
         except Exception:
             return None
 
@@ -298,14 +268,7 @@ def _train_reference(setup: ProbeSetup, alone: _AloneRun, in_eval: Reference) ->
     if not steady(_run_alone(setup, ROW), trained):
         return None
     exact = _run_in_float32(setup, ROW) if setup.probed.is_low else trained
-    return replace(
-        in_eval,
-        outcome=exact.outcome,
-        rotary=trained.rotary,
-        features=trained.features,
-        audio=trained.audio,
-        choices=exact.choices,
-    )
+    return replace(in_eval, outcome=exact.outcome, choices=exact.choices)
 
 
 def _autocast_reference(setup: ProbeSetup, in_train: Reference) -> Reference | None:

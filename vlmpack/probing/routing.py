@@ -97,10 +97,13 @@ def held_choices(
     forward: ForwardPass, samples: Sequence[Sample], choices: Sequence[Choices], *, share: float
 ) -> HeldChoices:
     """Place the choices of samples alone in a pass that computes them together; `share`: of `HeldChoices`."""
+    return HeldChoices(samples=choices, places=places_of(forward, samples), share=share)
+
+
+def places_of(forward: ForwardPass, samples: Sequence[Sample]) -> list[torch.Tensor]:
+    """int64 [L] of each sample: its tokens in a pass, in a tree's sequence along its path."""
     tree = forward.row(samples).tree if isinstance(forward, PackedPass) and forward.circumstance.shares else None
-    spans = forward.segments(samples).spans
-    places = [torch.arange(*span) for span in spans] if tree is None else _paths(tree)
-    return HeldChoices(samples=choices, places=places, share=share)
+    return [torch.arange(*span) for span in forward.segments(samples).spans] if tree is None else _paths(tree)
 
 
 def _paths(tree: PrefixTree) -> list[torch.Tensor]:
