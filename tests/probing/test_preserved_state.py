@@ -13,7 +13,7 @@ import vlmpack
 from vlmpack.context_parallel import Parallel
 from vlmpack.model import StepConfig, engine, is_packing
 from vlmpack.model.engine import packing_state
-from vlmpack.probing import packed_checks
+from vlmpack.probing import checks
 from vlmpack.probing.run import preserved_state
 from vlmpack.testing import tiny_model
 
@@ -120,7 +120,7 @@ def test_nor_does_one_that_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> Non
 
     model = used("qwen3_vl")
     before, gradients = state_of(model), gradients_of(model)
-    monkeypatch.setattr(packed_checks, "_isolation_checks", interrupted)
+    monkeypatch.setattr(checks, "_isolation_checks", interrupted)
     with pytest.raises(KeyboardInterrupt):
         vlmpack.probe(model)
     check_same(model, before, gradients)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from vlmpack.probing import probe, routing
+from vlmpack.probing import probe
+from vlmpack.probing import reference as routing
 from vlmpack.probing.forward_passes import PlainPaddedPass, ProbedModel
 from vlmpack.testing import Sample, synthetic_samples, tiny_model
 from vlmpack.testing.comparison import distance

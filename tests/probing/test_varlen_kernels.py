@@ -18,8 +18,8 @@ from vlmpack.layout import Segments
 from vlmpack.model import engine
 from vlmpack.model.row import RowContext
 from vlmpack.probing import probe
+from vlmpack.probing.checks import packing
 from vlmpack.probing.forward_passes import GAPS
-from vlmpack.probing.packed_checks import packing
 from vlmpack.probing.report import Check
 from vlmpack.probing.run import _setup, backends_for, preserved_state
 from vlmpack.probing.work import check_pairs

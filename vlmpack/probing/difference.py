@@ -86,7 +86,7 @@ def roles_of(probed: ProbedModel) -> dict[str, str | None]:
             roles[name] = whole[name]
         elif not name.startswith(f"{text}.") and name != family.head_path:
             roles[name] = "vision"
-        elif "rotary" in name.rpartition(".")[2]:
+        elif "Rotary" in type(module).__name__:
             roles[name] = "positions"
         elif "self_attn" in (parts_of_name := name.split(".")):
             layer = core.get_submodule(".".join(parts_of_name[: parts_of_name.index("self_attn") + 1]))
@@ -354,6 +354,7 @@ def _placed(whole: torch.Tensor, parts: Parts, places: Sequence[torch.Tensor]) -
 
 
 def _real(x: torch.Tensor) -> torch.Tensor:
+    x = x.detach()
     return (torch.view_as_real(x) if x.is_complex() else x).float()
 
 

@@ -19,15 +19,23 @@ from vlmpack.model.enable import disable_packing, enable_packing, is_packing
 from vlmpack.model.engine import StepConfig, packing_state
 from vlmpack.model.plain import find_model
 from vlmpack.model.step import PackedStep
+from vlmpack.probing.checks import Progress, caught, leak, not_deterministic, packed_checks, tree_checks
 from vlmpack.probing.difference import LEAK, AloneCalls, Difference, compare_modules
 from vlmpack.probing.forward_passes import GAPS, TREE, PlainPaddedPass, PlainRowPass, ProbedModel
-from vlmpack.probing.losses import check_loss_count
-from vlmpack.probing.mechanisms import module_checks
-from vlmpack.probing.packed_checks import Progress, caught, leak, not_deterministic, packed_checks
-from vlmpack.probing.reference import ProbeSetup, Reference, UnsteadyError, compute_references, record_references
+from vlmpack.probing.mechanisms import check_loss_count, module_checks
+from vlmpack.probing.reference import (
+    HOLD_ALL,
+    ProbeSetup,
+    Reference,
+    UnsteadyError,
+    compute_references,
+    held_choices,
+    open_share,
+    places_of,
+    record_references,
+    routing,
+)
 from vlmpack.probing.report import Baseline, Check, Report, causes_of, one_line
-from vlmpack.probing.routing import HOLD_ALL, held_choices, open_share, places_of, routing
-from vlmpack.probing.tree_checks import tree_checks
 from vlmpack.probing.work import count_pairs
 from vlmpack.testing.branching import branches_of
 from vlmpack.testing.comparison import FLOOR, distance, relative, to_host
