@@ -14,6 +14,7 @@ from equality import (
     gradients,
     kinds_in,
     poisoned,
+    tower_errors,
 )
 from tiers import only_exhaustive
 
@@ -25,7 +26,7 @@ from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.testing import mixed_samples, padded, tiny_model
-from vlmpack.testing.comparison import distance, rms_distance, tower_errors
+from vlmpack.testing.comparison import distance, rms_distance
 from vlmpack.testing.samples import sample_like
 
 KINDS = {

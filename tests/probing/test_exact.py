@@ -17,6 +17,9 @@ ROWS = {True: ["one row, [3, 1, T] positions", "one row, [4, 1, T] positions"], 
 PADDED = "a padded batch, 2D mask"
 
 
+pytestmark = pytest.mark.every_family
+
+
 def plain_of(report: Report) -> dict[str, Baseline]:
     return {one.name: one for one in report.plain}
 
