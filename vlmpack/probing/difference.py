@@ -118,10 +118,10 @@ def record_alone(probed: ProbedModel, sample: Sample) -> AloneCalls:
     calls: Calls = {}
 
     def keep(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        calls.setdefault(name, []).append([x.detach() for x in tensors_in(output)])
+        calls.setdefault(name, []).append([x.detach().clone() for x in tensors_in(output)])
 
     def keep_embeddings(embeddings: torch.Tensor) -> None:
-        calls["embeddings"] = [[embeddings.detach()]]
+        calls["embeddings"] = [[embeddings.detach().clone()]]
 
     with _hooked(probed, roles_of(probed), keep, keep_embeddings):
         logits = plain_output(probed.model, alone(sample, labels=False)).logits[0]

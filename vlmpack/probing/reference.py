@@ -391,39 +391,31 @@ def _run_in_float32(setup: ProbeSetup, circumstance: Circumstance) -> _AloneRun:
     return _run_alone(replace(setup, probed=exact, samples=exact.with_its_pixels(setup.samples)), circumstance)
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class _Comparison:
-    """Each sample alone in some precision, beside itself in float32: what a reference is made of."""
+def _reference(
+    setup: ProbeSetup,
+    circumstance: Circumstance,
+    alone: _AloneRun,
+    truth: Outcome,
+    choices: Sequence[Choices],
+    *,
+    low: bool,
+) -> Reference:
+    """Compare each sample alone with itself in float32: limits are beyond its errors, and beyond those of plain
+    transformers' padded batch; a batch that raises widens no limit."""
+    errors, probed = compare(alone.outcome, truth, low=low), setup.probed
 
-    setup: ProbeSetup
-    circumstance: Circumstance
-    alone: _AloneRun
-    truth: Outcome
-    choices: Sequence[Choices]
-    low: bool
+    def of_batch() -> Errors:
+        forward = PlainPaddedPass(probed=probed)
+        held = held_choices(forward, setup.samples, choices, share=open_share(is_low=low))
+        with setup.computing(circumstance), torch.enable_grad(), routing(probed, held):
+            result = forward(setup.samples)
+        return compare(result.outcome(probed.model, setup.samples), truth, low=low)
 
-    def reference(self) -> Reference:
-        """Set the limits beyond the errors of the samples alone, and of plain transformers' padded batch."""
-        errors = compare(self.alone.outcome, self.truth, low=self.low)
-        padded = self._padded_errors() or errors
-        return Reference(
-            outcome=self.truth,
-            limits=Limits.beyond(errors, padded, factor=LOW_PRECISION_FACTOR if self.low else 2.0),
-            choices=self.choices,
-        )
-
-    def _padded_errors(self) -> Errors | None:
-        """Errors of plain transformers' padded batch; None: it raises, and so widens no limit."""
-        probed, samples = self.setup.probed, self.setup.samples
-        try:
-            forward = PlainPaddedPass(probed=probed)
-            held = held_choices(forward, samples, self.choices, share=open_share(is_low=self.low))
-            with self.setup.computing(self.circumstance), torch.enable_grad(), routing(probed, held):
-                result = forward(samples)
-            return compare(result.outcome(probed.model, samples), self.truth, low=self.low)
-        except Exception:
-            return None
+    padded = value_or_error(of_batch)
+    limits = Limits.beyond(
+        errors, errors if isinstance(padded, Exception) else padded, factor=LOW_PRECISION_FACTOR if low else 2.0
+    )
+    return Reference(outcome=truth, limits=limits, choices=choices)
 
 
 def _exact_reference(setup: ProbeSetup, circumstance: Circumstance, alone: _AloneRun) -> Reference:
@@ -434,9 +426,7 @@ def _exact_reference(setup: ProbeSetup, circumstance: Circumstance, alone: _Alon
         _check_finite(outcome)
     if low and any(exact.choices):
         alone = _run_alone(setup, circumstance, choices=exact.choices)
-    return _Comparison(
-        setup=setup, circumstance=circumstance, alone=alone, truth=exact.outcome, choices=exact.choices, low=low
-    ).reference()
+    return _reference(setup, circumstance, alone, exact.outcome, exact.choices, low=low)
 
 
 def _train_reference(setup: ProbeSetup, alone: _AloneRun, in_eval: Reference) -> Reference | None:
@@ -469,9 +459,7 @@ def _autocast_reference(setup: ProbeSetup, in_train: Reference) -> Reference | N
         return None
     if any(in_train.choices):
         alone = _run_alone(setup, AUTOCAST, choices=in_train.choices)
-    return _Comparison(
-        setup=setup, circumstance=AUTOCAST, alone=alone, truth=in_train.outcome, choices=in_train.choices, low=True
-    ).reference()
+    return _reference(setup, AUTOCAST, alone, in_train.outcome, in_train.choices, low=True)
 
 
 def _check_finite(outcome: Outcome) -> None:
