@@ -49,9 +49,9 @@ from vlmpack.probing.reference import (
     compute_reference,
     held_choices,
     open_share,
-    places_of,
     record_references,
     routing,
+    token_indices_of,
     value_of,
     value_or_error,
 )
@@ -344,19 +344,21 @@ def mechanism_checks(
             return [row]
     references = record_references(setup, circumstance, reference.choices)
     with packing(setup, circumstance) as packed:
-        found, places = Difference(), places_of(packed, samples)
+        found, token_indices = Difference(), token_indices_of(packed, samples)
         try:
             with setup.computing(circumstance), all_held_to(reference, packed, setup):
-                compare_modules(packed, probed, samples, references, places, found=found, shares=circumstance.shares)
+                compare_modules(
+                    packed, probed, samples, references, token_indices, found=found, shares=circumstance.shares
+                )
         except Exception:
             if (cache := check_cache(found)).is_bad:
                 return [cache]
             raise
-        if (inputs := _check_model_inputs(setup, packed, found, places)).is_bad:
+        if (inputs := _check_model_inputs(setup, packed, found, token_indices)).is_bad:
             return [inputs]
         if (logits := check_sample_logits(found, references, low=low)).is_bad:
             return [logits]
-        checks = module_checks(found, probed, places, low=low, leaks=leaks)
+        checks = module_checks(found, probed, token_indices, low=low, leaks=leaks)
         if (name := first_wrong(found, probed, low=low)) is not None:
             wrong.append(name)
     of_audio = caught("mechanism", "audio", lambda: _check_short_audio(setup, circumstance))
@@ -374,15 +376,17 @@ def check_packed_row(setup: ProbeSetup, packed: PackedPass) -> Check:
             if row.tree is None:
                 return Check.wrong("packing", "samples that begin alike share nothing")
             row = unshare(row, units=setup.probed.family.media_units(setup.probed.config))
-        places = [torch.arange(*span) for span in segments.spans]
+        token_indices = [torch.arange(*span) for span in segments.spans]
         checks.append(
-            check_tokens(row.input_ids, row.media.to_hf(), media_of(samples).to_hf(), ids, places, segments.total)
+            check_tokens(
+                row.input_ids, row.media.to_hf(), media_of(samples).to_hf(), ids, token_indices, segments.total
+            )
         )
     return max(checks, key=lambda check: check.is_bad)
 
 
 def _check_model_inputs(
-    setup: ProbeSetup, packed: PackedPass, found: Difference, places: Sequence[torch.Tensor]
+    setup: ProbeSetup, packed: PackedPass, found: Difference, token_indices: Sequence[torch.Tensor]
 ) -> Check:
     """Compare what reaches the model with the samples; of a tree the tokens on each path, and its distinct media."""
     samples, width = setup.samples, packed.segments(setup.samples).total
@@ -392,7 +396,7 @@ def _check_model_inputs(
         assert row.tree is not None
         media, width = row.media.to_hf(), row.tree.num_tokens
     ids = [sample["input_ids"] for sample in samples]
-    return check_tokens(found.inputs["input_ids"], found.inputs, media, ids, places, width)
+    return check_tokens(found.inputs["input_ids"], found.inputs, media, ids, token_indices, width)
 
 
 def _check_short_audio(setup: ProbeSetup, circumstance: Circumstance) -> list[Check]:
@@ -410,9 +414,9 @@ def _check_short_audio(setup: ProbeSetup, circumstance: Circumstance) -> list[Ch
     setup, found = replace(setup, samples=samples), Difference()
     references = record_references(setup, circumstance, [{}, {}])
     with packing(setup, circumstance) as packed, setup.computing(circumstance):
-        places = places_of(packed, samples)
-        compare_modules(packed, probed, samples, references, places, found=found)
-        checks = module_checks(found, probed, places, low=probed.is_low or circumstance.autocast, leaks=False)
+        token_indices = token_indices_of(packed, samples)
+        compare_modules(packed, probed, samples, references, token_indices, found=found)
+        checks = module_checks(found, probed, token_indices, low=probed.is_low or circumstance.autocast, leaks=False)
     return [check for check in checks if check.name == "audio"]
 
 

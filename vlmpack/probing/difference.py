@@ -114,14 +114,14 @@ class AloneCalls:
 
 @torch.no_grad()
 def record_alone(probed: ProbedModel, sample: Sample) -> AloneCalls:
-    """Run a sample through the plain model, and keep every module's outputs."""
+    """Run a sample through the plain model, and keep every module's outputs, on the host: they are many."""
     calls: Calls = {}
 
     def keep(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        calls.setdefault(name, []).append([x.detach().clone() for x in tensors_in(output)])
+        calls.setdefault(name, []).append([x.detach().to("cpu", copy=True) for x in tensors_in(output)])
 
     def keep_embeddings(embeddings: torch.Tensor) -> None:
-        calls["embeddings"] = [[embeddings.detach().clone()]]
+        calls["embeddings"] = [[embeddings.detach().to("cpu", copy=True)]]
 
     with _hooked(probed, roles_of(probed), keep, keep_embeddings):
         logits = plain_output(probed.model, alone(sample, labels=False)).logits[0]
@@ -171,17 +171,17 @@ class ModuleCall:
     kwargs: Mapping[str, Any]
 
     @torch.no_grad()
-    def error_with(self, weights: dict[str, torch.Tensor], places: Sequence[torch.Tensor]) -> float:
+    def error_with(self, weights: dict[str, torch.Tensor], token_indices: Sequence[torch.Tensor]) -> float:
         """Run the layer again with these weights; its error against the plain layer on the same inputs of each sample,
         as a part of the largest entry."""
         kwargs = {name: None if name in CACHES else value for name, value in self.kwargs.items()}  # one would be full
         args = self.args
         hidden_1TD = args[0] if args else kwargs["hidden_states"]
         out_1TD, worst = tensors_in(functional_call(self.module, weights, args, kwargs))[0], 0.0
-        for place in places:
-            part = {"hidden_states": hidden_1TD.index_select(1, place.to(hidden_1TD.device))}
+        for index in token_indices:
+            part = {"hidden_states": hidden_1TD.index_select(1, index.to(hidden_1TD.device))}
             plain = tensors_in(functional_call(self.module, weights, (), part))[0]
-            worst = max(worst, error_of(out_1TD.index_select(1, place.to(out_1TD.device)), plain))
+            worst = max(worst, error_of(out_1TD.index_select(1, index.to(out_1TD.device)), plain))
         return worst
 
 
@@ -211,7 +211,7 @@ def compare_modules(
     probed: ProbedModel,
     samples: Sequence[Sample],
     references: Sequence[AloneCalls],
-    places: Sequence[torch.Tensor],
+    token_indices: Sequence[torch.Tensor],
     *,
     found: Difference,
     shares: bool = False,
@@ -223,7 +223,7 @@ def compare_modules(
         probed: its model.
         samples: in its order.
         references: of each sample alone.
-        places: int64 [L] of each sample: its tokens in the pass.
+        token_indices: int64 [L] of each sample: its tokens in the pass.
         found: is filled, as far as the pass gets.
         shares: media that samples share go through the model once, so that towers compute others than alone.
     """
@@ -238,14 +238,15 @@ def compare_modules(
         flat, structure = tree_flatten(output)
         tensors = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
         if roles[name] == "router":
-            found.on_padding[name] = _given_to_padding(flat[tensors[0]], places)
+            found.on_padding[name] = _given_to_padding(flat[tensors[0]], token_indices)
         for parts in _candidates(name, at, references, is_vision=roles[name] == "vision"):
-            placed = [
-                _placed(flat[i], [(n, x[k]) for n, x in parts if k < len(x)], places) for k, i in enumerate(tensors)
+            aligned = [
+                _align(flat[i], [(n, x[k]) for n, x in parts if k < len(x)], token_indices)
+                for k, i in enumerate(tensors)
             ]
-            if all(each is None for each in placed):
+            if all(each is None for each in aligned):
                 continue
-            for i, each in zip(tensors, placed, strict=True):
+            for i, each in zip(tensors, aligned, strict=True):
                 if each is not None:
                     found.errors[name] = max(found.errors.get(name, 0.0), each.error(flat[i]))
                     flat[i] = each.replace(flat[i])
@@ -254,13 +255,13 @@ def compare_modules(
 
     def compare_embeddings(embeddings_1TD: torch.Tensor) -> torch.Tensor | None:
         parts = [(n, each.calls["embeddings"][0][0]) for n, each in enumerate(references) if "embeddings" in each.calls]
-        if (placed := _placed(embeddings_1TD, parts, places)) is None:
+        if (aligned := _align(embeddings_1TD, parts, token_indices)) is None:
             return None
         for name, is_kind in EMBEDDED.items():
-            error = placed.error(embeddings_1TD, [is_kind(of_sample) for of_sample in types])
+            error = aligned.error(embeddings_1TD, [is_kind(of_sample) for of_sample in types])
             if error is not None:
                 found.errors[name] = error
-        return placed.replace(embeddings_1TD)
+        return aligned.replace(embeddings_1TD)
 
     compared = [name for name, role in roles.items() if not (shares and role == "vision")]
     with _watched(probed, found), _hooked(probed, compared, compare, compare_embeddings):
@@ -303,7 +304,7 @@ def _candidates(name: str, at: int, references: Sequence[AloneCalls], *, is_visi
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Placed:
+class _Aligned:
     """Tensors of samples alone, and where they are in that of all."""
 
     dim: int
@@ -333,23 +334,24 @@ class _Placed:
         return whole
 
 
-def _placed(whole: torch.Tensor, parts: Parts, places: Sequence[torch.Tensor]) -> _Placed | None:
+def _align(whole: torch.Tensor, parts: Parts, token_indices: Sequence[torch.Tensor]) -> _Aligned | None:
     """Find the dimension along which tensors of samples lie in that of all, token by token or one after the other."""
     if not parts or not (whole.is_floating_point() or whole.is_complex()):
         return None
-    width = 1 + max(int(place.max()) for place in places)
+    width = 1 + max(int(index.max()) for index in token_indices)
     for dim in range(whole.ndim):
         rest = (*whole.shape[:dim], *whole.shape[dim + 1 :])
         if any(x.ndim != whole.ndim or (*x.shape[:dim], *x.shape[dim + 1 :]) != rest for _, x in parts):
             continue
         sizes = [x.shape[dim] for _, x in parts]
-        if whole.shape[dim] >= width and len(parts) == len(places) and sizes == [*map(len, places)]:
-            index = [*places]
+        if whole.shape[dim] >= width and len(parts) == len(token_indices) and sizes == [*map(len, token_indices)]:
+            index = [*token_indices]
         elif sum(sizes) == whole.shape[dim]:
             index = [*torch.arange(sum(sizes)).split(sizes)]
         else:
             continue
-        return _Placed(dim=dim, parts=[x for _, x in parts], index=[i.to(whole.device) for i in index])
+        device = whole.device
+        return _Aligned(dim=dim, parts=[x.to(device) for _, x in parts], index=[i.to(device) for i in index])
     return None
 
 
@@ -405,11 +407,11 @@ def _watched(probed: ProbedModel, found: Difference) -> Iterator[None]:
             handle.remove()
 
 
-def _given_to_padding(output: torch.Tensor, places: Sequence[torch.Tensor]) -> int:
+def _given_to_padding(output: torch.Tensor, token_indices: Sequence[torch.Tensor]) -> int:
     """Count the tokens of no sample of which a block gave anything."""
     rows = output.detach().reshape(-1, output.shape[-1])
     is_padding = torch.ones(len(rows), dtype=torch.bool)
-    is_padding[torch.cat([*places])] = False
+    is_padding[torch.cat([*token_indices])] = False
     return int((rows[is_padding.to(rows.device)] != 0).any(-1).sum())
 
 

@@ -1,7 +1,7 @@
 """Name the mechanism at fault, from what a pass computed otherwise than its samples alone (`difference.py`).
 
 packing          the tokens and media that reach the model are not those of the samples
-sample results   logits are right, and handed back at other places
+sample results   logits are right, and handed back at other positions
 cache            a layer is given one
 router           experts are sent padding, or give something of it; or their block's output differs
 others           the output of the modules that `roles_of` says, each given right inputs
@@ -46,16 +46,16 @@ def check_tokens(
     media: Mapping[str, Any],
     expected_media: Mapping[str, Any],
     expected_ids: Sequence[torch.Tensor],
-    places: Sequence[torch.Tensor],
+    token_indices: Sequence[torch.Tensor],
     width: int,
 ) -> Check:
-    """Compare a row, or what reaches the model, with its samples: tokens at their places, media in their order."""
+    """Compare a row, or what reaches the model, with its samples: tokens where they belong, media in order."""
     row_T = ids_1T[0].cpu()
     if len(row_T) != width:
         detail = f"the row is {len(row_T)} tokens wide, and its samples take {width}"
         return Check.wrong("packing", detail, value=len(row_T), allowed=width)
-    for i, (place, ids) in enumerate(zip(places, expected_ids, strict=True)):
-        if not torch.equal(row_T[place], ids):
+    for i, (index, ids) in enumerate(zip(token_indices, expected_ids, strict=True)):
+        if not torch.equal(row_T[index], ids):
             return Check.wrong("packing", f"sample {i} has other tokens in the row")
     for name, expected in expected_media.items():
         packed = media.get(name)
@@ -86,14 +86,14 @@ def check_cache(found: Difference) -> Check:
 
 
 def module_checks(
-    found: Difference, probed: ProbedModel, places: Sequence[torch.Tensor], *, low: bool, leaks: bool
+    found: Difference, probed: ProbedModel, token_indices: Sequence[torch.Tensor], *, low: bool, leaks: bool
 ) -> list[Check]:
     """Make a check of each mechanism of what its modules gave.
 
     Args:
         found: what they gave otherwise than alone.
         probed: the model.
-        places: int64 [L] of each sample: its tokens in the pass.
+        token_indices: int64 [L] of each sample: its tokens in the pass.
         low: the pass is in low precision.
         leaks: a sample's logits move when only other ones change.
     """
@@ -107,8 +107,8 @@ def module_checks(
         max(_check("positions", rotary, LEAK, "differs"), _check("positions", scaled, limit, "differs"), key=_is_bad),
         _check("mask", masked, limit, finding),
         check_cache(found),
-        *_delta_checks(found, errors, places, limit, finding),
-        _check_router(found, errors, places, limit),
+        *_delta_checks(found, errors, token_indices, limit, finding),
+        _check_router(found, errors, token_indices, limit),
         _check("vision", errors.get("vision"), limit, finding) if family.has_vision else Check.skipped("vision"),
         _check("audio", errors.get("audio"), limit, finding) if family.has_audio else Check.skipped("audio"),
     ]
@@ -156,7 +156,7 @@ def _detail(name: str | None, error: float) -> str:
 def _delta_checks(
     found: Difference,
     errors: Mapping[str | None, Mapping[str, float]],
-    places: Sequence[torch.Tensor],
+    token_indices: Sequence[torch.Tensor],
     limit: float,
     finding: Finding,
 ) -> list[Check]:
@@ -171,7 +171,7 @@ def _delta_checks(
     calls = [found.delta[name] for name in wrong]
     checks = []
     for cause, weights_of in DISABLED_FOR.items():
-        error = max(call.error_with(weights_of(call.module), places) for call in calls)
+        error = max(call.error_with(weights_of(call.module), token_indices) for call in calls)
         detail = _detail(f"{wrong[0]}, with the other one of convolution and state disabled,", error)
         checks.append(Check.of_mechanism(cause, error, limit, detail, finding=finding))
     if not any(check.is_bad for check in checks):
@@ -180,12 +180,15 @@ def _delta_checks(
 
 
 def _check_router(
-    found: Difference, errors: Mapping[str | None, Mapping[str, float]], places: Sequence[torch.Tensor], limit: float
+    found: Difference,
+    errors: Mapping[str | None, Mapping[str, float]],
+    token_indices: Sequence[torch.Tensor],
+    limit: float,
 ) -> Check:
     """Check that experts get the tokens of samples and nothing else, that padding gets nothing, and what they give."""
     if not found.routed:
         return Check.skipped("router")
-    real = len(torch.cat([*places]).unique())
+    real = len(torch.cat([*token_indices]).unique())
     for name, counts in found.routed.items():
         if (routed := sum(counts)) != real:
             padding = ": padding is routed and counted" if routed > real else ""
@@ -246,11 +249,11 @@ def check_loss_count(result: ForwardResult, samples: Sequence[Sample]) -> Check:
 
 def _check_head(step: StepResult, result: ForwardResult, samples: Sequence[Sample]) -> Check:
     """Compare log-probabilities of the targets with those of the logits, if they are of the right targets at all."""
-    places = [
+    token_indices = [
         start + (sample["labels"][1:] != IGNORE).nonzero()[:, 0]
         for (start, _), sample in zip(step.segments.spans, samples, strict=False)
     ]
-    if not torch.equal(step.target_index.cpu(), torch.cat(places)):
+    if not torch.equal(step.target_index.cpu(), torch.cat(token_indices)):
         return Check.skipped("head")
     error = distance(step.target_logprobs, -torch.cat(_target_losses(result, samples)))
     detail = f"log-probabilities of targets are off by {error:.1e} from those of the same pass's logits"

@@ -80,13 +80,13 @@ class HeldChoices:
 
     samples: Sequence[Choices]
     """Of each sample."""
-    places: Sequence[torch.Tensor]
+    token_indices: Sequence[torch.Tensor]
     """int64 [L] of each sample: its tokens in the pass, whose rows are laid one after the other."""
     share: float
     """The most that scores of held experts may lie below those chosen, as a part of the spread of a token's scores."""
 
     def for_rows(self, block: str, call: int, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return (places, experts) of the tokens in a top-k of so many rows; None: it does not route these samples.
+        """Return (index, experts) of the tokens in a top-k of so many rows; None: it does not route these samples.
 
         A block routes the tokens of the samples alone, one sample after the other, or every token of the pass.
         """
@@ -96,9 +96,9 @@ class HeldChoices:
             return None
         if sum(map(len, experts)) == rows:
             return torch.arange(rows), torch.cat(experts)
-        is_whole = [len(chosen) for chosen in experts] == [len(places) for places in self.places]
-        if is_whole and max(int(places.max()) for places in self.places) < rows:
-            return torch.cat([*self.places]), torch.cat(experts)
+        is_whole = [len(chosen) for chosen in experts] == [*map(len, self.token_indices)]
+        if is_whole and max(int(index.max()) for index in self.token_indices) < rows:
+            return torch.cat([*self.token_indices]), torch.cat(experts)
         return None
 
 
@@ -117,10 +117,10 @@ def held_choices(
     forward: ForwardPass, samples: Sequence[Sample], choices: Sequence[Choices], *, share: float
 ) -> HeldChoices:
     """Place the choices of samples alone in a pass that computes them together; `share`: of `HeldChoices`."""
-    return HeldChoices(samples=choices, places=places_of(forward, samples), share=share)
+    return HeldChoices(samples=choices, token_indices=token_indices_of(forward, samples), share=share)
 
 
-def places_of(forward: ForwardPass, samples: Sequence[Sample]) -> list[torch.Tensor]:
+def token_indices_of(forward: ForwardPass, samples: Sequence[Sample]) -> list[torch.Tensor]:
     """int64 [L] of each sample: its tokens in a pass, in a tree's sequence along its path."""
     tree = forward.row(samples).tree if isinstance(forward, PackedPass) and forward.circumstance.shares else None
     return [torch.arange(*span) for span in forward.segments(samples).spans] if tree is None else _paths(tree)
@@ -201,8 +201,8 @@ class _TopK(TorchFunctionMode):
         wanted = held.for_rows(self._block, call, *own.shape)
         if wanted is None:
             return result
-        places, experts = (x.to(own.device) for x in wanted)
-        indices = own.index_copy(0, places, experts)
+        token_indices, experts = (x.to(own.device) for x in wanted)
+        indices = own.index_copy(0, token_indices, experts)
         flat = scores.detach().float().flatten(0, -2)
         finite = flat.isfinite()
         highest = flat.masked_fill(~finite, -torch.inf).amax(-1)
@@ -382,8 +382,8 @@ def record_references(setup: ProbeSetup, circumstance: Circumstance, choices: Se
 
 def held_alone(setup: ProbeSetup, choices: Sequence[Choices], sample: int, *, share: float) -> HeldChoices:
     """Hold the choices of one sample, alone."""
-    places = [torch.arange(len(setup.samples[sample]["input_ids"]))]
-    return HeldChoices(samples=[choices[sample]], places=places, share=share)
+    token_indices = [torch.arange(len(setup.samples[sample]["input_ids"]))]
+    return HeldChoices(samples=[choices[sample]], token_indices=token_indices, share=share)
 
 
 def _run_in_float32(setup: ProbeSetup, circumstance: Circumstance) -> _AloneRun:

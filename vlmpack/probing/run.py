@@ -31,9 +31,9 @@ from vlmpack.probing.reference import (
     compute_references,
     held_choices,
     open_share,
-    places_of,
     record_references,
     routing,
+    token_indices_of,
 )
 from vlmpack.probing.report import Baseline, Check, Report, causes_of, one_line
 from vlmpack.probing.work import count_pairs
@@ -285,10 +285,10 @@ def _plain_checks(
     forward: PlainRowPass, setup: ProbeSetup, reference: Reference, alone: Sequence[AloneCalls]
 ) -> list[Check]:
     """Check what separates samples in a plain row; padding and caches harm nobody there by themselves."""
-    found, places = Difference(), places_of(forward, setup.samples)
+    found, token_indices = Difference(), token_indices_of(forward, setup.samples)
     with routing(setup.probed, held_choices(forward, setup.samples, reference.choices, share=HOLD_ALL)):
-        compare_modules(forward, setup.probed, setup.samples, alone, places, found=found)
-    checks = module_checks(found, setup.probed, places, low=setup.probed.is_low, leaks=True)
+        compare_modules(forward, setup.probed, setup.samples, alone, token_indices, found=found)
+    checks = module_checks(found, setup.probed, token_indices, low=setup.probed.is_low, leaks=True)
     return [check for check in checks if check.name not in ("cache", "router", "other modules")]
 
 
