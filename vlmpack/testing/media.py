@@ -1,7 +1,7 @@
-"""Synthetic images of families whose images are rows of a batch, or tiles, from a configuration alone: no processor.
+"""Synthetic samples' media from a configuration alone, without a processor: tiles, images of a batch, videos, audio.
 
-A grid (1, rows, columns) stands for the form of an image; each family's rule makes of it the tokens that its processor
-would write, and the tensors that it would make.
+A grid (1, rows, columns) is the shape of an image. Each family's rule makes of it the tokens that its processor would
+write, and the tensors that it would return.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
 import torch
 
 from vlmpack.families.family import Family
@@ -50,6 +51,8 @@ class TiledImage:
     """Tensors that a processor makes of it, by name."""
 
 
+UNREAD = 1e4
+"""The value of frames behind an audio's own: nothing may read them."""
 Draw = Callable[..., torch.Tensor]
 """Sizes to float32 numbers from N(0, 1)."""
 
@@ -276,3 +279,39 @@ def tiled_video(config: Any, grid: Grid, rng: torch.Generator) -> TiledImage:
 
 def _draws(rng: torch.Generator) -> Draw:
     return lambda *sizes: torch.randn(sizes, generator=rng)
+
+
+# ---------------------------------------------------------------------- synthetic audio
+
+
+def frames_of(config: Any) -> tuple[int, int]:
+    """The fewest and the most frames of synthetic audio: more than a chunk, so that no padding is read."""
+    window = config.audio_config.n_window
+    return 2 * window + 1, 5 * window
+
+
+def audio_tokens(config: Any, frames: int, family: Family) -> list[int]:
+    """The tokens that stand for an audio, between those that mark its ends."""
+    assert family.audio is not None
+    count = family.audio.tokens(frames, config.audio_config)
+    return [config.audio_start_token_id, *[config.audio_token_id] * count, config.audio_end_token_id]
+
+
+def audio_tensors(config: Any, frames: Sequence[int], rng: torch.Generator) -> dict[str, torch.Tensor]:
+    """float32 [N, mel, F] log-mel frames of audios, and int64 [N, F] their mask; the rest is `UNREAD`."""
+    mask = (torch.arange(max(frames))[None] < torch.tensor(frames)[:, None]).long()
+    values = torch.randn(len(frames), config.audio_config.num_mel_bins, max(frames), generator=rng)
+    return {"input_features": values.where(mask[:, None].bool(), UNREAD), "feature_attention_mask": mask}
+
+
+def frames_in(sample: Sample) -> tuple[int, ...]:
+    """Read the log-mel frames of each of a sample's audios."""
+    mask = sample.get("feature_attention_mask")
+    return () if mask is None else tuple(mask.sum(1).tolist())
+
+
+def noises(count: int) -> list[dict[str, Any]]:
+    """Draw parts of messages: noise of more than a second each, none as long as another."""
+    rng = np.random.default_rng(0)
+    lengths = (18_000 + 3_001 * at for at in range(count))
+    return [{"type": "audio", "audio": rng.normal(scale=0.1, size=n).astype(np.float32)} for n in lengths]

@@ -1,4 +1,4 @@
-"""Measure how close a predicted receipt is to the true one, as Donut does (extra `[measures]`).
+"""How close a predicted receipt is to the true one, as Donut measures it: `pip install 'vlmpack[measures]'`.
 
     field_f1        on values:  2 matched / (predicted + expected), fields = (path, value), over all receipts
     nted_accuracy   on trees:   max(0, 1 - TED(prediction, truth) / TED(empty, truth)), TED: tree edit distance
@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from vlmpack.errors import ConfigError
+from apted import APTED
+from rapidfuzz.distance import Levenshtein
 
 
 def field_f1(predictions: Sequence[Any], truths: Sequence[Any]) -> float:
@@ -30,12 +31,8 @@ def field_f1(predictions: Sequence[Any], truths: Sequence[Any]) -> float:
         truths: as many, in the same order.
 
     Raises:
-        ConfigError: the two differ in number.
+        ValueError: the two differ in number.
     """
-    if len(predictions) != len(truths):
-        raise ConfigError(
-            f"{len(predictions)} predictions for {len(truths)} truths; give one prediction for each truth"
-        )
     matched = fields = 0
     for prediction, truth in zip(predictions, truths, strict=True):
         predicted, expected = Counter(_fields(normalise(prediction))), Counter(_fields(normalise(truth)))
@@ -51,9 +48,6 @@ def nted_accuracy(prediction: Any, truth: Any) -> float:
     a key 1, to change a value its Levenshtein distance, to turn a key into a value 1 + the value's length.
 
     An empty truth, for which Donut divides by zero, gives 1 for an empty prediction and 0 for any other.
-
-    Raises:
-        ConfigError: apted or rapidfuzz is not installed.
     """
     expected = _tree(normalise(truth), "<root>")
     most = tree_edit_distance(_tree({}, "<root>"), expected)
@@ -97,11 +91,6 @@ class Tree(NamedTuple):
 
 def tree_edit_distance(a: Tree, b: Tree) -> int:
     """Compute the least cost of turning tree `a` into `b` by inserting, deleting and changing nodes (APTED)."""
-    try:
-        from apted import APTED
-        from rapidfuzz.distance import Levenshtein
-    except ImportError as error:
-        raise ConfigError("tree edit distances need apted and rapidfuzz: pip install 'vlmpack[measures]'") from error
 
     class Costs:  # the methods that apted calls on its configuration
         valuecls = int

@@ -10,7 +10,7 @@ from torch import nn
 from vlmpack.attention.backends import BACKENDS
 from vlmpack.layout import PaddedBatch, Segments, SlotRule, pack
 from vlmpack.model import enable_packing
-from vlmpack.probing.trace import counted_pairs, counted_syncs
+from vlmpack.probing.work import counted_pairs, counted_syncs
 from vlmpack.testing import tiny_model
 from vlmpack.testing.comparison import backward
 
