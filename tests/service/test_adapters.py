@@ -163,10 +163,10 @@ def test_an_adapter_without_targets_is_refused() -> None:
         adapted(tiny_engine())
 
 
-@pytest.mark.parametrize("settings", [{"rank": 0}, {"rank": -1}, {"rank": 257}, {"seed": 2**64}])
-def test_a_rank_or_seed_that_cannot_be_is_refused(settings: dict[str, int]) -> None:
-    with pytest.raises(RequestError, match=r"lora_config: (rank|seed) is"):
-        tiny_engine().create("a", lora(**settings))
+@pytest.mark.parametrize("rank", [0, 257])
+def test_a_rank_that_cannot_be_is_refused(rank: int) -> None:
+    with pytest.raises(RequestError, match=r"lora_config: rank is"):
+        tiny_engine().create("a", lora(rank=rank))
 
 
 # ---------------------------------------------------------------------- seeds

@@ -110,7 +110,7 @@ def test_experts_check_one_token_at_a_time(family: str) -> None:
 
 def growing(prompt, tokens: list[int]) -> Growing:
     """A sequence of which these tokens are sampled."""
-    sequence = Growing(prompt, sample().params, ending(max_tokens=99), seed=1)
+    sequence = Growing(prompt=prompt, params=sample().params, ending=ending(max_tokens=99), seed=1)
     sequence.tokens = tokens
     return sequence
 
@@ -143,10 +143,12 @@ def test_a_sequence_leaves_the_cache_that_holds_what_a_check_took_back(behind: i
     engine = tiny_engine()
     reader = Reader(model_of(engine), rounding=float("inf"), block=4)
     prompts = prompts_of(engine, count=2)
-    sequences = [Growing(prompt, sample().params, ending(max_tokens=99), seed=1) for prompt in prompts]
+    sequences = [
+        Growing(prompt=prompt, params=sample().params, ending=ending(max_tokens=99), seed=1) for prompt in prompts
+    ]
     with torch.no_grad():
         batch = begin(sequences, reader)
-        while batch.is_settled:
+        while not batch.open:
             batch.take(batch.step(reader), reader)
         right = [list(sequence.tokens) for sequence in sequences]
         sequences[1].tokens[3 - behind] = 20 if right[1][3 - behind] == 21 else 21
@@ -159,7 +161,9 @@ def test_a_sequence_leaves_the_cache_that_holds_what_a_check_took_back(behind: i
 
 def test_an_end_that_a_check_takes_back_is_none() -> None:
     prompt = prompt_of(tiny_engine(), np.random.default_rng(0), length=5)
-    sequence = Growing(prompt, sample().params, ending(max_tokens=99, stop_tokens=frozenset({7})), seed=1)
+    sequence = Growing(
+        prompt=prompt, params=sample().params, ending=ending(max_tokens=99, stop_tokens=frozenset({7})), seed=1
+    )
     sequence.append(Choice(token=7, logprob=-1.0, is_sure=False))
     assert sequence.is_done
     assert sequence.has_to_be_checked(64)

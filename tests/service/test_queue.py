@@ -27,10 +27,12 @@ from service.clients import (
 from service.fakes import FakeEngine
 
 from vlmpack.service.journal import Journal
-from vlmpack.service.messages import ForwardBackward
-from vlmpack.service.queue import Pending, QueueSettings, Rejected, Reply
+from vlmpack.service.ledger import Rejected
+from vlmpack.service.limits import ServiceLimits
+from vlmpack.service.messages import ForwardBackward, Reply
+from vlmpack.service.queue import Pending
 
-QUICK = QueueSettings(gap_timeout=0.2)
+QUICK = ServiceLimits(gap_seconds=0.2)
 
 
 def steps(engine: FakeEngine) -> list[tuple[str, tuple[int, ...]]]:
@@ -146,8 +148,8 @@ def test_a_refused_number_is_used_up_and_its_future_says_why(tmp_path: Path) -> 
     with served(tmp_path) as (client, engine):
         model = client.model()
         client.call(forward_backward(model, 1))
-        name = client.queue.refuse(model, 2, "datum 3: weights are NaN")
-        assert client.queue.refuse(model, 2, "datum 3: weights are NaN") == name
+        name = client.queue.refuse(model, 2, "datum 3: weights are NaN").request_id
+        assert client.queue.refuse(model, 2, "datum 3: weights are NaN").request_id == name
         assert client.queue.stats().queued == 0
         assert is_failure(client.outcome(name), "datum 3", "user")
         client.call(optim_step(model, 3))
@@ -167,7 +169,7 @@ def test_a_number_that_was_accepted_cannot_be_refused(tmp_path: Path) -> None:
 def test_a_refused_request_is_refused_after_a_restart_too(tmp_path: Path) -> None:
     with served(tmp_path) as (client, _):
         model = client.model()
-        name = client.queue.refuse(model, 1, "no")
+        name = client.queue.refuse(model, 1, "no").request_id
     with served(tmp_path) as (client, _):
         assert is_failure(client.outcome(name), "no")
         assert client.call(optim_step(model, 2)).metrics
@@ -176,11 +178,11 @@ def test_a_refused_request_is_refused_after_a_restart_too(tmp_path: Path) -> Non
 def test_creations_and_samples_are_refused_in_their_futures_too(tmp_path: Path) -> None:
     with served(tmp_path) as (client, _):
         session = client.queue.create_session()
-        name = client.queue.refuse_creation(session, 0, "no such optimiser")
+        name = client.queue.refuse(f"{session}:train:0", 0, "no such optimiser", is_creation=True).request_id
         assert is_failure(client.outcome(name), "no such optimiser")
         assert is_failure(client.call(optim_step(f"{session}:train:0", 1)), "was not created")
         sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
-        refused = client.queue.refuse_sample(sampler, 0, 2, "pointers are not fetched")
+        refused = client.queue.refuse(sampler, 0, "pointers are not fetched", samples=2)
         assert len(set(refused.sequence_ids)) == 2
         assert is_failure(client.outcome(refused.request_id), "pointers")
 
@@ -212,7 +214,7 @@ def test_unknown_models_and_sessions_are_refused_at_once(tmp_path: Path) -> None
 
 
 def test_requests_behind_a_number_that_never_arrives_fail_by_name_and_the_model_goes_on(tmp_path: Path) -> None:
-    with served(tmp_path, settings=QUICK) as (client, engine):
+    with served(tmp_path, limits=QUICK) as (client, engine):
         model = client.model()
         early = [client.post(forward_backward(model, 3)), client.post(optim_step(model, 5))]
         for name in early:
@@ -225,7 +227,7 @@ def test_requests_behind_a_number_that_never_arrives_fail_by_name_and_the_model_
 
 
 def test_a_given_up_number_stays_given_up_after_a_restart(tmp_path: Path) -> None:
-    with served(tmp_path, settings=QUICK) as (client, _):
+    with served(tmp_path, limits=QUICK) as (client, _):
         model = client.model()
         client.outcome(client.post(forward_backward(model, 2)))
     with served(tmp_path) as (client, engine):
@@ -235,7 +237,7 @@ def test_a_given_up_number_stays_given_up_after_a_restart(tmp_path: Path) -> Non
 
 
 def test_a_gap_is_given_up_a_fixed_time_after_it_opened_whatever_arrives_meanwhile(tmp_path: Path) -> None:
-    with served(tmp_path, start=False, settings=QueueSettings(gap_timeout=0.2)) as (client, _):
+    with served(tmp_path, start=False, limits=ServiceLimits(gap_seconds=0.2)) as (client, _):
         session = client.queue.create_session()
         client.post(create(session))
         model = f"{session}:train:0"
@@ -244,7 +246,7 @@ def test_a_gap_is_given_up_a_fixed_time_after_it_opened_whatever_arrives_meanwhi
             assert time.monotonic() < opened + 5
             client.post(forward_backward(model, next(numbers)))
             time.sleep(0.02)
-            client.queue._expiry.tidy()
+            client.queue._tidy()
         assert time.monotonic() > opened + 0.2
         assert is_failure(client.outcome(first), f"request 1 of {model} never arrived")
         late = client.post(forward_backward(model, next(numbers)))
@@ -254,15 +256,15 @@ def test_a_gap_is_given_up_a_fixed_time_after_it_opened_whatever_arrives_meanwhi
 
 def test_a_gap_waits_while_a_request_of_its_model_is_being_received(tmp_path: Path) -> None:
     """The client sends the first request of a call in chunks last, after all others."""
-    with served(tmp_path, start=False, settings=QueueSettings(gap_timeout=0.05)) as (client, _):
+    with served(tmp_path, start=False, limits=ServiceLimits(gap_seconds=0.05)) as (client, _):
         session = client.queue.create_session()
         names = [client.post(create(session, number)) for number in range(2)]
         models = [f"{session}:train:{number}" for number in range(2)]
         early = [client.post(forward_backward(model, 2)) for model in models]
         with client.queue.receiving(models[0]), client.queue.receiving("nobody"):
-            client.queue._expiry.tidy()
+            client.queue._tidy()
             time.sleep(0.1)
-            client.queue._expiry.tidy()
+            client.queue._tidy()
             assert isinstance(client.reply(early[0], 0.0), Pending)
             assert is_failure(client.outcome(early[1]), "never arrived")
             client.post(forward_backward(models[0], 1))
@@ -272,10 +274,10 @@ def test_a_gap_waits_while_a_request_of_its_model_is_being_received(tmp_path: Pa
 
 
 def test_a_number_that_arrives_in_time_is_waited_for(tmp_path: Path) -> None:
-    with served(tmp_path, settings=QueueSettings(gap_timeout=30.0)) as (client, _):
+    with served(tmp_path, limits=ServiceLimits(gap_seconds=30.0)) as (client, _):
         model = client.model()
         early = client.post(forward_backward(model, 2))
-        client.queue._expiry.tidy()
+        client.queue._tidy()
         assert isinstance(client.reply(early, 0.0), Pending)
         client.post(forward_backward(model, 1))
         assert client.outcome(early).metrics
@@ -294,7 +296,7 @@ def test_a_number_far_ahead_is_refused(tmp_path: Path) -> None:
 
 
 def test_beyond_the_room_clients_are_asked_to_try_again(tmp_path: Path) -> None:
-    with served(tmp_path, start=False, settings=QueueSettings(queued_requests=3)) as (client, _):
+    with served(tmp_path, start=False, limits=ServiceLimits(queued_requests=3)) as (client, _):
         session = client.queue.create_session()
         model = f"{session}:train:0"
         client.post(create(session))
@@ -308,7 +310,7 @@ def test_beyond_the_room_clients_are_asked_to_try_again(tmp_path: Path) -> None:
 
 
 def test_the_number_that_others_wait_for_is_let_in_however_full_it_is(tmp_path: Path) -> None:
-    with served(tmp_path, settings=QueueSettings(queued_requests=3)) as (client, _):
+    with served(tmp_path, limits=ServiceLimits(queued_requests=3)) as (client, _):
         model = client.model()
         names = [client.post(forward_backward(model, seq)) for seq in (4, 3, 2, 1)]
         for name in names:
@@ -317,7 +319,7 @@ def test_the_number_that_others_wait_for_is_let_in_however_full_it_is(tmp_path: 
 
 def test_bytes_take_room_and_give_it_back(tmp_path: Path) -> None:
     big = datum(*range(3000))
-    with served(tmp_path, settings=QueueSettings(queued_bytes=20_000)) as (client, _):
+    with served(tmp_path, limits=ServiceLimits(queued_bytes=20_000)) as (client, _):
         model = client.model()
         client.post(forward_backward(model, 2, big))
         with pytest.raises(Rejected, match="try again"):
@@ -328,7 +330,7 @@ def test_bytes_take_room_and_give_it_back(tmp_path: Path) -> None:
 
 
 def test_samples_have_a_room_of_their_own(tmp_path: Path) -> None:
-    with served(tmp_path, start=False, settings=QueueSettings(queued_samples=2)) as (client, _):
+    with served(tmp_path, start=False, limits=ServiceLimits(queued_samples=2)) as (client, _):
         session = client.queue.create_session()
         sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
         client.post(sample(sampler, 0))
@@ -362,11 +364,11 @@ def test_on_a_full_disk_requests_are_refused_and_nothing_is_lost(tmp_path: Path)
 def test_which_replies_were_fetched_is_noted_once_there_is_room(tmp_path: Path) -> None:
     with served(tmp_path, start=False) as (client, _):
         session = client.queue.create_session()
-        client.outcome(client.queue.refuse_creation(session, 0, "no"))
+        client.outcome(client.queue.refuse(f"{session}:train:0", 0, "no", is_creation=True).request_id)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Journal, "_commit", lambda self: self._writer.execute("INSERT INTO nowhere VALUES (1)"))
-            client.queue._expiry.tidy()
-        client.queue._expiry.tidy()
+            client.queue._tidy()
+        client.queue._tidy()
         (row,) = client.queue._ledger.journal.requests()
         assert row.retrieved is not None
 
@@ -434,13 +436,13 @@ def test_polls_return_when_the_server_drains(tmp_path: Path) -> None:
         name = client.post(forward_backward(model, 2))
         poll = pool.submit(client.reply, name, 60.0)
         until(lambda: client.queue._ledger.lanes[model].entries[2].waiters)
-        client.queue.drain(5.0)
+        client.queue.close(drain=5.0)
         assert isinstance(poll.result(5.0), Pending)
         assert QueueEngine.all
 
 
 def test_replies_beyond_the_memory_are_read_from_the_journal(tmp_path: Path) -> None:
-    with served(tmp_path, settings=QueueSettings(replies_cached=1)) as (client, _):
+    with served(tmp_path, limits=ServiceLimits(replies_cached=1)) as (client, _):
         model = client.model()
         names = [client.post(forward_backward(model, seq)) for seq in (1, 2, 3)]
         client.outcome(names[-1])
@@ -450,7 +452,7 @@ def test_replies_beyond_the_memory_are_read_from_the_journal(tmp_path: Path) -> 
 
 
 def test_a_reply_that_was_fetched_is_dropped_in_time_and_its_number_stays_used(tmp_path: Path) -> None:
-    with served(tmp_path, settings=QueueSettings(reply_kept=0.05)) as (client, engine):
+    with served(tmp_path, limits=ServiceLimits(result_seconds=0.05)) as (client, engine):
         model = client.model()
         name = client.post(optim_step(model, 1))
         assert client.outcome(name).metrics
@@ -460,7 +462,7 @@ def test_a_reply_that_was_fetched_is_dropped_in_time_and_its_number_stays_used(t
 
 
 def test_a_sample_that_was_fetched_long_ago_leaves_nothing(tmp_path: Path) -> None:
-    with served(tmp_path, settings=QueueSettings(reply_kept=0.05)) as (client, _):
+    with served(tmp_path, limits=ServiceLimits(result_seconds=0.05)) as (client, _):
         session = client.queue.create_session()
         sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
         name = client.post(sample(sampler, 0))

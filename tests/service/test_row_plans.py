@@ -9,7 +9,7 @@ import pytest
 from step_service import chunks_with_images, processor_for, text, tiny_engine
 
 from vlmpack.service.datums import EncodedSequence
-from vlmpack.service.row_plans import RowSettings, plan_rows
+from vlmpack.service.rows import RowSettings, plan_rows
 
 
 def texts_of(*lengths: int) -> list[EncodedSequence]:

@@ -26,16 +26,19 @@ from service.clients import (
     until,
 )
 
-from vlmpack.service.queue import QueueSettings, Rejected, Reply
+from vlmpack.errors import RequestError
+from vlmpack.service.ledger import Rejected
+from vlmpack.service.limits import ServiceLimits
+from vlmpack.service.messages import Reply
 
 WAIT = 20.0
 
 
 def status(call, *args, **kwargs) -> int:
     """Status of a refusal."""
-    with pytest.raises(Rejected) as refusal:
+    with pytest.raises(RequestError) as refusal:
         call(*args, **kwargs)
-    return refusal.value.status
+    return refusal.value.status if isinstance(refusal.value, Rejected) else 400
 
 
 # ---------------------------------------------------------------------- sessions
@@ -70,7 +73,7 @@ def test_a_finished_session_gives_everything_back_but_its_checkpoints(tmp_path: 
 
 
 def test_a_silent_session_ends_and_heartbeats_keep_one(tmp_path: Path) -> None:
-    with served(tmp_path, settings=QueueSettings(session_timeout=1.0)) as (client, engine):
+    with served(tmp_path, limits=ServiceLimits(idle_seconds=1.0)) as (client, engine):
         silent, kept = client.model(), client.model()
         end = time.monotonic() + 20
         while silent in engine.models() and time.monotonic() < end:
@@ -81,7 +84,7 @@ def test_a_silent_session_ends_and_heartbeats_keep_one(tmp_path: Path) -> None:
 
 
 def test_a_poll_keeps_a_session(tmp_path: Path) -> None:
-    with served(tmp_path, settings=QueueSettings(session_timeout=1.0)) as (client, _):
+    with served(tmp_path, limits=ServiceLimits(idle_seconds=1.0)) as (client, _):
         model = client.model()
         for _ in range(15):
             client.reply(f"{model}:1", 0.0)
@@ -90,7 +93,7 @@ def test_a_poll_keeps_a_session(tmp_path: Path) -> None:
 
 
 def test_there_are_only_so_many_sessions_at_once(tmp_path: Path) -> None:
-    with served(tmp_path, settings=QueueSettings(sessions=2)) as (client, _):
+    with served(tmp_path, limits=ServiceLimits(sessions=2)) as (client, _):
         first = client.queue.create_session()
         client.queue.create_session()
         assert status(client.queue.create_session) == 429
@@ -106,7 +109,7 @@ def test_a_session_lists_its_models_and_samplers(tmp_path: Path) -> None:
         sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
         info = client.queue.session(session)
         assert (info.model_ids, info.sampler_ids) == ((f"{session}:train:0",), (sampler,))
-        assert (info.user_metadata, info.display_name) == ({"who": "me"}, "mine")
+        assert (info.row.user_metadata, info.row.display_name) == ({"who": "me"}, "mine")
         other = client.queue.create_session()
         assert client.queue.sessions() == [other, session]
         assert status(client.queue.session, "nobody") == 404
@@ -156,7 +159,7 @@ def test_a_deletion_that_a_save_has_overtaken_deletes_what_it_saw_alone(tmp_path
 
 
 def test_of_many_sampling_sessions_the_oldest_idle_ones_go(tmp_path: Path) -> None:
-    with served(tmp_path, start=False, settings=QueueSettings(samplers_kept=2)) as (client, _):
+    with served(tmp_path, start=False, limits=ServiceLimits(samplers_kept=2)) as (client, _):
         session = client.queue.create_session()
 
         def begin(number: int, base: str = "base/fake") -> str:
@@ -182,7 +185,7 @@ def test_a_sampling_session_is_begun_once_a_number(tmp_path: Path) -> None:
         begin = client.queue.create_sampling_session
         sampler = begin(session, 0, path=path, base_model=None)
         assert begin(session, 0, path=path, base_model=None) == sampler
-        assert client.queue.sampler(sampler).model_path == path
+        assert client.queue.sampler(sampler).path == path
         assert status(begin, session, 0, path=None, base_model="base/fake") == 400
         assert status(begin, session, 1, path=None, base_model="another") == 400
         assert status(begin, session, 1, path=None, base_model=None) == 400
@@ -217,19 +220,19 @@ def test_a_model_is_known_once_it_is_created(tmp_path: Path) -> None:
         client.queue.start()
         client.outcome(name)
         info = client.queue.get_info(f"{session}:train:0")
-        assert (info.base_model, info.arch, info.lora and info.lora.rank) == ("base/fake", "fake", 4)
+        assert (info.row.base_model, info.row.lora and info.row.lora.rank) == ("base/fake", 4)
 
 
 def test_models_are_listed_newest_first_and_stay_while_they_have_checkpoints(tmp_path: Path) -> None:
     with served(tmp_path) as (client, _):
         models = [client.model() for _ in range(3)]
         client.call(save(models[0], 1, "a"))
-        assert [info.model_id for info in client.queue.models()] == models[::-1]
+        assert [info.row.id for info in client.queue.models()] == models[::-1]
         for model in models:
             client.queue.finish(model.split(":")[0])
-        assert [info.model_id for info in client.queue.models()] == [models[0]]
+        assert [info.row.id for info in client.queue.models()] == [models[0]]
     with served(tmp_path) as (client, _):
-        assert [info.model_id for info in client.queue.models()] == [models[0]]
+        assert [info.row.id for info in client.queue.models()] == [models[0]]
 
 
 def test_a_model_names_its_newest_checkpoint_of_each_kind(tmp_path: Path) -> None:
@@ -285,8 +288,8 @@ def test_checkpoints_are_saved_listed_loaded_overwritten_and_deleted(tmp_path: P
         assert np.array_equal(engine.all[made.model_id].weights, engine.all[model].weights)
         assert np.array_equal(engine.all[made.model_id].moment, engine.all[model].moment)
         (info,) = client.queue.checkpoints()
-        assert (info.path, info.kind, info.model_id) == (path, "weights", model)
-        assert info.size_bytes > 100
+        assert (info.path, info.kind, info.model) == (path, "weights", model)
+        assert info.size > 100
         client.queue.delete_checkpoint(path)
         assert status(client.queue.delete_checkpoint, path) == 404
         assert status(client.queue.checkpoint, path) == 404

@@ -14,7 +14,7 @@ from tiers import tiers
 from torch import distributed as dist
 
 from vlmpack.errors import ConfigError, RequestError
-from vlmpack.service import sharding
+from vlmpack.service import ranks as sharding
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Sample, SampleResult, SamplingParams, TextChunk
 from vlmpack.service.ranks import Ranks
@@ -125,8 +125,6 @@ def test_an_error_amid_a_pass_ends_the_process(ranks: Ranks, monkeypatch: pytest
         raise RequestError("a request's own fault")
 
 
-def test_settings_that_cannot_be(ranks: Ranks) -> None:
+def test_a_model_is_not_sharded_on_one_rank() -> None:
     with pytest.raises(ConfigError, match="add --workers"):
         engine_of(shard_on="cpu")
-    with pytest.raises(ConfigError, match="one rank only"):
-        engine_of(share_rows=True, ranks=ranks)

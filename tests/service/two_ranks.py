@@ -21,7 +21,7 @@ from vlmpack.errors import RequestError
 from vlmpack.service.distributed import DistributedEngine, follow
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Datum, Failure
-from vlmpack.service.processes import join
+from vlmpack.service.ranks import join
 
 RATED = ("weights", "logprobs", "advantages")
 OTHERS = {None: ("full",), "cpu": ()}

@@ -19,7 +19,7 @@ from vlmpack.cli.progress import waiting
 from vlmpack.errors import ConfigError, check_extra
 
 if TYPE_CHECKING:
-    from vlmpack.service.processes import Launched
+    from vlmpack.service.ranks import Launched
     from vlmpack.service.server import Base, Service, ServiceSettings
 
 DEMO_NAME = "vlmpack/tiny-qwen3-vl"
@@ -63,7 +63,6 @@ def serve(
     ] = None,
     lora_only: LoraOnly = False,
     gradient_checkpointing: GradientCheckpointing = False,
-    share_rows: Annotated[bool, typer.Option("--share-rows", help="Datums of several adapters share rows.")] = False,
     share_prefixes: Annotated[
         bool, typer.Option(help="Compute once what datums of a request begin with alike (prefix tree).")
     ] = True,
@@ -93,8 +92,9 @@ def serve(
         options.refuse_file("MODEL", model)
     # Read when torch is first imported: threads that spin at a barrier slow down other work on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from vlmpack.layout.sharing import MIN_SHARED
     from vlmpack.service.limits import ServiceLimits
-    from vlmpack.service.processes import Launched
+    from vlmpack.service.ranks import Launched
     from vlmpack.service.server import ServiceSettings
 
     launched = Launched(workers, sys.argv[1:]) if workers > 1 and "LOCAL_RANK" not in os.environ else None
@@ -107,8 +107,7 @@ def serve(
         limits=ServiceLimits(context=max_length, row_tokens=row_tokens, row_patches=max_patches, models=max_models),
         lora_only=lora_only,
         gradient_checkpointing=gradient_checkpointing,
-        share_rows=share_rows,
-        share_prefixes=share_prefixes,
+        min_shared=MIN_SHARED if share_prefixes else None,
         sampler=sampler,
         shard_on=options.torch_device(device).type if shard else None,
     )
@@ -168,8 +167,7 @@ class Place:
 
 def _serve(source: ModelSource, settings: ServiceSettings, place: Place, launched: Launched | None) -> None:
     """Serve on this process, or follow rank 0 where it is another one."""
-    from vlmpack.service.processes import join
-    from vlmpack.service.ranks import end
+    from vlmpack.service.ranks import end, join
     from vlmpack.service.server import Service, bind, check_key, check_state, follow_rank_0, read_key
 
     ranks = join(launched)

@@ -24,8 +24,7 @@ from vlmpack.errors import RequestError, VlmpackError, check_extra
 from vlmpack.service.datums import EncodedSequence
 from vlmpack.service.generation import Ending
 from vlmpack.service.messages import Failure, ImageChunk, Sample, SampledSequence, SampleResult, TextChunk
-from vlmpack.service.sampling import Finished, SamplingSettings
-from vlmpack.service.sampling_jobs import SampledModel, ending_of
+from vlmpack.service.sampling import Finished, SampledModel, SamplingSettings, ending_of
 
 if TYPE_CHECKING:
     from vlmpack.service.engine import Engine
