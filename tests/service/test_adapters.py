@@ -18,6 +18,7 @@ from step_service import (
     processor_for,
     random_datum,
     run_one,
+    served,
     set_adapter,
     some_data,
     tiny_engine,
@@ -46,8 +47,7 @@ def plain_logprobs(model: torch.nn.Module, engine: Engine, datum: Datum) -> torc
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # of PEFT
-@pytest.mark.each_value
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", served("qwen2_5_vl", "qwen3_5", "llama"))
 def test_a_batch_equals_peft_on_each_datum(family: str, tmp_path: Path) -> None:
     """Log-probabilities to 1e-5, the summed gradient of every adapter parameter to 1e-5 of its largest entry."""
     engine = tiny_engine(family)

@@ -11,28 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from service.two_ranks import LIMITS, OTHERS, scenario
+from service.two_ranks import LIMITS, scenario
 from step_service import tiny_engine, weights
-from tiers import only_exhaustive
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.full]
 
 
-@pytest.fixture(scope="module", params=[None, *only_exhaustive("cpu")], ids=["whole", "sharded"])
-def shard_on(request: pytest.FixtureRequest) -> str | None:
-    """Device type on whose ranks the base model is sharded; None: each has all of it."""
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, shard_on: str | None) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where both ranks left what they saw."""
     folder = tmp_path_factory.mktemp("ranks")
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     script = Path(__file__).with_name("two_ranks.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*launch, str(script), str(folder), *filter(None, [shard_on])],
+        [*launch, str(script), str(folder)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -49,12 +42,10 @@ def seen(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(
-    tmp_path_factory: pytest.TempPathFactory, shard_on: str | None
-) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
     """The same calls of one engine: what came of them, and its weights."""
     engine = tiny_engine(limits=LIMITS)
-    found = scenario(engine, engine, tmp_path_factory.mktemp("alone"), others=OTHERS[shard_on])
+    found = scenario(engine, engine, tmp_path_factory.mktemp("alone"))
     return found, {name: weights(engine, name) for name in engine.models()}
 
 
@@ -72,14 +63,6 @@ def test_two_ranks_see_what_one_sees(seen: dict[str, Any], alone: tuple) -> None
         name: value for name, value in expected.items() if name in seen
     }
     assert {"rows", "failure", "nothing", "refused", "cancelled", "models"} <= seen.keys()
-
-
-def test_each_rank_has_its_part_of_a_sharded_model(seen: dict[str, Any], shard_on: str | None) -> None:
-    if shard_on is None:
-        assert "parts" not in seen
-        return
-    assert sum(part for part, _ in seen["parts"].values()) <= 0.6 * sum(whole for _, whole in seen["parts"].values())
-    assert "sharded over several ranks" in seen["whole"]
 
 
 def test_both_ranks_have_the_same_weights_as_one(folder: Path, alone: tuple) -> None:

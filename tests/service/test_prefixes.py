@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import slow
 from step_service import (
-    FAMILY_NAMES,
     chunks_with_images,
     gradients,
     largest_difference,
@@ -17,11 +17,11 @@ from step_service import (
     plain_model,
     processor_for,
     run_one,
+    served,
     set_adapter,
     text,
     tiny_engine,
 )
-from tiers import tiers
 
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Datum
@@ -70,7 +70,7 @@ def plain_logprobs(engine: Engine, model: Any, datum: Datum) -> np.ndarray:
     return logprobs[torch.arange(ids.shape[1]), torch.from_numpy(datum.inputs["target_tokens"])].numpy()
 
 
-@pytest.mark.parametrize("family", tiers(FAMILY_NAMES, ("qwen3_vl",)))
+@pytest.mark.parametrize("family", served("qwen3_vl"))
 def test_each_datum_is_that_of_transformers(family: str) -> None:
     """A new adapter adds nothing, so that the base model alone is the oracle."""
     engine, model = engine_with(family, min_shared=MIN_SHARED), plain_model(family)
@@ -82,8 +82,8 @@ def test_each_datum_is_that_of_transformers(family: str) -> None:
     assert engine.counts.computed < 0.5 * engine.counts.tokens
 
 
-@pytest.mark.parametrize("family", tiers(FAMILY_NAMES, ("qwen3_vl",)))
-@pytest.mark.parametrize("recomputes", tiers((False, True), (False,)))
+@pytest.mark.parametrize("family", served("qwen3_vl"))
+@pytest.mark.parametrize("recomputes", [False, *slow(True)])
 def test_gradients_are_those_of_each_datum_alone(family: str, recomputes: bool) -> None:
     engine = engine_with(family, min_shared=MIN_SHARED, gradient_checkpointing=recomputes)
     set_adapter(engine)

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-from step_service import FAMILY_NAMES, gradients, largest_difference, lora, request, run, set_adapter, some_data
+from cases import slow
+from step_service import gradients, largest_difference, lora, request, run, served, set_adapter, some_data
 from step_service import tiny_engine as engine_of
-from tiers import tiers
 from torch import distributed as dist
 
 from vlmpack.errors import ConfigError, RequestError
@@ -43,8 +43,8 @@ def trained(engine: Engine, family: str = "qwen3_vl") -> tuple[Any, dict[str, An
     return result, gradients(engine)
 
 
-@pytest.mark.parametrize("family", tiers(FAMILY_NAMES, ("qwen3_vl",)))
-@pytest.mark.parametrize("recomputes", tiers((False, True), (False,)))
+@pytest.mark.parametrize("family", served("qwen3_vl"))
+@pytest.mark.parametrize("recomputes", [False, *slow(True)])
 def test_training_is_that_of_a_whole_model(ranks: Ranks, family: str, recomputes: bool) -> None:
     result, ours = trained(sharded(ranks, family, gradient_checkpointing=recomputes), family)
     expected, theirs = trained(engine_of(family, limits=LIMITS, gradient_checkpointing=recomputes), family)
