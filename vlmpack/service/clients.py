@@ -21,6 +21,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -192,7 +193,7 @@ class Adapters:
         """Modules that adapters can adapt."""
         self._adapter: Adapter | None = None
         for name in (*self.targets.attention, *self.targets.mlp, self.targets.unembed):
-            model.get_submodule(name).register_forward_hook(_Hook(self, name))
+            model.get_submodule(name).register_forward_hook(partial(self._adapted, name))
 
     @contextmanager
     def applied(self, adapter: Adapter | None) -> Iterator[None]:
@@ -203,26 +204,15 @@ class Adapters:
         finally:
             self._adapter = before
 
-    def adapted(self, name: str, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    def _adapted(self, name: str, module: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         """The output of a target with what the adapter in use adds to it."""
         if self._adapter is None or name not in self._adapter.weights:
             return output
-        return self._adapter.added(output, name, x)
+        return self._adapter.added(output, name, args[0])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Adapters:
         """Not copied with a model: a copy is trained as a whole."""
         return self
-
-
-@final
-class _Hook:
-    """The forward hook of one linear layer."""
-
-    def __init__(self, adapters: Adapters, name: str) -> None:
-        self._adapters, self._name = adapters, name
-
-    def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        return self._adapters.adapted(self._name, args[0], output)
 
 
 # ---------------------------------------------------------------------- files of tensors

@@ -28,11 +28,6 @@ from vlmpack.service.ranks import Ranks
 from vlmpack.service.rows import RowWork
 from vlmpack.service.sampling import BatchedSampling
 
-ON_ALL = ("create_from", "free", "load", "optim_step")
-"""Methods of the engine that every rank carries out as they are."""
-SAMPLED_ON_ALL = ("open", "close", "step")
-"""Methods of the sampling engine, the same."""
-
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,7 +116,7 @@ class _Mirror:
 class DistributedSampling(_Mirror):
     """Sampling from a sharded base model: every rank makes the same passes, rank 0's choices count."""
 
-    _on_all = SAMPLED_ON_ALL
+    _on_all = ("open", "close", "step")
 
     def add(self, key: str, session_id: str, prompt: EncodedSequence, request: Sample) -> None:
         """Call `BatchedSampling.add` on every rank; a random seed is drawn once."""
@@ -157,7 +152,7 @@ class DistributedWork:
 class DistributedEngine(_Mirror):
     """`Engine` for the queue of rank 0: what changes a model is done by every rank."""
 
-    _on_all = ON_ALL
+    _on_all = ("create_from", "free", "load", "optim_step")
 
     def __init__(self, engine: Engine, ranks: Ranks) -> None:
         """Lead the other ranks, which call `follow`."""

@@ -166,11 +166,8 @@ class Engine:
         """The sampling engine; another may be set in its place."""
         processor = parts_of(processor)
         encoder = Encoder(self.family, self.model.config, processor.image_processor, context=context, limits=limits)
-        self.encode, self.encode_prompt, self.encode_chunks = (
-            encoder.encode,
-            encoder.encode_prompt,
-            encoder.encode_chunks,
-        )
+        self.encode, self.encode_prompt = encoder.encode, encoder.encode_prompt
+        self.encode_chunks = encoder.encode_chunks
         """Check what clients send and cut images into patches; for any thread."""
 
     # ------------------------------------------------------------------ models

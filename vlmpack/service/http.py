@@ -562,9 +562,8 @@ def make_app(
         ours = answer({"detail": "an error of the service, which its log has"}, status=500)
         return error_response(error) or ours
 
-    handled = (HTTPError, RequestError, ClientDisconnect, Exception)
     handlers: Mapping[Any, Any] = {
-        **dict.fromkeys(handled, answer_error),
+        **dict.fromkeys((HTTPError, RequestError, ClientDisconnect, Exception), answer_error),
         404: endpoints.not_found,
         405: endpoints.not_found,
     }

@@ -22,7 +22,6 @@ from vlmpack.service import messages, protobuf
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 INT32, INT64 = 2**31 - 1, 2**63 - 1
-LARGEST = sys.float_info.max
 METADATA_CHARACTERS = 16_384
 """Most characters of the notes that a client attaches to a session, model or checkpoint."""
 
@@ -113,7 +112,9 @@ class Fields:
         """Return a finite number between bounds."""
         value = self._get(name, default if nullable or name not in self.nulls else ...)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not -LARGEST <= value <= LARGEST:  # compares whole numbers that no float can hold, too
+        if (
+            not is_number or not -sys.float_info.max <= value <= sys.float_info.max
+        ):  # compares whole numbers that no float can hold, too
             raise RequestError(f"{self.place}{name}: {_shown(value)}; a finite number is needed")
         if not low <= value <= high:
             raise RequestError(f"{self.place}{name}: {value}; a number from {low} to {high} is needed")
