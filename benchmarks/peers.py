@@ -26,7 +26,7 @@ from vlmpack.families import family_named
 from vlmpack.layout import IGNORE, Grid, PackedRow, PaddedBatch, pack
 from vlmpack.plan import plan_bins
 from vlmpack.testing import tiny_config, tiny_processor
-from vlmpack.text import RowCollator
+from vlmpack.interop.seqpacker import RowCollator
 
 FAMILY = family_named("qwen3_vl")
 Features = Sequence[Mapping[str, Any]]
