@@ -147,25 +147,24 @@ class Engine:
         self._clients: dict[str, ClientModel] = {}
         text, limits = self.family.text_config(self.model.config), self.config.limits
         context = min(limits.context or text.max_position_embeddings, text.max_position_embeddings)
+        parts = parts_of(processor)
         self.base = BaseModel(
             name=name,
             arch=self.family.model_type,
             tokenizer_id=tokenizer_id,
             max_context=context,
             is_vision=self.family.has_vision,
-            eos=_eos(self.model, parts_of(processor).tokenizer),
+            eos=_eos(self.model, parts.tokenizer),
         )
-        tokenizer = parts_of(processor).tokenizer
         self.sampled = SampledModel(
             max_context=context,
             eos_token_ids=self.base.eos,
-            decode=partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+            decode=partial(parts.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         )
         """The model as sampling engines know it."""
         self.sampler: BatchedSampling | VllmSampling = self.new_sampling(SamplingSettings())
         """The sampling engine; another may be set in its place."""
-        processor = parts_of(processor)
-        encoder = Encoder(self.family, self.model.config, processor.image_processor, context=context, limits=limits)
+        encoder = Encoder(self.family, self.model.config, parts.image_processor, context=context, limits=limits)
         self.encode, self.encode_prompt = encoder.encode, encoder.encode_prompt
         self.encode_chunks = encoder.encode_chunks
         """Check what clients send and cut images into patches; for any thread."""
