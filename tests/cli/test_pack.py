@@ -133,14 +133,6 @@ def test_a_refusal_says_what_the_library_says_and_leaves_no_data_set(source: Pat
     assert "rows is not packed to its end: `vlmpack pack` was interrupted there, or refused" in refused.stderr
 
 
-def test_images_in_no_file_are_refused_before_any_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlmpack.store.write.measure_lengths", None)
-    few = ("--processor", "tiny", "--capacity", 3000, "--num", 2, "--images", "reference")
-    refused = pack("synthetic", tmp_path / "rows", *few)
-    assert refused.exit_code == 2
-    assert "lies in no file that a store could refer to; keep images='bytes'" in refused.stderr
-
-
 def test_texts_of_a_text_model_are_packed_with_its_tokenizer(tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"prompt": "2 + 2 = ", "completion": str(n)}) + "\n" for n in range(9)))

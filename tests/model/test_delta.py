@@ -22,15 +22,15 @@ from parts import gated_delta_layers
 from vlmpack.errors import ConfigError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PackedRow, Segments, SlotRule, pack
-from vlmpack.layout.buckets import Buckets
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing, is_packing
 from vlmpack.model.mechanisms import gated_delta
+from vlmpack.model.mechanisms.recurrent_rows import Buckets
 from vlmpack.model.row import CONTEXT, RowContext
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
 
 HYBRID = [name for name, family in FAMILIES.items() if family.has("gated_delta")]
 FREE, DEAR = 0.0, 1e9
-"""What a call costs: samples go one by one, or as many together as `layout.buckets.MAX_STRETCH` allows."""
+"""What a call costs: samples go one by one, or as many together as `recurrent_rows.MAX_STRETCH` allows."""
 TAPS, CHUNK = 4, 64
 """Tokens that a convolution reads, its own included; tokens that the recurrence takes at a time."""
 LENGTHS = {

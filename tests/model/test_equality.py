@@ -25,7 +25,6 @@ from vlmpack.errors import LayoutError
 from vlmpack.families import Family
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import IGNORE, Segments, SlotRule, pack
-from vlmpack.layout.buckets import Buckets
 from vlmpack.model import (
     PackedStep,
     StepConfig,
@@ -35,6 +34,7 @@ from vlmpack.model import (
 from vlmpack.model.mechanisms import attention, experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.per_sample import PerSample
+from vlmpack.model.mechanisms.recurrent_rows import Buckets
 from vlmpack.model.mechanisms.short_conv import ShortConv
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.testing import mixed_samples, padded, tiny_model

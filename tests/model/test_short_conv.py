@@ -25,8 +25,8 @@ from trees import STRANGER, Piece, samples_of, shared
 
 from vlmpack.errors import ConfigError
 from vlmpack.layout import PackedRow, Segments, SlotRule, pack
-from vlmpack.layout.spaced import Spaced
 from vlmpack.model import PackedStep, disable_packing, enable_packing
+from vlmpack.model.mechanisms.recurrent_rows import Spaced
 from vlmpack.model.mechanisms.short_conv import ShortConv
 from vlmpack.probing import probe
 from vlmpack.testing import build_sample, padded, tiny_model

@@ -75,8 +75,8 @@ def analyze(
         check_extra("plots", "matplotlib", needed_by="`vlmpack analyze --out`")
 
     from vlmpack.plan.simulation import CAPACITIES, PaddedRecipe
+    from vlmpack.store.content import why_no_marks
     from vlmpack.store.manifest import is_store
-    from vlmpack.store.symbols import why_no_marks
 
     console = Console(quiet=as_json)
     if is_store(Path(data.dataset).expanduser()):
