@@ -74,8 +74,7 @@ def pack(
     from vlmpack.collate.assemble import SharePrefixes
     from vlmpack.collate.skipped import SkipLimit
     from vlmpack.layout.segments import SlotRule
-    from vlmpack.store.planning import StoreSettings
-    from vlmpack.store.write import write_rows
+    from vlmpack.store.write import StoreSettings, write_rows
 
     settings = StoreSettings(
         capacity=capacity, max_patches=data.max_patches, strategy=data.strategy, oversize=oversize,
