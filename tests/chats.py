@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fixtures.processors import RECIPES, missing_packages
 from PIL import Image
 
 from vlmpack.families import registry
 from vlmpack.testing import tiny_processor
-from vlmpack.testing.family_processors import RECIPES, missing_packages
 
 BEYOND = tuple(family for family in RECIPES if family in registry.FAMILIES)
 """Families beyond Qwen with a tiny processor."""
