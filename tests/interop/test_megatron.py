@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +52,6 @@ class NewerParams:
 
     def __post_init__(self) -> None:
         self.computed = None if self.total_tokens is None else "seq_idx, with a wait for the device"
-
-
-@dataclass
-class OlderParams:
-    """Only one pair of boundaries."""
-
-    qkv_format: Any = None
-    cu_seqlens_q: Any = None
-    cu_seqlens_kv: Any = None
-    max_seqlen_q: Any = None
-    max_seqlen_kv: Any = None
 
 
 def row_of(lengths, rule=None, *, targets=True, **more) -> PackedRow:
@@ -137,7 +126,9 @@ def test_a_newer_version_gets_all_fields_and_does_not_compute_them_again(monkeyp
 
 
 def test_a_version_that_would_attend_elsewhere_is_refused(monkeypatch):
-    monkeypatch.setattr(megatron, "_params_class", lambda: OlderParams)
+    names = ("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")  # one pair of boundaries
+    older = make_dataclass("OlderParams", [(name, Any, field(default=None)) for name in names])
+    monkeypatch.setattr(megatron, "_params_class", lambda: older)
     assert packed_seq_params(Segments.from_lengths([3, 2])).cu_seqlens_q.tolist() == [0, 3, 5]
     with pytest.raises(
         ConfigError, match=r"has no cu_seqlens_kv_padded, cu_seqlens_q_padded, without which .* install -U"
