@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow
 from datasets import Dataset
 from equality import ATTENTION, DELTA
-from tiers import full, only_exhaustive
 from training import KINDS, Samples, arguments, collator, descend, receipts, train, trainer
 from transformers import Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -364,7 +364,7 @@ def test_trap_14_the_first_label_of_a_sample_is_learnt_from_the_sample_before(mo
         case.model(**{**case.row, "labels": labels})
 
 
-@pytest.mark.parametrize("family", [VISION[0], *full(VISION[1]), *only_exhaustive(*VISION[2:])])
+@pytest.mark.parametrize("family", [VISION[0], *slow(VISION[1])])
 def test_trap_15_accumulation_and_evaluation_average_averages(family, tmp_path, monkeypatch):
     reference, model = tiny_model(family), enable_packing(tiny_model(family))
     samples = receipts(model)[:6]

@@ -16,12 +16,12 @@ from unittest import mock
 
 import pytest
 import torch
+from benchmarks.gpu.models import with_patch_products
 from equality import Alone, alone_through, check_low_precision, without_zeros
 from tiers import tiers
 from trees import Piece, samples_of, shared
 
 import vlmpack
-from benchmarks.gpu.models import with_patch_products
 from vlmpack.attention.backends import Backend, choose
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack

@@ -91,11 +91,6 @@ def the_last_token_of_a_sample_predicts_the_next_sample(original, segments, dept
     return original(segments, depth)[-1:]
 
 
-@breaks("vlmpack.layout.row._without_predecessor", tests="layout")
-def the_first_label_of_a_sample_is_that_of_the_sample_before(original, segments, device):
-    return original(segments, device)[:1]
-
-
 @breaks("vlmpack.layout.packing._Take._joined", tests="layout oracle/test_calls.py")
 def labels_of_a_packed_batch_are_not_shifted(original, take, tensor, *, ahead=0):
     return original(take, tensor, ahead=0)
