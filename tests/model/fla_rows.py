@@ -23,11 +23,11 @@ from trees import DEEP, STRANGER, samples_of, shared
 from vlmpack.errors import VlmpackError
 from vlmpack.families import family_named
 from vlmpack.layout import PaddedBatch, SlotRule, pack
-from vlmpack.layout.spaced import SpacedNodes
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import gated_delta, gated_delta_tree
 from vlmpack.model.mechanisms.gated_delta_fla import FlaCall, uses_fla
 from vlmpack.model.mechanisms.gated_delta_tree import HandedState
+from vlmpack.model.mechanisms.recurrent_rows import SpacedNodes
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import kinds_of
 

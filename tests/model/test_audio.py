@@ -19,9 +19,10 @@ from vlmpack.errors import ConfigError, FamilyError, LayoutError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments, SlotRule, pack, share
 from vlmpack.layout.batch import AUDIO
-from vlmpack.layout.device import nothing_on_host, recorded_syncs
+from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms import attention, vision
+from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import build_sample, joined, mixed_samples, padded, tiny_config, tiny_model
 from vlmpack.testing.audio import frames_of
 from vlmpack.testing.comparison import compare, run_alone, run_packed

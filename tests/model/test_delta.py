@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from parts import gated_delta_layers
 
 from vlmpack.layout import PackedRow, Segments, SlotRule, pack
-from vlmpack.layout.buckets import Buckets
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms import gated_delta
 from vlmpack.model.mechanisms.gated_delta import DeltaHeads
+from vlmpack.model.mechanisms.recurrent_rows import Buckets
 from vlmpack.model.row import CONTEXT, RowContext
 from vlmpack.testing import build_sample, padded, tiny_model
 
 FREE, DEAR = 0.0, 1e9
-"""What a call costs: samples go one by one, or as many together as `layout.buckets.MAX_STRETCH` allows."""
+"""What a call costs: samples go one by one, or as many together as `recurrent_rows.MAX_STRETCH` allows."""
 TAPS, CHUNK = 4, 64
 """Tokens that a convolution reads, its own included; tokens that the recurrence takes at a time."""
 LENGTHS = {

@@ -36,11 +36,11 @@ from vlmpack.errors import LayoutError
 from vlmpack.families import Family
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import IGNORE, Segments, SlotRule, pack
-from vlmpack.layout.buckets import Buckets
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import attention, experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.per_sample import PerSample
+from vlmpack.model.mechanisms.recurrent_rows import Buckets
 from vlmpack.model.mechanisms.short_conv import ShortConv
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.testing import mixed_samples, padded, tiny_model

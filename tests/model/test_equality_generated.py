@@ -9,8 +9,8 @@ from equality import alone_through, check_gradients, check_outputs, check_work, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vlmpack.families.media import run_of_pairs
 from vlmpack.families.registry import FAMILIES
-from vlmpack.families.rules import run_of_pairs
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig
 from vlmpack.model.mechanisms import gated_delta

@@ -21,12 +21,12 @@ from equality import Alone, alone_through, check_low_precision, without_zeros
 from trees import Piece, samples_of, shared
 
 import vlmpack
-from benchmarks.gpu.models import with_patch_products
+from benchmarks.gpu import with_patch_products
 from vlmpack.attention.backends import Backend, choose
 from vlmpack.layout import SlotRule, pack
-from vlmpack.layout.device import recorded_syncs
 from vlmpack.model import PackedStep
 from vlmpack.model.mechanisms import attention
+from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import Sample, padded, tiny_model
 from vlmpack.testing.comparison import take_gradients
 from vlmpack.testing.samples import sample_like

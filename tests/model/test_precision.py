@@ -22,7 +22,7 @@ from equality import (
     poisoned,
 )
 
-from benchmarks.gpu.models import with_patch_products
+from benchmarks.gpu import with_patch_products
 from vlmpack.attention.backends import BACKENDS, AttentionCall
 from vlmpack.errors import BackendError
 from vlmpack.families.registry import FAMILIES

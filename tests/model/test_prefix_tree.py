@@ -23,10 +23,10 @@ import vlmpack
 from vlmpack.attention.patterns import Reach
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PrefixTree, Segments, unshare
-from vlmpack.layout.device import recorded_syncs
 from vlmpack.model import PackedStep, StepConfig, compile_layers, disable_packing, enable_packing
 from vlmpack.model.mechanisms import attention
 from vlmpack.model.mechanisms.gated_delta_tree import BucketTree
+from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import tiny_model
 
 TREES = {

@@ -15,10 +15,10 @@ from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import Family
 from vlmpack.layout import media_units, unshare
-from vlmpack.layout.buckets import Buckets
 from vlmpack.model import PackedStep, disable_packing, enable_packing
 from vlmpack.model.mechanisms import gated_delta_tree
 from vlmpack.model.mechanisms.gated_delta_tree import BucketTree, HandedState
+from vlmpack.model.mechanisms.recurrent_rows import Buckets
 from vlmpack.model.row import PartTargets, PrefixTreeRow
 from vlmpack.testing import tiny_model
 

@@ -16,9 +16,9 @@ from parts import parts_of
 
 from vlmpack.errors import ConfigError
 from vlmpack.layout import Segments, SlotRule
-from vlmpack.layout.buckets import Buckets
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import per_sample
+from vlmpack.model.mechanisms.recurrent_rows import Buckets
 from vlmpack.testing import alone, build_sample, mixed_samples, padded, tiny_model
 
 BATCHES = {"pair": ("image", "text"), "mixed": ("image", "text", "images", "image", "text")}

@@ -14,8 +14,8 @@ from peft import LoraConfig, get_peft_model
 from trees import STRANGER, Piece, samples_of, shared
 
 from vlmpack.layout import SlotRule, pack
-from vlmpack.layout.spaced import Spaced
 from vlmpack.model import PackedStep
+from vlmpack.model.mechanisms.recurrent_rows import Spaced
 from vlmpack.model.mechanisms.short_conv import ShortConv
 from vlmpack.testing import build_sample, padded, tiny_model
 

@@ -14,8 +14,8 @@ from transformers.models.llama import modeling_llama
 
 from vlmpack.attention.patterns import Pattern, Reach
 from vlmpack.errors import FamilyError
+from vlmpack.families.family import plain_logits
 from vlmpack.families.registry import FAMILIES
-from vlmpack.families.rules import plain_logits
 from vlmpack.families.text import capped_logits, divided_logits, multiplied_logits
 from vlmpack.layout import pack
 from vlmpack.model import PackedStep, enable_packing

@@ -10,10 +10,10 @@ from cases import families, slow
 import vlmpack
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack, unpack
-from vlmpack.layout.device import HostSync, recorded_syncs
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import attention
 from vlmpack.model.positions import rope_segments
+from vlmpack.probing.host_syncs import HostSync, recorded_syncs
 from vlmpack.testing import mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import VISION, kinds_of
 

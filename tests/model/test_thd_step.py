@@ -19,8 +19,9 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancin
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout import IGNORE, PaddedBatch, Segments, SlotRule, pack, roll_left
-from vlmpack.layout.device import nothing_on_host, recorded_syncs
+from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import ThdStep, masked_router_losses
+from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "thd_model.py"

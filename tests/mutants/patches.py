@@ -91,11 +91,6 @@ def the_last_token_of_a_sample_predicts_the_next_sample(original, segments, dept
     return original(segments, depth)[-1:]
 
 
-@breaks("vlmpack.layout.row._without_predecessor", tests="layout")
-def the_first_label_of_a_sample_is_that_of_the_sample_before(original, segments, device):
-    return original(segments, device)[:1]
-
-
 @breaks("vlmpack.layout.packing._Take._joined", tests="layout oracle/test_calls.py")
 def labels_of_a_packed_batch_are_not_shifted(original, take, tensor, *, ahead=0):
     return original(take, tensor, ahead=0)
@@ -200,7 +195,7 @@ def height_and_width_are_exchanged(original, types, segments, **media):
     return original(types, segments, **media)[[0, 1, 3, 2]]
 
 
-@breaks("vlmpack.families.rules.timed_run", tests="families model -k 'position or second or video'")
+@breaks("vlmpack.families.media.timed_run", tests="families model -k 'position or second or video'")
 def frames_of_a_video_are_at_one_time(original, videos, seconds, vision, **settings):
     return replace(original(videos, seconds, vision, **settings), interval=np.zeros(len(videos.grids), np.float32))
 
@@ -247,15 +242,15 @@ def a_branch_reads_zeros_before_its_first_token(original, state, tokens, layer, 
 # ---------------------------------------------------------------------- vision and audio
 
 
-@breaks("vlmpack.families.frames.frame_segments")
+@breaks("vlmpack.families.family.frame_segments")
 def images_attend_to_each_other(original, grids):
     whole = original(grids)
     return type(whole).from_lengths([whole.total])
 
 
-@breaks("vlmpack.families.frames.window_segments")
-def windows_of_an_image_are_one(original, grids, rule):
-    return type(original(grids, rule)).from_lengths([t * h * w for t, h, w in grids])
+@breaks("vlmpack.families.family.window_segments")
+def windows_of_an_image_are_one(original, grids, **rule):
+    return type(original(grids, **rule)).from_lengths([t * h * w for t, h, w in grids])
 
 
 @breaks("vlmpack.model.mechanisms.vision.VisionRow.find")

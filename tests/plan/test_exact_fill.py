@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from benchmarks.cases.plan import LENGTH_SETS
 from hypothesis import given
 from hypothesis import strategies as st
 from plan.naive import naive_best_sum
 
-from benchmarks.cases.plan import LENGTH_SETS
 from vlmpack.plan.algorithms import best_fit_decreasing, lower_bound
 from vlmpack.plan.exact_fill import Stock, best_subset, exact_fill
 

@@ -6,10 +6,10 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
+from benchmarks.cases.plan import LENGTH_SETS, multi_constraint_plan, stream
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.cases.plan import LENGTH_SETS, multi_constraint_plan, stream
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import PackingBuffer
 from vlmpack.plan import packing_buffer as buffered

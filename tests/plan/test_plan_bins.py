@@ -7,10 +7,10 @@ import sys
 
 import numpy as np
 import pytest
+from benchmarks.cases.plan import LENGTH_SETS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.cases.plan import LENGTH_SETS
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import Budget, plan_bins
 from vlmpack.plan.planner import ALIASES, STRATEGIES, strategy_name

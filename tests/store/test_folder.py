@@ -189,7 +189,7 @@ def test_damaged_notes_of_an_interrupted_run_are_refused_or_made_anew(tmp_path, 
         assert "is damaged" in str(error) or "is no store and not empty" in str(error)
 
 
-@pytest.mark.parametrize("verb", [["show"], ["pack", "--processor", "tiny", "--capacity", "64"]])
+@pytest.mark.parametrize("verb", [["analyze"], ["pack", "--processor", "tiny", "--capacity", "64"]])
 def test_the_command_says_in_one_line_that_a_folder_cannot_be_read(tmp_path, verb, monkeypatch):
     store(tmp_path / "out", texts())
     read_bytes = Path.read_bytes
@@ -200,7 +200,7 @@ def test_the_command_says_in_one_line_that_a_folder_cannot_be_read(tmp_path, ver
         return read_bytes(self)
 
     monkeypatch.setattr(Path, "read_bytes", refused)
-    source = [str(tmp_path / "out")] if verb == ["show"] else ["synthetic", str(tmp_path / "out"), "--num", "2"]
+    source = [str(tmp_path / "out")] if verb == ["analyze"] else ["synthetic", str(tmp_path / "out"), "--num", "2"]
     result = CliRunner().invoke(app, [verb[0], *source, *verb[1:]])
     assert result.exit_code == 2
     assert "manifest.json cannot be read: " in result.output and "get the right to read it" in result.output

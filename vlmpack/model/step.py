@@ -29,14 +29,20 @@ from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_named
+from vlmpack.interop.megatron import (
+    Halo,
+    LocalRow,
+    installed_version,
+    packed_seq_fields,
+    packed_seq_params,
+    shard,
+)
 from vlmpack.layout.batch import MEDIA_KEYS, METADATA_KEY, Media, PaddedBatch, check_is_batch, whole_numbers
 from vlmpack.layout.device import copied, require
 from vlmpack.layout.packing import pack
 from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundaries
 from vlmpack.layout.sharing import check_unshared
-from vlmpack.megatron.shard import Halo, LocalRow, shard
-from vlmpack.megatron.thd import installed_version, packed_seq_fields, packed_seq_params
 from vlmpack.model.enable import enable_packing
 from vlmpack.model.engine import StepConfig, divisor, stored_state, targets_of
 from vlmpack.model.forward import COLUMNS, STEP, StepCall
@@ -551,8 +557,8 @@ _COLUMNS = frozenset(
 """Columns of a batch dictionary that the step reads, beside media. Longest lengths are counted anew."""
 _REFUSED = {
     "loss_mask": "set labels to -100 where nothing is to be predicted, and leave it out",
-    "packed_seq_params": "hand over vlmpack.megatron.from_megatron(batch)",
-    "tokens": "call them input_ids, or hand over vlmpack.megatron.from_megatron(batch)",
+    "packed_seq_params": "hand over vlmpack.interop.megatron.from_megatron(batch)",
+    "tokens": "call them input_ids, or hand over vlmpack.interop.megatron.from_megatron(batch)",
 }
 
 
