@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+from benchmarks.gpu.models import with_patch_products
 from equality import (
     LOW_PRECISION,
     alone_through,
@@ -18,7 +19,6 @@ from equality import (
 )
 from tiers import only_exhaustive
 
-from benchmarks.gpu.models import with_patch_products
 from vlmpack.attention.backends import BACKENDS, AttentionCall
 from vlmpack.errors import BackendError
 from vlmpack.families.registry import FAMILIES
