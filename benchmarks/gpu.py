@@ -60,9 +60,9 @@ from vlmpack.attention.backends import AttentionCall, EagerMask, explain
 from vlmpack.errors import VlmpackError, check_whole_number
 from vlmpack.families import family_named
 from vlmpack.layout import IGNORE, PaddedBatch, SlotRule
-from vlmpack.layout.device import recorded_syncs
 from vlmpack.machine import peak_bytes, version_of
 from vlmpack.model import PackedStep, StepConfig
+from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import padded, tiny_config
 
 R = TypeVar("R")

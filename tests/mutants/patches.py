@@ -91,11 +91,6 @@ def the_last_token_of_a_sample_predicts_the_next_sample(original, segments, dept
     return original(segments, depth)[-1:]
 
 
-@breaks("vlmpack.layout.row._without_predecessor", tests="layout")
-def the_first_label_of_a_sample_is_that_of_the_sample_before(original, segments, device):
-    return original(segments, device)[:1]
-
-
 @breaks("vlmpack.layout.packing._Take._joined", tests="layout oracle/test_calls.py")
 def labels_of_a_packed_batch_are_not_shifted(original, take, tensor, *, ahead=0):
     return original(take, tensor, ahead=0)
@@ -200,12 +195,12 @@ def height_and_width_are_exchanged(original, types, segments, **media):
     return original(types, segments, **media)[[0, 1, 3, 2]]
 
 
-@breaks("vlmpack.families.rules.timed_run", tests="families model -k 'position or second or video'")
+@breaks("vlmpack.families.media.timed_run", tests="families model -k 'position or second or video'")
 def frames_of_a_video_are_at_one_time(original, videos, seconds, vision, **settings):
     return replace(original(videos, seconds, vision, **settings), interval=np.zeros(len(videos.grids), np.float32))
 
 
-@breaks("vlmpack.model.mechanisms.query_scale.QueryScale.prepare", tests="model -k 'scale or llama4'")
+@breaks("vlmpack.model.mechanisms.llama4.QueryScale.prepare", tests="model -k 'scale or llama4'")
 def queries_are_scaled_by_their_place_in_the_row(original, mechanism, setup):
     return torch.zeros_like(original(mechanism, setup))
 
@@ -247,15 +242,15 @@ def a_branch_reads_zeros_before_its_first_token(original, state, tokens, layer, 
 # ---------------------------------------------------------------------- vision and audio
 
 
-@breaks("vlmpack.families.frames.frame_segments")
+@breaks("vlmpack.families.family.frame_segments")
 def images_attend_to_each_other(original, grids):
     whole = original(grids)
     return type(whole).from_lengths([whole.total])
 
 
-@breaks("vlmpack.families.frames.window_segments")
-def windows_of_an_image_are_one(original, grids, rule):
-    return type(original(grids, rule)).from_lengths([t * h * w for t, h, w in grids])
+@breaks("vlmpack.families.family.window_segments")
+def windows_of_an_image_are_one(original, grids, **rule):
+    return type(original(grids, **rule)).from_lengths([t * h * w for t, h, w in grids])
 
 
 @breaks("vlmpack.model.mechanisms.vision.VisionRow.find")
@@ -293,7 +288,7 @@ def a_sample_counts_its_neighbors_tokens(original, logits, config, *, sample_R, 
     return original(logits, config, sample_R=(sample_R + 1) % samples, samples=samples)
 
 
-@breaks("vlmpack.model.prefix_tree_row.PrefixTreeRow.for_each_sample", tests="model -k 'tree or shared'")
+@breaks("vlmpack.model.row.PrefixTreeRow.for_each_sample", tests="model -k 'tree or shared'")
 def a_shared_token_is_routed_once_for_all_its_samples(original, part, tokens):
     return tokens
 
@@ -313,7 +308,7 @@ def shared_tokens_are_taken_from_the_last_sample(original, tree):
     return source
 
 
-@breaks("vlmpack.model.prefix_tree_row.PrefixTreeRow.gather_targets", tests=EQUAL)
+@breaks("vlmpack.model.row.PrefixTreeRow.gather_targets", tests=EQUAL)
 def a_shared_target_counts_once(original, part, scores, targets):
     counted = original(part, scores, targets)
     first = torch.zeros_like(counted).index_fill(0, torch.unique(targets.entries), 1)
@@ -330,7 +325,7 @@ def different_images_are_taken_for_one(original, blocks):
     return [0] * len(blocks)
 
 
-@breaks("vlmpack.model.path_attention._added_up", tests=f"model {EQUAL} -k 'path or tree or shared'")
+@breaks("vlmpack.model.row._added_up", tests=f"model {EQUAL} -k 'path or tree or shared'")
 def gradients_of_shared_keys_are_those_of_one_branch(original, gradients, index, rows):
     return gradients.new_zeros(rows, *gradients.shape[1:]).index_copy(0, index, gradients)
 

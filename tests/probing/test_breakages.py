@@ -22,10 +22,10 @@ from vlmpack.attention.backends import SdpaSegments
 from vlmpack.families import family_named
 from vlmpack.families.media import MediaItems
 from vlmpack.layout import Segments
-from vlmpack.layout.buckets import Buckets
 from vlmpack.model import engine, head, result
 from vlmpack.model.mechanisms import experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
+from vlmpack.model.mechanisms.recurrent_rows import Buckets
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.model.result import StepResult
 from vlmpack.model.row import RowContext

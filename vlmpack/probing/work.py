@@ -15,11 +15,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlmpack.layout.device import recorded_syncs
 from vlmpack.layout.row import PackedRow
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.attention import layer_reaches, spans_in
 from vlmpack.probing.forward_passes import PackedPass, ProbedModel
+from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.probing.reference import ProbeSetup
 from vlmpack.probing.report import Cause, Check
 from vlmpack.testing.branching import distinct_prefixes
