@@ -9,7 +9,7 @@ from tiers import tiers
 
 from vlmpack.cli.inputs import limit_pixels
 from vlmpack.collate import VLMCollator
-from vlmpack.collate.processor_images import TRIALS
+from vlmpack.collate.media import TRIALS
 from vlmpack.errors import ConfigError, FamilyError, SampleError
 from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.store import measure_lengths
@@ -66,9 +66,7 @@ def test_a_processor_s_count_is_relied_on_where_trials_confirm_it(family, monkey
     assert (images._counted is not None) == (family in COUNTED)
     runs = []
     process = type(images).process
-    monkeypatch.setattr(
-        type(images), "process", lambda self, pictures: runs.append(len(pictures)) or process(self, pictures)
-    )
+    monkeypatch.setattr(type(images), "process", lambda self, images: runs.append(len(images)) or process(self, images))
     for size in (*SIZES, *SIZES):
         (image,) = collator.measure(feature_of(family, encoded(picture(*size)))).images
         assert sum(image.runs) > 0

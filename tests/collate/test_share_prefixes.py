@@ -45,8 +45,8 @@ def questions(*sources) -> list[dict]:
 @pytest.fixture
 def cuts(monkeypatch) -> list:
     """The images that are loaded and cut."""
-    refs, cut = [], MediaReader._cut_image
-    monkeypatch.setattr(MediaReader, "_cut_image", lambda reader, ref: refs.append(ref) or cut(reader, ref))
+    refs, cut = [], MediaReader._image
+    monkeypatch.setattr(MediaReader, "_image", lambda reader, ref: refs.append(ref) or cut(reader, ref))
     return refs
 
 

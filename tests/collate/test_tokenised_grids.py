@@ -16,7 +16,7 @@ from tiers import full
 from transformers.video_utils import VideoMetadata
 
 from vlmpack.collate import VLMCollator
-from vlmpack.collate.by_processor import TOKEN_NAMES
+from vlmpack.collate.encode import TOKEN_NAMES
 from vlmpack.errors import SampleError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.model import PackedStep

@@ -41,7 +41,7 @@ class AudioReader:
     metadata: ProcessorMetadata
     """The metadata of it."""
 
-    def cut_each(self, refs: Sequence[MediaRef]) -> tuple[Visual, ...]:
+    def load_each(self, refs: Sequence[MediaRef]) -> tuple[Visual, ...]:
         """Turn the audios of a sample into log-mel frames, in their order.
 
         Raises:
@@ -81,7 +81,7 @@ class AudioReader:
         refs = [audio.source for audio in sample.audios if audio.source is not None]
         if len(refs) != len(sample.audios) or all(audio.pixels is not None for audio in sample.audios):
             return sample
-        audios = self.cut_each(refs)
+        audios = self.load_each(refs)
         for at, (audio, measured) in enumerate(zip(audios, sample.audios, strict=True)):
             if audio.runs != measured.runs:
                 raise Refusal(
