@@ -20,7 +20,7 @@ from vlmpack.collate import VLMCollator
 from vlmpack.collate.columns import MediaRef
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.media import MediaReader
-from vlmpack.collate.processor_metadata import parts_of, read_processor
+from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import ConfigError, Refusal, SampleError
 from vlmpack.layout import METADATA_KEY

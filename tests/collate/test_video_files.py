@@ -28,8 +28,8 @@ from transformers.video_utils import load_video
 from vlmpack import PackedStep, VLMCollator
 from vlmpack.collate import FrameSampling
 from vlmpack.collate.frame_sampling import sample_frames
-from vlmpack.collate.video import VideoSettings
-from vlmpack.collate.video_file import FileRules, file_rules_of, load_video_file, measure_video_file
+from vlmpack.collate.video import FileRules, VideoSettings, file_rules_of
+from vlmpack.collate.video import load_video as load_clip
 from vlmpack.data import ImageError, VideoLimits, save_processor
 from vlmpack.data.videos import VideoHeader, decode_frames
 from vlmpack.errors import ConfigError, SampleError
@@ -215,8 +215,8 @@ def test_pixels_grids_and_times_are_those_of_transformers_video_processors(tmp_p
         rules = file_rules_of(processor, SimpleNamespace(frame_timestamps=case["is_per_clip"], by_processor=False))
         numbers = {**values, "image_mean": list(values["image_mean"]), "image_std": list(values["image_std"])}
         cut = VideoSettings.from_processor(SimpleNamespace(**numbers))
-        video = load_video_file({"video": case["path"]}, settings=cut, rules=rules)
-        measured = measure_video_file({"video": case["path"]}, settings=cut, rules=rules)
+        video = load_clip({"video": case["path"]}, settings=cut, rules=rules)
+        measured = load_clip({"video": case["path"]}, settings=cut, rules=rules, is_measured=True)
         assert video.grid == measured.grid == expected["grid"], case
         assert video.seconds == measured.seconds == expected["seconds"]
         assert list(video.timestamps) == list(measured.timestamps) == expected["timestamps"]
@@ -439,18 +439,18 @@ def test_bounds_that_are_set_on_the_video_processor_later_hold() -> None:
 
 def test_a_frame_is_resized_as_soon_as_it_is_decoded(clip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more than one frame of the file's own size is kept."""
-    from vlmpack.collate import video_file
+    from vlmpack.collate import video as video_module
 
     order: list[str] = []
-    decode, resize = video_file.decode_frames, video_file.resize_floats
+    decode, resize = video_module.decode_frames, video_module.resize_floats
 
     def decoding(*args: Any, **kwargs: Any) -> Any:
         for frame in decode(*args, **kwargs):
             order.append("decode")
             yield frame
 
-    monkeypatch.setattr(video_file, "decode_frames", decoding)
-    monkeypatch.setattr(video_file, "resize_floats", lambda *args: order.append("resize") or resize(*args))
+    monkeypatch.setattr(video_module, "decode_frames", decoding)
+    monkeypatch.setattr(video_module, "resize_floats", lambda *args: order.append("resize") or resize(*args))
     cut = VideoSettings.from_processor(Qwen2VLImageProcessorPil())
-    load_video_file({"video": clip}, settings=cut)
+    load_clip({"video": clip}, settings=cut)
     assert order == ["decode", "resize"] * 4

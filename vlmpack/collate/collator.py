@@ -22,7 +22,7 @@ from vlmpack.collate.frame_sampling import FrameSampling
 from vlmpack.collate.media import BatchMedia
 from vlmpack.collate.processor_metadata import ProcessorMetadata, read_processor
 from vlmpack.collate.skipped import SkipLimit, SkipLog
-from vlmpack.collate.video_file import file_rules_of
+from vlmpack.collate.video import file_rules_of
 from vlmpack.data.images import ImageLimits
 from vlmpack.data.videos import VideoLimits
 from vlmpack.errors import (

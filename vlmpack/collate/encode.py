@@ -44,7 +44,7 @@ from vlmpack.collate.encoded import (
 from vlmpack.collate.media import BatchMedia, MediaReader, trial_image
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.tokenised import check_expert_types, read_tokenised, token_types
-from vlmpack.collate.video_file import DEFAULT_RULES, FileRules
+from vlmpack.collate.video import DEFAULT_RULES, FileRules
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import FamilyError, Refusal
 from vlmpack.families.registry import family_of_processor

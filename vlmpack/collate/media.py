@@ -30,8 +30,7 @@ from PIL import Image
 from vlmpack.collate.columns import Kind, MediaRef
 from vlmpack.collate.encoded import Encoded, Visual, check_pixels, tokens_of
 from vlmpack.collate.processor_metadata import ProcessorMetadata, class_in, parts_of, pixel_bounds
-from vlmpack.collate.video import VideoSettings, load_video, measure_video
-from vlmpack.collate.video_file import DEFAULT_RULES, FILE_TYPES, FileRules, load_video_file, measure_video_file
+from vlmpack.collate.video import DEFAULT_RULES, FILE_TYPES, FileRules, VideoSettings, load_video
 from vlmpack.collate.vision_keys import (
     IMAGE_KEYS,
     Size,
@@ -273,14 +272,9 @@ class MediaReader:
         parts = parts_of(self.processor)
         settings = VideoSettings.from_processor(parts.video_processor or parts.image_processor)
         element = {**ref.options, "video": ref.source}
-        is_file = isinstance(ref.source, FILE_TYPES)
-        check_times(element, is_file=is_file)
-        if is_file:
-            read = measure_video_file if is_measured else load_video_file
-            video = read(element, settings=settings, rules=self.file_rules)
-        else:
-            read = measure_video if is_measured else load_video
-            video = read(element, settings=settings, limits=self.limits)
+        check_times(element, is_file=isinstance(ref.source, FILE_TYPES))
+        caps = {"limits": self.limits, "rules": self.file_rules}
+        video = load_video(element, settings=settings, is_measured=is_measured, **caps)
         return replace(video, seconds=video.seconds if self.metadata.seconds_per_grid else None, source=ref)
 
     def process(self, images: Sequence[Image.Image], **options: Any) -> tuple[Visual, ...]:
