@@ -170,7 +170,7 @@ def test_samples_that_share_a_prefix_keep_their_ends():
 
 @needs("llava")
 def test_a_stop_has_to_be_a_special_token():
-    with pytest.raises(ConfigError, match=r"add_stop='<stop>' is no special token .* such as '<eos>'"):
+    with pytest.raises(ConfigError, match=r"add_stop='<stop>' is no special token .* as '<eos>' is"):
         VLMCollator(tiny_processor("llava"), add_stop="<stop>")
 
 

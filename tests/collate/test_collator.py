@@ -446,8 +446,7 @@ def test_it_can_be_pickled():
         ({"on_bad": "ignore"}, "on_bad must be one of raise, skip, got 'ignore'"),
         (
             {"slots": SlotRule()},
-            "slots say how samples lie in a packed row, but layout='padded'; choose layout='packed', or give the slots "
-            "to enable_packing(model, StepConfig(slots=...))",
+            "slots are of packed rows, but layout='padded'; give StepConfig(slots=...) to enable_packing",
         ),
         ({"pixel_dtype": torch.uint8}, "pixel_dtype=torch.uint8 would round normalised pixels to integers"),
         ({"overlength": "drop"}, "overlength='drop' needs max_length="),

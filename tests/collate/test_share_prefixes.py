@@ -156,7 +156,7 @@ def test_samples_that_were_tokenised_before_are_shared_too():
     labels = samples[1]["input_ids"].clone()
     labels[-2] += 1
     with pytest.raises(
-        SampleError, match=r"sample 1: token \d+ has the label \d+ and the id \d+.*leave share_prefixes"
+        SampleError, match=r"sample 1: token \d+ has the label \d+ and the id \d+.*share_prefixes=False"
     ):
         collator().collate([samples[0], {**samples[1], "labels": labels}])
     skipping = collator(on_bad="skip")
@@ -183,7 +183,7 @@ def test_a_batch_without_samples_has_no_tree():
     ("settings", "fault"),
     [
         ({"layout": "padded"}, "choose layout='packed'"),
-        ({"slots": SlotRule(multiple=8)}, "needs a row without padding.*leave slots or share_prefixes out"),
+        ({"slots": SlotRule(multiple=8)}, "needs a row without padding.*leave one of them out"),
         ({"slots": SlotRule(pad_to=512)}, "needs a row without padding"),
         ({"share_prefixes": 64}, r"share_prefixes has to be a SharePrefixes, such as SharePrefixes\(min_shared=64\)"),
     ],

@@ -235,9 +235,7 @@ def test_rates_default_to_two_frames_a_second_and_may_be_text():
 
 @pytest.mark.parametrize("video", ["film.mp4", b"mp4", None, 3, torch.zeros(2, 3, 4, 4)])
 def test_what_is_no_list_of_frames_is_refused(video):
-    with pytest.raises(
-        ImageError, match=r"give its file .* or a list of its frames as images, with 'sample_fps'"
-    ) as caught:
+    with pytest.raises(ImageError, match=r"give its file .* or a list of its frames as images") as caught:
         read_frames(video, load_image)
     assert caught.value.reason == "video_source"
 

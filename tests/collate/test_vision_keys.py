@@ -286,12 +286,12 @@ def test_a_key_must_be_a_number(value):
 
 @pytest.mark.parametrize("key", ["resized_height", "resized_width"])
 def test_half_a_size_is_refused(key):
-    with pytest.raises(ImageError, match="one without the other changes nothing; give both"):
+    with pytest.raises(ImageError, match="give both or none"):
         image_size({key: 280}, height=100, width=100, patch_size=14)
 
 
 def test_bounds_that_exclude_each_other_are_refused():
-    with pytest.raises(ImageError, match=r"max_pixels=100 is below min_pixels=3136 .*set both, max_pixels the larger"):
+    with pytest.raises(ImageError, match=r"max_pixels=100 is below min_pixels=3136 .*set both"):
         image_size({"max_pixels": 100}, height=100, width=100, patch_size=14)
 
 

@@ -136,11 +136,8 @@ class ChatTemplate:
         try:
             return self._write_formed(messages, options)
         except Exception as error:  # a template can fail in any way on messages it rejects
-            raise Refusal(
-                "template_error",
-                f"the chat template cannot write its messages ({type(error).__name__}: {error}); "
-                "compare roles and content with what the template expects",
-            ) from error
+            fault = f"the chat template cannot write its messages ({type(error).__name__}: {error}); compare roles"
+            raise Refusal("template_error", f"{fault} and content with what the template expects") from error
 
     # ------------------------------------------------------------------ answers
 

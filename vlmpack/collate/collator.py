@@ -136,8 +136,7 @@ class VLMCollator:
         self.metadata = read_processor(processor, vocab_size=vocab_size)
         if add_stop is not None and add_stop not in self.metadata.special_tokens:
             raise ConfigError(
-                f"add_stop={add_stop!r} is no special token of the tokenizer; choose one at which generation stops, "
-                f"such as {self.metadata.eos_token!r}"
+                f"add_stop={add_stop!r} is no special token of the tokenizer, as {self.metadata.eos_token!r} is"
             )
         self.share_prefixes = _sharing(share_prefixes, layout, self.slots)
         takes_others = _is_whole(self.metadata) or self.metadata.has_audio
@@ -393,10 +392,7 @@ def _check_lengths(layout: BatchLayout, slots: SlotRule | None, max_length: int 
     if slots is not None:
         check_kind("slots", slots, SlotRule, "SlotRule(multiple=4)")
     if layout == "padded" and slots is not None:
-        raise ConfigError(
-            "slots say how samples lie in a packed row, but layout='padded'; choose layout='packed', or give the slots "
-            "to enable_packing(model, StepConfig(slots=...)), which packs the padded batch"
-        )
+        raise ConfigError("slots are of packed rows, but layout='padded'; give StepConfig(slots=...) to enable_packing")
     if max_length is None and overlength != "error":
         raise ConfigError(f"overlength={overlength!r} needs max_length=, the most tokens a sample may have")
     if max_length is not None:
@@ -407,9 +403,7 @@ def _ignored_keys(keys: Collection[str]) -> tuple[str, ...]:
     if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
         raise ConfigError(f"ignored_keys={keys!r} must be names of keys, such as ('id', 'timestamp')")
     if needed := {"role", "content", "from", "value", "type", "text"}.intersection(keys):
-        raise ConfigError(
-            f"ignored_keys={keys!r} would leave {', '.join(sorted(needed))} out, which every message needs"
-        )
+        raise ConfigError(f"ignored_keys={keys!r} would leave {', '.join(sorted(needed))} out, which messages need")
     return tuple(keys)
 
 
@@ -429,12 +423,7 @@ def _sharing(share_prefixes: bool | SharePrefixes, layout: BatchLayout, slots: S
     sharing = SharePrefixes() if share_prefixes is True else share_prefixes
     check_kind("share_prefixes", sharing, SharePrefixes, "SharePrefixes(min_shared=64)")
     if layout != "packed":
-        raise ConfigError(
-            f"share_prefixes lays the samples of a row out as a tree, but layout={layout!r}; choose layout='packed'"
-        )
+        raise ConfigError(f"share_prefixes makes rows, but layout={layout!r}; choose layout='packed'")
     if slots != SlotRule():
-        raise ConfigError(
-            f"share_prefixes needs a row without padding, but slots={slots}: what goes through the model is shorter "
-            "than the row, so its slots and fixed sizes would not be the model's; leave slots or share_prefixes out"
-        )
+        raise ConfigError(f"share_prefixes needs a row without padding, but slots={slots}; leave one of them out")
     return sharing

@@ -28,6 +28,7 @@ import numpy as np
 from vlmpack.collate.columns import (
     KINDS,
     SOURCE_KEYS,
+    TURN_COLUMNS,
     Kind,
     Markers,
     MediaRef,
@@ -74,8 +75,6 @@ _PAYLOADS = {
     "audio": ("audio", "audios", "audio_url", "input_audio"),
 }
 """Keys that hold the content of a part, by its kind."""
-_OF_TURNS = ("messages", "conversation", "conversations", PAIRS_COLUMN, "prompt", "completion")
-"""Columns of turns."""
 
 
 @final
@@ -130,10 +129,8 @@ def with_system(turns: list[Turn], system: Any) -> list[Turn]:
     if not system.strip() or system.strip() in systems:
         return turns
     if systems:
-        raise Refusal(
-            "bad_row",
-            f"the column system says {system[:40]!r} and the system message {systems[0][:40]!r}; keep one of them",
-        )
+        fault = f"the column system says {system[:40]!r} and the system message {systems[0][:40]!r}; keep one of them"
+        raise Refusal("bad_row", fault)
     return [Turn(message={"role": "system", "content": system}), *turns]
 
 
@@ -183,11 +180,8 @@ def _no_content(message: Mapping[str, Any], where: str) -> str:
     """An answer may be all tool calls or thoughts; any other turn without a content would be an empty one."""
     if any(not is_empty(message.get(key)) for key in SPEAKING):
         return ""
-    raise Refusal(
-        "bad_row",
-        f"{where} ({message['role']}) has no content, and would be an empty turn; it has the keys {_keys(message)}: "
-        "write what it says under 'content', or leave the turn out",
-    )
+    fault = f"{where} ({message['role']}) has no content; it has the keys {_keys(message)}: write what it says there"
+    raise Refusal("bad_row", fault)
 
 
 def _part(part: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
@@ -319,10 +313,7 @@ def _learnt(message: Mapping[str, Any], role: str, where: str) -> bool:
     flags = {name: message[name] for name in FLAGS if message.get(name) is not None}
     for name, value in flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
-            raise Refusal(
-                "bad_row",
-                f"{where}.{name} is {value!r}; it says whether the turn is learnt, so it must be true or false, 1 or 0",
-            )
+            raise Refusal("bad_row", f"{where}.{name} is {value!r}; a flag of a turn is true or false, 1 or 0")
     if len({bool(value) for value in flags.values()}) > 1:
         raise Refusal("bad_row", f"{where} has {flags}, which contradict each other; keep one of them")
     return all(flags.values())
@@ -403,7 +394,7 @@ def read_conversation(
     """
     present = {name: value for name, value in feature.items() if value is not None}
     if ignored_keys:
-        present |= {name: _without_keys(present[name], ignored_keys) for name in _OF_TURNS if name in present}
+        present |= {name: _without_keys(present[name], ignored_keys) for name in TURN_COLUMNS if name in present}
     if has_vision and markers != "text":
         check_inline_media(_raw_questions(present))
     marked = marked_kinds(feature, markers if has_vision else "text")
@@ -453,8 +444,8 @@ def check_answered(conversation: Conversation) -> None:
     if texts and not any(text.strip() for text in texts):
         raise Refusal(
             "no_targets",
-            f"{which} empty ({texts[-1]!r:.40}), so the end of a turn alone would be learnt; it needs an assistant "
-            "turn or a completion with text in it, or train_on='all': write the answer, or leave the sample out",
+            f"{which} empty ({texts[-1]!r:.40}), so only the end of a turn would be trained on; write the answer, "
+            "leave the sample out, or choose train_on='all'",
         )
 
 
@@ -550,11 +541,7 @@ def _prompt_and_completion(present: Mapping[str, Any], marked: Collection[Kind],
 
 def _plain(prompt: str, completion: str, present: Mapping[str, Any]) -> Conversation:
     if present.get("system"):
-        raise Refusal(
-            "bad_row",
-            f"it has a column system, {short(present['system'])}, which has no place in plain strings; write it into "
-            "the prompt, or give prompt and completion as lists of messages",
-        )
+        raise Refusal("bad_row", f"it has a column system, {short(present['system'])}; write it into the prompt")
     images, videos, audios = (column_media(present, kind) for kind in ("image", "video", "audio"))
     return Conversation(plain=(prompt, completion), images=images, videos=videos, audios=audios)
 

@@ -43,7 +43,7 @@ from vlmpack.collate.encoded import (
 )
 from vlmpack.collate.media import BatchMedia, MediaReader, trial_image
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
-from vlmpack.collate.tokenised import check_expert_types, read_tokenised, token_types
+from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.collate.video import DEFAULT_RULES, FileRules
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import FamilyError, Refusal
@@ -224,7 +224,7 @@ class Encoder:
         if not isinstance(feature, Mapping):
             raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
         if feature.get("input_ids") is not None:
-            sample, texts = self._tokenised(feature), ()
+            sample, texts = self._tokenised(feature), ()  # kinds of its tokens for experts are made anew
             feature = {name: value for name, value in feature.items() if name != self._expert_types}
         else:
             conversation = read_conversation(
@@ -249,15 +249,12 @@ class Encoder:
         return sample
 
     def _tokenised(self, feature: Mapping[str, Any]) -> Encoded:
-        """A sample of token ids; the kinds of its tokens for experts, if it brings them, are compared and made anew."""
+        """A sample of token ids."""
         if self._columns:
             raise Refusal("bad_row", f"it has input_ids, but {self._is_of_prefix}, and images", of_all=True)
         sample = read_tokenised(feature, self.metadata, train_on=self.train_on)
         if self.metadata.has_audio:
             sample = replace(sample, audios=self._audio.read_tokenised(feature))
-        if self._expert_types is not None and feature.get(self._expert_types) is not None:
-            made = self.processor.create_moe_mm_token_type_ids(sample.input_ids)
-            check_expert_types(feature, self._expert_types, made)
         return sample
 
     def _warn_of_markers(self, conversation: Conversation, feature: Mapping[str, Any]) -> None:
@@ -277,11 +274,8 @@ class Encoder:
         self._check_texts(conversation)
         num_images, num_videos = len(conversation.images), len(conversation.videos)
         if (num_images or num_videos) and not self.metadata.has_vision:
-            raise Refusal(
-                "no_vision",
-                f"it has {num_images} image(s) and {num_videos} video(s), but a tokenizer "
-                "reads text only; give VLMCollator the processor of a vision-language model, or leave them out",
-            )
+            seen = f"it has {num_images} image(s) and {num_videos} video(s), but a tokenizer reads text only"
+            raise Refusal("no_vision", f"{seen}; give VLMCollator the processor of a vision-language model")
         if num_videos and self.metadata.has_audio:
             raise Refusal(
                 "no_video",
@@ -459,12 +453,8 @@ class Encoder:
                 continue
             at = np.flatnonzero(ids == self.metadata.token_id(kind))
             if len(at) != len(needed):
-                raise Refusal(
-                    "placeholder_mismatch",
-                    f"the tokenizer makes {len(at)} placeholders of {len(needed)} that stand for its {kind}s; use the "
-                    "tokenizer of the model, in which each is a special token",
-                    of_all=True,
-                )
+                fault = f"the tokenizer makes {len(at)} placeholders of {len(needed)} that stand for its {kind}s"
+                raise Refusal("placeholder_mismatch", f"{fault}; use the model's own tokenizer", of_all=True)
             repeats[at] = needed
         return repeats
 
@@ -476,11 +466,9 @@ class Encoder:
             visuals = media.get(kind, ())
             found = [match.span() for match in re.finditer(re.escape(token), text)]
             if len(found) != len(visuals):
-                raise Refusal(
-                    "placeholder_mismatch",
-                    f"its text has {len(found)} {kind} placeholder(s) {token!r} for {len(visuals)} {kind}(s); the chat "
-                    f"template (or the prompt) must write one for each {kind}",
-                )
+                counts = f"{len(found)} {kind} placeholder(s) {token!r} for {len(visuals)} {kind}(s)"
+                fault = f"its text has {counts}; the chat template (or the prompt) must write one for each {kind}"
+                raise Refusal("placeholder_mismatch", fault)
             places += found
             written = self._written(kind, visuals, text)
             texts |= {start: to for (start, _), to in zip(found, written, strict=True)}
@@ -530,11 +518,8 @@ class Encoder:
             if not count or token in prompt or self.markers == "text":
                 continue
             if prompt.count(marker) != count:
-                raise Refusal(
-                    "media_count_mismatch",
-                    f"its prompt holds {marker!r} {prompt.count(marker)} time(s) for {count} {kind}(s); write one for "
-                    "each, where it belongs in the text, or give prompt and completion as lists of messages",
-                )
+                seen = f"its prompt holds {marker!r} {prompt.count(marker)} time(s) for {count} {kind}(s)"
+                raise Refusal("media_count_mismatch", f"{seen}; write one for each, or give lists of messages")
             start, end = around.get(kind, (metadata.vision_start, metadata.vision_end))
             prompt = prompt.replace(marker, f"{start}{token}{end}")
         return prompt
@@ -550,12 +535,10 @@ class Encoder:
         blank = Image.new("RGB", _SMALLEST)
         laid_out = self.processor.prepare_inputs_layout(images=[[blank] * count], text=[text])[1][0]
         if is_chat and laid_out != text:
-            raise Refusal(
-                "template_error",
-                f"the {type(self.processor).__name__} changes what the chat template writes, so the places of answers "
-                "are not known; give prompt and completion as strings",
-                of_all=True,
+            fault = (
+                f"the {type(self.processor).__name__} changes what the chat template writes, so answers are not found"
             )
+            raise Refusal("template_error", f"{fault}; give prompt and completion as strings", of_all=True)
         return laid_out
 
     # ------------------------------------------------------------------ special tokens in a person's text
@@ -572,11 +555,8 @@ class Encoder:
                 continue
             reserved = self._reserved if conversation.plain is None else self._media_tokens
             if token := next((token for token in reserved if token in framed), None):
-                raise Refusal(
-                    "reserved_token_in_text",
-                    f"its text holds {token!r}, which only the processor and the chat template may write; remove it, "
-                    "and give images and videos as parts of the message",
-                )
+                fault = f"its text holds {token!r}, which only the processor and the chat template may write; remove it"
+                raise Refusal("reserved_token_in_text", f"{fault}, and give images and videos as parts")
 
     @cached_property
     def _special(self) -> tuple[str, ...]:

@@ -211,11 +211,8 @@ class MediaReader:
             family = family_of_processor(self.processor)
             takes_tokens = family.has_grids and family.has_videos
             tokenise = "tokenise it with the processor itself (input_ids, labels, pixel_values_videos, video_grid_thw)"
-            raise Refusal(
-                "no_video",
-                f"it has {len(refs)} video(s), but of a {type(self.processor).__name__} only images are read; "
-                f"{tokenise + ', ' if takes_tokens else ''}give frames as images, or leave it out",
-            )
+            fault = f"it has {len(refs)} video(s), but of a {type(self.processor).__name__} only images are read"
+            raise Refusal("no_video", f"{fault}; {tokenise + ', ' if takes_tokens else ''}give frames as images")
 
     # ------------------------------------------------------------------ one image or video
 
@@ -237,11 +234,9 @@ class MediaReader:
     def _check_keys(self, ref: MediaRef) -> None:
         if self.metadata.by_processor and has_image_keys(ref.options):
             keys = ", ".join(key for key in IMAGE_KEYS if ref.options.get(key) is not None)
+            fault = f"it has {keys} beside it, which size one image by the rule of Qwen's processors; a"
             raise ImageError(
-                f"it has {keys} beside it, which size one image by the rule of Qwen's processors; a "
-                f"{type(self.processor).__name__} sizes all images alike: leave them out, or change "
-                "processor.image_processor.size",
-                "vision_key",
+                f"{fault} {type(self.processor).__name__} sizes all images alike: leave them out", "vision_key"
             )
 
     def _keyed_size(self, ref: MediaRef, source: Size) -> Size:
@@ -290,10 +285,8 @@ class MediaReader:
         processed, texts = self.processor._process_images([list(images)], **{**self._image_options, **options})
         tensors = {name: processed[name] for name in self._names if name in processed}
         if "pixel_values" not in tensors or len(texts) != len(images):
-            raise ConfigError(
-                f"the {type(self.processor).__name__} makes {', '.join(processed) or 'nothing'} and {len(texts)} "
-                f"text(s) of {len(images)} image(s); vlmpack needs pixel_values and a text for each"
-            )
+            made = f"{', '.join(processed) or 'nothing'} and {len(texts)} text(s) of {len(images)} image(s)"
+            raise ConfigError(f"the {type(self.processor).__name__} makes {made}, not pixel_values and a text for each")
         parts = [
             {name: _of_image(tensor, at, len(images)) for name, tensor in tensors.items()} for at in range(len(images))
         ]

@@ -227,11 +227,8 @@ def read_frames(video: Any, read: Callable[..., Result], *, limits: ImageLimits 
         ImageError: see `load_video`.
     """
     if isinstance(video, str | bytes) or not isinstance(video, Sequence):
-        raise ImageError(
-            f"a video of type {type(video).__name__} cannot be read; give its file (a path or bytes), or a list of its "
-            "frames as images, with 'sample_fps' beside them",
-            "video_source",
-        )
+        fault = f"a video of type {type(video).__name__} cannot be read; give its file (a path or bytes)"
+        raise ImageError(f"{fault}, or a list of its frames as images", "video_source")
     if not video:
         raise ImageError("the video has no frames; give at least one or drop the sample", "video_frames")
     results = []
@@ -275,11 +272,10 @@ def _frame_sizes(sizes: Sequence[Size], element: Mapping[str, Any], *, settings:
     final = video_frame_size(element, sizes[0], num_frames=len(sizes), factor=factor)
     for index, (height, width) in enumerate(first):
         if (height, width) != first[0]:
-            raise ImageError(
-                f"frame {index} is {width} x {height} and frame 0 is {first[0][1]} x {first[0][0]} (after resizing); "
-                "all frames of a video must have one size: crop or pad them",
-                "video_frames",
+            sizes_seen = (
+                f"frame {index} is {width} x {height} and frame 0 is {first[0][1]} x {first[0][0]} (after resizing)"
             )
+            raise ImageError(f"{sizes_seen}; all frames of a video must have one size", "video_frames")
     for size in (first[0], final):
         check_enlarged(size, source=sizes[0], factor=factor, num_frames=len(sizes))
     return first[0], final
@@ -351,11 +347,8 @@ def _decoded(video: Any, header: VideoHeader, frames: SampledFrames, limits: Vid
     """Frames as uint8 `[3, H, W]`."""
     for index, frame in zip(frames.indices, decode_frames(video, frames.indices, limits=limits), strict=True):
         if frame.shape[:2] != (header.height, header.width):
-            raise ImageError(
-                f"frame {index} is {frame.shape[1]} x {frame.shape[0]} and frame 0 {header.width} x {header.height}; "
-                "all frames of a video must have one size: encode it again in one",
-                "video_frames",
-            )
+            seen = f"frame {index} is {frame.shape[1]} x {frame.shape[0]} and frame 0 {header.width} x {header.height}"
+            raise ImageError(f"{seen}; all frames of a video must have one size: encode it again", "video_frames")
         yield torch.from_numpy(frame).permute(2, 0, 1)
 
 
