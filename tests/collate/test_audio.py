@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import slow
 from PIL import Image
-from tiers import full
 from transformers import Qwen2_5OmniConfig, Qwen3OmniMoeConfig
 
 from vlmpack.collate import VLMCollator
@@ -105,7 +105,7 @@ def test_measured_and_tokenised_samples_are_the_same_batch(family: str) -> None:
     assert measure_lengths([sample], collator).tokens.tolist() == [batch["input_ids"].shape[1]]
 
 
-@pytest.mark.parametrize("family", [CONVOLVED, *full(POOLED)])
+@pytest.mark.parametrize("family", [CONVOLVED, *slow(POOLED)])
 def test_a_row_of_the_collator_is_its_padded_batch_packed_and_goes_through_the_model(family: str) -> None:
     processor = processor_of(family)
     features = [whole(family)[0], {"messages": messages()}, {"messages": messages(heard(30_000, seed=3))}]
@@ -250,7 +250,7 @@ def test_models_that_cannot_hear_refuse_audio_and_stored_rows_refuse_models_that
         measure_lengths([whole(POOLED)[0]], VLMCollator(processor_of(POOLED)), min_shared=8)
 
 
-@pytest.mark.parametrize("family", full(POOLED, CONVOLVED))
+@pytest.mark.parametrize("family", slow(POOLED, CONVOLVED))
 def test_a_processor_that_was_saved_makes_the_same_batch(family: str, tmp_path: Any) -> None:
     sample, made = whole(family)
     processor_of(family).save_pretrained(tmp_path)

@@ -27,8 +27,8 @@ import torch
 from transformers.video_utils import VideoMetadata
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from cases import slow
 from chats import picture
-from tiers import full
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.video import VideoSettings, load_video
@@ -514,7 +514,7 @@ def judge(collator: VLMCollator, how: str, scene: Scene, row: Row) -> str:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:samples have columns that nothing reads")
-@pytest.mark.parametrize("cases", [10 * BATCH, *full(CASES)])
+@pytest.mark.parametrize("cases", [10 * BATCH, *slow(CASES)])
 def test_every_conversation_is_what_the_processor_makes_of_it_or_is_refused(cases: int) -> None:
     outcomes = run(seed=0, cases=cases)
     assert sum(outcomes.values()) == cases

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from chats import BEYOND, chat, of_family, picture, processor_of, tokenised
-from tiers import tiers
+from chats import BEYOND, chat, fast_and_slow, of_family, picture, processor_of, tokenised
 
 from vlmpack import PackedStep
 from vlmpack.collate import SharePrefixes, SkipLog, VLMCollator
@@ -80,7 +79,7 @@ def test_the_row_is_the_shared_plain_row():
 
 
 @pytest.mark.every_family
-@pytest.mark.parametrize("family", tiers(BEYOND, ["idefics3", "llava_onevision"], exhaustive=BEYOND[1::2]))
+@pytest.mark.parametrize("family", fast_and_slow(BEYOND, ["idefics3", "llava_onevision"]))
 def test_so_it_is_of_every_family(family):
     first, twin, other = picture(120, 90), picture(120, 90, seed=1), picture(257, 140, seed=2)
     pairs = ("a", twin), ("a", other), ("b", twin)

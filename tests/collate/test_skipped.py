@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
 
 import pytest
@@ -54,13 +53,6 @@ def test_each_refusal_is_one_line_of_json(tmp_path):
         "seen": 2,
     }
     assert (second["id"], second["reason"], second["seen"]) == (None, "overlength", 3)
-
-
-def test_an_existing_file_is_added_to(tmp_path):
-    path = tmp_path / "skip_log.jsonl"
-    for _ in range(2):
-        SkipLog(path).refuse(bad())
-    assert len(read_skip_log(path)) == 2
 
 
 def _write_many(path, worker):
@@ -110,14 +102,6 @@ def test_a_fraction_of_bad_samples_reaches_the_skip_limit_once_enough_were_seen(
     assert str(caught.value).startswith(
         f"4 of 8 samples (50.0%, max_bad_fraction=0.25) had to be refused: no_targets 4; each is written down in {path}"
     )
-
-
-def test_the_fraction_itself_is_still_allowed():
-    skip_log = SkipLog(limit=SkipLimit(max_bad_fraction=0.5, min_samples=2))
-    for _ in range(5):
-        skip_log.use()
-        skip_log.refuse(bad())
-    assert skip_log.received == 10
 
 
 def test_what_is_left_out_by_choice_does_not_count_towards_the_skip_limit():
@@ -240,13 +224,6 @@ def test_a_column_that_another_process_has_named_is_not_named_again():
     worker.join()
     assert skip_log.name_unread(("note", "remark")) == ("remark",)
     assert skip_log.unread == ("note", "remark")
-
-
-def test_threads_count_together():
-    skip_log = SkipLog()
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: skip_log.use(), range(40)))
-    assert skip_log.used == 40
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda skip_log: pickle.loads(pickle.dumps(skip_log))])

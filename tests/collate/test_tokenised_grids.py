@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import slow
 from chats import needs_torchvision, picture
 from equality import by_sample, limits_of
-from tiers import full
 from transformers.video_utils import VideoMetadata
 
 from vlmpack.collate import VLMCollator
@@ -41,7 +41,7 @@ def feature_of(sample: Any) -> dict[str, Any]:
     return {name: value.tolist() if name in ("input_ids", "labels") else value for name, value in kept.items()}
 
 
-@pytest.mark.parametrize("family", [*GRIDS[:2], *full(*GRIDS[2:])])
+@pytest.mark.parametrize("family", [*GRIDS[:2], *slow(*GRIDS[2:])])
 def test_tokenised_samples_are_joined_as_they_are(family: str) -> None:
     videos = ("video", "video") if FAMILIES[family].has_videos else ()
     samples = mixed_samples(config_of(family), seed=3, kinds=("image", "text", "images", *videos))
@@ -102,7 +102,7 @@ def clip(count: int, width: int) -> dict[str, Any]:
 
 
 @needs_torchvision
-@pytest.mark.parametrize("family", [*GRIDS[:2], *full(*sorted(VIDEO_PROCESSORS.keys() - GRIDS[:2]))])
+@pytest.mark.parametrize("family", [*GRIDS[:2], *slow(*sorted(VIDEO_PROCESSORS.keys() - GRIDS[:2]))])
 def test_videos_of_the_processor_itself_share_a_row_with_images_as_alone(family: str) -> None:
     processor = with_videos(family)
     calls = [("video", clip(4, 84)), ("image", {"images": [[picture(90, 61)]]}), ("video", clip(6, 140))]

@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chats import chat, needs_torchvision, picture, processor_of
+from chats import chat, fast_and_slow, needs_torchvision, picture, processor_of
 from clips import CODECS, clip_bytes, write_clip
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tiers import tiers
 from transformers import AutoProcessor, Qwen2VLImageProcessorPil
 from transformers.video_utils import load_video
 
@@ -223,7 +222,7 @@ def test_pixels_grids_and_times_are_those_of_transformers_video_processors(tmp_p
         torch.testing.assert_close(video.pixels, expected["pixels"], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen2_5_vl", "qwen3_vl"]))
+@pytest.mark.parametrize("family", fast_and_slow(FAMILIES, ["qwen2_5_vl", "qwen3_vl"]))
 def test_a_file_is_the_list_of_the_frames_that_transformers_samples(family: str) -> None:
     """Of a size that neither form resizes, with the rates of the file beside the list."""
     height, width = size = (128, 192) if family.startswith("qwen3") else (112, 168)
@@ -248,7 +247,7 @@ def test_a_file_is_the_list_of_the_frames_that_transformers_samples(family: str)
 
 
 @needs_torchvision
-@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen2_5_vl", "qwen3_vl"]))
+@pytest.mark.parametrize("family", fast_and_slow(FAMILIES, ["qwen2_5_vl", "qwen3_vl"]))
 def test_a_sample_with_a_file_and_an_image_is_what_the_whole_processor_makes(family: str, tmp_path: Path) -> None:
     """Of other pixels than images: by the settings of the video processor, which AutoProcessor loads."""
     processor = tiny_processor(family)
@@ -293,8 +292,8 @@ def test_a_sample_with_a_file_and_an_image_is_what_the_whole_processor_makes(fam
 # ---------------------------------------------------------------- in samples
 
 
-@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen2_5_vl", "qwen3_vl"]))
-@pytest.mark.parametrize("name", tiers(CODECS, ["h264.mp4"]))
+@pytest.mark.parametrize("family", fast_and_slow(FAMILIES, ["qwen2_5_vl", "qwen3_vl"]))
+@pytest.mark.parametrize("name", fast_and_slow(CODECS, ["h264.mp4"]))
 def test_what_is_measured_is_what_is_decoded(family: str, name: str, tmp_path: Path) -> None:
     write_clip(tmp_path / name)
     collator = collator_of(family)
@@ -379,7 +378,7 @@ def test_a_file_that_was_changed_since_it_was_measured_is_refused(clip: bytes, t
     assert caught.value.reason == "video_changed"
 
 
-@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen3_vl"]))
+@pytest.mark.parametrize("family", fast_and_slow(FAMILIES, ["qwen3_vl"]))
 def test_packed_equals_alone_in_plain_transformers(family: str, clip: bytes) -> None:
     processor = processor_of(family)
     model = tiny_model(family, processor=processor).float()

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from traceback import extract_tb
@@ -20,7 +21,7 @@ from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import OVERLENGTH, Encoded, Overlength, TrainOn, check_labels_are_ids, fit
 from vlmpack.collate.frame_sampling import FrameSampling
 from vlmpack.collate.media import BatchMedia
-from vlmpack.collate.processor_metadata import ProcessorMetadata, read_processor
+from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.collate.skipped import SkipLimit, SkipLog
 from vlmpack.collate.video import file_rules_of
 from vlmpack.data.images import ImageLimits
@@ -139,8 +140,8 @@ class VLMCollator:
                 f"add_stop={add_stop!r} is no special token of the tokenizer, as {self.metadata.eos_token!r} is"
             )
         self.share_prefixes = _sharing(share_prefixes, layout, self.slots)
-        takes_others = _is_whole(self.metadata) or self.metadata.has_audio
-        self._family = family_of_processor(processor) if takes_others else None
+        is_whole = self.metadata.by_processor and self.metadata.has_vision
+        self._family = family_of_processor(processor) if is_whole or self.metadata.has_audio else None
         self.file_rules = file_rules_of(processor, self.metadata, sampling=sampling, limits=video_limits)
         self.skip_log = SkipLog(skip_log, limit=skip_limit)
         """Counts of received, used and refused samples, by reason."""
@@ -257,7 +258,7 @@ class VLMCollator:
             return self._typed(to_batch(samples, pad_token_id=self.metadata.pad_token_id, **further))
         except NotFinite:
             for at, sample in usable:
-                media = (*sample.images, *sample.videos, *sample.audios)
+                media = chain.from_iterable(sample.media.values())
                 if not all(is_finite(values) for medium in media for values in medium.values):
                     message = "its pixels hold NaN or infinity; the image is broken or was normalised by 0"
                     if not all(is_finite(audio.pixels) for audio in sample.audios if audio.pixels is not None):
@@ -405,11 +406,6 @@ def _ignored_keys(keys: Collection[str]) -> tuple[str, ...]:
     if needed := {"role", "content", "from", "value", "type", "text"}.intersection(keys):
         raise ConfigError(f"ignored_keys={keys!r} would leave {', '.join(sorted(needed))} out, which messages need")
     return tuple(keys)
-
-
-def _is_whole(metadata: ProcessorMetadata) -> bool:
-    """Return whether images are made by a family's own processor as a whole."""
-    return metadata.by_processor and metadata.has_vision
 
 
 def _sharing(share_prefixes: bool | SharePrefixes, layout: BatchLayout, slots: SlotRule) -> SharePrefixes | None:

@@ -98,16 +98,12 @@ def read_turns(value: Any, column: str, marked: Collection[str] = (), *, has_aud
         Refusal: `bad_row`: they are no turns, one of them is empty, or its role or its flag is not known.
     """
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
-        hint = ""
         if isinstance(value, str) and value.lstrip().startswith("["):
-            hint = ", which is JSON text; cast the column (dataset.cast_column(name, datasets.Json())), or parse it"
+            hint = ", which is JSON text; parse it, or cast the column (dataset.cast_column(name, datasets.Json()))"
         elif isinstance(value, np.ndarray):
             hint = ", as pandas and a numpy format give rows; give lists (dataset.with_format(None), value.tolist())"
-        elif isinstance(value, Mapping):
-            hint = (
-                " of lists, as datasets.Sequence stores turns; give a list of turns: [dict(zip(x, turn)) for turn in "
-                "zip(*x.values())]"
-            )
+        else:
+            hint = " of lists, as datasets.Sequence stores turns; zip them" if isinstance(value, Mapping) else ""
         raise Refusal("bad_row", f"{column} must be a non-empty list of messages, got {short(value)}{hint}")
     if column == PAIRS_COLUMN:
         value = [turn for at, pair in enumerate(value) for turn in _pair(pair, f"{column}[{at}]")]
@@ -400,11 +396,7 @@ def read_conversation(
     marked = marked_kinds(feature, markers if has_vision else "text")
     conversation = _read(present, feature, marked, has_audio=has_audio)
     media = _media_of(conversation)
-    check_markers(
-        _questions(conversation),
-        feature,
-        missing=[kind for kind in marked if not media[kind]],
-    )
+    check_markers(_questions(conversation), feature, missing=[kind for kind in marked if not media[kind]])
     turn = present.get(BRANCH_COLUMN)
     return conversation if turn is None else branch_of(conversation, turn)
 
@@ -436,11 +428,11 @@ def check_answered(conversation: Conversation) -> None:
     else:
         answers = [message for message in conversation.messages if message["role"] == "assistant"]
         flags = conversation.trained_turns or (True,) * len(answers)
-        learnt = [message for message, flag in zip(answers, flags, strict=True) if flag]
-        if any(not is_empty(message.get(key)) for message in learnt for key in SPEAKING):
+        trained = [message for message, flag in zip(answers, flags, strict=True) if flag]
+        if any(not is_empty(message.get(key)) for message in trained for key in SPEAKING):
             return
-        texts = [text_of(message) for message in learnt]
-        which = "its answer is" if len(texts) == 1 else f"all {len(texts)} answers that it would learn are"
+        texts = [text_of(message) for message in trained]
+        which = "its answer is" if len(texts) == 1 else f"all its {len(texts)} answers are"
     if texts and not any(text.strip() for text in texts):
         raise Refusal(
             "no_targets",
@@ -514,17 +506,15 @@ def _conversation(turns: list[Turn], present: Mapping[str, Any], marked: Collect
     if "system" in present:
         turns = with_system(turns, present["system"])
     messages = [turn.message for turn in turns]
-    videos = fill_placeholders(messages, present, "video", is_marked="video" in marked)
-    images = fill_placeholders(messages, present, "image", is_marked="image" in marked)
-    audios = fill_placeholders(messages, present, "audio", is_marked="audio" in marked)
-    learnt = tuple(turn.learnt for turn in turns if turn.message["role"] == "assistant")
+    media = {
+        f"{k}s": fill_placeholders(messages, present, k, is_marked=k in marked) for k in ("video", "image", "audio")
+    }
+    trained = tuple(turn.learnt for turn in turns if turn.message["role"] == "assistant")
     return Conversation(
         messages=tuple(map(_for_template, messages)),
-        images=images,
-        videos=videos,
-        audios=audios,
-        trained_turns=None if all(learnt) else learnt,
+        trained_turns=None if all(trained) else trained,
         template_options=_template_options(present),
+        **media,
     )
 
 
@@ -542,8 +532,7 @@ def _prompt_and_completion(present: Mapping[str, Any], marked: Collection[Kind],
 def _plain(prompt: str, completion: str, present: Mapping[str, Any]) -> Conversation:
     if present.get("system"):
         raise Refusal("bad_row", f"it has a column system, {short(present['system'])}; write it into the prompt")
-    images, videos, audios = (column_media(present, kind) for kind in ("image", "video", "audio"))
-    return Conversation(plain=(prompt, completion), images=images, videos=videos, audios=audios)
+    return Conversation(plain=(prompt, completion), **{f"{kind}s": column_media(present, kind) for kind in KINDS})
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -607,35 +596,24 @@ def branch_of(conversation: Conversation, turn: Any) -> Conversation:
         number = -1
     if not 0 <= number < pairs:
         raise Refusal("bad_row", f"its {BRANCH_COLUMN} is {turn!r}, but it has {pairs} questions, counted from 0")
-    parts = _with_media(conversation)
+    refs = {kind: iter(media) for kind, media in _media_of(conversation).items()}
+    parts: list[Parts] = []
+    for message in conversation.messages:
+        content = message["content"]
+        pieces = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        parts.append([(part, next(refs[part["type"]]) if part["type"] in refs else None) for part in pieces])
     question = first + 2 * number
     if number:
         parts[question] = [part for part in parts[first] if part[1] is not None] + parts[question]
     kept = [*range(first), question, question + 1]
-    learnt = conversation.trained_turns
+    taken = [part for at in kept for part in parts[at]]
+    flags = conversation.trained_turns
     return replace(
         conversation,
         messages=tuple(_message(conversation.messages[at], parts[at]) for at in kept),
-        images=_media([parts[at] for at in kept], "image"),
-        videos=_media([parts[at] for at in kept], "video"),
-        audios=_media([parts[at] for at in kept], "audio"),
-        trained_turns=None if learnt is None else (learnt[number],),
+        trained_turns=None if flags is None else (flags[number],),
+        **{f"{kind}s": tuple(ref for part, ref in taken if ref is not None and part["type"] == kind) for kind in KINDS},
     )
-
-
-def _with_media(conversation: Conversation) -> list[Parts]:
-    """The parts of every message, each image, video and audio with its reference."""
-    media = {
-        "image": iter(conversation.images),
-        "video": iter(conversation.videos),
-        "audio": iter(conversation.audios),
-    }
-    messages: list[Parts] = []
-    for message in conversation.messages:
-        content = message["content"]
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        messages.append([(part, next(media[part["type"]]) if part["type"] in media else None) for part in parts])
-    return messages
 
 
 def _message(message: Mapping[str, Any], parts: Parts) -> Mapping[str, Any]:
@@ -643,7 +621,3 @@ def _message(message: Mapping[str, Any], parts: Parts) -> Mapping[str, Any]:
     if isinstance(message["content"], str) and all(ref is None for _, ref in parts):
         return message
     return {**message, "content": [part for part, _ in parts]}
-
-
-def _media(messages: Sequence[Parts], kind: Kind) -> tuple[MediaRef, ...]:
-    return tuple(ref for parts in messages for part, ref in parts if ref is not None and part["type"] == kind)

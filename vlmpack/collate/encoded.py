@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, zip_longest
+from itertools import accumulate, chain, zip_longest
 from typing import Literal, final
 
 import numpy as np
@@ -85,6 +85,11 @@ class Encoded:
         return len(self.input_ids)
 
     @property
+    def media(self) -> Mapping[Kind, tuple[Visual, ...]]:
+        """Its images, videos and audios by kind."""
+        return {"image": self.images, "video": self.videos, "audio": self.audios}
+
+    @property
     def media_runs(self) -> Runs:
         """The prefix of a sample whose family has prefixes, or the runs of its media tokens."""
         column = next(iter(self.columns.values()), None)
@@ -105,7 +110,7 @@ def check_sample(sample: Encoded, metadata: ProcessorMetadata) -> None:
     """Raise a `Refusal` for the first thing that is wrong with a sample; reasons are listed in the room's README."""
     check_ids(sample.input_ids, metadata)
     _check_labels(sample, metadata)
-    for visual in (*sample.images, *sample.videos, *sample.audios):
+    for visual in chain.from_iterable(sample.media.values()):
         if visual.grid is not None:
             _check_grid(visual.grid, metadata)
         check_pixels(visual, metadata)
@@ -116,12 +121,9 @@ def check_sample(sample: Encoded, metadata: ProcessorMetadata) -> None:
             )
             raise Refusal("bad_grid", fault)
     highest = sample.types.max(initial=0)  # most samples have no video, and many no image: nothing to look for
-    if sample.images or highest >= IMAGE:
-        check_runs(sample.types, sample.images, metadata, kind="image")
-    if sample.videos or highest >= VIDEO:
-        check_runs(sample.types, sample.videos, metadata, kind="video")
-    if sample.audios or highest >= AUDIO:
-        check_runs(sample.types, sample.audios, metadata, kind="audio")
+    for kind, visuals in sample.media.items():
+        if visuals or highest >= _TYPES[kind]:
+            check_runs(sample.types, visuals, metadata, kind=kind)
     if metadata.video_ends and sample.images and sample.videos:
         fault = (
             f"it has {len(sample.images)} image(s) and {len(sample.videos)} video(s), which its model takes only apart"
@@ -381,12 +383,10 @@ def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int) -
     cut = max((c for c in boundaries(sample, metadata) if c <= max_length), default=0)
     ids = sample.input_ids[:cut]
     labels, types = sample.labels[:cut], sample.types[:cut]
-    images = _whole(sample.images, types, metadata, kind="image")
-    videos = _whole(sample.videos, types, metadata, kind="video")
-    audios = _whole(sample.audios, types, metadata, kind="audio")
     columns = {name: column[:cut] for name, column in sample.columns.items()}
-    media = {"images": images, "videos": videos, "audios": audios}
+    media = {f"{kind}s": _whole(visuals, types, metadata, kind=kind) for kind, visuals in sample.media.items()}
     shorter = replace(sample, input_ids=ids, labels=labels, types=types, columns=columns, **media)
+    images = shorter.images
     if metadata.images_together and len(images) < len(sample.images):
         fault = f"within max_length={max_length} it would keep {len(images)} of its {len(sample.images)} images, which"
         raise Refusal("truncated_away", f"{fault} its processor resizes together; raise max_length")

@@ -188,14 +188,10 @@ def _range(header: VideoHeader, element: Mapping[str, Any]) -> tuple[int, int]:
     end = min(number(element, "video_end", duration), duration)
     first = math.ceil(start * header.fps)
     last = min(math.floor(end * header.fps), header.num_frames - 1)
-    if first >= last and not _is_whole(element):
+    if first >= last and any(element.get(key) is not None for key in ("video_start", "video_end")):
         raise ImageError(
             f"between video_start={start:g} and video_end={end:g} seconds lie fewer than {MIN_FRAMES} frames of its "
             f"{header.num_frames} at {header.fps:g} per second ({duration:g} seconds); widen it or leave both out",
             "vision_key",
         )
     return first, last
-
-
-def _is_whole(element: Mapping[str, Any]) -> bool:
-    return all(element.get(key) is None for key in ("video_start", "video_end"))

@@ -43,7 +43,6 @@ from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of, pixe
 from vlmpack.collate.vision_keys import (
     Size,
     check_enlarged,
-    file_frame_size,
     first_frame_size,
     has_video_keys,
     number,
@@ -358,7 +357,7 @@ def _file_size(
     """(final size of each frame, how it is brought to it)."""
     factor, size = settings.patch_size * settings.merge_size, (header.height, header.width)
     if rules.bounds is None or has_video_keys(element):
-        final = file_frame_size(element, size, num_frames=num_frames, factor=factor)
+        final = video_frame_size(element, size, num_frames=num_frames, factor=factor, is_file=True)
         check_enlarged(final, source=size, factor=factor, num_frames=num_frames)
         return final, resize_floats
     rule, depth = _clip_size if rules.is_per_clip else _frame_size, settings.temporal_patch_size

@@ -225,35 +225,23 @@ def first_frame_size(element: Mapping[str, Any], size: Size, *, factor: int) -> 
     return image_size(element, size, factor=2 * factor)
 
 
-def video_frame_size(element: Mapping[str, Any], size: Size, *, num_frames: int, factor: int) -> Size:
-    """Compute the final size of the frames of a video given as images (`vision_process.fetch_video`), in pixels.
+def video_frame_size(
+    element: Mapping[str, Any], size: Size, *, num_frames: int, factor: int, is_file: bool = False
+) -> Size:
+    """Compute the final size of the frames of a video (`vision_process.fetch_video`), in pixels.
 
     Args:
         element: keys as for images, and `total_pixels`, which the frames share.
         size: of one frame.
-        num_frames: frames in the list; an odd number counts one more, as the last frame is repeated.
+        num_frames: frames that are taken; of a list an odd number counts one more, as the last frame is repeated.
         factor: patch size times merge size.
+        is_file: frames of a file are not brought to a first size one by one.
 
     Raises:
         ImageError: see `smart_resize`.
     """
-    low, high = _frame_bounds(element, num_frames + num_frames % FRAME_FACTOR, factor)
-    bounded = {**element, "min_pixels": low, "max_pixels": high}
-    return image_size(bounded, first_frame_size(element, size, factor=factor), factor=factor)
-
-
-def file_frame_size(element: Mapping[str, Any], size: Size, *, num_frames: int, factor: int) -> Size:
-    """Compute the size of the frames of a video's file (`vision_process.fetch_video`), in pixels.
-
-    Args:
-        element: as for `video_frame_size`.
-        size: of one frame.
-        num_frames: frames that are taken.
-        factor: patch size times merge size.
-
-    Raises:
-        ImageError: see `smart_resize`.
-    """
+    if not is_file:
+        size, num_frames = first_frame_size(element, size, factor=factor), num_frames + num_frames % FRAME_FACTOR
     low, high = _frame_bounds(element, num_frames, factor)
     return image_size({**element, "min_pixels": low, "max_pixels": high}, size, factor=factor)
 
