@@ -7,31 +7,28 @@ costs, so ids and pixels are random, and the same for the same seed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import isqrt, prod
+from dataclasses import dataclass
+from math import isqrt
 from typing import Any, final
 
 import torch
 
-from vlmpack.families import Family, family_named
-from vlmpack.layout import IGNORE, Grid, HostMetadata, Media, PaddedBatch
+from vlmpack.families import Family
+from vlmpack.layout import Grid, PaddedBatch
 from vlmpack.testing import Sample, build_sample, padded, tiny_config
 
-BY_FORMULA = (
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen4_exp",
-    "qwen3",
-    "qwen3_next",
-)
-"""Families whose FLOPs are known by formula too (`step_flops`)."""
 MEASURED = (
-    *BY_FORMULA,
+    *(
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen4_exp",
+        "qwen3",
+        "qwen3_next",
+    ),
     "qwen2_5_omni_thinker",
     "mistral3",
     "gemma3",
@@ -42,8 +39,6 @@ MEASURED = (
     "llama4_text",
 )
 """Families that are measured: one at least of each mechanism. The others share theirs."""
-FIRST_WORD = 6
-"""Ids below this are special tokens of tiny models."""
 HEAD = 64
 """Channels of an attention head."""
 DELTA_HEAD = 128
@@ -167,109 +162,33 @@ def receipt_model(family: Family, shapes: ReceiptShapes, *, seed: int = 0, devic
     return model.train().to(device)
 
 
-def receipt_batch(
-    family: Family, config: Any, shapes: ReceiptShapes, *, seed: int = 0, device: str = "cpu"
-) -> PaddedBatch:
-    """The samples of `shapes` as one right-padded batch on a device, with the metadata that a collator gives.
-
-    To a family without vision they are text of the same lengths. Pixels are drawn where they will lie.
-    """
-    rng = torch.Generator().manual_seed(seed)
-    width = max(shapes.lengths)
-    ids = torch.randint(FIRST_WORD, shapes.vocab_size, (shapes.samples, width), generator=rng)
-    labels = torch.full_like(ids, IGNORE)
-    for row, length in enumerate(shapes.lengths):
-        answer = slice(length - shapes.labelled(length), length)
-        labels[row, answer] = ids[row, answer]
-        ids[row, length:] = family.text_config(config).pad_token_id or 0
-    batch = PaddedBatch(
-        input_ids=ids,
-        attention_mask=(torch.arange(width) < torch.tensor(shapes.lengths)[:, None]).long(),
-        labels=labels,
-        metadata=HostMetadata(lengths=shapes.lengths, num_targets=int((labels[:, 1:] != IGNORE).sum())),
-    )
-    if not family.has_vision:
-        return batch.to(device)
-    if not family.has_grids or family.has_audio:
-        return padded(built_samples(config, shapes, seed=seed)).to(device)
-    drawn = rng if device == "cpu" else torch.Generator(device).manual_seed(seed)
-    return _with_images(batch, family, config, shapes, drawn).to(device)
+def receipt_samples(family: Family, config: Any, shapes: ReceiptShapes, *, seed: int = 0) -> list[Sample]:
+    """The samples of `shapes`, one by one: each an image (an audio of Omni), then text of which the end is labelled."""
+    samples = []
+    for at, length in enumerate(shapes.lengths):
+        labelled = shapes.labelled(length)
+        medium = _medium(family, config, round(length * shapes.image_share), room=length - labelled)
+        stretches = [0, length - _tokens(config, medium)] if medium else [length]
+        number = len(shapes.lengths) * seed + at
+        samples.append(build_sample(config, stretches=stretches, labelled=labelled, seed=number, **medium))
+    return samples
 
 
-def _with_images(
-    batch: PaddedBatch, family: Family, config: Any, shapes: ReceiptShapes, rng: torch.Generator
-) -> PaddedBatch:
-    """An image at the start of every sample."""
-    assert batch.metadata is not None
-    merge = family.merge(config)
-    grids = [image_grid(round(n * shapes.image_share), merge) for n in shapes.lengths]
-    ids, types = batch.input_ids.clone(), torch.zeros_like(batch.input_ids)
-    for row, grid in enumerate(grids):
-        image = family.tokens_per_image(grid, merge)
-        ids[row, 0], ids[row, image + 1] = config.vision_start_token_id, config.vision_end_token_id
-        ids[row, 1 : image + 1] = config.image_token_id
-        types[row, 1 : image + 1] = 1
-    metadata = replace(batch.metadata, image_grids=tuple(grids), images_per_sample=(1,) * shapes.samples)
-    media = _media(family.patch_channels(config), grids, rng)
-    return replace(batch, input_ids=ids, mm_token_type_ids=types, media=media, metadata=metadata)
-
-
-def built_samples(config: Any, shapes: ReceiptShapes, *, seed: int = 0) -> list[Sample]:
-    """The samples of a family whose images have no grids, or that takes audio, one by one: each an image or an audio,
-    then text."""
-    return [
-        build_sample(
-            config,
-            stretches=[0, length - _medium_length(config, medium)],
-            labelled=shapes.labelled(length),
-            seed=len(shapes.lengths) * seed + at,
-            **medium,
-        )
-        for at, length in enumerate(shapes.lengths)
-        for medium in [_medium(config, shapes, length)]
-    ]
-
-
-def _medium(config: Any, shapes: ReceiptShapes, length: int) -> dict[str, Any]:
-    """The largest image or audio whose tokens, with those around and between them, leave room for the labels."""
-    room, tokens = length - shapes.labelled(length), round(length * shapes.image_share)
-    media: list[dict[str, Any]] = [{"image_grids": [image_grid(n, 1)]} for n in range(tokens, 0, -1)]
-    if config.model_type in PATCHES_OF_TOKEN:
-        media = [{"image_grids": [(1, 1, 1)]}]
-    elif family_named(config.model_type).has_audio:
+def _medium(family: Family, config: Any, tokens: int, *, room: int) -> dict[str, Any]:
+    """An image or audio of about so many tokens, which with those around and between them leave room for labels."""
+    media: list[dict[str, Any]] = []
+    if family.has_audio:
         media = [{"audio_frames": [FRAMES_OF_TOKEN * tokens]}]
-    return next((medium for medium in media if _medium_length(config, medium) <= room), media[-1])
+    elif family.model_type in PATCHES_OF_TOKEN:
+        media = [{"image_grids": [(1, 1, 1)]}]
+    elif family.has_vision:
+        merge = family.merge(config) if family.has_grids else 1
+        media = [{"image_grids": [image_grid(n, merge)]} for n in range(tokens, 0, -1)]
+    return next((medium for medium in media if _tokens(config, medium) <= room), media[-1] if media else {})
 
 
-def _medium_length(config: Any, medium: dict[str, Any]) -> int:
+def _tokens(config: Any, medium: dict[str, Any]) -> int:
     return len(build_sample(config, stretches=[0, 0], **medium)["input_ids"])
-
-
-def alone(batch: PaddedBatch) -> list[dict[str, torch.Tensor]]:
-    """Each sample of a batch of `receipt_batch` on its own, without padding, as a Hugging Face model takes it."""
-    assert batch.metadata is not None
-    tokens = {name: tensor for name, tensor in hf_inputs(batch).items() if name in _TOKENS}
-    samples = [
-        {name: tensor[row : row + 1, :length] for name, tensor in tokens.items()}
-        for row, length in enumerate(batch.metadata.lengths)
-    ]
-    media = batch.media
-    if media.pixel_values is None or media.image_grid_thw is None:
-        return samples
-    pixels = media.pixel_values.split([prod(grid) for grid in batch.metadata.image_grids])
-    grids = media.image_grid_thw.split(1)
-    return [
-        {**sample, "pixel_values": patches, "image_grid_thw": grid}
-        for sample, patches, grid in zip(samples, pixels, grids, strict=True)
-    ]
-
-
-_TOKENS = ("input_ids", "attention_mask", "labels", "mm_token_type_ids")
-
-
-def hf_inputs(batch: PaddedBatch) -> dict[str, torch.Tensor]:
-    """The batch as an unmodified Hugging Face model takes it: tensors only."""
-    return {name: value for name, value in batch.to_hf().items() if isinstance(value, torch.Tensor)}
 
 
 def image_grid(tokens: int, merge: int) -> Grid:
@@ -278,6 +197,13 @@ def image_grid(tokens: int, merge: int) -> Grid:
     return 1, merge * max(1, round(tokens / columns)), merge * columns
 
 
-def _media(channels: int, grids: Sequence[Grid], rng: torch.Generator) -> Media:
-    pixels = torch.randn(sum(map(prod, grids)), channels, generator=rng, device=rng.device)
-    return Media(pixel_values=pixels, image_grid_thw=torch.tensor(grids))
+def receipt_batch(
+    family: Family, config: Any, shapes: ReceiptShapes, *, seed: int = 0, device: str = "cpu"
+) -> PaddedBatch:
+    """The samples of `shapes` as one right-padded batch on a device, with the metadata that a collator gives."""
+    return padded(receipt_samples(family, config, shapes, seed=seed)).to(device)
+
+
+def hf_inputs(batch: PaddedBatch) -> dict[str, torch.Tensor]:
+    """The batch as an unmodified Hugging Face model takes it: tensors only."""
+    return {name: value for name, value in batch.to_hf().items() if isinstance(value, torch.Tensor)}

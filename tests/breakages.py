@@ -20,12 +20,12 @@ from vlmpack.attention.spans import SpanCall, Spans
 from vlmpack.families import Family, family_named
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PaddedBatch, Segments, SlotRule
-from vlmpack.layout.buckets import Buckets
 from vlmpack.model import engine, head
 from vlmpack.model.mechanisms import attention, audio, experts, vision
 from vlmpack.model.mechanisms.experts import has_balance
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
-from vlmpack.model.mechanisms.query_scale import QueryScale
+from vlmpack.model.mechanisms.llama4 import QueryScale
+from vlmpack.model.mechanisms.recurrent_rows import Buckets
 from vlmpack.model.mechanisms.short_conv import ShortConv
 from vlmpack.model.mechanisms.vision import Vision, VisionRow
 from vlmpack.model.row import RowContext

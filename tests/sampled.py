@@ -86,10 +86,7 @@ def finish(sampler: BatchedSampling, *, begins_again: bool = False) -> dict[str,
 
 
 def run(
-    sampler: BatchedSampling,
-    requests: Mapping[str, tuple[EncodedSequence, Sample]],
-    *,
-    begins_again: bool = False,
+    sampler: BatchedSampling, requests: Mapping[str, tuple[EncodedSequence, Sample]], *, begins_again: bool = False
 ) -> dict[str, SampleResult | Failure]:
     for key, (prompt, request) in requests.items():
         sampler.add(key, SESSION, prompt, request)

@@ -49,7 +49,7 @@ def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], di
 @pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("configuration", [pytest.param("ddp", marks=pytest.mark.exhaustive), "fsdp2"])
+@pytest.mark.parametrize("configuration", ["fsdp2"])
 def test_two_ranks_have_the_losses_of_one_and_go_on_where_they_were(
     configuration: str, on_one_rank: tuple[list[str], dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow
 from sampled import prompts_of, run, sample, sampler_of, tokens_of
 from step_service import (
     ADAM,
@@ -24,19 +25,18 @@ from step_service import (
     tiny_engine,
     weights,
 )
-from tiers import tiers
-from training import LAYOUTS, arguments, logged
+from training import arguments, logged
 from transformers import Trainer
 
 from vlmpack import SlotRule, ThdStep, probe
 from vlmpack.collate import VLMCollator
-from vlmpack.layout.device import recorded_syncs
 from vlmpack.model import enable_packing
+from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.service.engine import Engine
 from vlmpack.testing import mixed_samples, padded, receipt_conversations, tiny_model, tiny_processor
 
 LOW = torch.bfloat16
-PROBED = ("qwen3", "qwen3_vl", "gemma3", "gemma4", "kimi_k25", "deepseek_ocr2", "llama4")
+PROBED = ("qwen3", "gemma3", "gemma4", "kimi_k25", "deepseek_ocr2", "llama4")
 """Boundaries, images, images that see each other, and towers that do not cast their pixels."""
 pytestmark = pytest.mark.gpu
 
@@ -67,7 +67,7 @@ def trained(folder: Path, layout: str, *, dtype: torch.dtype, **settings: Any) -
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
-@pytest.mark.parametrize("layout", tiers(LAYOUTS, ["packed"]))
+@pytest.mark.parametrize("layout", ["packed", *slow("padded")])
 def test_hf_trainer_learns_the_same_as_on_a_cpu(layout: str, tmp_path: Path) -> None:
     settings = {"dataloader_num_workers": 1, "gradient_checkpointing": True, "use_cpu": False}
     ours = trained(tmp_path, layout, dtype=LOW, **settings)
@@ -130,8 +130,7 @@ def test_sampled_tokens_are_those_of_each_request_alone(dtype: torch.dtype) -> N
 # ---------------------------------------------------------------------- the probe, and generation
 
 
-@pytest.mark.every_family
-@pytest.mark.parametrize("family", tiers(PROBED, ["qwen3_vl"]))
+@pytest.mark.parametrize("family", ["qwen3_vl", *slow(*PROBED)])
 def test_the_probe_finds_packed_equal_to_alone(family: str) -> None:
     report = probe(tiny_model(family, dtype=LOW).cuda(), plain=False, share_prefixes=False)
     assert report.verdict == "exact", report

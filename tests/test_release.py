@@ -67,7 +67,7 @@ def _ray() -> None:
 
 
 def _megatron() -> None:
-    from vlmpack.megatron.thd import _params_class
+    from vlmpack.interop.megatron import _params_class
 
     _params_class.__wrapped__()
 

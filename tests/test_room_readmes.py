@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import slow
 from chats import chat, picture
 from test_readme import ROOT, examples, run
-from tiers import tiers
 
 from vlmpack import VLMCollator
 from vlmpack.families import family_of
@@ -39,7 +39,7 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # PyTorch imports its compiler
-@pytest.mark.parametrize("room", tiers(ROOMS, [room for room in ROOMS if room != "probing"]))
+@pytest.mark.parametrize("room", [*(room for room in ROOMS if room != "probing"), *slow("probing")])
 def test_the_examples_run(room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(ROOT / "vlmpack" / room / "README.md", **GIVEN.get(room, dict)()) > 0

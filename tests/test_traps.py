@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow
 from datasets import Dataset
 from equality import ATTENTION, DELTA
-from tiers import full, only_exhaustive
 from training import KINDS, Samples, arguments, collator, descend, receipts, train, trainer
 from transformers import Trainer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -23,10 +23,10 @@ from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import Family, family_of
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments, SlotRule, pack
-from vlmpack.layout.buckets import Buckets
 from vlmpack.model import disable_packing, enable_packing, forward, positions
 from vlmpack.model.mechanisms import attention, experts, per_sample
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
+from vlmpack.model.mechanisms.recurrent_rows import Buckets
 from vlmpack.model.row import RowContext
 from vlmpack.testing import alone, padded, tiny_model
 from vlmpack.testing.comparison import distance, run_alone
@@ -364,7 +364,7 @@ def test_trap_14_the_first_label_of_a_sample_is_learnt_from_the_sample_before(mo
         case.model(**{**case.row, "labels": labels})
 
 
-@pytest.mark.parametrize("family", [VISION[0], *full(VISION[1]), *only_exhaustive(*VISION[2:])])
+@pytest.mark.parametrize("family", [VISION[0], *slow(VISION[1])])
 def test_trap_15_accumulation_and_evaluation_average_averages(family, tmp_path, monkeypatch):
     reference, model = tiny_model(family), enable_packing(tiny_model(family))
     samples = receipts(model)[:6]

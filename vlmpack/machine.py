@@ -83,7 +83,8 @@ def version_of(package: str) -> str | None:
     `__version__` of an imported package comes first: the metadata may lack the build, such as "+cu132" of PyTorch.
     """
     module = sys.modules.get(package.replace("-", "_"))
-    if module is not None and (build := vars(module).get("__version__")) is not None:
+    build = getattr(module, "__version__", None)
+    if build is not None:
         return str(build)
     try:
         return version(package)

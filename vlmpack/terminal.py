@@ -1,17 +1,23 @@
-"""Print tables and sentences for people at a terminal and for programs behind a pipe.
+"""Print tables, sentences and progress for people at a terminal, and plain lines for programs behind a pipe.
 
 At a terminal a table is as wide as the terminal: names wrap, numbers do not. In a pipe or a file it has one line a row,
-as wide as it needs, without colours and drawn lines: columns are two spaces or more apart.
+as wide as it needs, without colors and drawn lines: columns are two spaces or more apart. Progress is drawn on standard
+error, and only if that is a terminal:
+
+    measuring samples             ━━━━━━━━━━──────────  512/1000  170/s  0:00:02 left
 """
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 
 from rich import box
 from rich.console import Console
 from rich.padding import Padding
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -67,32 +73,6 @@ def print_text(console: Console, text: str | Text, *, indent: int = 0) -> None:
         console.print(Text(" " * indent).append_text(line), highlight=False, soft_wrap=True)
 
 
-def columns_that_fit(
-    titles: Sequence[str], cells: Sequence[Sequence[str | Text]], *, taken: int, width: int
-) -> Iterator[slice]:
-    """Yield runs of columns that fit a table side by side, at least one each.
-
-    Args:
-        titles: of the columns; they wrap, but no word of them does.
-        cells: of each column; they do not wrap.
-        taken: columns of the terminal in front of each run.
-        width: columns of the terminal.
-    """
-    start, used = 0, taken
-    for at, (title, column) in enumerate(zip(titles, cells, strict=True)):
-        needed = GAP + max(len(line) for line in [*wrapped(title).splitlines(), *map(str, column)])
-        if used + needed > width and at > start:
-            yield slice(start, at)
-            start, used = at, taken
-        used += needed
-    yield slice(start, len(titles))
-
-
-def wrapped(title: str) -> str:
-    """Break a column's title into lines of a few words."""
-    return textwrap.fill(title, 14, break_long_words=False, break_on_hyphens=False)
-
-
 def sample_name(index: int, sample_id: int | str | None) -> str:
     """Name a sample by its index, and by its id where it has another one."""
     return f"{index}" if sample_id in (None, index) else f"{index} (id {sample_id!r})"
@@ -104,3 +84,62 @@ def format_bytes(count: int) -> str:
     while value >= 1024 and unit < len(BYTE_UNITS) - 1:
         value, unit = value / 1024, unit + 1
     return f"{value:.1f} {BYTE_UNITS[unit]}" if unit else f"{count} bytes"
+
+
+# ---------------------------------------------------------------------- progress
+
+
+@contextmanager
+def progress_lines(title: str | None = None, *, quiet: bool) -> Iterator[Callable[..., None]]:
+    """Draw a line of progress for each stage of long work, from its first report on.
+
+    Args:
+        title: a stage that begins at once.
+        quiet: draw nothing.
+
+    Yields:
+        `report(stage, done=0, total=None, detail="")`: how many parts of a stage are done, and of how many (None: not
+            known); `detail` stands in place of the stage's name.
+    """
+    stage_column = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+    with Progress(
+        stage_column,
+        BarColumn(20),
+        PaceColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        expand=True,
+        disable=quiet or not sys.stderr.isatty(),
+        redirect_stdout=sys.stdout.isatty(),  # results that come meanwhile stand above; a pipe keeps what is its own
+    ) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def report(stage: str, done: int = 0, total: int | None = None, detail: str = "") -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(stage, total=total)
+            progress.update(tasks[stage], completed=done, total=total, description=detail or stage)
+
+        if title is not None:
+            report(title)
+        yield report
+
+
+class PaceColumn(ProgressColumn):
+    """Parts that are done, their rate, and the time that is left; of work without a known end the time passed."""
+
+    def render(self, task: Task) -> Text:
+        """Format them."""
+        parts = "" if task.total is None else f"{task.completed:,.0f}/{task.total:,.0f}  "
+        return Text(parts + pace(task.speed, task.time_remaining, task.elapsed), style="dim")
+
+
+def pace(speed: float | None, left: float | None, passed: float | None) -> str:
+    """Format parts per second, seconds left and seconds passed; None: not known.
+
+    >>> pace(170.2, 2.9, 3.0), pace(0.2, 61.0, 3.0), pace(None, None, 3.0)
+    ('170/s  0:00:02 left', '5.0 s each  0:01:01 left', '0:00:03')
+    """
+    if not speed or left is None:
+        return str(timedelta(seconds=int(passed or 0)))
+    rate = f"{1 / speed:.1f} s each" if speed < 1 else f"{speed:.1f}/s" if speed < 10 else f"{speed:,.0f}/s"
+    return f"{rate}  {timedelta(seconds=int(left))} left"

@@ -1,32 +1,27 @@
-"""attention: forward and backward of packed attention, against the padded batch and a dense mask, as models do it.
+"""The two parts of a step that packing changes, each by itself: attention, and the case `head`.
 
-    packed       every back-end that can serve here, on [T, N, H]
-    padded       scaled_dot_product_attention on [B, N, S, H] under the mask that Hugging Face makes of the 2D mask
-    dense mask   the same on [1, N, T, H] under a block-diagonal mask: the usual way to pack without varlen kernels
-
-Language attention is causal with fewer key-value heads than heads; vision attention is full, a segment an image.
+attention   forward and backward of one layer on a row by a back-end, on the padded batch under the mask that Hugging
+            Face makes, and on the row under a block-diagonal mask; `benchmarks.gpu` times them
+head        logits and cross-entropy of labelled rows only against those of all rows, and in chunks
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from benchmarks.figures import BenchSettings, Figure, Skipped
-from benchmarks.timing import alternate
-from vlmpack.attention.backends import BACKENDS, AttentionCall, explain
+from benchmarks.measuring import BenchSettings, Figure, alternate
+from benchmarks.receipts import ReceiptShapes
+from vlmpack.attention.backends import BACKENDS
 from vlmpack.errors import VlmpackError
-from vlmpack.layout import Segments, unpack
-
-CASE = "attention"
-TOKENS = (768, 154, 680, 242, 592, 330, 505, 417)
-PATCHES = (920, 184, 816, 288, 712, 396, 604, 500)
-ORACLE = "eager_mask"
-"""The back-end that others are compared with; too slow to be timed."""
+from vlmpack.layout import IGNORE, Segments, unpack
+from vlmpack.machine import peak_bytes
+from vlmpack.model import StepConfig, target_logprobs
 
 
 @final
@@ -35,186 +30,88 @@ class Site:
     """One kind of attention layer and a row for it."""
 
     name: str
-    """For people."""
-    lengths: tuple[int, ...]
+    lengths: Sequence[int]
     """Tokens (patches) of each sample (image)."""
     heads: int
-    """N."""
     kv_heads: int
-    """K."""
     head_dim: int
-    """H."""
     causal: bool
-    """True: a token attends to those before it only."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class AttentionShapes:
-    """Sites of Qwen3-VL-2B with a quarter of its heads, which changes no ratio on a CPU: 4 of 16 heads of 128 on 2 of 8
-    key-value heads, and 4 of 16 heads of 64 in the vision tower."""
-
-    sites: tuple[Site, ...] = (
-        Site(name="language", lengths=TOKENS, heads=4, kv_heads=2, head_dim=128, causal=True),
-        Site(name="vision", lengths=PATCHES, heads=4, kv_heads=4, head_dim=64, causal=False),
-    )
-    """8 samples at 5:1, and an image of 30 % of each."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class AttentionInputs:
-    """Queries, keys and values of one row, and the gradient of the result."""
-
-    site: Site
-    segments: Segments
-    q_TNH: torch.Tensor
-    k_TKH: torch.Tensor
-    v_TKH: torch.Tensor
-    grad_TNH: torch.Tensor
-
-    @classmethod
-    def of(cls, site: Site, settings: BenchSettings, dtype: torch.dtype) -> AttentionInputs:
-        """Random numbers, the same for the same seed."""
-        rng = torch.Generator().manual_seed(settings.seed)
-        tokens = sum(site.lengths)
-
-        def random(heads: int) -> torch.Tensor:
-            return torch.randn(tokens, heads, site.head_dim, generator=rng).to(settings.device, dtype)
-
-        q, k, v = random(site.heads), random(site.kv_heads), random(site.kv_heads)
-        return cls(
-            site=site,
-            segments=Segments.from_lengths(site.lengths),
-            q_TNH=q.requires_grad_(),
-            k_TKH=k.requires_grad_(),
-            v_TKH=v.requires_grad_(),
-            grad_TNH=random(site.heads),
-        )
-
-    @property
-    def scale(self) -> float:
-        """Factor of the scores."""
-        return self.site.head_dim**-0.5
 
     @property
     def ideal(self) -> float:
-        """Pairs of the padded batch over those that are needed: what a speed-up could be if time went with pairs."""
-        longest, count = max(self.site.lengths), len(self.site.lengths)
-        needed = sum(n * (n + 1) // 2 if self.site.causal else n * n for n in self.site.lengths)
-        return count * longest**2 / needed
+        """Pairs of the padded batch over those that are needed: the speed-up if time went with pairs."""
+        needed = sum(n * (n + 1) // 2 if self.causal else n * n for n in self.lengths)
+        return len(self.lengths) * max(self.lengths) ** 2 / needed
 
-    def backward(self, out: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """Run the backward pass; the result of the forward pass."""
-        inputs = (self.q_TNH, self.k_TKH, self.v_TKH)
-        torch.autograd.grad(out, inputs, grad)
+
+@final
+class AttentionRow:
+    """Queries, keys and values of one row, and the ways to attend; each runs forward and backward."""
+
+    def __init__(self, site: Site, settings: BenchSettings, dtype: torch.dtype) -> None:
+        """Draw random numbers, the same for the same seed."""
+        rng = torch.Generator().manual_seed(settings.seed)
+        shapes = [(sum(site.lengths), n, site.head_dim) for n in (site.heads, site.kv_heads, site.kv_heads, site.heads)]
+        *qkv, self.grad = (torch.randn(*shape, generator=rng).to(settings.device, dtype) for shape in shapes)
+        self.qkv = [x.requires_grad_() for x in qkv]
+        self.site, self.segments, self.scale = site, Segments.from_lengths(site.lengths), site.head_dim**-0.5
+
+    def packed(self, name: str) -> torch.Tensor:
+        """[T, N, H] by a back-end of vlmpack."""
+        q, k, v = self.qkv
+        out = BACKENDS[name](q, k, v, self.segments, causal=self.site.causal, scale=self.scale)
+        torch.autograd.grad(out, self.qkv, self.grad)
         return out.detach()
 
+    def padded(self, *, without_mask: bool = False) -> Callable[[], torch.Tensor]:
+        """The same samples as a padded batch; its result is put into a row again, outside the backward pass.
 
-def measure_attention(settings: BenchSettings, shapes: AttentionShapes) -> list[Figure | Skipped]:
-    """Time every way at every site, once they are seen to compute the same.
+        Args:
+            without_mask: under the causal mask alone, CUDA's fastest kernel: right padding changes no real token.
+        """
+        longest, device = max(self.site.lengths), self.grad.device
+        real_BS = torch.arange(longest, device=device) < torch.tensor(self.site.lengths, device=device)[:, None]
+        mask_B1SS = real_BS[:, None, None, :].expand(-1, 1, longest, -1)
+        if self.site.causal:
+            mask_B1SS = mask_B1SS & torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
+        rows, columns = real_BS.nonzero(as_tuple=True)  # once: a mask as an index would make the host wait each time
+        batch = [unpack(x.detach()[None], self.segments).transpose(1, 2).contiguous() for x in (*self.qkv, self.grad)]
+        *qkv, grad = batch
+        q, k, v = qkv = [x.requires_grad_() for x in qkv]
 
-    Raises:
-        VlmpackError: two ways differ.
-    """
-    figures: list[Figure | Skipped] = []
-    dtype = torch.float32 if settings.device == "cpu" else torch.bfloat16
-    for site in shapes.sites:
-        inputs = AttentionInputs.of(site, settings, dtype)
-        figures += _site(inputs, settings, seconds=settings.seconds / len(shapes.sites))
-    return figures
+        def way() -> torch.Tensor:
+            if without_mask:
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+            else:
+                out = _masked(qkv, mask_B1SS, self.scale)
+            torch.autograd.grad(out, qkv, grad)
+            return out.detach().transpose(1, 2)[rows, columns]
 
+        return way
 
-def _site(inputs: AttentionInputs, settings: BenchSettings, *, seconds: float) -> Iterator[Figure | Skipped]:
-    call = AttentionCall.of(inputs.q_TNH, inputs.k_TKH)
-    reasons = explain(call)
-    packed = {name: packed_way(inputs, name) for name, why in reasons.items() if not why and name != ORACLE}
-    ways = {**packed, "padded": padded_way(inputs), "dense mask": dense_way(inputs)}
-    check_same({name: way() for name, way in {**ways, ORACLE: packed_way(inputs, ORACLE)}.items()})
-    timings = alternate(ways, seconds=seconds, device=settings.device)
-    site = inputs.site.name
-    yield Figure(case=CASE, name=f"{site}, ideal: padded / needed pairs", value=inputs.ideal, unit="x")
-    for name in packed:
-        yield Figure.timed(CASE, f"{site}, {name}", timings, name, settings)
-        for other in ("padded", "dense mask"):
-            yield Figure.compared(CASE, f"{site}, {other} / {name}", timings, (other, name), settings)
-    for name, why in reasons.items():
-        if why:
-            yield Skipped(case=CASE, name=f"{site}, {name}", why="; ".join(why))
+    def dense(self) -> Callable[[], torch.Tensor]:
+        """The row itself under a block-diagonal mask."""
+        seq_T = self.segments.seq_idx(self.grad.device)
+        mask_TT = seq_T[:, None] == seq_T[None, :]
+        mask_TT = mask_TT.tril() if self.site.causal else mask_TT
 
+        def way() -> torch.Tensor:
+            out = _masked([x.transpose(0, 1)[None] for x in self.qkv], mask_TT, self.scale)[0].transpose(0, 1)
+            torch.autograd.grad(out, self.qkv, self.grad)
+            return out.detach()
 
-# ---------------------------------------------------------------------- the ways
-
-
-def packed_way(inputs: AttentionInputs, name: str) -> Callable[[], torch.Tensor]:
-    """[T, N, H] by a back-end of vlmpack."""
-    backend, causal = BACKENDS[name], inputs.site.causal
-
-    def way() -> torch.Tensor:
-        out = backend(inputs.q_TNH, inputs.k_TKH, inputs.v_TKH, inputs.segments, causal=causal, scale=inputs.scale)
-        return inputs.backward(out, inputs.grad_TNH)
-
-    return way
+        return way
 
 
-def padded_way(inputs: AttentionInputs, *, without_mask: bool = False) -> Callable[[], torch.Tensor]:
-    """The same samples as a padded batch; its result is put into a row again, outside the backward pass.
-
-    Args:
-        inputs: the samples.
-        without_mask: under the causal mask alone, CUDA's fastest kernel: right padding changes no real token.
-    """
-    segments, longest = inputs.segments, max(inputs.site.lengths)
-    device = inputs.q_TNH.device
-    real_BS = torch.arange(longest, device=device) < torch.tensor(inputs.site.lengths, device=device)[:, None]
-    mask_B1SS = real_BS[:, None, None, :].expand(-1, 1, longest, -1)
-    if inputs.site.causal:
-        mask_B1SS = mask_B1SS & torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
-
-    rows, columns = real_BS.nonzero(as_tuple=True)  # once: a mask as an index would make the host wait each time
-
-    def batch(row: torch.Tensor) -> torch.Tensor:
-        return unpack(row.detach()[None], segments).transpose(1, 2).contiguous()
-
-    q, k, v = (batch(x).requires_grad_() for x in (inputs.q_TNH, inputs.k_TKH, inputs.v_TKH))
-    grad = batch(inputs.grad_TNH)
-
-    def way() -> torch.Tensor:
-        if without_mask:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=inputs.scale, enable_gqa=True)
-        else:
-            out = masked(q, k, v, mask_B1SS, inputs.scale)
-        torch.autograd.grad(out, (q, k, v), grad)
-        return out.detach().transpose(1, 2)[rows, columns]
-
-    return way
+def _masked(qkv_BNSH: Sequence[torch.Tensor], mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention under a mask as transformers calls it: key-value heads are repeated before, because CUDA has no fused
+    kernel that takes a mask and groups heads."""
+    q, *kv = qkv_BNSH
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in kv)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
-def dense_way(inputs: AttentionInputs) -> Callable[[], torch.Tensor]:
-    """The row itself under a block-diagonal mask."""
-    seq_T = inputs.segments.seq_idx(inputs.q_TNH.device)
-    mask_TT = seq_T[:, None] == seq_T[None, :]
-    mask_TT = mask_TT.tril() if inputs.site.causal else mask_TT
-
-    def way() -> torch.Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in (inputs.q_TNH, inputs.k_TKH, inputs.v_TKH))
-        out = masked(q, k, v, mask_TT, inputs.scale)
-        return inputs.backward(out[0].transpose(0, 1), inputs.grad_TNH)
-
-    return way
-
-
-def masked(
-    q_BNSH: torch.Tensor, k_BKSH: torch.Tensor, v_BKSH: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Compute attention under a mask as transformers calls it: key-value heads are repeated before, because CUDA has no
-    fused kernel that takes a mask and groups heads."""
-    group = q_BNSH.shape[1] // k_BKSH.shape[1]
-    k_BNSH, v_BNSH = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k_BKSH, v_BKSH))
-    return F.scaled_dot_product_attention(q_BNSH, k_BNSH, v_BNSH, attn_mask=mask, scale=scale)
-
-
-def check_same(results: dict[str, torch.Tensor], *, oracle: str = ORACLE) -> None:
+def check_same(results: Mapping[str, torch.Tensor], oracle: str) -> None:
     """Times of ways that compute different things mean nothing.
 
     Raises:
@@ -226,3 +123,83 @@ def check_same(results: dict[str, torch.Tensor], *, oracle: str = ORACLE) -> Non
     for name, result in results.items():
         if not (difference := float((result.float() - truth).abs().max())) <= limit:
             raise VlmpackError(f"{name} differs from {oracle} by {difference:.1e}, more than {limit:.0e}")
+
+
+# ---------------------------------------------------------------------- head
+
+SHARES = (0.1, 0.5)
+"""Labelled rows of all rows."""
+CHUNKS = (256, 512, 1024)
+"""Rows of logits alive at a time, against all labelled rows at once."""
+
+
+@final
+class Head:
+    """A head from D to V and hidden states [T, D], of which the last rows are labelled."""
+
+    def __init__(
+        self, tokens: int, hidden: int, vocabulary: int, *, seed: int, device: str, dtype: torch.dtype
+    ) -> None:
+        torch.manual_seed(seed)
+        where = {"device": device, "dtype": dtype}
+        self.hidden = torch.randn(tokens, hidden, **where).requires_grad_()
+        self.targets = torch.randint(vocabulary, (tokens,), device=device)
+        self.head = nn.Linear(hidden, vocabulary, bias=False, **where)
+        self.device = device
+
+    def labelled(self, count: int, chunk: int) -> None:
+        """The packed step's way: the last `count` rows go through the head, `chunk` of them at a time."""
+        self._clear()
+        index = torch.arange(len(self.targets) - count, len(self.targets), device=self.device)
+        hidden, targets = self.hidden.index_select(0, index), self.targets.index_select(0, index)
+        (-target_logprobs(hidden, targets, self.head, chunk=chunk).sum() / count).backward()
+
+    def all_rows(self, count: int) -> None:
+        """The usual way: logits of every row in float32, of which the loss then leaves most out."""
+        self._clear()
+        targets = self.targets.clone()
+        targets[: len(targets) - count] = IGNORE
+        F.cross_entropy(self.head(self.hidden).float(), targets, ignore_index=IGNORE).backward()
+
+    def peak(self, way: Callable[[], None]) -> int:
+        """Bytes at the peak of a call, its inputs included."""
+        self._clear()
+        return peak_bytes(way, held=[self.hidden, self.targets, self.head.weight], device=self.device)
+
+    def _clear(self) -> None:
+        self.hidden.grad = self.head.weight.grad = None
+
+
+def measure_head(settings: BenchSettings, shapes: ReceiptShapes) -> Iterator[Figure]:
+    """Time the head of the step's model on the CPU's type."""
+    sizes = (sum(shapes.lengths), shapes.hidden, shapes.vocab_size)
+    yield from measure_rows(Head(*sizes, seed=settings.seed, device=settings.device, dtype=torch.float32), settings)
+
+
+def measure_rows(head: Head, settings: BenchSettings, case: str = "head") -> Iterator[Figure]:
+    """Time labelled against all rows at several shares; then labelled rows in chunks, computed twice, and at once."""
+    rows, seconds = len(head.targets), settings.seconds / (len(SHARES) + 1)
+    for share in SHARES:
+        count = round(share * rows)
+        ways = {
+            "labelled": lambda count=count: head.labelled(count, StepConfig().head_chunk),
+            "all": lambda count=count: head.all_rows(count),
+        }
+        name = f"{share:.0%} labelled"
+        yield Figure(case=case, name=f"memory, labelled / all rows, {name}", value=_peaks(head, ways, "all"), unit="x")
+        timings = alternate(ways, seconds=seconds, device=settings.device)
+        yield Figure.timed(case, f"all rows, {name}", timings, "all", settings)
+        yield Figure.compared(case, f"labelled / all rows, {name}", timings, ("labelled", "all"), settings)
+    for chunk in [chunk for chunk in CHUNKS if chunk < rows]:
+        ways = {"chunks": lambda chunk=chunk: head.labelled(rows, chunk), "once": lambda: head.labelled(rows, rows)}
+        name = f"chunks of {chunk} / {rows} at once"
+        timings = alternate(ways, seconds=seconds / len(CHUNKS), device=settings.device)
+        yield Figure.compared(case, name, timings, ("chunks", "once"), settings)
+        yield Figure(case=case, name=f"memory, {name}", value=_peaks(head, ways, "once"), unit="x")
+
+
+def _peaks(head: Head, ways: Mapping[str, Callable[[], None]], base: str) -> float:
+    """The peak of the other way over that of `base`."""
+    peaks = {name: head.peak(way) for name, way in ways.items()}
+    other = next(name for name in ways if name != base)
+    return peaks[other] / peaks[base]

@@ -1,44 +1,23 @@
 """Every back-end lets each segment attend to itself and to nothing else, writes every row, and reads no padding."""
 
-import sys
-import types
-
 import pytest
 import torch
+from attention.naive import DIM, HEADS, KV_HEADS, alone, install_kernels, poisoned_qkv, random_qkv
+from benchmarks.gpu.checks import ALLOWED
+from cases import pairs
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu.checks import ALLOWED
 from vlmpack.attention import backends
 from vlmpack.attention.backends import BACKENDS, AttentionCall, EagerMask, FlashAttn, SdpaSegments, TorchVarlen
 from vlmpack.layout import Segments, SlotRule
 
-HEADS, KV_HEADS, DIM = 6, 3, 11
 lengths_lists = st.lists(st.integers(0, 13), min_size=1, max_size=5).filter(sum)
 rules = st.builds(SlotRule, multiple=st.integers(1, 5), row_multiple=st.sampled_from([1, 7]))
 ON_CPU = AttentionCall(device="cpu", dtype=torch.float64, head_dim=DIM, num_heads=HEADS, num_kv_heads=KV_HEADS)
 SERVING = [backend for backend in BACKENDS.values() if not backend.unsupported(ON_CPU)]
 exact = pytest.mark.parametrize("attend", SERVING, ids=lambda b: b.name)
-
-
-def random_qkv(tokens, *, seed=0, dtype=torch.float64):
-    rng = torch.Generator().manual_seed(seed)
-    heads = (HEADS, KV_HEADS, KV_HEADS)
-    return [torch.randn(tokens, n, DIM, generator=rng, dtype=dtype, requires_grad=True) for n in heads]
-
-
-def alone(q, k, v, *, causal, scale):
-    """One sample on its own, one head and one query at a time."""
-    out = torch.zeros_like(q)
-    for at in range(q.shape[0]):
-        seen = at + 1 if causal else q.shape[0]
-        for head in range(HEADS):
-            kv = head // (HEADS // KV_HEADS)
-            weights = (k[:seen, kv] @ q[at, head] * scale).softmax(0)
-            out[at, head] = weights @ v[:seen, kv]
-    return out
 
 
 @exact
@@ -49,7 +28,7 @@ def test_each_segment_is_what_it_is_alone(attend, lengths, rule, causal):
     out = attend(q, k, v, segments, causal=causal, scale=0.3)
     assert out.shape == q.shape
     for start, stop in segments.spans:
-        truth = alone(q[start:stop].detach(), k[start:stop], v[start:stop], causal=causal, scale=0.3)
+        truth = alone(q[start:stop], k[start:stop], v[start:stop], causal=causal)
         torch.testing.assert_close(out[start:stop], truth, rtol=0, atol=1e-12)
     assert (out[segments.padding_mask()] == 0).all()
 
@@ -62,10 +41,7 @@ def test_samples_of_a_length_together_are_what_they_are_one_by_one(causal, dtype
     found = []
     for many in (1, 10):
         monkeypatch.setattr(backends, "MANY", many)
-        qkv = random_qkv(segments.total, dtype=dtype)
-        with torch.no_grad():
-            for x in qkv:
-                x[segments.padding_mask()] = float("nan")
+        qkv = poisoned_qkv(segments.padding_mask(), dtype=dtype)
         out = SdpaSegments()(*qkv, segments, causal=causal, scale=0.3)
         out.float().sin().sum().backward()
         found.append([out, *(x.grad for x in qkv)])
@@ -105,10 +81,7 @@ def test_padding_is_not_read(attend, poison):
     assert segments.has_gaps
     results = []
     for fill in (0.0, poison):
-        qkv = random_qkv(segments.total)
-        with torch.no_grad():
-            for x in qkv:
-                x[segments.padding_mask()] = fill
+        qkv = poisoned_qkv(segments.padding_mask(), fill=fill)
         out = attend(*qkv, segments, causal=True, scale=0.3)
         out.sin().sum().backward()
         results.append([out, *(x.grad for x in qkv)])
@@ -121,7 +94,7 @@ def test_the_isolation_test_can_fail(attend):
     lie = Segments.from_lengths([8])
     q, k, v = random_qkv(8)
     out = attend(q, k, v, lie, causal=True, scale=0.3)
-    truth = alone(q[3:].detach(), k[3:], v[3:], causal=True, scale=0.3)
+    truth = alone(q[3:], k[3:], v[3:])
     assert not torch.allclose(out[3:], truth, atol=1e-3)
 
 
@@ -144,6 +117,30 @@ class SdpaSizes(TorchDispatchMode):
         if "scaled_dot_product" in func._schema.name:
             self.sizes.append(args[0].shape[2])
         return func(*args, **(kwargs or {}))
+
+
+# ---------------------------------------------------------------------- queries of a part of a row
+
+
+def last_of_each(given_pieces: list[tuple[int, int]]) -> tuple[Segments, Segments, torch.Tensor]:
+    """(queries, keys, places of the queries among the keys)."""
+    keys = Segments.from_lengths([before + queries for before, queries in given_pieces])
+    places = [
+        torch.arange(stop - queries, stop) for (_, stop), (_, queries) in zip(keys.spans, given_pieces, strict=True)
+    ]
+    return Segments.from_lengths([queries for _, queries in given_pieces]), keys, torch.cat(places)
+
+
+def test_queries_of_many_segments_go_by_their_own_lengths_and_those_of_their_keys(monkeypatch):
+    queries, keys, places = last_of_each([(0, 3), (2, 3), (1, 1), (2, 3), (0, 3), (4, 1)])
+    found = []
+    for many in (1, 10):
+        monkeypatch.setattr(backends, "MANY", many)
+        q, k, v = random_qkv(keys.total)
+        out = SdpaSegments()(q[places], k, v, queries, causal=True, scale=0.3, keys=keys)
+        out.sin().sum().backward()
+        found.append([out, q.grad, k.grad, v.grad])
+    assert all(map(torch.equal, *found))
 
 
 # ---------------------------------------------------------------------- kernels that only a GPU can run
@@ -175,10 +172,7 @@ def kernels(monkeypatch):
         calls.append((cu_q, max_q, True))
         return by_boundaries(q, k, v, cu_q, causal=causal, scale=softmax_scale)
 
-    package = types.ModuleType("flash_attn")
-    package.flash_attn_varlen_func = flash_attn_varlen_func
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    install_kernels(monkeypatch, varlen_attn, flash_attn_varlen_func)
     monkeypatch.setattr(backends, "_has_enable_gqa", lambda: True)  # cached: of the installed kernel, or of this one
     return calls
 
@@ -206,9 +200,7 @@ def test_flash_attn_is_deterministic_where_pytorch_is(enabled, monkeypatch):
         asked.append(deterministic)
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
-    package = types.ModuleType("flash_attn")
-    package.flash_attn_varlen_func = kernel
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    install_kernels(monkeypatch, kernel, kernel)
     segments = Segments.from_lengths([3, 5])
     torch.use_deterministic_algorithms(enabled)
     try:
@@ -223,12 +215,13 @@ def test_flash_attn_is_deterministic_where_pytorch_is(enabled, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "eager_mask"])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 16, 64), (16, 16, 72), (16, 8, 128), (8, 2, 256)])
-@pytest.mark.parametrize("causal", [True, False])
-def test_gpu_kernels_are_as_close_to_float32_as_low_precision_can_be(name, heads, kv_heads, dim, causal):
-    from vlmpack.attention.backends import AttentionCall
-
+@pairs(
+    name=[name for name in BACKENDS if name != "eager_mask"],
+    shape=[(16, 16, 64), (16, 16, 72), (16, 8, 128), (8, 2, 256)],
+    causal=[True, False],
+)
+def test_gpu_kernels_are_as_close_to_float32_as_low_precision_can_be(name, shape, causal):
+    heads, kv_heads, dim = shape
     segments = Segments.from_lengths([100, 0, 37, 513, 1], SlotRule(multiple=8, row_multiple=128))
     rng = torch.Generator("cuda").manual_seed(0)
     shapes = [(segments.total, n, dim) for n in (heads, kv_heads, kv_heads)]
@@ -242,5 +235,29 @@ def test_gpu_kernels_are_as_close_to_float32_as_low_precision_can_be(name, heads
         out = attend(*qkv, segments, causal=causal, scale=dim**-0.5)
         out.float().sin().sum().backward()
         results.append([out, *(x.grad for x in qkv)])
+    for times, ours, plain_low, truth in zip(ALLOWED, *results, strict=True):
+        assert (ours.float() - truth).abs().max() <= times * (plain_low.float() - truth).abs().max() + 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "eager_mask"])
+def test_gpu_kernels_put_the_last_query_at_the_last_key(name):
+    queries, keys, places = last_of_each([(0, 100), (300, 37), (513, 1), (64, 128)])
+    rng = torch.Generator("cuda").manual_seed(0)
+    shapes = [(keys.total, heads, 128) for heads in (16, 4, 4)]
+    low = [torch.randn(s, generator=rng, device="cuda", dtype=torch.bfloat16) for s in shapes]
+    if reasons := BACKENDS[name].unsupported(AttentionCall.of(low[0], low[1])):
+        pytest.skip(f"waits for {name}: {'; '.join(reasons)}")
+    results = []
+    for attend, dtype in (
+        (BACKENDS[name], torch.bfloat16),
+        (EagerMask(), torch.bfloat16),
+        (EagerMask(), torch.float32),
+    ):
+        q, k, v = (x.detach().to(dtype, copy=True).requires_grad_() for x in low)
+        out = attend(q[places.to("cuda")], k, v, queries, causal=True, scale=128**-0.5, keys=keys)
+        out.float().sin().sum().backward()
+        results.append([out, q.grad, k.grad, v.grad])
     for times, ours, plain_low, truth in zip(ALLOWED, *results, strict=True):
         assert (ours.float() - truth).abs().max() <= times * (plain_low.float() - truth).abs().max() + 1e-5

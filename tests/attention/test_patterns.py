@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from dataclasses import replace
 
 import pytest
 import torch
+from attention.naive import HEADS, alone, assert_equal, install_kernels, poisoned_qkv, random_qkv
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.nn.attention import varlen
 
 from vlmpack.attention import backends
 from vlmpack.attention.backends import (
@@ -27,7 +25,7 @@ from vlmpack.attention.patterns import Pattern, Reach, attended_pairs
 from vlmpack.errors import BackendError
 from vlmpack.layout import Segments, SlotRule
 
-HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 3, 11, 7
+VALUE_DIM = 7
 SINKS = torch.linspace(-2, 3, HEADS, dtype=torch.float64)
 lengths_lists = st.lists(st.integers(0, 17), min_size=1, max_size=5).filter(sum)
 rules = st.builds(SlotRule, multiple=st.integers(1, 5), row_multiple=st.sampled_from([1, 7]))
@@ -36,35 +34,6 @@ patterns = st.builds(Pattern, window=st.none() | st.integers(1, 15), **scores) |
     Pattern, chunk=st.integers(1, 15), **scores
 )
 serving = pytest.mark.parametrize("attend", [SdpaSegments(), EagerMask()], ids=lambda backend: backend.name)
-
-
-def random_qkv(tokens: int) -> list[torch.Tensor]:
-    rng = torch.Generator().manual_seed(0)
-    shapes = [(tokens, HEADS, DIM), (tokens, KV_HEADS, DIM), (tokens, KV_HEADS, VALUE_DIM)]
-    return [torch.randn(shape, generator=rng, dtype=torch.float64).requires_grad_() for shape in shapes]
-
-
-def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern, scale: float) -> torch.Tensor:
-    """The last queries of one sample, one head and one query at a time."""
-    out = q.new_zeros(*q.shape[:2], v.shape[2])
-    before = len(k) - len(q)
-    for at in range(len(q)):
-        first = 0 if pattern.window is None else max(before + at + 1 - pattern.window, 0)
-        if pattern.chunk is not None:
-            first = max(place for place in range(0, before + at + 1, pattern.chunk))
-        seen = slice(first, before + at + 1)
-        for head in range(HEADS):
-            kv = head // (HEADS // KV_HEADS)
-            scores = k[seen, kv] @ q[at, head] * scale
-            if pattern.softcap is not None:
-                scores = pattern.softcap * (scores / pattern.softcap).tanh()
-            total = scores.exp().sum() + (0 if pattern.sinks is None else pattern.sinks[head].exp())
-            out[at, head] = (scores.exp() / total) @ v[seen, kv]
-    return out
-
-
-def gradients(out: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
-    return list(torch.autograd.grad(out.sin().sum(), leaves))
 
 
 @serving
@@ -78,18 +47,12 @@ def test_each_segment_is_what_it_is_alone(attend, lengths, rule, pattern, many):
     segments = Segments.from_lengths(lengths, rule)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "MANY", many)
-        qkv = random_qkv(segments.total)
-        with torch.no_grad():
-            for x in qkv:
-                x[segments.padding_mask()] = float("nan")
+        qkv = poisoned_qkv(segments.padding_mask(), value_dim=VALUE_DIM)
         out = attend(*qkv, segments, causal=True, scale=0.3, pattern=pattern)
         truth = out.new_zeros(out.shape)
         for start, stop in segments.spans:
-            truth[start:stop] = alone(*(x[start:stop] for x in qkv), pattern, 0.3)
-        torch.testing.assert_close(out, truth, rtol=0, atol=1e-12)
-        for ours, expected in zip(gradients(out, *qkv, *learnt), gradients(truth, *qkv, *learnt), strict=True):
-            assert (ours[segments.padding_mask()] == 0).all() if len(ours) == segments.total else True
-            torch.testing.assert_close(ours, expected.nan_to_num(), rtol=0, atol=1e-12)
+            truth[start:stop] = alone(*(x[start:stop] for x in qkv), pattern)
+        assert_equal(out, truth, *qkv, *learnt)
 
 
 @serving
@@ -102,15 +65,15 @@ def test_queries_of_a_part_see_the_keys_that_their_places_allow(attend, pieces, 
     keys = Segments.from_lengths([before + queries for before, queries in pieces])
     queries = Segments.from_lengths([queries for _, queries in pieces])
     places = [range(stop - n, stop) for (_, stop), (_, n) in zip(keys.spans, pieces, strict=True)]
-    q, k, v = random_qkv(keys.total)
+    q, k, v = random_qkv(keys.total, value_dim=VALUE_DIM)
     out = attend(
         q[[at for of in places for at in of]], k, v, queries, causal=True, scale=0.3, keys=keys, pattern=pattern
     )
     truth = [
-        alone(q[of.start : of.stop], k[start:stop], v[start:stop], pattern, 0.3)
+        alone(q[of.start : of.stop], k[start:stop], v[start:stop], pattern)
         for (start, stop), of in zip(keys.spans, places, strict=True)
     ]
-    torch.testing.assert_close(out, torch.cat(truth), rtol=0, atol=1e-12)
+    assert_equal(out, torch.cat(truth), q, k, v)
 
 
 @pytest.mark.parametrize("window", [1, 3, 5, 30])
@@ -221,11 +184,8 @@ def test_kernels_are_given_the_window_and_values_as_wide_as_keys(window, monkeyp
         scale = settings.get("scale") or settings["softmax_scale"]
         return EagerMask()(q, k, v, segments, causal=True, scale=scale)
 
-    package = types.ModuleType("flash_attn")
-    package.flash_attn_varlen_func = kernel
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
-    segments, qkv = Segments.from_lengths([3, 5]), random_qkv(8)
+    install_kernels(monkeypatch, kernel, kernel)
+    segments, qkv = Segments.from_lengths([3, 5]), random_qkv(8, value_dim=VALUE_DIM)
     call = {"causal": True, "scale": 0.3, "pattern": Pattern(window=window)}
     outputs = [TorchVarlen()(*qkv, segments, **call), FlashAttn()(*qkv, segments, **call)]
     FlashAttn()(*qkv, segments, causal=True, scale=0.3, pattern=Pattern(window=window, softcap=2.0))

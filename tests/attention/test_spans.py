@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
+from attention.naive import HEADS, alone, assert_equal, attends, install_kernels, poisoned_qkv, random_qkv
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention import varlen
 
 from vlmpack.attention import backends
 from vlmpack.attention.backends import EagerMask, FlashAttn, SdpaSegments, TorchVarlen
@@ -20,7 +17,6 @@ from vlmpack.attention.patterns import Pattern, Reach, attended_pairs
 from vlmpack.attention.spans import Spans
 from vlmpack.layout import Segments, SlotRule
 
-HEADS, KV_HEADS, DIM = 6, 3, 11
 SINKS = torch.linspace(-2, 3, HEADS, dtype=torch.float64)
 rules = st.builds(SlotRule, multiple=st.integers(1, 5), row_multiple=st.sampled_from([1, 7]))
 images = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 7)), max_size=3)
@@ -50,41 +46,6 @@ def runs_of(sample, start: int) -> list[tuple[int, int]]:
     return runs
 
 
-def random_qkv(tokens: int) -> Any:
-    rng = torch.Generator().manual_seed(0)
-    shapes = [(tokens, HEADS, DIM), (tokens, KV_HEADS, DIM), (tokens, KV_HEADS, DIM)]
-    return [torch.randn(shape, generator=rng, dtype=torch.float64).requires_grad_() for shape in shapes]
-
-
-def sees(i: int, j: int, runs, window: int | None, *, beyond: bool) -> bool:
-    """Whether token i of a sample sees token j, by the words of transformers: window AND (causal OR span)."""
-    together = any(start <= i < stop and start <= j < stop for start, stop in runs)
-    in_window = window is None or j > i - window
-    return (in_window and (j <= i or together)) or (beyond and together)
-
-
-def alone(q, k, v, runs, pattern: Pattern, *, beyond: bool = False) -> torch.Tensor:
-    """The last queries of one sample, one head and one query at a time."""
-    out, before = q.new_zeros(*q.shape[:2], v.shape[2]), len(k) - len(q)
-    for at in range(len(q)):
-        seen = [j for j in range(len(k)) if sees(before + at, j, runs, pattern.window, beyond=beyond)]
-        for head in range(HEADS):
-            kv = head // (HEADS // KV_HEADS)
-            scores = k[seen, kv] @ q[at, head] * 0.3
-            if pattern.softcap is not None:
-                scores = pattern.softcap * (scores / pattern.softcap).tanh()
-            total = scores.exp().sum() + (0 if pattern.sinks is None else pattern.sinks[head].exp())
-            out[at, head] = (scores.exp() / total) @ v[seen, kv]
-    return out
-
-
-def check_equal(out, truth, *leaves) -> None:
-    torch.testing.assert_close(out, truth, rtol=0, atol=1e-12)
-    ours, expected = (torch.autograd.grad(x.sin().sum(), leaves) for x in (out, truth))
-    for a, b in zip(ours, expected, strict=True):
-        torch.testing.assert_close(a, b.nan_to_num(), rtol=0, atol=1e-12)
-
-
 @serving
 @settings(max_examples=12)
 @given(drawn=samples, rule=rules, pattern=patterns, many=st.sampled_from([1, 256]), beyond=st.booleans())
@@ -95,15 +56,12 @@ def test_each_sample_is_what_it_is_alone(attend, drawn, rule, pattern, many, bey
     spread = Spans(runs=tuple(run for of in runs for run in of), beyond_window=beyond)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "MANY", many)
-        qkv = random_qkv(segments.total)
-        with torch.no_grad():
-            for x in qkv:
-                x[segments.padding_mask()] = float("nan")
+        qkv = poisoned_qkv(segments.padding_mask())
         out = attend(*qkv, segments, causal=True, scale=0.3, pattern=replace(pattern, spans=spread))
         truth = out.new_zeros(out.shape)
         for (start, stop), of in zip(segments.spans, within, strict=True):
-            truth[start:stop] = alone(*(x[start:stop] for x in qkv), of, pattern, beyond=beyond)
-        check_equal(out, truth, *qkv)
+            truth[start:stop] = alone(*(x[start:stop] for x in qkv), pattern, runs=of, beyond=beyond)
+        assert_equal(out, truth, *qkv)
 
 
 @serving
@@ -122,8 +80,8 @@ def test_a_prefix_sees_all_of_itself_beyond_the_window_too(attend, drawn, patter
     out = attend(*qkv, segments, causal=True, scale=0.3, pattern=replace(pattern, spans=prefixes))
     truth = out.new_zeros(out.shape)
     for (start, stop), (prefix, _) in zip(segments.spans, drawn, strict=True):
-        truth[start:stop] = alone(*(x[start:stop] for x in qkv), [(0, prefix)], pattern, beyond=True)
-    check_equal(out, truth, *qkv)
+        truth[start:stop] = alone(*(x[start:stop] for x in qkv), pattern, runs=[(0, prefix)], beyond=True)
+    assert_equal(out, truth, *qkv)
 
 
 @serving
@@ -139,11 +97,11 @@ def test_queries_of_a_part_see_the_spans_among_their_keys(attend, window, beyond
     out = attend(q[places], k, v, queries, causal=True, scale=0.3, keys=keys, pattern=pattern)
     truth = torch.cat(
         [
-            alone(q[3:7], k[:7], v[:7], [(4, 7)], pattern, beyond=beyond),
-            alone(q[7:], k[7:], v[7:], [(1, 4)], pattern, beyond=beyond),
+            alone(q[3:7], k[:7], v[:7], pattern, runs=[(4, 7)], beyond=beyond),
+            alone(q[7:], k[7:], v[7:], pattern, runs=[(1, 4)], beyond=beyond),
         ]
     )
-    check_equal(out, truth, q, k, v)
+    assert_equal(out, truth, q, k, v)
 
 
 @pytest.mark.parametrize("beyond", [False, True])
@@ -153,7 +111,7 @@ def test_pairs_are_counted(window, beyond):
     runs = [(0, 5)], [(0, 2)]
     spread = Spans(runs=((0, 5), (9, 11)), beyond_window=beyond)
     expected = sum(
-        sees(i, j, of, window, beyond=beyond)
+        attends(i, j, Pattern(window=window), of, beyond=beyond)
         for n, of in zip((9, 4), runs, strict=True)
         for i in range(n)
         for j in range(n)
@@ -216,10 +174,7 @@ def test_varlen_kernels_compute_spans_by_further_calls_that_are_not_causal(windo
         assert (most_q, most_k) == (ends_q.diff().max(), ends_k.diff().max())
         return varlen_twin(q, k, v, ends_q.tolist(), ends_k.tolist(), scale, (left, 0 if causal else right))
 
-    package: Any = types.ModuleType("flash_attn")
-    package.flash_attn_varlen_func = kernel
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    install_kernels(monkeypatch, kernel, kernel)
     segments = Segments.from_lengths([12, 3, 9], SlotRule(multiple=4))
     runs = ((2, 7), (12, 15), (16, 20)) if beyond else ((2, 7), (8, 11), (16, 20))
     pattern = Pattern(window=window, spans=Spans(runs=runs, beyond_window=beyond))
@@ -244,8 +199,8 @@ def test_the_comparison_sees_spans_that_are_dropped_or_elsewhere(part, monkeypat
     }[part]
     segments, qkv = Segments.from_lengths([12]), random_qkv(12)
     runs = ((2, 5), (7, 11))
-    truth = alone(*qkv, runs, Pattern())
+    truth = alone(*qkv, runs=runs)
     pattern = Pattern(spans=Spans(runs=changed(runs)))
     out = SdpaSegments()(*qkv, segments, causal=True, scale=0.3, pattern=pattern)
     with pytest.raises(AssertionError):
-        check_equal(out, truth, *qkv)
+        assert_equal(out, truth, *qkv)

@@ -1,25 +1,13 @@
-"""FLOPs, counted and by formula: exact where they can be counted by hand; and the roofline."""
+"""FLOPs that are counted, where they can be counted by hand."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tiers import tiers
 from torch import nn
 
-from benchmarks.flops import CHUNK, COPY, PRODUCT, Ceilings, count_flops, step_flops
-from benchmarks.receipts import (
-    BY_FORMULA,
-    ReceiptShapes,
-    alone,
-    hf_inputs,
-    receipt_batch,
-    receipt_config,
-    receipt_model,
-)
-from benchmarks.timing import Timings, alternate
-from vlmpack.families import family_named
+from benchmarks.flops import count_flops, matrix_product
 
 
 class OneLayer(nn.Module):
@@ -82,121 +70,6 @@ def test_each_gradient_of_a_convolution_costs_what_the_forward_pass_does(groups,
     assert count_flops(lambda: layer(x).sum().backward()) == forward * (3 if values_need_it else 2)
 
 
-def test_a_transposed_convolution_too():
-    B, S, C, taps = 2, 11, 6, 4
-    layer, x = nn.ConvTranspose1d(C, C, taps, groups=3), torch.randn(B, C, S, requires_grad=True)
-    forward = 2 * B * S * C * C // 3 * taps
-    assert count_flops(lambda: layer(x).sum().backward()) - count_flops(lambda: layer(x)) == 2 * forward
-
-
-TINY = ReceiptShapes(
-    hidden=64,
-    layers=4,
-    kv_heads=2,
-    experts=8,
-    experts_per_token=2,
-    vision_hidden=32,
-    vision_depth=3,
-    vocab_size=131,
-    samples=3,
-    longest=80,  # of gated delta layers' chunks: two, one and one
-)
-CLOSE = 1e-3
-
-
-@pytest.mark.parametrize("name", BY_FORMULA)
-def test_a_padded_batch(name):
-    family, model, batch = parts(name)
-    counted = count_flops(lambda: model(**hf_inputs(batch)).loss.backward())
-    formula = step_flops(family, model.config, [TINY.longest] * TINY.samples, batch.metadata.image_grids)
-    assert formula.total == pytest.approx(counted, rel=CLOSE)
-
-
-@pytest.mark.parametrize("name", tiers(BY_FORMULA, short=["qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "qwen3"]))
-def test_each_sample_alone(name):
-    family, model, batch = parts(name)
-    grids = [[grid] for grid in batch.metadata.image_grids] or [[]] * TINY.samples
-    counts = {}
-    for inputs, length, grid in zip(alone(batch), TINY.lengths, grids, strict=True):
-        counts[length] = count_flops(lambda inputs=inputs: model(**inputs).loss.backward())
-        formula = step_flops(family, model.config, [length], grid)
-        assert formula.total == pytest.approx(counts[length], rel=CLOSE)
-    assert len(counts) == TINY.samples
-
-
-@pytest.mark.parametrize("name", BY_FORMULA)
-def test_every_part_that_a_family_has_is_counted_and_no_other(name):
-    family, model, batch = parts(name)
-    flops = step_flops(family, model.config, TINY.lengths, batch.metadata.image_grids)
-    assert (flops.vision > 0) == family.has_vision
-    assert (flops.experts > 0) == family.has("experts")
-    assert (flops.delta > 0) == family.has("gated_delta")
-    assert min(flops.text_linear, flops.text_attention, flops.head) > 0
-
-
-def test_what_is_not_computed_is_left_out():
-    family = family_named("qwen3_vl")
-    config = receipt_config(family, TINY)
-    whole = step_flops(family, config, [10, 30])
-    assert whole.vision == 0
-    assert step_flops(family, config, [10, 30], head_tokens=20).head * 2 == whole.head
-    assert step_flops(family, config, [10, 30], causal=True).text_attention * 1000 == whole.text_attention * (55 + 465)
-    assert step_flops(family, config, [20, 20]).text_linear == whole.text_linear
-
-
-def test_a_gated_delta_layer_computes_whole_chunks():
-    family = family_named("qwen3_5")
-    config = receipt_config(family, TINY)
-    scans = [step_flops(family, config, [n]).delta for n in (1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK)]
-    convolution = scans[1] - scans[0]  # grows with every token, the recurrence with every chunk
-    assert 0 < convolution < scans[0] / 10
-    assert scans[3] - scans[2] == convolution
-    assert scans[4] - scans[3] == scans[3] - scans[1]
-
-
-def parts(name: str):
-    """A family, a tiny model of it, and a batch."""
-    torch.manual_seed(0)
-    family = family_named(name)
-    model = receipt_model(family, TINY)
-    return family, model, receipt_batch(family, model.config, TINY)
-
-
-TOKENS, HIDDEN = 6, 4
-MODEL = nn.Linear(5, 3, bias=False)  # 60 bytes
-
-
-def timings(**seconds: float) -> Timings:
-    found = {"step": (seconds["step"],), PRODUCT: (seconds["product"],), COPY: (seconds["copy"],)}
-    return Timings(seconds={"wall": found, "cpu": found})
-
-
-@pytest.fixture
-def ceilings() -> Ceilings:
-    return Ceilings.of(MODEL, tokens=TOKENS, hidden=HIDDEN)
-
-
-def test_the_product_and_the_copy_are_of_the_model_s_size(ceilings: Ceilings) -> None:
-    assert ceilings.product_flops == 2 * 6 * 4 * 12
-    assert ceilings.step_bytes == 3 * 60
-
-
-def test_a_step_of_many_products_is_held_to_products(ceilings: Ceilings) -> None:
-    found = timings(step=24.0, product=2.0, copy=1e-9)
-    assert ceilings.over_roofline(4 * ceilings.product_flops, found, "step", "wall").median == 3.0
-
-
-def test_a_step_of_few_products_is_held_to_copies(ceilings: Ceilings) -> None:
-    found = timings(step=6.0, product=1e-9, copy=2.0)  # a copy reads and writes: 120 bytes; the step moves 180
-    assert ceilings.over_roofline(1, found, "step", "wall").median == 2.0
-
-
-def test_utilisation_is_the_share_of_the_product_s_speed(ceilings: Ceilings) -> None:
-    found = timings(step=8.0, product=1.0, copy=1.0)
-    assert ceilings.utilisation(4 * ceilings.product_flops, found, "step", "wall").median == 0.5
-
-
-def test_they_can_be_timed(ceilings: Ceilings) -> None:
-    found = alternate({"step": lambda: None, **ceilings.callables}, seconds=0.0)
-    assert found.of(PRODUCT, "wall").median > 0
-    assert found.of(COPY, "wall").median > 0
+def test_the_product_beside_a_step_is_as_large_as_its_widest():
+    product, flops = matrix_product(nn.Linear(5, 3), tokens=6, hidden=4)
+    assert count_flops(product) == flops == 2 * 6 * 4 * 12

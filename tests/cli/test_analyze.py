@@ -1,9 +1,10 @@
-"""`vlmpack analyze` from end to end on small data: what it tells, what it writes, what it refuses."""
+"""`vlmpack analyze` from end to end on small data: lengths, recipes, shared prefixes, rows, refusals."""
 
 from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli import app
-from vlmpack.cli.analyze import Analysis, Packing, histogram_bars, print_analysis
-from vlmpack.plan import LengthTable, PaddedRecipe
+from vlmpack.cli.analyze import Analysis, histogram_bars, print_analysis, row_numbers, short
+from vlmpack.collate.encoded import Encoded
+from vlmpack.errors import ConfigError
+from vlmpack.layout import PrefixTree, Segments
+from vlmpack.plan import LengthTable, PaddedRecipe, PrefixGroups, simulate
 from vlmpack.plan.length_table import Refused
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
@@ -23,226 +27,306 @@ LONG = [{"role": "user", "content": "again and " * 60}, {"role": "assistant", "c
 SEEN = [{"role": "user", "content": [{"type": "image", "image": "0.png"}]}, {"role": "assistant", "content": "red"}]
 
 
+def write_rows(path: Path, rows: Sequence[Any]) -> str:
+    path.write_text("".join(json.dumps({"messages": row} if isinstance(row, list) else row) + "\n" for row in rows))
+    return str(path)
+
+
 @pytest.fixture
 def chats(tmp_path: Path) -> str:
     """Four samples, one with an image, and two that cannot be used."""
     Image.new("RGB", (128, 64), "red").save(tmp_path / "0.png")
     lost = [{**SEEN[0], "content": [{"type": "image", "image": "lost.png"}]}, SEEN[1]]
-    rows = [CHAT, LONG, SEEN, lost, CHAT]
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows) + "no JSON\n")
-    return str(path)
+    path = write_rows(tmp_path / "chats.jsonl", [CHAT, LONG, SEEN, lost, CHAT])
+    with Path(path).open("a") as file:
+        file.write("no JSON\n")
+    return path
 
 
-def analyze(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["analyze", *arguments, "--processor", "tiny"], env={"COLUMNS": "100"})
+def run(*arguments: Any) -> Result:
+    return CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "100"})
 
 
-def numbers(*arguments: str) -> dict[str, Any]:
+def analyze(*arguments: Any) -> Result:
+    return run("analyze", *arguments, "--processor", "tiny")
+
+
+def numbers(*arguments: Any) -> dict[str, Any]:
     return json.loads(analyze(*arguments, "--json").stdout)
 
 
 def table_of(lengths: list[int], refused: tuple[Refused, ...] = ()) -> LengthTable:
     text, zeros = np.array(lengths, np.int64), np.zeros(len(lengths), np.int64)
     columns = dict.fromkeys(("image_tokens", "video_tokens", "images", "videos", "patches"), zeros)
-    ids = np.arange(len(text))
-    return LengthTable(sample_ids=ids, text_tokens=text, targets=text // 2, refused=refused, **columns)
+    return LengthTable(sample_ids=np.arange(len(text)), text_tokens=text, targets=text // 2, refused=refused, **columns)
 
 
-def printed(table: LengthTable, *, source: str = "mine", width: int = 80) -> str:
-    packing = Packing(capacities=(20,), recipe=PaddedRecipe(per_device_batch=2))
-    analysis = Analysis(table=table, packing=packing, source=source)
+def printed(table: LengthTable, *, source: str = "mine", capacity: int = 20, min_shared: int | None = None) -> str:
+    recipe = PaddedRecipe(per_device_batch=2)
+    analysis = Analysis(table=table, recipe=recipe, capacities=(capacity,), source=source, min_shared=min_shared)
     file = io.StringIO()
-    print_analysis(analysis, Console(file=file, width=width, force_terminal=True, color_system=None))
+    print_analysis(analysis, Console(file=file, width=80, force_terminal=True, color_system=None))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
-class TestCommand:
-    def test_it_tells_lengths_and_a_recipe(self, chats: str) -> None:
-        told = " ".join(analyze(chats, "--capacity", "500").stdout.split())
-        assert "chats.jsonl: 4 samples," in told
-        assert "2 of 6 samples cannot be used: image_missing 1, row_unreadable 1" in told
-        assert "Gradient accumulation ceil(8 / (4.00 x 1 x 1)) = 2 keeps them: 8.0 samples an update" in told
+# ---------------------------------------------------------------------- lengths and recipes
 
-    def test_a_row_without_known_columns_is_one_bad_sample(self, tmp_path: Path) -> None:
-        path = tmp_path / "chats.jsonl"
-        path.write_text("".join(json.dumps({name: CHAT}) + "\n" for name in ("messages", "messages", "massages")))
-        result = analyze(str(path))
-        assert result.exit_code == 0
-        told = " ".join(result.stdout.split())
-        assert "1 of 3 samples cannot be used: no_columns 1" in told
-        assert [each["index"] for each in numbers(str(path))["refused"]["listed"]] == [2]
 
-    def test_json_is_one_object_of_all_numbers(self, chats: str) -> None:
-        found = numbers(chats, "--capacity", "100", "--capacity", "500", "--world-size", "2")
-        assert (found["samples"], found["images"]) == (4, 1)
-        assert found["refused"]["reasons"] == {"image_missing": 1, "row_unreadable": 1}
-        assert [one["index"] for one in found["refused"]["listed"]] == [3, 5]
-        assert found["columns"]["image"]["total"] == 8  # 128 x 64 pixels, 32 x 32 a token
-        assert found["columns"]["patches"]["total"] == 32
-        assert [(one["capacity"], one["rows"]) for one in found["packed"]] == [(100, 1), (500, 1)]
-        assert [one["sample"] for one in found["packed"][0]["oversize"]] == [1]
-        assert found["padded"]["samples_per_update"] == 16
+def test_json_is_one_object_of_all_numbers(chats: str) -> None:
+    found = numbers(chats, "--capacity", 100, "--capacity", 500, "--world-size", 2)
+    assert (found["samples"], found["images"]) == (4, 1)
+    assert found["refused"]["reasons"] == {"image_missing": 1, "row_unreadable": 1}
+    assert [one["index"] for one in found["refused"]["listed"]] == [3, 5]
+    assert found["columns"]["image"]["total"] == 8  # 128 x 64 pixels, 32 x 32 a token
+    assert found["columns"]["patches"]["total"] == 32
+    assert [(one["capacity"], one["rows"]) for one in found["packed"]] == [(100, 1), (500, 1)]
+    assert [one["sample"] for one in found["packed"][0]["oversize"]] == [1]
+    assert found["padded"]["samples_per_update"] == 16
+    found = numbers(chats, "--world-size", 2, "--per-device-batch", 4, "--samples-per-update", 32)
+    assert found["padded"]["accumulation"] == 4
+    assert [one["capacity"] for one in numbers(chats)["packed"]] == [12_000, 16_000, 20_000]
 
-    def test_targets_are_those_that_are_trained_on(self, chats: str) -> None:
-        answers, everything = (numbers(chats, "--train-on", train_on) for train_on in ("assistant", "all"))
-        totals = [each["columns"]["targets"]["total"] for each in (answers, everything)]
-        assert 0 < totals[0] < totals[1] <= everything["columns"]["text"]["total"]
 
-    def test_an_added_stop_is_counted(self, chats: str) -> None:
-        one, other = (numbers(chats, *stop) for stop in ((), ("--add-stop", "<|endoftext|>", "--ignored-key", "note")))
-        assert one["columns"]["targets"] == other["columns"]["targets"]  # the template ends its answers itself
-        refused = analyze(chats, "--add-stop", "<stop>")
-        assert refused.exit_code == 2
-        assert "add_stop='<stop>' is no special token of the tokenizer" in " ".join(refused.stderr.split())
+def test_options_reach_the_collator_and_the_plan(chats: str, tmp_path: Path) -> None:
+    answers, everything = (numbers(chats, "--train-on", train_on) for train_on in ("assistant", "all"))
+    totals = [each["columns"]["targets"]["total"] for each in (answers, everything)]
+    assert 0 < totals[0] < totals[1] <= everything["columns"]["text"]["total"]
+    assert numbers(chats, "--strategy", "next_fit")["packed"][0]["strategy"] == "next_fit"
+    assert numbers(chats, "--max-length", 100)["refused"]["reasons"]["overlength"] == 1
+    assert numbers(chats, "--cache", tmp_path / "lengths") == numbers(chats, "--cache", tmp_path / "lengths")
+    assert (tmp_path / "lengths").stat().st_size > 0
+    (tmp_path / "apart").mkdir()
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "apart" / "0.png")  # half as wide as the other 0.png
+    assert numbers(chats, "--image-root", tmp_path / "apart")["columns"]["image"]["total"] == 4
 
-    def test_by_default_three_capacities_are_tried(self, chats: str) -> None:
-        assert [one["capacity"] for one in numbers(chats)["packed"]] == [12_000, 16_000, 20_000]
 
-    def test_samples_per_update_stand_for_the_accumulation(self, chats: str) -> None:
-        found = numbers(chats, "--world-size", "2", "--per-device-batch", "4", "--samples-per-update", "32")
-        assert found["padded"]["accumulation"] == 4
-        refused = analyze(chats, "--samples-per-update", "32", "--accumulation", "4")
-        assert refused.exit_code == 2
-        assert "--samples-per-update determines --accumulation; give one of them" in refused.stderr
+def test_it_prints_lengths_and_a_recipe_and_a_folder_gets_the_numbers_and_a_picture(chats: str, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    told = " ".join(analyze(chats, "--capacity", 500, "--out", out).stdout.split())
+    assert "chats.jsonl: 4 samples," in told
+    assert "2 of 6 samples cannot be used: image_missing 1, row_unreadable 1" in told
+    assert "Gradient accumulation ceil(8 / (4.00 x 1 x 1)) = 2 keeps them: 8.0 samples an update" in told
+    assert json.loads((out / "analysis.json").read_text())["samples"] == 4
+    with Image.open(out / "lengths.png") as image:
+        assert image.width > 1000
 
-    def test_samples_are_placed_as_asked(self, chats: str) -> None:
-        assert numbers(chats, "--strategy", "nf")["packed"][0]["strategy"] == "next_fit"
 
-    def test_an_estimate_says_so(self, tmp_path: Path) -> None:
-        """1000 x 500 pixels are 32 x 16 squares, begun ones included; the built-in processor allows for 256."""
-        Image.new("RGB", (1000, 500), "red").save(tmp_path / "0.png")
-        (tmp_path / "one.jsonl").write_text(json.dumps({"messages": SEEN}))
-        path = str(tmp_path / "one.jsonl")
-        assert numbers(path, "--estimate")["columns"]["image"]["total"] == 512
-        assert 200 < numbers(path)["columns"]["image"]["total"] <= 256
-        assert "(image tokens are estimated)" in analyze(path, "--estimate").stdout
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--strategy", "typo"], "Invalid value for '--strategy'"),
+        (["--overlength", "drp"], "Invalid value for '--overlength'"),
+        (["--overlength", "drop"], "vlmpack: overlength='drop' needs max_length=, the most tokens"),
+        (["--split", "test"], "a JSON file, which is one split, whatever it is called"),
+        (["--image-root", "nowhere"], "vlmpack: image_root='nowhere' is no folder"),
+        (["--add-stop", "<stop>"], "add_stop='<stop>' is no special token of the tokenizer"),
+        (["--out", "chats.jsonl/below"], "vlmpack: --out chats.jsonl/below cannot be a folder ("),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_is_measured(
+    arguments: list[str], told: str, chats: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vlmpack.store.measure.measure_lengths", None)
+    monkeypatch.chdir(Path(chats).parent)
+    refused = analyze(chats, *arguments)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert told in " ".join(refused.stderr.replace("│", "").split())
 
-    def test_images_may_lie_in_another_folder(self, chats: str, tmp_path: Path) -> None:
-        """The chats name `0.png` and `lost.png`; there is one that is 64 pixels wide in place of 128."""
-        (tmp_path / "apart").mkdir()
-        Image.new("RGB", (64, 64), "red").save(tmp_path / "apart" / "0.png")
-        assert numbers(chats, "--image-root", str(tmp_path / "apart"))["columns"]["image"]["total"] == 4
-        refused = analyze(chats, "--image-root", str(tmp_path / "nowhere"))
-        assert f"vlmpack: --image-root {tmp_path / 'nowhere'} is no folder here" in refused.stderr
 
-    def test_longer_samples_are_counted(self, chats: str) -> None:
-        assert numbers(chats, "--max-length", "100")["refused"]["reasons"]["overlength"] == 1
+def test_where_no_sample_can_be_used_it_fails(tmp_path: Path) -> None:
+    failed = analyze(write_rows(tmp_path / "bad.jsonl", [[]]), "--out", tmp_path / "out", "--rows", 1)
+    assert failed.exit_code == 1
+    assert "1 of 1 samples cannot be used: bad_row 1" in failed.stdout
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["analysis.json"]
 
-    def test_lengths_are_kept_in_a_file(self, chats: str, tmp_path: Path) -> None:
-        cache = tmp_path / "lengths"
-        first = numbers(chats, "--cache", str(cache))
-        assert cache.stat().st_size > 0
-        assert numbers(chats, "--cache", str(cache)) == first
 
-    def test_a_folder_gets_the_numbers_and_a_picture(self, chats: str, tmp_path: Path) -> None:
-        told = analyze(chats, "--out", str(tmp_path / "new" / "out")).stdout
-        written = json.loads((tmp_path / "new" / "out" / "analysis.json").read_text())
-        assert written["samples"] == 4
-        with Image.open(tmp_path / "new" / "out" / "lengths.png") as image:
-            assert image.width > 1000
-        assert "lengths.png" in told
+def test_padded_and_packed_stand_side_by_side() -> None:
+    lines = printed(table_of([5, 15, 10, 8, 2])).splitlines()
+    found = [line.split() for line in lines if line.startswith((" padded to", " packed"))]
+    assert found == [
+        ["padded", "to", "batch", "5", "23.1%", "1", "1", "2", "3", "0"],
+        ["padded", "to", "max", "5", "46.7%", "1", "1", "2", "3", "0"],
+        ["packed,", "20", "2", "0.0%", "2.50", "1", "2.5", "2", "0"],
+    ]
 
-    @pytest.mark.parametrize("place", ["a file", "a file/below"])
-    def test_a_folder_that_cannot_be_is_refused_before_anything_is_measured(
-        self, place: str, chats: str, tmp_path: Path
-    ) -> None:
-        (tmp_path / "a file").write_text("")
-        refused = analyze(chats, "--out", str(tmp_path / place))
-        assert refused.exit_code == 2
-        assert refused.stdout == ""
-        assert f"vlmpack: --out {tmp_path / place} cannot be a folder (" in refused.stderr
-        assert "Traceback" not in refused.stderr
 
-    @pytest.mark.parametrize(
-        ("arguments", "told"),
-        [
-            (["--strategy", "typo"], "vlmpack: there is no strategy 'typo'; choose from exact_fill, "),
-            (
-                ["--strategy", "nf", "--max-images", "2"],
-                "vlmpack: next_fit packs by tokens only, not by images; ",
-            ),
-            (["--overlength", "drp"], "vlmpack: --overlength drp: choose error, drop or truncate"),
-            (["--overlength", "drop"], "vlmpack: --overlength drop needs --max-length, the most tokens"),
-            (["--split", "test"], "vlmpack: --split test: "),
-        ],
+def test_refused_samples_are_counted_and_the_first_are_listed() -> None:
+    refused = tuple(
+        Refused(index=at, sample_id=f"r{at}", reason="image_missing", detail="[red] it is lost") for at in range(8)
     )
-    def test_what_cannot_be_asked_for_is_refused_before_anything_is_measured(
-        self, arguments: list[str], told: str, chats: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("vlmpack.store.measure.measure_lengths", None)
-        refused = analyze(chats, *arguments)
-        assert refused.exit_code == 2
-        assert refused.stderr.startswith(told)
-
-    def test_a_json_file_has_no_splits(self, chats: str) -> None:
-        assert "a JSON file, which is one split, whatever it is called" in analyze(chats, "--split", "test").stderr
-
-    def test_what_is_said_of_samples_is_what_the_library_says(self, chats: str) -> None:
-        said = " ".join(analyze(chats, "--max-length", "100").stdout.split())
-        assert "but max_length=100; raise max_length, lower the processor's max_pixels, or choose" in said
-
-    def test_where_no_sample_can_be_used_it_fails(self, tmp_path: Path) -> None:
-        path = tmp_path / "bad.jsonl"
-        path.write_text('{"messages": []}\n')
-        failed = analyze(str(path), "--out", str(tmp_path / "out"))
-        assert failed.exit_code == 1
-        assert "1 of 1 samples cannot be used: bad_row 1" in failed.stdout
-        assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["analysis.json"]
-
-    def test_a_mistake_is_one_line(self, tmp_path: Path) -> None:
-        refused = analyze(str(tmp_path / "nowhere.jsonl"))
-        assert refused.exit_code == 2
-        assert "nowhere.jsonl' is no file or folder here and no hub id" in " ".join(refused.stderr.split("\n"))
-        assert "Traceback" not in refused.output
+    told = printed(table_of([5], refused), source="[mine].jsonl")
+    assert told.startswith("[mine].jsonl: 1 samples, 5 tokens")
+    assert "8 of 9 samples cannot be used: image_missing 8" in told
+    assert [line for line in told.splitlines() if "it is lost" in line] == [
+        f"  {at} (id 'r{at}'): image_missing: [red] it is lost" for at in range(5)
+    ]
+    assert "  and 3 more (--out writes them all)" in told
 
 
-class TestWords:
-    def test_padded_and_packed_side_by_side(self) -> None:
-        lines = printed(table_of([5, 15, 10, 8, 2])).splitlines()
-        found = [line.split() for line in lines if line.startswith((" padded to", " packed"))]
-        assert found == [
-            ["padded", "to", "batch", "5", "23.1%", "1", "1", "2", "3", "0"],
-            ["padded", "to", "max", "5", "46.7%", "1", "1", "2", "3", "0"],
-            ["packed,", "20", "2", "0.0%", "2.50", "1", "2.5", "2", "0"],
-        ]
-
-    def test_nothing_is_cut_on_80_columns(self) -> None:
-        told = printed(table_of([1_234_567] * 9))
-        assert "…" not in told
-        assert "1,234,567" in told
-        assert max(map(len, told.splitlines())) <= 80
-
-    def test_refused_samples_are_counted_and_the_first_are_told(self) -> None:
-        refused = tuple(
-            Refused(index=at, sample_id=f"r{at}", reason="image_missing", detail="[red] it is lost") for at in range(8)
-        )
-        told = printed(table_of([5], refused), source="[mine].jsonl")
-        assert told.startswith("[mine].jsonl: 1 samples, 5 tokens")
-        assert "8 of 9 samples cannot be used: image_missing 8" in told
-        assert [line for line in told.splitlines() if "it is lost" in line] == [
-            f"  {at} (id 'r{at}'): image_missing: [red] it is lost" for at in range(5)
-        ]
-        assert "  and 3 more (--out writes them all)" in told
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_the_longest_bar_is_full_and_a_single_sample_can_be_seen(ascii_only: bool) -> None:
+    file, bars = (
+        io.StringIO(),
+        histogram_bars("tokens", np.array([10] * 400 + [11] * 100 + [12]), ascii_only=ascii_only),
+    )
+    Console(file=file, width=60).print(bars)
+    block, eighth = "##" if ascii_only else "█▏"
+    assert [line.rstrip() for line in file.getvalue().splitlines()] == [
+        "tokens",
+        f"10  {20 * block} 400",
+        f"11  {5 * block}                100",
+        f"12+ {eighth}                    1",
+        "",
+    ]
 
 
-class TestBars:
-    def lines(self, lengths: list[int], *, ascii_only: bool = False) -> list[str]:
-        file = io.StringIO()
-        Console(file=file, width=60).print(histogram_bars("tokens", np.array(lengths), ascii_only=ascii_only))
-        return [line.rstrip() for line in file.getvalue().splitlines()]
+# ---------------------------------------------------------------------- shared prefixes
 
-    def test_the_longest_bar_is_full_and_a_single_sample_can_be_seen(self) -> None:
-        assert self.lines([10] * 400 + [11] * 100 + [12]) == [
-            "tokens",
-            "10  ████████████████████ 400",
-            "11  █████                100",
-            "12+ ▏                    1",
-            "",
-        ]
 
-    def test_there_are_terminals_without_blocks(self) -> None:
-        assert self.lines([10] * 4 + [11], ascii_only=True)[1:3] == [
-            "10  #################### 4",
-            "11  #####                1",
-        ]
+@pytest.fixture
+def questions(tmp_path: Path) -> str:
+    """Three questions about each of two images of one size."""
+    rows = []
+    for name, color in (("0.png", "red"), ("1.png", "blue")):
+        Image.new("RGB", (256, 256), color).save(tmp_path / name)
+        for question in ("Which colour?", "How bright is it?", "What is it?"):
+            parts = [{"type": "image", "image": name}, {"type": "text", "text": question}]
+            rows.append([{"role": "user", "content": parts}, {"role": "assistant", "content": color}])
+    return write_rows(tmp_path / "questions.jsonl", rows)
+
+
+def test_savings_are_those_of_the_plans_with_and_without_sharing(questions: str) -> None:
+    found = numbers(questions, "--capacity", 1000)["shared_prefixes"]
+    assert (found["groups"], found["samples"], found["min_shared"]) == (2, 6, 64)
+    (packed,) = found["packed"]
+    assert packed["shared"]["patches"] * 3 == packed["plain"]["patches"]
+    assert packed["shared"]["tokens"] < packed["plain"]["tokens"]
+    assert packed["saved"]["patches"] == pytest.approx(2 / 3)
+    told = analyze(questions, "--capacity", 1000).stdout
+    assert "6 samples begin like others with 64 tokens or more, in 2 groups." in told
+    assert ["1,000:", "patches", "1,536", "512", "66.7%"] in [line.split() for line in told.splitlines()]
+
+
+def test_large_savings_fit_eighty_columns() -> None:
+    columns = ("text_tokens", "image_tokens", "video_tokens", "images", "videos", "patches", "targets")
+    table = LengthTable.from_rows(
+        [{**dict.fromkeys(columns, 0), "sample_ids": at, "text_tokens": 10**7 + at} for at in range(4)],
+        groups=PrefixGroups(of_samples=np.zeros(4, int), parents=np.array([-1]), tokens=np.array([10**7])),
+    )
+    lines = printed(table, capacity=10**8, min_shared=64).split("Shared prefixes")[1].splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("40.0 M" in line and "10.0 M" in line and "75.0%" in line for line in lines)
+    sizes = (7, 9_999_999, 10**7, 123_456_789, 4 * 10**9)
+    assert [short(count) for count in sizes] == ["7", "9,999,999", "10.0 M", "123 M", "4.00 G"]
+
+
+def test_nothing_to_share_is_said_and_not_looking_is_silent(questions: str) -> None:
+    assert "No samples begin alike with 500 tokens or more" in analyze(questions, "--min-shared", 500).stdout
+    assert "Shared prefixes" not in analyze(questions, "--min-shared", 0).stdout
+    assert numbers(questions, "--min-shared", 0)["shared_prefixes"] is None
+    with pytest.raises(ConfigError, match=r"the table has no groups: measure_lengths\(..., min_shared=64\) finds them"):
+        simulate(table_of([5, 6]), 10, share_prefixes=True)
+
+
+def test_of_audio_it_says_that_it_did_not_look_and_refuses_to(questions: str) -> None:
+    asked = ["analyze", questions, "--processor", "tiny:qwen2_5_omni_thinker"]
+    found = run(*asked)
+    assert found.exit_code == 0
+    assert "Shared prefixes were not looked for" in found.stdout
+    assert "Qwen2_5OmniProcessor may have audio" in found.stdout
+    refused = run(*asked, "--min-shared", 64)
+    assert refused.exit_code == 2
+    assert "Qwen2_5OmniProcessor may have audio" in refused.output
+
+
+# ---------------------------------------------------------------------- rows
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> str:
+    """Tokenized samples of 6, 4, 3 and 7 tokens, one of them with a name; the last two of each are trained on."""
+    rows: list[Any] = [{"input_ids": [5] * n, "labels": [-100] * (n - 2) + [5] * 2} for n in (6, 4, 3, 7)]
+    rows[1]["id"] = "second"
+    return write_rows(tmp_path / "tokens.jsonl", rows)
+
+
+def rows_of(result: Result) -> list[list[str]]:
+    """The words of each line from the first row on."""
+    assert result.exit_code == 0, result.output
+    return [line.split() for line in result.stdout.partition("\nRow ")[2].splitlines() if line]
+
+
+def test_the_first_rows_of_the_plan_are_printed(tokens: str) -> None:
+    lines = [
+        ["0:", "10", "tokens", "of", "2", "samples"],
+        ["sample", "tokens", "of", "media", "trained", "on"],
+        ["0", "6", "0", "2"],
+        ["second", "4", "0", "2"],
+    ]
+    capacity = ("--capacity", 10, "--capacity", 20)
+    assert rows_of(analyze(tokens, *capacity, "--rows", 1)) == lines
+    told = rows_of(analyze(tokens, *capacity, "--rows", 9))
+    assert told[:4] == lines and told[4:6] == [["Row", "1:", "10", "tokens", "of", "2", "samples"], lines[1]]
+    assert len(told) == 8
+
+
+def test_tokens_of_images_are_counted() -> None:
+    (row,) = numbers("synthetic", "--num", 2, "--capacity", 3000, "--rows", 1)["rows"]
+    assert all(0 < part["media_tokens"] < part["tokens"] and part["targets"] for part in row["parts"])
+
+
+def test_a_tree_is_printed_with_branches_below_what_they_share() -> None:
+    """Samples P A, P B C, P B and Q: P of 6 tokens has an image of 4; one sample ends in an inner node."""
+    lengths = (9, 12, 10, 5)
+    tree = PrefixTree(
+        segments=Segments.from_lengths(lengths), parents=(-1, 0, 0, 2, -1), lengths=(6, 3, 4, 2, 5),
+        leaves=(1, 3, 2, 4), images=(0,), videos=(),
+    )  # fmt: skip
+    samples = []
+    for name, length in zip("abcq", lengths, strict=True):
+        types, labels = np.zeros(length, np.int64), np.full(length, -100)
+        types[2:6], labels[-1] = int(name != "q"), 7
+        samples.append(Encoded(input_ids=np.arange(length), labels=labels, types=types, sample_id=name))
+    row = row_numbers(3, samples, tree)
+    assert (row["row"], row["tokens"], row["computed"]) == (3, 36, 20)
+    assert [tuple(part.values()) for part in row["parts"]] == [
+        ("3 samples", 0, 6, 4, 0),
+        ("a", 1, 3, 0, 1),
+        ("2 samples, c ends here", 1, 4, 0, 0),
+        ("b", 2, 2, 0, 1),
+        ("q", 0, 5, 0, 1),
+    ]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_rows_share_prefixes_if_that_is_asked_for(questions: str, is_packed: bool, tmp_path: Path) -> None:
+    options = ("--processor", "tiny", "--capacity", 1000, "--min-shared", 64)
+    source, more = questions, options
+    if is_packed:
+        source, more = str(tmp_path / "rows"), ()
+        assert run("pack", questions, source, *options).exit_code == 0
+    told = run("analyze", source, *more, "--rows", 1)
+    assert told.stdout.count("3 samples ") == 2
+    (row,) = json.loads(run("analyze", source, *more, "--rows", 1, "--json").stdout)["rows"]
+    assert (row["samples"], len(row["parts"])) == (6, 8)
+    assert row["computed"] == sum(part["tokens"] for part in row["parts"]) < row["tokens"]
+    assert numbers(questions, "--capacity", 1000, "--rows", 1)["rows"][0]["computed"] == row["tokens"]
+
+
+def test_packed_rows_are_printed_without_their_processor(tokens: str, tmp_path: Path) -> None:
+    folder = tmp_path / "packed"
+    assert run("pack", tokens, folder, "--processor", "tiny", "--capacity", 12, "--pad-seq-to-mult", 4).exit_code == 0
+    told = rows_of(run("analyze", folder, "--rows", 1))
+    assert told[2:] == [["0", "6", "0", "2"], ["second", "4", "0", "2"]]
+    found = json.loads(run("analyze", folder, "--json").stdout)
+    assert (found["counts"]["rows"], found["capacity"], found["rows"]) == (2, 12, [])
+    refused = run("analyze", folder, "--num", 3, "--image-root", "x")
+    assert "is packed already, so --num, --image-root would be ignored; leave it out" in refused.stderr
+
+
+def test_a_data_set_needs_a_processor(tokens: str) -> None:
+    refused = run("analyze", tokens)
+    assert refused.exit_code == 2
+    assert "tokens.jsonl is read as a data set: give its --processor" in refused.stderr
+    refused = analyze("lost.jsonl")
+    assert "lost.jsonl' is no file or folder here and no hub id" in " ".join(refused.stderr.split())

@@ -1,16 +1,26 @@
-"""The command as a whole: light to import, helpful, and clear when it refuses."""
+"""The command as a whole: light to import, helpful, clear when it refuses, and at a real terminal."""
 
 from __future__ import annotations
 
 import errno
-import importlib.util
+import fcntl
 import io
 import json
 import os
+import pty
+import re
+import select
+import signal
+import struct
 import subprocess
 import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from typer.core import TyperGroup
@@ -19,19 +29,51 @@ from typer.testing import CliRunner
 
 from vlmpack import __version__
 from vlmpack.cli import app, main
+from vlmpack.cli.app import INTERRUPTED, VERBS
+from vlmpack.cli.options import DataOptions
+from vlmpack.cli.pack import pack
+from vlmpack.terminal import pace, progress_lines
 
 HEAVY = ("torch", "transformers", "numpy", "matplotlib", "PIL")
+PAGE = Path(__file__).parents[2] / "docs" / "command.md"
+TINY = ("--processor", "tiny")
+GROUP = get_command(app)
+assert isinstance(GROUP, TyperGroup)
 
 
-def test_help_names_every_verb() -> None:
+def test_help_names_every_verb_in_paragraphs_without_the_line_ends_of_the_source() -> None:
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    for verb in ("analyze", "show", "pack", "demo", "serve", "doctor", "schema", "completion"):
-        assert verb in result.stdout
-
-
-def test_the_version_is_the_packages() -> None:
+    assert [verb for verb in ("analyze", "pack", "demo", "doctor", "serve") if verb not in result.stdout] == []
+    texts = [verb.help or "" for verb in GROUP.commands.values()]
+    assert len(texts) == 5 and all(text and "\n" not in text.replace("\n\n", "") for text in texts)
     assert CliRunner().invoke(app, ["--version"]).stdout == f"vlmpack {__version__}\n"
+
+
+def test_analyze_and_pack_share_their_options() -> None:
+    analyzed, packed = ({option.name for option in GROUP.commands[verb].params} for verb in ("analyze", "pack"))
+    shared = {field.name for field in fields(DataOptions)}
+    assert shared <= analyzed & packed and len(shared) > 20
+
+
+def test_the_words_of_options_are_those_of_the_library() -> None:
+    from vlmpack.collate import collator
+    from vlmpack.data import mixed, open
+    from vlmpack.plan import lengths, planner
+    from vlmpack.store import records
+
+    annotations = {name: get_args(option.annotation)[0] for name, option in signature(pack).parameters.items()}
+    words = {name: get_args(each) for name, each in annotations.items() if get_origin(each) is Literal}
+    assert words == {
+        "overlength": get_args(collator.Overlength),
+        "train_on": get_args(collator.TrainOn),
+        "on_bad": get_args(collator.OnBad),
+        "branches": get_args(open.Branches),
+        "stopping_strategy": get_args(mixed.StoppingStrategy),
+        "strategy": tuple(planner.STRATEGIES),
+        "oversize": lengths.OVERSIZE,
+        "images": records.IMAGES,
+    }
 
 
 def loaded_by(code: str) -> set[str]:
@@ -41,117 +83,271 @@ def loaded_by(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_importing_the_command_loads_nothing_heavy() -> None:
+def test_importing_the_command_loads_nothing_heavy_and_this_test_would_notice() -> None:
     assert loaded_by("import vlmpack.cli") == set()
-
-
-def test_the_test_above_would_notice() -> None:
     assert "numpy" in loaded_by("import vlmpack.cli, numpy")
 
 
-def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-
-    def without_accelerate(name: str, *args: Any) -> Any:
-        return None if name == "accelerate" else find_spec(name, *args)
-
-    monkeypatch.setattr("vlmpack.errors.find_spec", without_accelerate)
-    result = CliRunner().invoke(app, ["demo"])
-    assert result.exit_code == 2
-    assert "`vlmpack demo` needs accelerate, not installed here: pip install 'vlmpack[demo]'" in result.stderr
-    assert "Traceback" not in result.output
+@pytest.mark.parametrize(
+    ("typed", "offered"), [("vlmpack do", {"doctor"}), ("vlmpack analyze x --max-p", {"--max-patches", "--max-pixels"})]
+)
+def test_bash_completes_verbs_and_options(typed: str, offered: set[str]) -> None:
+    environment = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" ")), "_VLMPACK_COMPLETE": "complete_bash"}
+    command = [sys.executable, "-m", "vlmpack"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=True)
+    assert set(done.stdout.split()) == offered
 
 
-def test_the_module_can_be_run() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "vlmpack.cli", "demo", "--dtype", "int8"], capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert done.stderr.strip() == "vlmpack: --dtype int8: choose float32 or bfloat16"
+# ---------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
-def test_what_the_system_refuses_is_one_line_and_a_bug_is_not(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_refusal_prints_no_json_and_the_module_can_be_run() -> None:
+    command = [sys.executable, "-m", "vlmpack.cli", "analyze", "synthetic", "--processor", "nowhere", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("vlmpack: --processor nowhere") and "Traceback" not in done.stderr
+
+
+def test_what_the_system_refuses_is_one_line_and_a_bug_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(source: Path) -> bool:
         raise OSError(code, os.strerror(code), "a/folder")
 
     monkeypatch.setattr("vlmpack.store.manifest.is_store", refused)
-    result = CliRunner().invoke(app, ["show", "rows"])
-    (line,) = result.stderr.splitlines()
-    assert result.exit_code == 2
-    assert line.startswith(f"vlmpack: a/folder: {os.strerror(code)}; get the right")
-
+    for code in (errno.EACCES, errno.EROFS, errno.ENOSPC):
+        result = CliRunner().invoke(app, ["analyze", "rows"])
+        assert result.exit_code == 2
+        (line,) = result.stderr.splitlines()
+        assert line.startswith(f"vlmpack: a/folder: {os.strerror(code)}; get the right")
     code = errno.EBADF
-    assert isinstance(CliRunner().invoke(app, ["show", "rows"]).exception, OSError)
+    assert isinstance(CliRunner().invoke(app, ["analyze", "rows"]).exception, OSError)
 
 
-def test_help_is_wrapped_by_the_terminal_alone() -> None:
-    """Paragraphs have no line ends of the source in them."""
-    group = get_command(app)
-    assert isinstance(group, TyperGroup)
-    texts = [verb.help or "" for verb in group.commands.values()]
-    assert len(texts) == 8
-    assert all(text and "\n" not in text.replace("\n\n", "") for text in texts)
+@pytest.mark.parametrize("verb", [verb.__name__ for verb in VERBS])
+def test_every_verb_ends_by_ctrl_c_in_one_line(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*values: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("vlmpack.errors.find_spec", interrupted)
+    monkeypatch.setattr("vlmpack.cli.options.refuse_file", interrupted)
+    arguments = {
+        "analyze": ["synthetic", *TINY, "--out", "x"],
+        "pack": ["synthetic", "x", *TINY, "--capacity", "9"],
+        "doctor": ["x", "--probe"],
+    }
+    try:
+        done = CliRunner().invoke(app, [verb, *arguments.get(verb, [])])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done.exit_code == INTERRUPTED, done.output
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("vlmpack: interrupted; ") and len(line) > 30
 
 
-def run_on_a_terminal(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own, whose terminal has some other encoding."""
-    return subprocess.run(
-        [sys.executable, "-m", "vlmpack.cli", *arguments],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "200", **environment},
-    )
-
-
-ASCII = {"PYTHONIOENCODING": "ascii"}
-C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
+# ---------------------------------------------------------------------- other encodings
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("environment", "told", "arguments"),
-    [
-        pytest.param(
-            ASCII, r"(id '\u1f85\u03b4\u03b7\u03c2'): bad_text", ("analyze", "rows.jsonl"), marks=pytest.mark.exhaustive
-        ),
-        (C_LOCALE, r"a \u03bc\u1fc6\u03bd\u03b9\u03bd: ", ("show", "rows.jsonl")),
-        pytest.param(
-            ASCII,
-            r"(id '\u1f85\u03b4\u03b7\u03c2')",
-            ("pack", "rows.jsonl", "out", "--on-bad", "skip", "--max-bad-fraction", "1"),
-            marks=pytest.mark.exhaustive,
-        ),
-    ],
-    ids=["analyze", "show", "pack"],
-)
-def test_letters_that_the_terminal_lacks_are_escaped(
-    environment: dict[str, str], told: str, arguments: tuple[str, ...], tmp_path: Path
-) -> None:
-    """What is packed, shown and refused here has Greek names, and a text with half a character."""
+def test_letters_that_the_terminal_lacks_are_escaped(tmp_path: Path) -> None:
+    """What is printed and refused here has Greek names, and a text with half a character."""
     rows = [
         {"id": "μῆνιν", "prompt": "ἄειδε", "completion": "θεά"},
         {"id": "ᾅδης", "prompt": "a\ud83d", "completion": "b"},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = run_on_a_terminal(tmp_path, *arguments, "--processor", "tiny", "--capacity", "64", **environment)
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "", "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, "-m", "vlmpack", "analyze", "rows.jsonl", *TINY, "--rows", "1"],
+        capture_output=True, text=True, encoding="utf-8", cwd=tmp_path, env={**os.environ, **locale},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert told in done.stdout
+    assert r"(id '\u1f85\u03b4\u03b7\u03c2'): bad_text" in done.stdout and r"\u03bc\u1fc6\u03bd" in done.stdout
+
+
+def test_a_way_to_write_other_letters_that_was_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["vlmpack", "--version"])
+    for errors in ("strict", "surrogateescape", "replace"):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors=errors)
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit):
+            main()
+        assert stream.errors == ("replace" if errors == "replace" else "backslashreplace")
+
+
+# ---------------------------------------------------------------------- JSON
+
+
+def documented() -> dict[str, list[str]]:
+    """The keys of each object, as the page lists them."""
+    block = re.search(r"^## JSON.*?^```\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert block is not None
+    objects: dict[str, list[str]] = {}
+    for line in block[1].splitlines():
+        path = line.split()[0] if not line.startswith(" ") else next(reversed(objects))
+        objects.setdefault(path, []).extend(line.split()[not line.startswith(" ") :])
+    return objects
+
+
+def objects_in(value: Any, path: str) -> Iterator[tuple[str, list[str]]]:
+    """Each object inside some JSON: its path, and its keys."""
+    if isinstance(value, dict):
+        is_mapping = f"{path}.*" in documented()
+        if not is_mapping:
+            yield path, list(value)
+        for key, part in value.items():
+            yield from objects_in(part, f"{path}.*" if is_mapping else f"{path}.{key}")
+    elif isinstance(value, list):
+        for part in value:
+            yield from objects_in(part, f"{path}[]")
+
+
+def check_keys(verb: str, printed: Any) -> None:
+    """Compare what a verb printed with the page: every object of the verb that the page has, key by key."""
+    found = dict(objects_in(printed, verb))
+    expected = {path: keys for path, keys in documented().items() if re.split(r"[.\[]", path)[0] == verb}
+    assert expected and {path: found.get(path) for path in expected} == expected
+
+
+def json_of(*arguments: object) -> Any:
+    done = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_the_page_lists_the_keys_that_analyze_and_pack_print(tmp_path: Path) -> None:
+    """Of samples that share a prefix, one that is too long for a row, a line that cannot be read, and a mix."""
+    answer, asked = {"role": "assistant", "content": "4"}, "The rules of the shop are long, and each asks of them. " * 4
+    texts = [f"{asked} Why?", f"{asked} When?", "again " * 900]
+    rows = [json.dumps({"messages": [{"role": "user", "content": text}, answer]}) for text in texts]
+    (tmp_path / "chats.jsonl").write_text("\n".join([*rows, "no JSON"]))
+    data = (tmp_path / "chats.jsonl", *TINY, "--mix", "synthetic=1", "--num", 8, "--min-shared", 16, "--capacity", 500)
+    printed = json_of("analyze", *data, "--rows", 1)
+    check_keys("analyze", printed)
+    left_out = ("--on-bad", "skip", "--max-bad-fraction", 1, "--oversize", "drop")
+    packed = json_of("pack", data[0], tmp_path / "rows", *data[1:], *left_out)
+    check_keys("pack", packed)
+    assert set(packed["reasons"]) == {"row_unreadable", "oversize"} and Path(packed["left_out"]).is_file()
+    with pytest.raises(AssertionError):
+        check_keys("analyze", {**printed, "more": 1})
+    with pytest.raises(AssertionError):
+        check_keys("analyze", {name: part for name, part in printed.items() if name != "rows"})
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("strict", "backslashreplace"), ("surrogateescape", "backslashreplace"), ("replace", "replace")],
-)
-def test_a_way_to_write_other_letters_that_was_asked_for_is_kept(
-    before: str, after: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors=before)
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setattr(sys, "argv", ["vlmpack", "--version"])
-    with pytest.raises(SystemExit):
-        main()
-    assert stream.errors == after
+def test_the_page_lists_the_keys_that_doctor_and_demo_print(tmp_path: Path) -> None:
+    check_keys("doctor", json_of("doctor"))
+    check_keys("probe", json_of("doctor", "tiny", "--probe"))
+    printed = json_of("demo", "--steps", 1, "--batch-size", 2, "--out", tmp_path)
+    check_keys("demo", printed)
+    assert printed == json.loads((tmp_path / "demo.json").read_text())
+
+
+# ---------------------------------------------------------------------- a terminal
+
+SECONDS = 120.0
+WIDTH = 80
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+LONG: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "analyze": (
+        ("analyze", "synthetic", "--num", "5000", *TINY, "--workers", "2"), "measuring samples", "--cache FILE",
+    ),
+    "demo": (("demo", "--steps", "50", "--out", "out"), "training, padded", "nothing was written"),
+    "doctor --probe": (("doctor", "--probe"), "each sample alone", "vlmpack doctor --probe tiny:qwen3_vl"),
+    "serve": (("serve", "--demo", "--port", "0", "--state", "out"), "reading the model", "in the journal"),
+}  # fmt: skip
+"""Arguments, what is drawn while it works, and how to go on."""
+
+
+def at_terminal(
+    arguments: tuple[str, ...], folder: Path, act: Callable[[int, str], bool] | None
+) -> tuple[int, str, str]:
+    """Run the command in a session of its own; status, standard output, and what was drawn.
+
+    `act` gets the process and what is drawn so far, until it returns True.
+    """
+    drawn, terminal = "", pty.openpty()
+    fcntl.ioctl(terminal[1], termios.TIOCSWINSZ, struct.pack("HHHH", 24, WIDTH, 0, 0))
+    environment = {**os.environ, "TERM": "xterm", "VLMPACK_API_KEY": "tml-x", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "vlmpack.cli", *arguments], stdout=subprocess.PIPE,
+        stderr=terminal[1], stdin=subprocess.DEVNULL, text=True, cwd=folder, env=environment, start_new_session=True,
+    ) as process:  # fmt: skip
+        os.close(terminal[1])
+        acted, end = act is None, time.monotonic() + SECONDS
+        while time.monotonic() < end:
+            if not select.select([terminal[0]], [], [], 1.0)[0]:
+                continue
+            try:
+                part = os.read(terminal[0], 65536).decode(errors="replace")
+            except OSError:  # the last process has closed it
+                break
+            drawn += part
+            acted = acted or (act is not None and act(process.pid, CONTROL.sub("", drawn)))
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+        assert process.stdout is not None
+        printed = process.stdout.read()
+    os.close(terminal[0])
+    assert acted, drawn
+    return process.returncode, printed, CONTROL.sub("", drawn)
+
+
+@pytest.mark.full
+@pytest.mark.dist
+@pytest.mark.parametrize("case", LONG)
+def test_ctrl_c_ends_a_verb_without_a_traceback_and_says_how_to_go_on(case: str, tmp_path: Path) -> None:
+    arguments, title, remedy = LONG[case]
+
+    def interrupt(process: int, drawn: str) -> bool:
+        if title in drawn:
+            os.killpg(process, signal.SIGINT)
+        return title in drawn
+
+    status, printed, drawn = at_terminal(arguments, tmp_path, interrupt)
+    assert "Traceback" not in drawn + printed
+    assert status == INTERRUPTED
+    last = drawn.replace("\r", "").rstrip("\n").splitlines()[-1]
+    assert last.startswith("vlmpack: interrupted; ") and remedy in last
+
+
+@pytest.mark.full
+def test_pack_draws_its_pace_and_goes_on_after_ctrl_c(tmp_path: Path) -> None:
+    arguments = ("pack", "synthetic", "out", "--num", "96", *TINY, "--capacity", "1500", "--shard-rows", "1")
+
+    def interrupt(process: int, drawn: str) -> bool:
+        if is_writing := re.search(r"writing files[^\r\n]* left", drawn) is not None:
+            os.killpg(process, signal.SIGINT)
+        return is_writing
+
+    status, _, drawn = at_terminal(arguments, tmp_path, interrupt)
+    assert status == INTERRUPTED
+    lines = [line for line in re.split(r"[\r\n]+", drawn.partition("vlmpack: interrupted")[0]) if line.strip()]
+    assert max(map(len, lines)) <= WIDTH
+    paces = [line for line in lines if re.search(r"(/s| s each)  \d+:\d\d:\d\d left$", line.rstrip())]
+    assert {line.split()[0] for line in paces} >= {"measuring", "writing"}
+
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("rows-*.parquet")}
+    status, printed, drawn = at_terminal((*arguments, "--quiet"), tmp_path, None)
+    assert (status, drawn) == (0, "") and "96  of 96" in printed
+    files = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("rows-*.parquet")}
+    assert written and all(files[path.name] == time for path, time in written.items())
+
+
+def test_a_pace_is_short() -> None:
+    assert pace(170.2, 2.9, 9.0) == "170/s  0:00:02 left"
+    assert pace(1.25, 3661.0, 9.0) == "1.2/s  1:01:01 left"
+    assert pace(0.2, 61.0, 9.0) == "5.0 s each  0:01:01 left"
+    assert [pace(None, None, 3.5), pace(12.0, None, 3.5), pace(0.0, None, None)] == ["0:00:03", "0:00:03", "0:00:00"]
+
+
+def test_results_that_are_printed_under_progress_stay_in_their_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress is drawn at a terminal, results go to a file."""
+    pipe, terminal = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", pipe)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress_lines("working", quiet=False) as progress:
+        progress("working", 1, detail="still working")
+        sys.stdout.write("a result\n")
+    assert pipe.getvalue() == "a result\n"
+    assert "still working" in terminal.getvalue() and "a result" not in terminal.getvalue()

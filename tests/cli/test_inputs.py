@@ -1,4 +1,4 @@
-"""What is named on the command line: a data set, and a processor."""
+"""What the command line names becomes a data set, or a mix of them, a processor, and a collator."""
 
 from __future__ import annotations
 
@@ -7,17 +7,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
-from vlmpack.cli.inputs import InputOptions, Inputs, named_processor, open_inputs
-from vlmpack.data import save_processor
+from vlmpack.cli import app
+from vlmpack.cli.inputs import (
+    Inputs,
+    columns_by_source,
+    mix_numbers,
+    mixed_sources,
+    named_processor,
+    open_inputs,
+    short_names,
+)
+from vlmpack.cli.options import DataOptions
+from vlmpack.data import mix_datasets, open_dataset, save_processor
 from vlmpack.errors import ConfigError, FamilyError, SampleError
+from vlmpack.store import PackedDataset
 from vlmpack.testing import tiny_config, tiny_processor
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+TEXT = ("--processor", "tiny:qwen3")
 
 
 def opened(dataset: str, **options: Any) -> Inputs:
-    return open_inputs(InputOptions(dataset=dataset, **options))
+    return open_inputs(DataOptions(dataset=dataset, **options))
+
+
+def vlmpack(*arguments: Any) -> Result:
+    return CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "200"})
 
 
 @pytest.fixture
@@ -27,21 +44,17 @@ def chats(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_the_built_in_processor_is_that_of_a_family() -> None:
-    assert type(named_processor("tiny")).__name__ == "Qwen3VLProcessor"
-    assert type(named_processor("tiny:qwen2_5_vl")).__name__ == "Qwen2_5_VLProcessor"
+# ---------------------------------------------------------------------- data sets and processors
 
 
-def test_receipts_for_it_are_small() -> None:
+def test_receipts_for_a_processor_made_here_are_small_and_take_no_options_of_files() -> None:
     inputs = opened("synthetic", processor="tiny", num=2, seed=5)
     assert len(inputs.dataset) == 2
     assert inputs.dataset[0]["conversation"][0]["content"][0]["image"].width < 500
     assert inputs.collator.measure(inputs.dataset[0]).num_tokens > 100
-
-
-def test_receipts_have_no_paths(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--image-root .*: synthetic receipts have no paths; leave it out"):
-        opened("synthetic", processor="tiny", image_root=tmp_path)
+    for option in ({"image_root": Path()}, {"columns": ["{}"]}, {"branches": "turns"}):
+        with pytest.raises(ConfigError, match=r"--\S+: synthetic receipts have known columns, no paths and one quest"):
+            opened("synthetic", processor="tiny", **option)
 
 
 def test_each_question_can_be_a_sample(tmp_path: Path) -> None:
@@ -51,41 +64,38 @@ def test_each_question_can_be_a_sample(tmp_path: Path) -> None:
     assert len(opened(str(file), processor="tiny:qwen3").dataset) == 1
     branches = opened(str(file), processor="tiny:qwen3", branches="turns").dataset
     assert [sample["id"] for sample in branches] == ["r/0", "r/1", "r/2"]
-    with pytest.raises(ConfigError, match="--columns: synthetic receipts have the names that are read"):
-        opened("synthetic", processor="tiny", columns=["{}"])
-    with pytest.raises(ConfigError, match="--branches turns: synthetic receipts have one question each"):
-        opened("synthetic", processor="tiny", branches="turns")
 
 
-@pytest.mark.parametrize("processor", ["tiny", "tiny:qwen3"])
-def test_texts_go_with_a_vision_model_and_with_a_text_model(chats: str, processor: str) -> None:
-    inputs = opened(chats, processor=processor)
-    outlines = [inputs.collator.measure(inputs.dataset[at]) for at in range(3)]
-    assert all(outline.num_targets > 0 for outline in outlines)
-
-
-def test_a_folder_of_a_vision_model_and_one_of_a_text_model(tmp_path: Path) -> None:
+def test_a_processor_is_that_of_a_family_or_of_a_folder(tmp_path: Path) -> None:
+    assert type(named_processor("tiny:qwen2_5_vl")).__name__ == "Qwen2_5_VLProcessor"
     processor = tiny_processor()
-    for name in ("seeing", "blind"):
+    for name in ("vision", "text"):
         (tmp_path / name).mkdir()
-    tiny_config("qwen3_vl", processor=processor).save_pretrained(tmp_path / "seeing")
-    save_processor(processor, tmp_path / "seeing")
-    tiny_config("qwen3").save_pretrained(tmp_path / "blind")
-    named_processor("tiny:qwen3").save_pretrained(tmp_path / "blind")
-    assert type(named_processor(str(tmp_path / "seeing"))) is type(processor)
-    (tmp_path / "seeing" / "config.json").unlink()
-    assert type(named_processor(str(tmp_path / "seeing"))) is type(processor)
-    assert "<|im_start|>assistant" in named_processor(str(tmp_path / "blind")).apply_chat_template(CHAT, tokenize=False)
+    tiny_config("qwen3_vl", processor=processor).save_pretrained(tmp_path / "vision")
+    save_processor(processor, tmp_path / "vision")
+    tiny_config("qwen3").save_pretrained(tmp_path / "text")
+    named_processor("tiny:qwen3").save_pretrained(tmp_path / "text")
+    assert type(named_processor(str(tmp_path / "vision"))) is type(processor)
+    (tmp_path / "vision" / "config.json").unlink()
+    assert type(named_processor(str(tmp_path / "vision"))) is type(processor)
+    assert "<|im_start|>assistant" in named_processor(str(tmp_path / "text")).apply_chat_template(CHAT, tokenize=False)
 
 
-def test_the_most_tokens_of_a_sample(chats: str) -> None:
+def test_what_is_not_there_is_refused(chats: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--processor .*nowhere: nothing there can be read"):
+        opened(chats, processor=str(tmp_path / "nowhere"))
+    with pytest.raises(FamilyError, match="mamba: unknown family"):
+        named_processor("tiny:mamba")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"--processor .*config.json is a file; give its folder: {tmp_path}$"):
+        named_processor(str(tmp_path / "config.json"))
+
+
+def test_limits_of_a_sample_reach_the_collator(chats: str, tmp_path: Path) -> None:
     inputs = opened(chats, processor="tiny", max_length=5)
     with pytest.raises(SampleError, match="max_length=5"):
         inputs.collator.measure(inputs.dataset[0])
-
-
-def test_keys_of_messages_are_left_out_and_a_stop_is_added_where_that_is_asked_for(tmp_path: Path) -> None:
-    file = tmp_path / "chats.jsonl"
+    file = tmp_path / "more.jsonl"
     file.write_text(json.dumps({"messages": [{**turn, "at": "noon"} for turn in CHAT]}))
     with pytest.raises(SampleError, match=r"has at, which the chat template does not write"):
         (refusing := opened(str(file), processor="tiny:glm4v")).collator.measure(refusing.dataset[0])
@@ -109,19 +119,128 @@ def test_the_largest_area_of_an_image_is_the_processors_own_or_the_one_given(cha
         opened(chats, processor="tiny:qwen3", max_pixels=9)
 
 
-def test_what_is_not_there_is_refused(chats: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--processor .*nowhere: nothing there can be read"):
-        opened(chats, processor=str(tmp_path / "nowhere"))
-    with pytest.raises(FamilyError, match="mamba: unknown family"):
-        named_processor("tiny:mamba")
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=rf"--processor .*config.json is a file; give its folder: {tmp_path}$"):
-        named_processor(str(tmp_path / "config.json"))
+# ---------------------------------------------------------------------- mixes
 
 
-def test_foreign_columns_are_named(tmp_path: Path) -> None:
-    file = tmp_path / "qa.jsonl"
-    file.write_text('{"question": "2 + 2?", "answer": "4"}\n')
-    names = '{"question": "query", "answer": "response"}'
-    (sample,) = opened(str(file), processor="tiny:qwen3", columns=[names]).dataset
-    assert [message["content"] for message in sample["messages"]] == ["2 + 2?", "4"]
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    """Twelve samples of one, four of the other."""
+    for name, num in (("receipts", 12), ("chats", 4)):
+        rows = [{"id": at, "prompt": f"{name} " * (1 + at % 3), "completion": "yes"} for at in range(num)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {name: tmp_path / f"{name}.jsonl" for name in ("receipts", "chats")}
+
+
+def test_packed_samples_are_those_of_the_same_mix_in_python(files: dict[str, Path], tmp_path: Path) -> None:
+    options = ("--mix", f"{files['chats']}=0.5", "--capacity", 40, "--seed", 3)
+    done = vlmpack("pack", files["receipts"], tmp_path / "rows", *TEXT, *options, "--json")
+    assert done.exit_code == 0, done.output
+    datasets = {name: open_dataset(str(path)) for name, path in files.items()}
+    mix = mix_datasets(datasets, {"receipts": 1, "chats": 0.5}, seed=3)
+    rows = PackedDataset(tmp_path / "rows")
+    packed = [sample.sample_id for row in range(len(rows)) for sample in rows.measured(row)]
+    assert sorted(map(str, packed)) == sorted(sample["id"] for sample in mix)
+    assert json.loads(done.stdout)["mix"] == {
+        "receipts": {"weight": 1.0, "size": 12, "samples": mix.counts["receipts"], "passes": mix.passes["receipts"]},
+        "chats": {"weight": 0.5, "size": 4, "samples": mix.counts["chats"], "passes": mix.passes["chats"]},
+    }
+    assert abs(mix.counts["chats"] - len(mix) / 3) <= 1
+    for verb in (["analyze"], ["analyze", *TEXT, "--mix", f"{files['receipts']}=1"]):
+        done = vlmpack(*verb, tmp_path / "rows", "--mix", f"{files['receipts']}=1")
+        assert done.exit_code == 2
+        assert "is packed already" in " ".join(done.stderr.split())
+
+
+def test_tables_count_every_data_set(files: dict[str, Path]) -> None:
+    mix = ("--mix", f"{files['chats']}=2", "--stopping-strategy", "all_exhausted")
+    done = vlmpack("analyze", files["receipts"], *TEXT, *mix, "--num", 9)
+    assert done.exit_code == 0, done.output
+    assert f"{files['receipts']} + {files['chats']}=2: 9 samples" in done.stdout
+    assert "3 of receipts (12 samples, 0.25 passes)" in done.stdout
+    assert "6 of chats (4 samples, 1.50 passes)" in done.stdout
+
+
+def test_without_weights_every_sample_comes_once(files: dict[str, Path]) -> None:
+    inputs = opened(str(files["receipts"]), processor="tiny", mix=[str(files["chats"]), "synthetic"])
+    numbers = mix_numbers(inputs.dataset)
+    assert numbers is not None and list(numbers) == ["receipts", "chats", "synthetic"]
+    assert {of["passes"] for of in numbers.values()} == {1.0}
+
+
+def test_names_are_the_ends_of_paths_that_differ() -> None:
+    assert short_names(["a/train.jsonl", "naver/cord-v2", "chats.v2.jsonl.gz"]) == ["train", "cord-v2", "chats"]
+    assert short_names(["x/a/train.jsonl", "x/b/train.jsonl"]) == ["a/train", "b/train"]
+    assert short_names(["train.jsonl", "b/train.jsonl"]) == ["train", "b/train"]
+    assert short_names(["train.json", "train.jsonl"]) == ["train.json", "train.jsonl"]
+
+
+def test_a_file_whose_name_has_an_equals_sign_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lr=3").write_text("")
+    assert mixed_sources("a", ["lr=3"]) == {"a": None, "lr=3": None}
+    assert mixed_sources("a", ["lr=3=4"]) == {"a": 1.0, "lr=3": 4.0}
+    assert columns_by_source(["lr=3"], ["lr", "b"]) == {"lr": "lr=3", "b": "lr=3"}
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        (["--mix", "b.jsonl=much"], r"--mix b.jsonl=much: a weight is a number above 0.*: --mix b.jsonl=2"),
+        (["--mix", "b.jsonl=0"], "a weight is a number above 0"),
+        (["--mix", "b.jsonl=inf"], "a weight is a number above 0"),
+        (["--mix", "b.jsonl=2", "--mix", "c.jsonl"], "--mix c.jsonl: others have a weight; give it one too"),
+        (["--mix", "synthetic=2"], "--mix synthetic: it is in the mix already; name it once, and weigh it"),
+        (["--stopping-strategy", "all_exhausted"], "--stopping-strategy is of a mix"),
+        (["--mix", "nowhere.jsonl=2"], "nowhere.jsonl"),
+    ],
+)
+def test_what_makes_no_mix_is_refused(options: list[str], fault: str) -> None:
+    done = vlmpack("analyze", "synthetic", "--num", 2, *TEXT, *options)
+    assert done.exit_code == 2
+    with pytest.raises(ConfigError, match=fault):
+        raise ConfigError(" ".join(done.stderr.split()))
+
+
+QUESTIONS, CAPTIONS = '{"q": "query", "a": "response"}', '{"text": "response"}'
+
+
+def test_each_data_set_of_a_mix_has_names_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = {
+        "asked": {"q": "How much?", "a": "9"},
+        "said": {"text": "a receipt"},
+        "known": {"query": "x", "response": "y"},
+    }
+    for name, row in rows.items():
+        Path(f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    maps = ("--columns", f"asked={QUESTIONS}", "--columns", f"said.jsonl={CAPTIONS}")
+    done = vlmpack("analyze", "asked.jsonl", *TEXT, "--mix", "said.jsonl", "--mix", "known.jsonl", *maps, "--json")
+    assert done.exit_code == 0, done.output
+    numbers = json.loads(done.stdout)
+    assert (numbers["samples"], numbers["refused"]["samples"]) == (3, 0)
+    others = [f"asked={QUESTIONS}", CAPTIONS]  # that of all others
+    inputs = opened("asked.jsonl", processor="tiny:qwen3", columns=others, mix=["said.jsonl=2"])
+    assert {sample["messages"][-1]["content"] for sample in inputs.dataset} == {"9", "a receipt"}
+
+
+def test_maps_are_dealt_out_by_names() -> None:
+    sources = ["a/asked.jsonl", "hub/said", "known.jsonl"]
+    of = columns_by_source
+    assert of([], sources) == dict.fromkeys(sources)
+    assert of([QUESTIONS], sources) == dict.fromkeys(sources, QUESTIONS)
+    assert [*of([f"asked={QUESTIONS}"], sources).values()] == [QUESTIONS, None, None]
+    assert [*of([f"hub/said={CAPTIONS}", "info.json"], sources).values()] == ["info.json", CAPTIONS, "info.json"]
+    assert of(['{"a=b": "query"}'], ["a"]) == {"a": '{"a=b": "query"}'}  # JSON names no data set
+
+
+@pytest.mark.parametrize(
+    ("columns", "fault"),
+    [
+        (("said={}", "said={}"), "--columns said={}: said.jsonl has a map already; write all names of a data set in"),
+        ((QUESTIONS, CAPTIONS), r"every data set has a map already; .* SOURCE=MAP \(SOURCE: b, said\)"),
+        (("chats={}",), "no data set here is called chats; there are b, said, b.jsonl, said.jsonl, or leave"),
+    ],
+)
+def test_maps_that_no_data_set_has_or_one_twice_are_refused(columns: tuple[str, ...], fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        columns_by_source(columns, ["b.jsonl", "said.jsonl"])

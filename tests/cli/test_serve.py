@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonschema import Draft202012Validator
+from cli.test_app import check_keys
 from typer.testing import CliRunner
 
 from vlmpack.cli import app
-from vlmpack.cli.schemas import SCHEMAS
 from vlmpack.cli.serve import announcement
 from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.journal import Journal
@@ -34,29 +33,19 @@ def refused(*arguments: str, **environment: str) -> str:
     return result.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["some/model", "--demo"]])
-def test_it_serves_a_model_or_the_demo(arguments: list[str]) -> None:
-    assert "needs a MODEL, or --demo without one" in refused(*arguments)
-
-
-def test_a_key_that_the_client_does_not_take(tmp_path: Path) -> None:
-    said = refused("--demo", "--state", str(tmp_path), VLMPACK_API_KEY="secret")
+def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    state, key = ("--state", str(tmp_path / "state")), {"VLMPACK_API_KEY": "tml-x"}
+    for arguments in ([], ["some/model", "--demo"]):
+        assert "needs a MODEL, or --demo without one" in refused(*arguments)
+    said = refused("--demo", *state, VLMPACK_API_KEY="secret")
     assert 'VLMPACK_API_KEY: the client takes keys that begin with "tml-"' in said
-
-
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    assert "no model can be read there" in refused(str(tmp_path / "model"), *state, "--port", "0", **key)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        said = refused("--demo", "--state", str(tmp_path), "--port", port, VLMPACK_API_KEY="tml-x")
-    assert f"127.0.0.1:{port} cannot be served" in said
-
-
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    said = refused(str(tmp_path / "model"), "--state", str(tmp_path / "s"), "--port", "0", VLMPACK_API_KEY="tml-x")
-    assert "no model can be read there" in said
+        assert f"127.0.0.1:{port} cannot be served" in refused("--demo", *state, "--port", port, **key)
 
 
 def test_a_state_folder_that_cannot_be_served_is_refused_before_anything_is_written_or_read(tmp_path: Path) -> None:
@@ -115,10 +104,10 @@ def test_from_start_to_sigterm(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_key_of_the_environment_is_printed_nowhere_and_json_fits_its_schema(tmp_path: Path) -> None:
+def test_a_key_of_the_environment_is_printed_nowhere_and_the_page_lists_the_keys_of_json(tmp_path: Path) -> None:
     with serving(tmp_path, "--json", "--quiet", VLMPACK_API_KEY="tml-from-outside") as (process, printed):
         facts = json.loads(printed)
-        Draft202012Validator(SCHEMAS["serve"]).validate(facts)
+        check_keys("serve", facts)
         assert facts["key_file"] is None and not (tmp_path / "key").exists()
         with urllib.request.urlopen(f"{facts['address']}/healthz") as reply:
             assert reply.status == 200

@@ -9,23 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cli.test_analyze import table_of
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from vlmpack.cli.analyze import Analysis, Packing, print_analysis
+from vlmpack.cli.analyze import Analysis, print_analysis, print_rows, row_numbers
 from vlmpack.cli.demo import print_comparison
-from vlmpack.cli.doctor import Device, Serving, Version, print_environment
+from vlmpack.cli.doctor import Device, Serving, Version, print_environment, print_reports
 from vlmpack.cli.pack import print_store
-from vlmpack.cli.probe_tables import print_reports
-from vlmpack.cli.show import print_rows, stored_rows
 from vlmpack.cli.training import Run
 from vlmpack.collate import VLMCollator
-from vlmpack.plan import LengthTable, PaddedRecipe
+from vlmpack.plan import PaddedRecipe
 from vlmpack.probing import Report
 from vlmpack.probing.report import Baseline, Check
-from vlmpack.store import StoreSettings, write_rows
+from vlmpack.store import PackedDataset, StoreSettings, write_rows
 from vlmpack.store.manifest import Manifest
 from vlmpack.terminal import print_text
 from vlmpack.testing import tiny_processor
@@ -35,35 +34,23 @@ WIDTH = 80
 DRAWN = set("─━│┃┏┓┗┛┌┐└┘├┤┡┩╇╭╮╰╯|")
 
 
-def lines_of(text: Text, *, terminal: bool) -> list[str]:
-    page = io.StringIO()
-    print_text(Console(file=page, width=WIDTH, force_terminal=terminal, color_system=None), text, indent=2)
-    return page.getvalue().splitlines()
-
-
 def test_a_sentence_is_one_line_in_a_pipe_and_wrapped_at_a_terminal() -> None:
-    sentence = Text("[a] " + "word " * 40 + "end")
-    assert lines_of(sentence, terminal=False) == [f"  {sentence}"]
-    lines = lines_of(sentence, terminal=True)
-    assert len(lines) > 1 and all(len(line) <= WIDTH and line.startswith("  ") for line in lines)
+    sentence, printed = Text("[a] " + "word " * 40 + "end"), []
+    for terminal in (False, True):
+        page = io.StringIO()
+        print_text(Console(file=page, width=WIDTH, force_terminal=terminal, color_system=None), sentence, indent=2)
+        printed.append(page.getvalue().splitlines())
+    assert printed[0] == [f"  {sentence}"]
+    assert len(printed[1]) > 1 and all(len(line) <= WIDTH and line.startswith("  ") for line in printed[1])
 
 
 # ---------------------------------------------------------------------- results, as long as real ones
 
 
 def analysis() -> Analysis:
-    lengths = np.random.default_rng(0).integers(1_000, 100_000, 300)
-    zeros = np.zeros(len(lengths), np.int64)
-    columns = dict.fromkeys(("video_tokens", "images", "videos", "patches"), zeros)
-    table = LengthTable(
-        sample_ids=np.arange(len(lengths)),
-        text_tokens=lengths,
-        image_tokens=lengths // 2,
-        targets=lengths // 3,
-        **columns,
-    )
-    packing = Packing(capacities=(8_192, 131_072), recipe=PaddedRecipe(world_size=64, per_device_batch=16))
-    return Analysis(table=table, packing=packing, source="a/data/set")
+    table = table_of(np.random.default_rng(0).integers(1_000, 100_000, 300).tolist())
+    recipe = PaddedRecipe(world_size=64, per_device_batch=16)
+    return Analysis(table=table, recipe=recipe, capacities=(8_192, 131_072), source="a/data/set")
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +59,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("packed") / "rows"
     write_rows(rows, out, VLMCollator(tiny_processor(), layout="packed"), StoreSettings(capacity=4_000))
     return out
+
+
+def rows(store: Path) -> list[dict[str, Any]]:
+    dataset = PackedDataset(store)
+    return [row_numbers(row, dataset.measured(row), dataset.tree(row)) for row in range(2)]
 
 
 def probed() -> Report:
@@ -100,12 +92,11 @@ def probed() -> Report:
     )  # fmt: skip
 
 
-def contest(**changes: Any) -> Run:
-    given: dict[str, Any] = {
-        "layout": "packed", "lengths": ((123_456, 98_765),) * 9, "physical": (987_654_321,) * 9,
-        "seconds": (1234.5,) * 9, "losses": (3.14159,) * 9, "peak_bytes": 140 * 2**30,
-    }  # fmt: skip
-    return Run(**{**given, **changes})
+def trained() -> Run:
+    return Run(
+        layout="packed", lengths=((123_456, 98_765),) * 9, physical=(987_654_321,) * 9, seconds=(1234.5,) * 9,
+        losses=(3.14159,) * 9, peak_bytes=140 * 2**30,
+    )  # fmt: skip
 
 
 def environment() -> dict[str, list[Any]]:
@@ -123,16 +114,15 @@ def environment() -> dict[str, list[Any]]:
 VERBS: dict[str, Callable[[Console, Path], None]] = {
     "analyze": lambda console, _: print_analysis(analysis(), console),
     "pack": lambda console, store: print_store(store, Manifest.load(store), console),
-    "show": lambda console, store: print_rows(stored_rows(str(store)), [0], console),
+    "rows": lambda console, store: print_rows(rows(store), console),
     "demo": lambda console, _: print_comparison(
-        contest(), contest(), GradientCosine(cosine=0.5, parameter="model.visual.blocks.0.attn.qkv", parameters=700),
+        trained(), trained(), GradientCosine(cosine=0.5, parameter="model.visual.blocks.0.attn.qkv", parameters=700),
         console, device="cpu",
     ),
     "doctor": lambda console, _: print_environment(environment(), console),
     "doctor --probe": lambda console, _: print_reports([probed()] * 3, console, summarise=True),
     "doctor --probe MODEL": lambda console, _: print_reports([probed()], console, summarise=False),
 }  # fmt: skip
-TABLES = [verb for verb in VERBS if verb != "show"]
 
 
 # ---------------------------------------------------------------------- what is printed
@@ -177,20 +167,14 @@ def test_a_terminal_of_80_columns_shows_every_number_whole(verb: str, store: Pat
     assert max(map(len, said.splitlines())) <= WIDTH
     assert "…" not in said
     assert [number for number in numbers(tables) if number not in said] == []
-    assert bool(tables) == (verb in TABLES)
+    assert tables
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_pipe_gets_plain_lines(verb: str, store: Path) -> None:
+def test_a_row_of_a_table_is_one_plain_line_of_a_pipe(verb: str, store: Path, tables: list[Table]) -> None:
     said = printed(verb, store, terminal=False)
-    assert not DRAWN & set(said.replace("**", ""))
-    assert "…" not in said
-    assert "\x1b" not in said
-
-
-@pytest.mark.parametrize("verb", TABLES)
-def test_a_row_of_a_table_is_one_line_of_a_pipe(verb: str, store: Path, tables: list[Table]) -> None:
-    lines = [" ".join(line.split()) for line in printed(verb, store, terminal=False).splitlines()]
+    assert not (DRAWN | {"…", "\x1b"}) & set(said)
+    lines = [" ".join(line.split()) for line in said.splitlines()]
     assert tables
     for table in tables:
         for row in zip(*(column._cells for column in table.columns), strict=True):

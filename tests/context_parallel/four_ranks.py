@@ -28,8 +28,8 @@ from vlmpack.context_parallel import Parallel, sum_counts
 from vlmpack.context_parallel.mesh import sum_gradients
 from vlmpack.errors import LayoutError
 from vlmpack.families import family_of
-from vlmpack.layout.device import recorded_syncs
 from vlmpack.model import PackedStep, StepConfig, StepResult, enable_packing
+from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import tiny_model
 
 Seen = dict[str, Any]

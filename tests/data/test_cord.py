@@ -1,37 +1,172 @@
-"""One call for every source of receipts: the same records come out, and what does not fit is refused with a remedy."""
+"""CORD: receipts from every source, as conversations, and the tags read back."""
 
 from __future__ import annotations
 
 import io
 import json
 import pickle
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
-from vlmpack.data.cord import CordDataset, load_cord
+from vlmpack.collate import VLMCollator
+from vlmpack.data.cord import DEEPEST, CordDataset, json2token, load_cord, to_conversation, token2json
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.testing import SyntheticReceipts
+from vlmpack.testing import SyntheticReceipts, tiny_processor
 
-SCALE = 0.25
-RECORDS = list(SyntheticReceipts(num=5, scale=SCALE))
+LUNCH = {
+    "menu": [{"nm": "Mie Ayam", "cnt": "2 x", "price": "30,000"}, {"nm": "Es Teh", "price": "5,000"}],
+    "sub_total": {"subtotal_price": "35,000", "tax_price": "3,500"},
+    "total": {"total_price": "38,500"},
+}
+LUNCH_TEXT = (
+    "<s_total><s_total_price>38,500</s_total_price></s_total>"
+    "<s_sub_total><s_tax_price>3,500</s_tax_price><s_subtotal_price>35,000</s_subtotal_price></s_sub_total>"
+    "<s_menu><s_price>30,000</s_price><s_nm>Mie Ayam</s_nm><s_cnt>2 x</s_cnt>"
+    "<sep/><s_price>5,000</s_price><s_nm>Es Teh</s_nm></s_menu>"
+)
+
+keys = st.sampled_from(["nm", "cnt", "price", "sub", "etc"])
+texts = st.text("ab1,. x\n-", min_size=1, max_size=8).filter(lambda text: text == text.strip())
+dicts = st.deferred(lambda: st.dictionaries(keys, values, min_size=1, max_size=4))
+values = texts | st.lists(texts, min_size=2, max_size=3) | dicts | st.lists(dicts, min_size=2, max_size=3)
+
+
+def test_keys_are_sorted_descending_unless_they_are_to_keep_their_order() -> None:
+    assert json2token(LUNCH) == LUNCH_TEXT
+    assert json2token({"a": "1", "b": "2"}, sort_keys_descending=False) == "<s_a>1</s_a><s_b>2</s_b>"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"text_sequence": "plain"}, "plain"),
+        ({"text_sequence": "x", "a": "1"}, "<s_text_sequence>x</s_text_sequence><s_a>1</s_a>"),
+        ({"a": 3, "b": None, "c": [1.5, True]}, "<s_c>1.5<sep/>True</s_c><s_b>None</s_b><s_a>3</s_a>"),
+        ({}, ""),
+        ([], ""),
+    ],
+)
+def test_other_values_are_written_as_python_writes_them(value: Any, text: str) -> None:
+    assert json2token(value) == text
+
+
+@given(dicts | st.lists(dicts, min_size=2, max_size=3), st.booleans())
+def test_reading_is_the_inverse_of_writing(value: Any, is_sorted: bool) -> None:
+    assert token2json(json2token(value, sort_keys_descending=is_sorted)) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "back"),
+    [
+        ({"a": ["1"]}, {"a": "1"}),
+        ({"a": [{"b": "1"}]}, {"a": {"b": "1"}}),
+        ({"a": {}}, {"a": ""}),
+        ({"a": 7}, {"a": "7"}),
+        ({"a": " 7 "}, {"a": "7"}),
+        ({"text_sequence": "plain"}, {"text_sequence": "plain"}),
+        ({}, {"text_sequence": ""}),
+    ],
+)
+def test_what_tags_cannot_say_comes_back_in_the_plainest_form(value: Any, back: Any) -> None:
+    assert token2json(json2token(value)) == back
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("<s_nm>Teh", {"text_sequence": "Teh"}),
+        ("<s_a>1</s_a><s_nm>Teh", {"a": "1"}),
+        ("noise <s_a>1</s_a> noise <s_b>2</s_b> noise", {"a": "1", "b": "2"}),
+        ("<s_a>1<s_a>2</s_a>", {"a": "1<s_a>2"}),
+        ("<s_menu><s_nm>A</s_nm><sep/><s_nm>B</s_menu>", {"menu": {"nm": "A"}}),
+        ("</s_a>", {"text_sequence": "</s_a>"}),
+        ("<sep/><sep/>", {"text_sequence": "<sep/><sep/>"}),
+        ("<s_a+(>1</s_a+(>", {"a+(": "1"}),
+    ],
+)
+def test_malformed_text_is_read_as_far_as_it_goes(text: str, read: Any) -> None:
+    back = token2json(text)
+    assert back == read or (list(read) == ["text_sequence"] and list(back) == ["text_sequence"])
+
+
+@given(st.lists(st.sampled_from(["<s_a>", "</s_a>", "<s_b>", "</s_b>", "<sep/>", "x", "<s_", ">"]), max_size=25))
+def test_no_text_makes_it_fail(pieces: list[str]) -> None:
+    assert isinstance(token2json("".join(pieces)), dict | list)
+
+
+def test_endless_nesting_is_kept_as_text() -> None:
+    depth = 5000
+    value: Any = token2json("<s_a>" * depth + "x" + "</s_a>" * depth)
+    for _ in range(DEEPEST):
+        value = value["a"]
+    assert value.startswith("<s_a><s_a>")
+
+
+def record_of(**truth: Any) -> dict[str, Any]:
+    return {"image": Image.new("RGB", (7, 11)), "ground_truth": json.dumps(truth)}
+
+
+def test_a_record_is_the_conversation_of_nemo() -> None:
+    record = record_of(gt_parse=LUNCH)
+    question = [{"type": "image", "image": record["image"]}, {"type": "text", "text": "Read it."}]
+    answer = [{"type": "text", "text": LUNCH_TEXT}]
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    assert to_conversation(record, prompt="Read it.") == {"conversation": turns}
+    assert to_conversation(record)["conversation"][0]["content"][1]["text"] == "Describe this image."
+
+
+def test_of_several_parses_the_first_is_taken() -> None:
+    _, assistant = to_conversation(record_of(gt_parses=[{"a": "1"}, {"a": "2"}]))["conversation"]
+    assert assistant["content"][0]["text"] == "<s_a>1</s_a>"
+
+
+WITHOUT, UNREADABLE = "ground_truth_without_parse", "ground_truth_unreadable"
+
+
+@pytest.mark.parametrize(
+    ("truth", "reason", "seen"),
+    [
+        ('{"meta": {"image_id": 9}}', WITHOUT, r"holds no parse \(its keys: meta\); it needs 'gt_parse'"),
+        ('{"gt_parses": []}', WITHOUT, "holds no parse"),
+        ('{"gt_parses": "x"}', WITHOUT, "holds no parse"),
+        ('{"gt_parse": ["x"]}', WITHOUT, "holds no parse"),
+        ("{broken", UNREADABLE, "ground_truth is '{broken'; it must be a JSON string of a dict"),
+        ("[1]", UNREADABLE, r"ground_truth is '\[1\]'; it must be"),
+        ({"gt_parse": {}}, UNREADABLE, "ground_truth is {'gt_parse': {}}; it must be"),
+        (None, "missing_column", r"the record has no ground_truth \(it has image, ground_truth\)"),
+    ],
+)
+def test_a_record_that_cannot_be_used_is_named(truth: Any, reason: str, seen: str) -> None:
+    with pytest.raises(SampleError, match=f"^sample 4.*: .*{seen}") as caught:
+        to_conversation({"image": "a.png", "ground_truth": truth}, index=4)
+    assert caught.value.reason == reason
+    assert caught.value.sample_id == (9 if "image_id" in str(truth) else None)
+
+
+# ---------------------------------------------------------------------- sources
+
+RECORDS = list(SyntheticReceipts(num=5, scale=0.25))
 """What is stored in every form below."""
 
 
-def png(image: Image.Image, **options: Any) -> bytes:
+def png(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
-    image.save(buffer, "PNG", **options)
+    image.save(buffer, "PNG")
     return buffer.getvalue()
 
 
-def same(dataset: CordDataset, records: list[dict[str, Any]]) -> bool:
-    """Whether both hold the same pixels and the same truths, in order."""
-    found = [(record["image"].tobytes(), record["ground_truth"]) for record in dataset]
-    return found == [(record["image"].tobytes(), record["ground_truth"]) for record in records]
+def pixels_and_truths(records: Any) -> list[Any]:
+    return [(record["image"].tobytes(), record["ground_truth"]) for record in records]
+
+
+def check(dataset: CordDataset, records: list[dict[str, Any]] = RECORDS) -> None:
+    assert pixels_and_truths(dataset) == pixels_and_truths(records)
 
 
 @pytest.fixture
@@ -49,257 +184,72 @@ def table(datasets: Any) -> Any:
     return datasets.Dataset.from_list(RECORDS, features=features)
 
 
-def write_archive(folder: Path, *, gt_parse: bool = True, split: str = "train") -> Path:
-    """The layout of the CORD archive."""
-    (folder / "image").mkdir(parents=True)
-    (folder / "json").mkdir()
+def test_parquet_files(table: Any, tmp_path: Path) -> None:
+    paths = [tmp_path / "b.parquet", tmp_path / "a.parquet"]
+    table.select([0, 1]).to_parquet(paths[0])
+    table.select([2, 3, 4]).to_parquet(paths[1])
+    check(load_cord(paths))
+    check(load_cord(str(paths[1]), num=2), RECORDS[2:4])
+
+
+def test_a_hub_id_is_asked_for_that_split(datasets: Any, table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *, split: asked.append((name, split)) or table)
+    check(load_cord("naver-clova-ix/cord-v2", split="test"))
+    assert asked == [("naver-clova-ix/cord-v2", "test")]
+
+
+def receipts_in(folder: Path, *more: str) -> Path:
+    """A file of JSON beside its images."""
     for at, record in enumerate(RECORDS):
-        truth = json.loads(record["ground_truth"])
-        truth["meta"]["split"] = split
-        if not gt_parse:
-            del truth["gt_parse"]
-        (folder / "image" / f"receipt_{at:05}.png").write_bytes(png(record["image"]))
-        (folder / "json" / f"receipt_{at:05}.json").write_text(json.dumps(truth))
-    return folder
+        (folder / f"{at}.png").write_bytes(png(record["image"]))
+    rows = [{"image": f"{at}.png", "ground_truth": record["ground_truth"]} for at, record in enumerate(RECORDS)]
+    (folder / "receipts.jsonl").write_text("\n".join([*map(json.dumps, rows), *more]))
+    return folder / "receipts.jsonl"
 
 
-class TestArchiveAsMap:
-    @pytest.fixture
-    def stored(self, tmp_path: Path) -> CordDataset:
-        write_archive(tmp_path / "train")
-        return load_cord(tmp_path, num=3)
-
-    def test_it_is_a_map(self, stored: CordDataset) -> None:
-        assert len(stored) == len(list(stored)) == 3
-        assert stored[-1]["ground_truth"] == stored[2]["ground_truth"]
-        with pytest.raises(IndexError, match="sample 3 of 3 in"):
-            stored[3]
-
-    @pytest.mark.parametrize("index", [np.int64(1), np.int64(-2)])
-    def test_an_index_may_be_numpy_s(self, index: np.int64, stored: CordDataset) -> None:
-        assert stored[index]["ground_truth"] == RECORDS[1]["ground_truth"]
-
-    def test_it_travels_to_a_worker_process(self, stored: CordDataset) -> None:
-        assert same(pickle.loads(pickle.dumps(stored)), RECORDS[:3])
-
-    def test_it_needs_neither_datasets_nor_network(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "datasets", None)
-        assert len(load_cord(write_archive(tmp_path / "train").parent)) == len(RECORDS)
+def test_files_of_json_need_no_library(tmp_path: Path, hide_package: Any) -> None:
+    hide_package("datasets")
+    dataset = load_cord(receipts_in(tmp_path), num=3)
+    check(pickle.loads(pickle.dumps(dataset)), RECORDS[:3])
+    assert dataset[-1]["ground_truth"] == dataset[2]["ground_truth"]
+    with pytest.raises(IndexError):
+        dataset[3]
+    with pytest.raises(ConfigError, match=r"num is 6, but .* holds 5; take at most that many"):
+        load_cord(tmp_path / "receipts.jsonl", num=6)
 
 
-class TestParquet:
-    def test_one_file(self, table: Any, tmp_path: Path) -> None:
-        table.to_parquet(tmp_path / "mine.parquet")
-        assert same(load_cord(tmp_path / "mine.parquet"), RECORDS)
-        assert same(load_cord(str(tmp_path / "mine.parquet"), num=2), RECORDS[:2])
-
-    def test_several_files_in_their_order(self, table: Any, tmp_path: Path) -> None:
-        paths = [tmp_path / "b.parquet", tmp_path / "a.parquet"]
-        table.select([0, 1]).to_parquet(paths[0])
-        table.select([2, 3, 4]).to_parquet(paths[1])
-        assert same(load_cord(paths), RECORDS)
-
-    def test_a_folder_as_the_hub_keeps_it(self, table: Any, tmp_path: Path) -> None:
-        (tmp_path / "data").mkdir()
-        table.select([0, 1]).to_parquet(tmp_path / "data" / "train-00000-of-00002-b4aaeceff1d90ecb.parquet")
-        table.select([2, 3]).to_parquet(tmp_path / "data" / "train-00001-of-00002-7dbbe248962764c5.parquet")
-        table.select([4]).to_parquet(tmp_path / "data" / "validation-00000-of-00001-cc3c5779fe22e8ca.parquet")
-        assert same(load_cord(tmp_path), RECORDS[:4])
-        assert same(load_cord(tmp_path, split="validation"), RECORDS[4:])
-
-    def test_a_folder_for_each_split(self, table: Any, tmp_path: Path) -> None:
-        (tmp_path / "dev").mkdir()
-        table.to_parquet(tmp_path / "dev" / "0000.parquet")
-        assert same(load_cord(tmp_path, split="validation"), RECORDS)
-
-    @pytest.mark.parametrize("form", ["struct", "binary", "path"])
-    def test_images_without_the_image_feature(self, datasets: Any, form: str, tmp_path: Path) -> None:
-        rows = []
-        for at, record in enumerate(RECORDS):
-            path = tmp_path / f"{at}.png"
-            path.write_bytes(png(record["image"]))
-            data = path.read_bytes()
-            image = {"struct": {"bytes": data, "path": None}, "binary": data, "path": str(path)}[form]
-            rows.append({"image": image, "ground_truth": record["ground_truth"]})
-        datasets.Dataset.from_list(rows).to_parquet(tmp_path / "mine.parquet")
-        assert same(load_cord(tmp_path / "mine.parquet"), RECORDS)
-
-    def test_a_rotated_photo_is_turned_exactly_once(self, datasets: Any, tmp_path: Path) -> None:
-        exif = Image.Exif()
-        exif[0x0112] = 6
-        data = png(Image.new("RGB", (23, 11)), exif=exif)
-        features = datasets.Features({"image": datasets.Image(), "ground_truth": datasets.Value("string")})
-        rows = [{"image": {"bytes": data, "path": None}, "ground_truth": '{"gt_parse": {}}'}]
-        datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "mine.parquet")
-        image = load_cord(tmp_path / "mine.parquet")[0]["image"]
-        assert image.size == (11, 23)
-        assert not dict(image.getexif())
+def test_a_record_that_cannot_be_read_is_one_bad_sample(tmp_path: Path) -> None:
+    dataset = load_cord(receipts_in(tmp_path, '{"image": "9.png", "ground_truth": "{\\"gt_parse\\": {}}"}', "{}", "{"))
+    for at, reason in ((5, "image_missing"), (6, "missing_column"), (7, "row_unreadable")):
+        with pytest.raises(SampleError, match=f"sample {at}: ") as caught:
+            dataset[at]
+        assert caught.value.reason == reason
 
 
-class TestSavedDataset:
-    def test_with_splits(self, datasets: Any, table: Any, tmp_path: Path) -> None:
-        saved = datasets.DatasetDict({"train": table.select([0, 1]), "test": table.select([2])})
-        saved.save_to_disk(tmp_path / "saved")
-        assert same(load_cord(tmp_path / "saved"), RECORDS[:2])
-        assert same(load_cord(tmp_path / "saved", split="test"), RECORDS[2:3])
-        with pytest.raises(ConfigError, match=r"no split 'validation' in .*saved; it holds train, test"):
-            load_cord(tmp_path / "saved", split="validation")
-
-    def test_without_splits(self, table: Any, tmp_path: Path) -> None:
-        table.save_to_disk(tmp_path / "saved")
-        assert same(load_cord(tmp_path / "saved"), RECORDS)
-
-    def test_of_another_split(self, datasets: Any, tmp_path: Path) -> None:
-        rows = [{"image": "a.png", "ground_truth": "{}"}]
-        datasets.Dataset.from_list(rows, split="test").save_to_disk(tmp_path / "saved")
-        with pytest.raises(ConfigError, match="holds split 'test', not 'train'; pass split='test'"):
-            load_cord(tmp_path / "saved")
-
-    def test_a_broken_one(self, datasets: Any, tmp_path: Path) -> None:
-        (tmp_path / "dataset_info.json").write_text("{}")
-        with pytest.raises(ConfigError, match="cannot be read as a saved dataset"):
-            load_cord(tmp_path)
+# ---------------------------------------------------------------------- tables of conversations
 
 
-class TestArchive:
-    def test_images_beside_annotations(self, tmp_path: Path) -> None:
-        folder = write_archive(tmp_path / "CORD" / "train")
-        assert same(load_cord(tmp_path / "CORD"), RECORDS)
-        assert same(load_cord(folder), RECORDS)
-
-    def test_validation_is_called_dev_there(self, tmp_path: Path) -> None:
-        write_archive(tmp_path / "dev", split="dev")
-        assert len(load_cord(tmp_path, split="validation")) == len(RECORDS)
-
-    def test_version_0_has_no_parse_and_gets_one(self, tmp_path: Path) -> None:
-        dataset = load_cord(write_archive(tmp_path / "train", gt_parse=False))
-        parses = [json.loads(record["ground_truth"])["gt_parse"] for record in dataset]
-        assert parses == [json.loads(record["ground_truth"])["gt_parse"] for record in RECORDS]
-
-    def test_a_folder_of_another_split_is_noticed(self, tmp_path: Path) -> None:
-        folder = write_archive(tmp_path / "somewhere", split="dev")
-        message = r"holds split 'validation' \('dev' in its files\), not 'train'; pass split='validation'"
-        with pytest.raises(ConfigError, match=message):
-            load_cord(folder)
-
-    def test_an_image_without_annotation(self, tmp_path: Path) -> None:
-        folder = write_archive(tmp_path / "train")
-        (folder / "json" / "receipt_00003.json").unlink()
-        with pytest.raises(ConfigError, match=r"1 images in .* have no annotation, first receipt_00003.png; add it"):
-            load_cord(tmp_path)
-
-    def test_no_images(self, tmp_path: Path) -> None:
-        (tmp_path / "image").mkdir()
-        (tmp_path / "json").mkdir()
-        with pytest.raises(ConfigError, match=r"no .png or .jpg in .*image; unpack the CORD archive there"):
-            load_cord(tmp_path)
-
-    @pytest.mark.parametrize(
-        "text",
-        [
-            b"{broken",
-            b'{"valid_line": [{"words": 3}]}',
-            b'{"valid_line": ["x"]}',
-            '{"gt_parse": "ä"}'.encode("latin-1"),
-        ],
-    )
-    def test_a_broken_annotation_names_its_file(self, text: bytes, tmp_path: Path) -> None:
-        folder = write_archive(tmp_path / "train")
-        (folder / "json" / "receipt_00002.json").write_bytes(text)
-        with pytest.raises(
-            SampleError, match=r"sample 2 \(id 'receipt_00002'\): .* cannot be read as a CORD annotation"
-        ):
-            load_cord(folder)[2]
+@pytest.fixture
+def receipts(datasets: Any) -> Any:
+    return datasets.Dataset.from_list(list(SyntheticReceipts(split="train", num=2, seed=0, scale=0.25)))
 
 
-class TestHub:
-    def test_an_id_asks_the_hub_for_that_split(
-        self, datasets: Any, table: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        asked = []
-
-        def load_dataset(name: str, *, split: str) -> Any:
-            asked.append((name, split))
-            return table
-
-        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-        assert same(load_cord("naver-clova-ix/cord-v2", split="test"), RECORDS)
-        assert asked == [("naver-clova-ix/cord-v2", "test")]
-
-    def test_without_network_the_error_says_what_to_check(self, datasets: Any) -> None:
-        message = (
-            "'nobody/nothing-at-all' is no local folder, and the hub did not give its split 'train': .*check the id"
-        )
-        with pytest.raises(ConfigError, match=message):
-            load_cord("nobody/nothing-at-all")
-
-    def test_without_datasets_the_error_names_the_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "datasets", None)
-        with pytest.raises(
-            ConfigError, match=r"reading hub id 'a/b' needs datasets, not installed here: pip install 'vlmpack\[data\]'"
-        ):
-            load_cord("a/b")
+def test_the_recipe_makes_conversations_when_they_are_asked_for(receipts: Any) -> None:
+    page = Path(__file__).parents[2] / "docs" / "data.md"
+    (recipe,) = re.findall(r"```py\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {"receipts": receipts}
+    exec(compile(recipe, str(page), "exec"), names)
+    chats = names["chats"]
+    batch = VLMCollator(tiny_processor()).collate([chats[0], chats[1]])
+    truth = VLMCollator(tiny_processor()).collate([to_conversation(record) for record in receipts])
+    assert batch.input_ids.tolist() == truth.input_ids.tolist()
 
 
-class TestRefusals:
-    def test_an_unknown_split(self) -> None:
-        with pytest.raises(
-            ConfigError, match=r"no split 'dev'; CORD has train, validation, test \(its files say 'dev'"
-        ):
-            load_cord("naver-clova-ix/cord-v2", split="dev")
-
-    @pytest.mark.parametrize("source", ["nowhere", "./no/where", "a/b/c", "", Path("nobody/nothing")])
-    def test_a_source_that_is_nothing(
-        self, source: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (tmp_path / "empty").mkdir()
-        monkeypatch.chdir(tmp_path / "empty")
-        expected = "holds no CORD data" if source == "" else "is no file or folder here and no hub id; give a folder"
-        with pytest.raises(ConfigError, match=expected):
-            load_cord(source)
-
-    def test_a_folder_of_something_else(self, tmp_path: Path) -> None:
-        (tmp_path / "notes.txt").write_text("")
-        with pytest.raises(
-            ConfigError, match=r"holds no CORD data or table for split 'train' \(it holds: notes.txt\); expected"
-        ):
-            load_cord(tmp_path)
-
-    def test_a_missing_parquet_file(self) -> None:
-        with pytest.raises(ConfigError, match=r"no such parquet file: /nowhere/a.parquet; check the path"):
-            load_cord("/nowhere/a.parquet")
-        with pytest.raises(ConfigError, match="no such parquet file: the list is empty"):
-            load_cord([])
-
-    def test_a_broken_parquet_file(self, datasets: Any, tmp_path: Path) -> None:
-        (tmp_path / "a.parquet").write_bytes(b"nothing of the kind")
-        with pytest.raises(ConfigError, match=r"a.parquet cannot be read as parquet: .*download it again"):
-            load_cord(tmp_path / "a.parquet")
-
-    def test_missing_columns(self, table: Any, tmp_path: Path) -> None:
-        table.rename_column("ground_truth", "label").to_parquet(tmp_path / "a.parquet")
-        with pytest.raises(
-            ConfigError, match=r"has no column ground_truth \(it has image, label\); rename yours to image"
-        ):
-            load_cord(tmp_path / "a.parquet")
-
-    def test_a_missing_value(self, datasets: Any, tmp_path: Path) -> None:
-        rows = [{"image": "a.png", "ground_truth": "{}"}, {"image": None, "ground_truth": "{}"}]
-        datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
-        dataset = load_cord(tmp_path / "a.parquet")
-        with pytest.raises(
-            SampleError, match=r"sample 1: image missing in .*a.parquet.*CORD records have an image"
-        ) as caught:
-            dataset[1]
-        assert caught.value.reason == "missing_column"
-
-    def test_a_truth_without_parse(self, datasets: Any, tmp_path: Path) -> None:
-        datasets.Dataset.from_list([{"image": "a.png", "ground_truth": "{}"}]).to_parquet(tmp_path / "a.parquet")
-        with pytest.raises(SampleError, match="sample 0: ground_truth holds no parse"):
-            load_cord(tmp_path / "a.parquet")[0]
-
-    def test_more_records_than_there_are(self, tmp_path: Path) -> None:
-        folder = write_archive(tmp_path / "train")
-        with pytest.raises(ConfigError, match=r"num is 6, but .* holds 5; take at most that many"):
-            load_cord(folder, num=6)
-        assert len(load_cord(folder, num=5)) == 5
+@pytest.mark.parametrize("removed", [[], ["image", "ground_truth"]])
+def test_what_map_leaves_of_them_is_refused_with_the_way_out(receipts: Any, removed: list[str]) -> None:
+    mapped = receipts.map(to_conversation, remove_columns=removed)
+    with pytest.raises(SampleError, match=r"attributes of a PIL image, without its pixels, as datasets.map") as seen:
+        VLMCollator(tiny_processor()).collate([mapped[0]])
+    assert seen.value.reason == "image_source"
+    assert "(dataset.with_transform)" in str(seen.value)

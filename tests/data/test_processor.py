@@ -8,21 +8,22 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from chats import FAMILIES, chat, needs_torchvision
-from PIL import Image
-from transformers import AutoProcessor, Trainer, TrainingArguments
+from cases import families, pairs
+from chats import BEYOND, CHATTING, FAMILIES, SHOWN, chat, needs_torchvision, picture
+from training import arguments
+from transformers import AutoProcessor, Trainer
 
 from vlmpack import enable_packing
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_processor, save_processor
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.testing import tiny_config, tiny_model, tiny_processor
+from vlmpack.testing.family_processors import build_processor, missing_packages
 from vlmpack.testing.processors import CHAT_TEMPLATE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(lambda family: family.model_type in FAMILIES))
 def test_what_is_saved_is_what_is_loaded(family: str, tmp_path: Path) -> None:
     before = tiny_processor(family)
     tiny_config(family, processor=before).save_pretrained(tmp_path)
@@ -30,24 +31,16 @@ def test_what_is_saved_is_what_is_loaded(family: str, tmp_path: Path) -> None:
     after = load_processor(str(tmp_path))
     assert type(after) is type(before)
     assert type(after.tokenizer) is type(before.tokenizer)
-    assert after.chat_template == before.chat_template
-
-    content = [{"type": "image"}, {"type": "text", "text": "What is the total?"}]
-    messages = [{"role": "user", "content": content}]
-    image = Image.effect_noise((123, 77), 50).convert("RGB")
-    batches = [
-        processor(text=[processor.apply_chat_template(messages)], images=[image], return_tensors="np")
-        for processor in (before, after)
-    ]
-    assert set(batches[0]) == set(batches[1])
-    for name in batches[0]:
-        np.testing.assert_array_equal(batches[0][name], batches[1][name])
+    same_batches(before, after, chat())
 
 
-def test_another_family_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(FamilyError, match="a llama; there are qwen2_vl, qwen2_5_vl, qwen3_vl"):
-        load_processor(str(tmp_path))
+def same_batches(processor: Any, other: Any, sample: Any) -> None:
+    assert processor.chat_template == other.chat_template
+    ours, theirs = (VLMCollator(each)([sample]) for each in (processor, other))
+    assert sorted(ours) == sorted(theirs)
+    tensors = [name for name in ours if name != "vlmpack"]
+    assert tensors
+    assert all(ours[name].tolist() == theirs[name].tolist() for name in tensors)
 
 
 def loads_again(folder: Path, processor: Any) -> None:
@@ -57,7 +50,7 @@ def loads_again(folder: Path, processor: Any) -> None:
     assert again.image_processor.to_dict() == processor.image_processor.to_dict()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families(lambda family: family.model_type in FAMILIES))
 def test_a_loaded_processor_is_saved_and_loaded_without_its_model(family: str, tmp_path: Path) -> None:
     processor = tiny_processor(family)
     tiny_config(family, processor=processor).save_pretrained(tmp_path / "model")
@@ -109,50 +102,12 @@ def test_autoprocessor_loads_the_video_processor_that_was_saved(tmp_path: Path) 
     assert load_processor(tmp_path / "nested").video_settings["fps"] == 3
 
 
-def test_the_patches_tell_the_class_where_there_is_only_one_for_them(tmp_path: Path) -> None:
-    for family in ("qwen3_vl", "qwen2_vl"):
-        tiny_processor(family).save_pretrained(tmp_path / family)
-        file = tmp_path / family / "tokenizer_config.json"
-        settings = json.loads(file.read_text())
-        del settings["processor_class"]
-        file.write_text(json.dumps(settings))
-    assert type(load_processor(tmp_path / "qwen3_vl")) is type(tiny_processor("qwen3_vl"))
-    with pytest.raises(ConfigError, match=r"may hold Qwen2VLProcessor or Qwen2_5_VLProcessor: .* copy the config.json"):
-        load_processor(tmp_path / "qwen2_vl")
-
-
-def test_a_processor_of_another_class_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "BlipProcessor"}))
-    with pytest.raises(FamilyError, match=r"holds a BlipProcessor, which .* there are Qwen2VLProcessor, "):
-        load_processor(tmp_path)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_processor_saves_itself_as_others_do(family: str, tmp_path: Path) -> None:
-    processor = tiny_processor(family)
-    tiny_config(family, processor=processor).save_pretrained(tmp_path / "new")
-    processor.save_pretrained(save_directory=tmp_path / "new")
-    loads_again(tmp_path / "new", processor)
-    load_processor(str(tmp_path / "new")).save_pretrained(tmp_path / "new")
-    loads_again(tmp_path / "new", processor)
-
-
 def test_a_checkpoint_of_trainer_holds_the_processor(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="waits for accelerate (extra [train])")
     processor = tiny_processor()
-    arguments = TrainingArguments(
-        str(tmp_path),
-        max_steps=1,
-        save_steps=1,
-        remove_unused_columns=False,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
     Trainer(
         model=enable_packing(tiny_model(processor=processor)),
-        args=arguments,
+        args=arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, remove_unused_columns=False),
         data_collator=VLMCollator(processor, layout="packed"),
         train_dataset=[chat(), chat()],  # pyright: ignore[reportArgumentType]
         processing_class=processor,
@@ -167,14 +122,6 @@ def test_a_copy_saves_itself_and_not_what_it_was_copied_from(copied: Any, tmp_pa
     processor.chat_template = "{{- messages -}}"
     tiny_config(processor=processor).save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
-    loads_again(tmp_path, processor)
-
-
-def test_a_processor_without_a_template_is_saved_too(tmp_path: Path) -> None:
-    processor = tiny_processor()
-    processor.chat_template = None
-    tiny_config(processor=processor).save_pretrained(tmp_path)
-    save_processor(processor, tmp_path)
     loads_again(tmp_path, processor)
 
 
@@ -202,21 +149,19 @@ def folder_with(tmp_path: Path, family: str, files: dict[str, str], *, of_tokeni
     return tmp_path
 
 
-@pytest.mark.parametrize("file", TEMPLATE_FILES)
-@pytest.mark.parametrize("of_tokenizer", [OF_TOKENIZER, None], ids=["beside the tokenizer's", "alone"])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava"])
-@pytest.mark.pairwise
+@pairs(
+    file=["chat_template.jinja", "chat_template.json", "processor_config.json", None],
+    of_tokenizer=[OF_TOKENIZER, None],
+    family=["qwen2_5_vl", "qwen3_vl", "llava"],
+)
 def test_the_processor_s_own_template_comes_before_the_tokenizer_s(
-    family: str, of_tokenizer: str | None, file: str, tmp_path: Path
+    family: str, of_tokenizer: str | None, file: str | None, tmp_path: Path
 ) -> None:
-    folder = folder_with(tmp_path, family, TEMPLATE_FILES[file], of_tokenizer=of_tokenizer)
-    assert load_processor(folder).chat_template == OWN
-
-
-def test_the_tokenizer_s_template_is_taken_where_there_is_no_other(tmp_path: Path) -> None:
-    assert (
-        load_processor(folder_with(tmp_path, "qwen2_5_vl", {}, of_tokenizer=OF_TOKENIZER)).chat_template == OF_TOKENIZER
-    )
+    folder = folder_with(tmp_path, family, TEMPLATE_FILES[file] if file else {}, of_tokenizer=of_tokenizer)
+    processor = load_processor(folder)
+    assert processor.chat_template == (OWN if file else of_tokenizer)
+    save_processor(processor, tmp_path)
+    loads_again(tmp_path, processor)
 
 
 def test_a_template_is_autoprocessor_s(tmp_path: Path) -> None:
@@ -234,15 +179,74 @@ def test_several_templates_by_name_are_loaded_and_saved_again(tmp_path: Path) ->
     loads_again(tmp_path / "again", processor)
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "error", "expected"),
+    [
+        ("config.json", '{"model_type": "llama"}', FamilyError, "a llama; there are qwen2_vl, qwen2_5_vl, qwen3_vl"),
+        ("processor_config.json", '{"processor_class": "BlipProcessor"}', FamilyError, "holds a BlipProcessor, which"),
+        ("processor_config.json", "{}", ConfigError, "no file in .* names the processor's class; copy the config.json"),
+        ("preprocessor_config.json", "{", ConfigError, "preprocessor_config.json cannot be read .*save the processor"),
+        ("preprocessor_config.json", "[]", ConfigError, "preprocessor_config.json holds a list.*save the processor"),
+    ],
+)
+def test_folders_that_hold_no_processor_are_refused(
+    file: str, text: str, error: type[Exception], expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / file).write_text(text)
+    with pytest.raises(error, match=expected):
+        load_processor(tmp_path)
+
+
 def test_it_is_not_sent_to_the_hub_while_it_is_saved(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="call push_to_hub of the processor"):
         tiny_processor().save_pretrained(tmp_path, push_to_hub=True)
 
 
-@pytest.mark.parametrize("text", ["{", "[]"])
-def test_settings_that_cannot_be_read_are_named(text: str, tmp_path: Path) -> None:
-    (tmp_path / "preprocessor_config.json").write_text(text)
-    with pytest.raises(
-        ConfigError, match=r"preprocessor_config.json (cannot be read|holds a list).*save the processor"
-    ):
+# ---------------------------------------------------------------------- beyond Qwen's
+
+OTHERS = families(lambda family: family.model_type in BEYOND, always=SHOWN)
+
+
+def sample_of(family: str) -> dict[str, Any]:
+    marker = "<image>"
+    if family not in CHATTING:
+        return {"prompt": f"{marker}Total?", "completion": "5", "images": [picture(90, 61)]}
+    content = [{"type": "image", "image": picture(90, 61)}, {"type": "text", "text": "Total?"}]
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "5"}]}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("way", ["save_processor", "save_pretrained"])
+def test_a_saved_processor_is_loaded_with_its_settings(family: str, way: str, tmp_path: Path) -> None:
+    processor = tiny_processor(family)
+    if way == "save_processor":
+        save_processor(processor, tmp_path)
+    else:
+        processor.save_pretrained(tmp_path)
+    loaded = load_processor(tmp_path)
+    assert type(loaded) is type(processor)
+    same_batches(loaded, pickle.loads(pickle.dumps(processor)), sample_of(family))
+
+
+def test_a_processor_that_needs_a_package_is_refused_by_its_name(hide_package: Any) -> None:
+    hide_package("torchvision")
+    missing_packages.cache_clear()
+    try:
+        with pytest.raises(FamilyError, match="the processor of cohere2_vision needs torchvision; install it"):
+            build_processor("cohere2_vision", 800, str)
+    finally:
+        missing_packages.cache_clear()
+
+
+@pytest.mark.skipif(not missing_packages("cohere2_vision"), reason="torchvision is installed")
+def test_a_saved_processor_that_needs_torchvision_is_refused_without(tmp_path: Path) -> None:
+    """Of another family, whose files name classes that exist for torchvision only."""
+    save_processor(tiny_processor("aya_vision"), tmp_path)
+    names = {"AyaVisionProcessor": "Cohere2VisionProcessor", "GotOcr2ImageProcessor": "Cohere2VisionImageProcessor"}
+    for file in tmp_path.glob("*_config.json"):
+        text = file.read_text()
+        for before, after in names.items():
+            text = text.replace(before, after)
+        file.write_text(text)
+    with pytest.raises(FamilyError, match="needs torchvision, even for images; install it"):
         load_processor(tmp_path)

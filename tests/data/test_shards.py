@@ -1,4 +1,4 @@
-"""Tar shards as WebDataset and Energon document them: samples, splits, and what is refused."""
+"""Tar shards as WebDataset documents them: samples, splits, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from PIL import Image
 
 from vlmpack.data import open_dataset
 from vlmpack.data.images import load_image
-from vlmpack.data.shards import expand
+from vlmpack.data.readers import expand
 from vlmpack.errors import ConfigError, SampleError
 
 TURNS = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A kitten."}]
@@ -57,35 +56,36 @@ def test_captions_are_answers_to_their_image(tmp_path: Path) -> None:
     assert sample["detail.json"] == {"width": 40}
 
 
-def test_llava_as_megatron_writes_it(tmp_path: Path) -> None:
-    """Its `convert_llava_pretrain_to_wds.py`: the turns alone are the JSON part."""
-    sample = open_dataset(shard(tmp_path / "a.tar", {"GCC_1.jpg": picture(), "GCC_1.json": TURNS}))[0]
-    assert sample["conversations"] == TURNS
-    assert load_image(sample["image"]).size == (40, 40)
+SEEN = [{"role": "user", "content": [{"type": "image", "image": "1.png"}, {"type": "text", "text": "1.png"}]}]
 
 
-def test_several_images_in_the_order_that_the_json_names(tmp_path: Path) -> None:
-    files = {
-        "s_2.b.jpg": picture(40),
-        "s_2.json": {"messages": [], "images": ["a.jpg", "b.jpg", "a.jpg"]},
-        "s_2.a.jpg": picture(60),
-    }
+@pytest.mark.parametrize(
+    ("files", "widths"),
+    [
+        ({"G_1.jpg": picture(), "G_1.json": TURNS}, {"image": 40}),  # Megatron's convert_llava_pretrain_to_wds.py
+        (
+            {
+                "s_2.b.jpg": picture(),
+                "s_2.json": {"messages": [], "images": ["a.jpg", "b.jpg"]},
+                "s_2.a.jpg": picture(60),
+            },
+            {"images": [60, 40]},
+        ),
+        ({"s.1.png": picture(60), "s.2.png": picture(), "s.json": {"conversations": TURNS}}, {"images": [60, 40]}),
+        ({"s/2.1.png": picture(60), "s/2.json": {"messages": SEEN}}, {"messages": 60}),
+    ],
+    ids=["turns alone", "in the order of the JSON", "in their own order", "where they are named"],
+)
+def test_images_are_where_the_json_means_them(files: dict[str, Any], widths: dict[str, Any], tmp_path: Path) -> None:
     sample = open_dataset(shard(tmp_path / "a.tar", files))[0]
-    assert [load_image(image).size[0] for image in sample["images"]] == [60, 40, 60]
-
-
-def test_several_images_in_their_own_order(tmp_path: Path) -> None:
-    files = {"s_2.img1.png": picture(60), "s_2.img2.png": picture(40), "s_2.json": {"conversations": TURNS}}
-    sample = open_dataset(shard(tmp_path / "a.tar", files))[0]
-    assert [load_image(image).size[0] for image in sample["images"]] == [60, 40]
-
-
-def test_images_inside_messages_are_put_where_they_are_named(tmp_path: Path) -> None:
-    content = [{"type": "image", "image": "1.png"}, {"type": "text", "text": "1.png"}]
-    files = {"s/2.1.png": picture(60), "s/2.json": {"messages": [{"role": "user", "content": content}]}}
-    image, text = open_dataset(shard(tmp_path / "a.tar", files))[0]["messages"][0]["content"]
-    assert load_image(image["image"]).size == (60, 40)
-    assert text == {"type": "text", "text": "1.png"}
+    for name, width in widths.items():
+        held = sample[name]
+        if name == "messages":
+            assert held[0]["content"][1] == {"type": "text", "text": "1.png"}
+            held = held[0]["content"][0]["image"]
+        sizes = [load_image(image).size[0] for image in (held if isinstance(held, list) else [held])]
+        assert sizes == (width if isinstance(width, list) else [width])
+    assert sample.get("conversations", TURNS) == TURNS
 
 
 def test_receipts(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_names_of_columns_and_questions(tmp_path: Path) -> None:
 
 def test_an_index_is_small_and_can_be_sent(tmp_path: Path) -> None:
     samples = open_dataset(shard(tmp_path / "a.tar", captions(*range(500))))
-    assert len(pickle.dumps(samples.rows)) < 50 * 500
+    assert len(pickle.dumps(samples.files)) < 50 * 500
     assert pickle.loads(pickle.dumps(samples))[499] == samples[499]
 
 
@@ -128,82 +128,19 @@ class TestSplits:
             open_dataset(tmp_path, split="test")
 
 
-class TestEnergon:
-    def prepared(self, folder: Path, dataset: dict[str, Any], *, files: dict[str, Any] | None = None) -> Path:
-        """Energon, data_on_disk.md: `.nv-meta` beside the shards."""
-        for at in range(4):
-            shard(folder / f"shards/shard_{at:03d}.tar", files or captions(2 * at, 2 * at + 1))
-        (folder / ".nv-meta").mkdir()
-        splits = {
-            "exclude": ["shards/shard_003.tar", "shards/shard_001.tar/sample_0002"],
-            "split_parts": {
-                "train": ["shards/shard_{000..001}.tar", "shards/shard_003.tar"],
-                "val": ["shards/shard_002.tar"],
-            },
-        }
-        (folder / ".nv-meta/split.yaml").write_text(yaml.safe_dump(splits))
-        (folder / ".nv-meta/dataset.yaml").write_text(yaml.safe_dump(dataset))
-        return folder
-
-    def test_captioning(self, tmp_path: Path) -> None:
-        sample_type = {"__module__": "megatron.energon", "__class__": "CaptioningSample"}
-        self.prepared(tmp_path, {"sample_type": sample_type, "field_map": {"image": "jpg", "caption": "txt"}})
-        samples = open_dataset(tmp_path)
-        assert [sample["id"] for sample in samples] == ["sample_0000", "sample_0001", "sample_0003"]
-        assert samples[0]["messages"][1]["content"] == "This is some caption"
-        assert set(samples[0]) == {"id", "image", "messages"}
-        assert len(open_dataset(tmp_path, split="val")) == 2
-        with pytest.raises(ConfigError, match="no shard of split 'test'"):
-            open_dataset(tmp_path, split="test")
-
-    def test_questions_by_paths_into_the_json(self, tmp_path: Path) -> None:
-        """The field map that Megatron's LLaVA recipe gives to `energon prepare`."""
-        field_map = {"image": "jpg;png", "context": "json[0][value]", "answers": "json[1][value]"}
-        files = {"0.png": picture(), "0.json": TURNS}
-        self.prepared(tmp_path, {"sample_type": {"__class__": "VQASample"}, "field_map": field_map}, files=files)
-        sample = open_dataset(tmp_path)[0]
-        assert [m["content"] for m in sample["messages"]] == ["<image>\nWhat is it?", "A kitten."]
-
-    def test_the_answer_of_the_largest_weight(self, tmp_path: Path) -> None:
-        fields = {"image": "png", "context": "json[q]", "answers": "json[a]", "answer_weights": "json[w]"}
-        files = {"0.png": picture(), "0.json": {"q": "?", "a": ["no", "yes"], "w": [0.3, 1.0]}}
-        self.prepared(tmp_path, {"sample_type": {"__class__": "VQASample"}, "field_map": fields}, files=files)
-        assert open_dataset(tmp_path)[0]["messages"][1]["content"] == "yes"
-
-    def test_crude_data_sets_are_read_by_the_kinds_of_their_parts(self, tmp_path: Path) -> None:
-        files = {"0.png": picture(), "0.json": {"conversations": TURNS}}
-        self.prepared(tmp_path, {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}, files=files)
-        assert open_dataset(tmp_path)[0]["conversations"] == TURNS
-
-    @pytest.mark.parametrize(
-        ("dataset", "expected"),
-        [
-            (
-                {"sample_type": {"__class__": "OCRSample"}, "sample_loader": "sample_loader.py:sample_loader"},
-                "not run; write",
-            ),
-            (
-                {"sample_type": {"__class__": "InterleavedSample"}},
-                "samples of the type InterleavedSample.*write its turns",
-            ),
-            ({"sample_type": {"__class__": "VQASample"}, "field_map": {"image": "jpg"}}, "no part to context, answers"),
-            ({"sample_type": {"__class__": "CaptioningSample"}, "field_map": {"boxes": "json"}}, "the field boxes"),
-        ],
-    )
-    def test_what_is_no_conversation_says_how_to_convert_it(
-        self, dataset: dict[str, Any], expected: str, tmp_path: Path
-    ) -> None:
-        self.prepared(tmp_path, dataset)
-        with pytest.raises(ConfigError, match=expected):
-            open_dataset(tmp_path)
-
-
 class TestRefused:
     def test_a_compressed_shard(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"is compressed.*gunzip"):
             open_dataset(shard(tmp_path / "a.tar.gz", captions(0), mode="w:gz"))
         with pytest.raises(ConfigError, match="not compressed"):
             open_dataset(shard(tmp_path / "a.tar", captions(0), mode="w:gz"))
+
+    def test_a_folder_that_energon_prepared(self, tmp_path: Path) -> None:
+        """Its splits are not those of the names of shards."""
+        shard(tmp_path / "shard_0000.tar", captions(0))
+        (tmp_path / ".nv-meta").mkdir()
+        with pytest.raises(ConfigError, match="was prepared by Energon, whose splits and fields are not read here"):
+            open_dataset(tmp_path)
 
     def test_a_sample_in_two_places(self, tmp_path: Path) -> None:
         files = {"0.jpg": picture(), "1.jpg": picture(), "0.txt": "a", "1.txt": "b"}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
 import importlib.util
-import os
 import random
 from fractions import Fraction
 from pathlib import Path
@@ -13,13 +11,15 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-from clips import CODECS, clip_bytes, number_of, write_clip
-from tiers import tiers
+from cases import slow
+from clips import clip_bytes, number_of, write_clip
 
-from vlmpack.data import ImageError, VideoLimits
+from vlmpack.data import ImageError, VideoLimits, videos
 from vlmpack.data.videos import decode_frames, read_video_header
 from vlmpack.errors import ConfigError
 
+NAMES = ["h264.mp4", "h264.mkv", "mpeg4.avi", *slow("h264.mov", "vp9.webm", "vp8.webm")]
+"""Of `CODECS`."""
 IRREGULAR = [0, 100, 150, 160, 700, 1500, *range(1570, 2550, 70)]
 """Times of 20 frames in milliseconds."""
 
@@ -47,7 +47,7 @@ def decoded(source: Any, indices: Any) -> list[int]:
 # ---------------------------------------------------------------- frames
 
 
-@pytest.mark.parametrize("name", tiers(CODECS, ["h264.mp4", "h264.mkv", "mpeg4.avi"]))
+@pytest.mark.parametrize("name", NAMES)
 def test_the_header_and_single_frames_are_those_of_decoding_everything(name: str, tmp_path: Path) -> None:
     write_clip(tmp_path / name)
     expected = all_frames(tmp_path / name)
@@ -62,8 +62,6 @@ def test_the_header_and_single_frames_are_those_of_decoding_everything(name: str
 
 def test_frames_that_nobody_wants_are_not_decoded(clip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Key frames are 6 frames apart at most: the decoder jumps to the last one before the next frame that is wanted."""
-    from vlmpack.data import videos
-
     count = 0
     plain = videos._Video.frames
 
@@ -78,19 +76,11 @@ def test_frames_that_nobody_wants_are_not_decoded(clip: bytes, monkeypatch: pyte
     assert 2 <= count <= 4
 
 
-def test_a_jump_that_misses_is_made_up_for_by_decoding_from_the_start(
-    clip: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vlmpack.data import videos
-
-    monkeypatch.setattr(videos._Video, "jump_to", lambda self, indices, scan: iter(()))
-    assert decoded(clip, [0, 7, 19]) == [0, 7, 19]
-
-
 def test_no_frame_is_taken_for_another(clip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A jump beyond the frame that is wanted is given up, and all is decoded from the start."""
-    from vlmpack.data import videos
-
+    """A jump that leads nowhere, or beyond the frame that is wanted, is given up; all is decoded from the start."""
+    with monkeypatch.context() as nowhere:
+        nowhere.setattr(videos._Video, "jump_to", lambda self, indices, scan: iter(()))
+        assert decoded(clip, [0, 7, 19]) == [0, 7, 19]
     monkeypatch.setattr(
         videos._Video, "_seek", lambda self, time: self.container.seek(time + 8 * 1024, stream=self.stream)
     )
@@ -130,7 +120,7 @@ def test_a_file_in_fragments_is_counted(tmp_path: Path) -> None:
     assert decoded(tmp_path / "a.mp4", [0, 11, 19]) == [0, 11, 19]
 
 
-@pytest.mark.parametrize("turn", tiers([90, 180, 270], [90]))
+@pytest.mark.parametrize("turn", [90, 180, 270])
 def test_a_video_is_turned_upright(turn: int, tmp_path: Path) -> None:
     write_clip(tmp_path / "plain.mp4")
     write_clip(tmp_path / "turned.mp4", rotation=turn)
@@ -163,10 +153,7 @@ def test_a_path_its_bytes_and_a_dict_of_either_are_the_same_video(clip: bytes, t
     ("source", "reason"),
     [
         ("film.mp4", "video_missing"),
-        (Path("film.mp4"), "video_missing"),
-        ("/dev/zero", "video_missing"),
         ("https://example.org/film.mp4", "video_remote"),
-        ("rtsp://example.org/film", "video_remote"),
         ("concat:a.mp4|b.mp4", "video_missing"),
         ({"frames": 3}, "video_source"),
         (b"", "video_undecodable"),
@@ -199,24 +186,17 @@ def test_without_pyav_the_extra_is_named(clip: bytes, monkeypatch: pytest.Monkey
 # ---------------------------------------------------------------- damage and limits
 
 
-@pytest.mark.parametrize("name", tiers(CODECS, ["h264.mp4", "h264.mkv", "mpeg4.avi"]))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_file_that_was_cut_short_anywhere_is_refused_by_its_header(name: str, tmp_path: Path) -> None:
-    write_clip(tmp_path / name)
+    """Also mp4 whose index stands in front."""
+    write_clip(tmp_path / name, container_options={"movflags": "faststart"} if name == "h264.mp4" else None)
     whole = (tmp_path / name).read_bytes()
     for size in (1, 30, *(len(whole) * part // 7 for part in range(1, 7)), len(whole) - 1):
         assert refused(whole[:size]).reason == "video_undecodable", size
     assert read_video_header(whole).num_frames == 20
 
 
-def test_a_file_whose_index_stands_in_front_is_refused_where_its_frames_are_cut_off(tmp_path: Path) -> None:
-    write_clip(tmp_path / "a.mp4", container_options={"movflags": "faststart"})
-    whole = (tmp_path / "a.mp4").read_bytes()
-    error = refused(whole[: len(whole) - 100])
-    assert error.reason == "video_undecodable"
-    assert f"it has {len(whole)} bytes, and {len(whole) - 100} are there" in error.detail
-
-
-@pytest.mark.parametrize("name", tiers(CODECS, ["h264.mp4"]))
+@pytest.mark.parametrize("name", NAMES)
 def test_damage_is_refused_or_leaves_a_video_of_that_length(name: str, tmp_path: Path) -> None:
     """Whatever bytes are changed: an ImageError, or every frame that was measured. Some damage no codec can see."""
     write_clip(tmp_path / name)
@@ -274,41 +254,17 @@ def test_a_file_of_sound_has_no_video(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("name", ["h264.mp4", "h264.mkv"])
 def test_limits_hold_before_frames_are_decoded(
-    limits: dict[str, Any], reason: str, fault: str, name: str, tmp_path: Path
+    limits: dict[str, Any], reason: str, fault: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_clip(tmp_path / name)
+    if "max_frames" not in limits:
+        monkeypatch.setattr(videos._Video, "frames", lambda self: pytest.fail("a frame is decoded"))
     error = refused(tmp_path / name, **limits)
     assert error.reason == reason
     assert fault in error.detail
 
 
-def test_no_connection_and_no_other_file_is_opened(
-    clip: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.mp4"
-    path.write_bytes(clip)
-    opened: list[str] = []
-    plain = builtins.open
-
-    def noted(file: Any, *args: Any, **kwargs: Any) -> Any:
-        opened.append(os.fspath(file))
-        return plain(file, *args, **kwargs)
-
-    monkeypatch.setattr("io.open", noted)
-    read_video_header(path)
-    assert set(opened) <= {str(path)}
-
-
-def test_the_size_of_frames_is_bounded_before_one_is_decoded(clip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vlmpack.data import videos
-
-    monkeypatch.setattr(videos._Video, "frames", lambda self: pytest.fail("a frame is decoded"))
-    assert refused(clip, max_pixels=6143).reason == "video_too_large"
-
-
 def test_hidden_frames_of_vp8_are_no_frames() -> None:
-    from vlmpack.data.videos import _is_hidden
-
     shown, hidden = av.Packet(b"\x10\x02\x00"), av.Packet(b"\x00\x02\x00")
-    assert not _is_hidden(shown)
-    assert _is_hidden(hidden)
+    assert not videos._is_hidden(shown)
+    assert videos._is_hidden(hidden)

@@ -1,13 +1,11 @@
 """The families tables, made of the registry and of tiny configurations: `python tests/families/table.py`.
 
-The README and the page for newcomers have a line for what families take, the README of `vlmpack/families` one for
-each way to keep samples apart. Whatever the registry has is in the equality matrix of `tests/model/test_equality.py`,
-so nothing is listed that is not run there. `test_table.py` compares the files with this.
+The README and the page for newcomers have a line for what families take. Whatever the registry has is in the equality
+matrix of `tests/model/test_equality.py`. `test_table.py` compares the files with this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,7 @@ from vlmpack.testing.samples import kinds_of
 
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- families: made by tests/families/table.py -->\n", "<!-- end of families -->\n"
-SHORT_HEAD = "| Takes | Families (kept apart besides attention and positions) |\n|---|---|\n"
-HEAD = "| family (`model_type`) | takes | kept apart besides attention and positions |\n|---|---|---|\n"
+HEAD = "| Takes | Families (kept apart besides attention and positions) |\n|---|---|\n"
 NAMES = {
     "qwen2_vl": "Qwen2-VL",
     "qwen2_5_vl": "Qwen2.5-VL",
@@ -94,22 +91,13 @@ def rows() -> dict[tuple[str, str], list[str]]:
 
 
 def table() -> str:
-    """One line for all families that take the same and have the same kept apart."""
-    lines = [
-        f"| {', '.join(f'{NAMES[name]} (`{name}`)' for name in names)} | {takes} | {apart} |"
-        for (takes, apart), names in rows().items()
-    ]
-    return HEAD + "\n".join(lines) + "\n"
-
-
-def short_table() -> str:
     """One line for all families that take the same; those that take most come first."""
     lines: dict[str, list[str]] = {}
     for (takes, apart), names in rows().items():
         families = ", ".join(NAMES[name] for name in names)
         lines.setdefault(takes, []).append(f"{families} ({apart})" if apart else families)
     of_most = sorted(lines.items(), key=lambda line: -len(line[0]))
-    return SHORT_HEAD + "".join(f"| {takes} | {'; '.join(families)} |\n" for takes, families in of_most)
+    return HEAD + "".join(f"| {takes} | {'; '.join(families)} |\n" for takes, families in of_most)
 
 
 def properties(model_type: str, family: Family) -> tuple[str, str]:
@@ -135,20 +123,15 @@ def _patterns(family: Family, text_config: Any) -> list[tuple[str, bool]]:
     ]
 
 
-FILES = {
-    ROOT / "README.md": short_table,
-    ROOT / "docs" / "is_it_for_me.md": short_table,
-    ROOT / "vlmpack" / "families" / "README.md": table,
-}
-"""The files, and the table that each has."""
+FILES = (ROOT / "README.md", ROOT / "docs" / "is_it_for_me.md")
 
 
-def written(text: str, made: Callable[[], str]) -> str:
+def written(text: str) -> str:
     """A file with the table in its place."""
     before, rest = text.split(BEGIN)
-    return before + BEGIN + made() + END + rest.split(END)[1]
+    return before + BEGIN + table() + END + rest.split(END)[1]
 
 
 if __name__ == "__main__":
-    for path, made in FILES.items():
-        path.write_text(written(path.read_text(encoding="utf-8"), made), encoding="utf-8")
+    for path in FILES:
+        path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")

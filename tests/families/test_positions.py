@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases import families
+from families.grids import with_grids
 from families.naive import naive_positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from waiting import waits_are_errors
 
+from vlmpack.errors import LayoutError
 from vlmpack.families import Family, family_of
+from vlmpack.families.media import media_items, run_per_frame, timed_run, truncates_seconds
 from vlmpack.families.registry import FAMILIES
-from vlmpack.families.rules import timed_run, truncates_seconds
-from vlmpack.layout import HostMetadata, PackedRow, Segments, SlotRule, pack
-from vlmpack.testing import Sample, build_sample, mixed_samples, padded, tiny_model
-from vlmpack.testing.samples import KINDS, TEXT_ONLY, VISION, metadata_of
+from vlmpack.layout import Grid, PackedRow, Segments, SlotRule, pack
+from vlmpack.probing.host_syncs import recorded_syncs
+from vlmpack.testing import Sample, build_sample, mixed_samples, padded, tiny_config, tiny_model
+from vlmpack.testing.samples import kinds_of, metadata_of
 
-every_family = pytest.mark.parametrize("name", sorted(FAMILIES))
+VECTOR: dict[str, Any] = json.loads((Path(__file__).parents[1] / "vectors" / "mrope.json").read_text())
+"""The row of three samples that the README of `vlmpack/families` draws."""
+SAMPLES: list[dict[str, Any]] = VECTOR["samples"]
+IMAGE_PAD = 9
+
+every_family = pytest.mark.parametrize("name", families(lambda family: not family.has_audio))
+"""(Qwen-Omni asks its own code for positions of videos: tests/model/test_audio.py.)"""
+text_alone = pytest.mark.parametrize("name", ["llama", "qwen3_next", "llama4_text"])
+
+
+@pytest.fixture(autouse=True)
+def asked_once() -> None:
+    """A family is compared with the model when packing is enabled, not in a step: transformers is tried before."""
+    truncates_seconds()
 
 
 @cache
@@ -30,10 +51,12 @@ def model_of(name: str, merge: int = 2) -> Any:
 
 
 def positions_of(row: PackedRow, family: Family, config: Any, segments: Segments | None = None) -> torch.Tensor:
-    metadata = row.metadata
+    metadata, types = row.metadata, row.mm_token_type_ids
     assert metadata is not None
+    if types is None and family.has_grids:
+        types = family.types_of_row(row, config)
     return family.positions(
-        row.mm_token_type_ids,
+        types,
         segments or row.segments,
         config=config,
         image_grids=metadata.image_grids,
@@ -64,7 +87,7 @@ def by_loops(config: Any, sample: Sample, family: Family) -> torch.Tensor:
         image_grids=metadata.image_grids,
         video_grids=metadata.video_grids,
         frame_intervals=intervals,
-        frames_apart=family.model_type.startswith(("qwen3", "qwen4")),
+        frames_apart=family.videos is run_per_frame,
     )
     return torch.tensor(found).T
 
@@ -103,7 +126,7 @@ def generated_sample(draw: st.DrawFn, config: Any) -> Sample:
     )
 
 
-@pytest.mark.parametrize("name", VISION)
+@with_grids
 @settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_any_row_equals_transformers_sample_by_sample(name: str, data: st.DataObject) -> None:
@@ -121,16 +144,7 @@ def test_any_row_equals_transformers_sample_by_sample(name: str, data: st.DataOb
     )
 
 
-@pytest.mark.parametrize("name", VISION)
-def test_a_batch_of_every_kind_of_sample_equals_transformers(name: str) -> None:
-    model = model_of(name)
-    samples = mixed_samples(model.config, kinds=KINDS)
-    assert any("image_grid_thw" in s for s in samples)
-    assert any("video_grid_thw" in s for s in samples)
-    check_equal(samples, model, family_of(model), multiple=4)
-
-
-@pytest.mark.parametrize("name", TEXT_ONLY)
+@text_alone
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5), multiple=st.sampled_from([1, 4, 7]))
 def test_a_text_model_counts_from_0_in_every_sample(name: str, lengths: list[int], multiple: int) -> None:
     """As a text model of transformers does by itself for a sample alone; it is handed the text row, [1, T]."""
@@ -185,14 +199,6 @@ def test_frames_are_placed_in_float32_as_the_model_does_it() -> None:
     check_equal([sample], model, family_of(model), multiple=1)
 
 
-def test_without_seconds_the_frames_lie_one_second_apart() -> None:
-    model = model_of("qwen2_5_vl")
-    model.config.vision_config.tokens_per_second = 3
-    sample = build_sample(model.config, stretches=[2, 1], video_grids=[(3, 2, 4)], seconds=[9.0])
-    del sample["second_per_grid_ts"]
-    check_equal([sample, sample], model, family_of(model), multiple=1)
-
-
 # ---------------------------------------------------------------------- only segments decide
 
 
@@ -210,7 +216,7 @@ def test_where_rope_restarts_is_decided_by_the_segments_alone() -> None:
         assert torch.equal(together[:, 0, start:stop] - together[:, 0, start : start + 1], apart[:, 0, start:stop])
 
 
-@every_family
+@with_grids
 def test_repeated_final_boundaries_change_nothing(name: str) -> None:
     model = model_of(name)
     samples = mixed_samples(model.config)
@@ -252,10 +258,183 @@ def test_more_media_tokens_than_the_grids_stand_for_count_as_text() -> None:
     ]
 
 
-def test_metadata_without_media_are_enough_for_a_text_batch() -> None:
-    model = model_of("qwen3_vl")
-    samples = mixed_samples(model.config, kinds=("text", "text"))
-    metadata = padded(samples).metadata
-    assert isinstance(metadata, HostMetadata)
-    assert metadata.image_grids == metadata.video_grids == ()
-    check_equal(samples, model, family_of(model), multiple=4)
+# ---------------------------------------------------------------------- the row that the README draws
+
+
+def types_of(sample: dict[str, Any]) -> list[int]:
+    return [int(token == IMAGE_PAD) for token in sample["input_ids"]]
+
+
+def axes_of(sample: dict[str, Any]) -> list[list[int]]:
+    return [list(range(len(sample["t"]))), sample["t"], sample["h"], sample["w"]]
+
+
+@with_grids
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_a_row_of_the_vector_restarts_in_every_segment(name: str, multiple: int) -> None:
+    assert [sample["name"] for sample in SAMPLES] == ["A", "B", "C"]
+    segments = Segments.from_lengths([len(s["input_ids"]) for s in SAMPLES], SlotRule(multiple=multiple))
+    types = torch.zeros(1, segments.total, dtype=torch.int64)
+    for sample, (start, stop) in zip(SAMPLES, segments.spans, strict=True):
+        types[0, start:stop] = torch.tensor(types_of(sample))
+    found = FAMILIES[name].positions(
+        types,
+        segments,
+        config=tiny_config(name, merge=VECTOR["merge"]),
+        image_grids=[tuple(grid) for s in SAMPLES for grid in s["image_grid_thw"]],
+    )
+    for sample, (start, stop) in zip(SAMPLES, segments.spans, strict=True):
+        assert found[:, 0, start:stop].tolist() == axes_of(sample), sample["name"]
+        assert int(found[1:, 0, start:stop].max()) + 1 - (stop - start) == sample["delta"]
+
+
+def test_a_row_that_does_not_restart_is_off_by_seven_and_nine() -> None:
+    """The guard: what the test above would see if boundaries were ignored."""
+    segments = Segments.from_lengths([sum(len(s["input_ids"]) for s in SAMPLES)])
+    types = torch.tensor([[kind for sample in SAMPLES for kind in types_of(sample)]])
+    found = FAMILIES["qwen3_vl"].positions(
+        types, segments, config=tiny_config("qwen3_vl"), image_grids=[(1, 4, 4), (1, 4, 6)]
+    )
+    expected = torch.tensor([axis for sample in SAMPLES for axis in sample["t"]])
+    assert (found[1, 0] - expected).tolist() == [0] * 9 + [7] * 2 + [9] * 10
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s["name"])
+def test_the_naive_twin_gives_the_vector(sample: dict[str, Any]) -> None:
+    grids = [tuple(grid) for grid in sample["image_grid_thw"]]
+    found = naive_positions(types_of(sample), merge=VECTOR["merge"], image_grids=grids)
+    assert [list(axis) for axis in zip(*found, strict=True)] == axes_of(sample)
+
+
+def test_the_table_lists_offsets_and_one_advance_for_each_item() -> None:
+    table = media_items([(2, 2, 4), (1, 6, 2)], 2, "image").table()
+    assert table.tolist() == [
+        [0, 0, 1, 1, 0, 0, 0],  # time
+        [0, 0, 0, 0, 0, 1, 2],  # height
+        [0, 1, 0, 1, 0, 0, 0],  # width
+        [0, 0, 0, 2, 0, 0, 3],  # advance: max(1, 2) after the first item, whatever its two frames; max(3, 1)
+    ]
+
+
+# ---------------------------------------------------------------------- nothing waits for a device
+
+
+def row_and_config(name: str) -> tuple[PackedRow, Any]:
+    config = tiny_config(name, patch_size=1)
+    return pack(padded(mixed_samples(config, kinds=kinds_of(config) * 2)), rule=SlotRule(multiple=4)), config
+
+
+@every_family
+def test_no_operation_waits(name: str) -> None:
+    row, config = row_and_config(name)
+    with recorded_syncs(torch.device("cpu")) as waits:
+        found = positions_of(row, FAMILIES[name], config)
+    assert waits == []
+    assert found.shape == (4, 1, row.segments.total)
+
+
+@every_family
+def test_fake_tensors_are_enough(name: str) -> None:
+    row, config = row_and_config(name)
+    # boundaries and grids are constants known on the host: they may be real
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        types = torch.zeros(1, row.segments.total, dtype=torch.int64)
+        found = positions_of(replace(row, mm_token_type_ids=types), FAMILIES[name], config)
+    assert (found.shape, found.dtype) == ((4, 1, row.segments.total), torch.int64)
+
+
+def test_a_compiled_step_is_not_compiled_again_for_other_lengths() -> None:
+    family, config = FAMILIES["qwen3_vl"], tiny_config("qwen3_vl")
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def step(types: torch.Tensor, segments: Segments, grids: list[Grid]) -> torch.Tensor:
+        return family.positions(types, segments, config=config, image_grids=grids) * 2
+
+    compiled = torch.compile(step, backend=backend, dynamic=True)
+    for rows in (2, 3, 4, 5):
+        types = torch.tensor([[0, *[1] * rows, 0, 0]])
+        segments, grids = Segments.from_lengths([rows + 2, 1]), [(1, 2, 2 * rows)]
+        assert torch.equal(compiled(types, segments, grids), step(types, segments, grids))
+    assert len(graphs) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@with_grids
+def test_a_gpu_is_not_waited_for_and_gives_the_same(name: str) -> None:
+    row, config = row_and_config(name)
+    types = None if row.mm_token_type_ids is None else row.mm_token_type_ids.cuda()
+    with waits_are_errors():
+        found = positions_of(replace(row, mm_token_type_ids=types), FAMILIES[name], config)
+    assert torch.equal(found.cpu(), positions_of(row, FAMILIES[name], config))
+
+
+# ---------------------------------------------------------------------- what the host can see to be wrong
+
+TYPES = torch.zeros(1, 8, dtype=torch.int64)
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "more images than there is room for": (
+        "glm4v",
+        {"image_grids": [(1, 4, 4), (1, 4, 6)]},
+        "2 images and 0 videos .* 10 tokens, but the row has only 8.* truncated",
+    ),
+    "more frames": ("qwen3_vl", {"video_grids": [(3, 4, 4)]}, "stand for 12 tokens, but the row has only 8"),
+    "images of a text model": (
+        "llama",
+        {"image_grids": [(1, 2, 2)] * 2},
+        "llama is a text model, but the batch has 2 images or videos",
+    ),
+    "videos of a text model": ("llama", {"video_grids": [(1, 2, 2)]}, "llama is a text model"),
+    "a side that does not merge": (
+        "qwen3_vl",
+        {"image_grids": [(1, 4, 4), (1, 3, 4)]},
+        r"image 1: its grid \(1, 3, 4\) is not a multiple of the merge size 2 .* before merging",
+    ),
+    "a side of 0": (
+        "qwen3_vl",
+        {"video_grids": [(1, 4, 4), (1, 0, 4)]},
+        r"video 1: its grid is \(1, 0, 4\); it must be \(frames, rows, columns\)",
+    ),
+    "two numbers": ("qwen3_vl", {"video_grids": [(1, 4)]}, r"video 0: its grid is \(1, 4\)"),
+    "no token types": (
+        "qwen3_vl",
+        {"types": None, "image_grids": [(1, 4, 4)]},
+        "1 images .* no mm_token_type_ids.*keep what the processor returns",
+    ),
+    "token types of another width": ("qwen3_vl", {"types": TYPES[:, 1:]}, r"a tensor \[1, 8\].* \[1, 7\]"),
+    "token types of two rows": ("qwen3_vl", {"types": TYPES.repeat(2, 1)}, r"a tensor \[1, 8\].* \[2, 8\]"),
+    "token types of none": ("qwen3_vl", {"types": TYPES[0]}, r"a tensor \[1, 8\].* \[8\]"),
+    "seconds of another number of videos": (
+        "qwen2_5_vl",
+        {"video_grids": [(1, 2, 2)], "seconds_per_grid": [1.0, 2.0]},
+        "1 videos but seconds_per_grid has 2 values.*second_per_grid_ts",
+    ),
+    "negative seconds": (
+        "qwen2_5_vl",
+        {"video_grids": [(1, 2, 2)] * 2, "seconds_per_grid": [1.0, -1.0]},
+        "video 1: seconds_per_grid is -1.0; it must be a finite time",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "given", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_the_host_can_see_to_be_wrong_is_refused(name: str, given: dict[str, Any], message: str) -> None:
+    known = {"types": TYPES, **given}
+    types = known.pop("types")
+    with pytest.raises(LayoutError, match=message):
+        FAMILIES[name].positions(types, Segments.from_lengths([8]), config=tiny_config(name), **known)
+
+
+def test_a_family_that_needs_no_seconds_does_not_mind_them() -> None:
+    found = FAMILIES["qwen3_vl"].positions(
+        torch.full((1, 2), 2),
+        Segments.from_lengths([2]),
+        config=tiny_config("qwen3_vl"),
+        video_grids=[(2, 2, 2)],
+        seconds_per_grid=[9.0],
+    )
+    assert found[:, 0].tolist() == [[0, 1]] * 4

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from families.grids import with_grids
 
 from vlmpack.errors import LayoutError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import HostMetadata, Segments, SlotRule, pack
-from vlmpack.layout.device import recorded_syncs
+from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import build_sample, padded, tiny_config
-from vlmpack.testing.samples import VISION
 
 FOUR, EIGHT = (1, 4, 4), (1, 4, 8)
 X, IMAGE, VIDEO = [0, 0], [1], [2]
@@ -47,7 +47,7 @@ def refusal(
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("rule", [SlotRule(), SlotRule(multiple=16, pad_to=256, max_segments=9)], ids=["tight", "gaps"])
-@pytest.mark.parametrize("name", VISION)
+@with_grids
 def test_what_processors_make_passes(name, rule, side):
     config = tiny_config(name, patch_size=1)
     samples = [
@@ -77,7 +77,7 @@ def test_tokens_of_an_image_in_another_sample():
     assert "a run of 6 image placeholders" in refusal(types, [10, 6], image_grids=[FOUR, FOUR])
 
 
-@pytest.mark.parametrize("name", VISION)
+@with_grids
 def test_images_without_anything_between(name):
     """transformers takes them for one image."""
     assert "a run of 8 image placeholders" in refusal(X + IMAGE * 8 + X, [12], name, image_grids=[FOUR, FOUR])
@@ -87,10 +87,8 @@ def test_images_without_anything_between(name):
 @pytest.mark.parametrize(
     ("name", "types", "other"),
     [
-        ("qwen2_vl", VIDEO * 8, VIDEO * 4 + X + VIDEO * 4),
         ("qwen2_5_vl", VIDEO * 8, VIDEO * 4 + X + VIDEO * 4),
         ("qwen3_vl", VIDEO * 4 + X + VIDEO * 4, VIDEO * 8),
-        ("qwen3_5", VIDEO * 4 + X + VIDEO * 4, VIDEO * 8),
     ],
 )
 def test_frames_of_a_video_are_one_run_or_a_run_each(name, types, other):
@@ -98,7 +96,7 @@ def test_frames_of_a_video_are_one_run_or_a_run_each(name, types, other):
     assert "video placeholders begins at place 0" in refusal(other, [len(other)], name, video_grids=[(2, 4, 4)])
 
 
-@pytest.mark.parametrize("name", VISION)
+@with_grids
 def test_a_boundary_inside_an_image(name):
     types = X + IMAGE * 4 + X + IMAGE * 8
     assert "image 1 of the row is cut in two where sample 1 starts, at place 10 of the row: move that boundary" in (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.families.shared_placeholder import frames_as_images, kinds_between
+from vlmpack.families.media import frames_as_images, kinds_between
 from vlmpack.layout import HostMetadata, Media, PackedRow, Segments
 
 TEXT, IMAGE, START, END = 0, 7, 8, 9

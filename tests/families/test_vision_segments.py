@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from families.grids import with_grids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_window_index
 
-from vlmpack.families.frames import WindowRule, frame_segments, window_segments
+from vlmpack.families.family import frame_segments, window_segments
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Grid
 from vlmpack.testing import mixed_samples, padded, tiny_config
-from vlmpack.testing.samples import KINDS, VISION
+from vlmpack.testing.samples import KINDS
 
 
 @st.composite
@@ -32,12 +32,12 @@ def test_any_grids_give_the_boundaries_of_transformers(
     assert frames.total == sum(t * h * w for t, h, w in grids)
     assert list(frames.real) == get_vision_cu_seqlens(torch.tensor(grids)).tolist()
     window_size = side * merge * patch_size + more  # need not be a multiple of a token's side
-    windows = window_segments(grids, WindowRule(window=window_size // patch_size, merge=merge))
+    windows = window_segments(grids, window=window_size // patch_size, merge=merge)
     _, expected = get_vision_window_index(torch.tensor(grids), merge, window_size, patch_size)
     assert list(windows.real) == expected.tolist()
 
 
-@pytest.mark.parametrize("name", VISION)
+@with_grids
 def test_a_family_names_every_set_of_boundaries_its_blocks_use(name: str) -> None:
     config = tiny_config(name)
     found = FAMILIES[name].vision_segments([(1, 12, 10), (2, 4, 4)], config)
@@ -46,7 +46,7 @@ def test_a_family_names_every_set_of_boundaries_its_blocks_use(name: str) -> Non
     assert windows == ([(64, 16, 32, 8, 16, 16)] if name == "qwen2_5_vl" else [])
 
 
-@pytest.mark.parametrize("name", VISION)
+@with_grids
 def test_types_and_counts_of_media_tokens_are_the_processors(name: str) -> None:
     config, family = tiny_config(name, patch_size=4), FAMILIES[name]
     batch = padded(mixed_samples(config, kinds=KINDS))

@@ -23,11 +23,11 @@ from trees import DEEP, STRANGER, samples_of, shared
 from vlmpack.errors import VlmpackError
 from vlmpack.families import family_named
 from vlmpack.layout import PaddedBatch, SlotRule, pack
-from vlmpack.layout.spaced import SpacedNodes
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import gated_delta, gated_delta_tree
 from vlmpack.model.mechanisms.gated_delta_fla import FlaCall, uses_fla
 from vlmpack.model.mechanisms.gated_delta_tree import HandedState
+from vlmpack.model.mechanisms.recurrent_rows import SpacedNodes
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import kinds_of
 
@@ -39,18 +39,6 @@ GPU = FlaCall(device="cuda", chip=8, fla="0.6.0", triton="3.7.1", tilelang=False
 def main(families: list[str]) -> None:
     torch.set_num_threads(1)
     json.dump({family: cases(family) for family in families}, sys.stdout)
-
-
-def of_kernels(family: str) -> dict[str, Any]:
-    """Only a row and a tree: by Triton's interpreter they take minutes."""
-    model = tiny_model(family, seed=3, layers=4).train()
-    truth = alone_through(model, [build_sample(model.config, stretches=[n]) for n in (12, 2, 70)])
-    with mock.patch.object(FlaCall, "of", return_value=GPU):
-        return {
-            "fla": uses_fla(family_named(family)),
-            "exact": compared(model, truth),
-            "tree": of_tree(model, branches(model)),
-        }
 
 
 def cases(family: str) -> dict[str, Any]:

@@ -1,189 +1,167 @@
-"""Break one line of the package at a time, and see that the short tier of tests fails: `make mutants`.
+"""Break one named function of vlmpack at a time, and see that the fast tests fail: `make mutants`.
 
     python tests/mutants                          all of them
-    python tests/mutants --only "experts" -j 2    those whose names have this in them, two at a time
+    python tests/mutants --only "expert" -j 2     those whose names have this in them, two at a time
 
-A copy of the repository is changed, never the repository. Each mutant's tests must pass on the copy as it is, and one
-of them must fail on the changed copy: an error while tests are collected or set up is no failure. torch, transformers
-and pytest are imported once; every run of tests is a fork of that process.
+torch, transformers and pytest are imported once. Each run of tests is a fork of that process, in which the function's
+code is exchanged, whoever imported it before. The tests of a mutant must pass without it, and one of them must fail
+with it: an error while tests are collected or set up is no failure.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
+import inspect
 import os
 import resource
 import shlex
-import shutil
 import sys
-import tempfile
 import time
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.util import cache_from_source
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, final
+from types import FunctionType
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
-sys.path.insert(0, str(ROOT / "tests"))
-from mutants.lines import MUTANTS, Mutant  # noqa: E402
+from mutants.patches import MUTANTS, Mutant  # noqa: E402
 
-COPIED = ("vlmpack", "tests", "benchmarks", "examples", "notebooks", "docs", "pyproject.toml", "Makefile")
 HEAVY = ("torch.distributed", "transformers", "transformers.models.qwen3_vl.modeling_qwen3_vl", "datasets", "peft")
+OPTIONS = ("-x", "-q", "-m", "not full", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 MOST_SECONDS = 600
-"""Of processor time, for one run of tests."""
-CRASHED = 100
-"""Exit status of a job that did not come to its end."""
+"""Of processor time, for one run of tests: a mutant may loop forever."""
+KILLED, SURVIVED, HEALTHY, BROKEN = 0, 1, 2, 3
+"""Exit statuses of one run."""
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What came of one run of tests."""
+def function_at(target: str) -> FunctionType:
+    """The plain function behind a dotted name: module, perhaps class, name; decorators and properties unwrapped."""
+    module, *names = target, ()
+    parts = target.split(".")
+    for size in range(len(parts) - 1, 0, -1):
+        try:
+            module, names = importlib.import_module(".".join(parts[:size])), parts[size:]
+            break
+        except ModuleNotFoundError:
+            continue
+    found: Any = module
+    for name in names:
+        found = inspect.getattr_static(found, name)
+    while not isinstance(found, FunctionType) or hasattr(found, "__wrapped__"):
+        for inner in ("fget", "func", "__func__", "__wrapped__", "_torchdynamo_orig_callable"):
+            if hasattr(found, inner):
+                found = getattr(found, inner)
+                break
+        else:
+            raise TypeError(f"{target} is {found!r}, no function")
+    return found
 
-    status: int
-    """pytest's exit status."""
-    failed: str | None
-    """The test that failed in its own call, and why; None: none did."""
-    seconds: float
-    """Elapsed."""
+
+def apply(target: str, patch: Callable[..., Any]) -> None:
+    """Exchange the code of a function, which stays the same object, for a call of `patch` with the original."""
+    function = function_at(target)
+    original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    original.__kwdefaults__ = function.__kwdefaults__
+    function.__globals__["_patch"] = partial(patch, original)
+    signature = inspect.signature(function)
+    function.__code__ = (lambda *args, **kwargs: _patch(*args, **kwargs)).__code__  # noqa: F821  # pyright: ignore
+    function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
 
 
-@final
-class FirstFailure:
-    """A plugin of pytest: the first test that fails in its call, by an error that is not one of importing."""
+class Breaking:
+    """A plugin of pytest: breaks the function once all tests are collected, and keeps the first that fails."""
 
-    def __init__(self) -> None:
-        self.test: str | None = None
+    def __init__(self, mutant: Mutant | None) -> None:
+        self.mutant = mutant
+        self.test = ""
+
+    def pytest_collection_finish(self) -> None:
+        """Files of tests make their inputs when they are imported, with the function as it is."""
+        if self.mutant:
+            apply(self.mutant.target, self.mutant.patch)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Keep the first."""
-        why = str(getattr(report.longrepr, "reprcrash", "")).partition(": ")[2]
-        if report.failed and report.when == "call" and self.test is None and not why.startswith("ImportError"):
-            self.test = f"{report.nodeid}: {why.splitlines()[0] if why else ''}"
+        """Keep it, and what it said."""
+        if report.failed and report.when == "call" and not self.test:
+            self.test = f"{report.nodeid}: {str(getattr(report.longrepr, 'reprcrash', '')).partition(': ')[2]}"
 
 
-def run_tests(copy: Path, tests: str) -> Outcome:
-    """Run tests in a fork of this process, with the package of `copy`."""
-    began, answer = time.perf_counter(), copy / "outcome.json"
-    answer.unlink(missing_ok=True)
+def run(tests: str, mutant: Mutant | None = None) -> int:
+    """Run tests in a fork of this process, with a mutant or without; print how it ended."""
+    sys.stdout.flush()
     child = os.fork()
-    if not child:
-        try:
-            _run_here(copy, tests, answer)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    found = json.loads(answer.read_text()) if answer.is_file() else {"status": -1, "failed": None}
-    return Outcome(**found, seconds=time.perf_counter() - began)
-
-
-def _run_here(copy: Path, tests: str, answer: Path) -> None:
-    log = os.open(copy / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS))  # a mutant may loop for ever
-    os.chdir(copy)
-    sys.path[:] = [str(copy), *(place for place in sys.path if place not in (str(ROOT), str(ROOT / "tests")))]
-    for name in ("conftest", "tiers", "mutants", "mutants.lines"):
-        sys.modules.pop(name, None)
-    os.environ["PYTHONPATH"] = str(copy)
-    package = importlib.import_module("vlmpack")
-    assert Path(str(package.__file__)).is_relative_to(copy), package.__file__
-    words = [f"tests/{word}" if word.endswith(".py") else word for word in shlex.split(tests)]
-    first = FirstFailure()
-    ignored = "ignore::pytest.PytestAssertRewriteWarning"  # of what this process imported before
-    options = ["-x", "-q", "-m", "not full", "-p", "no:cacheprovider", "-W", ignored]
-    status = pytest.main([*options, *words], plugins=[first])
-    answer.write_text(json.dumps({"status": int(status), "failed": first.test}))
-
-
-@contextmanager
-def changed(copy: Path, mutant: Mutant) -> Iterator[None]:
-    """The copy with one line broken; compiled files of the other text are removed, before and after."""
-    path = copy / "vlmpack" / mutant.file
-    text, compiled = path.read_text(encoding="utf-8"), Path(cache_from_source(str(path)))
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status, began = BROKEN, time.perf_counter()
     try:
-        path.write_text(text.replace(mutant.line, mutant.change), encoding="utf-8")
-        compiled.unlink(missing_ok=True)
-        yield
-    finally:
-        path.write_text(text, encoding="utf-8")
-        compiled.unlink(missing_ok=True)
-
-
-def fault(mutant: Mutant, copy: Path, healthy: dict[str, Outcome]) -> tuple[str, Outcome]:
-    """(what is wrong with a mutant, or an empty string; what came of its run). `healthy`: of tests on the copy as it
-    is, which are run once."""
-    if mutant.tests not in healthy:
-        healthy[mutant.tests] = run_tests(copy, mutant.tests)
-    if healthy[mutant.tests].status:
-        return "its tests fail on the package as it is", healthy[mutant.tests]
-    with changed(copy, mutant):
-        outcome = run_tests(copy, mutant.tests)
-    if outcome.status == 1 and outcome.failed:
-        return "", outcome
-    return f"SURVIVES (pytest's exit status {outcome.status})", outcome
-
-
-def copied() -> Path:
-    """A copy of the repository in a temporary folder."""
-    folder = Path(tempfile.mkdtemp(prefix="vlmpack-mutants-")).resolve()
-    for name in COPIED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS))
+        os.chdir(TESTS.parent)
+        shown, devnull = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, 1)
+        first = Breaking(mutant)
+        words = [f"tests/{word}" if (TESTS / word).exists() else word for word in shlex.split(tests)]
+        options = [
+            "-x",
+            "-q",
+            "-m",
+            "not full",
+            "-p",
+            "no:cacheprovider",
+            "-W",
+            "ignore::pytest.PytestAssertRewriteWarning",
+        ]
+        code = pytest.main([*options, *words], plugins=[first])
+        os.dup2(shown, 1)
+        seconds = f"{time.perf_counter() - began:6.1f} s"
+        if not mutant:
+            status = HEALTHY if code == 0 else BROKEN
+            if code:
+                print(f"{seconds}  {tests!r} fails on the package as it is: {first.test or code}")
         else:
-            shutil.copy(source, folder / name)
-    return folder
+            status = KILLED if code == 1 and first.test else SURVIVED
+            print(
+                f"{seconds}  {mutant.name}: {f'killed by {first.test}' if first.test else f'SURVIVES ({code})'}"[:240]
+            )
+        sys.stdout.flush()
+    except BaseException as error:
+        print(f"{mutant.name if mutant else tests}: {error!r}", flush=True)
+    finally:
+        os._exit(status)
 
 
 def examine(mutants: Sequence[Mutant]) -> int:
-    """Run these one after the other in a copy of their own; how many survive."""
-    copy, survivors, healthy = copied(), 0, dict[str, Outcome]()
-    try:
-        for mutant in mutants:
-            wrong, outcome = fault(mutant, copy, healthy)
-            survivors += bool(wrong)
-            if wrong:
-                print((copy / "log.txt").read_text()[-2000:])
-            shown = wrong or f"killed by {outcome.failed}"
-            print(f"{outcome.seconds:6.1f} s  {mutant.protects}: {shown}"[:240], flush=True)
-    finally:
-        shutil.rmtree(copy, ignore_errors=True)
-    return survivors
+    """Run these one after the other; how many were not killed."""
+    healthy: dict[str, bool] = {}
+    left = 0
+    for mutant in mutants:
+        if mutant.tests not in healthy:
+            healthy[mutant.tests] = run(mutant.tests) == HEALTHY
+        left += not healthy[mutant.tests] or run(mutant.tests, mutant) != KILLED
+    return left
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run them; 1 if a mutant survives."""
     parser = argparse.ArgumentParser(prog="python tests/mutants", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", default=[""], help="mutants whose names have one of these texts in them")
-    parser.add_argument("-j", "--jobs", type=int, default=1, help="runs of tests at a time, each in its own copy")
+    parser.add_argument("-j", "--jobs", type=int, default=1, help="runs of tests at a time")
     chosen = parser.parse_args(arguments)
-    mutants = [mutant for mutant in MUTANTS if any(text in mutant.protects for text in chosen.only)]
+    mutants = [mutant for mutant in MUTANTS if any(text in mutant.name for text in chosen.only)]
     for name in ("conftest", *HEAVY):  # conftest first: it holds settings that the others read when they are imported
         importlib.import_module(name)
     jobs = []
     for at in range(chosen.jobs):
         job = os.fork()
         if not job:
-            survivors = CRASHED
-            try:
-                survivors = examine(mutants[at :: chosen.jobs])
-            finally:
-                os._exit(min(survivors, CRASHED))
+            os._exit(min(examine(mutants[at :: chosen.jobs]), 100))
         jobs.append(job)
     survivors = sum(os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]) for job in jobs)
-    print(f"{len(mutants)} mutants, of which {survivors} survive the short tier of tests")
+    print(f"{len(mutants)} mutants, of which {survivors} survive the fast tests")
     return 1 if survivors or not mutants else 0
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PrefixTree
 from vlmpack.model.mechanisms import attention
-from vlmpack.model.mechanisms.query_scale import QueryScale
+from vlmpack.model.mechanisms.llama4 import QueryScale
 from vlmpack.probing import Report, probe, small_copy
 from vlmpack.testing import tiny_model
 

@@ -15,10 +15,10 @@ from vlmpack.attention.backends import SdpaSegments
 from vlmpack.families import family_named
 from vlmpack.families.media import MediaItems
 from vlmpack.layout import PaddedBatch, Segments
-from vlmpack.layout.buckets import Buckets
 from vlmpack.model import engine, head
 from vlmpack.model.mechanisms import experts, per_sample
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
+from vlmpack.model.mechanisms.recurrent_rows import Buckets
 from vlmpack.model.mechanisms.vision import Vision, VisionRow
 from vlmpack.model.result import StepResult
 from vlmpack.probing import probe

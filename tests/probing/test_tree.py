@@ -14,11 +14,11 @@ from tiers import full, tiers
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PackedRow, Segments, media_units
 from vlmpack.layout.segments import ranges
-from vlmpack.model import path_attention, prefix_tree_row
+from vlmpack.model import row as row_module
 from vlmpack.model.mechanisms import gated_delta
 from vlmpack.model.mechanisms.gated_delta_tree import HandedState
 from vlmpack.model.mechanisms.vision import VisionRow
-from vlmpack.model.prefix_tree_row import PrefixTreeRow
+from vlmpack.model.row import PrefixTreeRow
 from vlmpack.probing import forward_passes, probe
 from vlmpack.probing.report import Check, causes_of
 from vlmpack.probing.run import _setup, preserved_state
@@ -90,7 +90,7 @@ def attending_to(keys_of: Callable[[Any, int], list[int]]) -> Callable[[Patch], 
     """Each node's queries get the keys of these nodes and its own."""
 
     def patch_it(patch: Patch) -> None:
-        honest = prefix_tree_row.attend_along_paths
+        honest = row_module.attend_along_paths
 
         def attend(call: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: Any) -> torch.Tensor:
             nodes = [[*keys_of(tree, node), node] for node in range(len(tree.lengths))]
@@ -101,7 +101,7 @@ def attending_to(keys_of: Callable[[Any, int], list[int]]) -> Callable[[Patch], 
             other = SimpleNamespace(nodes=tree.nodes, keys=keys, key_index=lambda device: index)
             return honest(call, q, k, v, other)  # pyright: ignore[reportArgumentType]
 
-        patch.setattr(prefix_tree_row, "attend_along_paths", attend)
+        patch.setattr(row_module, "attend_along_paths", attend)
 
     return patch_it
 
@@ -194,7 +194,7 @@ def last_gradient_alone(patch: Patch) -> None:
     def added_up(grad: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
         return grad.new_zeros(rows, *grad.shape[1:]).index_copy(0, index, grad)
 
-    patch.setattr(path_attention, "_added_up", added_up)
+    patch.setattr(row_module, "_added_up", added_up)
 
 
 def nothing_is_shared(patch: Patch) -> None:

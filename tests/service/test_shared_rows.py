@@ -25,8 +25,7 @@ from step_service import (
 from vlmpack.errors import ConfigError
 from vlmpack.families import family_named
 from vlmpack.layout import Segments
-from vlmpack.layout.buckets import Buckets
-from vlmpack.layout.spaced import Spaced
+from vlmpack.model.mechanisms.recurrent_rows import Buckets, Spaced
 from vlmpack.service import row_work, rows
 from vlmpack.service.adapters import Adapter, Span
 from vlmpack.service.engine import Engine

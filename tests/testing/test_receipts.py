@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vlmpack.data.archive import FIELDS, SPLITS
 from vlmpack.data.cord import json2token
 from vlmpack.errors import ConfigError
 from vlmpack.testing import SyntheticReceipts
-from vlmpack.testing.receipts import Printer, Sheet, quad_of
+from vlmpack.testing.receipts import FIELDS, SPLITS, Printer, Sheet, quad_of
 
 NUM = 300
 

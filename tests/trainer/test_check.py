@@ -15,10 +15,10 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 import vlmpack.trainer
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
+from vlmpack.interop.seqpacker import RowCollator, pack_dataset
 from vlmpack.model import enable_packing
 from vlmpack.model.engine import packing_state
 from vlmpack.testing import tiny_model
-from vlmpack.text import RowCollator, pack_dataset
 from vlmpack.trainer import PackedTrainer, check_trainer, loss_metrics
 from vlmpack.trainer.check_trl import DEFAULTS
 

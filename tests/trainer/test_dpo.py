@@ -94,16 +94,9 @@ def test_ten_steps_are_those_of_the_padded_trainer(tmp_path):
     assert run.state.log_history[0]["packing/computed"] < 0.65  # the prompt of each pair once
 
 
-LOSSES = ("ipo", "sft", "aot")
-OTHER_LOSSES = ("sigmoid", "hinge", "robust", "bco_pair", "sppo_hard", "apo_zero", "sigmoid_norm")
-
-
-@pytest.mark.parametrize(
-    "loss_type", [*LOSSES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHER_LOSSES)]
-)
+@pytest.mark.parametrize("loss_type", ["ipo", "sft", "aot", "bco_pair"])
 def test_losses(loss_type, tmp_path):
-    smoothing = {"label_smoothing": 0.1} if loss_type == "robust" else {}
-    compared(tmp_path, max_steps=2, loss_type=loss_type, **smoothing)
+    compared(tmp_path, max_steps=2, loss_type=loss_type)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +121,6 @@ def test_families(family, tmp_path):
     compared(tmp_path, family=family, max_steps=2, **settings)
 
 
-@pytest.mark.every_family
 @pytest.mark.parametrize("family", BEYOND_QWEN)
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # processors of GLM
 def test_families_beyond_qwen(family, tmp_path):

@@ -8,8 +8,8 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
+from cases import slow
 from chats import CHATTING, chat, picture, processor_of
-from tiers import full, only_exhaustive, other_vision, tiers
 from training import LAYOUTS, arguments, logged
 from transformers import Trainer
 
@@ -22,10 +22,9 @@ from vlmpack.store import measure_lengths
 from vlmpack.testing import SyntheticReceipts, tiny_model, tiny_processor
 from vlmpack.trainer import PackedTrainer, check_trainer, loss_metrics
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 AS_WEIGHTS = {"pixel_dtype": torch.float32}
 """Pixels in the type of the weights: Llama 4's processor makes bfloat16."""
-BEYOND = tuple(family for family in CHATTING if family in other_vision())
+BEYOND = CHATTING
 """Families beyond Qwen whose processors can chat."""
 PROMPTED = tuple(family for family in ("deepseek_ocr2",) if family in DESCRIPTORS)
 """Families without a chat template: samples are prompts with their answers."""
@@ -77,10 +76,9 @@ def alone(model, collate, rows):
     return torch.stack(sums).detach(), torch.tensor(counts)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    "family", tiers((*FAMILIES, *BEYOND), short=["qwen2_5_vl", "qwen3_vl_moe", "qwen3_5"], exhaustive=BEYOND[1:])
+    ("family", "layout"),
+    [("qwen2_5_vl", "packed"), ("qwen3_vl_moe", "padded"), ("qwen3_5", "packed")],
 )
 def test_training_on_receipts(family, layout, tmp_path):
     processor, rows = processor_of(family), small_receipts()
@@ -107,8 +105,7 @@ def test_training_on_receipts(family, layout, tmp_path):
     assert run.evaluate()["eval_token_loss"] < before["eval_token_loss"] - 0.1
 
 
-@pytest.mark.every_family
-@pytest.mark.parametrize("family", tiers((*BEYOND, *PROMPTED), short=[], exhaustive=(*BEYOND[1:], *PROMPTED)))
+@pytest.mark.parametrize("family", slow(*BEYOND, *PROMPTED))
 def test_planned_rows_of_other_families_are_trained_and_evaluated_as_alone(family, tmp_path):
     processor, rows = processor_of(family), prompts() if family in PROMPTED else small_receipts()
     model, collate = tiny_model(family, processor=processor), VLMCollator(processor, layout="packed", **AS_WEIGHTS)
@@ -128,8 +125,7 @@ def test_planned_rows_of_other_families_are_trained_and_evaluated_as_alone(famil
     assert run.evaluate()["eval_loss"] < exact - 0.1
 
 
-@pytest.mark.every_family
-@pytest.mark.parametrize("family", [*full("qwen3_omni_moe_thinker"), *only_exhaustive("qwen2_5_omni_thinker")])
+@pytest.mark.parametrize("family", slow("qwen3_omni_moe_thinker", "qwen2_5_omni_thinker"))
 def test_planned_rows_with_audio_are_trained_and_evaluated_as_alone(family, tmp_path):
     processor, noise = tiny_processor(family), np.random.default_rng(0)
     rows = small_receipts()[:2]
@@ -183,7 +179,7 @@ def test_trainer_counts_the_targets_that_the_collator_counted(layout, side, tmp_
     assert int(counted) == 2 * batch["vlmpack"].num_targets
 
 
-@pytest.mark.parametrize("layout", tiers(LAYOUTS, ["packed"]))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_batch_whose_samples_were_all_refused_costs_a_step_of_nothing(layout, tmp_path):
     """The good batch beside it in the same step counts as if it were alone."""
     processor = processor_of()

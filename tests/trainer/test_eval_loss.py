@@ -9,7 +9,7 @@ import pytest
 import torch
 from chats import chat, processor_of
 from torch.nn.parallel import DistributedDataParallel
-from training import LAYOUTS, Samples, arguments, collator, loss_sums, receipts, trainer
+from training import LAYOUTS, Samples, arguments, collator, loss_sums, receipts
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from vlmpack.collate import VLMCollator
@@ -86,16 +86,6 @@ def test_with_its_metrics_it_is_the_mean_over_targets(layout, batch, tmp_path):
     assert run.predict(run.eval_dataset).metrics["test_loss"] == exact
     run.compute_metrics = lambda prediction: {**metrics(prediction), "ones": 1}
     assert run.evaluate()["eval_loss"] == exact
-
-
-def test_a_prediction_without_labels_has_no_loss_and_passes(tmp_path):
-    model = enable_packing(small())
-    samples = receipts(model, kinds=("text",) * 3)
-    run = plain(model, samples, tmp_path, "padded", per_device_eval_batch_size=3)
-    run.data_collator = lambda features: {k: v for k, v in padded(features).to_hf().items() if k != "labels"}
-    output = run.predict(Samples(samples))
-    assert "test_loss" not in output.metrics
-    assert output.predictions.shape[0] == 3
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
@@ -273,13 +263,6 @@ def test_an_evaluation_loop_of_ones_own_generates_and_computes_losses():
         model.generate(**batch, max_new_tokens=2, pad_token_id=0)
         output = model(**batch)
     assert float(output.loss) == pytest.approx(exact, rel=1e-6)
-
-
-def test_the_helper_of_these_tests_evaluates_exactly(tmp_path):
-    model = small()
-    samples = unlike_samples(model)
-    exact = pytest.approx(exact_loss(model, samples), rel=1e-6)
-    assert trainer(enable_packing(model), samples, tmp_path).evaluate()["eval_loss"] == exact
 
 
 def test_samples_that_the_collator_skips_do_not_count(tmp_path):

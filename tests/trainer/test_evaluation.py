@@ -16,7 +16,7 @@ from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer
 from vlmpack.trainer.evaluation import BatchLosses
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -93,13 +93,6 @@ def test_a_batch_without_targets_does_not_count_as_a_loss_of_0(layout, tmp_path)
     exact = float(sums[2:].sum() / counts[2:].sum())
     run = trainer(enable_packing(model), samples, tmp_path, layout, per_device_eval_batch_size=2)
     assert run.evaluate()["eval_loss"] == pytest.approx(exact, rel=1e-6)
-
-
-def test_logits_are_not_kept_unless_asked_for(tmp_path):
-    model = tiny_model()
-    run = trainer(enable_packing(model), receipts(model), tmp_path)
-    predictions = run.predict(Samples(receipts(model))).predictions
-    assert [part.shape for part in predictions] == [(7,), (7,)]
 
 
 # ---------------------------------------------------------------------- several ranks, in words

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import slow
 from chats import chat, picture, processor_of
-from tiers import full
 from trainer.packed_runs import fingerprint, fresh, plan_of, planned, scene, streamed, torchdata_on_new_torch
 from training import Samples, Stream, arguments, collator, lengths_of, loss_sums, receipts
 from transformers import Trainer
@@ -43,7 +43,7 @@ def test_rows_of_a_step_are_planned_for_the_accumulation(tmp_path):
     assert run.state.global_step == 2 * -(-len(run.plan) // 2)
 
 
-@pytest.mark.parametrize("stop_at", ["in the middle of an epoch", *full("between two")])
+@pytest.mark.parametrize("stop_at", ["in the middle of an epoch", *slow("between two")])
 def test_a_resumed_run_ends_with_the_same_weights_and_loads_no_row_twice(stop_at, tmp_path):
     whole = planned(tmp_path / "whole")
     whole.train()
@@ -149,7 +149,7 @@ def test_ranks_that_compute_a_batch_together_are_refused(make, tmp_path, monkeyp
 
 
 @torchdata_on_new_torch
-@pytest.mark.parametrize("stop", [8, *full("at the end of a pass")])
+@pytest.mark.parametrize("stop", [8, *slow("at the end of a pass")])
 def test_a_resumed_stream_ends_with_the_same_weights_and_reads_no_row_twice(stop, tmp_path):
     whole = streamed(tmp_path / "whole")
     whole.train()

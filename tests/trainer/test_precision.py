@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiers import tiers
-from training import LAYOUTS, Samples, gradients, loss_sums, receipts, train, trainer
+from training import Samples, gradients, loss_sums, receipts, train, trainer
 
 from vlmpack.model import disable_packing, enable_packing
 from vlmpack.testing import tiny_model
-
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 
 
 def alone(model, samples, *, bf16):
@@ -27,9 +24,7 @@ def error(a, b):
     return torch.cat([(a[name] - b[name]).flatten() for name in a]).square().mean().sqrt().item()
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", tiers(FAMILIES, short=["qwen3_vl_moe"]))
+@pytest.mark.parametrize(("family", "layout"), [("qwen3_vl_moe", "padded"), ("qwen2_5_vl", "packed")])
 def test_the_error_is_that_of_plain_low_precision(family, layout, tmp_path):
     samples = receipts(tiny_model(family))
     exact, exact_gradients = alone(tiny_model(family), samples, bf16=False)
@@ -45,7 +40,7 @@ def test_the_error_is_that_of_plain_low_precision(family, layout, tmp_path):
     assert error(ours.gradients[0], exact_gradients) <= 2 * error(plain_gradients, exact_gradients)
 
 
-@pytest.mark.parametrize("family", tiers(FAMILIES, short=["qwen3_5"]))
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
 def test_bfloat16_weights(family, tmp_path):
     """What `from_pretrained(dtype="bfloat16")` gives, with and without autocast on top."""
     samples = receipts(tiny_model(family))
@@ -57,15 +52,6 @@ def test_bfloat16_weights(family, tmp_path):
         losses, _ = run.predict(Samples(samples)).predictions
         run.train()
         assert (torch.from_numpy(losses) - exact).abs().max() <= 2 * (plain - exact).abs().max()
-
-
-def test_weights_stay_float32_and_sample_losses_are(tmp_path):
-    model = enable_packing(tiny_model())
-    run = trainer(model, receipts(model), tmp_path, bf16=True)
-    run.train()
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    losses, targets = run.predict(run.eval_dataset).predictions
-    assert (losses.dtype, targets.dtype) == ("float32", "int64")
 
 
 def test_the_autocast_wrapper_outlives_packing_without_harm(tmp_path):

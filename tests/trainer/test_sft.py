@@ -19,13 +19,13 @@ from trl_runs import BEYOND_QWEN, arguments, finish, processor_of, saved, trl
 from vlmpack.collate import VLMCollator
 from vlmpack.data import mix_datasets, open_dataset
 from vlmpack.errors import ConfigError, UnpackedWarning
+from vlmpack.interop.seqpacker import RowCollator, pack_dataset
 from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.model import enable_packing, plain
 from vlmpack.model.plain import find_model
 from vlmpack.plan import plan_bins
 from vlmpack.store import measure_lengths
 from vlmpack.testing import tiny_model, tiny_processor
-from vlmpack.text import RowCollator, pack_dataset
 from vlmpack.trainer import check_trainer, evaluate, loss_metrics
 from vlmpack.trainer.trl import PackedDPOTrainer, PackedSFTTrainer
 
@@ -174,7 +174,6 @@ def test_families(family, tmp_path):
     assert ("aux_loss" in run.state.log_history[0]) == family.endswith("moe")
 
 
-@pytest.mark.every_family
 @pytest.mark.parametrize("family", BEYOND_QWEN)
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # processors of GLM
 def test_families_beyond_qwen(family, tmp_path):
@@ -328,17 +327,6 @@ def test_rows_that_trl_packs_itself_are_refused(settings, seen, tmp_path):
             refused()
 
 
-@pytest.mark.parametrize(("settings", "seen"), ITS_OWN_PACKING)
-def test_so_they_are_named_where_the_models_own_loss_is_computed(settings, seen, tmp_path):
-    run = of_texts(Plain, enable_packing(saved(tmp_path)), tmp_path, **settings)
-    run.compute_metrics = loss_metrics(run.model)
-    with pytest.raises(ConfigError, match=re.escape(seen)):
-        check_trainer(run)
-    if run.padding_free:
-        with pytest.raises(ConfigError, match=r"cu_seq_lens_q, .* would be ignored and the samples of the row mixed"):
-            run.train()
-
-
 def test_rows_that_were_packed_before_need_a_collator_that_keeps_their_samples_apart(tmp_path):
     texts = [[5 + n] * (4 + n) for n in range(6)]
     rows = Dataset.from_list(list(pack_dataset(texts, 16, seq_lengths=True, pad_to_capacity=False)))
@@ -362,14 +350,6 @@ def test_without_trls_packing_nothing_is_named(tmp_path):
     run = of_texts(Plain, enable_packing(saved(tmp_path)), tmp_path)
     run.compute_metrics = loss_metrics(run.model)
     check_trainer(run)
-
-
-@pytest.mark.parametrize("settings", [{"packing": True, "packing_strategy": "wrapped"}, {"eval_packing": True}])
-def test_trls_own_trainer_takes_such_a_row_for_one_sample(settings, tmp_path):
-    """So its loss is not that of the samples."""
-    runs = [of_texts(trl.SFTTrainer, saved(tmp_path), tmp_path, **changed) for changed in ({}, settings)]
-    losses = [run.evaluate()["eval_loss"] for run in runs]
-    assert losses[0] != pytest.approx(losses[1], rel=1e-3)
 
 
 @pytest.mark.parametrize(

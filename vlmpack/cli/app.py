@@ -15,24 +15,19 @@ import typer
 from typer.core import TyperGroup
 
 from vlmpack import __version__
-from vlmpack.cli import analyze, completion, demo, doctor, pack, schemas, serve, show
+from vlmpack.cli import analyze, demo, doctor, pack, serve
 from vlmpack.errors import VlmpackError
 
 SYSTEM_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO})
 """Refusals of the system: missing rights, a read-only file system, a full or a broken disk."""
 REFUSED = 2
 INTERRUPTED = 128 + signal.SIGINT
-AGAIN = "run it again"
-LENGTHS = "nothing was written; with --cache FILE the lengths that are measured are kept for the next run"
 VERBS: Mapping[Callable[..., None], str] = {
-    analyze.analyze: LENGTHS,
-    show.show: LENGTHS,
+    analyze.analyze: "nothing was written; with --cache FILE the next run keeps the lengths that it has measured",
     pack.pack: "run the same command again: it goes on where it was, and the files will be the same",
     demo.demo: "nothing was written; run it again, with fewer --steps if it takes long",
     doctor.doctor: "nothing was changed; run it again, or probe one family: vlmpack doctor --probe tiny:qwen3_vl",
     serve.serve: "run it again: requests that were accepted are in the journal, and go on",
-    schemas.schema: AGAIN,
-    completion.completion: AGAIN,
 }
 """Verbs, with what is printed after Ctrl-C: how to go on."""
 
@@ -53,10 +48,8 @@ class OneLineErrors(TyperGroup):
         except OSError as error:
             if error.errno not in SYSTEM_ERRORS:
                 raise
-            place = "" if error.filename is None else f"{error.filename}: "
-            raise _exit(
-                f"{place}{error.strerror}; get the right to read and write there, or see to the disk"
-            ) from error
+            file = "" if error.filename is None else f"{error.filename}: "
+            raise _exit(f"{file}{error.strerror}; get the right to read and write there, or see to the disk") from error
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # once more ends it at once, without a traceback
             if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -70,12 +63,7 @@ def _exit(message: str, status: int = REFUSED) -> typer.Exit:
     return typer.Exit(status)
 
 
-app = typer.Typer(
-    cls=OneLineErrors,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,
-)
+app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, pretty_exceptions_show_locals=False)
 for verb in VERBS:
     paragraphs = inspect.cleandoc(verb.__doc__ or "").split("\n\n")
     app.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(verb)

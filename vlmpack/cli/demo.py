@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import count
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -18,10 +17,9 @@ from rich.table import Table
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import quiet_transformers
-from vlmpack.cli.progress import progress_bars, waiting
 from vlmpack.errors import check_extra
 from vlmpack.files import write_text
-from vlmpack.terminal import make_table, number_columns, print_table, print_text
+from vlmpack.terminal import make_table, number_columns, print_table, print_text, progress_lines
 
 if TYPE_CHECKING:
     from vlmpack.cli.training import Run, Setup
@@ -40,12 +38,11 @@ def demo(
         str,
         typer.Option(help='"synthetic" draws receipts; or a hub id (naver-clova-ix/cord-v2), folder or parquet file.'),
     ] = "synthetic",
-    device: Annotated[str, options.word(*options.DEVICES, help="cpu or cuda.")] = "cpu",
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device of both trainings.")] = "cpu",
     dtype: Annotated[
-        str | None,
-        options.word(*options.DTYPES, help="float32 or bfloat16; by default bfloat16 for a given model on cuda."),
+        options.Dtype | None, typer.Option(help="By default bfloat16 for a given model on cuda, else float32.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of each training.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each training.")] = 20,
     batch_size: Annotated[int, typer.Option(min=2, help="Samples in a step.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, receipts and their order.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for pictures and numbers.")] = Path("demo-output"),
@@ -71,11 +68,11 @@ def demo(
     options.make_folder("--out", out)
     setup = Setup(model=model, data=data, device=device, dtype=dtype, steps=steps, batch_size=batch_size, seed=seed)
     with quiet_transformers():
-        with waiting("reading processor and receipts", quiet=quiet):
+        with progress_lines("reading processor and receipts", quiet=quiet):
             samples, processor = setup.first_batch(), setup.processor
         print_text(console, f"[bold]{escape(setup.title)}[/], on {escape(data)} receipts, {device}")
         padded, packed, trained = _train_both(setup, quiet=quiet)
-        with waiting("comparing gradients: packed, and each sample alone", quiet=quiet):
+        with progress_lines("comparing gradients: packed, and each sample alone", quiet=quiet):
             agreement = packed_against_alone(trained, processor, samples)
     parts = {"padded": padded, "packed": packed, "gradients": agreement}
     numbers = {"settings": {**asdict(setup), "out": str(out)}, **{name: asdict(part) for name, part in parts.items()}}
@@ -95,18 +92,13 @@ def _train_both(setup: Setup, *, quiet: bool) -> tuple[Run, Run, Any]:
     runs: list[Run] = []
     model: Any = None
     layouts: tuple[BatchLayout, ...] = ("padded", "packed")
-    stages = {layout: f"training, {layout}" for layout in layouts}
-    with tempfile.TemporaryDirectory() as scratch, progress_bars(stages, quiet=quiet) as progress:
+    with tempfile.TemporaryDirectory() as scratch, progress_lines(quiet=quiet) as progress:
         for layout in layouts:
-            steps = count(1)
-
-            def tick(loss: float, layout: str = layout, steps: Iterator[int] = steps) -> None:
-                progress(layout, next(steps), setup.steps)
-
-            progress(layout, 0, setup.steps)
+            report = partial(progress, f"training, {layout}", total=setup.steps)
+            report(0)
             model = None  # before the next one is made: two may not fit
             model = setup.make_model()
-            runs.append(train(layout, model, setup, scratch=scratch, tick=tick))
+            runs.append(train(layout, model, setup, scratch=scratch, report=report))
     return runs[0], runs[1], model
 
 
@@ -114,8 +106,7 @@ def _save(setup: Setup, padded: Run, packed: Run, out: Path) -> None:
     """Write the pictures of rows and losses."""
     from vlmpack.collate.collator import VLMCollator
     from vlmpack.layout.batch import PaddedBatch
-    from vlmpack.plots.figures import plot_losses, save
-    from vlmpack.plots.rows import plot_rows
+    from vlmpack.plots import plot_losses, plot_rows, save
 
     batch = VLMCollator(setup.processor, layout="padded").collate(setup.first_batch())
     assert isinstance(batch, PaddedBatch)

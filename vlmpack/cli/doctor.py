@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, final
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Column, Table
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import named_processor, quiet_transformers, tiny_family
-from vlmpack.cli.progress import waiting
-from vlmpack.errors import ConfigError
-from vlmpack.terminal import make_table, print_table, print_text, text_column
+from vlmpack.errors import ConfigError, check_choice
+from vlmpack.terminal import make_table, number_columns, print_table, print_text, progress_lines, text_column
 
 if TYPE_CHECKING:
     import torch
 
-    from vlmpack.probing.report import Report
+    from vlmpack.probing.report import Check, Report
     from vlmpack.probing.weights import Loaded
 
 PACKAGES = {
@@ -47,13 +47,44 @@ HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 128, 32, 8
 """The attention of the released 8B models, by which back-ends are judged."""
 ALL = "all"
 MADE_HERE = "made here with random weights"
+PARTS = {
+    "isolation": "isolation: how far other samples move",
+    "mechanism": "mechanisms, each by itself",
+    "work": "work",
+}
+GRADIENT = "gradient of "
+ROUTERS = ("load-balancing loss", "routers' part of the loss", "routers' gradient")
+COLORS = {"ok": "green", "exact": "green", "leaks": "red", "differs": "red", "fails": "red"}
+PLAIN_COLORS = {"exact": "green", "leaks": "yellow", "differs": "yellow", "fails": "yellow"}
+CAPTION = """\
+[dim]Errors are parts of the largest entry (of logits, or of each parameter's
+gradient); gradients are those of the worst parameter, and value is the worst of
+all circumstances but autocast. A limit is what float32 accounts for, and twice
+the error that the model makes without packing.[/]
+"""
+PLAIN_CAPTION = """\
+[dim]leak    how far a sample's logits move when only another one changes
+logits  how far they are from those of the sample alone
+pairs   of query and key, a layer[/]
+"""
+SUMMARY_CAPTION = """\
+[dim]leak   how far a sample's logits move when only another one in the row changes
+rest   how far the row is from its samples alone; as parts of the largest entry
+plain  unmodified transformers, given the same row with positions that restart
+       and nothing else: what packing by hand comes to[/]
+"""
+
+
+WIDTHS = {"family": 22, "row computed by": 19, "leak": 5, "logits": 6, "loss": 5, "gradients": 9}
+"""Columns of the summary, which is printed line by line: as wide as their widest cell, so that 80 columns hold them."""
+SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def doctor(
     model: Annotated[
         str | None,
         typer.Argument(
-            help='What to probe: hub id or folder of a model; or "tiny", "tiny:FAMILY": a small random one made here. '
+            help='Hub id or folder of a model to probe; or "tiny", "tiny:FAMILY": a small random one made here. '
             "By default every family, made here."
         ),
     ] = None,
@@ -62,15 +93,15 @@ def doctor(
     ] = False,
     device: options.Device = None,
     dtype: Annotated[
-        str | None,
-        options.word(*options.DTYPES, help="float32 or bfloat16; by default float32, of every family on cuda both."),
+        options.Dtype | None, typer.Option(help="By default float32; for every family on cuda, both.")
     ] = None,
     attention: Annotated[
         str | None,
         typer.Option(
             "--attention",
             "--attn",
-            help="Attention back-end, or all that can serve; by default the first that can, and of every family all.",
+            metavar="BACKEND",
+            help='Attention back-end, or "all" that can serve; by default the first that can, for every family all.',
         ),
     ] = None,
     tiny: Annotated[
@@ -81,16 +112,12 @@ def doctor(
 ) -> None:
     """Report versions, devices and attention back-ends; with --probe, compare packed samples with each sample alone.
 
-    A probe changes one sample and watches the others; compares logits, loss and gradients of a packed row with those of
-    each sample alone; runs each mechanism by itself; counts work; and gives plain transformers the same row. Where the
-    weights do not fit, it probes a tiny random copy of the model's configuration.
-
-    The exit status is 0 if everything is exact, 1 if not, 2 for a refusal.
+    A probe changes one sample and watches the others, compares logits, loss and gradients, runs each mechanism by
+    itself, counts work, and gives plain transformers the same row. If the weights do not fit, it probes a tiny random
+    copy of the model's configuration. The exit status is 1 if something is not exact.
     """
     console = Console(quiet=as_json)
     if probe:
-        from vlmpack.cli.probe_tables import print_reports
-
         quiet = quiet or (as_json and sys.stdout.isatty())
         reports = _probe(model, quiet=quiet, device=device, dtype=dtype, attention=attention, tiny=tiny)
         if as_json:
@@ -102,7 +129,7 @@ def doctor(
         unused = [name for name, value in values.items() if value is not None] + ["--tiny"] * tiny
         if unused:
             raise ConfigError(f"{', '.join(unused)} only matters to a probe; add --probe, or leave it out")
-        with waiting("importing what is installed", quiet=quiet):
+        with progress_lines("importing what is installed", quiet=quiet):
             is_exact, parts = True, environment()
         print_environment(parts, console)
         if as_json:
@@ -299,32 +326,25 @@ def _probe(
     from vlmpack.attention.backends import BACKENDS
 
     if attention is not None:  # before a model is read
-        options.check_word("--attention", attention, ("auto", *BACKENDS, ALL))
+        check_choice("--attention", attention, ("auto", *BACKENDS, ALL))
     if model is None and attention is None:
         attention = ALL
+    import torch
+
     place = options.torch_device(device)
-    dtypes = _dtypes(model, place, dtype)
+    names = [dtype] if dtype else ["float32"] if model or place.type == "cpu" else ["float32", "bfloat16"]
+    dtypes: list[torch.dtype] = [getattr(torch, name) for name in names]
     recipes = _recipes(model, place, dtypes, tiny=tiny)
     total = None if model is not None else len(recipes)
-    with quiet_transformers(), waiting("reading the model", quiet=quiet, total=total) as progress:
+    with quiet_transformers(), progress_lines("probing", quiet=quiet) as progress:
         for done, recipe in enumerate(recipes):
-            plain = recipe.dtype == dtypes[0]
+            report = partial(progress, "probing", done, total)
             try:
-                yield from _probes_of(recipe, attention, plain=plain, say=lambda what, done=done: progress(what, done))
+                yield from _probes_of(recipe, attention, plain=recipe.dtype == dtypes[0], report=report)
             except Exception as error:
                 if recipe.family is None:
                     raise
                 yield _failed_report(recipe, place.type, attention, error)
-
-
-def _dtypes(name: str | None, device: torch.device, dtype: str | None) -> list[torch.dtype]:
-    """List the element types to be probed: the one of this name, or float32, of every family on CUDA both."""
-    import torch
-
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if dtype is not None:
-        return [dtypes[dtype]]
-    return [torch.float32] if name is not None or device.type == "cpu" else list(dtypes.values())
 
 
 @final
@@ -345,17 +365,17 @@ def _recipes(name: str | None, device: torch.device, dtypes: Sequence[torch.dtyp
     from vlmpack.families.registry import FAMILIES
     from vlmpack.probing.weights import load
 
-    made_here = None if name is None else tiny_family(name)
     if name is None:
         return [
             _Recipe(family=family, dtype=each, make=partial(_made_here, family, device, each))
             for family in FAMILIES
             for each in dtypes
         ]
-    if made_here is not None:
-        makes = [partial(_made_here, made_here, device, each, named=name) for each in dtypes]
-    else:
+    family = tiny_family(name)
+    if family is None:
         makes = [partial(load, name, device=device, dtype=each, tiny=tiny) for each in dtypes]
+    else:
+        makes = [partial(_made_here, family, device, each, named=name) for each in dtypes]
     return [_Recipe(family=None, dtype=each, make=make) for each, make in zip(dtypes, makes, strict=True)]
 
 
@@ -374,7 +394,9 @@ def _made_here(family: str, device: torch.device, dtype: torch.dtype, *, named: 
     return Loaded(model=model, processor=processor, weights=MADE_HERE)
 
 
-def _probes_of(recipe: _Recipe, attention: str | None, *, plain: bool, say: Callable[[str], None]) -> Iterator[Report]:
+def _probes_of(
+    recipe: _Recipe, attention: str | None, *, plain: bool, report: Callable[[str], None]
+) -> Iterator[Report]:
     """Probe a model by one back-end, or by each that can serve; `plain`: with plain transformers in the first."""
     from vlmpack.probing.run import backends_for, probe
 
@@ -382,14 +404,14 @@ def _probes_of(recipe: _Recipe, attention: str | None, *, plain: bool, say: Call
     family = loaded.model.config.model_type
     for at, backend in enumerate(backends_for(loaded.model) if attention == ALL else [attention]):
         what = f"{family}, {backend}" if backend else family
-        report = probe(
+        found = probe(
             loaded.model,
             loaded.processor,
             attention=backend,
             plain=plain and at == 0,
-            progress=lambda part, what=what: say(f"{what}: {part}"),
+            progress=lambda part, what=what: report(f"{part}: {what}"),
         )
-        yield replace(report, weights=loaded.weights)
+        yield replace(found, weights=loaded.weights)
 
 
 def _failed_report(recipe: _Recipe, device: str, attention: str | None, error: Exception) -> Report:
@@ -409,3 +431,202 @@ def _failed_report(recipe: _Recipe, device: str, attention: str | None, error: E
         circumstances={},
         plain=(),
     )
+
+
+# ---------------------------------------------------------------------- tables of probes
+
+
+def print_reports(reports: Iterable[Report], console: Console, *, summarise: bool) -> bool:
+    """Print each report as it comes, in full or a line each; then every fault, and the verdict.
+
+    What was found before an error, or before Ctrl-C, is printed as well.
+
+    Returns:
+        True if every report is exact.
+    """
+    known: list[Report] = []
+    is_complete = False
+    try:
+        for report in reports:
+            if summarise and not known:
+                print_table(console, _summary([[*WIDTHS, "verdict"]]))
+            if summarise:
+                print_table(console, _summary(_summary_rows(report)))
+            else:
+                print_report(report, console)
+            console.file.flush()
+            known.append(report)
+        is_complete = True
+    finally:
+        if known:
+            _print_verdict(known, console, summarise=summarise, is_complete=is_complete)
+    return all(report.verdict == "exact" for report in known)
+
+
+def _print_verdict(reports: Sequence[Report], console: Console, *, summarise: bool, is_complete: bool) -> None:
+    if summarise:
+        console.print(f"\n{SUMMARY_CAPTION}")
+    bad = [report for report in reports if report.verdict != "exact"]
+    for report in bad:
+        for check in report.checks:
+            if check.is_bad:
+                cause = f" [bold]{check.cause}[/]:" if check.cause else ""
+                print_text(console, f"[red]{check.name} {check.finding}.[/]{cause} {escape(check.detail)}")
+        name = f"{report.family}, {report.attention}"
+        console.print(f"[red]{name}: {report.verdict}.[/] The cause: [bold]{', '.join(report.causes)}[/].")
+    if bad and any(report.verdict != "not deterministic" for report in bad):
+        console.print("Do not train packed rows here; please report this table.")
+    elif bad:
+        console.print("Nothing that could be compared leaks or differs; the rest is not proved.")
+    elif is_complete:
+        console.print("[green]Exact:[/] every packed sample is what it would have been alone.")
+    if not is_complete:
+        console.print("Not finished: what is not listed was not probed.")
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print one report: where it was made, every check, and plain transformers for contrast."""
+    console.print(f"[bold]{report.model}[/] [dim]({report.family})[/], {escape(report.weights)}", highlight=False)
+    console.print(f"{report.device}, {report.dtype}, attention by {report.attention}", highlight=False)
+    print_text(console, f"rows of up to {report.row_tokens} tokens: {'; '.join(report.samples)}\n")
+    for table in (_checks(report.checks), _circumstances(report), _gradients(report.checks)):
+        print_table(console, table)
+    console.print(CAPTION)
+    if report.plain:
+        console.print("[bold]Plain transformers[/], given the same samples")
+        print_table(console, _plain(report))
+        console.print(PLAIN_CAPTION)
+
+
+def _summary(rows: Iterable[Sequence[str]]) -> Table:
+    """Make a table of some lines, whose columns are as wide as in every other."""
+    names = ("family", "row computed by")
+    columns = [
+        Column(name, no_wrap=True, min_width=width, justify="left" if name in names else "right")
+        for name, width in WIDTHS.items()
+    ]
+    table = make_table(*columns, text_column("verdict"), header=False)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _summary_rows(report: Report) -> Iterator[list[str]]:
+    """Make the line of a report, and below it those of plain transformers with the same row."""
+    yield [report.family, *_summary_row(report)]
+    for plain in report.plain[:-1]:
+        way = f"plain, {plain.name.removeprefix('one row, ').removesuffix(' positions')}"
+        cells = [_number(value) for value in (plain.leak, plain.logits, plain.loss, None)]
+        yield [report.family, escape(way), *cells, _colored(plain.verdict, PLAIN_COLORS)]
+
+
+def _summary_row(report: Report) -> list[str]:
+    dtype = SHORT.get(report.dtype, report.dtype)
+    way = report.attention if dtype == "float32" else f"{report.attention}, {dtype}"
+    # Mixed precision stands apart: its limits are others.
+    equality = [c for c in report.checks if c.part == "equality" and not c.name.startswith("autocast: ")]
+    columns = [[check for check in report.checks if check.part == "isolation"]]
+    columns += [
+        [check for check in equality if check.name.partition(": ")[2].startswith(what)]
+        for what in ("logits", "loss", "gradient")
+    ]
+    return [way, *(_number(_largest(column)) for column in columns), _colored(report.verdict)]
+
+
+def _checks(checks: Sequence[Check]) -> Table:
+    table = make_table("what", *number_columns("value", "allowed"), text_column("finding"))
+    for part, title in PARTS.items():
+        table.add_row(f"[dim]{title}[/]")
+        for check in (check for check in checks if check.part == part):
+            note = f" [dim]{escape(check.detail)}[/]" if check.detail and not check.is_bad else ""
+            finding = _colored(check.finding) + note
+            table.add_row(f"  {check.name}", _number(check.value), _number(check.allowed), finding)
+        table.add_section()
+    return table
+
+
+def _circumstances(report: Report) -> Table:
+    """Make a line for each circumstance, and for each comparison that belongs to none of the columns."""
+    numbers = number_columns("logits", "loss", "samples'", "gradients")
+    table = make_table(text_column("against each sample alone"), *numbers, text_column("finding"))
+    equality = [check for check in report.checks if check.part == "equality"]
+    for circumstance, title in report.circumstances.items():
+        checks = {
+            check.name.removeprefix(f"{circumstance}: "): check
+            for check in equality
+            if check.name.partition(": ")[0] == circumstance
+        }
+        if checks:
+            columns = [[checks[key]] if key in checks else [] for key in ("logits", "loss", "sample losses")]
+            columns.append([check for key, check in checks.items() if key.startswith(GRADIENT)])
+            table.add_row(title, *(_number(_largest(column)) for column in columns), _findings(checks.values()))
+    for check in equality:
+        if check.name.partition(":")[0] not in report.circumstances:
+            table.add_row(check.name, "", "", "", "", _colored(check.finding))
+    for router in ROUTERS:
+        if additions := [check for check in equality if check.name.endswith(router)]:
+            worst = _number(_largest(additions) or 0.0)
+            cells = ("", "", "", worst) if "gradient" in router else ("", worst, "", "")
+            table.add_row(f"  {router}", *cells, _findings(additions))
+    return table
+
+
+def _gradients(checks: Sequence[Check]) -> Table:
+    """Make a line for each group of parameters: the worst of all circumstances, and mixed precision.
+
+    They stand below their part of the model, so that a name fits a narrow terminal.
+    """
+    groups: dict[str, list[Check]] = {}
+    for check in checks:
+        group = check.name.partition(": ")[2]
+        if check.part == "equality" and group.startswith(GRADIENT):
+            groups.setdefault(group, []).append(check)
+    numbers = number_columns("value", "allowed", "autocast")
+    table = make_table(text_column("worst parameter of each group"), *numbers, text_column("finding"))
+    above = ""
+    for group, of_group in groups.items():
+        part, _, rest = group.removeprefix(GRADIENT).partition(".")
+        part = part if rest else ""
+        if part != above:
+            table.add_section()
+            if part:
+                table.add_row(f"[dim]gradients of {part}[/]")
+        above = part
+        mixed = [check for check in of_group if check.name.startswith("autocast: ")]
+        others = [check for check in of_group if check not in mixed]
+        allowed = max((check.allowed for check in others if check.allowed is not None), default=None)
+        cells = [_number(value) for value in (_largest(others), allowed, _largest(mixed[:1]))]
+        table.add_row(f"  {rest}" if rest else group, *cells, _findings(others))
+    return table
+
+
+def _plain(report: Report) -> Table:
+    table = make_table(text_column("given"), *number_columns("leak", "logits", "loss", "pairs"), text_column("verdict"))
+    for plain in report.plain:
+        why = f": {', '.join(plain.causes)}" if plain.causes else f": {escape(plain.detail)}" if plain.detail else ""
+        cells = [_number(value) for value in (plain.leak, plain.logits, plain.loss, plain.pairs)]
+        table.add_row(plain.name, *cells, _colored(plain.verdict, PLAIN_COLORS) + why)
+    return table
+
+
+def _largest(checks: Iterable[Check]) -> float | None:
+    return max((check.value for check in checks if check.value is not None), default=None)
+
+
+def _findings(checks: Iterable[Check]) -> str:
+    """List the findings that are not ok; ok if there are none."""
+    findings = dict.fromkeys(check.finding for check in checks if check.finding != "ok")
+    return ", ".join(map(_colored, findings or ["ok"]))
+
+
+def _colored(finding: str, colors: Mapping[str, str] = COLORS) -> str:
+    return f"[{colors.get(finding, 'dim')}]{finding}[/]"
+
+
+def _number(value: float | None) -> str:
+    """Format errors in two digits, counts in full."""
+    if value is None:
+        return ""
+    if value == 0:
+        return "0"
+    return f"{int(value):,}" if value >= 1 and float(value).is_integer() else f"{value:.0e}"

@@ -1,20 +1,18 @@
-"""Open what the command line names: a data set, a processor, a model of transformers."""
+"""Open what the command line names: data sets and mixes of them, processors, models of transformers."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
-from functools import partial
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vlmpack.cli.mixing import MixOptions, columns_by_source, mixed_sources, open_mix
-from vlmpack.cli.options import refuse_file
-from vlmpack.cli.progress import progress_bars
+from vlmpack.cli.options import DataOptions, refuse_file
 from vlmpack.errors import ConfigError, skipped_are_reported
+from vlmpack.terminal import progress_lines
 
 if TYPE_CHECKING:
     from vlmpack.collate.collator import VLMCollator
@@ -24,47 +22,6 @@ if TYPE_CHECKING:
 
 SYNTHETIC = "synthetic"
 TINY = "tiny"
-DEFAULT_SPLIT = "train"
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class InputOptions:
-    """Options of the command line for a data set, its processor, and the length of its samples."""
-
-    dataset: str
-    """For `open_dataset`."""
-    processor: str
-    """For `named_processor`."""
-    split: str = DEFAULT_SPLIT
-    """Of the data set."""
-    num: int | None = None
-    """The first so many samples; None: all."""
-    seed: int = 0
-    """Of synthetic receipts."""
-    max_length: int | None = None
-    """Of a sample, in tokens; None: any."""
-    overlength: str = "error"
-    """Treatment of a longer sample: one of `OVERLENGTH`."""
-    max_pixels: int | None = None
-    """Largest area that images are resized to; None: the processor's default."""
-    add_stop: str | None = None
-    """Token behind the last answer where the chat template writes none that ends it."""
-    ignored_keys: Sequence[str] = ()
-    """Keys of messages that are left out."""
-    image_root: Path | None = None
-    """Folder at which paths of images start; None: that of the file that names them."""
-    branches: str = "conversation"
-    """Kind of sample: one of `BRANCHES`."""
-    columns: Sequence[str] = ()
-    """MAP or SOURCE=MAP each, see `columns_by_source`; empty: columns have known names."""
-    mix: MixOptions = field(default_factory=MixOptions)
-    """Data sets beside it; `num` then counts the samples of the mix, and limits are of each."""
-
-    @property
-    def title(self) -> str:
-        """The data set as it was named; of a mix, all of them."""
-        return " + ".join((self.dataset, *self.mix.sources))
 
 
 class Inputs(NamedTuple):
@@ -76,11 +33,11 @@ class Inputs(NamedTuple):
     """Holds the processor."""
 
 
-def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
+def open_inputs(data: DataOptions, **settings: Any) -> Inputs:
     """Open the data set and the processor of the command line.
 
     Args:
-        options: names and limits.
+        data: names and limits.
         settings: further ones of `VLMCollator`.
 
     Raises:
@@ -88,154 +45,201 @@ def open_inputs(options: InputOptions, **settings: Any) -> Inputs:
             supported.
     """
     from vlmpack.collate.collator import VLMCollator
+    from vlmpack.data.mixed import mix_datasets
 
-    _check(options)
-    sources = [each.source for each in mixed_sources(options.dataset, options.mix.sources)]
-    columns = columns_by_source(options.columns, sources)
+    if data.stopping_strategy != "first_exhausted" and not data.mix:
+        raise ConfigError("--stopping-strategy is of a mix; name its other data sets with --mix SOURCE=WEIGHT")
+    weights = mixed_sources(data.dataset, data.mix or ())
+    columns = columns_by_source(data.columns or (), [*weights])
 
     def open_one(source: str, num: int | None = None) -> OpenDataset:
-        check_source(source, split=options.split)
+        check_source(source, split=data.split)
         return open_samples(
-            source, split=options.split, num=num, seed=options.seed, image_root=options.image_root,
-            branches=options.branches, columns=columns[source], small=tiny_family(options.processor) is not None,
+            source, split=data.split, num=num, seed=data.seed, image_root=data.image_root, branches=data.branches,
+            columns=columns[source], small=data.processor is not None and tiny_family(data.processor) is not None,
         )  # fmt: skip
 
-    if options.mix.sources:
-        dataset = open_mix(options.dataset, options.mix, num=options.num, seed=options.seed, open_one=open_one)
+    if data.mix:
+        names = dict(zip(weights, short_names([*weights]), strict=True))
+        dataset = mix_datasets(
+            {name: open_one(source) for source, name in names.items()},
+            {names[source]: weight for source, weight in weights.items() if weight is not None} or None,
+            num=data.num,
+            stopping_strategy=data.stopping_strategy,
+            seed=data.seed,
+        )
     else:
-        dataset = open_one(options.dataset, options.num)
-    processor = limit_pixels(named_processor(options.processor), options.max_pixels)
-    limits: dict[str, Any] = {"max_length": options.max_length, "overlength": options.overlength}
-    limits |= {"add_stop": options.add_stop, "ignored_keys": options.ignored_keys}
-    return Inputs(dataset, VLMCollator(processor, layout="packed", **limits, **settings))
+        dataset = open_one(data.dataset, data.num)
+    if data.processor is None:
+        raise ConfigError(f"{data.dataset} is read as a data set: give its --processor (a hub id, a folder, or tiny)")
+    collator = VLMCollator(
+        limit_pixels(named_processor(data.processor), data.max_pixels), layout="packed", max_length=data.max_length,
+        overlength=data.overlength, add_stop=data.add_stop, ignored_keys=data.ignored_keys or (),
+        train_on=data.train_on, **settings,
+    )  # fmt: skip
+    return Inputs(dataset, collator)
 
 
 def open_samples(
     source: str,
     *,
-    split: str = DEFAULT_SPLIT,
+    split: str = "train",
     num: int | None,
     seed: int,
     small: bool,
     image_root: Path | None = None,
-    branches: str = "conversation",
+    branches: Any = "conversation",
     columns: str | None = None,
 ) -> OpenDataset:
-    """Open a data set, or draw receipts for "synthetic".
-
-    Args:
-        source: "synthetic", or for `open_dataset`.
-        split: of the data set.
-        num: the first so many samples; None: all.
-        seed: of receipts.
-        small: draw receipts small: images of a built-in processor have at most 256 tokens.
-        image_root: folder at which paths of images start; None: that of the file that names them.
-        branches: "turns" makes a sample of each question and its answer.
-        columns: for `open_dataset`.
+    """Open a data set, or draw receipts for "synthetic"; small ones for a built-in processor.
 
     Raises:
-        ConfigError: it cannot be read, has fewer samples, names no paths for `image_root`, or has no questions to tell
-            apart.
+        ConfigError: it cannot be read, or options of files are given for receipts.
     """
     from vlmpack.data.open import open_dataset
     from vlmpack.testing.receipts import SMALLEST_LEGIBLE, receipt_conversations
 
     if source != SYNTHETIC:
-        return open_dataset(
-            source, split=split, num=num, image_root=image_root, columns=columns,
-            branches=branches,  # pyright: ignore[reportArgumentType]
-        )  # fmt: skip
-    if columns is not None:
-        raise ConfigError(
-            f"--columns: {SYNTHETIC} receipts have the names that are read; leave it out, or name the data set of a "
-            "mix that it is of: --columns SOURCE=MAP"
-        )
-    if branches != "conversation":
-        raise ConfigError(f"--branches {branches}: {SYNTHETIC} receipts have one question each; leave it out")
-    if image_root is not None:
-        raise ConfigError(f"--image-root {image_root}: {SYNTHETIC} receipts have no paths; leave it out")
+        return open_dataset(source, split=split, num=num, image_root=image_root, columns=columns, branches=branches)
+    given = {"--columns": columns, "--image-root": image_root, "--branches": None if branches == "conversation" else 1}
+    for option, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{option}: {SYNTHETIC} receipts have known columns, no paths and one question each; leave it out, or "
+                "name the data set of a mix that --columns is of: SOURCE=MAP"
+            )
     return receipt_conversations(split=split, num=num, seed=seed, scale=SMALLEST_LEGIBLE if small else 1.0)
-
-
-def _check(options: InputOptions) -> None:
-    """Refuse options that contradict each other.
-
-    Raises:
-        ConfigError: a missing folder of images, or `--overlength` without `--max-length`.
-    """
-    root = options.image_root
-    if root is not None and not root.expanduser().is_dir():
-        raise ConfigError(f"--image-root {root} is no folder here; give the one at which images' paths start")
-    if options.overlength != "error" and options.max_length is None:
-        raise ConfigError(f"--overlength {options.overlength} needs --max-length, the most tokens of a sample")
 
 
 def check_source(source: str, *, split: str) -> None:
     """Refuse a source that would be read as something else.
 
     Raises:
-        ConfigError: a folder of packed rows, or a split of a file that has none.
+        ConfigError: a folder of packed rows, finished or not, or a split of a file that has none.
     """
-    from vlmpack.data.json_files import JSON_FILES
-    from vlmpack.store.manifest import is_store
+    from vlmpack.data.readers import JSON_FILES
+    from vlmpack.store.manifest import is_store, is_unfinished_store
 
     path = Path(source).expanduser()
     if is_store(path):
         raise ConfigError(
-            f"{source} is packed already: `vlmpack pack` wrote it. `vlmpack show {source}` shows its "
-            "rows; give the data set that it was made of"
+            f"{source} is packed already: `vlmpack pack` wrote it. `vlmpack analyze {source} --rows 1` shows a row; "
+            "give the data set that it was made of"
         )
-    check_finished(source)
-    if split != DEFAULT_SPLIT and path.suffix in JSON_FILES and path.is_file():
+    if is_unfinished_store(path):
+        raise ConfigError(
+            f"{source} is not packed to its end: `vlmpack pack` was interrupted there, or refused a sample. Run it "
+            "again, and it goes on where it was"
+        )
+    if split != "train" and path.suffix in JSON_FILES and path.is_file():
         raise ConfigError(
             f"--split {split}: {source} is a JSON file, which is one split, whatever it is called; leave --split out"
         )
 
 
-def check_finished(source: str) -> None:
-    """Refuse the folder of an interrupted `vlmpack pack`.
-
-    Raises:
-        ConfigError: `source` is one.
-    """
-    from vlmpack.store.folder import is_unfinished_store
-
-    if is_unfinished_store(Path(source).expanduser()):
-        raise ConfigError(
-            f"{source} is not packed to its end: `vlmpack pack` was interrupted there, or refused a sample. Run it "
-            "again, and it goes on where it was"
-        )
-
-
-def measure(
-    inputs: Inputs,
-    *,
-    quiet: bool = False,
-    workers: int = 0,
-    cache: str | None = None,
-    estimate: bool = False,
-    min_shared: int | None = None,
-) -> LengthTable:
-    """Measure the lengths of all samples, with a progress bar.
-
-    Args:
-        inputs: data set and collator.
-        quiet: draw no bar.
-        workers: processes; 0: this one alone.
-        cache: a file that keeps lengths; None: every length is measured again.
-        estimate: count `ceil(H/32) * ceil(W/32)` tokens an image.
-        min_shared: find samples that begin alike with so many tokens or more; None: do not.
-
-    Raises:
-        ConfigError: no sample can be measured with these settings, or the cache cannot be used.
-    """
+def measure(inputs: Inputs, data: DataOptions, *, quiet: bool, min_shared: int | None) -> LengthTable:
+    """Measure the lengths of all samples, with progress; `min_shared`: None: look for no shared prefixes."""
     from vlmpack.store.measure import measure_lengths
 
-    bars = progress_bars({"measure": "measuring samples"}, quiet=quiet)
-    with skipped_are_reported(), bars as progress:  # `analyze` lists them
-        settings: dict[str, Any] = {"workers": workers, "cache": cache, "estimate": estimate}
-        settings["min_shared"] = min_shared
-        return measure_lengths(*inputs, progress=partial(progress, "measure"), **settings)
+    with skipped_are_reported(), progress_lines(quiet=quiet) as progress:  # `analyze` lists them
+        return measure_lengths(
+            *inputs, progress=lambda done, total: progress("measuring samples", done, total), workers=data.workers,
+            cache=data.cache, min_shared=min_shared,
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- mixes
+
+
+def mixed_sources(dataset: str, others: Sequence[str]) -> dict[str, float | None]:
+    """Read DATASET, whose weight is 1, and the values of `--mix`: source -> weight; None: every sample once.
+
+    Raises:
+        ConfigError: some have a weight and others have none, a weight is no number above 0, or a source comes twice.
+    """
+    mixed = [_source_of(text) for text in others]
+    bare = [source for source, weight in mixed if weight is None]
+    if bare and len(bare) < len(mixed):
+        raise ConfigError(f"--mix {bare[0]}: others have a weight; give it one too, --mix {bare[0]}=1")
+    sources: dict[str, float | None] = {dataset: 1.0 if mixed and not bare else None}
+    for source, weight in mixed:
+        if source in sources:
+            raise ConfigError(f"--mix {source}: it is in the mix already; name it once, and weigh it: {source}=2")
+        sources[source] = weight
+    return sources
+
+
+def _source_of(text: str) -> tuple[str, float | None]:
+    source, equals, weight = text.rpartition("=")
+    if not equals or Path(text).expanduser().exists():
+        return text, None
+    with suppress(ValueError):
+        if source and 0 < float(weight) < inf:
+            return source, float(weight)
+    raise ConfigError(f"--mix {text}: a weight is a number above 0, in units of the first data set's: --mix {source}=2")
+
+
+def columns_by_source(columns: Sequence[str], sources: Sequence[str]) -> dict[str, str | None]:
+    """Read the values of `--columns`: SOURCE=MAP is of one data set, MAP of every one that has none of its own.
+
+    Args:
+        columns: the values. A MAP is JSON, or the path of a file; a file that exists is one, with "=" in its name too.
+        sources: data sets as they were named; SOURCE is one of them, or its short name.
+
+    Returns:
+        The map of each source; None: its columns have known names.
+
+    Raises:
+        ConfigError: no data set has that name, or one of them, or all, get two maps.
+    """
+    names = {**dict(zip(short_names(sources), sources, strict=True)), **{source: source for source in sources}}
+    maps: dict[str | None, str] = {}
+    for text in columns:
+        name = next((name for name in names if text.startswith(f"{name}=")), None)
+        if text.lstrip().startswith("{") or Path(text).expanduser().exists():
+            name = None
+        elif name is None and "=" in text:
+            raise ConfigError(
+                f"--columns {text}: no data set here is called {text.partition('=')[0]}; there are {', '.join(names)}, "
+                "or leave the name out for all of them"
+            )
+        source = None if name is None else names[name]
+        if source in maps:
+            raise ConfigError(
+                f"--columns {text}: {source or 'every data set'} has a map already; write all names of a data set in "
+                f"one, and that of one data set of a mix as SOURCE=MAP (SOURCE: {', '.join(short_names(sources))})"
+            )
+        maps[source] = text if name is None else text[len(name) + 1 :]
+    return {source: maps.get(source, maps.get(None)) for source in sources}
+
+
+def short_names(sources: Sequence[str]) -> list[str]:
+    """Return names that differ: the ends of paths and hub ids, of as many parts as that takes, without suffixes."""
+    parts = [[*Path(source).parts[:-1], Path(source).name.partition(".")[0] or source] for source in sources]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-depth:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return list(sources)
+
+
+def mix_numbers(dataset: Any) -> dict[str, Any] | None:
+    """Return the counts of every data set of a mix, for JSON; None: it is no mix."""
+    from vlmpack.data.mixed import MixedDataset
+
+    if not isinstance(dataset, MixedDataset):
+        return None
+    counts, passes = dataset.counts, dataset.passes
+    return {
+        name: {"weight": dataset.weights[name], "size": len(part), "samples": counts[name], "passes": passes[name]}
+        for name, part in dataset.datasets
+    }
+
+
+def mix_lines(numbers: dict[str, Any] | None) -> Iterator[str]:
+    """Yield a line for each data set of a mix: its samples and passes in the epoch."""
+    for name, of in (numbers or {}).items():
+        yield f"{of['samples']:,} of {name} ({of['size']:,} samples, {of['passes']:.2f} passes)"
 
 
 # ---------------------------------------------------------------------- processors and models
@@ -258,26 +262,20 @@ def named_processor(name: str) -> Any:
     Raises:
         ConfigError: nothing of that name exists. FamilyError: the model's family is not supported.
     """
-    family = tiny_family(name)
-    return _load_processor(name) if family is None else _tiny_processor(family)
-
-
-def _tiny_processor(family: str) -> Any:
     from vlmpack.families.registry import family_named
-    from vlmpack.testing.processors import CHAT_TEMPLATE, tiny_processor
 
-    if family_named(family).has_vision:
-        return tiny_processor(family)
-    tokenizer = tiny_processor().tokenizer
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    if (family := tiny_family(name)) is not None:
+        from vlmpack.testing.processors import CHAT_TEMPLATE, tiny_processor
 
+        if family_named(family).has_vision:
+            return tiny_processor(family)
+        tokenizer = tiny_processor().tokenizer
+        tokenizer.chat_template = CHAT_TEMPLATE
+        return tokenizer
 
-def _load_processor(name: str) -> Any:
     from transformers import AutoConfig, AutoTokenizer
 
     from vlmpack.data.processor import is_saved_alone, load_processor
-    from vlmpack.families.registry import family_named
 
     remedy = "give a hub id, a folder with config.json and tokenizer, or tiny for one made here"
     with reading("--processor", name, remedy=remedy), quiet_transformers():

@@ -1,13 +1,13 @@
-"""Arguments and options that several verbs share, with the checks of their values.
-
-A wrong value is refused before a library is loaded or a sample is measured.
-"""
+"""Options that several verbs share, each declared once; a wrong value is refused before a library is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, final
 
 import typer
 
@@ -16,135 +16,126 @@ from vlmpack.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-OVERLENGTH = ("error", "drop", "truncate")
-TRAIN_ON = ("assistant", "all")
-BRANCHES = ("conversation", "turns")
-STRATEGIES = (
-    "exact_fill",
-    "best_fit_decreasing",
-    "first_fit_decreasing",
-    "worst_fit_decreasing",
-    "rolling_fill",
-    "next_fit",
-)
-STOPPING = ("first_exhausted", "all_exhausted")
-DTYPES = ("float32", "bfloat16")
-DEVICES = ("cpu", "cuda")
-
-
-def word(*choices: str, help: str) -> Any:
-    """Make an option that takes one of these words.
-
-    Raises (when a command line is read):
-        ConfigError: the value is another word.
-    """
-
-    def checked(param: typer.CallbackParam, value: str | None) -> str | None:
-        if value is not None:
-            check_word(param.opts[0], value, choices)
-        return value
-
-    return typer.Option(callback=checked, help=help, autocompletion=lambda: list(choices))
-
-
-def check_word(option: str, value: str, choices: Sequence[str]) -> None:
-    """Refuse a value that is none of these words.
-
-    Raises:
-        ConfigError: it is another one.
-    """
-    if value not in choices:
-        raise ConfigError(f"{option} {value}: choose {', '.join(choices[:-1])} or {choices[-1]}")
-
-
-Dataset = Annotated[
-    str,
-    typer.Argument(help='A JSON, JSONL or parquet file, a folder, a hub id, or "synthetic" (receipts drawn here).'),
+Device = Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="By default cuda if there is one.")]
+Dtype = Literal["float32", "bfloat16"]
+Overlength = Literal["error", "drop", "truncate"]
+TrainOn = Literal["assistant", "all"]
+Branches = Literal["conversation", "turns"]
+Stopping = Literal["first_exhausted", "all_exhausted"]
+Strategy = Literal[
+    "exact_fill", "best_fit_decreasing", "first_fit_decreasing", "worst_fit_decreasing", "rolling_fill", "next_fit"
 ]
-PROCESSOR_HELP = (
-    'Hub id or folder of a model, for its processor (of a text model: its tokenizer); or "tiny", "tiny:FAMILY": one '
-    "made here."
-)
-Processor = Annotated[str, typer.Option(help=PROCESSOR_HELP)]
-MaxPixels = Annotated[
-    int | None, typer.Option(min=1, help="Largest area of an image, in pixels; by default the processor's own.")
-]
-Split = Annotated[str, typer.Option(help="Of a data set that has several; a JSON file has one.")]
-Num = Annotated[int | None, typer.Option(min=1, help="The first so many samples; by default all.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of synthetic receipts, and of the order of a mix.")]
-Mix = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--mix",
-        help="Another data set to mix in, once or more: SOURCE=WEIGHT has WEIGHT samples for each of the first data "
-        "set's; SOURCE without weights: every sample once.",
-    ),
-]
-Stopping = Annotated[
-    str,
-    word(*STOPPING, help="End of a mix's epoch: first_exhausted (before a sample comes twice) or all_exhausted."),
-]
-Epoch = Annotated[
-    int, typer.Option(min=0, help="Of a mix: the next one goes on in each data set where this one stopped.")
-]
-MaxLength = Annotated[int | None, typer.Option(min=2, help="Most tokens of a sample; by default any.")]
-Overlength = Annotated[
-    str,
-    word(*OVERLENGTH, help="A sample longer than --max-length: error, drop (left out) or truncate (between messages)."),
-]
-AddStop = Annotated[
-    str | None,
-    typer.Option(help="Token to learn after the last answer where the chat template writes none that ends it, </s>."),
-]
-IgnoredKeys = Annotated[
-    list[str] | None,
-    typer.Option("--ignored-key", help="A key of messages to leave out, once or more: others have to be written."),
-]
-TrainOn = Annotated[str, word(*TRAIN_ON, help="Tokens with a loss: assistant (its turns) or all.")]
-Strategy = Annotated[
-    str,
-    typer.Option(
-        help="How samples are placed: exact_fill (fewest rows), rolling_fill (long beside short), ...",
-        autocompletion=lambda: list(STRATEGIES),
-    ),
-]
-Workers = Annotated[int, typer.Option(min=0, help="Processes that read samples; 0: this one alone.")]
-Cache = Annotated[str | None, typer.Option(help="File that keeps the lengths, so that they are measured once.")]
-ImageRoot = Annotated[
-    Path | None,
-    typer.Option(help="Folder at which relative paths of images and videos start; by default that of the data's file."),
-]
-Branches = Annotated[
-    str, word(*BRANCHES, help="A conversation is a sample; or each of its turns (a question and its answer) is one.")
-]
-Columns = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--columns",
-        help='Names of columns as they are read, {"question": "query", "answer": "response"}; or the path of a '
-        "LLaMA-Factory dataset_info.json. Of one data set of a mix: SOURCE={...}, once or more.",
-    ),
-]
-MaxPatches = Annotated[int | None, typer.Option(min=1, help="Most vision patches in a row.")]
-MaxImages = Annotated[int | None, typer.Option(min=1, help="Most images and videos in a row.")]
-MinShared = Annotated[
-    int,
-    typer.Option(min=0, help="Find samples that begin alike with so many tokens, by the bytes of images; 0: do not."),
-]
-Device = Annotated[str | None, word(*DEVICES, help="cpu or cuda; by default cuda where there is one.")]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object in place of tables; vlmpack schema VERB describes it.")
-]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Draw no progress.")]
+
+SAMPLES, ROWS = "Samples", "Rows"
+"""Headings in the help of a verb."""
+
+
+def of_samples(*names: str, help: str, **settings: Any) -> Any:
+    """Make an option below the heading "Samples"."""
+    return typer.Option(*names, help=help, rich_help_panel=SAMPLES, **settings)
+
+
+def of_rows(*names: str, help: str, **settings: Any) -> Any:
+    """Make an option below the heading "Rows"."""
+    return typer.Option(*names, help=help, rich_help_panel=ROWS, **settings)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """A data set, how its samples are encoded, and how rows of them are planned."""
+
+    dataset: Annotated[
+        str, typer.Argument(help='JSON, JSONL or parquet file, folder, hub id, or "synthetic" (receipts drawn here).')
+    ]
+    processor: Annotated[
+        str | None,
+        of_samples(
+            help='Hub id or folder of a model, for its processor or tokenizer; or "tiny", "tiny:FAMILY": one made here.'
+        ),
+    ] = None
+    split: Annotated[str, of_samples(help="Split to read.")] = "train"
+    num: Annotated[int | None, of_samples(min=1, metavar="N", help="Only the first N samples.")] = None
+    columns: Annotated[
+        list[str] | None,
+        of_samples(
+            "--columns",
+            help="JSON that maps columns to the names that are read, or a LLaMA-Factory dataset_info.json; "
+            "for one data set of a mix: SOURCE=MAP. Repeatable.",
+        ),
+    ] = None
+    image_root: Annotated[
+        Path | None, of_samples(help="Folder of relative image paths; by default that of the data file.")
+    ] = None
+    branches: Annotated[Branches, of_samples(help="A sample is a conversation, or each of its turns.")] = "conversation"
+    mix: Annotated[
+        list[str] | None,
+        of_samples(
+            "--mix",
+            metavar="SOURCE[=WEIGHT]",
+            help="Another data set to mix in, with WEIGHT samples for each of DATASET. Repeatable.",
+        ),
+    ] = None
+    stopping_strategy: Annotated[
+        Stopping,
+        of_samples(
+            metavar="RULE",
+            help="first_exhausted: a mix ends before a sample comes twice; all_exhausted: when every sample came.",
+        ),
+    ] = "first_exhausted"
+    seed: Annotated[int, of_samples(min=0, help="Seed of the order of a mix, and of synthetic receipts.")] = 0
+    max_length: Annotated[int | None, of_samples(min=2, metavar="N", help="Most tokens of a sample.")] = None
+    overlength: Annotated[Overlength, of_samples(help="What to do with a longer sample.")] = "error"
+    max_pixels: Annotated[
+        int | None, of_samples(min=1, metavar="N", help="Largest area of an image; by default the processor's.")
+    ] = None
+    train_on: Annotated[TrainOn, of_samples(help="Tokens that are trained on.")] = "assistant"
+    add_stop: Annotated[
+        str | None,
+        of_samples(metavar="TOKEN", help="Token to add after the last answer if the template ends it in none."),
+    ] = None
+    ignored_keys: Annotated[
+        list[str] | None, of_samples("--ignored-key", metavar="KEY", help="Key of messages to leave out. Repeatable.")
+    ] = None
+    workers: Annotated[int, of_samples(min=0, help="Processes that read samples; 0: this one.")] = 0
+    cache: Annotated[str | None, of_samples(metavar="FILE", help="File that keeps measured lengths.")] = None
+    strategy: Annotated[
+        Strategy, of_rows(metavar="NAME", help="exact_fill: fewest rows; rolling_fill: mix long and short; " + "...")
+    ] = "exact_fill"
+    max_patches: Annotated[int | None, of_rows(min=1, metavar="N", help="Most vision patches of a row.")] = None
+    min_shared: Annotated[
+        int | None, of_rows(min=0, metavar="N", help="Share prefixes of N tokens or more; 0: look for none.")
+    ] = None
+
+    @property
+    def title(self) -> str:
+        """The data sets as they were named."""
+        return " + ".join((self.dataset, *(self.mix or ())))
+
+
+def with_options(shared: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb the fields of a dataclass as options, in place of its first parameter."""
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        @wraps(verb)
+        def run(**values: Any) -> None:
+            given = shared(**{field.name: values.pop(field.name) for field in fields(shared)})
+            verb(given, **values)
+
+        _, *others = inspect.signature(verb, eval_str=True).parameters.values()
+        parameters = [*inspect.signature(shared, eval_str=True).parameters.values(), *others]
+        run.__signature__ = inspect.Signature(  # pyright: ignore[reportAttributeAccessIssue]
+            [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+        )
+        return run
+
+    return decorate
 
 
 def make_folder(option: str, folder: Path, *, mode: int = 0o777) -> None:
     """Make the folder that a verb writes into, before anything is computed.
-
-    Args:
-        option: its name, for the error.
-        folder: created unless it exists.
-        mode: of a folder that is created, less the umask.
 
     Raises:
         ConfigError: a file is in its place or above it, or the folder cannot be written.
@@ -157,22 +148,14 @@ def make_folder(option: str, folder: Path, *, mode: int = 0o777) -> None:
 
 
 def refuse_file(option: str, name: str) -> None:
-    """Refuse one file of a model where its folder is wanted.
-
-    Args:
-        option: in front of the name, for the error; "" for an argument.
-        name: hub id or folder.
-
-    Raises:
-        ConfigError: the name is a file's; the message has its folder.
-    """
+    """Refuse a file of a model where its folder is wanted; `option` stands in front of its name in the error."""
     path = Path(name).expanduser()
     if path.is_file():
         raise ConfigError(f"{f'{option} {name}'.strip()} is a file; give its folder: {path.parent}")
 
 
 def torch_device(name: str | None) -> torch.device:
-    """Return the device of this name; None: CUDA where there is one, else the CPU.
+    """Return the device of this name; None: CUDA if there is one, else the CPU.
 
     Raises:
         ConfigError: PyTorch sees no CUDA device.

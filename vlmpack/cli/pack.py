@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -15,81 +15,57 @@ from rich.markup import escape
 from rich.text import Text
 
 from vlmpack.cli import options
-from vlmpack.cli.inputs import InputOptions, open_inputs
-from vlmpack.cli.mixing import MixOptions, mix_lines, mix_numbers
-from vlmpack.cli.progress import progress_bars
+from vlmpack.cli.inputs import mix_lines, mix_numbers, open_inputs
+from vlmpack.cli.options import DataOptions, of_rows, of_samples
 from vlmpack.errors import check_extra
-from vlmpack.terminal import format_bytes, make_table, number_columns, print_table, print_text, sample_name, text_column
+from vlmpack.terminal import (
+    format_bytes,
+    make_table,
+    number_columns,
+    print_table,
+    print_text,
+    progress_lines,
+    sample_name,
+    text_column,
+)
 
 if TYPE_CHECKING:
     from vlmpack.store.manifest import Manifest
 
-ON_BAD = ("raise", "skip")
-OVERSIZE = ("error", "drop", "own_row")
-IMAGES = ("bytes", "reference")
-OnBad = Annotated[str, options.word(*ON_BAD, help="A bad sample: raise (stop) or skip (leave out, and list).")]
-Oversize = Annotated[
-    str, options.word(*OVERSIZE, help="A sample that exceeds a row by itself: error, drop (and list) or own_row.")
-]
-MaxBadFraction = Annotated[
-    float | None, typer.Option(min=0, max=1, help="Most samples that may be left out as bad; by default 0.01.")
-]
-PadSeqToMult = Annotated[
-    int, typer.Option(min=1, help="Each sample takes up a multiple of this: 2 x CP under context parallelism.")
-]
-RowsMultiple = Annotated[
-    int, typer.Option(min=1, help="Make the number of rows a multiple of this: ranks x accumulation.")
-]
-Images = Annotated[str, options.word(*IMAGES, help="Keep images as bytes, or as reference (path and SHA-256).")]
 LISTED = 5
 """Samples in no row that are printed with their details."""
 STAGES = {"measure": "measuring samples", "compare": "comparing what is packed", "write": "writing files"}
 
 
+@options.with_options(DataOptions)
 def pack(
-    dataset: options.Dataset,
+    data: DataOptions,
     out: Annotated[Path, typer.Argument(help="Folder for the rows; one that was interrupted is continued.")],
-    processor: options.Processor,
-    capacity: Annotated[int, typer.Option(min=1, help="Tokens of a row.")],
-    split: options.Split = "train",
-    num: options.Num = None,
-    image_root: options.ImageRoot = None,
-    branches: options.Branches = "conversation",
-    columns: options.Columns = None,
-    mix: options.Mix = None,
-    stopping_strategy: options.Stopping = "first_exhausted",
-    epoch: options.Epoch = 0,
-    seed: options.Seed = 0,
-    max_length: options.MaxLength = None,
-    overlength: options.Overlength = "error",
-    max_pixels: options.MaxPixels = None,
-    add_stop: options.AddStop = None,
-    ignored_keys: options.IgnoredKeys = None,
-    train_on: options.TrainOn = "assistant",
-    on_bad: OnBad = "raise",
-    max_bad_fraction: MaxBadFraction = None,
-    oversize: Oversize = "error",
-    strategy: options.Strategy = "exact_fill",
-    max_patches: options.MaxPatches = None,
-    max_images: options.MaxImages = None,
-    max_segments: Annotated[int | None, typer.Option(min=1, help="Most samples in a row.")] = None,
-    min_shared: options.MinShared = 0,
-    pad_seq_to_mult: PadSeqToMult = 1,
-    rows_multiple: RowsMultiple = 1,
-    shuffle: Annotated[int | None, typer.Option(min=0, help="Seed that shuffles samples and rows.")] = None,
-    images: Images = "bytes",
+    capacity: Annotated[int, of_rows(min=1, metavar="N", help="Tokens of a row.")],
+    oversize: Annotated[
+        Literal["error", "drop", "own_row"], of_rows(help="What to do with a sample that exceeds a row by itself.")
+    ] = "error",
+    rows_multiple: Annotated[
+        int, of_rows(min=1, help="Make the number of rows a multiple of this: ranks x accumulation.")
+    ] = 1,
+    pad_seq_to_mult: Annotated[
+        int, of_rows(min=1, help="Let each sample take up a multiple of this: 2 x CP under context parallelism.")
+    ] = 1,
+    on_bad: Annotated[
+        Literal["raise", "skip"], of_samples(help="Stop at a bad sample, or skip and list it.")
+    ] = "raise",
+    max_bad_fraction: Annotated[
+        float | None, of_samples(min=0, max=1, metavar="PART", help="Most samples to skip as bad; by default 0.01.")
+    ] = None,
     shard_rows: Annotated[int, typer.Option(min=1, help="Rows of a file.")] = 128,
-    workers: options.Workers = 0,
-    ray: Annotated[bool, typer.Option("--ray", help="Measure and write as tasks of Ray instead of --workers.")] = False,
-    cache: options.Cache = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Measure and write as tasks of Ray, not by --workers.")] = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Plan which samples share a row, and write the rows: token ids, labels, and images still encoded.
 
-    Killed or stopped, run it again: it continues, and the files are the same, byte for byte. Train on them with
-    vlmpack.store.PackedDataset(OUT, processor). With --min-shared samples that begin alike share rows, which compute
-    what they share once.
+    If it is stopped or killed, run it again: it continues, and the files are the same, byte for byte. Train on them
+    with vlmpack.store.PackedDataset(OUT, processor). With --min-shared, rows compute shared prefixes once.
     """
     check_extra("data", "pyarrow", needed_by="`vlmpack pack`")
     if ray:
@@ -98,39 +74,29 @@ def pack(
     from vlmpack.collate.assemble import SharePrefixes
     from vlmpack.collate.skipped import SkipLimit
     from vlmpack.layout.segments import SlotRule
-    from vlmpack.store.planning import StoreSettings
-    from vlmpack.store.write import write_rows
+    from vlmpack.store.write import StoreSettings, write_rows
 
     settings = StoreSettings(
-        capacity=capacity, max_patches=max_patches, max_images=max_images, strategy=strategy, seed=shuffle,
-        rows_multiple=rows_multiple,
-        oversize=oversize,  # pyright: ignore[reportArgumentType]
-        images=images,  # pyright: ignore[reportArgumentType]
-        shard_rows=shard_rows,
+        capacity=capacity, max_patches=data.max_patches, strategy=data.strategy, oversize=oversize,
+        rows_multiple=rows_multiple, shard_rows=shard_rows,
     )  # fmt: skip
-    source = InputOptions(
-        dataset=dataset, processor=processor, split=split, num=num, seed=seed, max_length=max_length,
-        overlength=overlength, max_pixels=max_pixels, image_root=image_root, branches=branches, columns=columns or (),
-        mix=MixOptions.of(mix, stopping_strategy, epoch), add_stop=add_stop, ignored_keys=ignored_keys or (),
+    dataset, collator = open_inputs(
+        data, on_bad=on_bad, slots=SlotRule(multiple=pad_seq_to_mult),
+        skip_limit=None if max_bad_fraction is None else SkipLimit(max_bad_fraction=max_bad_fraction),
+        share_prefixes=SharePrefixes(min_shared=data.min_shared) if data.min_shared else False,
     )  # fmt: skip
-    slots = SlotRule(multiple=pad_seq_to_mult, max_segments=max_segments)
-    skip_limit = None if max_bad_fraction is None else SkipLimit(max_bad_fraction=max_bad_fraction)
-    sharing = SharePrefixes(min_shared=min_shared) if min_shared else False
-    inputs = open_inputs(
-        source, train_on=train_on, on_bad=on_bad, skip_limit=skip_limit, slots=slots, share_prefixes=sharing
-    )
-    with progress_bars(STAGES, quiet=quiet) as progress:
+    with progress_lines(quiet=quiet) as progress:
         manifest = write_rows(
-            inputs.dataset, out, inputs.collator, settings, workers=workers, executor="ray" if ray else "local",
-            cache=cache, progress=progress,
+            dataset, out, collator, settings, workers=data.workers, executor="ray" if ray else "local",
+            cache=data.cache, progress=lambda stage, done, total: progress(STAGES[stage], done, total),
         )  # fmt: skip
-    mixed = mix_numbers(inputs.dataset)
+    mixed = mix_numbers(dataset)
     print_store(out, manifest, Console(quiet=as_json), mix=mixed)
     if as_json:
-        typer.echo(json.dumps({**numbers(out, manifest), "mix": mixed}, indent=2))
+        typer.echo(json.dumps({**store_numbers(out, manifest), "mix": mixed}, indent=2))
 
 
-def numbers(out: Path, manifest: Manifest) -> dict[str, Any]:
+def store_numbers(out: Path, manifest: Manifest) -> dict[str, Any]:
     """Return the numbers of the store in the folder `out`, for JSON."""
     from vlmpack.store.manifest import LEFT_OUT
 

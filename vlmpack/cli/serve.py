@@ -6,36 +6,27 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, final
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import quiet_transformers
-from vlmpack.cli.progress import waiting
 from vlmpack.errors import ConfigError, check_extra
+from vlmpack.terminal import progress_lines
 
 if TYPE_CHECKING:
-    from vlmpack.service.processes import Launched
+    from vlmpack.service.ranks import Ranks
     from vlmpack.service.server import Base, Service, ServiceSettings
 
 DEMO_NAME = "vlmpack/tiny-qwen3-vl"
 DEMO_PIXELS = 256 * 32 * 32
 """Largest image of the demo: 256 tokens."""
-SAMPLERS = ("exact", "fast", "vllm")
-DEMO_FOLDER = "demo-model"
 KEY_VARIABLE = "VLMPACK_API_KEY"
-Shard = Annotated[bool, typer.Option("--shard", help="Shard the base model over the workers (FSDP2); adapters only.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings and errors, no requests.")]
-GradientCheckpointing = Annotated[
-    bool, typer.Option("--gradient-checkpointing", help="Less memory: layers are computed again for gradients.")
-]
-LoraOnly = Annotated[bool, typer.Option("--lora-only", help="Refuse training of all weights.")]
-NO_KEY = ""
-"""Of settings whose key is not read yet."""
 
 
 def serve(
@@ -57,30 +48,30 @@ def serve(
     ] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model; by default its own name.")] = None,
     device: options.Device = None,
-    dtype: Annotated[
-        str | None,
-        options.word(*options.DTYPES, help="float32 or bfloat16; by default float32 on cpu, bfloat16 on cuda."),
-    ] = None,
-    lora_only: LoraOnly = False,
-    gradient_checkpointing: GradientCheckpointing = False,
+    dtype: Annotated[options.Dtype | None, typer.Option(help="By default float32 on cpu, bfloat16 on cuda.")] = None,
+    lora_only: Annotated[bool, typer.Option("--lora-only", help="Refuse training of all weights.")] = False,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Less memory: layers are computed again for gradients.")
+    ] = False,
     share_rows: Annotated[bool, typer.Option("--share-rows", help="Datums of several adapters share rows.")] = False,
-    share_prefixes: Annotated[
-        bool, typer.Option(help="Compute once what datums of a request begin with alike (prefix tree).")
-    ] = True,
+    share_prefixes: Annotated[bool, typer.Option(help="Compute shared prefixes of a request's datums once.")] = True,
     max_length: Annotated[
-        int | None, typer.Option(min=2, help="Most tokens of a datum or prompt; by default the model's context.")
+        int | None,
+        typer.Option(min=2, metavar="N", help="Most tokens of a datum or prompt; by default the model's context."),
     ] = None,
     row_tokens: Annotated[int, typer.Option(min=2, help="Token budget of a packed row.")] = 8192,
-    max_patches: options.MaxPatches = None,
+    max_patches: Annotated[int | None, typer.Option(min=1, metavar="N", help="Most vision patches of a row.")] = None,
     max_models: Annotated[int, typer.Option(min=1, help="Most models of all clients at one time.")] = 64,
     sampler: Annotated[
-        str,
-        options.word(*SAMPLERS, help="exact; fast: rounding may change tokens of a seed; vllm: fast on a GPU."),
+        Literal["exact", "fast", "vllm"],
+        typer.Option(help="fast: rounding may change tokens of a seed; vllm: fast on a GPU."),
     ] = "exact",
     workers: Annotated[int, typer.Option(min=1, help="Data-parallel processes on this machine.")] = 1,
-    shard: Shard = False,
+    shard: Annotated[
+        bool, typer.Option("--shard", help="Shard the base model over the workers (FSDP2); adapters only.")
+    ] = False,
     as_json: options.Json = False,
-    quiet: Quiet = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings and errors, no requests.")] = False,
 ) -> None:
     """Serve packed training steps and sampling to the tinker client, on one base model.
 
@@ -94,112 +85,68 @@ def serve(
     # Read when torch is first imported: threads that spin at a barrier slow down other work on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vlmpack.service.limits import ServiceLimits
-    from vlmpack.service.processes import Launched
-    from vlmpack.service.server import ServiceSettings
+    from vlmpack.service.processes import Launched, join
+    from vlmpack.service.ranks import end
+    from vlmpack.service.server import Service, ServiceSettings, bind, check_key, check_state, load_base, read_key
 
     launched = Launched(workers, sys.argv[1:]) if workers > 1 and "LOCAL_RANK" not in os.environ else None
     served = name or (DEMO_NAME if model is None else Path(model).resolve().name if Path(model).is_dir() else model)
     folder = (state or default_state(served)).expanduser()
     options.make_folder("--state", folder, mode=0o700)
+    chosen = options.torch_device(device)
     settings = ServiceSettings(
         state=folder,
-        key=NO_KEY,
+        key="",  # read below, by rank 0
         limits=ServiceLimits(context=max_length, row_tokens=row_tokens, row_patches=max_patches, models=max_models),
         lora_only=lora_only,
         gradient_checkpointing=gradient_checkpointing,
         share_rows=share_rows,
         share_prefixes=share_prefixes,
         sampler=sampler,
-        shard_on=options.torch_device(device).type if shard else None,
+        shard_on=chosen.type if shard else None,
     )
-    chosen = str(options.torch_device(device))
-    source = ModelSource(
-        model=model, folder=folder / DEMO_FOLDER, name=served, device=chosen, dtype=dtype, is_sharded=shard
-    )
-    key_file = (key_file or folder / "key").expanduser()
-    place = Place(key_file=key_file, host=host, port=port, as_json=as_json, quiet=quiet)
-    _serve(source, settings, place, launched)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class ModelSource:
-    """Where the base model comes from."""
-
-    model: str | None
-    """Hub id or folder; None: the demo's."""
-    folder: Path
-    """Of the demo's model."""
-    name: str
-    """The name that clients use."""
-    device: str
-    """Of torch."""
-    dtype: str | None
-    """Of the weights; None: float32 on a CPU, bfloat16 elsewhere."""
-    is_sharded: bool
-    """True if the model is read on the CPU, to be sharded from there."""
-
-    def load(self) -> Base:
-        """Load model and processor."""
-        from vlmpack.service.server import load_base
-
-        dtype = self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
-        with quiet_transformers():
-            device = "cpu" if self.is_sharded else self.device
-            return load_base(self.model or str(self.folder), name=self.name, device=device, dtype=dtype)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where clients find the service."""
-
-    key_file: Path
-    """File with the key."""
-    host: str
-    """Address."""
-    port: int
-    """Port; 0: any that is free."""
-    as_json: bool
-    """Announce the service as a JSON object."""
-    quiet: bool
-    """Log no requests."""
-
-
-def _serve(source: ModelSource, settings: ServiceSettings, place: Place, launched: Launched | None) -> None:
-    """Serve on this process, or follow rank 0 where it is another one."""
-    from vlmpack.service.processes import join
-    from vlmpack.service.ranks import end
-    from vlmpack.service.server import Service, bind, check_key, check_state, follow_rank_0, read_key
-
+    base = partial(
+        load_base, model or str(folder / "demo-model"), name=served, device="cpu" if shard else str(chosen),
+        dtype=dtype or ("float32" if str(chosen) == "cpu" else "bfloat16"),
+    )  # fmt: skip
     ranks = join(launched)
-    _log_to_stderr(logging.WARNING if place.quiet else logging.INFO)
+    _log_to_stderr(logging.WARNING if quiet else logging.INFO)
     if ranks is not None and ranks.rank > 0:
-        try:
-            ranks.receive()  # when rank 0 has made the demo's model
-            follow_rank_0(source.load(), settings, ranks)
-        except ConnectionError as error:
-            logging.getLogger("vlmpack.service").error("%s, and so rank %d ends", error, ranks.rank)
-            end(1)
-        end(0)
-    check_state(settings.state, source.name)
-    key = os.environ.get(KEY_VARIABLE)
-    settings = replace(settings, key=check_key(key, KEY_VARIABLE) if key else read_key(place.key_file))
-    with bind(place.host, place.port) as listening:
-        if source.model is None:
-            with quiet_transformers():
-                make_demo(source.folder)
-        if ranks is not None:
-            ranks.send(None)
-        with waiting("reading the model", quiet=place.quiet):
-            service = Service(source.load(), settings, ranks=ranks)
-        address = f"http://{_shown(place.host)}:{listening.getsockname()[1]}"
-        facts = described(service, address, None if key else place.key_file)
-        text = json.dumps(facts, indent=2) if place.as_json else announcement(facts)
-        service.run(listening, on_start=lambda: _print(text))
+        _follow(base, settings, ranks)
+    check_state(folder, served)
+    key, key_file = os.environ.get(KEY_VARIABLE), (key_file or folder / "key").expanduser()
+    settings = replace(settings, key=check_key(key, KEY_VARIABLE) if key else read_key(key_file))
+    with bind(host, port) as listening:
+        with quiet_transformers():
+            if model is None:
+                make_demo(folder / "demo-model")
+            if ranks is not None:
+                ranks.send(None)
+            with progress_lines("reading the model", quiet=quiet):
+                service = Service(base(), settings, ranks=ranks)
+        address = f"http://{_shown(host)}:{listening.getsockname()[1]}"
+        facts = described(service, address, None if key else key_file)
+        text = json.dumps(facts, indent=2) if as_json else announcement(facts)
+        service.run(listening, on_start=lambda: print_now(text))
     if launched is not None:
         launched.wait()
     end(0)  # taking an interpreter apart that has torch loaded takes seconds
+
+
+def _follow(base: Callable[[], Base], settings: ServiceSettings, ranks: Ranks) -> NoReturn:
+    """Compute what rank 0 says, until it stops."""
+    from vlmpack.service.ranks import end
+    from vlmpack.service.server import follow_rank_0
+
+    try:
+        ranks.receive()  # when rank 0 has made the demo's model
+        with quiet_transformers():
+            loaded = base()
+        follow_rank_0(loaded, settings, ranks)
+    except ConnectionError as error:
+        logging.getLogger("vlmpack.service").error("%s, and so rank %d ends", error, ranks.rank)
+        end(1)
+    end(0)
 
 
 def default_state(name: str) -> Path:
@@ -276,7 +223,7 @@ def _shown(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
 
 
-def _print(text: str) -> None:
+def print_now(text: str) -> None:
     typer.echo(text)
     sys.stdout.flush()
 

@@ -53,7 +53,7 @@ class Setup:
     dtype: str
     """"float32" or "bfloat16"."""
     steps: int
-    """Optimiser steps of each training."""
+    """Optimizer steps of each training."""
     batch_size: int
     """Samples in a step."""
     seed: int
@@ -157,7 +157,7 @@ class Run:
     physical: tuple[int, ...]
     """Tokens that went through the model, by step."""
     seconds: tuple[float, ...]
-    """Forward, backward and optimiser of each step."""
+    """Forward, backward and optimizer of each step."""
     losses: tuple[float, ...]
     """Loss (nats per target) of each step."""
     peak_bytes: int
@@ -192,7 +192,7 @@ class Run:
         return mean(map(sum, self.lengths[1:] or self.lengths)) / self.step_seconds
 
 
-def train(layout: BatchLayout, model: nn.Module, setup: Setup, *, scratch: str, tick: Callable[[float], None]) -> Run:
+def train(layout: BatchLayout, model: nn.Module, setup: Setup, *, scratch: str, report: Callable[[int], None]) -> Run:
     """Train `model` in place.
 
     Args:
@@ -200,12 +200,12 @@ def train(layout: BatchLayout, model: nn.Module, setup: Setup, *, scratch: str, 
         model: from `setup.make_model`.
         setup: receipts and settings.
         scratch: a folder for Trainer.
-        tick: called after each step with its loss.
+        report: called after each step with the number of steps done.
     """
     if layout == "packed":
         enable_packing(model)
     collate = VLMCollator(setup.processor, layout=layout, pixel_dtype=setup.torch_dtype)
-    meter = Meter(collate, setup.device, keep_metadata=layout == "packed", tick=tick)
+    meter = Meter(collate, setup.device, keep_metadata=layout == "packed", report=report)
     hook = model.register_forward_hook(lambda module, args, output: meter.losses.append(output.loss.detach()))
     trainer = Trainer(
         model=model, args=setup.arguments(scratch), train_dataset=setup.receipts, data_collator=meter, callbacks=[meter]
@@ -213,7 +213,7 @@ def train(layout: BatchLayout, model: nn.Module, setup: Setup, *, scratch: str, 
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     hook.remove()
-    del trainer  # and with it the optimiser's memory
+    del trainer  # and with it the optimizer's memory
     steps = len(meter.seconds)
     return Run(
         layout=layout,
@@ -227,24 +227,24 @@ def train(layout: BatchLayout, model: nn.Module, setup: Setup, *, scratch: str, 
 
 @final
 class Meter(TrainerCallback):
-    """Record the size of every batch, and the seconds of every step from its batch to the end of its optimiser.
+    """Record the size of every batch, and the seconds of every step from its batch to the end of its optimizer.
 
     Args:
         collator: makes the batches.
         device: of the model.
         keep_metadata: leave the metadata on the host in the batch; an unmodified model does not accept it.
-        tick: called after each step with its loss.
+        report: called after each step with the number of steps done.
     """
 
     def __init__(
-        self, collator: VLMCollator, device: str, *, keep_metadata: bool, tick: Callable[[float], None]
+        self, collator: VLMCollator, device: str, *, keep_metadata: bool, report: Callable[[int], None]
     ) -> None:
         self.metadata: list[HostMetadata] = []
         self.physical: list[int] = []
         self.largest: dict[str, Any] = {}
         self.seconds: list[float] = []
         self.losses: list[torch.Tensor] = []
-        self._collator, self._device, self._keep_metadata, self._tick = collator, device, keep_metadata, tick
+        self._collator, self._device, self._keep_metadata, self._report = collator, device, keep_metadata, report
         self._area, self._start = 0, 0.0
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -267,7 +267,7 @@ class Meter(TrainerCallback):
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Stop the clock."""
         self.seconds.append(self._now() - self._start)
-        self._tick(float(self.losses[-1]))
+        self._report(len(self.seconds))
 
     def _now(self) -> float:
         if self._device == "cuda":

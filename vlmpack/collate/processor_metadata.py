@@ -10,8 +10,8 @@ from typing import Any, final
 from vlmpack.collate.columns import Kind
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families.family import Family
+from vlmpack.families.media import run_of_pairs, run_per_frame, timed_run
 from vlmpack.families.registry import family_of_processor
-from vlmpack.families.rules import run_of_pairs, run_per_frame, timed_run
 
 CHANNELS = 3
 

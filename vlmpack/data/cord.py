@@ -1,19 +1,11 @@
-"""CORD v2 from anywhere, as one map-style dataset.
-
-    hub id   ──┐
-    folder   ──┼▶ readers.find_rows ──▶ rows ──▶ CordDataset ──▶ {"image": RGB, "ground_truth": JSON}
-    parquet  ──┘
-
-The image is decoded here, never by `datasets`: turned upright by its EXIF tag exactly once, put on white where it is
-transparent, made RGB. The ground truth is checked when a record is taken.
-
-Records become conversations and back: `json2token`, its inverse `token2json`, and the prompt around them.
+"""CORD v2, receipts with their values: records become conversations, and a model's text becomes values again.
 
     {"total": {"cashprice": "20,000"}, "menu": [{"nm": "Es Teh"}, {"nm": "Donut"}]}
         │ json2token                                        ▲ token2json
         ▼                                                   │
     <s_total><s_cashprice>20,000</s_cashprice></s_total><s_menu><s_nm>Es Teh</s_nm><sep/><s_nm>Donut</s_nm></s_menu>
 
+A record is `{"image", "ground_truth"}`; the ground truth is JSON text, of which `gt_parse` holds the values.
 Source: Donut (`donut/model.py`: json2token, token2json); keys sorted descending as NeMo's CORD v2 adapters do it.
 """
 
@@ -22,41 +14,51 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, final
 
-from vlmpack.data.archive import SPLITS
 from vlmpack.data.images import ImageError, load_image
-from vlmpack.data.readers import FirstRows, Source, complete_row, find_rows
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.data.readers import Source
+from vlmpack.errors import SampleError
+
+if TYPE_CHECKING:
+    from vlmpack.data.open import OpenDataset
+
+
+COLUMNS = ("image", "ground_truth")
 
 
 def load_cord(source: Source, *, split: str = "train", num: int | None = None) -> CordDataset:
     """Open receipts as a map-style dataset: `len()`, `[i] -> {"image": RGB PIL image, "ground_truth": JSON string}`.
 
     Args:
-        source: a hub id, a local folder, one parquet file or several.
+        source: a hub id, a local folder, files of JSON, or parquet files.
         split: `"train"`, `"validation"` or `"test"`.
         num: the first so many records; None: all.
 
     Raises:
-        ConfigError: the source, split, columns or number do not fit what is there; or an extra is missing.
+        ConfigError: the source, split or number do not fit what is there; or an extra is missing.
     """
-    if split not in SPLITS:
-        raise ConfigError(f"no split {split!r}; CORD has {', '.join(SPLITS)} (its files say 'dev' for validation)")
-    rows, name = find_rows(source, split)
-    return CordDataset(rows=rows, name=name, num=num)
+    from vlmpack.data.open import find_source  # which makes conversations of receipts
+
+    return CordDataset(rows=replace(find_source(source, split), num=num))
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class CordDataset(FirstRows):
+class CordDataset:
     """Receipts of any source. Raises `SampleError` for a record that cannot be used, naming its index."""
 
+    rows: OpenDataset
+    """The records as they are stored."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
     def __getitem__(self, index: int) -> dict[str, Any]:
-        at = self.place(index)
-        row = complete_row(self.rows[at], self.name, index=at)
-        parse_of(row["ground_truth"], index=at)
+        at = range(len(self))[index]
+        row = self.rows.row(at)
+        parse_of(row, index=at)
         try:
             image = load_image(row["image"])
         except ImageError as error:
@@ -116,7 +118,7 @@ def to_conversation(
     Of several parses (`gt_parses`, as in question-answering sets) the first is taken, not a random one: a global random
     choice would differ between ranks and after a restart.
 
-    Not for `datasets.Dataset.map`, which stores its results and loses images inside messages: see the room's README.
+    Not for `datasets.Dataset.map`, which stores its results and loses images inside messages: see docs/data.md.
 
     Args:
         record: `{"image": PIL image, "ground_truth": JSON string}`, as `load_cord` returns it.
@@ -127,15 +129,7 @@ def to_conversation(
         SampleError: a column is missing, or the ground truth cannot be read, or holds neither `gt_parse` nor
             `gt_parses`.
     """
-    missing = [name for name in ("image", "ground_truth") if name not in record]
-    if missing:
-        raise SampleError(
-            f"the record has no {' and '.join(missing)} (it has {', '.join(map(str, record)) or 'nothing'}); a CORD "
-            "record has an image and a ground_truth",
-            index=index,
-            reason="missing_column",
-        )
-    answer = json2token(parse_of(record["ground_truth"], index=index))
+    answer = json2token(parse_of(record, index=index))
     question = [{"type": "image", "image": record["image"]}, {"type": "text", "text": prompt}]
     return {
         "conversation": [
@@ -145,41 +139,41 @@ def to_conversation(
     }
 
 
-def parse_of(ground_truth: str, *, index: int = 0) -> dict[str, Any]:
-    """The nested values inside a `ground_truth` string: `gt_parse`, or the first of `gt_parses`.
+def parse_of(record: Mapping[str, Any], *, index: int = 0) -> dict[str, Any]:
+    """The nested values inside a record's `ground_truth`: its `gt_parse`, or the first of its `gt_parses`.
 
     Raises:
-        SampleError: it holds something else.
+        SampleError: the record has no image, or its ground truth holds something else.
     """
-    truth = _loads(ground_truth, index)
-    parses = truth.get("gt_parses", [truth.get("gt_parse")])
-    if not isinstance(parses, list) or not parses or not isinstance(parses[0], dict):
-        message = (
-            f"ground_truth holds no parse (its keys: {', '.join(map(str, truth)) or 'none'}); "
-            "it needs 'gt_parse' (a dict) or 'gt_parses' (a list of dicts)"
+    if missing := [name for name in COLUMNS if record.get(name) is None]:
+        raise SampleError(
+            f"the record has no {' and '.join(missing)} (it has {', '.join(map(str, record)) or 'nothing'}); a CORD "
+            "record has an image and a ground_truth",
+            index=index,
+            reason="missing_column",
         )
-        raise SampleError(message, index=index, reason="ground_truth_without_parse", sample_id=_image_id(truth))
+    truth = record["ground_truth"]
+    try:
+        parsed = json.loads(truth)
+    except (ValueError, TypeError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise SampleError(
+            f"ground_truth is {truth!r:.40}; it must be a JSON string of a dict with 'gt_parse', as in CORD v2",
+            index=index,
+            reason="ground_truth_unreadable",
+        )
+    parses = parsed.get("gt_parses", [parsed.get("gt_parse")])
+    if not isinstance(parses, list) or not parses or not isinstance(parses[0], dict):
+        meta = parsed.get("meta")
+        raise SampleError(
+            f"ground_truth holds no parse (its keys: {', '.join(map(str, parsed)) or 'none'}); "
+            "it needs 'gt_parse' (a dict) or 'gt_parses' (a list of dicts)",
+            index=index,
+            reason="ground_truth_without_parse",
+            sample_id=meta.get("image_id") if isinstance(meta, dict) else None,
+        )
     return parses[0]
-
-
-def _loads(ground_truth: str, index: int) -> dict[str, Any]:
-    form = type(ground_truth).__name__
-    if isinstance(ground_truth, str):
-        try:
-            truth = json.loads(ground_truth)
-            form = f"JSON of a {type(truth).__name__}"
-            if isinstance(truth, dict):
-                return truth
-        except ValueError as error:
-            form = f"a string that is not JSON ({error}): {ground_truth[:40]!r}"
-    message = f"ground_truth is {form}; it must be a JSON string of a dict with 'gt_parse', as in CORD v2"
-    raise SampleError(message, index=index, reason="ground_truth_unreadable")
-
-
-def _image_id(truth: Mapping[str, Any]) -> int | str | None:
-    meta = truth.get("meta")
-    image_id = meta.get("image_id") if isinstance(meta, dict) else None
-    return image_id if isinstance(image_id, int | str) else None
 
 
 _End = Callable[[str, "re.Match[str]"], "re.Match[str] | None"]

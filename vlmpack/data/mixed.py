@@ -11,29 +11,22 @@ a shuffled order, and each of its samples comes once in a pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol, final, get_args
+from typing import Any, Literal, final, get_args
 
 import numpy as np
-from torch.utils.data import Dataset
 
+from vlmpack.data.open import SampleDataset
 from vlmpack.errors import ConfigError, SampleError, check_choice
 
 StoppingStrategy = Literal["first_exhausted", "all_exhausted"]
 """An epoch ends before a sample comes twice, or when every sample came: the names of `datasets.interleave_datasets`."""
 
 
-class MapStyle(Protocol):
-    """A data set whose samples can be had by their places."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
 def mix_datasets(
-    datasets: Mapping[str, MapStyle],
+    datasets: Mapping[str, Any],
     weights: Mapping[str, float] | None = None,
     *,
     num: int | None = None,
@@ -43,7 +36,7 @@ def mix_datasets(
     """Mix data sets by weights, as one map-style data set: for plans, streams and trainers.
 
     Args:
-        datasets: name -> data set; the name begins the ids of its samples.
+        datasets: name -> map-style data set; the name begins the ids of its samples.
         weights: name -> share of the samples, above 0, in any unit; None: every sample once.
         num: samples of an epoch; None: by the stopping strategy.
         stopping_strategy: "first_exhausted": as many as there are before a sample comes twice; "all_exhausted": until
@@ -67,7 +60,7 @@ def mix_datasets(
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class MixedDataset(Dataset[Any]):
+class MixedDataset(SampleDataset):
     """Samples of several data sets, in a fixed order. Cheap to send to a worker process if they are."""
 
     datasets: tuple[tuple[str, Any], ...]
@@ -127,9 +120,6 @@ class MixedDataset(Dataset[Any]):
     def __len__(self) -> int:
         return self.num
 
-    def __iter__(self) -> Iterator[Any]:
-        return (self[index] for index in range(len(self)))
-
     def __getitem__(self, index: int) -> Any:
         """Return a sample; its id begins with the name of its data set, `receipts/17`.
 
@@ -151,16 +141,6 @@ class MixedDataset(Dataset[Any]):
         key = "sample_id" if sample.get("id") is None and sample.get("sample_id") is not None else "id"
         return {**sample, key: f"{name}/{place if sample.get(key) is None else sample[key]}"}
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples of a batch for a DataLoader; an unreadable one is its error, which collators skip."""
-        return [self._sample_or_error(index) for index in indices]
-
-    def _sample_or_error(self, index: int) -> Any:
-        try:
-            return self[index]
-        except SampleError as error:
-            return error.with_traceback(None)
-
     def __repr__(self) -> str:
         passes = self.passes
         parts = (f"{count:,} of {name} ({passes[name]:.2f} passes)" for name, count in self.counts.items())
@@ -168,10 +148,6 @@ class MixedDataset(Dataset[Any]):
 
 
 def _size(name: str, dataset: Any) -> int:
-    if not isinstance(name, str) or not name:
-        raise ConfigError(
-            f"a data set of the mix has the name {name!r}; give each a text, which begins its samples' ids"
-        )
     try:
         size = len(dataset)
     except TypeError:

@@ -1,9 +1,8 @@
 """Any data set for fine-tuning, as samples for `VLMCollator`: nothing is decoded, and nothing but the index is kept.
 
-    CORD from anywhere    hub id, folder, parquet: `sources`                      ───▶ to_conversation ──┐
-    file of JSON, JSONL   messages, conversations, prompt + completion, input_ids ─┐                     │
-    the same, stored      parquet, tar shards, `save_to_disk` folder, hub id      ─┼──▶ as it stands ────┼──▶ samples
-    of other libraries    Alpaca, query + response, any names by `columns=`       ─┴──▶ as messages ─────┘
+    file of JSON, JSONL    ─┐           messages, conversations, prompt + completion, input_ids ──▶ as it stands
+    parquet, saved, hub id ─┼─▶ row ──┼ Alpaca, query + response, any names by columns=         ──▶ messages
+    tar shards             ─┘           image and ground_truth (CORD)                           ──▶ conversation
 
 Paths of images and videos that are not absolute are meant from the folder of the file that names them, or from
 `image_root`.
@@ -12,76 +11,44 @@ Paths of images and videos that are not absolute are meant from the folder of th
 from __future__ import annotations
 
 import os
+import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import index as as_int
 from pathlib import Path
 from typing import Any, final, get_args, overload
 
+import numpy as np
 from torch.utils.data import Dataset
 
-from vlmpack.data.archive import ImageFolder
-from vlmpack.data.branches import PAIRS_COLUMN, BranchedRows, Branches
-from vlmpack.data.column_names import Columns, read_columns
-from vlmpack.data.cord import to_conversation
-from vlmpack.data.foreign import ColumnMap, with_columns
-from vlmpack.data.json_files import JSON_FILES, JsonRows, json_rows
+from vlmpack.data.branches import DIALOGUES, PAIRS_COLUMN, Branches, branch_turns, num_answers
+from vlmpack.data.cord import COLUMNS, to_conversation
+from vlmpack.data.formats import MEDIA, ColumnMap, Columns, read_columns
 from vlmpack.data.readers import (
-    COLUMNS,
-    FirstRows,
+    JSON_FILES,
+    JsonRows,
     Rows,
     Source,
     StoredRows,
-    check_source,
-    complete_row,
-    find_stored,
-    readable,
+    expand,
+    folder_rows,
+    hub_rows,
+    is_shard,
+    json_rows,
+    named_rows,
 )
-from vlmpack.data.shards import COMPRESSED
 from vlmpack.errors import ConfigError, SampleError, check_choice
 
 CONVERSATIONS = ("messages", "conversations", "conversation", "prompt", "completion")
-"""Columns that hold a sample's text; a tokenised one has `input_ids` instead."""
-MEDIA = ("image", "images", "video", "videos", "image_url", "video_url", "url", "path")
+"""Columns that hold a sample's text; a tokenized one has `input_ids` instead."""
+PATHS = ("image", "images", "video", "videos", "image_url", "video_url", "url", "path")
 """Keys that may hold where an image or a video is."""
-
-
-def from_folder(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The row with its media's paths starting at `folder`; texts and the arguments of tools are left alone."""
-    changed = {name: _placed(row[name], folder) for name in MEDIA if name in row}
-    changed |= {name: [_message(m, folder) for m in row[name]] for name in CONVERSATIONS if _is_list(row.get(name))}
-    return {**row, **changed}
-
-
-def _message(message: Any, folder: Path) -> Any:
-    has_content = isinstance(message, Mapping) and "content" in message
-    return {**message, "content": _content(message["content"], folder)} if has_content else message
-
-
-def _content(content: Any, folder: Path) -> Any:
-    """A list of parts, or one part alone."""
-    return [_part(part, folder) for part in content] if _is_list(content) else _part(content, folder)
-
-
-def _part(part: Any, folder: Path) -> Any:
-    return part if not isinstance(part, Mapping) or part.get("type") == "text" else _placed(part, folder)
-
-
-def _placed(media: Any, folder: Path) -> Any:
-    """A path, or paths in lists and under the keys of `MEDIA`, starting at `folder`."""
-    if isinstance(media, str):
-        is_address = "://" in media[:32] or media.startswith("data:")
-        return media if is_address else str(folder / media)
-    if isinstance(media, Mapping):
-        return {key: _placed(value, folder) if key in MEDIA else value for key, value in media.items()}
-    return [_placed(item, folder) for item in media] if _is_list(media) else media
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_LOOKED_AT = 100
+"""Rows of a file of JSON in which a column that is to be renamed is looked for."""
 
 
 def open_dataset(
@@ -96,8 +63,8 @@ def open_dataset(
     """Open samples as a map-style data set: `len()`, and `[i]` -> a mapping that `VLMCollator` takes.
 
     Args:
-        source: a file of JSON or JSONL or a list of them, parquet files or a folder of them, a folder written by
-            `save_to_disk`, an unpacked CORD archive, or a hub id.
+        source: a file of JSON or JSONL or a list of them, parquet files or a folder of them, tar shards, a folder
+            written by `save_to_disk`, or a hub id.
         split: of a source that has several. A file that is named is one split, whatever it is called.
         num: the first so many samples; None: all of them.
         image_root: folder at which paths of images and videos start that are not absolute; None: at the folder of the
@@ -115,29 +82,147 @@ def open_dataset(
             `image_root` is no folder, or the source names no paths; there are no questions to tell apart; a column of
             `columns` is not there, or read as a name that nothing reads; or an extra is missing.
     """
-    check_source(source)
     check_choice("branches", branches, get_args(Branches))
-    foreign = None if columns is None else read_columns(columns, source)
-    root = (foreign.folder if foreign else None) if image_root is None else _root(image_root)
-    with readable(source):
-        dataset = _find(source, split, root, foreign)
-        are_receipts = _are_receipts(dataset.rows, dataset.name)
-    if isinstance(dataset.rows, ImageFolder) and (image_root is not None or foreign is not None):
-        setting = "columns=" if image_root is None else "image_root"
-        raise ConfigError(f"{setting} is of samples with paths and columns, and {dataset.name} has none; leave it out")
-    rows = BranchedRows.of(dataset.rows, dataset.name) if branches == "turns" else dataset.rows
-    return replace(dataset, rows=rows, folder=root or dataset.folder, num=num, are_receipts=are_receipts)
+    named = ColumnMap() if columns is None else read_columns(columns, source)
+    root = named.folder if image_root is None else _root(image_root)
+    dataset = replace(find_source(source, split), columns=named)
+    if root is not None:
+        dataset = replace(dataset, folders=(root,) * len(dataset.files))
+    dataset = replace(dataset, are_receipts=_are_receipts(dataset))
+    return replace(dataset, first_turns=_first_turns(dataset) if branches == "turns" else None, num=num)
+
+
+def _root(image_root: str | Path) -> Path:
+    if not isinstance(image_root, str | os.PathLike):
+        raise ConfigError(f"image_root has to be the path of a folder, got a {type(image_root).__name__}")
+    root = Path(image_root).expanduser().absolute()
+    if not root.is_dir():
+        raise ConfigError(f"image_root={str(image_root)!r} is no folder; give the one at which images' paths start")
+    return root
+
+
+def find_source(source: Source, split: str) -> OpenDataset:
+    """Find where the rows of a source are stored; nothing is checked of the rows themselves.
+
+    Raises:
+        ConfigError: there is no such source or split, or it cannot be read.
+    """
+    is_name = isinstance(source, str | os.PathLike)
+    if not is_name and not (
+        isinstance(source, Sequence)
+        and not isinstance(source, bytes | bytearray)
+        and all(isinstance(name, str | os.PathLike) for name in source)
+    ):
+        of = f" of {type(source[0]).__name__}" if isinstance(source, list | tuple) else ""
+        raise ConfigError(
+            "what is opened is a file, a list of files, a folder or a hub id, each by its name; got a "
+            f"{type(source).__name__}{of}. Samples that are in memory, such as a list of dicts or a datasets.Dataset, "
+            "need no opening: give them to VLMCollator, to a DataLoader or to the trainer as they are (receipts: what "
+            "to_conversation makes of them)"
+        )
+    try:
+        return _find_named(source, split) if is_name else _find_list(source)  # pyright: ignore[reportArgumentType]
+    except OSError as error:
+        name = source if is_name else f"the list of {len(source)} files"
+        raise ConfigError(f"{name} cannot be read: {error}; check that this user may read it, and all of it") from error
+
+
+def _find_named(source: str | os.PathLike[str], split: str) -> OpenDataset:
+    path, name = Path(source).expanduser().absolute(), str(source)
+    if path.is_dir():
+        return OpenDataset(files=(folder_rows(path, split),), folders=(path,), name=name)
+    if path.is_file() and path.suffix in JSON_FILES:
+        return OpenDataset(files=(json_rows(path),), folders=(path.parent,), name=name)
+    if is_shard(path):
+        shards = [Path(shard) for shard in expand(str(path))]
+        return OpenDataset(files=(named_rows(shards),), folders=(path.parent,), name=name)
+    if path.suffix == ".parquet" or (path.is_file() and not path.suffix):
+        return OpenDataset(files=(named_rows([path]),), folders=(path.parent,), name=name)
+    if path.is_file():
+        raise ConfigError(
+            f"{source} is a {path.suffix} file; give {', '.join(JSON_FILES)}, .parquet or .tar, unpacked; CSV, text "
+            "and Arrow: datasets.load_dataset('csv', data_files=...)['train'].to_parquet(...), and columns="
+        )
+    if isinstance(source, str) and _HUB_ID.fullmatch(source) and path.suffix not in JSON_FILES:
+        return OpenDataset(files=(hub_rows(name, split),), folders=(None,), name=name)
+    raise ConfigError(
+        f"{name!r} is no file or folder here and no hub id; give a folder or file that is there, or an id such as "
+        "'naver-clova-ix/cord-v2'"
+    )
+
+
+def _find_list(source: Sequence[str | os.PathLike[str]]) -> OpenDataset:
+    paths = [Path(name).expanduser().absolute() for pattern in source for name in expand(os.fspath(pattern))]
+    json_files = [path for path in paths if path.suffix in JSON_FILES]
+    if not json_files:
+        rows, kind = named_rows(paths), "tar shards" if is_shard(paths[0]) else "parquet files"
+        return OpenDataset(files=(rows,), folders=(paths[0].parent,), name=f"{len(paths)} {kind}")
+    if no_json := next((path for path in paths if path.suffix not in JSON_FILES), None):
+        raise ConfigError(f"a list holds {json_files[0].name} and {no_json.name}; give files of JSON, or parquet files")
+    if absent := [str(path) for path in paths if not path.is_file()]:
+        raise ConfigError(f"no such file: {', '.join(absent)}; check the path")
+    folders = tuple(path.parent for path in paths)
+    return OpenDataset(files=tuple(map(json_rows, paths)), folders=folders, name=f"{len(paths)} files")
+
+
+class SampleDataset(Dataset[Any]):
+    """A map-style data set of samples; a batch of them holds the errors of those that cannot be read."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the samples of a batch for a DataLoader; an unreadable row is its error, which collators skip."""
+        return [self._sample_or_error(index) for index in indices]
+
+    def _sample_or_error(self, index: int) -> Any:
+        try:
+            return self[index]
+        except SampleError as error:
+            return error.with_traceback(None)
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class OpenDataset(FirstRows, Dataset[dict[str, Any]]):
-    """Rows of any source, made samples as they are indexed. Cheap to send to a worker process."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OpenDataset(SampleDataset):
+    """Rows of any source, made samples as they are indexed. Cheap to send to a worker process.
 
+    Raises:
+        ConfigError: there are fewer samples than `num`.
+    """
+
+    files: tuple[Rows, ...]
+    """Where the rows are stored, one after the other."""
+    folders: tuple[Path | None, ...]
+    """Where paths in the rows of each start; None: in the working directory."""
+    name: str
+    """Where they come from, for messages."""
+    num: int | None = None
+    """Use the first so many samples; None: all."""
+    columns: ColumnMap = field(default_factory=ColumnMap)
+    """Names of the columns."""
+    first_turns: np.ndarray | None = None
+    """int64 [rows + 1]: place of each row's first sample where each of its questions is one; None: a row is a sample.
+    """
     are_receipts: bool = False
     """True if a row is an image and its ground truth, and not a conversation."""
-    folder: Path | None = None
-    """Where paths in the rows start; None: in the working directory, unless the rows have folders of their own."""
+
+    def __post_init__(self) -> None:
+        if self.num is not None and not 0 <= self.num <= (total := len(replace(self, num=None))):
+            raise ConfigError(f"num is {self.num}, but {self.name} holds {total}; take at most that many")
+
+    def __len__(self) -> int:
+        if self.num is not None:
+            return self.num
+        return self._starts[-1] if self.first_turns is None else int(self.first_turns[-1])
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Place of each file's first row among all, and the number of all: counted once, as there may be many."""
+        return [0, *accumulate(map(len, self.files))]
 
     @overload
     def __getitem__(self, index: int) -> dict[str, Any]: ...
@@ -160,164 +245,182 @@ class OpenDataset(FirstRows, Dataset[dict[str, Any]]):
                 f"samples are taken by their place, dataset[0] or dataset[0:2], not by {index!r}; of a column: "
                 "[sample['id'] for sample in dataset]"
             ) from None
-        return self._sample(self.place(index))
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)} in {self.name}")
+        return self._sample(index % len(self))
 
     def _sample(self, at: int) -> dict[str, Any]:
-        try:
-            row = self.rows[at]
-            sample = from_folder(row, self.folder) if self.folder is not None else dict(row)
-        except RecursionError as error:  # JSON is read a little deeper than Python calls itself
-            message = f"its images or videos, in {self.name}, are nested too deeply; give a list of paths"
-            raise SampleError(message, index=at, reason="row_unreadable") from error
+        if self.first_turns is None:
+            sample = self.row(at)
+        else:
+            record = int(np.searchsorted(self.first_turns, at, side="right")) - 1
+            branches, turn = branch_turns(self.row(record, index=at)), at - int(self.first_turns[record])
+            if turn >= len(branches):
+                message = f"its record {record} had more questions when it was opened; open the data set again"
+                raise SampleError(message, index=at, reason="row_unreadable")
+            sample = branches[turn]
         if self.are_receipts:
-            return to_conversation(complete_row(sample, self.name, index=at), index=at)
+            return to_conversation(sample, index=at)
         has_name = sample.get("id") is not None or sample.get("sample_id") is not None
         return sample if has_name else {**sample, "id": at}
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any] | SampleError]:
-        """Return the samples of a batch for a DataLoader; an unreadable row is its error, which collators skip.
+    def row(self, at: int, *, index: int | None = None) -> dict[str, Any]:
+        """A row in the names that are read, its paths where they start.
+
+        Args:
+            at: its place among all rows.
+            index: of the sample that errors name; None: the same.
 
         Raises:
-            IndexError: there is no such sample.
+            SampleError: it cannot be read.
         """
-        return [self._sample_or_error(index) for index in indices]
-
-    def _sample_or_error(self, index: int) -> dict[str, Any] | SampleError:
+        file = bisect_right(self._starts, at) - 1
+        index = at if index is None else index
         try:
-            return self[index]
+            row = self.columns.apply(self.files[file][at - self._starts[file]])
+            folder = self.folders[file]
+            return row if folder is None else _from_folder(row, folder)
         except SampleError as error:
-            return error.with_traceback(None)
+            raise SampleError(error.detail, index=index, reason=error.reason) from error
+        except ValueError as error:
+            raise SampleError(f"its row {error}", index=index, reason="row_unreadable") from error
+        except RecursionError as error:  # JSON is read a little deeper than Python calls itself
+            message = f"its images or videos, in {self.name}, are nested too deeply; give a list of paths"
+            raise SampleError(message, index=index, reason="row_unreadable") from error
 
     def __repr__(self) -> str:
         return f"OpenDataset({len(self)} samples of {self.name})"
 
 
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class JoinedRows:
-    """Rows of several files of JSON, one file after the other; paths start at each file's own folder, or at one."""
+# ---------------------------------------------------------------------- paths of media
 
-    files: tuple[Rows, ...]
-    """In the order given."""
-    paths: tuple[Path, ...]
-    """Of the files."""
-    root: Path | None
-    """Where paths of all of them start; None: at the folder of each."""
 
-    def __len__(self) -> int:
-        return self._starts[-1]
+def _from_folder(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The row with its media's paths starting at `folder`; texts and the arguments of tools are left alone."""
+    changed = {name: _placed(row[name], folder) for name in PATHS if name in row}
+    changed |= {name: [_message(m, folder) for m in row[name]] for name in CONVERSATIONS if _is_list(row.get(name))}
+    return {**row, **changed}
 
-    @cached_property
-    def _starts(self) -> list[int]:
-        """Place of each file's first row among all, and the number of all: counted once, as there may be many."""
-        return [0, *accumulate(map(len, self.files))]
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """One row.
+def _message(message: Any, folder: Path) -> Any:
+    if not isinstance(message, Mapping) or "content" not in message:
+        return message
+    content = message["content"]  # a list of parts, or one part alone
+    parts = [_part(part, folder) for part in content] if _is_list(content) else _part(content, folder)
+    return {**message, "content": parts}
 
-        Raises:
-            SampleError: it is no JSON object.
-        """
-        which = bisect_right(self._starts, index) - 1
-        file = self.files[which]
+
+def _part(part: Any, folder: Path) -> Any:
+    return part if not isinstance(part, Mapping) or part.get("type") == "text" else _placed(part, folder)
+
+
+def _placed(media: Any, folder: Path) -> Any:
+    """A path, or paths in lists and under the keys of `PATHS`, starting at `folder`."""
+    if isinstance(media, str):
+        is_address = "://" in media[:32] or media.startswith("data:")
+        return media if is_address else str(folder / media)
+    if isinstance(media, Mapping):
+        return {key: _placed(value, folder) if key in PATHS else value for key, value in media.items()}
+    return [_placed(item, folder) for item in media] if _is_list(media) else media
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+# ---------------------------------------------------------------------- what the rows are
+
+
+def _are_receipts(dataset: OpenDataset) -> bool:
+    """Return whether rows are receipts, by their columns; of several files all have to be.
+
+    Raises:
+        ConfigError: a file holds no samples or none that are known, its first row cannot be read, or a column that is
+            to be renamed is not there. The first row stands for the others: where it cannot be read, the names or the
+            format are at fault more often than the row is.
+    """
+    if not len(dataset):
+        raise ConfigError(f"{dataset.name} holds no samples")
+    kinds = []
+    for rows, at in zip(dataset.files, dataset._starts, strict=False):
+        name = str(rows.path) if isinstance(rows, JsonRows) else dataset.name
+        _check_required(rows, dataset.columns, name)
         try:
-            row = file[index - self._starts[which]]
+            first = dataset.row(at)
         except SampleError as error:
-            raise SampleError(error.detail, index=index, reason=error.reason) from error
-        return from_folder(row, self.root or self.paths[which].parent)
+            raise ConfigError(f"the first sample of {name} cannot be read: {error.detail}{_hint(rows)}") from error
+        known = ("input_ids", *CONVERSATIONS)
+        is_receipt = set(COLUMNS) <= set(first) and not set(first).intersection(known)
+        if not is_receipt and set(first).isdisjoint((*known, PAIRS_COLUMN)):
+            raise ConfigError(
+                f"{name} holds {', '.join(map(str, first)) or 'nothing'}, and none of "
+                f"{', '.join((*known, PAIRS_COLUMN))}; {_remedy(first)}{_hint(rows)}"
+            )
+        kinds.append(is_receipt)
+    if len(set(kinds)) > 1:
+        raise ConfigError(f"of {dataset.name}, some hold receipts and the others do not; open them apart")
+    return kinds[0]
 
 
-def _find(source: Source, split: str, root: Path | None, columns: ColumnMap | None) -> OpenDataset:
-    if not isinstance(source, str | os.PathLike):
-        return _find_list(source, split, root, columns)
-    path = Path(source).expanduser().absolute()
-    if path.suffix in JSON_FILES and path.is_file():
-        return OpenDataset(
-            rows=with_columns(json_rows(path), str(source), columns), name=str(source), folder=path.parent
+def _check_required(rows: Rows, columns: ColumnMap, name: str) -> None:
+    known: dict[str, None] = {}
+    if isinstance(rows, StoredRows):
+        known = dict.fromkeys(rows.columns)
+    elif columns.required:
+        for index in range(min(len(rows), _LOOKED_AT)):
+            try:
+                known |= dict.fromkeys(rows[index])
+            except SampleError:  # it is refused when its turn comes
+                continue
+    if absent := [column for column in columns.required if column not in known]:
+        raise ConfigError(
+            f"{name} has no column {' and '.join(map(repr, absent))}, which columns= reads as "
+            f"{' and '.join(columns.names[column] for column in absent)}; it has {', '.join(map(str, known))}"
         )
-    if path.is_file() and path.suffix not in ("", ".parquet", ".tar") and not path.name.endswith(COMPRESSED):
-        raise ConfigError(f"{source} is a {path.suffix} file; {_conversion(path)}")
-    rows, name = find_stored(source, split)
-    rows = rows if isinstance(rows, ImageFolder) else with_columns(rows, name, columns)
-    return OpenDataset(rows=rows, name=name, folder=path if path.is_dir() else path.parent if path.is_file() else None)
 
 
-def _find_list(
-    source: Sequence[str | os.PathLike[str]], split: str, root: Path | None, columns: ColumnMap | None
-) -> OpenDataset:
-    paths = [Path(path).expanduser().absolute() for path in source]
-    json_files = [path for path in paths if path.suffix in JSON_FILES]
-    if not json_files:
-        rows, name = find_stored(source, split)
-        rows = rows if isinstance(rows, ImageFolder) else with_columns(rows, name, columns)
-        return OpenDataset(rows=rows, name=name, folder=paths[0].parent)
-    if no_json := next((path for path in paths if path.suffix not in JSON_FILES), None):
-        raise ConfigError(f"a list holds {json_files[0].name} and {no_json.name}; give files of JSON, or parquet files")
-    if absent := [str(path) for path in paths if not path.is_file()]:
-        raise ConfigError(f"no such file: {', '.join(absent)}; check the path")
-    files = tuple(with_columns(json_rows(path), str(path), columns) for path in paths)
-    return OpenDataset(rows=JoinedRows(files=files, paths=tuple(paths), root=root), name=f"{len(paths)} files")
+def _hint(rows: Rows) -> str:
+    """Where a file of JSON begins like an object that holds a list: all samples may be under its key."""
+    if not isinstance(rows, JsonRows):
+        return ""
+    with rows.path.open("rb") as file:
+        key = re.match(rb'\s*\{\s*"([^"]+)"\s*:\s*\[', file.read(256))
+    if key is None:
+        return ""
+    return f". If the samples are the list under its key {key[1].decode(errors='replace')!r}, write that list alone"
 
 
-def _conversion(path: Path) -> str:
-    """The way to a file that can be read."""
-    if path.suffix in (".csv", ".tsv", ".arrow", ".txt"):
-        kind = {".tsv": "csv", ".txt": "text"}.get(path.suffix, path.suffix[1:])
-        return (
-            f"write it as parquet: datasets.load_dataset({kind!r}, data_files={path.name!r})['train'].to_parquet("
-            f"{path.stem + '.parquet'!r}), and open that, with columns= for its names"
-        )
-    if path.suffix in (".yaml", ".yml"):
-        return "open each data set that it names, and mix them with vlmpack.data.mix_datasets"
-    return f"give {', '.join(JSON_FILES)}, .parquet or .tar, unpacked"
-
-
-def _root(image_root: str | Path) -> Path:
-    if not isinstance(image_root, str | os.PathLike):
-        raise ConfigError(f"image_root has to be the path of a folder, got a {type(image_root).__name__}")
-    root = Path(image_root).expanduser().absolute()
-    if not root.is_dir():
-        raise ConfigError(f"image_root={str(image_root)!r} is no folder; give the one at which images' paths start")
-    return root
-
-
-def _are_receipts(rows: Rows, name: str) -> bool:
-    """Return whether rows are receipts, by their columns; of several files all have to be."""
-    if isinstance(rows, ImageFolder):
-        return True
-    if isinstance(rows, JoinedRows):
-        named = zip(map(str, rows.paths), rows.files, strict=True)
-        kinds = {path: _are_receipts(file, path) for path, file in named}
-        if len(set(kinds.values())) > 1:
-            receipts = ", ".join(path for path, are_receipts in kinds.items() if are_receipts)
-            raise ConfigError(f"of {name}, these hold receipts and the others do not: {receipts}; open them apart")
-        return next(iter(kinds.values()))
-    if not len(rows):
-        raise ConfigError(f"{name} holds no samples")
-    columns = rows.columns if isinstance(rows, StoredRows) else list(rows[0])
-    if {"input_ids", *CONVERSATIONS} & set(columns):
-        return False
-    if set(COLUMNS) <= set(columns):
-        return True
-    if PAIRS_COLUMN in columns:
-        return False
-    known = ", ".join(("input_ids", *CONVERSATIONS, PAIRS_COLUMN))
-    raise ConfigError(
-        f"{name} holds {', '.join(map(str, columns)) or 'nothing'}, and none of {known}; {_remedy(rows, columns)}"
-    )
-
-
-def _remedy(rows: Rows, columns: Sequence[str]) -> str:
-    """A file of one object may hold all samples under a key; pairs of answers are for other trainers."""
-    if {"chosen", "rejected"} <= set(columns):
+def _remedy(first: Mapping[str, Any]) -> str:
+    if {"chosen", "rejected"} <= set(first):
         return (
             "PackedDPOTrainer of vlmpack.trainer.trl trains on these pairs as datasets.load_dataset reads them; to "
-            "learn the chosen answers alone: columns={'chosen': 'messages'}"
+            "train on the chosen answers alone: columns={'chosen': 'messages'}"
         )
-    lists = [name for name, value in rows[0].items() if isinstance(value, list)] if isinstance(rows, JsonRows) else []
-    if len(rows) == 1 and lists:
-        return f"if the samples are the list under its key {lists[0]!r}, write that list alone into a file"
     return (
         "name its columns with columns={'your column': 'messages'} (or query and response, prompt and completion), or "
         f"give receipts as {' and '.join(COLUMNS)}"
     )
+
+
+def _first_turns(dataset: OpenDataset) -> np.ndarray:
+    """int64 [rows + 1]: place of each row's first sample. Conversations are read once, images of tables are not.
+
+    Raises:
+        ConfigError: no row has a conversation.
+    """
+    counts = []
+    for rows in dataset.files:
+        if isinstance(rows, StoredRows):
+            texts = [name for name in rows.columns if dataset.columns.names.get(name, name) not in MEDIA]
+            rows = StoredRows(table=rows.table.select_columns(texts))
+        for at in range(len(rows)):
+            try:
+                counts.append(num_answers(dataset.columns.apply(rows[at])))
+            except ValueError:  # a SampleError is one: the row is refused when its turn comes
+                counts.append(0)
+    if not any(counts):
+        raise ConfigError(
+            f"branches='turns' makes a sample of each question of a conversation, and {dataset.name} holds none of "
+            f"{', '.join(DIALOGUES)}; leave branches out"
+        )
+    return np.append(0, np.cumsum(np.maximum(counts, 1)))

@@ -46,7 +46,7 @@ def load_processor(source: str | os.PathLike[str]) -> Any:
 
     Raises:
         FamilyError: the model is of no supported family with a processor, or its processor needs torchvision.
-        ConfigError: a processor that was saved without its model, and may be of several families.
+        ConfigError: a processor that was saved without its model and without the name of its class.
         OSError: nothing is there; transformers' own error.
     """
     from transformers import AutoTokenizer
@@ -55,8 +55,9 @@ def load_processor(source: str | os.PathLike[str]) -> Any:
     of_class: Any = _class_saved_in(Path(source)) if is_saved_alone(source) else _class_for_model(source)
     tokenizer = AutoTokenizer.from_pretrained(source)
     if of_class.__name__ in QWEN:
-        processor = without_video(
+        processor = without_parts(
             of_class,
+            absent=("video_processor",),
             image_processor=Qwen2VLImageProcessorPil.from_pretrained(source),
             tokenizer=tokenizer,
             chat_template=_chat_template(of_class.get_processor_dict(source)[0], tokenizer),
@@ -110,17 +111,6 @@ def _chat_template(settings: Mapping[str, Any], tokenizer: Any) -> Any:
     return settings.get("chat_template") or tokenizer.chat_template
 
 
-def without_video(processor_class: Any, *, image_processor: Any, tokenizer: Any, chat_template: str) -> Any:
-    """Make a processor of a shipped class that has no video processor."""
-    return without_parts(
-        processor_class,
-        absent=("video_processor",),
-        image_processor=image_processor,
-        tokenizer=tokenizer,
-        chat_template=chat_template,
-    )
-
-
 def without_parts(processor_class: Any, *, absent: Sequence[str], **parts: Any) -> Any:
     """Make a processor of a shipped class that has no parts of these names.
 
@@ -170,9 +160,9 @@ def _save_chat_template(template: str | Mapping[str, str] | None, folder: Path) 
 
 def _save_videos(processor: Any, folder: Path) -> None:
     """Write the video processor, or its settings where it was not loaded: without them another class would be taken."""
-    if (part := vars(processor).get("video_processor")) is not None:
+    if (part := getattr(processor, "video_processor", None)) is not None:
         part.save_pretrained(folder)
-    elif settings := vars(processor).get("video_settings"):
+    elif settings := getattr(processor, "video_settings", None):
         (folder / VIDEO_PROCESSOR).write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
 
 
@@ -214,17 +204,12 @@ def _class_for_model(source: str | os.PathLike[str]) -> type:
 
 
 def _class_saved_in(folder: Path) -> type:
-    """The class that the folder's files name; else the only one for patches of the size that they name."""
+    """The class that the folder's files name."""
     settings = [_read(folder / name) for name in (ALL_PARTS, IMAGE_PROCESSOR, TOKENIZER)]
     families = {str(family.processor): family for family in WITH_PROCESSOR.values()}
     name = next((part["processor_class"] for part in settings if "processor_class" in part), None)
     if name is None:
-        patch = settings[1].get("patch_size")
-        fitting = [name for name in QWEN if families[name].patch_size == patch]
-        if len(fitting) != 1:
-            names = " or ".join(sorted(fitting)) or "any supported processor"
-            raise ConfigError(f"{folder} may hold {names}: no file names it; copy the config.json of its model into it")
-        name = fitting[0]
+        raise ConfigError(f"no file in {folder} names the processor's class; copy the config.json of its model into it")
     if name not in families:
         raise FamilyError(f"{folder} holds a {name}, which no supported family has; there are {', '.join(families)}")
     return families[name].processor_class

@@ -1,40 +1,32 @@
-"""Where samples are stored, and how their raw records are found.
+"""Where rows are stored: files of JSON, tables of `datasets`, tar shards. What is kept in memory is an index.
 
-    folder of `save_to_disk`      dataset_dict.json, dataset_info.json            extra [data]
-    folder of parquet files       data/train-00000-of-00004-....parquet           extra [data]
-                                  (a split by the names of folders and files; what names none is of train)
-    folder of the CORD archive    train/image/receipt_00000.png, train/json/...   no extra
-    parquet files                 one path or a list                              extra [data]
-    tar shards                    one path, a list, shard-{000..012}.tar, a       no extra
-                                  folder of them, or one that Energon prepared
-    hub id                        naver-clova-ix/cord-v2                          extra [data], network
+    file of JSON              a row a line, or one array of all                               no extra
+    tar shards                one path, a list, shard-{000..012}.tar, a folder of them        no extra
+    parquet files             one path, a list, a folder of them                              extra [data]
+    folder of `save_to_disk`  dataset_dict.json, dataset_info.json                            extra [data]
+    hub id                    naver-clova-ix/cord-v2                                          extra [data], network
 
-Nothing is decoded here, and the network is used for a hub id alone.
+In a folder a split is a word of a folder's or file's name; what names none is of train. No image is decoded here.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import tarfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import index as as_int
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from vlmpack.data.archive import ALIASES, ImageFolder, archive_in, in_files
-from vlmpack.data.json_files import JSON_FILES, is_array
-from vlmpack.data.shards import COMPRESSED, ShardRows, check_files, energon_rows, expand, shard_rows
+import numpy as np
+
 from vlmpack.errors import ConfigError, SampleError, check_extra
 
-COLUMNS = ("image", "ground_truth")
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-
-_SHARD = re.compile(r"(?P<split>\w+(\.\w+)*)-\d{5}-of-\d{5}.*")
-_WORDS = re.compile(r"[-._ 0-9]+")
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 class Rows(Protocol):
@@ -42,6 +34,136 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+# ---------------------------------------------------------------------- files of JSON
+
+JSON_FILES = (".json", ".jsonl", ".ndjson")
+"""Ends of the names of such files."""
+CHUNK = 2**24
+"""Bytes of a JSONL file that are read together."""
+MARK = b"\xef\xbb\xbf"
+"""The byte-order mark that some editors put in front of UTF-8."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JsonRows:
+    """Rows of one file. Opened anew for each row, so that it can be sent to any number of processes."""
+
+    path: Path
+    """The file."""
+    spans: np.ndarray
+    """int64 [N, 2]: first byte of each row, and the one after its last."""
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """One row.
+
+        Raises:
+            SampleError: it is no JSON object, or the file cannot be read any more.
+        """
+        start, stop = self.spans[index].tolist()
+        try:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                text = file.read(stop - start)
+            row = json.loads(text)
+            fault = None if isinstance(row, dict) else f"is a {type(row).__name__}"
+        except OSError as error:
+            message = f"{self.path} cannot be read any more: {error}; put it back, or open the data set again"
+            raise SampleError(message, index=int(index), reason="row_unreadable") from error
+        except RecursionError:
+            fault = "is nested too deeply to be read"
+        except ValueError as error:  # UnicodeDecodeError is one
+            fault = f"is no JSON ({error})"
+        if fault is None:
+            return row
+        raise SampleError(
+            f"the text at byte {start} of {self.path} {fault}: {text.strip()[:40].decode(errors='replace')!r}; a "
+            "sample is a JSON object, with a line of its own or in one array with all others",
+            index=int(index),
+            reason="row_unreadable",
+        )
+
+
+def json_rows(path: Path) -> JsonRows:
+    """Find the rows of a file; none of them is kept.
+
+    Raises:
+        ConfigError: the file holds no rows, or begins like an array and is none.
+    """
+    rows = JsonRows(path=path, spans=_array_spans(path) if is_array(path) else _line_spans(path))
+    if not len(rows):
+        raise ConfigError(f"{path} holds no samples; expected a JSON object a line, or one array of objects")
+    return rows
+
+
+def is_array(path: Path) -> bool:
+    """Return whether a file of JSON begins as a list of rows does."""
+    with path.open("rb") as file:
+        return file.read(256).removeprefix(MARK).lstrip().startswith(b"[")
+
+
+def _line_spans(path: Path) -> np.ndarray:
+    """Every line that is not blank; whole lines at a time, and only those without a brace are read one by one."""
+    spans, at = [np.zeros((0, 2), np.int64)], 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK) + file.readline():
+            ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + 1
+            if not len(ends) or ends[-1] < len(chunk):
+                ends = np.append(ends, len(chunk))
+            starts = np.concatenate([[0], ends[:-1]])
+            odd = np.flatnonzero(np.frombuffer(chunk, np.uint8)[starts] != ord("{"))
+            blank = [i for i in odd.tolist() if not chunk[starts[i] : ends[i]].strip()]
+            spans.append(np.delete(np.stack([starts, ends], 1) + at, blank, axis=0))
+            at += len(chunk)
+    return np.concatenate(spans)
+
+
+def _array_spans(path: Path) -> np.ndarray:
+    """The items of one JSON array: each is parsed once to find its end, and none is kept."""
+    data = path.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+        edges = np.asarray(_item_edges(text), np.int64)
+    except RecursionError as error:
+        message = f"{path} holds a sample that is nested too deeply to be read; write a sample a line, or leave it out"
+        raise ConfigError(message) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} begins like a JSON array and is none ({error}); write it again") from error
+    if not text.isascii():  # characters -> bytes
+        pieces = (text[a:b] for a, b in zip([0, *edges[:-1]], edges, strict=True))
+        edges = np.cumsum([len(piece.encode()) for piece in pieces], dtype=np.int64)
+    return edges.reshape(-1, 2) + (len(MARK) if data.startswith(MARK) else 0)
+
+
+def _item_edges(text: str) -> list[int]:
+    """First character of each item, and the one after its last."""
+    decoder, edges = json.JSONDecoder(), list[int]()
+    white = re.compile(r"[ \t\r\n]*")
+
+    def next_from(at: int) -> int:
+        match = white.match(text, at)
+        return match.end() if match else at
+
+    at = next_from(text.index("[") + 1)
+    while not text.startswith("]", at):
+        _, stop = decoder.raw_decode(text, at)
+        edges += [at, stop]
+        at = next_from(stop)
+        if text.startswith(",", at):
+            at = next_from(at + 1)
+        elif not text.startswith("]", at):
+            raise ValueError(f"a comma or the end of the array is missing at character {at}")
+    if (rest := next_from(at + 1)) < len(text):
+        raise ValueError(f"the array has ended, but there is more at character {rest}")
+    return edges
+
+
+# ---------------------------------------------------------------------- tables of `datasets`
 
 
 @final
@@ -76,38 +198,14 @@ class StoredRows:
             detail = f"a column of the feature Json cannot be decoded: {error}; write the data set again"
             raise SampleError(detail, index=index, reason="row_unreadable") from error
 
-    def batches(self, size: int = 1024) -> Iterator[dict[str, Any]]:
-        """All rows in their order, so many read at a time; one that cannot be decoded is empty."""
-        for start in range(0, len(self), size):
-            for row in self.table[start : start + size].to_pylist():
-                try:
-                    yield self._decoded(row)
-                except ValueError:
-                    yield {}
-
     def _decoded(self, row: dict[str, Any]) -> dict[str, Any]:
-        columns = ((name, feature) for name, feature in self._json_columns.items() if name in row)
-        return {**row, **{name: _from_json(row[name], feature) for name, feature in columns}}
+        return {**row, **{name: _from_json(row[name], feature) for name, feature in self._json_columns.items()}}
 
     @cached_property
     def _json_columns(self) -> dict[str, Any]:
         """The columns that hold JSON, with their features; a receipt's `ground_truth` is JSON text on purpose."""
-        features = {name: self.table.features[name] for name in self.columns if name not in COLUMNS}
+        features = {name: self.table.features[name] for name in self.columns if name not in ("image", "ground_truth")}
         return {name: feature for name, feature in features.items() if _holds_json(feature)}
-
-    def only(self, columns: Sequence[str], name: str) -> StoredRows:
-        """These columns of it.
-
-        Raises:
-            ConfigError: one of them is not there.
-        """
-        missing = [column for column in columns if column not in self.columns]
-        if missing:
-            raise ConfigError(
-                f"{name} has no column {' and '.join(missing)} (it has {', '.join(self.columns)}); rename yours to "
-                f"{' and '.join(columns)}"
-            )
-        return StoredRows(table=self.table.select_columns(list(columns)))
 
 
 def _is_json(feature: Any) -> bool:
@@ -124,11 +222,7 @@ def _holds_json(feature: Any) -> bool:
 
 
 def _from_json(value: Any, feature: Any) -> Any:
-    """A value of Arrow with the JSON in it decoded, as `datasets` decodes it; images and audio are left alone.
-
-    Raises:
-        ValueError: it is no JSON.
-    """
+    """A value of Arrow with the JSON in it decoded, as `datasets` decodes it; images and audio are left alone."""
     if value is None:
         return None
     if isinstance(feature, Mapping):
@@ -140,160 +234,298 @@ def _from_json(value: Any, feature: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True, kw_only=True)
-class FirstRows:
-    """The first rows of a source, or all of them, by their places.
+def _table(source: str, read: Any, fault: str) -> Any:
+    """What `read` makes of the `datasets` library."""
+    check_extra("data", "datasets", needed_by=f"reading {source}")
+    import datasets
+
+    try:
+        return read(datasets)
+    except Exception as error:  # datasets and pyarrow raise many kinds for a broken file, and the network more
+        remedy = "; HF_DATASETS_CACHE names another folder for its cache" if isinstance(error, OSError) else ""
+        raise ConfigError(f"{fault}: {error}{remedy}") from error
+
+
+def _parquet_rows(paths: Sequence[Path]) -> StoredRows:
+    fault = f"{paths[0]} cannot be read as parquet (download it again), or not be copied into the cache of datasets"
+    names = [str(path) for path in paths]
+    table = _table(f"parquet file {paths[0]}", lambda datasets: datasets.Dataset.from_parquet(names), fault)
+    return StoredRows(table=table.with_format("arrow"))
+
+
+def _saved_rows(folder: Path, split: str) -> StoredRows:
+    fault = f"{folder} cannot be read as a saved dataset; save it again"
+    saved = _table(f"folder {folder}", lambda datasets: datasets.load_from_disk(str(folder)), fault)
+    if isinstance(saved, dict):  # a DatasetDict
+        if split not in saved:
+            raise ConfigError(f"no split {split!r} in {folder}; it holds {', '.join(saved)}")
+        saved = saved[split]
+    elif saved.split is not None and str(saved.split) != split:
+        raise ConfigError(f"{folder} holds split {str(saved.split)!r}, not {split!r}; pass split={str(saved.split)!r}")
+    return StoredRows(table=saved.with_format("arrow"))
+
+
+def hub_rows(source: str, split: str) -> StoredRows:
+    """The rows of a data set on the hub.
 
     Raises:
-        ConfigError: there are fewer rows than `num`.
+        ConfigError: the hub does not give them.
+    """
+    fault = (
+        f"{source!r} is no local folder, and the hub did not give its split {split!r} (check the id, the split and the "
+        "network, or give a local copy)"
+    )
+    table = _table(f"hub id {source!r}", lambda datasets: datasets.load_dataset(source, split=split), fault)
+    return StoredRows(table=table.with_format("arrow"))
+
+
+# ---------------------------------------------------------------------- tar shards
+
+COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+_MEDIA = {
+    "image": (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm"),
+    "video": (".mp4", ".m4v", ".avi", ".mkv", ".mov", ".webm"),
+    "audio": (".wav", ".mp3", ".flac", ".ogg", ".m4a", ".opus"),
+}
+_NAME = re.compile(r"(?P<key>(?:.*/|)[^.]+)[.](?P<part>[^/]*)")
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_CONTENTS = ("messages", "conversations", "conversation", "prompt", "completion", "content")
+"""Keys of what may hold media; their own strings are texts."""
+_PATHS = ("image", "images", "video", "videos", "audio", "audios", "path", "url", "image_url", "video_url")
+"""Keys under which a part may be named."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardRows:
+    """Rows of tar shards, as WebDataset has them: files with one name up to the first dot are one sample.
+
+        shard_0000.tar                      row
+          sample_0000.jpg      ─┐             {"id": "sample_0000",
+          sample_0000.txt       ├─────────▶    "image": {"bytes", "path"},   images, or videos, in their order
+          sample_0000.json     ─┘              "txt": ..., and the keys of its JSON}
+
+    A row is the part of its shard that holds these files: of each is kept where it begins and ends, and nothing is
+    unpacked. Images that the JSON names are put where it names them. A shard is opened anew for each row, so that rows
+    can be sent to any number of processes.
     """
 
-    rows: Rows
-    """The raw rows."""
-    name: str
-    """Where they come from, for messages."""
-    num: int | None = None
-    """Use the first so many; None: all."""
-
-    def __post_init__(self) -> None:
-        if self.num is not None and not 0 <= self.num <= len(self.rows):
-            raise ConfigError(f"num is {self.num}, but {self.name} holds {len(self.rows)}; take at most that many")
+    shards: tuple[Path, ...]
+    """Files, not compressed."""
+    which: np.ndarray
+    """int32 [N]: number of each row's shard."""
+    spans: np.ndarray
+    """int64 [N, 2]: first byte of each row in its shard, and the one after its last."""
 
     def __len__(self) -> int:
-        return len(self.rows) if self.num is None else self.num
+        return len(self.spans)
 
-    def place(self, index: int) -> int:
-        """Return the place from the start; negative numbers count from the end.
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """One row.
 
         Raises:
-            IndexError: there is no such row.
+            SampleError: the shard cannot be read any more, a part is not what its name says, or the JSON names a part
+                that is not there.
         """
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)} in {self.name}")
-        return as_int(index) % len(self)
+        path = self.shards[self.which[index]]
+        start, stop = self.spans[index].tolist()
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                content = io.BytesIO(file.read(stop - start))
+            key, parts = None, dict[str, Any]()
+            with tarfile.open(fileobj=content, mode="r:") as tar:
+                for member in tar:
+                    if (key_of := _key(member)) is None:
+                        continue
+                    key, end = key_of, member.name[len(key_of) + 1 :].lower()
+                    if end in parts:
+                        raise ValueError(f"it holds {member.name} twice")
+                    data = tar.extractfile(member)
+                    parts[end] = _part(member.name, data.read() if data else b"")
+            if key is None:
+                raise ValueError("it is not there any more")
+            return {"id": key, **_columns(parts)}
+        except (OSError, tarfile.TarError, ValueError) as error:
+            detail = f"the sample at byte {start} of {path} cannot be read: {error}"
+            raise SampleError(detail, index=int(index), reason="row_unreadable") from error
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[index] for index in range(len(self)))
 
-    def __getitem__(self, index: Any) -> Any:
-        raise NotImplementedError
+def _shard_rows(paths: Sequence[Path]) -> ShardRows:
+    """Find the samples of tar shards by the headers of their files; nothing between these is read."""
+    if packed := [str(path) for path in paths if path.name.endswith(COMPRESSED)]:
+        raise ConfigError(f"{packed[0]} is compressed, and its samples cannot be indexed; unpack it to a .tar (gunzip)")
+    spans = [_shard_spans(path) for path in paths]
+    which = np.repeat(np.arange(len(paths), dtype=np.int32), list(map(len, spans)))
+    return ShardRows(shards=tuple(paths), which=which, spans=np.concatenate(spans))
 
 
-@contextmanager
-def readable(source: Source) -> Iterator[None]:
-    """Raise what the file system refuses as a ConfigError that names the source."""
+def _shard_spans(path: Path) -> np.ndarray:
+    """int64 [N, 2] of one shard."""
+    spans: dict[str, list[int]] = {}
+    last = None
     try:
-        yield
-    except OSError as error:
-        name = source if isinstance(source, str | os.PathLike) else f"the list of {len(source)} files"
-        raise ConfigError(f"{name} cannot be read: {error}; check that this user may read it, and all of it") from error
-
-
-def find_rows(source: Source, split: str) -> tuple[Rows, str]:
-    """The receipts of a real source (their two columns) and its name for messages."""
-    with readable(source):
-        rows, name = find_stored(source, split)
-    return (rows.only(COLUMNS, name) if isinstance(rows, StoredRows) else rows), name
-
-
-def check_source(source: Any) -> None:
-    """Refuse a source unless it can be the name of a data set.
-
-    Raises:
-        ConfigError: it is samples, or nothing.
-    """
-    is_list = isinstance(source, Sequence) and not isinstance(source, bytes | bytearray)
-    if isinstance(source, str | os.PathLike) or (is_list and all(isinstance(p, str | os.PathLike) for p in source)):
-        return
-    of = f" of {type(source[0]).__name__}" if is_list else ""
-    raise ConfigError(
-        "what is opened is a file, a list of files, a folder or a hub id, each by its name; got a "
-        f"{type(source).__name__}{of}. Samples that are in memory, such as a list of dicts or a datasets.Dataset, need "
-        "no opening: give them to VLMCollator, to a DataLoader or to the trainer as they are (receipts: what "
-        "to_conversation makes of them)"
-    )
-
-
-def find_stored(source: Source, split: str) -> tuple[StoredRows | ImageFolder | ShardRows, str]:
-    """The rows of a real source, whatever their columns, and its name for messages."""
-    check_source(source)
-    if not isinstance(source, str | os.PathLike):
-        paths = [Path(name).expanduser() for pattern in source for name in expand(os.fspath(pattern))]
-        kind = "tar shards" if paths and _is_shard(paths[0]) else "parquet files"
-        return _named_rows(paths, split), f"{len(paths)} {kind}"
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return _folder_rows(path, split), str(source)
-    if _is_shard(path):
-        return _named_rows([Path(name) for name in expand(str(path))], split), str(source)
-    if path.is_file() or path.suffix == ".parquet":
-        return _named_rows([path], split), str(source)
-    if isinstance(source, str) and _HUB_ID.fullmatch(source) and path.suffix not in JSON_FILES:
-        return _hub_rows(source, split), source
-    raise ConfigError(
-        f"{str(source)!r} is no file or folder here and no hub id; give a folder or file that is there, or an "
-        "id such as 'naver-clova-ix/cord-v2'"
-    )
-
-
-def complete_row(row: Mapping[str, Any], name: str, *, index: int) -> Mapping[str, Any]:
-    """The row of a receipt, if all of it is there.
-
-    Raises:
-        SampleError: it has no image, or no ground truth.
-    """
-    missing = [column for column in COLUMNS if row.get(column) is None]
-    if missing:
-        fault = f"{' and '.join(missing)} missing in {name} (the record has {', '.join(row) or 'nothing'})"
-        remedy = "CORD records have an image and a ground_truth"
-        raise SampleError(f"{fault}; {remedy}", index=index, reason="missing_column")
-    return row
-
-
-def _folder_rows(folder: Path, split: str) -> StoredRows | ImageFolder | ShardRows:
-    for read in (energon_rows, _saved_in, _parquet_in, _shards_in, archive_in):
-        rows = read(folder, split)
-        if rows is not None:
-            return rows
-    if json_files := sorted(path.name for path in folder.iterdir() if path.suffix in JSON_FILES):
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                key = _key(member)
+                if key is not None:
+                    if key in spans and key != last:
+                        raise ConfigError(
+                            f"{path} holds files of {key!r} in two places; those of a sample follow each other: write "
+                            "it again with `tar --sort=name`"
+                        )
+                    stop = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+                    spans.setdefault(key, [member.offset, stop])[1] = stop
+                last = key
+    except tarfile.TarError as error:
         raise ConfigError(
-            f"{folder} holds {', '.join(json_files[:6])}{', ...' if len(json_files) > 6 else ''}, and which of them "
-            f"are samples is not known: name the file, such as {folder / json_files[0]}, or give a list of files"
-        )
-    content = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-    raise ConfigError(
-        f"{folder} holds no CORD data or table for split {split!r} (it holds: {content}); expected a dataset saved by "
-        f"datasets, {split}-*.parquet files, tar shards, or {in_files(split)}/image with {in_files(split)}/json"
-    )
+            f"{path} cannot be read as a tar file that is not compressed: {error}; unpack `.gz` and the like with "
+            "gunzip, or download it again"
+        ) from error
+    if not spans:
+        raise ConfigError(f"{path} holds no samples: files such as 0001.jpg and 0001.json, named alike up to a dot")
+    return np.asarray(list(spans.values()), np.int64)
 
 
-_SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")
-"""Files of which `save_to_disk` writes one or more."""
+def _key(member: tarfile.TarInfo) -> str | None:
+    """The sample of a file; None: a folder, or a file that WebDataset passes over too."""
+    match = _NAME.fullmatch(member.name)
+    is_meta = Path(member.name).name.startswith((".", "__"))
+    return match["key"] if member.isfile() and match and not is_meta else None
 
 
-def _is_shard(path: Path) -> bool:
+def _part(name: str, data: bytes) -> Any:
+    """A part by the end of its name: JSON parsed, text decoded, a medium still encoded; else its bytes."""
+    end = Path(name).suffix.lower()
+    if end == ".json":
+        try:
+            return json.loads(data)
+        except ValueError as error:
+            raise ValueError(f"{name} is no JSON ({error})") from error
+    if end in (".txt", ".text"):
+        return data.decode("utf-8").strip()
+    return {"bytes": data, "path": name} if any(end in ends for ends in _MEDIA.values()) else data
+
+
+def _columns(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the JSON, the media that it names or else all of them, and every other part under its own name."""
+    described = parts.get("json", {})
+    if not isinstance(described, dict | list):
+        raise ValueError(f"its JSON is a {type(described).__name__}; a sample is an object, or a list of turns")
+    media = {name: part for name, part in parts.items() if isinstance(part, dict) and {"bytes", "path"} == set(part)}
+    row, named = _with_media(described if isinstance(described, dict) else {"conversations": described}, media)
+    rest = {name: part for name, part in parts.items() if name != "json" and name not in media}
+    unnamed = {name: part for name, part in media.items() if name not in named}
+    if named:
+        rest |= unnamed
+    for kind, ends in {} if named else _MEDIA.items():
+        values = [part for name, part in unnamed.items() if f".{name}".endswith(ends)]
+        if values and any(row.get(name) is not None for name in (kind, f"{kind}s")):
+            raise ValueError(f"its JSON names another {kind} than its parts {', '.join(unnamed)}; correct the name")
+        if values:
+            row |= {kind: values[0]} if len(values) == 1 else {f"{kind}s": values}
+    if clash := next((name for name in rest if name in row), None):
+        raise ValueError(f"its JSON has the key {clash!r}, and it has a part of that name; rename one of them")
+    return {**row, **rest}
+
+
+def _with_media(row: dict[str, Any], media: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """Put media where the JSON names them: by their part, `1.jpg`, or by the name of their file."""
+    named: set[str] = set()
+    files = {Path(part["path"]).name: name for name, part in media.items()}
+    files |= {part["path"]: name for name, part in media.items()} | {name: name for name in media}
+
+    def put(value: Any, key: str) -> Any:
+        if isinstance(value, str) and key not in _CONTENTS:
+            name = files.get(value, files.get(value.lower()))
+            if name is None:
+                return value
+            named.add(name)
+            return media[name]
+        if isinstance(value, list):
+            return [put(item, key) for item in value]
+        if isinstance(value, dict):
+            return put_each(value)
+        return value
+
+    def put_each(value: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: put(item, key) if key in (*_PATHS, *_CONTENTS) else item for key, item in value.items()}
+
+    return put_each(row), named
+
+
+def expand(pattern: str) -> list[str]:
+    """Return the names of a pattern, `shard-{000..012}.tar`, as WebDataset writes them."""
+    match = _RANGE.search(pattern)
+    if match is None:
+        return [pattern]
+    numbers = [str(number).zfill(len(match[1])) for number in range(int(match[1]), int(match[2]) + 1)]
+    return [name for number in numbers for name in expand(pattern[: match.start()] + number + pattern[match.end() :])]
+
+
+# ---------------------------------------------------------------------- files and folders of tables and shards
+
+ALIASES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+"""Names of splits in files and folders -> the splits; as `datasets` reads them."""
+_SHARD = re.compile(r"(?P<split>\w+(\.\w+)*)-\d{5}-of-\d{5}.*")
+_WORDS = re.compile(r"[-._ 0-9]+")
+
+
+def is_shard(path: Path) -> bool:
+    """Return whether a file is named as a tar shard is, packed or not."""
     return path.name.endswith((".tar", *COMPRESSED))
 
 
-def _parquet_in(folder: Path, split: str) -> StoredRows | None:
-    files = _files_of(folder, split, ".parquet")
-    return None if files is None else _parquet_rows(files)
-
-
-def _shards_in(folder: Path, split: str) -> ShardRows | None:
-    files = _files_of(folder, split, ".tar")
-    return None if files is None else shard_rows(files)
-
-
-def _files_of(folder: Path, split: str, end: str) -> list[Path] | None:
-    """The files of a split, by their names; None: the folder holds none of this kind.
+def named_rows(paths: Sequence[Path]) -> StoredRows | ShardRows:
+    """The rows of parquet files or tar shards that were named one by one: they are one split, whatever it is called.
 
     Raises:
-        ConfigError: there are none of this split, or it is not known which are.
+        ConfigError: they are not there, or not of one kind.
     """
-    files = [path for path in sorted(folder.rglob(f"*{end}")) if not _is_hidden(path.relative_to(folder))]
-    if not files:
-        return None
+    are_shards = {is_shard(path) for path in paths}
+    if len(are_shards) > 1:
+        raise ConfigError("a list holds tar shards and other files; give files of one kind, and mix the data sets")
+    absent = [str(path) for path in paths if not path.is_file()]
+    if absent or not paths:
+        kind = "shard" if True in are_shards else "parquet file"
+        raise ConfigError(f"no such {kind}: {', '.join(absent[:6]) or 'the list is empty'}; check the path")
+    return _shard_rows(paths) if True in are_shards else _parquet_rows(paths)
+
+
+def folder_rows(folder: Path, split: str) -> StoredRows | ShardRows:
+    """The rows of a split in a folder: of `save_to_disk`, of parquet files or of tar shards.
+
+    Raises:
+        ConfigError: there are none, or it is not known which files are meant.
+    """
+    if (folder / ".nv-meta").is_dir():
+        raise ConfigError(
+            f"{folder} was prepared by Energon, whose splits and fields are not read here: write JSONL or WebDataset "
+            "shards with Energon's own loader, or name the shards in a list"
+        )
+    if any((folder / name).is_file() for name in ("dataset_dict.json", "dataset_info.json", "state.json")):
+        return _saved_rows(folder, split)
+    for kind, read in ((".parquet", _parquet_rows), (".tar", _shard_rows)):
+        files = [path for path in sorted(folder.rglob(f"*{kind}")) if not _is_hidden(path.relative_to(folder))]
+        if files:
+            return read(_of_split(files, folder, split, kind[1:]))
+    if json_files := sorted(path for path in folder.iterdir() if path.suffix in JSON_FILES):
+        raise ConfigError(
+            f"{folder} holds {_some(json_files, folder)}, and which of them are samples is not known: name the file, "
+            f"such as {json_files[0]}, or give a list of files"
+        )
+    content = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+    raise ConfigError(
+        f"{folder} holds no table for split {split!r} (it holds: {content}); expected a dataset saved by datasets, "
+        f"{split}-*.parquet files or tar shards"
+    )
+
+
+def _of_split(files: Sequence[Path], folder: Path, split: str, kind: str) -> list[Path]:
     wanted, splits = ALIASES.get(split, split), {path: _split_of(path.relative_to(folder)) for path in files}
     chosen = [path for path in files if splits[path] == wanted]
     unnamed = [path for path in files if splits[path] is None] if wanted == "train" else []
@@ -305,13 +537,15 @@ def _files_of(folder: Path, split: str, end: str) -> list[Path] | None:
     if not (chosen or unnamed):
         names = ", ".join(sorted({repr(name or "train") for name in splits.values()}))
         raise ConfigError(
-            f"no {end[1:]} file of split {split!r} under {folder}; its files are of {names}: {_some(files, folder)}; "
+            f"no {kind} file of split {split!r} under {folder}; its files are of {names}: {_some(files, folder)}; "
             "pass one of these as split, or give the files themselves"
         )
-    if json_files := _json_in_folders_of(chosen or unnamed):
+    # An object in a file of JSON beside them describes the data set; lines or a list may be the samples.
+    beside = sorted({path for file in chosen or unnamed for path in file.parent.iterdir() if path.suffix in JSON_FILES})
+    if beside := [path for path in beside if path.suffix != ".json" or is_array(path)]:
         raise ConfigError(
-            f"{folder} holds {end[1:]} files and {_some(json_files, folder)}: which of them are samples is not known; "
-            f"give a list of the {end[1:]} files, or of the files of JSON"
+            f"{folder} holds {kind} files and {_some(beside, folder)}: which of them are samples is not known; give a "
+            f"list of the {kind} files, or of the files of JSON"
         )
     return chosen or unnamed
 
@@ -320,20 +554,13 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith((".", "__")) for part in path.parts)
 
 
-def _json_in_folders_of(files: Sequence[Path]) -> list[Path]:
-    """Files of JSON in the folders of these that may hold samples; an object that describes them all is none."""
-    folders = sorted({path.parent for path in files})
-    paths = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in JSON_FILES]
-    return [path for path in paths if path.suffix != ".json" or is_array(path)]
-
-
 def _some(paths: Sequence[Path], folder: Path) -> str:
     names = [str(path.relative_to(folder)) for path in paths]
     return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
 
 
 def _split_of(path: Path) -> str | None:
-    """The split that a parquet file is of, by the names of its folders and its own, as `datasets` reads them.
+    """The split that a file is of, by the names of its folders and its own, as `datasets` reads them.
 
         data/train_sft-00000-of-00004.parquet    'train_sft': all that stands in front of the number of a shard
         validation/0000.parquet                  'validation', of the outermost folder that names one
@@ -352,73 +579,3 @@ def _split_of(path: Path) -> str | None:
         if splits:
             return splits.pop()
     return None
-
-
-def _named_rows(paths: list[Path], split: str) -> StoredRows | ShardRows:
-    """Files that were named one by one: their names decide nothing, and may contradict another split."""
-    are_shards = [_is_shard(path) for path in paths]
-    if any(are_shards):
-        if not all(are_shards):
-            raise ConfigError("a list holds tar shards and other files; give files of one kind, and mix the data sets")
-        check_files(paths)
-    absent = [str(path) for path in paths if not path.is_file()]
-    if absent or not paths:
-        raise ConfigError(f"no such parquet file: {', '.join(absent) or 'the list is empty'}; check the path")
-    names = {_split_of(Path(path.name)) for path in paths} - {ALIASES.get(split, split), None}
-    if split != "train" and names:  # "train" is the default
-        name = sorted(filter(None, names))[0]
-        raise ConfigError(
-            f"a file named after split {name!r} was given for split {split!r}; files that are named are read whatever "
-            "they are called, so leave split= out"
-        )
-    return shard_rows(paths) if any(are_shards) else _parquet_rows(paths)
-
-
-def _parquet_rows(paths: list[Path]) -> StoredRows:
-    datasets = _datasets(f"parquet file {paths[0]}")
-    try:
-        table = datasets.Dataset.from_parquet([str(path) for path in paths])
-    except OSError as error:
-        raise ConfigError(
-            f"{paths[0]} cannot be read, or not be copied into the cache of datasets: {error}; HF_DATASETS_CACHE names "
-            "another folder for that"
-        ) from error
-    except Exception as error:  # datasets and pyarrow raise many kinds for a broken file
-        raise ConfigError(f"{paths[0]} cannot be read as parquet: {error}; download it again") from error
-    return StoredRows(table=table.with_format("arrow"))
-
-
-def _saved_in(folder: Path, split: str) -> StoredRows | None:
-    if not any((folder / name).is_file() for name in _SAVED):
-        return None
-    datasets = _datasets(f"folder {folder}")
-    try:
-        saved = datasets.load_from_disk(str(folder))
-    except Exception as error:  # datasets and pyarrow raise many kinds for a broken folder
-        raise ConfigError(f"{folder} cannot be read as a saved dataset: {error}; save it again") from error
-    if isinstance(saved, datasets.DatasetDict):
-        if split not in saved:
-            raise ConfigError(f"no split {split!r} in {folder}; it holds {', '.join(saved)}")
-        saved = saved[split]
-    elif saved.split is not None and str(saved.split) != split:
-        raise ConfigError(f"{folder} holds split {str(saved.split)!r}, not {split!r}; pass split={str(saved.split)!r}")
-    return StoredRows(table=saved.with_format("arrow"))
-
-
-def _hub_rows(source: str, split: str) -> StoredRows:
-    datasets = _datasets(f"hub id {source!r}")
-    try:
-        table = datasets.load_dataset(source, split=split)
-    except Exception as error:  # no network, no such repository, no such split: each library layer has its own kind
-        raise ConfigError(
-            f"{source!r} is no local folder, and the hub did not give its split {split!r}: {error}; check the id, the "
-            "split and the network, or give a local copy"
-        ) from error
-    return StoredRows(table=table.with_format("arrow"))
-
-
-def _datasets(source: str) -> Any:
-    check_extra("data", "datasets", needed_by=f"reading {source}")
-    import datasets
-
-    return datasets

@@ -25,15 +25,12 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, final
 
 import numpy as np
 
-from vlmpack.data.containers import check_whole
-from vlmpack.data.pixels import ImageError
-from vlmpack.data.sources import open_source
+from vlmpack.data.images import ImageError, open_source
 from vlmpack.errors import check_extra
 
 VideoSource = bytes | bytearray | memoryview | str | Path | Mapping
@@ -42,6 +39,8 @@ VideoSource = bytes | bytearray | memoryview | str | Path | Mapping
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
 """libav's names of the containers that are opened. Playlists are not: they name other files and addresses."""
 _WITHOUT_TIMES = "avi"
+_FIRST_BOXES = (b"ftyp", b"styp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
+"""Names of boxes with which mp4 and mov begin."""
 _RIGHT_ANGLES = (0, 90, 180, 270)
 
 
@@ -125,7 +124,7 @@ def decode_frames(
     with _opened(source, limits) as video:
         scan = video.scan()
     if indices[-1] >= len(scan.shown):
-        raise _fewer(indices[-1], len(scan.shown))
+        raise _undecodable(f"frame {indices[-1]} is wanted, and only {len(scan.shown)} can be decoded")
     decoded = 0
     if scan.has_times:
         with _opened(source, limits) as video:
@@ -164,16 +163,7 @@ def open_video(source: VideoSource, *, limits: VideoLimits = DEFAULT_VIDEO_LIMIT
     Raises:
         ImageError: there are none, they cannot be read, or they are more than the limits allow.
     """
-    check_bytes = partial(_check_bytes, limits=limits)
-    remedy = "give the path of its file, its bytes, a {'bytes', 'path'} dict, or a list of frames"
-    file = open_source(source, kind="video", remedy=remedy, check_bytes=check_bytes)
-    try:
-        check_bytes(file.seek(0, io.SEEK_END))
-    except ImageError:
-        file.close()
-        raise
-    file.seek(0)
-    return file
+    return open_source(source, kind="video", max_bytes=limits.max_bytes)
 
 
 # ---------------------------------------------------------------------- one open file
@@ -237,7 +227,6 @@ class _Video:
         index = self.stream.index_entries
         if not self.stream.frames or self.stream.frames != len(index):
             return None
-        self._check_count(len(index))
         count = sum(not entry.is_discard for entry in index)
         self._check_count(count)
         return count
@@ -337,22 +326,44 @@ def _opened(source: VideoSource, limits: VideoLimits) -> Iterator[_Video]:
     from av.error import FFmpegError
 
     with open_video(source, limits=limits) as file:
-        check_whole(file)
+        size = file.seek(0, io.SEEK_END)
+        if (end := _end_of(file, size)) > size:
+            raise _undecodable(f"it was cut short: by its own structure it has {end} bytes, and {size} are there")
+        file.seek(0)
+        options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": ""}
+        # Titles in other encodings than UTF-8 are no fault of the video; PyAV 19 has no such argument any more.
+        titles = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
         try:
-            with _container(av, file) as container:
+            with av.open(file, options=options, **titles) as container:
                 yield _Video(container, limits)
         except (FFmpegError, UnicodeDecodeError) as error:  # the latter: names of damaged streams
             raise _undecodable(f"libav cannot read it ({type(error).__name__}: {error})") from error
 
 
-def _container(av: Any, file: IO[bytes]) -> Any:
-    options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": ""}
-    return av.open(file, options=options, **_titles(av))
+def _end_of(file: IO[bytes], size: int) -> int:
+    """Where a file ends by its own structure, as far as that is there; 0: it does not say.
 
-
-def _titles(av: Any) -> dict[str, Any]:
-    """Titles in other encodings than UTF-8 are no fault of the video; PyAV 19 has no such argument any more."""
-    return {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
+    libav reads what is there of a file that was cut short, and reports nothing.
+    """
+    file.seek(0)
+    head = file.read(64)
+    if head.startswith(b"RIFF"):  # avi: the size of the first chunk; one that was written to a pipe has none
+        length = int.from_bytes(head[4:8], "little")
+        return 8 + length if 0 < length < 0xFFFFFF00 else 0
+    if head.startswith(b"\x1a\x45\xdf\xa3"):  # mkv, webm: the size of the segment; a live recording has none
+        at = head.find(b"\x18\x53\x80\x67") + 4
+        more = 8 - head[at].bit_length() if 4 <= at < len(head) else 8
+        value = int.from_bytes(head[at : at + more + 1], "big") & ((1 << 7 * (more + 1)) - 1)
+        return 0 if more == 8 or value == (1 << 7 * (more + 1)) - 1 else at + more + 1 + value
+    at = 0  # mp4, mov: the size in front of each box of the outermost level
+    while head[4:8] in _FIRST_BOXES and at + 8 <= size:
+        file.seek(at)
+        box = file.read(16)
+        length = int.from_bytes(box[8:] if box[:4] == b"\0\0\0\1" else box[:4], "big")
+        if length < 8 or not box[4:8].isalnum():  # 0: up to the end of the file; no box: a trailer of the camera
+            break
+        at += length
+    return at
 
 
 def _is_cover(stream: Any) -> bool:
@@ -381,22 +392,7 @@ def _first_from(frames: Iterator[Any], time: int) -> Any:
         return None
 
 
-def _check_bytes(size: int, limits: VideoLimits) -> None:
-    if not size:
-        raise _undecodable("the file is empty (0 bytes)")
-    if size > limits.max_bytes:
-        raise ImageError(
-            f"the file of the video has {size} bytes, more than VideoLimits.max_bytes={limits.max_bytes}; encode it "
-            "again or raise the limit",
-            "video_too_large",
-        )
-
-
 def _undecodable(fault: str) -> ImageError:
     return ImageError(
         f"the video cannot be decoded: {fault}; write the file again or drop the sample", "video_undecodable"
     )
-
-
-def _fewer(index: int, count: int) -> ImageError:
-    return _undecodable(f"frame {index} is wanted, and only {count} can be decoded")

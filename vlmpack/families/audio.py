@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.families.media import MediaItems
-from vlmpack.layout.batch import AUDIO, IMAGE, VIDEO, Grid, HostMetadata, Media
+from vlmpack.families.media import MediaItems, media_starts
+from vlmpack.layout.batch import AUDIO, IMAGE, VIDEO, Grid, HostMetadata, Media, check_tensor
 from vlmpack.layout.device import on_host, require, to_device
 from vlmpack.layout.segments import Segments
 
@@ -82,12 +82,8 @@ class AudioPart:
             raise LayoutError(f"there are {there} without {missing}; keep both as the processor gives them")
         bins = config.audio_config.num_mel_bins
         expected = (len(frames), bins, mask.shape[1])
-        if not isinstance(features, torch.Tensor) or tuple(features.shape) != expected:
-            shape = list(features.shape) if isinstance(features, torch.Tensor) else type(features).__name__
-            raise LayoutError(
-                f"input_features must be [audios, mel bins, frames], here {list(expected)} by feature_attention_mask "
-                f"and the model, got {shape}; use the processor that belongs to the model"
-            )
+        what = f"[audios, mel bins, frames], here {list(expected)} by feature_attention_mask and the model"
+        check_tensor("input_features", features, expected, what)
 
     def longest_of_samples(self, types: torch.Tensor, segments: Segments, metadata: HostMetadata) -> np.ndarray:
         """int64 [N]: frames of the longest audio of the sample of each audio.
@@ -137,13 +133,6 @@ def _counted(types: torch.Tensor, segments: Segments) -> tuple[int, ...]:
     return tuple(len(media_starts(kinds_T[start:stop], AUDIO)) for start, stop in segments.spans)
 
 
-def media_starts(kinds_L: np.ndarray, *of: int) -> np.ndarray:
-    """int64: where runs of tokens of these kinds begin, in the kinds of the tokens of a sample."""
-    begins = np.isin(kinds_L, of)
-    begins[1:] &= kinds_L[1:] != kinds_L[:-1]
-    return np.flatnonzero(begins)
-
-
 # ---------------------------------------------------------------------- positions that the model's own code computes
 
 
@@ -174,7 +163,7 @@ class AskModel:
     """Multimodal rotary positions, of which those of a sample with videos are the installed `get_rope_index`'s.
 
     A video, or an image of several frames, moves what follows by its length in time there, in float32 where the model
-    has fractions of positions. All other samples follow from grids, as of `MRope`.
+    has fractions of positions. All other samples follow from grids, as of `Rotary`.
     """
 
     of_sample: PositionsOfSample

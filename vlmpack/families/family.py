@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,19 +16,18 @@ from torch import nn
 
 from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.audio import AskModel, AudioPart, SampleMedia, check_markers
-from vlmpack.families.frames import WindowRule, frame_segments, window_segments
-from vlmpack.families.media import ExpectedRuns, MediaItems, check_runs, media_items, row_positions
-from vlmpack.families.rules import (
-    LogitsRule,
-    MRope,
-    OneAxis,
+from vlmpack.families.media import (
+    ExpectedRuns,
+    MediaItems,
     VideoPlacement,
+    check_runs,
     check_seconds,
-    plain_logits,
+    frames_as_images,
+    kinds_between,
+    media_items,
+    row_positions,
     single_run,
-    without_head,
 )
-from vlmpack.families.shared_placeholder import frames_as_images, kinds_between
 from vlmpack.families.spans import Prefix, Sees, types_on_host
 from vlmpack.families.tiles import (
     QWEN_MEDIA,
@@ -37,14 +37,33 @@ from vlmpack.families.tiles import (
     TileTokens,
     check_tiles,
     counted_tokens,
+    find_media,
     patches_in,
 )
-from vlmpack.families.units import find_media
 from vlmpack.layout.batch import AUDIO, IMAGE, VIDEO, Grid, HostMetadata, Media
 from vlmpack.layout.device import outside_graph
 from vlmpack.layout.media_units import FindMedia
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments
+
+LogitsRule = Callable[[torch.Tensor, Any], torch.Tensor]
+"""The output of the head, and the text part's configuration, to logits."""
+
+
+def plain_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
+    """Take the head's output as logits."""
+    return output
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """Rotary positions: time, height and width by the grids of images and videos, or the place in the sample alone."""
+
+    axes: int = 3
+    """Rotary positions of a token, 3 or 1."""
+    start: int = 0
+    """Position of the first token."""
 
 
 @final
@@ -64,7 +83,7 @@ class Family:
     mechanisms: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
     """The mechanisms of its decoder layers beside plain attention: of each of `vlmpack.model`, by its name, the names
     of its parts."""
-    positions_rule: MRope | AskModel | OneAxis = field(default_factory=MRope)
+    positions_rule: Rotary | AskModel = field(default_factory=Rotary)
     """The rotary positions of its text part."""
     videos: VideoPlacement = single_run
     """The way in which its processor writes videos as tokens."""
@@ -260,7 +279,7 @@ class Family:
         videos = media_items(grids, self.merge(config), "video")
         if not len(grids) and not len(seconds):
             return videos
-        return self.videos(videos, seconds, self.vision_config(config)) if self.has_grids else videos
+        return self.videos(videos, seconds, config.vision_config) if self.has_grids else videos
 
     def _check_takes(self, grids: Sequence[Grid]) -> None:
         if grids and not self.has_vision:
@@ -348,23 +367,16 @@ class Family:
                 videos = replace(metadata, image_tokens=tokens, images_per_sample=metadata.videos_per_sample)
                 check_tiles(types, segments, videos, kind=VIDEO)
             return
-        expected = (
+        expected = [
             ExpectedRuns(kind=IMAGE, name="image", items=images, per_sample=metadata.images_per_sample),
             ExpectedRuns(kind=VIDEO, name="video", items=videos, per_sample=metadata.videos_per_sample),
-        )
-        check_runs(types, segments, (*expected, *self._audio_runs(metadata, config)))
+        ]
+        if self.audio is not None:
+            audios, counts = self.audio.items(metadata.audio_frames, config), metadata.audios_per_sample
+            expected.append(ExpectedRuns(kind=AUDIO, name="audio", measure="frames", items=audios, per_sample=counts))
+        check_runs(types, segments, expected)
         if isinstance(self.positions_rule, AskModel) and row is not None:
             check_markers(row.input_ids, types, segments, config)
-
-    def _audio_runs(self, metadata: HostMetadata, config: Any) -> tuple[ExpectedRuns, ...]:
-        """The runs of audio tokens that a row has to have."""
-        if self.audio is None:
-            return ()
-        items = self.audio.items(metadata.audio_frames, config)
-        of_row = ExpectedRuns(
-            kind=AUDIO, name="audio", measure="frames", items=items, per_sample=metadata.audios_per_sample
-        )
-        return (of_row,)
 
     def video_runs(self, grids: Sequence[Grid], config: Any) -> list[int]:
         """Tokens of each run of placeholders that these videos stand for: whole videos, or single frames."""
@@ -428,9 +440,9 @@ class Family:
         """Every set of boundaries that blocks of the vision tower attend within, for one call with these grids."""
         if not self.vision_windows:
             return (frame_segments(grids),)
-        vision = self.vision_config(config)
-        window = WindowRule(window=vision.window_size // vision.patch_size, merge=vision.spatial_merge_size)
-        return frame_segments(grids), window_segments(grids, window)
+        vision = config.vision_config
+        window = vision.window_size // vision.patch_size
+        return frame_segments(grids), window_segments(grids, window=window, merge=vision.spatial_merge_size)
 
     def patch_channels(self, config: Any) -> int:
         """Numbers that make up one patch, C of `pixel_values` [P, C]."""
@@ -438,7 +450,7 @@ class Family:
 
     def patch_shape(self, config: Any) -> tuple[int, ...]:
         """Shape of one patch in `pixel_values` [P, ...] of images with grids."""
-        vision = self.vision_config(config)
+        vision = config.vision_config
         if not self.flat_patches:
             return getattr(vision, "num_channels", 3), vision.patch_size, vision.patch_size
         frames = vision.temporal_patch_size if self.patches_of_frames else 1
@@ -448,7 +460,7 @@ class Family:
         """Patches of all pixels of a family whose images have no grids: padding of tiles to a common size included."""
         tensors = media.to_hf()
         pixels = [tensors[name] for name in self.pixel_names if name in tensors]
-        return patches_in(pixels, self.vision_config(config))
+        return patches_in(pixels, config.vision_config)
 
     # ------------------------------------------------------------------ parts of the model
 
@@ -496,10 +508,6 @@ class Family:
         """The text part's configuration: of a text model the configuration itself."""
         return config.text_config if self.has_vision else config
 
-    def vision_config(self, config: Any) -> Any:
-        """The vision part's configuration."""
-        return config.vision_config
-
     def merge(self, config: Any) -> int:
         """Patches merged into one token along each side; 1 of a model whose images have no grids.
 
@@ -508,7 +516,7 @@ class Family:
         """
         if not self.has_grids:
             return 1
-        vision = self.vision_config(config)
+        vision = config.vision_config
         if not hasattr(vision, "merge_kernel_size"):
             return vision.spatial_merge_size
         rows, columns = vision.merge_kernel_size
@@ -518,3 +526,65 @@ class Family:
                 "use a merge_kernel_size of as many rows as columns"
             )
         return rows
+
+
+# ---------------------------------------------------------------------- boundaries of vision towers
+
+
+def frame_segments(grids: Sequence[Grid]) -> Segments:
+    """One segment for each frame of each image or video: h * w patches.
+
+    The same boundaries as `transformers.vision_utils.get_vision_cu_seqlens`.
+    """
+    return Segments.from_lengths([h * w for t, h, w in grids for _ in range(t)])
+
+
+def window_segments(grids: Sequence[Grid], *, window: int, merge: int) -> Segments:
+    """One segment for each window of each frame, in the order in which the tower lays windows out.
+
+    The same boundaries as Qwen2.5-VL's `get_window_index` gives after its empty windows are taken out.
+
+    Args:
+        grids: (frames, rows, columns) in patches of each image or video.
+        window: the side of a window, in patches.
+        merge: patches merged into one token along each side; windows hold whole tokens.
+    """
+    side = window // merge
+    lengths: list[int] = []
+    for t, h, w in grids:
+        rows, columns = pieces(h // merge, side), pieces(w // merge, side)
+        lengths += [row * column * merge**2 for row in rows for column in columns] * t
+    return Segments.from_lengths(lengths)
+
+
+def pieces(tokens: int, side: int) -> list[int]:
+    """`tokens` in pieces of `side`, the last one shorter."""
+    whole, rest = divmod(tokens, side)
+    return [side] * whole + [rest] * bool(rest)
+
+
+# ---------------------------------------------------------------------- models whose text part holds the head
+
+
+@final
+class WithoutHead(nn.Module):
+    """A model whose text part holds the head, as a module that is given a row: its own forward, for which the head
+    leaves rows alone (the mechanism `inner_head`). No part of the model, and without parameters."""
+
+    def __init__(self, model: nn.Module, stock_class: Any) -> None:
+        super().__init__()
+        self._model, self._stock_class = weakref.ref(model), stock_class
+
+    def forward(self, **inputs: Any) -> Any:
+        """Call the model's own forward."""
+        return self._stock_class.forward(self._model(), **inputs)
+
+
+def without_head(model: nn.Module, stock_class: Any) -> WithoutHead:
+    """Return the model as one without its head, ever the same object."""
+    if model not in _WITHOUT_HEAD:
+        _WITHOUT_HEAD[model] = WithoutHead(model, stock_class)
+    return _WITHOUT_HEAD[model]
+
+
+_WITHOUT_HEAD: weakref.WeakKeyDictionary[nn.Module, WithoutHead] = weakref.WeakKeyDictionary()

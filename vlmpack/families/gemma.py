@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vlmpack.families.rules import OneAxis
+from vlmpack.families.family import Rotary
 from vlmpack.families.spans import ImageSpans, Prefix
 from vlmpack.families.text import capped_logits
 from vlmpack.families.tiled import tiled_family
@@ -55,43 +55,35 @@ def _sees_images(text_config: Any) -> bool:
     return text_config.use_bidirectional_attention == "vision"
 
 
+_WITH_PLACES = {
+    "token_types": "mm_token_type_ids",
+    "media": {"pixel_values": Join(), "image_position_ids": Join()},
+    "logits": capped_logits,
+}
+
 GEMMA = (
-    tiled_family(
-        "gemma3",
-        "Gemma3ForConditionalGeneration",
-        "Gemma3Processor",
-        tile_tokens=_tokens_of_images,
-        token_types="token_type_ids",
-        sees=ImageSpans(),
-    ),
+    tiled_family("gemma3", "Gemma3", tile_tokens=_tokens_of_images, token_types="token_type_ids", sees=ImageSpans()),
     tiled_family(
         "gemma4",
-        "Gemma4ForConditionalGeneration",
-        "Gemma4Processor",
+        "Gemma4",
         tile_tokens=_tokens_of_patches,
-        token_types="mm_token_type_ids",
-        media={"pixel_values": Join(), "image_position_ids": Join()},
         sees=ImageSpans(layers="sliding", enabled=_sees_images),
-        logits=capped_logits,
+        **_WITH_PLACES,
     ),
     tiled_family(
         "gemma4_unified",
-        "Gemma4UnifiedForConditionalGeneration",
-        "Gemma4UnifiedProcessor",
+        "Gemma4Unified",
         oldest_transformers=(5, 23),
         vision_path="model.embed_vision",
         tile_tokens=_tokens_of_merged_patches,
-        token_types="mm_token_type_ids",
-        media={"pixel_values": Join(), "image_position_ids": Join()},
         sees=ImageSpans(enabled=_sees_images, beyond_window=True),
-        logits=capped_logits,
+        **_WITH_PLACES,
     ),
     tiled_family(
         "paligemma",
-        "PaliGemmaForConditionalGeneration",
-        "PaliGemmaProcessor",
+        "PaliGemma",
         oldest_transformers=(5, 23),
-        positions_rule=OneAxis(start=1),
+        positions_rule=Rotary(axes=1, start=1),
         tile_tokens=_tokens_of_tower,
         sees=Prefix(),
         logits=_prefix_logits,

@@ -7,7 +7,7 @@
     videos       frames as images            none                    two frames a token      frames see each other
     experts      4.5V                        none                    of text, of images      DeepSeek-V3's
 
-Frames of GLM-4V's videos have the placeholder of images (`shared_placeholder.py`). Kimi takes images alone here: its
+Frames of GLM-4V's videos have the placeholder of images (`media.frames_as_images`). Kimi takes images alone here: its
 tokens of a video are means over all frames of a clip.
 """
 
@@ -15,57 +15,52 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlmpack.families.family import Family
-from vlmpack.families.rules import OneAxis, run_of_pairs, run_per_frame
+from vlmpack.families.family import Family, Rotary
+from vlmpack.families.media import run_of_pairs, run_per_frame
 from vlmpack.families.tiles import QWEN_MEDIA, Join
 
 _IMAGES = {"pixel_values": Join(), "image_grid_thw": Join()}
 """Patches and grids of images, one after the other."""
 
 
-def _glm(model_type: str, model_class: str, processor: str, **settings: Any) -> Family:
-    """A model of GLM-4V's kind.
+def _family(model_type: str, name: str, *, processor: str | None = None, **settings: Any) -> Family:
+    """A family with classes of this name.
 
-    `media_over_ranks` is False: its tower has places for features of images, which ranks that compute other images than
-    those of their tokens were not tested with.
+    `media_over_ranks` is False: these towers were not tested with features of images on other ranks than their tokens.
     """
     return Family(
         model_type=model_type,
-        model_class=model_class,
-        processor=processor,
+        model_class=f"{name}ForConditionalGeneration",
+        processor=processor or f"{name}Processor",
         patch_size=14,
         media_over_ranks=False,
-        media=QWEN_MEDIA,
-        videos=run_per_frame,
-        videos_as_images=True,
         **settings,
     )
 
 
+_GLM = {"media": QWEN_MEDIA, "videos": run_per_frame, "videos_as_images": True}
+
 GRIDS = (
-    _glm("glm4v", "Glm4vForConditionalGeneration", "Glm4vProcessor"),
-    _glm("glm46v", "Glm46VForConditionalGeneration", "Glm46VProcessor"),
-    _glm(
+    _family("glm4v", "Glm4v", **_GLM),
+    _family("glm46v", "Glm46V", **_GLM),
+    _family(
         "glm4v_moe",
-        "Glm4vMoeForConditionalGeneration",
-        "Glm4vProcessor",
+        "Glm4vMoe",
+        processor="Glm4vProcessor",
         mechanisms={"experts": {"layer": "mlp", "router": "gate"}},
+        **_GLM,
     ),
-    _glm("glm_ocr", "GlmOcrForConditionalGeneration", "Glm46VProcessor", keeps_row={"": "blocks"}),
-    Family(
-        model_type="paddleocr_vl",
-        model_class="PaddleOCRVLForConditionalGeneration",
-        processor="PaddleOCRVLProcessor",
+    _family("glm_ocr", "GlmOcr", processor="Glm46VProcessor", keeps_row={"": "blocks"}, **_GLM),
+    _family(
+        "paddleocr_vl",
+        "PaddleOCRVL",
         blocks_path="vision_model.encoder.layers",
-        patch_size=14,
         flat_patches=False,
-        media_over_ranks=False,
         media=_IMAGES,
     ),
-    Family(
-        model_type="ernie4_5_vl_moe",
-        model_class="Ernie4_5_VLMoeForConditionalGeneration",
-        processor="Ernie4_5_VLMoeProcessor",
+    _family(
+        "ernie4_5_vl_moe",
+        "Ernie4_5_VLMoe",
         mechanisms={
             "experts": {
                 "layer": "mlp",
@@ -75,24 +70,19 @@ GRIDS = (
             }
         },
         expert_types="moe_mm_token_type_ids",
-        patch_size=14,
         patches_of_frames=False,
-        media_over_ranks=False,
         media=QWEN_MEDIA,
         videos=run_of_pairs,
         oldest_transformers=(5, 23),
         vision_path="model.vision_tower",
     ),
-    Family(
-        model_type="kimi_k25",
-        model_class="Kimi_K25ForConditionalGeneration",
-        processor="Kimi_K25Processor",
+    _family(
+        "kimi_k25",
+        "Kimi_K25",
         mechanisms={"experts": {"layer": "mlp", "router": "gate"}},
-        positions_rule=OneAxis(),
+        positions_rule=Rotary(axes=1),
         token_types=None,
-        patch_size=14,
         flat_patches=False,
-        media_over_ranks=False,
         media=_IMAGES,
         oldest_transformers=(5, 23),
         vision_path="model.vision_tower",

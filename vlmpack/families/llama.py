@@ -29,7 +29,7 @@ from vlmpack.families.text import text_family
 from vlmpack.families.tiled import tiled_family
 
 
-def shuffled_tiles(tensors: Mapping[str, torch.Tensor], config: Any) -> Sequence[int]:
+def tokens_of_tiles(tensors: Mapping[str, torch.Tensor], config: Any) -> Sequence[int]:
     """Every row of `pixel_values` [N, 3, H, W], a tile or a whole image, makes a token of each square of patches that
     `pixel_shuffle_ratio` makes one."""
     vision = config.vision_config
@@ -45,15 +45,14 @@ _MECHANISMS = {
 LLAMA = (
     tiled_family(
         "llama4",
-        "Llama4ForConditionalGeneration",
-        "Llama4Processor",
+        "Llama4",
         oldest_transformers=(5, 23),
         mechanisms=_MECHANISMS,
         backbone_path="",
         text_path="language_model.model",
         vision_path="vision_model",
         head_path="language_model.lm_head",
-        tile_tokens=shuffled_tiles,
+        tile_tokens=tokens_of_tiles,
     ),
     text_family(
         "llama4_text", "Llama4ForCausalLM", oldest_transformers=(5, 23), mechanisms=_MECHANISMS, text_type="llama4"

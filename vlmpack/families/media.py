@@ -19,16 +19,21 @@ N media items or runs, M media tokens, T row tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import prod
+from types import SimpleNamespace
+from typing import Any, final
 
 import numpy as np
 import torch
 
-from vlmpack.errors import LayoutError
-from vlmpack.layout.batch import IMAGE, VIDEO, Grid
+from vlmpack.errors import FamilyError, LayoutError
+from vlmpack.families.spans import types_on_host
+from vlmpack.layout.batch import IMAGE, VIDEO, Grid, HostMetadata, Media, check_tensor
 from vlmpack.layout.device import on_host, require, to_device
+from vlmpack.layout.row import PackedRow, metadata_of_tree
 from vlmpack.layout.segments import Segments
 
 
@@ -158,10 +163,7 @@ def _check(types: torch.Tensor | None, segments: Segments, images: MediaItems, v
                 "mm_token_type_ids, so their tokens cannot be found; keep what the processor returns under that name"
             )
         return
-    if tuple(types.shape) != (1, segments.total):
-        raise LayoutError(
-            f"mm_token_type_ids is {list(types.shape)} but the segments describe a row of [1, {segments.total}]"
-        )
+    check_tensor("mm_token_type_ids", types, (1, segments.total), f"[1, {segments.total}], as the row is")
     if needed > segments.total:
         raise LayoutError(
             f"the grids of {len(images.grids)} images and {len(videos.grids)} videos (or frames) stand for {needed} "
@@ -228,13 +230,19 @@ def check_runs(types: torch.Tensor, segments: Segments, expected: Sequence[Expec
     Raises:
         LayoutError: it is not so; on the host it names the sample, its run and its grid.
     """
-    if on_host(types):
-        row_runs = _RowRuns(types, segments)
+    if not on_host(types):
         for runs in expected:
-            row_runs.check(runs)
+            require(_as_expected(types[0], segments, runs), _SOMEWHERE.format(runs.name), LayoutError)
         return
+    kinds_T = types[0].numpy()
+    begins_T = np.ones(len(kinds_T), bool)
+    np.not_equal(kinds_T[1:], kinds_T[:-1], out=begins_T[1:])
+    begins_T[_edges(segments)] = True
+    starts = np.flatnonzero(begins_T)
+    kinds, lengths = kinds_T[starts], np.diff(starts, append=len(kinds_T))
     for runs in expected:
-        require(_as_expected(types[0], segments, runs), _SOMEWHERE.format(runs.name), LayoutError)
+        of_kind = kinds == runs.kind
+        _check_kind(runs, starts[of_kind], lengths[of_kind], segments)
 
 
 _REMEDY = (
@@ -247,94 +255,63 @@ _SOMEWHERE = "a run of {0} placeholders is not as long as its grid says, or lies
 # ---------------------------------------------------------------------- on the host
 
 
-@final
-class _RowRuns:
-    """The runs that a row has."""
-
-    def __init__(self, types: torch.Tensor, segments: Segments) -> None:
-        kinds_T = types[0].numpy()
-        begins_T = np.ones(len(kinds_T), bool)
-        np.not_equal(kinds_T[1:], kinds_T[:-1], out=begins_T[1:])
-        begins_T[_edges(segments)] = True
-        self._starts = np.flatnonzero(begins_T)
-        self._lengths = np.diff(self._starts, append=len(kinds_T))
-        self._kinds = kinds_T[self._starts]
-        self._segments = segments
-
-    def check(self, runs: ExpectedRuns) -> None:
-        """Raise a `LayoutError` where these are not the runs of one kind."""
-        of_kind, sizes = self._kinds == runs.kind, runs.sizes
-        starts, lengths = self._starts[of_kind], self._lengths[of_kind]
-        if lengths.sum() != sizes.sum():
+def _check_kind(runs: ExpectedRuns, starts: np.ndarray, lengths: np.ndarray, segments: Segments) -> None:
+    """Raise a `LayoutError` where these are not the runs of one kind."""
+    name, sizes, medium, counted = runs.name, runs.sizes, runs.items.medium, runs.samples
+    samples, shared = _samples_at(starts, segments), min(len(lengths), len(sizes))
+    first = int(np.append(lengths[:shared] != sizes[:shared], True).argmax())  # that is not the next medium
+    if lengths.sum() != sizes.sum():
+        raise LayoutError(
+            f"{_sample_of(first, runs, lengths, samples)}the {name} {runs.measure} make {sizes.sum()} tokens, but the "
+            f"row has another number of {name} placeholders, {lengths.sum()}; every placeholder needs its medium, and "
+            "the other way round"
+        )
+    if first < shared:
+        stop, follows = starts[first] + lengths[first], samples[first + 1 : first + 2]
+        cut_short = lengths[first] < sizes[first] and stop in starts
+        if not cut_short or follows[0] in (samples[first], PADDING):
+            part = "a frame of " if (medium == medium[first]).sum() > 1 else ""
             raise LayoutError(
-                f"{self._sample_of_another_number(runs, starts, lengths)}the {runs.name} {runs.measure} make "
-                f"{sizes.sum()} tokens, but the row has another number of {runs.name} placeholders, {lengths.sum()}; "
-                "every placeholder needs its medium, and the other way round"
+                f"sample {samples[first]}: a run of {lengths[first]} {name} placeholders begins at place "
+                f"{starts[first]} of the row, but {part}{name} {medium[first]}, which is next, makes {sizes[first]} "
+                f"tokens; {_REMEDY}"
             )
-        if not len(starts):
-            return
-        samples = _samples_at(starts, self._segments)
-        if len(lengths) != len(sizes) or (lengths != sizes).any():
-            raise LayoutError(self._differing(runs, starts, lengths, samples))
-        if samples.min() == PADDING:
-            at = int(starts[samples.argmin()])
-            raise LayoutError(f"place {at} of the row is padding, but has {runs.name} placeholders; {_REMEDY}")
-        medium = runs.items.medium
-        if len(split := np.flatnonzero((medium[1:] == medium[:-1]) & (samples[1:] != samples[:-1]))):
-            raise LayoutError(self._split(runs, int(medium[split[0]]), int(samples[split[0] + 1])))
-        counted = runs.samples
-        if counted is not None and (counted != samples).any():
-            at = int((counted != samples).argmax())
-            raise LayoutError(
-                f"{runs.name} {medium[at]} of the row lies in sample {samples[at]}, but the host metadata says that it "
-                f"belongs to sample {counted[at]}; leave the metadata out of a batch whose tokens were moved"
-            )
-
-    def _sample_of_another_number(self, runs: ExpectedRuns, starts: np.ndarray, lengths: np.ndarray) -> str:
-        """The first sample whose placeholders are not as many as its media make, in words; "" if that is not known."""
-        if (of_run := runs.samples) is None:
-            return self._first_unlike(runs, starts, lengths)
-        count, at = len(runs.per_sample), _samples_at(starts, self._segments)
-        expected, found = (
-            np.bincount(of[of >= 0], weights=sizes[of >= 0], minlength=count)
-            for of, sizes in ((of_run, runs.sizes), (at, lengths))
+        raise LayoutError(_split(name, int(medium[first]), int(follows[0]), segments))
+    if PADDING in samples:
+        at = int(starts[samples.argmin()])
+        raise LayoutError(f"place {at} of the row is padding, but has {name} placeholders; {_REMEDY}")
+    if len(split := np.flatnonzero((medium[1:] == medium[:-1]) & (samples[1:] != samples[:-1]))):
+        raise LayoutError(_split(name, int(medium[split[0]]), int(samples[split[0] + 1]), segments))
+    if counted is not None and (counted != samples).any():
+        at = int((counted != samples).argmax())
+        raise LayoutError(
+            f"{name} {medium[at]} of the row lies in sample {samples[at]}, but the host metadata says that it belongs "
+            f"to sample {counted[at]}; leave the metadata out of a batch whose tokens were moved"
         )
-        differs = np.flatnonzero(expected[:count] != found[:count])
-        if not len(differs):
+
+
+def _sample_of(first: int, runs: ExpectedRuns, lengths: np.ndarray, samples: np.ndarray) -> str:
+    """The first sample with another number of placeholders than its media make, in words; "" if it is not known."""
+    name, sizes, counted = runs.name, runs.sizes, runs.samples
+    if counted is not None:
+        most = max([len(runs.per_sample), *(samples + 1)])
+        makes = np.bincount(counted, weights=sizes, minlength=most)
+        has = np.bincount(samples[samples >= 0], weights=lengths[samples >= 0], minlength=most)
+        if not (differs := np.flatnonzero(makes != has)).size:  # padding has them
             return ""
-        sample = int(differs[0])
-        return f"sample {sample} has {found[sample]:.0f} {runs.name} placeholders for {expected[sample]:.0f} tokens: "
+        at = differs[0]
+        return f"sample {at} has {has[at]:.0f} {name} placeholders for {makes[at]:.0f} tokens: "
+    if first == len(lengths) or samples[first] == PADDING:
+        return ""
+    tokens = f"its next {name} makes {sizes[first]}" if first < len(sizes) else f"no {name} is left"
+    return f"sample {samples[first]} has a run of {lengths[first]}, but {tokens}: "
 
-    def _first_unlike(self, runs: ExpectedRuns, starts: np.ndarray, lengths: np.ndarray) -> str:
-        """The sample of the first run that is not of the next medium, in words; "": media are left over."""
-        shared = min(len(lengths), len(runs.sizes))
-        unlike = np.append(lengths[:shared] != runs.sizes[:shared], True)
-        if (first := int(unlike.argmax())) == len(lengths):
-            return ""
-        sample = _samples_at(starts[first : first + 1], self._segments)[0]
-        tokens = f"its next {runs.name} makes {runs.sizes[first]}" if first < shared else f"no {runs.name} is left"
-        return "" if sample == PADDING else f"sample {sample} has a run of {lengths[first]}, but {tokens}: "
 
-    def _differing(self, runs: ExpectedRuns, starts: np.ndarray, lengths: np.ndarray, samples: np.ndarray) -> str:
-        """The first run that is not as expected; there is one among those that both have, as the totals agree."""
-        sizes, count = runs.sizes, min(len(lengths), len(runs.sizes))
-        at = int((lengths[:count] != sizes[:count]).argmax())
-        stop = int(starts[at] + lengths[at])
-        medium, sample = int(runs.items.medium[at]), int(samples[at])
-        if lengths[at] < sizes[at] and stop in starts and samples[at + 1] not in (sample, PADDING):
-            return self._split(runs, medium, int(samples[at + 1]))
-        part = "a frame of " if (runs.items.medium == medium).sum() > 1 else ""
-        return (
-            f"sample {sample}: a run of {lengths[at]} {runs.name} placeholders begins at place {starts[at]} of the "
-            f"row, but {part}{runs.name} {medium}, which is next, makes {sizes[at]} tokens; {_REMEDY}"
-        )
-
-    def _split(self, runs: ExpectedRuns, medium: int, sample: int) -> str:
-        return (
-            f"{runs.name} {medium} of the row is cut in two where sample {sample} starts, at place "
-            f"{self._segments.stride[sample]} of the row: move that boundary of cu_seqlens_q before the {runs.name}, "
-            "or behind it"
-        )
+def _split(name: str, medium: int, sample: int, segments: Segments) -> str:
+    return (
+        f"{name} {medium} of the row is cut in two where sample {sample} starts, at place {segments.stride[sample]} of "
+        f"the row: move that boundary of cu_seqlens_q before the {name}, or behind it"
+    )
 
 
 def _edges(segments: Segments) -> list[int]:
@@ -387,3 +364,247 @@ def _continues(runs: ExpectedRuns) -> np.ndarray:
     continues = np.ones(sizes.sum(), bool)
     continues[sizes.cumsum() - sizes] = False
     return continues
+
+
+def media_starts(kinds_L: np.ndarray, *of: int) -> np.ndarray:
+    """int64: where runs of tokens of these kinds begin, in the kinds of the tokens of a sample."""
+    begins = np.isin(kinds_L, of)
+    begins[1:] &= kinds_L[1:] != kinds_L[:-1]
+    return np.flatnonzero(begins)
+
+
+# ---------------------------------------------------------------------- videos
+
+VideoPlacement = Callable[[MediaItems, Sequence[float], Any], MediaItems]
+"""Runs of tokens of whole videos, seconds from one grid of each to the next, and the vision configuration, to the runs
+that the family's processor writes and the distances of their frames."""
+
+
+def single_run(videos: MediaItems, seconds: Sequence[float], vision: Any) -> MediaItems:
+    """Place a video as one run of tokens, its frames one position apart."""
+    return videos
+
+
+def run_per_frame(videos: MediaItems, seconds: Sequence[float], vision: Any) -> MediaItems:
+    """Place every frame of a video as a run of its own, like an image; time stamps are text between."""
+    frames = np.repeat(videos.grids * (0, 1, 1) + (1, 0, 0), videos.grids[:, 0], axis=0)
+    medium = np.repeat(videos.medium, videos.grids[:, 0])
+    return MediaItems(grids=frames, interval=np.ones(len(frames), np.float32), medium=medium)
+
+
+def run_of_pairs(videos: MediaItems, seconds: Sequence[float], vision: Any) -> MediaItems:
+    """Place a video as one run of tokens, each of several frames (`temporal_merge_size`), one position apart.
+
+    Raises:
+        LayoutError: frames are left over, of which the model makes no token.
+    """
+    size = vision.temporal_merge_size
+    if (odd := videos.grids[:, 0] % size).any():
+        at = int(odd.argmax())
+        raise LayoutError(
+            f"video {at}: its grid has {videos.grids[at, 0]} frames, and the model makes a token of {size} each; "
+            "repeat its last frame, as the model's processor does"
+        )
+    return replace(videos, grids=videos.grids // (size, 1, 1))
+
+
+def timed_run(
+    videos: MediaItems, seconds: Sequence[float], vision: Any, *, whole_seconds: bool | None = None
+) -> MediaItems:
+    """Place a video as one run of tokens, its frames as many positions apart as they are in time.
+
+    `whole_seconds`: round the seconds between frames down before use, as older transformers do; None: as the installed
+    transformers does.
+    """
+    if not len(seconds):
+        seconds = (1.0,) * len(videos.grids)
+    if len(seconds) != len(videos.grids):
+        raise LayoutError(
+            f"there are {len(videos.grids)} videos but seconds_per_grid has {len(seconds)} values; give one for each "
+            "video (the processor's second_per_grid_ts), or none"
+        )
+    check_seconds(seconds)
+    if whole_seconds is None:
+        whole_seconds = truncates_seconds()
+    # float32 all the way: the model computes with the float32 tensor second_per_grid_ts
+    times = np.asarray(seconds, np.float32)
+    rate = np.float32(vision.tokens_per_second)
+    return replace(videos, interval=rate * (np.trunc(times) if whole_seconds else times))
+
+
+def check_seconds(seconds: Sequence[float], videos_per_sample: Sequence[int] = ()) -> None:
+    """Insist on times from one grid of each video to the next.
+
+    Args:
+        seconds: one for each video of a row.
+        videos_per_sample: the videos of each sample, which name it; empty: not known.
+
+    Raises:
+        LayoutError: one is NaN, infinite or negative.
+    """
+    for at, value in enumerate(seconds):
+        if not 0 <= value < float("inf"):
+            samples = np.repeat(np.arange(len(videos_per_sample)), videos_per_sample)
+            of_sample = f"sample {samples[at]}: " if at < len(samples) else ""
+            raise LayoutError(
+                f"{of_sample}video {at}: seconds_per_grid is {value}; it must be a finite time, not negative: give "
+                "what the processor makes (second_per_grid_ts; Qwen-Omni: video_second_per_grid)"
+            )
+
+
+@cache
+def truncates_seconds() -> bool:
+    """Return whether the installed transformers rounds `second_per_grid_ts` down to whole seconds.
+
+    5.17 does, 5.23 does not. The function itself is tried, not the version read: a video of three frames 0.7 s apart,
+    at 4 positions a second, lies at 0, 2, 5 or, with whole seconds, at 0, 0, 0.
+
+    Raises:
+        FamilyError: it does neither.
+    """
+    from transformers import Qwen2_5_VLModel
+
+    model: Any = Qwen2_5_VLModel  # its methods are called on a stand-in that has only what they read
+    vision = SimpleNamespace(spatial_merge_size=1, tokens_per_second=4)
+    stand_in = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
+    stand_in.get_vision_position_ids = partial(model.get_vision_position_ids, stand_in)
+    tokens = torch.full((1, 3), 2, device="cpu")
+    positions, _ = model.get_rope_index(
+        stand_in,
+        tokens,
+        mm_token_type_ids=tokens,
+        video_grid_thw=torch.tensor([[3, 1, 1]], device="cpu"),
+        second_per_grid_ts=torch.tensor([0.7], device="cpu"),
+    )
+    times = positions[0, 0].tolist()
+    if times not in ([0, 2, 5], [0, 0, 0]):
+        raise FamilyError(
+            f"qwen2_5_vl: the installed transformers puts three frames 0.7 s apart at {times}; vlmpack supports "
+            "[0, 2, 5] and [0, 0, 0]. Its video positions would be wrong: use a version of the supported range"
+        )
+    return times == [0, 0, 0]
+
+
+# ---------------------------------------------------------------------- videos with the placeholder of images
+
+# GLM-4V writes images and the frames of videos with one placeholder, so that a call of its own code takes one kind.
+# To its tower and its positions a frame is an image: rows hand frames on as images, in the order of their tokens.
+#
+#     sample    x ( [ i i ] 0 [ i i ] 1 ) x   x [ i i i ] x       two samples: a video of two frames, an image
+#     kinds     0 0 0 2 2 0 0 0 2 2 0 0 0 0   0 0 1 1 1 0 0       `(` and `)` start and end a video
+#     grids     (2, 2, 4)                     (1, 2, 6)
+#     handed on (1, 2, 4), (1, 2, 4), (1, 2, 6)                   all as images, in the order of the row
+
+
+def kinds_between(
+    input_ids: torch.Tensor, config: Any, *, segments: Segments | None = None, column: torch.Tensor | None = None
+) -> torch.Tensor:
+    """0 text, 1 image, 2 video for each token, int64 in the shape of `input_ids`. No host–device sync.
+
+    Args:
+        input_ids: [1, T] of a row, [B, S] of a batch, or [L].
+        config: the model's configuration.
+        segments: the row's samples; None: each row of `input_ids` is one, as in the family's processor.
+        column: what a caller gives as `mm_token_type_ids`, which decides between images and videos: configurations of
+            checkpoints may name other tokens than their tokenizers have. None: tokens that start and end videos do.
+    """
+    is_placeholder = input_ids == config.image_token_id
+    if column is not None and column.shape == input_ids.shape:
+        return torch.where(is_placeholder, torch.where(column == VIDEO, VIDEO, IMAGE), 0)
+    opened = (input_ids == config.video_start_token_id).long() - (input_ids == config.video_end_token_id).long()
+    depth = opened.cumsum(-1)
+    if segments is not None:
+        first_T = torch.arange(segments.total, device=depth.device) - segments.position_in_segment(depth.device)
+        depth = depth - (depth - opened).index_select(-1, first_T)
+    return torch.where(is_placeholder, torch.where(depth > 0, VIDEO, IMAGE), 0)
+
+
+def frames_as_images(
+    row: PackedRow, types: torch.Tensor, metadata: HostMetadata, model_type: str
+) -> tuple[Media, tuple[Grid, ...]]:
+    """Replace the videos of a row by their frames, as images in the order of its placeholders.
+
+    A row with images and videos whose metadata do not count them by sample, or have no `type_runs` of a prefix tree,
+    takes one host–device sync on a device.
+
+    Args:
+        row: whose media are those of the samples, or of its prefix tree.
+        types: [1, T], 0 text, 1 image, 2 video.
+        metadata: with the grids of images and videos of the samples.
+        model_type: of the family, for errors.
+
+    Returns:
+        The media, and their grids.
+
+    Raises:
+        LayoutError: a sample has images and videos, or the metadata count other media.
+    """
+    media, tree = row.media, row.tree
+    computed = metadata if tree is None else metadata_of_tree(metadata, tree)
+    images, frames = computed.image_grids, _frames(computed)
+    if not frames:
+        return media, images
+    assert media.pixel_values_videos is not None, "their patches were counted"
+    pixels, grids = media.pixel_values_videos, frames
+    if images:
+        assert media.pixel_values is not None, "their patches were counted"
+        counts_S2 = _media_of_samples(types, row.segments, metadata)
+        _check_apart(counts_S2, (len(metadata.image_grids), len(_frames(metadata))), model_type)
+        if tree is not None:  # its nodes have whole media, in its order
+            types_T = types_on_host(types, row.segments, metadata.type_runs)
+            counts_S2 = _counted_by_tokens(types_T[tree.source().numpy()], tree.nodes)
+        pixels, grids = _interleaved(counts_S2, (images, frames), (media.pixel_values, media.pixel_values_videos))
+    table = to_device(np.asarray(grids, np.int64), pixels.device)
+    return Media(pixel_values=pixels, image_grid_thw=table), grids
+
+
+def _media_of_samples(types: torch.Tensor, segments: Segments, metadata: HostMetadata) -> np.ndarray:
+    """int64 [S, 2]: images and frames of each sample."""
+    images, videos = metadata.images_per_sample, metadata.videos_per_sample
+    if len(images) == len(videos) == segments.num_samples:
+        lengths = np.append(0, np.cumsum([count for count, _, _ in metadata.video_grids]))
+        last = np.minimum(np.cumsum(videos), len(lengths) - 1)
+        return np.stack([np.asarray(images), np.diff(lengths[last], prepend=0)], 1)
+    return _counted_by_tokens(types_on_host(types, segments, metadata.type_runs), segments)
+
+
+def _counted_by_tokens(types_T: np.ndarray, segments: Segments) -> np.ndarray:
+    """int64 [S, 2]: runs of placeholders of images, and of frames, in each segment."""
+    of_segments = [types_T[start:stop] for start, stop in segments.spans]
+    return np.asarray([[len(media_starts(kinds, kind)) for kind in (IMAGE, VIDEO)] for kinds in of_segments])
+
+
+def _frames(metadata: HostMetadata) -> tuple[Grid, ...]:
+    """A grid for each frame of all videos."""
+    return tuple((1, rows, columns) for count, rows, columns in metadata.video_grids for _ in range(count))
+
+
+def _check_apart(counts_S2: np.ndarray, totals: tuple[int, int], model_type: str) -> None:
+    if tuple(counts_S2.sum(0)) != totals:
+        raise LayoutError(
+            f"the samples have {counts_S2[:, 0].tolist()} images and {counts_S2[:, 1].tolist()} frames of videos, but "
+            f"the row has grids of {totals[0]} and {totals[1]}; leave the metadata out of a batch that was changed"
+        )
+    if (both := counts_S2.all(1)).any():
+        raise LayoutError(
+            f"sample {int(both.argmax())} has images and videos, which {model_type} writes with one placeholder: its "
+            "own code takes either, and refuses such a sample. Leave one of them out, or give frames as images"
+        )
+
+
+def _interleaved(
+    counts_S2: np.ndarray, grids: tuple[Sequence[Grid], ...], pixels: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, tuple[Grid, ...]]:
+    """Patches of images and frames in the order of samples, each of which has one kind, and their grids."""
+    parts: list[torch.Tensor] = []
+    order: list[Grid] = []
+    used, patches = [0, 0], [0, 0]
+    for counts in counts_S2.tolist():
+        for kind, count in enumerate(counts):
+            taken = grids[kind][used[kind] : used[kind] + count]
+            size = sum(map(prod, taken))
+            parts.append(pixels[kind][patches[kind] : patches[kind] + size])
+            order += taken
+            used[kind] += count
+            patches[kind] += size
+    return torch.cat(parts), tuple(order)

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from vlmpack.families.audio import AskModel, AudioPart, SampleMedia, media_starts
-from vlmpack.families.family import Family
-from vlmpack.families.frames import pieces
+from vlmpack.families.family import Family, pieces
 from vlmpack.families.tiles import QWEN_MEDIA, Join
 from vlmpack.layout.batch import AUDIO, IMAGE, VIDEO
 from vlmpack.layout.segments import Segments

@@ -8,7 +8,7 @@ others        a frame is a run of tokens, placed like an image
 from __future__ import annotations
 
 from vlmpack.families.family import Family
-from vlmpack.families.rules import run_per_frame, timed_run
+from vlmpack.families.media import run_per_frame, timed_run
 from vlmpack.families.text import text_family
 
 _GATED_DELTA = {"layer": "linear_attn"}

@@ -162,10 +162,7 @@ def types_on_host(types_1T: torch.Tensor, segments: Segments, known: Sequence[Ty
     for (first, _), runs in zip(segments.spans, known, strict=False):
         for start, stop, kind in runs:
             types_T[first + start : first + stop] = kind
-    device = types_1T.device
-    differs_T = (types_1T[0] != to_device(types_T, device)) & ~segments.padding_mask(device)
-    message = "type_runs of the host metadata are not the types of the row's tokens; leave the metadata out"
-    require(~differs_T.any(), message, LayoutError)
+    _require_equal(types_1T[0], types_T, segments, "type_runs", "the types of the row's tokens")
     return types_T
 
 
@@ -189,10 +186,7 @@ def runs_of_row(types_1T: torch.Tensor, segments: Segments, known: Sequence[Runs
     expected_T = np.zeros(segments.total, bool)
     for start, stop in runs:
         expected_T[start:stop] = True
-    device = types_1T.device
-    is_media_T = (types_1T[0] > 0) & ~segments.padding_mask(device)
-    message = "media_runs of the host metadata are not where this row has media tokens; leave the metadata out"
-    require((is_media_T == to_device(expected_T, device)).all(), message, LayoutError)
+    _require_equal(types_1T[0] > 0, expected_T, segments, "media_runs", "where this row has media tokens")
     return tuple(runs)
 
 
@@ -218,11 +212,15 @@ def prefixes_of_row(column_1T: torch.Tensor, segments: Segments, known: Sequence
                 "they have to be 0 from its first token to the last of the prompt, and 1 from there on"
             )
     if compared:
-        device = column_1T.device
-        differs = (column_1T[0] != to_device(expected_T, device)) & ~segments.padding_mask(device)
-        message = f"media_runs of the host metadata are not the prefixes of {name}; leave the metadata out"
-        require(~differs.any(), message, LayoutError)
+        _require_equal(column_1T[0], expected_T, segments, "media_runs", f"the prefixes of {name}")
     return tuple(runs)
+
+
+def _require_equal(of_row_T: torch.Tensor, known_T: np.ndarray, segments: Segments, name: str, what: str) -> None:
+    """Compare metadata, 0 on padding, with the row where that lies; what stands on its padding does not matter."""
+    device = of_row_T.device
+    agree_T = of_row_T.masked_fill(segments.padding_mask(device), 0) == to_device(known_T, device)
+    require(agree_T.all(), f"{name} of the host metadata are not {what}; leave the metadata out", LayoutError)
 
 
 def _shown(values: np.ndarray) -> str:

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from vlmpack.families.family import Family
-from vlmpack.families.rules import OneAxis
+from vlmpack.families.family import Family, Rotary
 
 # ---------------------------------------------------------------------- from the head's output to logits
 
@@ -38,7 +37,7 @@ def divided_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
 def text_family(model_type: str, model_class: str, **settings: Any) -> Family:
     """A family of text models: no processor, no vision, no media."""
     text: dict[str, Any] = {"processor": None, "text_path": "model", "vision_path": None, "media": {}}
-    text |= {"positions_rule": OneAxis(), "token_types": None}
+    text |= {"positions_rule": Rotary(axes=1), "token_types": None}
     return Family(model_type=model_type, model_class=model_class, **text, **settings)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -15,8 +16,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.families.family import Family
-from vlmpack.families.rules import OneAxis
+from vlmpack.families.family import Family, Rotary
 from vlmpack.families.tiles import Join
 from vlmpack.layout.media_units import Entries
 from vlmpack.layout.segments import Segments
@@ -24,15 +24,20 @@ from vlmpack.layout.segments import Segments
 Tensors = Mapping[str, torch.Tensor]
 
 
-def tiled_family(model_type: str, model_class: str, processor: str, **settings: Any) -> Family:
-    """A family whose images are rows of a batch or tiles, and whose text part has one position a token."""
+def tiled_family(model_type: str, name: str, *, processor: str | None = None, **settings: Any) -> Family:
+    """A family whose images are rows of a batch or tiles, and whose text part has one position a token.
+
+    `name`: that of its classes, `...ForConditionalGeneration` and, without `processor`, `...Processor`.
+    """
     tiled: dict[str, Any] = {
-        "positions_rule": OneAxis(),
+        "model_class": f"{name}ForConditionalGeneration",
+        "processor": processor or f"{name}Processor",
+        "positions_rule": Rotary(axes=1),
         "token_types": None,
         "vision_path": "model.vision_tower",
         "media": {"pixel_values": Join()},
     }
-    return Family(model_type=model_type, model_class=model_class, processor=processor, **{**tiled, **settings})
+    return Family(model_type=model_type, **{**tiled, **settings})
 
 
 # ---------------------------------------------------------------------- placeholder tokens of tiles and images
@@ -157,20 +162,13 @@ def patches_of_sizes(tensors: Tensors, config: Any) -> Sequence[Segments]:
     return [Segments.from_lengths((tensors["image_sizes"] // config.vision_config.patch_size).prod(-1).tolist())]
 
 
-def merged_windows(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Each image of `target_sizes` [N, 2], in patches, is merged `merger_times`, and once more inside the tower."""
-    return _merged(tensors["target_sizes"], config)
-
-
-def merged_windows_of_frames(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Windows of `merged_windows`, of each frame of a video, or tile of one, of `target_sizes_videos` [N, 2]."""
-    return _merged(tensors["target_sizes_videos"], config) if "target_sizes_videos" in tensors else ()
-
-
-def _merged(sizes_N2: torch.Tensor, config: Any) -> Sequence[int]:
+def merged_windows(tensors: Tensors, config: Any, *, sizes: str = "target_sizes") -> Sequence[int]:
+    """Each image of `target_sizes` [N, 2], in patches, is merged `merger_times`, and once more inside the tower; so is
+    each frame of a video, or tile of one, of `target_sizes_videos`."""
     rows, columns = (n**config.merger_times for n in config.merge_kernel_size)
     inner = 1 if config.downsample_mode == "4x" else 2
-    return [(height // (inner * rows)) * (width // (inner * columns)) for height, width in sizes_N2.tolist()]
+    sizes_N2 = tensors[sizes].tolist() if sizes in tensors else []
+    return [(height // (inner * rows)) * (width // (inner * columns)) for height, width in sizes_N2]
 
 
 def columns_of_targets(tensors: Tensors, config: Any) -> Mapping[str, Sequence[np.ndarray]]:
@@ -234,56 +232,33 @@ def _queries(pixels: torch.Tensor, config: Any) -> int:
 # ---------------------------------------------------------------------- the families
 
 _SIZES = {"pixel_values": Join(pad=True), "image_sizes": Join()}
-_ROWS_OF_TILES = {"pixel_values": Join(axis=1), "pixel_attention_mask": Join(axis=1)}
+
+_IDEFICS3 = {
+    "text_path": "model.text_model",
+    "vision_path": "model.vision_model",
+    "tile_tokens": tiles_with_pixels,
+    "tile_entries": places_of_tiles_with_pixels,
+    "media": {"pixel_values": Join(axis=1), "pixel_attention_mask": Join(axis=1)},
+}
+_COHERE2 = {"tile_tokens": shuffled_tiles, "text_type": "cohere2", "oldest_transformers": (5, 23)}
 
 TILED = (
-    tiled_family("internvl", "InternVLForConditionalGeneration", "InternVLProcessor", tile_tokens=tiles_of_one_size),
-    tiled_family(
-        "llava",
-        "LlavaForConditionalGeneration",
-        "LlavaProcessor",
-        tile_tokens=images_of_one_size,
-        media=_SIZES,
-    ),
-    tiled_family(
-        "llava_next",
-        "LlavaNextForConditionalGeneration",
-        "LlavaNextProcessor",
-        tile_tokens=tiles_by_size,
-        media=_SIZES,
-    ),
+    tiled_family("internvl", "InternVL", tile_tokens=tiles_of_one_size),
+    tiled_family("llava", "Llava", tile_tokens=images_of_one_size, media=_SIZES),
+    tiled_family("llava_next", "LlavaNext", tile_tokens=tiles_by_size, media=_SIZES),
     tiled_family(
         "llava_onevision",
-        "LlavaOnevisionForConditionalGeneration",
-        "LlavaOnevisionProcessor",
+        "LlavaOnevision",
         tile_tokens=tiles_of_single_images,
         video_tokens=pooled_frames,
         media=_SIZES | {"batch_num_images": Join(counts_images=True), "pixel_values_videos": Join()},
     ),
-    tiled_family(
-        "smolvlm",
-        "SmolVLMForConditionalGeneration",
-        "SmolVLMProcessor",
-        text_path="model.text_model",
-        vision_path="model.vision_model",
-        tile_tokens=tiles_with_pixels,
-        tile_entries=places_of_tiles_with_pixels,
-        media=_ROWS_OF_TILES,
-    ),
-    tiled_family(
-        "idefics3",
-        "Idefics3ForConditionalGeneration",
-        "Idefics3Processor",
-        text_path="model.text_model",
-        vision_path="model.vision_model",
-        tile_tokens=tiles_with_pixels,
-        tile_entries=places_of_tiles_with_pixels,
-        media=_ROWS_OF_TILES,
-    ),
+    tiled_family("smolvlm", "SmolVLM", **_IDEFICS3),
+    tiled_family("idefics3", "Idefics3", **_IDEFICS3),
     tiled_family(
         "mistral3",
-        "Mistral3ForConditionalGeneration",
-        "PixtralProcessor",
+        "Mistral3",
+        processor="PixtralProcessor",
         tile_tokens=merged_patches,
         tile_boundaries=patches_of_sizes,
         blocks_path="transformer.layers",
@@ -291,15 +266,14 @@ TILED = (
     ),
     tiled_family(
         "minicpmv4_6",
-        "MiniCPMV4_6ForConditionalGeneration",
-        "MiniCPMV4_6Processor",
+        "MiniCPMV4_6",
         mechanisms={"gated_delta": {"layer": "linear_attn"}},
         tile_tokens=merged_windows,
         tile_entries=columns_of_targets,
         tile_boundaries=patches_of_targets,
         blocks_path="encoder.layers",
         keeps_row={"vit_merger": "self_attn"},
-        video_tokens=merged_windows_of_frames,
+        video_tokens=partial(merged_windows, sizes="target_sizes_videos"),
         media={
             "pixel_values": Join(axis=3),
             "target_sizes": Join(),
@@ -311,29 +285,18 @@ TILED = (
     ),
     tiled_family(
         "lfm2_vl",
-        "Lfm2VlForConditionalGeneration",
-        "Lfm2VlProcessor",
+        "Lfm2Vl",
         mechanisms={"short_conv": {"layer": "conv"}},
         tile_tokens=shuffled_patches,
         media={"pixel_values": Join(pad=True), "pixel_attention_mask": Join(pad=True), "spatial_shapes": Join()},
         oldest_transformers=(5, 23),
         text_type="lfm2",
     ),
-    *(
-        tiled_family(
-            model_type,
-            f"{name}ForConditionalGeneration",
-            f"{name}Processor",
-            tile_tokens=shuffled_tiles,
-            text_type="cohere2",
-            oldest_transformers=(5, 23),
-        )
-        for model_type, name in (("cohere2_vision", "Cohere2Vision"), ("aya_vision", "AyaVision"))
-    ),
+    tiled_family("cohere2_vision", "Cohere2Vision", **_COHERE2),
+    tiled_family("aya_vision", "AyaVision", **_COHERE2),
     tiled_family(
         "deepseek_ocr2",
-        "DeepseekOcr2ForConditionalGeneration",
-        "DeepseekOcr2Processor",
+        "DeepseekOcr2",
         mechanisms={"experts": {"layer": "mlp", "router": "gate"}},
         tile_tokens=views_of_images,
         tile_entries=tiles_of_views,

@@ -16,18 +16,31 @@ N tiles or images, S samples, T row tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from vlmpack.errors import LayoutError
+from vlmpack.families.spans import Runs
 from vlmpack.layout.batch import IMAGE, VIDEO, HostMetadata, Media
 from vlmpack.layout.device import on_host, require, to_device
+from vlmpack.layout.media_units import (
+    Entries,
+    ImagesOfSamples,
+    MediaUnits,
+    RowMedia,
+    check_pixels_on_host,
+    units_of_grids,
+)
+from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments
+
+if TYPE_CHECKING:
+    from vlmpack.families.family import Family
 
 TileTokens = Callable[[Mapping[str, torch.Tensor], Any], Sequence[int]]
 """Media tensors by name, and the model's configuration, to the placeholder tokens of each tile or image, in order."""
@@ -164,38 +177,151 @@ def _per_sample(metadata: HostMetadata) -> np.ndarray | None:
     return ends[last] - ends[last - per_sample]
 
 
-def _first_that_differs(counted: np.ndarray, images: np.ndarray, expected: np.ndarray | None, noun: str) -> str:
-    """The first sample whose placeholders are not those of its images, in words; without the images of samples, the
-    first one that ends where no image does; "": all end so, and images are left over."""
-    differs = ~np.isin(counted.cumsum(), np.append(images.cumsum(), 0)) if expected is None else counted != expected
-    if not differs.any():
-        return ""
-    sample = int(differs.argmax())
-    of_images = f"ends where no {noun} does" if expected is None else f"has {noun}s of {expected[sample]} tokens"
-    return f"sample {sample} has {counted[sample]} {noun} placeholders and {of_images}: "
-
-
 def _check_on_host(counted: np.ndarray, total: int, images: np.ndarray, expected: np.ndarray | None, noun: str) -> None:
     if total != counted.sum():
         raise LayoutError(
             f"padding of the row has {total - counted.sum()} {noun} placeholders; {_REMEDY}, and padding has none"
         )
-    if total != images.sum():
+    differs = counted != expected
+    if expected is None:
+        differs = ~np.isin(counted.cumsum(), np.append(images.cumsum(), 0))
+    seen = ""
+    if differs.any():
+        at = int(differs.argmax())
+        seen = f"sample {at} has {counted[at]} {noun} placeholders"
+        if expected is not None:
+            seen += f", but its {noun}s make {expected[at]} tokens: "
+        elif total != images.sum():
+            seen += f" and ends where no {noun} does: "
+        else:
+            seen = f"sample {at} ends in the middle of an {noun}: "
+    if seen or total != images.sum():
         raise LayoutError(
-            f"{_first_that_differs(counted, images, expected, noun)}the row has {total} {noun} placeholders, but its "
-            f"{len(images)} {noun}s or tiles make {images.sum()} tokens; {_REMEDY}"
+            f"{seen}the row has {total} {noun} placeholders, but its {len(images)} {noun}s or tiles make "
+            f"{images.sum()} tokens; {_REMEDY}"
         )
-    if expected is not None and (counted != expected).any():
-        sample = int((counted != expected).argmax())
+
+
+# ---------------------------------------------------------------------- the media of a row, for shared prefixes
+
+
+def find_media(family: Family, config: Any, row: PackedRow) -> RowMedia:
+    """Find the media of a row.
+
+    Args:
+        family: of the model.
+        config: the model's configuration.
+        row: on the host; with a prefix tree its media are those that the tree computes.
+
+    Raises:
+        LayoutError: tensors that are not of this family, or that do not fit each other or the metadata; media on a
+            device.
+    """
+    tensors = row.media.to_hf()
+    if unknown := {*tensors} - {*family.media, "second_per_grid_ts"}:
+        raise LayoutError(f"the row has {min(unknown)}, which a {family.model_type} does not take; leave it out")
+    for tensor in tensors.values():
+        check_pixels_on_host(torch.as_tensor(tensor))
+    types = family.types_of_row(row, config)
+    of_row = RowMedia(metadata=row.host_metadata(), types=types)
+    if family.has_grids:
+        of_grids = units_of_grids(row)
+        of_row = replace(of_row, images=of_grids.images, videos=of_grids.videos)
+    else:
+        known = row.metadata_of_media().image_tokens
+        images, image_tokens = _tiles(family, config, tensors, family.tile_tokens, known, videos=False)
+        videos, video_tokens = _tiles(family, config, tensors, family.video_tokens, (), videos=True)
+        metadata = replace(
+            of_row.metadata,
+            image_tokens=of_row.metadata.image_tokens or image_tokens,
+            video_tokens=of_row.metadata.video_tokens or video_tokens,
+        )
+        of_row = replace(of_row, images=images, videos=videos, metadata=metadata)
+    if row.media.audio_mask is not None:
+        of_row = replace(of_row, audios=_audios(family, row, types))
+    return replace(of_row, metadata=_with_runs(of_row.metadata, family, config, row, types))
+
+
+_OF_VIDEOS = ("pixel_values_videos", "target_sizes_videos")
+"""Tensors of videos without grids."""
+
+
+def _tiles(
+    family: Family,
+    config: Any,
+    tensors: Mapping[str, torch.Tensor],
+    rule: TileTokens | None,
+    known: Sequence[int],
+    *,
+    videos: bool,
+) -> tuple[MediaUnits, tuple[int, ...]]:
+    """Images, or videos, that are tiles or rows of a batch, and the tokens of each tile; `known`: of each image."""
+    names = [name for name in tensors if (name in _OF_VIDEOS) == videos]
+    if rule is None or f"pixel_values{'_videos' * videos}" not in names:
+        return MediaUnits(), ()
+    tokens = tuple(int(count) for count in rule(tensors, config))
+    spans = _tiles_of_images(tokens, known or tokens)
+    entries = {} if family.tile_entries is None else family.tile_entries(tensors, config)
+    parts: dict[str, Entries | ImagesOfSamples] = {}
+    for name in names:
+        tensor, join = tensors[name], family.media[name]
+        if join.counts_images:
+            parts[name] = ImagesOfSamples(is_alone=[n == 1 for n in tensor.tolist() for _ in range(n)])
+            continue
+        of_tiles = entries.get(name) or list(np.arange(tensor.shape[join.axis])[:, None])
+        if len(of_tiles) != len(tokens):
+            raise LayoutError(
+                f"{name} is {list(tensor.shape)}, but the row has {len(tokens)} images or tiles; keep what the "
+                "processor gives"
+            )
+        parts[name] = Entries(of_medium=[_joined(of_tiles[start:stop]) for start, stop in spans], axis=join.axis)
+    return MediaUnits(parts=parts), tokens
+
+
+def _joined(entries: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.int64), *entries])
+
+
+def _tiles_of_images(tokens: Sequence[int], images: Sequence[int]) -> list[tuple[int, int]]:
+    """Begin and end, in tiles of so many tokens, of images of so many tokens.
+
+    Raises:
+        LayoutError: an image ends inside a tile, or there are other tokens.
+    """
+    ends = np.append(0, np.cumsum(tokens, dtype=np.int64))
+    edges = np.searchsorted(ends, np.append(0, np.cumsum(images, dtype=np.int64)))
+    if edges[-1] != len(tokens) or (ends[np.minimum(edges, len(tokens))][1:] != np.cumsum(images)).any():
         raise LayoutError(
-            f"sample {sample} has {counted[sample]} {noun} placeholders, but its {noun}s make {expected[sample]} "
-            f"tokens; {_REMEDY}"
+            f"the host metadata has images of {list(images)[:9]} tokens, but pixel_values and what came with it make "
+            f"images or tiles of {list(tokens)[:9]}; leave the metadata out of a batch whose images were changed"
         )
-    ends = counted.cumsum()
-    cut = ~np.isin(ends, np.append(images.cumsum(), 0))
-    if cut.any():
-        sample = int(cut.argmax())
-        raise LayoutError(
-            f"sample {sample} ends in the middle of an {noun}: it and the samples before it have {ends[sample]} {noun} "
-            f"placeholders, but {noun}s and tiles end at {images.cumsum().tolist()[:9]}; {_REMEDY}"
-        )
+    return list(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True))
+
+
+def _audios(family: Family, row: PackedRow, types: torch.Tensor) -> MediaUnits:
+    """Audios of the row; where the tower reads padding, their features depend on the longest one of their sample."""
+    assert family.audio is not None
+    count = len(row.media.to_hf()["feature_attention_mask"])
+    parts = {name: Entries.of_counts([1] * count) for name in ("input_features", "feature_attention_mask")}
+    longest = None
+    if family.audio.reads_padding and row.tree is None:
+        longest = family.audio.longest_of_samples(types, row.segments, row.host_metadata()).tolist()
+    return MediaUnits(parts=parts, context=longest)
+
+
+def _with_runs(
+    metadata: HostMetadata, family: Family, config: Any, row: PackedRow, types: torch.Tensor
+) -> HostMetadata:
+    """Add the runs of tokens of each sample that see each other in both directions, where they are not known."""
+    sees = family.sees
+    if sees is None or metadata.media_runs or not sees.enabled(family.text_config(config)):
+        return metadata
+    return replace(metadata, media_runs=_by_sample(sees.of_row(row, types, ()), row.segments))
+
+
+def _by_sample(runs: Runs, segments: Segments) -> tuple[Runs, ...]:
+    """Runs of a row as those of each sample, from its first token on."""
+    return tuple(
+        tuple((start - first, stop - first) for start, stop in runs if first <= start < end)
+        for first, end in segments.spans
+    )

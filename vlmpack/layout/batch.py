@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, final
 
@@ -317,6 +317,24 @@ def check_is_batch(batch: Mapping[str, Any]) -> None:
         )
 
 
+def check_tensor(
+    name: str, value: Any, shape: Sequence[int | None], what: str, *, dtypes: Collection[torch.dtype] = ()
+) -> None:
+    """Insist on a tensor of a shape, in which None is any size, and of one of these types; (): of any.
+
+    Raises:
+        LayoutError: it is another; `what` says in words what its axes and values are.
+    """
+    is_tensor = isinstance(value, torch.Tensor)
+    fits = is_tensor and value.ndim == len(shape) and (not dtypes or value.dtype in dtypes)
+    if not fits or any(expected not in (None, n) for expected, n in zip(shape, value.shape, strict=True)):
+        seen = f"{value.dtype} {list(value.shape)}" if is_tensor else type(value).__name__
+        raise LayoutError(
+            f"{name} must be a tensor {what}, got {seen}; keep what the model's own processor gives with "
+            "return_tensors='pt'"
+        )
+
+
 def check_is_tensor(value: Any, name: str) -> None:
     """Raise a `LayoutError` for a column that is missing, or was left as a list or an array."""
     if not isinstance(value, torch.Tensor):
@@ -404,12 +422,8 @@ def host_grids(known: tuple[Grid, ...], tensor: torch.Tensor | None, name: str) 
     """
     if tensor is None:
         return ()
-    if not isinstance(tensor, torch.Tensor) or tensor.ndim != 2 or tensor.shape[1] != 3 or tensor.dtype not in _COUNTS:
-        shape = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise LayoutError(
-            f"{name} must be a tensor [N, 3] of whole numbers (frames, rows, columns of each), got {shape}; keep what "
-            "the processor gives with return_tensors='pt'"
-        )
+    what = "[N, 3] of whole numbers (frames, rows, columns of each)"
+    check_tensor(name, tensor, (None, 3), what, dtypes=_COUNTS)
     if not known:
         return tuple((int(t), int(h), int(w)) for t, h, w in tensor.tolist())
     if len(known) != tensor.shape[0]:
@@ -443,12 +457,8 @@ def host_frames(known: tuple[int, ...], mask: torch.Tensor | None) -> tuple[int,
     """
     if mask is None:
         return ()
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.is_floating_point() or mask.is_complex():
-        shape = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise LayoutError(
-            f"feature_attention_mask must be a tensor [audios, frames] of 0 and 1, got {shape}; keep what the "
-            "processor gives with return_tensors='pt'"
-        )
+    what = "[audios, frames] of 0 and 1"
+    check_tensor("feature_attention_mask", mask, (None, None), what, dtypes=(torch.bool, torch.uint8, *_WHOLE))
     message = "feature_attention_mask must hold 0 (padding) and 1 (a frame of the audio) and nothing else"
     require(((mask == 0) | (mask == 1)).all(), message, LayoutError)
     counts = mask.sum(1)

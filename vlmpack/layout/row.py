@@ -413,11 +413,6 @@ def _without_predecessor(segments: Segments, device: torch.device | str) -> torc
     )
 
 
-def stops_of_tokens(segments: Segments) -> np.ndarray:
-    """int64 [T]: where the real tokens end of the segment in whose slot each token is; 0 on the row's tail."""
-    return np.repeat([*(stop for _, stop in segments.spans), 0], segments.slots_and_tail)
-
-
 def _without_successor(segments: Segments, depth: int) -> np.ndarray:
     if depth == 1 and not segments.has_gaps:
         return segments.last_tokens().numpy()
@@ -425,54 +420,3 @@ def _without_successor(segments: Segments, depth: int) -> np.ndarray:
     stops = starts[:-1] + np.asarray((*segments.lengths, 0))
     firsts = np.maximum(starts[:-1], stops - depth)
     return ranges(firsts, starts[1:] - firsts)
-
-
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class DepthTargets:
-    """The targets of each depth, and their number in the whole row."""
-
-    targets: torch.Tensor
-    """[K, 1, T] int64: -100 where a depth has none."""
-    counts: torch.Tensor
-    """[K] int64: targets of each depth in the whole row, also where `targets` are cut to a part of it."""
-
-    @classmethod
-    def of(cls, shift_labels: torch.Tensor, segments: Segments, *, depths: int) -> DepthTargets:
-        """Compute those of a whole row, without a host-device sync.
-
-        Args:
-            shift_labels: [1, T] targets of the main head.
-            segments: the row's boundaries.
-            depths: K, at least 1.
-
-        Raises:
-            LayoutError: labels of another width, or no depth.
-        """
-        if depths < 1:
-            raise LayoutError(f"multi-token prediction has at least 1 depth beside the main head, got depths={depths}")
-        rolled = [roll_left(shift_labels, segments, depth=depth, fill=IGNORE) for depth in range(1, depths + 1)]
-        targets = torch.stack(rolled)
-        return cls(targets=targets, counts=(targets != IGNORE).sum((1, 2)))
-
-    def sums(self, token_losses: torch.Tensor) -> torch.Tensor:
-        """[K] losses summed over `targets`; 0 where a depth has none, whatever its losses are.
-
-        Args:
-            token_losses: [K, 1, T], not reduced.
-
-        Raises:
-            LayoutError: losses of another shape than the targets.
-        """
-        if token_losses.shape != self.targets.shape:
-            raise LayoutError(
-                f"every target has one loss: expected {list(self.targets.shape)}, got {list(token_losses.shape)}"
-            )
-        return token_losses.where(self.targets != IGNORE, 0).sum((1, 2))
-
-    def losses(self, token_losses: torch.Tensor) -> torch.Tensor:
-        """[K] mean losses of the row: summed over `targets`, over the counts of the whole row.
-
-        Those of all parts of a row add up to those of the row, exactly; a part without a target adds 0, never NaN.
-        """
-        return self.sums(token_losses) / self.counts.clamp(min=1)

@@ -9,9 +9,7 @@ from functools import partial
 import numpy as np
 
 from vlmpack.errors import ConfigError, check_choice
-from vlmpack.plan.algorithms import best_fit_decreasing, first_fit_decreasing, next_fit, worst_fit_decreasing
-from vlmpack.plan.exact_fill import exact_fill
-from vlmpack.plan.group_items import Needs, make_items
+from vlmpack.plan.exact_fill import best_fit_decreasing, exact_fill, next_fit
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import (
     LARGEST,
@@ -26,13 +24,11 @@ from vlmpack.plan.lengths import (
 )
 from vlmpack.plan.packing_buffer import rolling_fill
 from vlmpack.plan.plan import Plan
-from vlmpack.plan.prefix_groups import ALONE, PrefixGroups
+from vlmpack.plan.prefix_groups import ALONE, Needs, PrefixGroups, make_items
 
 STRATEGIES: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "exact_fill": exact_fill,
     "best_fit_decreasing": best_fit_decreasing,
-    "first_fit_decreasing": first_fit_decreasing,
-    "worst_fit_decreasing": worst_fit_decreasing,
     "rolling_fill": rolling_fill,
     "next_fit": next_fit,
 }
@@ -43,11 +39,11 @@ ALIASES: Mapping[str, str] = {
     "obfdp": "best_fit_decreasing",
     "bfd": "best_fit_decreasing",
     "bf": "best_fit_decreasing",
-    "ffd": "first_fit_decreasing",
-    "mffd": "first_fit_decreasing",
-    "ff": "first_fit_decreasing",
-    "ffs": "first_fit_decreasing",
-    "wf": "worst_fit_decreasing",
+    "ffd": "best_fit_decreasing",
+    "mffd": "best_fit_decreasing",
+    "ff": "best_fit_decreasing",
+    "ffs": "best_fit_decreasing",
+    "wf": "best_fit_decreasing",
     "hk": "rolling_fill",
     "nf": "next_fit",
 }
@@ -122,7 +118,7 @@ def plan_bins(
         lengths: N whole numbers, tokens of each sample, at least 1; or the table of a data set of N samples, whose
             places there are then the sample ids of the plan. Samples that the table refuses are dropped.
         capacity: tokens that a row may hold.
-        strategy: one of `STRATEGIES`, or one of SeqPacker's short names; the default makes the fewest rows.
+        strategy: one of `STRATEGIES`, or one of SeqPacker's short names; the default makes no more rows than best fit.
         budgets: what else a row may hold only so much of; with a table, `table.budgets(...)`.
         oversize: what to do with a sample that exceeds a row by itself: refuse to plan, leave it out, or give it a row
             of its own.

@@ -18,12 +18,12 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlmpack.layout.device import recorded_syncs
 from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.experts import expert_layers
 from vlmpack.model.plain import CACHES
 from vlmpack.probing.forward_passes import ForwardPass, ForwardResult, ProbedModel
+from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing.samples import Sample
 
 LEAK = 1e-5

@@ -10,6 +10,7 @@ import math
 import operator
 import random
 import textwrap
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, final
@@ -17,7 +18,6 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-from vlmpack.data.archive import parse_lines
 from vlmpack.data.open import OpenDataset
 from vlmpack.errors import ConfigError
 
@@ -75,7 +75,7 @@ class SyntheticReceipts:
 
 def receipt_conversations(**settings: Any) -> OpenDataset:
     """Open drawn receipts as conversations, as `open_dataset` opens stored ones; settings: of `SyntheticReceipts`."""
-    return OpenDataset(rows=SyntheticReceipts(**settings), name="synthetic", are_receipts=True)
+    return OpenDataset(files=(SyntheticReceipts(**settings),), folders=(None,), name="synthetic", are_receipts=True)
 
 
 class Cell(NamedTuple):
@@ -249,3 +249,59 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
     font = ImageFont.load_default(size)
     assert isinstance(font, ImageFont.FreeTypeFont), "reinstall pillow from its wheel, which has FreeType"
     return font.font_variant(layout_engine=ImageFont.Layout.BASIC)  # the same picture with and without libraqm
+
+
+# ---------------------------------------------------------------------- annotated lines
+
+MENU_FIELDS = ("nm", "num", "unitprice", "cnt", "discountprice", "price", "itemsubtotal", "vatyn", "etc", "sub")
+FIELDS = {
+    "menu": MENU_FIELDS,
+    "void_menu": ("nm", "price"),
+    "sub_total": ("subtotal_price", "discount_price", "service_price", "othersvc_price", "tax_price", "etc"),
+    "total": (
+        "total_price", "total_etc", "cashprice", "changeprice", "creditcardprice", "emoneyprice", "menutype_cnt",
+        "menuqty_cnt",
+    ),
+}  # fmt: skip
+"""CORD's classes in the order in which `gt_parse` lists them. Source: github.com/clovaai/cord, README."""
+
+
+def parse_lines(valid_line: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Compute the nested values (`gt_parse`) of annotated lines (`valid_line`).
+
+    Key words are left out; words of a line are joined by spaces; several lines of one class in one group become a list;
+    a menu of one item is a dict, not a list.
+    """
+    parse: dict[str, Any] = {}
+    groups: dict[tuple[str, int], dict[str, Any]] = {}
+    for line in valid_line:
+        text = " ".join(word["text"] for word in line["words"] if not word["is_key"])
+        top, _, name = line["category"].replace("menu.sub.", "menu.sub_").partition(".")
+        group = line["group_id"] if top in ("menu", "void_menu") else 0
+        if text:
+            _add(groups.setdefault((top, group), {}), name, text, line["sub_group_id"])
+    for top in _ordered((top for top, _ in groups), tuple(FIELDS)):
+        values = [_in_order(group, FIELDS.get(top, ())) for (name, _), group in groups.items() if name == top]
+        parse[top] = values if len(values) > 1 else values[0]
+    return parse
+
+
+def _add(group: dict[str, Any], name: str, text: str, sub_group: int) -> None:
+    if name.startswith("sub_"):
+        group = group.setdefault("sub", {}).setdefault(sub_group, {})
+        name = name.removeprefix("sub_")
+    value = group.get(name)
+    group[name] = text if value is None else [*([value] if isinstance(value, str) else value), text]
+
+
+def _in_order(group: dict[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
+    if "sub" in group:
+        subs = [_in_order(sub, MENU_FIELDS) for sub in group["sub"].values()]
+        group["sub"] = subs if len(subs) > 1 else subs[0]
+    return {name: group[name] for name in _ordered(group, fields)}
+
+
+def _ordered(names: Iterable[str], first: tuple[str, ...]) -> list[str]:
+    """Each name once: those in `first` in that order, then any other as it comes."""
+    unique = dict.fromkeys(names)
+    return [name for name in first if name in unique] + [name for name in unique if name not in first]

@@ -28,8 +28,8 @@ from vlmpack.collate.collator import VLMCollator
 from vlmpack.errors import SampleError, VlmpackError
 from vlmpack.families.audio import AskModel
 from vlmpack.families.family import Family
+from vlmpack.families.media import run_of_pairs
 from vlmpack.families.registry import FAMILIES, family_named, family_of_processor
-from vlmpack.families.rules import run_of_pairs
 from vlmpack.families.spans import TypeRuns, media_runs, type_runs
 from vlmpack.families.tiles import Join
 from vlmpack.layout.batch import MEDIA_KEYS, Grid, HostMetadata, Media, PaddedBatch

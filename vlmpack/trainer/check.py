@@ -20,12 +20,12 @@ from vlmpack.collate.columns import CONVERSATION_COLUMNS, MEDIA_COLUMNS
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.data.branches import BRANCH_COLUMN, PAIRS_COLUMN
 from vlmpack.errors import ConfigError
+from vlmpack.interop.seqpacker import RowCollator
 from vlmpack.loading.stream import PackedStream
 from vlmpack.model.enable import is_packing
 from vlmpack.model.engine import packing_state
 from vlmpack.model.plain import find_model
 from vlmpack.store.read import PackedDataset
-from vlmpack.text.row_collator import RowCollator
 from vlmpack.trainer import check_trl
 from vlmpack.trainer.metrics import LossMetrics
 from vlmpack.trainer.packed_trainer import PackedTrainer

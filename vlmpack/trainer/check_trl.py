@@ -16,7 +16,7 @@ from transformers import Trainer
 
 from vlmpack.collate.collator import VLMCollator
 from vlmpack.errors import SampleError
-from vlmpack.text.row_collator import RowCollator
+from vlmpack.interop.seqpacker import RowCollator
 
 DEFAULTS: Mapping[str, Any] = {
     "max_length": 1024,
@@ -119,7 +119,7 @@ def check_packing(trainer: Trainer) -> Iterator[str]:
     elif not flattened and any(map(_has_several, (trainer.train_dataset, *_evaluation_sets(trainer)))):
         yield (
             "its rows hold several samples (seq_lengths), and TRL's collator makes one sample of each: "
-            "data_collator=RowCollator(), of vlmpack.text"
+            "data_collator=RowCollator(), of vlmpack.interop.seqpacker"
         )
 
 

@@ -35,18 +35,17 @@ import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError
-from vlmpack.layout.buckets import Buckets
 from vlmpack.layout.device import around_graph, outside_graph
-from vlmpack.layout.spaced import Spaced
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, plain_class, subclass
 from vlmpack.model.mechanisms.gated_delta_fla import check_fla, fla_boundaries, uses_fla
 from vlmpack.model.mechanisms.gated_delta_tree import BucketTree, SpacedTree, hands_states, with_cache
+from vlmpack.model.mechanisms.recurrent_rows import Buckets, Spaced
 from vlmpack.model.plain import check_not_bypassed
 from vlmpack.model.row import CONTEXT, RowContext
 
 CALL_COST = {"cpu": 16.0, "cuda": 65536.0}
 """The cost of one more call of a layer, in tokens, by type of device. A GPU scans a batch in the time of its longest
-sample, so there as few calls as `layout.buckets.MAX_STRETCH` allows are best."""
+sample, so there as few calls as `recurrent_rows.MAX_STRETCH` allows are best."""
 
 
 @final

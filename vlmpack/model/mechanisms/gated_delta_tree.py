@@ -32,12 +32,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from vlmpack.layout.buckets import Bucket, Buckets
 from vlmpack.layout.device import to_device
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments
-from vlmpack.layout.spaced import SpacedNodes
 from vlmpack.model.mechanisms.gated_delta_fla import fla_boundaries
+from vlmpack.model.mechanisms.recurrent_rows import Bucket, Buckets, SpacedNodes
 from vlmpack.model.plain import cache_name
 
 # ---------------------------------------------------------------------- one call
@@ -277,11 +276,7 @@ CLOSE_IN_TF32 = 2e-2
 
 
 def hands_states(
-    layer_class: Any,
-    text_config: Any,
-    *,
-    cut: Callable[[PrefixTree], BucketTree | SpacedTree],
-    device: torch.device,
+    layer_class: Any, text_config: Any, *, cut: Callable[[PrefixTree], BucketTree | SpacedTree], device: torch.device
 ) -> bool:
     """Return whether layers of this class compute, node by node with `HandedState`, what they compute in one call, and
     the same gradients where gradients are computed.

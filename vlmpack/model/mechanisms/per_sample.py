@@ -20,11 +20,11 @@ import torch
 from torch import nn
 from transformers.masking_utils import create_causal_mask
 
-from vlmpack.layout.buckets import Buckets
 from vlmpack.layout.device import around_graph, outside_graph
 from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
 from vlmpack.model.mechanisms.attention import plain_config
+from vlmpack.model.mechanisms.recurrent_rows import Buckets
 from vlmpack.model.plain import warn_past_the_forward
 from vlmpack.model.row import CONTEXT, RowContext
 

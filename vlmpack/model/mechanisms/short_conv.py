@@ -28,11 +28,10 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
-from vlmpack.layout.buckets import Buckets
 from vlmpack.layout.device import around_graph, outside_graph
-from vlmpack.layout.spaced import Spaced, SpacedNodes
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
 from vlmpack.model.mechanisms.gated_delta import CALL_COST
+from vlmpack.model.mechanisms.recurrent_rows import Buckets, Spaced, SpacedNodes
 from vlmpack.model.plain import check_not_bypassed
 from vlmpack.model.row import CONTEXT, RowContext
 

@@ -1,0 +1,147 @@
+"""plan: rows from a million lengths, and from a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from benchmarks.measuring import BenchSettings, Figure, Target, alternate
+from vlmpack.plan import Budget, CostModel, PackingBuffer, Plan, balance_rows, plan_bins
+
+CASE = "plan"
+QWEN3_VL_8B = CostModel.from_sizes(
+    hidden=4096,
+    layers=36,
+    intermediate=12288,
+    kv_hidden=1024,
+    vision_hidden=1152,
+    vision_layers=27,
+    vision_intermediate=4304,
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PlanShapes:
+    """Numbers of samples to plan."""
+
+    many: int = 1_000_000
+    few: int = 10_000
+    """Samples of the smallest plan, with which the time of the largest is compared."""
+    stream: int = 20_000
+    """Samples of a stream, and of the plan under three limits."""
+    waiting: int = 64
+    """Samples in the packing buffer of a stream."""
+    ranks: int = 8
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LengthSet:
+    """Lengths that look like a data set's."""
+
+    draw: Callable[[np.random.Generator, int], np.ndarray]
+    capacity: int
+    """The row that they are packed into."""
+
+    def lengths(self, samples: int, seed: int = 0) -> np.ndarray:
+        """int64 [samples]."""
+        return self.draw(np.random.default_rng(seed), samples)
+
+
+def _lognormal(middle: float, spread: float, low: int, high: int) -> Callable[[np.random.Generator, int], np.ndarray]:
+    def draw(random: np.random.Generator, samples: int) -> np.ndarray:
+        return np.clip(np.rint(random.lognormal(np.log(middle), spread, samples)), low, high).astype(np.int64)
+
+    return draw
+
+
+LENGTH_SETS: Mapping[str, LengthSet] = {
+    "CORD": LengthSet(draw=_lognormal(1000, 0.42, 400, 2500), capacity=4096),
+    "LVIS": LengthSet(draw=_lognormal(513, 1.32, 1, 12_000), capacity=12_000),
+    "uniform": LengthSet(draw=lambda random, samples: random.integers(16, 4097, samples), capacity=8192),
+}
+"""Receipts; a long tail of mean 1,150 and 99th percentile 11,000; and every length alike."""
+
+
+def measure_plan(settings: BenchSettings, shapes: PlanShapes) -> Iterator[Figure]:
+    """Time plans, count their rows, pack streams, share rows out."""
+    for name, lengths in LENGTH_SETS.items():
+        yield from _ahead(name, lengths, settings, shapes)
+        yield from _stream(name, lengths, settings, shapes)
+        yield _balance(name, lengths, settings, shapes)
+    above = 100 * (len(plan := three_limits(shapes.stream, settings.seed)) / plan.lower_bound - 1)
+    target = Target(limit=1.5, better="lower")
+    yield Figure(case=CASE, name="three limits: rows above the lower bound", value=above, unit="%", target=target)
+
+
+def _ahead(name: str, lengths: LengthSet, settings: BenchSettings, shapes: PlanShapes) -> Iterator[Figure]:
+    """Seconds of the largest plan, how they grow from the smallest (1: as n log n does), and how few its rows are."""
+    many, few = (lengths.lengths(samples, settings.seed) for samples in (shapes.many, shapes.few))
+    ways = {"many": lambda: plan_bins(many, lengths.capacity), "few": lambda: plan_bins(few, lengths.capacity)}
+    timings = alternate(ways, seconds=settings.seconds / 4)
+    scale = shapes.few * np.log2(shapes.few) / (shapes.many * np.log2(shapes.many))
+    words, growth = f"{name}: {shapes.many:,} lengths", f"{name}: growth from {shapes.few:,}, over n log n"
+    yield Figure.timed(CASE, words, timings, "many", settings, target=Target(limit=0.4, better="lower"))
+    target = Target(limit=1.1, better="lower")
+    yield Figure.compared(CASE, growth, timings, ("many", "few"), settings, scale=float(scale), target=target)
+    best_fit = len(plan_bins(many, lengths.capacity, strategy="best_fit_decreasing"))
+    ratio, target = len(plan_bins(many, lengths.capacity)) / best_fit, Target(limit=1.0, better="lower")
+    yield Figure(case=CASE, name=f"{name}: rows / best-fit-decreasing", value=ratio, unit="x", target=target)
+
+
+def _stream(name: str, lengths: LengthSet, settings: BenchSettings, shapes: PlanShapes) -> Iterator[Figure]:
+    """What a stream leaves empty, the longest stay in the packing buffer, and samples a second."""
+    sizes = lengths.lengths(shapes.stream, settings.seed)
+    rows, stay = stream(sizes, lengths.capacity, shapes.waiting)
+    ways = {"stream": lambda: stream(sizes, lengths.capacity, shapes.waiting)}
+    timings = alternate(ways, seconds=settings.seconds / 20)
+    empty = 100 * (1 - float(sizes.sum()) / (rows * lengths.capacity))
+    for words, value, unit, limit in (
+        ("left empty by a stream", empty, "%", 0.1),
+        ("longest stay", stay, "samples", 200),
+    ):
+        target = Target(limit=limit, better="lower")
+        yield Figure(case=CASE, name=f"{name}: {words}", value=value, unit=unit, target=target)
+    yield Figure.rate(CASE, f"{name}: a stream", timings, "stream", shapes.stream, "samples/s", settings.clock)
+
+
+def stream(lengths: np.ndarray, capacity: int, waiting: int) -> tuple[int, int]:
+    """Pack a stream with a packing buffer of `waiting` samples: (rows, most samples that arrived while one stayed)."""
+    buffer, rows, stay = PackingBuffer(capacity), 0, 0
+    for sample, length in enumerate(lengths.tolist()):
+        buffer.add(sample, length)
+        if len(buffer) == waiting:
+            rows, stay = rows + 1, max(stay, sample - buffer.take()[0])
+    while row := buffer.take():
+        rows, stay = rows + 1, max(stay, len(lengths) - row[0])
+    return rows, stay
+
+
+def _balance(name: str, lengths: LengthSet, settings: BenchSettings, shapes: PlanShapes) -> Figure:
+    """Worst rank over mean, one row a rank and step, by the FLOPs of a Qwen3-VL of 8 billion parameters."""
+    sizes = lengths.lengths(shapes.stream, settings.seed)
+    costs = plan_bins(sizes, lengths.capacity, seed=settings.seed).sums(QWEN3_VL_8B.of_samples(sizes))
+    schedule = balance_rows(costs, ranks=shapes.ranks, remainder="drop", seed=settings.seed)
+    above, target = 100 * (schedule.imbalance - 1), Target(limit=1.0, better="lower")
+    words = f"{name}: worst of {shapes.ranks} ranks above the mean"
+    return Figure(case=CASE, name=words, value=above, unit="%", target=target)
+
+
+def three_limits(samples: int, seed: int, capacity: int = 16_384) -> Plan:
+    """Plan text with 0 to 6 images a sample, whose patches and images bind as much as its tokens do."""
+    random = np.random.default_rng(seed)
+    images = random.choice([0, 1, 1, 1, 1, 2, 3, 4, 6], samples)
+    of_sample = np.repeat(np.arange(samples), images)
+    image_tokens = _lognormal(500, 0.7, 16, 1600)(random, int(images.sum()))
+    pixels = np.bincount(of_sample, weights=image_tokens, minlength=samples).astype(np.int64)
+    tokens = pixels + _lognormal(270, 0.9, 16, 4000)(random, samples)
+    rows = tokens.sum() / capacity
+    budgets = [
+        Budget(name="patches", costs=4 * pixels, limit=max(int(4 * pixels.sum() / rows), int(4 * pixels.max()))),
+        Budget(name="images", costs=images, limit=max(int(np.ceil(images.sum() / rows)), 6)),
+    ]
+    return plan_bins(tokens, capacity, budgets=budgets, seed=seed)

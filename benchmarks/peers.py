@@ -1,0 +1,386 @@
+"""peers: other projects on the same tokenized samples. Results have to be equal before anything is timed.
+
+Hugging Face transformers, TRL, SeqPacker, Megatron-Bridge, NeMo Automodel.
+None is a dependency; one that cannot be imported is skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForImageTextToText
+
+from benchmarks.cases.planning import LENGTH_SETS
+from benchmarks.measuring import BenchSettings, Figure, Skipped, Target, alternate, one_thread
+from vlmpack.collate import VLMCollator
+from vlmpack.families import family_named
+from vlmpack.interop.seqpacker import RowCollator
+from vlmpack.layout import IGNORE, Grid, PackedRow, PaddedBatch, pack
+from vlmpack.plan import plan_bins
+from vlmpack.testing import tiny_config, tiny_processor
+
+FAMILY = family_named("qwen3_vl")
+Features = Sequence[Mapping[str, Any]]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PeerShapes:
+    """Samples to collate: half of the tokens of each labelled; where there are images, one a sample."""
+
+    lengths: tuple[int, ...] = (768, 2154, 680, 1242, 592, 1330, 505, 2264)
+    """Tokens of each: receipts."""
+    grid: Grid = (1, 16, 24)
+    """Of an image, in patches."""
+    planned: int = 100_000
+    """Lengths to plan rows from."""
+    capacity: int = 4096
+    """Tokens of those rows."""
+
+
+@final
+class PeerWork:
+    """The samples of all peers, the same for the same seed."""
+
+    def __init__(self, shapes: PeerShapes, seed: int) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        self.shapes, self.seed, self.tokens = shapes, seed, sum(shapes.lengths)
+        self.processor, self.config = tiny_processor(FAMILY.model_type), tiny_config(FAMILY.model_type)
+        # few pixels: ids and what belongs to them are measured; see the case `pixels` for the rest
+        self.processor.image_processor.patch_size = self.config.vision_config.patch_size = 2
+        self.config.image_token_id = self.processor.image_token_id
+        self.config.video_token_id = self.processor.video_token_id
+        self.tokenizer = self.processor.tokenizer
+        self.tensors = [_labelled(torch.randint(64, 192, (n,), generator=rng)) for n in shapes.lengths]
+        self.lists = [{name: column.tolist() for name, column in sample.items()} for sample in self.tensors]
+        self.images = [self._with_image(sample["input_ids"].clone(), rng) for sample in self.tensors]
+
+    def _with_image(self, ids: torch.Tensor, rng: torch.Generator) -> dict[str, torch.Tensor]:
+        """An image at the start of the sample, in place of as many of its tokens."""
+        tokens = FAMILY.tokens_per_image(self.shapes.grid, FAMILY.merge(self.config))
+        ids[0], ids[tokens + 1] = self.processor.vision_start_token_id, self.processor.vision_end_token_id
+        ids[1 : tokens + 1] = self.processor.image_token_id
+        sample = _labelled(ids)
+        sample["labels"][: tokens + 2] = IGNORE
+        pixels = torch.randn(prod(self.shapes.grid), FAMILY.patch_channels(self.config), generator=rng)
+        return {**sample, "pixel_values": pixels, "image_grid_thw": torch.tensor([self.shapes.grid])}
+
+    def padded(self) -> dict[str, torch.Tensor]:
+        """The samples of text, right-padded: `input_ids`, `labels`, `attention_mask` and `position_ids` [B, S]."""
+        batch = {
+            name: pad_sequence([sample[name] for sample in self.tensors], batch_first=True, padding_value=fill)
+            for name, fill in (("input_ids", 0), ("labels", IGNORE))
+        }
+        place = torch.arange(max(self.shapes.lengths)).expand_as(batch["input_ids"]).contiguous()
+        mask = place < torch.tensor(self.shapes.lengths)[:, None]
+        return {**batch, "attention_mask": mask.long(), "position_ids": place}
+
+
+def _labelled(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    labels = ids.clone()
+    labels[: len(labels) // 2] = IGNORE
+    return {"input_ids": ids, "labels": labels}
+
+
+@final
+@dataclass(frozen=True)
+class Sample:
+    """One sample as it lies in a batch: what a model would learn from it."""
+
+    input_ids: tuple[int, ...]
+    targets: tuple[int, ...]
+    """The token to be predicted at each place; -100: none."""
+    positions: tuple[tuple[int, ...], ...] = ()
+    """1 or 3 rows; empty: the batch has none."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to do the work."""
+
+    call: Callable[[], Any]
+    """Does the work; it is timed."""
+    read: Callable[[Any], object]
+    """Converts the result to a form that can be compared: mostly the samples in their order. Not timed."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """A peer's way, and ours of the same work."""
+
+    peer: Way
+    ours: Mapping[str, Way]
+    work: str = ""
+    """The input, and what the peer leaves out, in a few words."""
+    has_target: bool = True
+    """True: a peer has to take twice our time, at least."""
+
+
+# ---------------------------------------------------------------------- reading batches
+
+
+def read_row(batch: Mapping[str, Any], boundaries: Sequence[int], *, shifted: bool = False) -> list[Sample]:
+    """The samples of a row: `input_ids`, `labels` [1, T] or [T], and perhaps `position_ids` [..., 1, T] or [..., T].
+
+    Args:
+        batch: the row.
+        boundaries: where samples start and end, from 0; what lies behind the last is padding.
+        shifted: whether `labels` are targets already.
+    """
+    ids, labels = (batch[name].reshape(-1) for name in ("input_ids", "labels"))
+    positions = batch.get("position_ids")
+    rows = [] if positions is None else positions.reshape(-1, ids.shape[0])
+    return [
+        Sample(
+            _numbers(ids[start:stop]),
+            _numbers(labels[start:stop]) if shifted else (*_numbers(labels[start + 1 : stop]), IGNORE),
+            tuple(_numbers(row[start:stop]) for row in rows),
+        )
+        for start, stop in pairwise(map(int, boundaries))
+    ]
+
+
+def read_padded(batch: Mapping[str, Any]) -> list[Sample]:
+    """The samples of a right-padded batch: `input_ids`, `labels` and `attention_mask` [B, S]."""
+    rows = zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True)
+    return [Sample(_numbers(ids[mask != 0]), (*_numbers(labels[mask != 0][1:]), IGNORE)) for ids, labels, mask in rows]
+
+
+def _numbers(values: torch.Tensor) -> tuple[int, ...]:
+    return tuple(values.tolist())
+
+
+def _read_ours(row: Any) -> list[Sample]:
+    return read_row(row, row["cu_seqlens_q"].tolist())
+
+
+def _read_packed(row: PackedRow) -> list[Sample]:
+    batch = {"input_ids": row.input_ids, "labels": row.shift_labels, "position_ids": row.position_ids}
+    return read_row(batch, row.segments.real, shifted=True)
+
+
+# ---------------------------------------------------------------------- ours
+
+
+def joined(features: Features) -> Way:
+    """Text by `RowCollator`, which checks shapes, with positions and boundaries."""
+    collate = RowCollator(bare_row="one_sample")
+    return Way(call=lambda: collate(features), read=_read_ours)
+
+
+def collated(features: Features, work: PeerWork) -> Way:
+    """Text by `VLMCollator`, which checks every sample, and its positions, which a step computes by itself."""
+    collate = VLMCollator(work.tokenizer, layout="packed")
+
+    def call() -> dict[str, Any]:
+        batch = collate(features)
+        return {**batch, "position_ids": batch["vlmpack"].segments.position_in_segment()}
+
+    return Way(call=call, read=_read_ours)
+
+
+def collated_images(work: PeerWork) -> Way:
+    """Text and images by `VLMCollator`, and the three rows of their positions; without each sample's last token."""
+    collate = VLMCollator(work.processor, layout="packed")
+
+    def call() -> PackedRow:
+        row = collate.collate(work.images)
+        assert isinstance(row, PackedRow) and row.metadata is not None
+        grids = row.metadata.image_grids
+        positions = FAMILY.positions(row.mm_token_type_ids, row.segments, config=work.config, image_grids=grids)
+        return replace(row, position_ids=positions)
+
+    def read(row: PackedRow) -> list[Sample]:
+        whole = [(one.input_ids, one.targets, one.positions[1:]) for one in _read_packed(row)]
+        return [Sample(ids[:-1], targets[:-1], tuple(axis[:-1] for axis in axes)) for ids, targets, axes in whole]
+
+    return Way(call=call, read=read)
+
+
+def packed(batch: Mapping[str, Any]) -> Way:
+    """`pack` without host metadata: the mask is read and checked."""
+    padded = PaddedBatch(**batch)
+    return Way(call=lambda: pack(padded), read=_read_packed)
+
+
+# ---------------------------------------------------------------------- theirs
+
+
+def hf_padded(module: Any, work: PeerWork) -> Iterator[Contest]:
+    """DataCollatorForSeq2Seq pads: no positions, no boundaries, no checks."""
+    collate, ours = module.DataCollatorForSeq2Seq(work.tokenizer), VLMCollator(work.tokenizer, layout="padded")
+    features = [{**sample, "attention_mask": [1] * len(sample["input_ids"])} for sample in work.lists]
+    yield Contest(
+        peer=Way(call=lambda: collate(features), read=read_padded),
+        ours={"VLMCollator": Way(call=lambda: ours(work.lists), read=read_padded)},
+    )
+
+
+def hf_flattened(module: Any, work: PeerWork) -> Iterator[Contest]:
+    """DataCollatorWithFlattening: text only, no checks."""
+    collate = module.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    for kind, features in (("lists", work.lists), ("tensors", work.tensors)):
+        yield Contest(
+            peer=Way(
+                call=lambda features=features: collate(features), read=lambda row: read_row(row, row["cu_seq_lens_q"])
+            ),
+            ours={"RowCollator": joined(features), "VLMCollator": collated(features, work)},
+            work=kind,
+        )
+
+
+def trl_padding_free(module: Any, work: PeerWork) -> Iterator[Contest]:
+    """Lists only, which is what its trainer hands it; it also gives `seq_idx`."""
+    collate = module.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    yield Contest(
+        peer=Way(call=lambda: collate(work.lists), read=lambda row: read_row(row, row["cu_seq_lens_q"])),
+        ours={"RowCollator": joined(work.lists), "VLMCollator": collated(work.lists, work)},
+        work="lists",
+    )
+
+
+def seqpacker_plan(module: Any, work: PeerWork) -> Iterator[Contest]:
+    """Equal is the number of rows: among rows as full as each other, choices differ."""
+    capacity = work.shapes.capacity
+    lengths = LENGTH_SETS["CORD"].lengths(work.shapes.planned, work.seed).clip(max=capacity)
+
+    def read(rows: Sequence[Sequence[int]]) -> tuple[int, bool]:
+        return len(rows), sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
+
+    def ours() -> Any:
+        return plan_bins(lengths, capacity, strategy="best_fit_decreasing").bins
+
+    yield Contest(
+        peer=Way(call=lambda: module.pack_sequences(lengths, capacity).bins, read=read),
+        ours={"plan_bins": Way(call=ours, read=read)},
+        work=f"{len(lengths):,} lengths",
+        has_target=False,
+    )
+
+
+def trl_plan(module: Any, work: PeerWork) -> Iterator[Contest]:
+    """Its `bfd` moves the tokens too: as few bytes as can be. Equal is that every sample is in the rows once."""
+    import pyarrow as pa
+
+    capacity = work.shapes.capacity
+    lengths = LENGTH_SETS["CORD"].lengths(work.shapes.planned, work.seed).clip(max=capacity)
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    table = pa.table({"input_ids": pa.ListArray.from_arrays(offsets, pa.array(np.zeros(lengths.sum(), np.int8)))})
+
+    def read(rows: Any) -> int:
+        return sum(len(row) for row in rows) if isinstance(rows, tuple) else sum(map(len, rows["seq_lengths"]))
+
+    yield Contest(
+        peer=Way(call=lambda: module._pack_bfd(table, capacity), read=read),
+        ours={"plan_bins": Way(call=lambda: plan_bins(lengths, capacity).bins, read=read)},
+        work=f"{len(lengths):,} lengths",
+    )
+
+
+def bridge_rows(module: Any, work: PeerWork) -> Iterator[Contest]:
+    """It checks shapes, as we do; positions are given to it, one row of them, while we compute ours."""
+    rows = [{**sample, "position_ids": torch.arange(len(sample["input_ids"]))} for sample in work.tensors]
+    batch = work.padded()
+
+    def read(row: Any) -> list[Sample]:
+        return read_row(row, row["cu_seqlens_q"])
+
+    def join_padded() -> Mapping[str, Any]:
+        copied = dict(batch)
+        module.pack_right_padded_sequence_batch_to_mcore_thd(copied)
+        return copied
+
+    join_rows = module.build_mcore_thd_sequence_batch_from_rows
+    ours = {"RowCollator": joined(work.tensors)}
+    yield Contest(peer=Way(call=lambda: join_rows(rows), read=read), ours=ours, work="tensors, positions given")
+    yield Contest(peer=Way(call=join_padded, read=read), ours={"pack": packed(batch)}, work="a padded batch")
+
+
+def automodel_row(module: Any, work: PeerWork) -> Iterator[Contest]:
+    """Make a row as its packed data set does: positions by the model's function, shift, join. Pixels are joined too.
+
+    Each sample loses its last token on the way, whose target nothing is.
+    """
+    with torch.device("meta"):
+        model: Any = AutoModelForImageTextToText.from_config(work.config)
+    samples = [{**sample, "attention_mask": torch.ones_like(sample["input_ids"])} for sample in work.images]
+
+    def placed(sample: dict[str, Any]) -> dict[str, Any]:
+        positions = module._compute_mrope_position_ids(sample, model.model.get_rope_index)
+        return module._shift_sample({**sample, "position_ids": positions}, has_mrope=True)
+
+    def call() -> dict[str, Any]:
+        return module._build_packed_vlm_sample([placed(sample) for sample in samples], work.tokens, 0, has_mrope=True)
+
+    yield Contest(
+        peer=Way(call=call, read=lambda row: read_row(row, [0, *accumulate(row["seq_lens"])], shifted=True)),
+        ours={"VLMCollator": collated_images(work)},
+        work="images, without last tokens",
+    )
+
+
+Contests = Callable[[Any, PeerWork], Iterator[Contest]]
+
+PEERS: tuple[tuple[str, str, str, Contests], ...] = (
+    ("Hugging Face, DataCollatorForSeq2Seq", "transformers", "transformers.data.data_collator", hf_padded),
+    ("Hugging Face, DataCollatorWithFlattening", "transformers", "transformers.data.data_collator", hf_flattened),
+    ("TRL, padding-free", "trl", "trl.trainer.sft_trainer", trl_padding_free),
+    ("TRL, bfd", "trl", "trl.data_utils", trl_plan),
+    ("SeqPacker, pack_sequences", "seqpacker", "seqpacker", seqpacker_plan),
+    ("Megatron-Bridge", "megatron-bridge", "megatron.bridge.data.packing.in_batch", bridge_rows),
+    (
+        "NeMo Automodel",
+        "nemo-automodel",
+        "nemo_automodel.components.datasets.vlm.neat_packing_vlm",
+        automodel_row,
+    ),
+)
+"""(for people, distribution, module, contests), in the order in which they are measured."""
+
+
+def measure_peers(settings: BenchSettings, shapes: PeerShapes) -> Iterator[Figure | Skipped]:
+    """Time every peer that is installed, with one thread, as in a DataLoader's worker."""
+    work = PeerWork(shapes, settings.seed)
+    contests: list[tuple[str, Contest]] = []
+    for name, distribution, module, make in PEERS:
+        try:
+            loaded = importlib.import_module(module)
+            title = f"{name} {version(distribution)}"
+            contests += [(f"{title} ({each.work})" if each.work else title, each) for each in make(loaded, work)]
+        except PackageNotFoundError:
+            yield Skipped(case="peers", name=name, why=f"{distribution} is not installed")
+        except Exception as error:  # a package may fail in any way where its kernels or its Python are missing
+            why = f"{module} cannot be used ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+            yield Skipped(case="peers", name=name, why=why)
+    for title, contest in contests:
+        if why := difference(contest):
+            yield Skipped(case="peers", name=title, why=why, owed=True)
+            continue
+        ways = {"theirs": contest.peer.call, **{name: way.call for name, way in contest.ours.items()}}
+        with one_thread():
+            timings = alternate(ways, seconds=settings.seconds / len(contests))
+        yield Figure.timed("peers", title, timings, "theirs", settings)
+        for name in contest.ours:
+            of = ("theirs", name)
+            target = Target(limit=2.0, better="higher") if contest.has_target else None
+            yield Figure.compared("peers", f"{title} / {name}", timings, of, settings, target=target)
+
+
+def difference(contest: Contest) -> str | None:
+    """Say what is not equal in the results of a contest: times of ways that give different things mean nothing."""
+    expected = contest.peer.read(contest.peer.call())
+    for name, way in contest.ours.items():
+        if (result := way.read(way.call())) != expected:
+            return f"its result is not that of {name}: {expected!r:.60}, and not {result!r:.60}"
+    return None

@@ -1,0 +1,145 @@
+"""Everything is called in turn, in every round; ratios compare within a round; reports are read back."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from benchmarks.measuring import (
+    BenchSettings,
+    Failed,
+    Figure,
+    Report,
+    Skipped,
+    Spread,
+    Target,
+    Timings,
+    alternate,
+    environment,
+    one_thread,
+)
+from vlmpack.errors import ConfigError
+
+
+def test_each_round_calls_all_in_turn_and_starts_one_further_along(monkeypatch):
+    monkeypatch.setattr("benchmarks.measuring.LEAST_SECONDS", 0.0)  # so that one measurement is one call
+    seen: list[str] = []
+    alternate({name: lambda name=name: seen.append(name) for name in "abc"}, seconds=0.0, least_rounds=4, most_rounds=4)
+    assert seen[:3] == list("abc")
+    assert seen[3:] == list("abc" + "bca" + "cab" + "abc")
+
+
+def test_fast_callables_are_called_several_times_for_one_measurement():
+    calls = []
+    timings = alternate({"fast": lambda: calls.append(1)}, seconds=0.0, least_rounds=1)
+    assert len(calls) > 100
+    assert len(timings.seconds["wall"]["fast"]) == 1
+
+
+def test_it_stops_after_the_time_given_but_not_before_the_least_rounds():
+    nothing = {"nothing": lambda: None}
+    assert len(alternate(nothing, seconds=0.0, least_rounds=5).seconds["cpu"]["nothing"]) == 5
+    assert len(alternate(nothing, seconds=60.0, most_rounds=7).seconds["cpu"]["nothing"]) == 7
+
+
+def test_garbage_is_not_collected_while_a_clock_runs_and_is_afterwards():
+    running: list[bool] = []
+    alternate({"look": lambda: running.append(gc.isenabled())}, seconds=0.0, least_rounds=1)
+    assert running
+    assert not any(running)
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_one_thread_is_used_and_the_others_come_back():
+    before = torch.get_num_threads()
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
+def test_a_ratio_compares_each_round_within_itself():
+    # The machine slows down fourfold in the middle; the ratio does not notice.
+    slow = {"a": (2.0, 2.0, 8.0, 8.0, 2.0), "b": (1.0, 1.0, 4.0, 4.0, 1.0)}
+    timings = Timings(seconds={"wall": slow, "cpu": slow})
+    assert timings.ratio("a", "b", "wall") == Spread(median=2.0, low=2.0, high=2.0, rounds=5)
+    figure = Figure.compared("case", "name", timings, ("a", "b"), BenchSettings(), scale=0.5)
+    assert (figure.value, figure.low, figure.rounds, figure.clocks) == (1.0, 1.0, 5, {"wall": 1.0, "cpu": 1.0})
+    assert Figure.rate("case", "name", timings, "b", 8, "x/s", "wall").value == 8.0
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [((3.0,), (3.0, 3.0, 3.0)), ((1.0, 2.0, 3.0, 4.0, 5.0), (2.0, 3.0, 4.0))]
+)
+def test_a_spread_is_a_median_between_quartiles(values, expected):
+    spread = Spread.of(values)
+    assert (spread.low, spread.median, spread.high) == expected
+
+
+def figure(value: float, limit: float | None = None, better: str = "lower") -> Figure:
+    target = None if limit is None else Target(limit=limit, better=better)  # type: ignore[arg-type]
+    return Figure(case="case", name=f"{value} {limit} {better}", value=value, unit="x", target=target)
+
+
+@pytest.mark.parametrize(
+    ("found", "met"),
+    [
+        (figure(1.0), None),
+        (figure(1.0, 1.0), True),
+        (figure(1.1, 1.0), False),
+        (figure(1.1, 1.0, "higher"), True),
+        (figure(0.9, 1.0, "higher"), False),
+    ],
+)
+def test_a_target_is_reached_on_its_side_of_the_limit(found, met):
+    assert found.met is met
+
+
+def report(**more) -> Report:
+    environment = {"torch": "2.13", "commit": None}
+    return Report(figures=(figure(1.0), figure(2.0, 3.0)), environment=environment, settings={}, shapes={}, **more)
+
+
+@pytest.mark.parametrize(
+    ("more", "complete"),
+    [
+        ({}, True),
+        ({"skipped": (Skipped(case="a", name="b", why="c"),)}, True),
+        ({"skipped": (Skipped(case="a", name="b", why="c", owed=True),)}, False),
+        ({"failed": (Failed(case="a", name="b", why="c"),)}, False),
+    ],
+)
+def test_a_report_is_complete_if_nothing_that_could_be_measured_is_missing(more, complete, tmp_path):
+    written = report(**more)
+    assert written.complete is complete
+    written.save(tmp_path / "report.json")
+    assert Report.load(tmp_path / "report.json") == written
+
+
+def test_a_report_is_printed_as_a_table_in_markdown():
+    console = Console(file=io.StringIO(), width=40)
+    report(skipped=[Skipped(case="gpu", name="step", why="no GPU")]).print(console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[0] == "| case | figure | value | rounds | target |"
+    assert lines[3] == "| case | 2.0 3.0 lower | 2 x | exact | ≤ 3 reached |"
+    assert lines[4:] == ["skipped: gpu, step: no GPU", "torch 2.13"]
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", "{}", json.dumps({"figures": [{"target": None}], "skipped": []})])
+def test_what_is_no_report_is_refused_by_its_path(text, tmp_path):
+    path = Path(tmp_path, "report.json")
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=r"report.json is no benchmark report \(.*; measure again"):
+        Report.load(path)
+
+
+def test_the_environment_names_versions_and_the_processor():
+    found = environment("cpu")
+    assert {"torch", "transformers", "commit", "device_name", "threads"} <= found.keys()

@@ -1,0 +1,297 @@
+"""A row cut over ranks: each token, target and image on one of them, all of it back, and rolled in parts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from context_parallel.naive import naive_halo
+from cut_rows import ALL_LAYOUTS, owners, partitions, row_with_images
+from hypothesis import example, given
+from hypothesis import strategies as st
+from waiting import waits_are_errors
+
+from vlmpack.context_parallel.partition import Layout, Partition
+from vlmpack.errors import LayoutError
+from vlmpack.interop.megatron import Halo, LocalRow, shard, to_megatron, unshard
+from vlmpack.layout import IGNORE, Media, PackedRow, Segments, SlotRule, roll_left, share
+from vlmpack.layout.row import without_successor
+
+RANKS = 2
+IMAGES = {3: (1, 4, 8), 20: (1, 4, 4), 26: (1, 2, 4)}
+
+
+@pytest.fixture
+def row() -> PackedRow:
+    return row_with_images([18, 11], SlotRule(multiple=2 * RANKS), IMAGES)
+
+
+def parts_of(row: PackedRow, layout: Layout) -> list[LocalRow]:
+    return [shard(row, rank, RANKS, merge=2, layout=layout) for rank in range(RANKS)]
+
+
+def tensors(row: PackedRow | LocalRow) -> dict[str, torch.Tensor]:
+    """Every tensor along the row, by name."""
+    named = {name: value for name, value in vars(row).items() if isinstance(value, torch.Tensor)}
+    return {**named, **row.extras, "moe_padding_mask": row.moe_padding_mask}
+
+
+def moved(row: PackedRow, device: str) -> PackedRow:
+    """The same row on another device."""
+    return replace(
+        row,
+        **{name: value.to(device) for name, value in vars(row).items() if isinstance(value, torch.Tensor)},
+        media=Media(**{name: tensor.to(device) for name, tensor in row.media.to_hf().items()}),
+        extras={name: tensor.to(device) for name, tensor in row.extras.items()},
+    )
+
+
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+def test_unshard_gives_every_tensor_back(row, layout):
+    parts = [tensors(part) for part in parts_of(row, layout)]
+    assert len(tensors(row)) == 7
+    for name, whole in tensors(row).items():
+        assert torch.equal(unshard([part[name] for part in parts], row.segments, layout=layout), whole)
+
+
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+def test_a_part_knows_where_its_tokens_live(row, layout):
+    for part in parts_of(row, layout):
+        assert torch.equal(part.input_ids[0], part.index)  # ids of this row are their places in it
+        assert part.segments is row.segments
+        assert torch.equal(part.local_segments.padding_mask(), part.moe_padding_mask[0])
+        assert part.metadata is row.metadata
+
+
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+def test_labels_are_shifted_before_they_are_cut(row, layout):
+    labels = torch.arange(row.segments.total)[None].masked_fill(row.moe_padding_mask, IGNORE)
+    shifted = PackedRow.from_hf({**row.step_inputs(), "shift_labels": None, "labels": labels}).shift_labels
+    parts = parts_of(replace(row, shift_labels=shifted), layout)
+    ends = set(without_successor(row.segments, 1).tolist())
+    followers_elsewhere = 0
+    for part in parts:
+        assert part.shift_labels is not None
+        held = part.index.tolist()
+        assert part.shift_labels[0].tolist() == [IGNORE if at in ends else at + 1 for at in held]
+        followers_elsewhere += sum(at not in ends and at + 1 not in held for at in held)
+    assert followers_elsewhere  # shifted after the cut, these would have had a wrong target, or none
+
+
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+def test_every_image_is_computed_by_one_rank(row, layout):
+    parts = parts_of(row, layout)
+    assert parts[0].images == parts[1].images
+    assert parts[0].images.load == (32, 24)
+    for rank, part in enumerate(parts):
+        grids = part.media.image_grid_thw
+        assert grids is not None
+        assert part.media.pixel_values is not None
+        assert [tuple(grid) for grid in grids.tolist()] == [list(IMAGES.values())[i] for i in part.images.items(rank)]
+        assert part.media.pixel_values.shape == (part.images.load[rank], 3)
+    patches = torch.cat([part.media.pixel_values[:, 0] for part in parts if part.media.pixel_values is not None])
+    assert sorted(patches.tolist()) == list(range(56))
+
+
+def test_a_rank_without_an_image_has_no_media():
+    row = row_with_images([16], SlotRule(multiple=4), {2: (1, 4, 4)})
+    first, second = parts_of(row, "mirrored")
+    assert set(first.media.to_hf()) == {"pixel_values", "image_grid_thw"}
+    assert second.media.to_hf() == {}
+
+
+def test_videos_bring_their_seconds():
+    row = row_with_images([16], SlotRule(multiple=4), {})
+    grids = torch.tensor([[1, 2, 2], [2, 4, 4], [1, 4, 4]])
+    media = Media(
+        pixel_values_videos=torch.arange(52.0)[:, None],
+        video_grid_thw=grids,
+        second_per_grid_ts=torch.tensor([0.5, 1.0, 2.0]),
+    )
+    row = replace(row, media=media, metadata=None)
+    first, second = (part.media for part in parts_of(row, "contiguous"))
+    assert first.second_per_grid_ts is not None
+    assert second.second_per_grid_ts is not None
+    assert first.second_per_grid_ts.tolist() == [1.0]
+    assert second.second_per_grid_ts.tolist() == [0.5, 2.0]
+    assert second.pixel_values_videos is not None
+    assert second.pixel_values_videos[:, 0].tolist() == [*range(4), *range(36, 52)]
+
+
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+def test_nothing_waits_for_a_device(row, layout):
+    on_meta = moved(row, "meta")  # tensors without values: whoever reads one fails
+    part = shard(on_meta, 0, RANKS, merge=2, layout=layout)
+    assert part.input_ids.device.type == part.index.device.type == part.moe_padding_mask.device.type == "meta"
+    assert part.media.pixel_values is not None
+    assert part.media.pixel_values.shape == (32, 3)
+    with pytest.raises(NotImplementedError):
+        part.input_ids.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+def test_nothing_waits_for_a_gpu(row, layout):
+    on_gpu = moved(row, "cuda")
+    with waits_are_errors():
+        parts = [tensors(part) for part in parts_of(on_gpu, layout)]
+        whole = {name: unshard([part[name] for part in parts], row.segments, layout=layout) for name in parts[0]}
+    for name, tensor in tensors(row).items():
+        assert torch.equal(whole[name].cpu(), tensor)
+
+
+def test_a_row_that_cannot_be_cut_says_which_segment(row):
+    odd = row_with_images([8, 6], SlotRule(), {})
+    with pytest.raises(LayoutError, match=r"segment 1: 6 tokens of row .* 2 \* ranks = 4"):
+        shard(odd, 0, 2, merge=2)
+    with pytest.raises(LayoutError, match="rank 2 is not one of"):
+        shard(row, 2, 2, merge=2)
+    with pytest.raises(LayoutError, match="the grids describe 56 patches, the pixels are"):
+        shard(replace(row, media=replace(row.media, pixel_values=torch.zeros(55, 3))), 0, 2, merge=2)
+
+
+def test_a_row_whose_samples_share_prefixes_is_refused() -> None:
+    ids = torch.arange(4).repeat(2)[None]
+    row = share(PackedRow(input_ids=ids, segments=Segments.from_lengths([4, 4])), min_shared=1)
+    assert row.tree is not None
+    for cut in (lambda: shard(row, 0, RANKS, merge=1), lambda: to_megatron(row)):
+        with pytest.raises(LayoutError, match=r"share prefixes, and .* by itself: give it unshare"):
+            cut()
+
+
+# ---------------------------------------------------------------------- rolled in parts
+
+ROLLS = json.loads((Path(__file__).parents[1] / "vectors" / "roll.json").read_text())["cases"]
+[ON_RANKS] = [case for case in ROLLS if "cp" in case]
+
+
+def exchanged(parts: list[torch.Tensor], halo: Halo, *, token_dim: int = -1) -> list[torch.Tensor]:
+    """What an all-to-all gives each rank, without processes."""
+    routes = [halo.route(rank) for rank in range(len(parts))]
+    sent = [
+        part.index_select(token_dim, route.send).split(route.send_counts, token_dim)
+        for part, route in zip(parts, routes, strict=True)
+    ]
+    return [torch.cat([from_rank[rank] for from_rank in sent], token_dim) for rank in range(len(parts))]
+
+
+def rolled_in_parts(row: torch.Tensor, halo: Halo, *, depth: int, fill: float, token_dim: int = -1) -> torch.Tensor:
+    partition = halo.partition
+    parts = [partition.cut(row, rank, token_dim=token_dim) for rank in range(partition.ranks)]
+    halos = exchanged(parts, halo, token_dim=token_dim)
+    rolled = [
+        halo.roll_left(part, came, rank, depth=depth, fill=fill, token_dim=token_dim)
+        for rank, (part, came) in enumerate(zip(parts, halos, strict=True))
+    ]
+    return partition.join(rolled, token_dim=token_dim)
+
+
+def test_each_rank_rolls_to_what_the_vector_says():
+    case = ON_RANKS
+    partition = Partition(segments=Segments.from_boundaries(case["stride"]), ranks=case["cp"], layout="mirrored")
+    halo = Halo(partition=partition, depth=1)
+    parts = [torch.tensor(part) for part in case["ranks_in"]]
+    for rank, came in enumerate(exchanged(parts, halo)):
+        assert halo.roll_left(parts[rank], came, rank, fill=0).tolist() == case["ranks_out"][rank]
+
+
+def test_gaps_and_contiguous_parts():
+    segments = Segments.from_boundaries([0, 7, 18], [0, 8, 20])
+    row = torch.tensor([*range(1, 8), 0, *range(11, 22), 0])
+    expected: dict[Layout, list[list[int]]] = {
+        "mirrored": [[2, 3, 0, 0, 12, 13, 14, 21, 0, 0], [4, 5, 6, 7, *range(15, 21)]],
+        "contiguous": [[2, 3, 4, 5, 6, 7, 0, 0, 12, 13], [*range(14, 22), 0, 0]],
+    }
+    for layout, ranks in expected.items():
+        partition = Partition(segments=segments, ranks=2, layout=layout)
+        whole = rolled_in_parts(row, Halo(partition=partition, depth=1), depth=1, fill=0)
+        assert [partition.cut(whole, rank).tolist() for rank in range(2)] == ranks
+
+
+@given(partition=partitions(), most=st.integers(1, 9), data=st.data())
+def test_parts_roll_to_what_the_whole_row_rolls_to(partition, most, data):
+    depth = data.draw(st.integers(1, most))
+    halo = Halo(partition=partition, depth=most)
+    ids = torch.randint(1, 1000, (1, partition.segments.total))
+    assert torch.equal(
+        rolled_in_parts(ids, halo, depth=depth, fill=-100), roll_left(ids, partition.segments, depth=depth, fill=-100)
+    )
+    hidden = torch.randn(1, partition.segments.total, 3)
+    assert torch.equal(
+        rolled_in_parts(hidden, halo, depth=depth, fill=0, token_dim=1),
+        roll_left(hidden, partition.segments, depth=depth, fill=0, token_dim=1),
+    )
+
+
+@given(partition=partitions(), depth=st.integers(1, 9))
+@example(partition=Partition(segments=Segments.from_lengths([4]), ranks=2, layout="mirrored"), depth=6)
+def test_a_rank_gets_what_it_needs_and_nothing_else(partition, depth):
+    segments = partition.segments
+    halo = Halo(partition=partition, depth=depth)
+    if not segments.total:
+        assert halo.places(0).tolist() == []
+        return
+    truth = naive_halo(segments.lengths, segments.slots, owners(partition), depth=depth)
+    own = [partition.index(rank) for rank in range(partition.ranks)]
+    for rank, came in enumerate(exchanged(own, halo)):
+        assert halo.places(rank).tolist() == came.tolist()
+        assert len(came) == len(set(came.tolist())) == sum(halo.route(rank).receive_counts)
+        assert set(came.tolist()) == truth[rank]
+
+
+def test_a_contiguous_part_needs_no_more_than_the_depth():
+    partition = Partition(segments=Segments.from_lengths([100] * 6), ranks=4, layout="contiguous")
+    halo = Halo(partition=partition, depth=3)
+    received = [sum(halo.route(rank).receive_counts) for rank in range(4)]
+    assert received == [3, 0, 3, 0]  # 2 of 3 cuts lie inside a segment
+
+
+def test_gradients_go_back_to_the_rank_that_sent_the_token():
+    partition = Partition(segments=Segments.from_lengths([8, 12]), ranks=2, layout="mirrored")
+    row = torch.randn(1, 20, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(1, 20, 3, dtype=torch.float64)
+    halo = Halo(partition=partition, depth=2)
+    (in_parts,) = torch.autograd.grad((rolled_in_parts(row, halo, depth=2, fill=0, token_dim=1) * weight).sum(), row)
+    whole = roll_left(row, partition.segments, depth=2, fill=0, token_dim=1)
+    (at_once,) = torch.autograd.grad((whole * weight).sum(), row)
+    assert torch.equal(in_parts, at_once)
+    assert at_once.count_nonzero()
+
+
+def test_cutting_rolling_and_joining_compile():
+    partition = Partition(segments=Segments.from_lengths([7, 11], SlotRule(multiple=4)), ranks=2, layout="mirrored")
+    halo = Halo(partition=partition, depth=2)
+
+    def both(row, came):
+        part = partition.cut(row, 0)
+        rolled = halo.roll_left(part, came, 0, depth=2, fill=0)
+        return rolled, partition.join([part, rolled])
+
+    row = torch.arange(20)[None]
+    came = row[:, halo.places(0)]
+    for ours, theirs in zip(torch.compile(both, backend="eager")(row, came), both(row, came), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_halo_serves_only_what_it_was_made_for():
+    partition = Partition(segments=Segments.from_lengths([8]), ranks=2, layout="contiguous")
+    halo = Halo(partition=partition, depth=2)
+    part = torch.zeros(1, 4)
+    with pytest.raises(LayoutError, match="rolls by 1 to 2 tokens, got depth=3"):
+        halo.roll_left(part, torch.zeros(1, 2), 0, depth=3, fill=0)
+    with pytest.raises(LayoutError, match="rank 0 rolls its 4 tokens with 2 that come to it, got 4 and 1"):
+        halo.roll_left(part, torch.zeros(1, 1), 0, fill=0)
+    with pytest.raises(LayoutError, match="got depth=0"):
+        Halo(partition=partition, depth=0)
+
+
+def test_without_the_halo_a_token_is_lost():
+    partition = Partition(segments=Segments.from_lengths([8]), ranks=2, layout="contiguous")
+    row = torch.arange(1, 9)
+    alone = torch.cat([roll_left(partition.cut(row, rank), partition.local_segments(rank), fill=0) for rank in (0, 1)])
+    together = rolled_in_parts(row, Halo(partition=partition, depth=1), depth=1, fill=0)
+    assert (alone != together).nonzero()[:, 0].tolist() == [3]

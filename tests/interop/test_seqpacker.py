@@ -1,0 +1,617 @@
+"""SeqPacker's names: plans, streams, data sets, tensors; and rows of text as a model trains them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import subprocess
+import sys
+from collections import deque
+from functools import cache
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import torch.nn.functional as F
+from equality import Alone, alone_through, check_gradients, check_outputs, gradients, limits_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from training import Gradients, arguments, logged
+from transformers import Trainer, default_data_collator
+
+from vlmpack.errors import ConfigError, SampleError
+from vlmpack.interop import seqpacker
+from vlmpack.interop.seqpacker import (
+    Pack,
+    Packer,
+    PackMetrics,
+    RowCollator,
+    StreamPacker,
+    pack_dataset,
+    pack_dataset_from_result,
+    pack_result_to_tensors,
+    pack_sequences,
+    packed_collate_fn,
+)
+from vlmpack.layout import METADATA_KEY, PackedRow
+from vlmpack.model import PackedStep, enable_packing
+from vlmpack.plan import plan_bins
+from vlmpack.plan.planner import ALIASES, STRATEGIES
+from vlmpack.testing import tiny_model
+from vlmpack.trainer import loss_metrics
+
+# ---------------------------------------------------------------------- scripts that were written for SeqPacker
+
+LOOP = """
+import torch
+from torch.utils.data import DataLoader
+from seqpacker import pack_sequences
+from seqpacker.torch_utils import PackedBatch, pack_result_to_tensors, packed_collate_fn
+
+loader = DataLoader(token_ids, batch_size=4, collate_fn=packed_collate_fn(capacity=24, padding_value=1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+losses = []
+for batch in loader:
+    assert isinstance(batch, PackedBatch)
+    loss = model(
+        input_ids=batch.input_ids.to("cpu"),
+        attention_mask=batch.attention_mask.to("cpu"),
+        position_ids=batch.position_ids.to("cpu"),
+        labels=batch.labels.to("cpu"),
+    ).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+
+result = pack_sequences([len(ids) for ids in token_ids], 24)
+whole = pack_result_to_tensors(result=result, token_ids=token_ids)
+assert whole.input_ids.shape == (result.num_bins, 24)
+assert max(int(boundaries[-1]) for boundaries in whole.cu_seqlens) <= 24
+"""
+
+TRAINER = """
+import seqpacker
+from seqpacker.hf_utils import pack_dataset
+
+rows = pack_dataset(token_ids=token_ids, capacity=24, padding_value=1)
+assert rows.column_names == ["input_ids", "attention_mask", "labels", "position_ids"]
+run = Trainer(model=model, args=args, train_dataset=rows)
+run.train()
+"""
+
+PLANS = """
+import numpy as np
+from seqpacker import Packer, StreamPacker
+
+packer = Packer(capacity=24, strategy="ffd")
+for pack in packer.pack(np.array([len(ids) for ids in token_ids])).packs:
+    assert pack.used == sum(pack.lengths) and len(pack) == len(pack.sequence_ids)
+stream = StreamPacker(capacity=24, strategy="nf")
+packs = [pack for ids in token_ids for pack in stream.add(len(ids))] + stream.finish()
+assert stream.sequences_added == len(token_ids)
+"""
+
+
+@pytest.mark.parametrize("script", [LOOP, TRAINER, PLANS], ids=["loop", "trainer", "plans"])
+def test_a_script_runs_with_its_imports_changed(script: str, tmp_path) -> None:
+    token_ids = [[6 + (7 * i + k) % 80 for k in range(3 + 5 * i % 11)] for i in range(12)]
+    args = arguments(tmp_path, per_device_train_batch_size=2, max_steps=3)
+    names = {"token_ids": token_ids, "model": tiny_model("qwen3"), "Trainer": Trainer, "args": args}
+    for module in ("seqpacker.hf_utils", "seqpacker.torch_utils", "seqpacker"):
+        script = script.replace(f"from {module} import", "from vlmpack.interop.seqpacker import")
+    exec(script.replace("import seqpacker\n", "import vlmpack.interop.seqpacker as seqpacker\n"), names)
+    if "run" in names:
+        assert len(logged(names["run"])) == 3
+    if "losses" in names:
+        assert names["losses"][-1] < names["losses"][0]
+
+
+def test_every_name_of_seqpacker_is_there() -> None:
+    plans = {"__version__", "Pack", "PackMetrics", "PackResult", "Packer", "StreamPacker", "pack_sequences"}
+    rows = {"pack_dataset", "pack_dataset_from_result", "PackedBatch", "pack_result_to_tensors", "packed_collate_fn"}
+    assert plans | rows <= set(vars(seqpacker))
+
+
+@pytest.mark.parametrize(
+    ("code", "loaded"),
+    [("from vlmpack.interop.seqpacker import *\npack_sequences([1], 2)", ""), ("import pyarrow", "pyarrow")],
+)
+def test_planning_brings_in_nothing_heavy(code: str, loaded: str) -> None:
+    heavy = ("torch", "transformers", "datasets", "pyarrow")
+    report = f"{code}\nimport sys\nprint(*(name for name in {heavy} if name in sys.modules))"
+    run = subprocess.run([sys.executable, "-c", report], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == loaded
+
+
+# ---------------------------------------------------------------------- plans
+
+LENGTHS = [1000, 800, 600, 500, 400, 300, 200, 100]
+LONG_NAMES = ("NextFit", "FirstFit", "BestFit", "WorstFit", "FirstFitDecreasing", "BestFitDecreasing", "Harmonic")
+
+
+def test_a_result_is_a_plan_under_other_names() -> None:
+    result = pack_sequences(LENGTHS, capacity=1024)
+    assert result.bins == [[0], [1, 6], [2, 4], [3, 5, 7]]  # SeqPacker: [0], [1, 7], [2, 4], [3, 5, 6]
+    assert result.packs[1] == Pack(sequence_ids=[1, 6], lengths=[800, 200])
+    assert (result.packs[1].used, len(result.packs[1])) == (1000, 2)
+    assert result.packs is result.packs
+    assert result.num_bins == len(result) == 4
+    assert result.efficiency == 3900 / 4096
+    assert repr(result).startswith("PackResult(bins=4, efficiency=95.21%, time=")
+    assert result.plan == plan_bins(LENGTHS, 1024, strategy="obfd")
+    rows = np.split(*Packer(1024).pack_flat(np.asarray(LENGTHS)))
+    assert [row.tolist() for row in rows] == result.bins
+    assert pickle.loads(pickle.dumps(result)).bins == result.bins
+
+
+def test_metrics_are_those_of_the_rows() -> None:
+    result = pack_sequences(LENGTHS, 1024)
+    used = np.asarray([pack.used / 1024 for pack in result.packs])
+    assert result.metrics == PackMetrics(
+        num_sequences=8,
+        num_packs=4,
+        total_tokens=3900,
+        padding_tokens=4 * 1024 - 3900,
+        efficiency=3900 / 4096,
+        avg_utilisation=pytest.approx(used.mean()),
+        utilisation_std=pytest.approx(used.std()),
+        min_utilisation=used.min(),
+        max_utilisation=used.max(),
+        avg_sequences_per_pack=2.0,
+        packing_time_ms=result.time_ms,
+    )
+    assert result.metrics.padding_ratio == (4096 - 3900) / 4096
+    assert result.metrics.throughput == pytest.approx(8 / (result.time_ms / 1000))
+
+
+@pytest.mark.parametrize("name", [*ALIASES, *STRATEGIES, *LONG_NAMES, "OBFD"])
+def test_every_strategy_packs_every_sample_once(name: str) -> None:
+    result = Packer(capacity=1024, strategy=name).pack(LENGTHS)
+    assert sorted(sample for row in result.bins for sample in row) == list(range(8))
+    assert max(pack.used for pack in result.packs) <= 1024
+
+
+def test_a_seed_reaches_the_shuffling_strategy_alone() -> None:
+    def bins(strategy: str, seed: int | None) -> list[list[int]]:
+        return pack_sequences(list(range(1, 60)), 100, strategy=strategy, seed=seed).bins
+
+    assert bins("ffs", 1) != bins("ffs", 2)
+    assert bins("ffs", None) == bins("ffs", 42)
+    assert bins("nf", 1) == bins("nf", 2) == bins("nf", None)
+    assert bins("next_fit", 1) != bins("next_fit", 2)  # under our own name it is our own seed
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([5, 11], "sample 1: does not fit a row of 10 tokens"),
+        ([5, 0], "sample 1: has length 0"),
+        (np.asarray([5, np.nan]), "sample 1: the length of a sample is not finite"),
+    ],
+)
+def test_a_bad_length_names_its_sample(lengths, message: str) -> None:
+    with pytest.raises(SampleError, match=message):
+        pack_sequences(lengths, 10)
+
+
+@pytest.mark.parametrize("changed", [{"capacity": 0}, {"capacity": 2**40}, {"strategy": "best"}, {"seed": -1}])
+def test_a_bad_setting_is_refused_when_the_packer_is_made(changed) -> None:
+    with pytest.raises(ConfigError):
+        Packer(**{"capacity": 8, **changed})
+    with pytest.raises(ConfigError):
+        StreamPacker(10, strategy="obfd")
+
+
+@pytest.mark.parametrize("strategy", ["nf", "hk", "NextFit", "next_fit", "harmonic"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stream_has_the_rows_of_all_lengths_at_once(strategy: str, seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 97) for _ in range(300)]
+    packer = StreamPacker(97, strategy=strategy)
+    early = [pack for length in lengths for pack in packer.add(length)]
+    packs = early + packer.finish()
+    expected = pack_sequences(lengths, 97, strategy=strategy.replace("_", ""))
+    assert sorted(pack.sequence_ids for pack in packs) == sorted(expected.bins)
+    assert all(pack.lengths == [lengths[sample] for sample in pack.sequence_ids] for pack in packs)
+    assert sum(map(len, early)) >= 300 - 64
+
+
+@pytest.mark.parametrize("length", [0, -1, 11, 2.5, None])
+@pytest.mark.parametrize("strategy", ["nf", "hk"])
+def test_a_bad_length_of_a_stream_is_named_and_left_out(strategy: str, length) -> None:
+    packer = StreamPacker(capacity=10, strategy=strategy)
+    packer.add(8)
+    with pytest.raises(SampleError, match="sample 1"):
+        packer.add(length)
+    assert packer.add(2) == []
+    assert packer.sequences_added == 2
+    assert packer.finish() == [Pack(sequence_ids=[0, 1], lengths=[8, 2])]
+    with pytest.raises(ConfigError, match="finished"):
+        packer.add(1)
+
+
+# ---------------------------------------------------------------------- data sets and tensors
+
+IDS = [[10, 20, 30], [40, 50], [60, 70, 80, 90], [100]]
+
+
+def test_the_columns_are_seqpackers() -> None:
+    rows = pack_dataset(IDS, 6, padding_value=1, seq_lengths=True)
+    assert isinstance(rows, datasets.Dataset)
+    assert rows[:] == {
+        "input_ids": [[10, 20, 30, 100, 1, 1], [40, 50, 60, 70, 80, 90]],
+        "attention_mask": [None, None],
+        "labels": [[-100, 20, 30, -100, -100, -100], [-100, 50, -100, 70, 80, 90]],
+        "position_ids": [[0, 1, 2, 0, 0, 0], [0, 1, 0, 1, 2, 3]],
+        "seq_lengths": [[3, 1], [2, 4]],
+    }
+    assert [len(ids) for ids in pack_dataset(IDS, 6, pad_to_capacity=False)["input_ids"]] == [4, 6]
+
+
+def naive_rows(bins, token_ids, labels, capacity, padding: int, label_padding: int) -> dict[str, list[list[int]]]:
+    """Columns of packed rows, by loops over tokens; `capacity` None: rows are not padded."""
+    columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "position_ids": []}
+    for members in bins:
+        row: dict[str, list[int]] = {name: [] for name in columns}
+        for sample in members:
+            for place, (token, label) in enumerate(zip(token_ids[sample], labels[sample], strict=True)):
+                row["input_ids"].append(token)
+                row["labels"].append(label_padding if place == 0 or label == -100 else label)
+                row["position_ids"].append(place)
+        while capacity is not None and len(row["input_ids"]) < capacity:
+            row["input_ids"].append(padding)
+            row["labels"].append(label_padding)
+            row["position_ids"].append(0)
+        for name, values in row.items():
+            columns[name].append(values)
+    return columns
+
+
+@given(
+    lengths=st.lists(st.integers(1, 11), min_size=1, max_size=13),
+    padded=st.booleans(),
+    label_padding_value=st.sampled_from([-100, -7]),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=40, deadline=None)
+def test_rows_are_those_of_plain_loops(lengths, padded, label_padding_value, seed) -> None:
+    rng = np.random.default_rng(seed)
+    token_ids = [rng.integers(0, 97, n).tolist() for n in lengths]
+    labels = [np.where(rng.random(n) < 0.5, ids, -100).tolist() for n, ids in zip(lengths, token_ids, strict=True)]
+    result = pack_sequences(lengths, 11, "ffs", seed)
+    form: dict[str, Any] = {"padding_value": 3, "label_padding_value": label_padding_value, "labels": labels}
+    rows = pack_dataset_from_result(result, token_ids, **form, pad_to_capacity=padded)
+    expected = naive_rows(result.bins, token_ids, labels, 11 if padded else None, 3, label_padding_value)
+    assert {name: rows[name][:] for name in expected} == expected
+    if padded:
+        batch = pack_result_to_tensors(result.plan, token_ids, **form)
+        assert {name: getattr(batch, name).tolist() for name in expected} == expected
+        assert [cu.tolist() for cu in batch.cu_seqlens] == [[0, *np.cumsum(pack.lengths)] for pack in result.packs]
+        assert batch.max_seqlen == max(lengths)
+
+
+FORMS = {
+    "tuples": tuple(map(tuple, IDS)),
+    "a generator": (ids for ids in IDS),
+    "a deque": deque(IDS),
+    "arrays": [np.asarray(ids, np.uint16) for ids in IDS],
+    "tensors": [torch.tensor(ids) for ids in IDS],
+    "a column": datasets.Dataset.from_dict({"input_ids": IDS})["input_ids"],
+    "an arrow array": pa.array(IDS),
+    "arrow chunks": pa.chunked_array([IDS[:1], IDS[1:]]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_do_not_depend_on_how_tokens_come_in(form: str) -> None:
+    assert pack_dataset(FORMS[form], 6)[:] == pack_dataset(IDS, 6)[:]
+
+
+@pytest.mark.parametrize(
+    ("ids", "changed", "message"),
+    [
+        ([[1], [1, 2.5]], {}, "sample 1: the token ids are not a vector of whole numbers"),
+        ([[1], [1, None]], {}, "sample 1: the token ids are not a vector"),
+        ([[1], [[1]]], {}, "sample 1: the token ids are not a vector"),
+        ([[1], 7], {}, "sample 1: the token ids are not a vector"),
+        (pa.array([[1], None]), {}, "sample 1: the token ids are not a vector"),
+        ([[1], []], {}, "sample 1: has length 0"),
+        ([[1], [1] * 9], {}, "sample 1: does not fit a row of 6 tokens"),
+        ([[1], [1, 2]], {"labels": [[1], [1]]}, "sample 1: has 2 token ids, but 1 labels"),
+        ([[1], [1, 2]], {"labels": [[1]]}, "labels of 1 samples, but token ids of 2"),
+        (5, {}, "one list, vector or tensor for each sample"),
+        ("text", {}, "one list, vector or tensor for each sample"),
+        ([[1]], {"oversize": "truncate"}, "oversize"),
+        ([[1]], {"label_padding_value": 0}, "label_padding_value is 0, which may be a label"),
+    ],
+)
+def test_a_bad_sample_or_setting_is_named(ids: Any, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises((SampleError, ConfigError), match=message):
+        pack_dataset(ids, 6, **changed)
+
+
+def test_a_result_of_other_samples_is_refused() -> None:
+    for lengths in ([3, 2, 4], [3, 2, 5, 1]):
+        with pytest.raises(ConfigError, match="these are not the samples that were packed"):
+            pack_dataset_from_result(pack_sequences(lengths, 6), IDS)
+
+
+def test_samples_above_the_capacity_can_be_left_out() -> None:
+    assert pack_dataset(IDS, 3, oversize="drop", pad_to_capacity=False)["input_ids"][:] == [[10, 20, 30], [40, 50, 100]]
+    for ids in ([], [[1] * 9]):
+        rows = pack_dataset(ids, 6, oversize="drop")
+        assert (len(rows), rows.features) == (0, pack_dataset(IDS, 6).features)
+    batch = packed_collate_fn(2, oversize="drop")([[1, 2, 3]])
+    assert batch.input_ids.shape == (0, 2)
+    with pytest.raises(ConfigError, match=r"no sample: each exceeds the capacity of 2 tokens.*raise the capacity"):
+        batch.to_hf()
+
+
+def test_rows_survive_the_disk_and_are_named_by_their_content(tmp_path) -> None:
+    rows = pack_dataset(IDS, 6)
+    rows.save_to_disk(tmp_path / "rows")
+    assert datasets.load_from_disk(tmp_path / "rows")[:] == rows[:]
+    assert pack_dataset(IDS, 6)._fingerprint == rows._fingerprint != pack_dataset(IDS, 6, padding_value=1)._fingerprint
+
+
+def batch_of(**changed):
+    return pack_result_to_tensors(pack_sequences([3, 2, 4, 1], 6), IDS, **changed)
+
+
+def test_the_mask_lets_a_token_see_its_own_sample_up_to_itself() -> None:
+    sees = batch_of().attention_mask == 0
+    assert sees.shape == (2, 1, 6, 6)
+    drawn = ["".join(".x"[int(cell)] for cell in row) for row in sees[0, 0]]
+    # padding sees itself: a row of nothing would be NaN
+    assert drawn == ["x.....", "xx....", "xxx...", "...x..", "....x.", ".....x"]
+
+
+def test_one_row_for_the_model_has_all_samples_and_no_padding() -> None:
+    for changed in ({}, {"label_padding_value": -1}):
+        row = batch_of(**changed).to_row()
+        assert row.segments.lengths == (3, 1, 2, 4)
+        assert row.input_ids.tolist() == [[10, 20, 30, 100, 40, 50, 60, 70, 80, 90]]
+        assert row.shift_labels is not None
+        assert row.shift_labels.tolist() == [[20, 30, -100, -100, 50, -100, 70, 80, 90, -100]]
+        assert row.host_metadata().num_targets == 6
+        assert row.host_metadata().sample_ids == (0, 3, 1, 2)
+    assert {t.device.type for t in (batch_of(device="meta").labels, batch_of(device="meta").cu_seqlens[0])} == {"meta"}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_packs_each_batch(workers) -> None:
+    collate = pickle.loads(pickle.dumps(packed_collate_fn(capacity=6, strategy="obfd")))
+    context = "fork" if workers else None
+    loader = DataLoader(IDS, batch_size=3, collate_fn=collate, num_workers=workers, multiprocessing_context=context)  # pyright: ignore
+    assert [batch.input_ids.shape for batch in loader] == [(2, 6), (1, 6)]
+
+
+@pytest.mark.parametrize("name", ["labels", "loss_mask", "completion_mask", "assistant_masks"])
+@pytest.mark.parametrize("collate", [packed_collate_fn(6), RowCollator(bare_row="one_sample")])
+def test_columns_beside_the_ids_mark_padding_and_what_is_trained_on(name: str, collate) -> None:
+    marks = {"labels": [-100, -100, 3, 0]}.get(name, [0, 0, 1, 1])
+    sample = {"input_ids": [1, 2, 3, 0], name: marks, "attention_mask": [1, 1, 1, 0]}
+    batch = collate([sample, {"input_ids": torch.tensor([5, 6]), name: None}])
+    batch = batch if isinstance(batch, dict) else batch.to_hf()
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 5, 6]]
+    assert batch["labels"].tolist() == [[-100, -100, 3, -100, 6]]
+
+
+# ---------------------------------------------------------------------- rows for models
+
+
+def rows_of(**changed: Any) -> list[Any]:
+    return list(pack_dataset(IDS[:3], 6, **changed))
+
+
+@pytest.mark.parametrize("changed", [{}, {"seq_lengths": True}, {"pad_to_capacity": False}])
+def test_padding_is_left_out_and_boundaries_are_kept(changed) -> None:
+    batch = RowCollator()(rows_of(**changed))
+    assert batch["input_ids"].tolist() == [[10, 20, 30, 40, 50, 60, 70, 80, 90]]
+    assert PackedRow.from_hf(batch).segments.lengths == (3, 2, 4)
+    assert batch["position_ids"][batch["labels"] == -100].tolist() == [0, 0, 0]
+    assert batch["use_cache"] is False
+    assert batch[METADATA_KEY].num_targets == 6
+
+
+@pytest.mark.parametrize(("position_rows", "shape"), [(0, None), (1, (1, 9)), (4, (4, 1, 9))])
+def test_positions_have_as_many_rows_as_the_model_takes(position_rows, shape) -> None:
+    positions = RowCollator(position_rows=position_rows)(rows_of()).get("position_ids")
+    assert (None if positions is None else positions.shape) == shape
+
+
+def test_columns_that_agree_are_one_row() -> None:
+    told = {
+        "labels": [-100, 2, 3, -100, 5, -100, -100],
+        "position_ids": [0, 1, 2, 0, 1, 0, 0],
+        "attention_mask": [1, 1, 1, 1, 1, 0, 0],
+        "seq_lengths": [3, 2],
+    }
+    for left_out in [
+        {},
+        {"attention_mask"},
+        {"position_ids"},
+        {"labels"},
+        {"attention_mask", "labels"},
+        {"seq_lengths"},
+    ]:
+        row = {"input_ids": [1, 2, 3, 4, 5, 0, 0], **{name: told[name] for name in told if name not in left_out}}
+        assert RowCollator()([row])["cu_seqlens_q"].tolist() == [0, 3, 5]
+    for padding in ([0, 0], [1, 1], [9, 5]):  # positions of padding that do not count on
+        row = {"input_ids": [1, 2, 3, 0, 0], "position_ids": [0, 1, 2, *padding], "seq_lengths": [3]}
+        assert RowCollator()([row])["cu_seqlens_q"].tolist() == [0, 3]
+
+
+SIX = {"input_ids": [1, 2, 3, 4, 5, 6]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {**SIX, "seq_lengths": [3]},
+        {**SIX, "seq_lengths": [4], "labels": [-100, 2, 3, 4, -100, 6]},
+        {**SIX, "seq_lengths": [4], "loss_mask": [0, 0, 0, 0, 0, 1]},
+        {**SIX, "seq_lengths": [], "labels": [-100] * 6},
+        {**SIX, "seq_lengths": [2, 4], "attention_mask": [1, 1, 1, 0, 0, 0]},
+        {**SIX, "seq_lengths": [2], "attention_mask": [1, 1, 1, 0, 0, 0]},
+        {**SIX, "seq_lengths": [2, 4], "position_ids": [0, 1, 2, 0, 1, 2]},
+        {**SIX, "seq_lengths": [3], "position_ids": [0, 1, 2, 0, 1, 2]},
+        {**SIX, "seq_lengths": [6], "position_ids": [0, 1, 2, 0, 1, 2]},
+        {**SIX, "seq_lengths": [3, 3], "position_ids": [0, 1, 2, 3, 4, 5]},
+        {**SIX, "seq_lengths": [3, 3], "position_ids": [0, 1, 2, 0, 1, 9]},
+        {**SIX, "seq_lengths": [2, 1, 2], "position_ids": [0, 1, 0, 0, 0, 1]},  # one boundary too many, one missing
+        {**SIX, "seq_lengths": [2, 5]},
+        {**SIX, "seq_lengths": [6, 0]},
+        {**SIX, "attention_mask": [1, 1, 2, 2, 0, 0]},
+        {**SIX, "attention_mask": [0, 1, 1, 1, 1, 1]},
+        {**SIX, "attention_mask": [0] * 6},
+        {**SIX, "loss_mask": [0, 1, 2, 1, 1, 1]},
+        {**SIX, "loss_mask": [1] * 5},
+        {**SIX, "labels": [1] * 6, "completion_mask": [1] * 6},
+        {**SIX, "position_ids": [1, 2, 3, 4, 5, 6]},
+        {**SIX, "position_ids": [0, 1, 5, 6, 7, 8]},
+        {"input_ids": []},
+        {"tokens": [1]},
+        {"input_ids": "text"},
+    ],
+)
+def test_columns_that_contradict_each_other_are_refused(row) -> None:
+    with pytest.raises(SampleError, match=r"^sample 1: the "):
+        RowCollator(bare_row="one_sample")([{"input_ids": [1, 2]}, row])
+
+
+def test_a_sample_of_one_token_at_the_end_is_taken_for_padding_unless_told() -> None:
+    ids = [[1, 2, 3], [4]]
+    assert RowCollator()(list(pack_dataset(ids, 6)))["input_ids"].tolist() == [[1, 2, 3]]
+    assert RowCollator()(list(pack_dataset(ids, 6, seq_lengths=True)))["cu_seqlens_q"].tolist() == [0, 3, 4]
+
+
+def test_a_row_that_lost_its_boundaries_on_the_way_is_refused() -> None:
+    kept = {name: rows_of()[0][name] for name in ("input_ids", "labels")}
+    with pytest.raises(SampleError, match=r"sample 0: .*cannot be told apart. If a trainer removed them, set remove_"):
+        RowCollator()([kept])
+
+
+def test_a_rank_without_rows_has_one_token_and_no_target() -> None:
+    batch = RowCollator()([])
+    assert (batch["input_ids"].tolist(), batch["labels"].tolist(), batch["vlmpack"].num_targets) == ([[0]], [[-100]], 0)
+
+
+@pytest.mark.parametrize("changed", [{"position_rows": 3}, {"bare_row": "sample"}])
+def test_a_setting_that_does_not_exist_is_refused(changed) -> None:
+    with pytest.raises(ConfigError, match=r"text models take 1, Qwen-VL models 4|refuse, one_sample"):
+        RowCollator(**changed)
+
+
+# ---------------------------------------------------------------------- against every sample alone
+
+CAPACITY = 16
+
+
+@cache
+def fresh(family: str) -> Any:
+    return tiny_model(family)
+
+
+def model_of(family: str = "qwen3") -> Any:
+    """An untouched model, the same each time."""
+    return copy.deepcopy(fresh(family))
+
+
+@cache
+def samples() -> tuple[dict[str, torch.Tensor], ...]:
+    """Of unlike length; some tokens of each are not trained on."""
+    rng = torch.Generator().manual_seed(5)
+    ids = [torch.randint(6, 90, (n,), generator=rng) for n in (7, 5, 3, 11, 2, 8, 6)]
+    masks = [torch.rand(len(each), generator=rng) < 0.7 for each in ids]
+    return tuple({"input_ids": i, "labels": i.masked_fill(~m, -100)} for i, m in zip(ids, masks, strict=True))
+
+
+@cache
+def truth(family: str = "qwen3") -> Alone:
+    return alone_through(model_of(family), samples())
+
+
+def rows() -> Any:
+    ids, labels = ([sample[name].tolist() for sample in samples()] for name in ("input_ids", "labels"))
+    return pack_dataset(ids, CAPACITY, labels=labels)
+
+
+def check(model: Any, loss: torch.Tensor, family: str = "qwen3") -> None:
+    loss.backward()
+    assert torch.isclose(loss, truth(family).loss, rtol=2e-6, atol=0)
+    check_gradients(truth(family), gradients(model), limits_of(family))
+
+
+@pytest.mark.parametrize(
+    ("family", "position_rows"), [("qwen3", 1), ("qwen3_next", 1), ("qwen3_vl", 0), ("qwen3_vl", 4)]
+)
+def test_an_enabled_model_trains_the_rows_of_a_data_set_exactly(family, position_rows) -> None:
+    model = enable_packing(model_of(family))
+    check(model, model(**RowCollator(position_rows=position_rows)(list(rows()))).loss, family)
+
+
+def test_a_result_keeps_the_order_of_its_samples() -> None:
+    model, lengths = model_of(), [len(sample["input_ids"]) for sample in samples()]
+    ids, labels = ([sample[name] for sample in samples()] for name in ("input_ids", "labels"))
+    batch = pack_result_to_tensors(pack_sequences(lengths, sum(lengths), "nf"), ids, labels=labels)
+    result = PackedStep(model)(batch.to_hf(), logits=True)
+    result.loss.backward()
+    assert result.work.physical_tokens == sum(lengths)
+    check_outputs(truth(), result, limits_of("qwen3"))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_plain_model_trains_columns_masks_and_shifted_labels_exactly(attention) -> None:
+    batch = packed_collate_fn(CAPACITY)(samples())
+    columns: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+    for kwargs in (
+        {**default_data_collator(list(rows())), "use_cache": False},  # as HF Trainer sets it
+        {**columns, "labels": batch.labels, "attention_mask": batch.attention_mask},  # SeqPacker's loop
+        batch.to_hf(),
+    ):
+        model = model_of()
+        model.set_attn_implementation(attention)
+        check(model, model(**kwargs).loss)
+    model = model_of()
+    logits = model(**columns, use_cache=False).logits
+    check(model, F.cross_entropy(logits.flatten(0, 1), batch.shift_labels.flatten()))
+
+
+def test_seqpackers_columns_train_something_else() -> None:
+    """Its mask alone mixes samples; labels that are shifted twice are the token after the next one."""
+    model, columns = model_of(), default_data_collator(list(rows()))
+    batch = packed_collate_fn(CAPACITY)(samples())
+    mask = (torch.arange(CAPACITY) < torch.tensor([[pack.used] for pack in batch.packs])).long()
+    for wrong in ({"attention_mask": mask}, {"labels": columns["labels"].roll(-1)}):
+        loss = model(**{**columns, **wrong}, use_cache=False).loss
+        assert (loss - truth().loss).abs() > 0.02
+
+
+@pytest.mark.parametrize(
+    ("with_packing", "collator"),
+    [(True, RowCollator()), (False, RowCollator()), (False, default_data_collator)],
+    ids=["enabled", "plain", "plain, with its own collator"],
+)
+def test_trainer_trains_the_rows_of_a_data_set_exactly(collator, with_packing, tmp_path) -> None:
+    model = enable_packing(model_of()) if with_packing else model_of()
+    args = arguments(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=3, max_steps=1)
+    run, seen = Trainer(model, args, collator, rows()), Gradients()
+    run.add_callback(seen)
+    run.train()
+    assert logged(run) == [pytest.approx(truth().loss.item(), rel=1e-6)]
+    check_gradients(truth(), {name: g for name, g in seen.steps[0].items() if g.any()}, limits_of("qwen3"))
+
+
+def test_trainer_evaluates_row_by_row_exactly(tmp_path) -> None:
+    args, model = arguments(tmp_path, per_device_eval_batch_size=1), enable_packing(model_of())
+    run = Trainer(model, args, RowCollator(), eval_dataset=rows(), compute_metrics=loss_metrics(model))
+    metrics = run.evaluate()
+    assert metrics["eval_token_loss"] == pytest.approx(truth().loss.item(), rel=1e-6)
+    assert metrics["eval_num_targets"] == sum(int((sample["labels"][1:] != -100).sum()) for sample in samples())

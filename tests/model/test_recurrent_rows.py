@@ -1,0 +1,340 @@
+"""Rows and trees laid out for recurrent layers: there and back, and each sample computed as if it were alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from layout.naive import naive_buckets, naive_cheapest
+
+from vlmpack.layout import PrefixTree, Segments, SlotRule
+from vlmpack.model.mechanisms.recurrent_rows import MAX_STRETCH, Buckets, Spaced, SpacedNodes
+
+WIDTH = 3
+FREE, DEAR = 0.0, 1e9
+"""What a call costs, in tokens: nothing, or more than any row holds."""
+lengths_lists = st.lists(st.integers(0, 9), min_size=1, max_size=7).filter(sum)
+rules = st.builds(SlotRule, multiple=st.integers(1, 5), row_multiple=st.sampled_from([1, 7]))
+call_costs = st.sampled_from([FREE, 0.5, 2.0, 10.0, DEAR])
+
+
+def random_row(segments, *, poison=0.0):
+    """[1, T, D] float64, `poison` in gaps."""
+    rng = torch.Generator().manual_seed(segments.total)
+    row_1TD = torch.randn(1, segments.total, WIDTH, generator=rng, dtype=torch.float64)
+    row_1TD[:, segments.padding_mask()] = poison
+    return row_1TD.requires_grad_()
+
+
+def members_of(buckets):
+    return [bucket.members for bucket in buckets.buckets]
+
+
+# ---------------------------------------------------------------------- there and back
+
+
+@given(lengths=lengths_lists, rule=rules, call_cost=call_costs)
+def test_split_is_what_plain_loops_over_samples_make(lengths, rule, call_cost):
+    segments = Segments.from_lengths(lengths, rule)
+    row_1TD = random_row(segments, poison=float("nan"))
+    samples = [row_1TD[0, start:stop].tolist() for start, stop in segments.spans]
+    buckets = Buckets.cheapest(segments, call_cost=call_cost)
+    parts = buckets.split(row_1TD)
+    assert [part.tolist() for part in parts] == naive_buckets(samples, members_of(buckets))
+
+
+@given(lengths=lengths_lists, rule=rules, call_cost=call_costs)
+def test_join_undoes_split_and_puts_zeros_on_padding(lengths, rule, call_cost):
+    segments = Segments.from_lengths(lengths, rule)
+    buckets = Buckets.cheapest(segments, call_cost=call_cost)
+    row_1TD = random_row(segments, poison=float("nan"))
+    back_1TD = buckets.join(buckets.split(row_1TD))
+    real = ~segments.padding_mask()
+    assert back_1TD.shape == row_1TD.shape
+    assert torch.equal(back_1TD[:, real], row_1TD[:, real])
+    assert (back_1TD[:, ~real] == 0).all()
+
+
+@given(lengths=lengths_lists, rule=rules, call_cost=call_costs)
+def test_gradients_go_the_same_way_back_and_none_to_padding(lengths, rule, call_cost):
+    segments = Segments.from_lengths(lengths, rule)
+    buckets = Buckets.cheapest(segments, call_cost=call_cost)
+    row_1TD = random_row(segments, poison=float("nan"))
+    out_1TD = buckets.join([part.sin() for part in buckets.split(row_1TD)])
+    weights_1TD = torch.randn(out_1TD.shape, generator=torch.Generator().manual_seed(0), dtype=out_1TD.dtype)
+    (out_1TD * weights_1TD).sum().backward()
+    real = ~segments.padding_mask()
+    torch.testing.assert_close(row_1TD.grad[:, real], (weights_1TD * row_1TD.detach().cos())[:, real])
+    assert (row_1TD.grad[:, ~real] == 0).all()
+
+
+@given(lengths=lengths_lists, call_cost=call_costs)
+def test_each_sample_with_tokens_is_in_one_bucket(lengths, call_cost):
+    buckets = Buckets.cheapest(Segments.from_lengths(lengths), call_cost=call_cost)
+    assert sorted(i for members in members_of(buckets) for i in members) == [i for i, n in enumerate(lengths) if n]
+    for bucket in buckets.buckets:
+        assert bucket.width == max(lengths[i] for i in bucket.members)
+        assert bucket.tokens == bucket.width * len(bucket.members)
+    assert buckets.tokens == sum(bucket.tokens for bucket in buckets.buckets)
+
+
+def test_the_example_of_the_docstring():
+    segments = Segments.from_lengths([3, 5, 2, 5], SlotRule(multiple=4))
+    buckets = Buckets.cheapest(segments, call_cost=DEAR)
+    assert members_of(buckets) == [(2, 0), (1, 3)]
+    row_1TD = torch.arange(segments.total)[None, :, None]
+    assert [part.squeeze(-1).tolist() for part in buckets.split(row_1TD)] == [
+        [[12, 13, 13], [0, 1, 2]],
+        [[4, 5, 6, 7, 8], [16, 17, 18, 19, 20]],
+    ]
+
+
+def test_a_row_of_padding_alone_has_no_buckets():
+    segments = Segments.from_boundaries([0, 0], [0, 8])
+    buckets = Buckets.cheapest(segments, call_cost=16.0)
+    assert buckets.buckets == ()
+    assert buckets.tokens == 0
+    assert buckets.split(torch.ones(1, segments.total, WIDTH)) == []
+
+
+def test_samples_alone_are_slices_of_the_row_and_not_copies():
+    segments = Segments.from_lengths([4, 2, 3])
+    buckets = Buckets.cheapest(segments, call_cost=FREE)
+    row_1TD = random_row(segments)
+    parts = buckets.split(row_1TD)
+    assert [part.data_ptr() for part in parts] == [row_1TD[:, start:].data_ptr() for start, _ in segments.spans]
+
+
+# ---------------------------------------------------------------------- which cut
+
+
+@given(
+    lengths=st.lists(st.one_of(st.integers(1, 6), st.integers(1, 300)), min_size=1, max_size=6),
+    call_cost=st.sampled_from([FREE, 1.0, 3.0, 16.0, 100.0, DEAR]),
+)
+def test_no_other_way_to_share_samples_out_costs_less(lengths, call_cost):
+    buckets = Buckets.cheapest(Segments.from_lengths(lengths), call_cost=call_cost)
+    cost = buckets.tokens + call_cost * len(buckets.buckets)
+    assert cost == naive_cheapest(lengths, call_cost=call_cost, max_stretch=MAX_STRETCH)
+
+
+def test_cutting_costs_something_and_so_does_not_cutting():
+    """The guard of the test above: neither extreme is the answer."""
+    segments = Segments.from_lengths([10, 10, 10, 40, 41, 42])
+    cut = Buckets.cheapest(segments, call_cost=16.0)
+    assert members_of(cut) == [(0, 1, 2), (3, 4, 5)]
+    assert cut.tokens > segments.num_tokens
+
+
+@given(lengths=lengths_lists)
+def test_one_by_one_in_the_order_of_the_row_where_calls_are_free(lengths):
+    buckets = Buckets.cheapest(Segments.from_lengths(lengths), call_cost=FREE)
+    if len(set(lengths) - {0}) == sum(map(bool, lengths)):  # batches of equal lengths cost nothing either
+        assert members_of(buckets) == [(i,) for i, n in enumerate(lengths) if n]
+    assert buckets.tokens == sum(lengths)
+
+
+@given(lengths=st.lists(st.integers(1, 4096), min_size=1, max_size=64), call_cost=call_costs)
+def test_no_bucket_computes_more_than_it_may_for_its_tokens(lengths, call_cost):
+    for bucket in Buckets.cheapest(Segments.from_lengths(lengths), call_cost=call_cost).buckets:
+        assert bucket.tokens <= MAX_STRETCH * sum(lengths[i] for i in bucket.members)
+
+
+@given(
+    lengths=st.integers(1, 400).flatmap(lambda n: st.lists(st.integers(n, 5 * n), min_size=1, max_size=64)),
+    call_cost=st.sampled_from([FREE, 1.0, 16.0, 64.0, 256.0, 1024.0, 65536.0, DEAR]),
+)
+def test_lengths_of_5_to_1_waste_less_than_30_percent_whatever_a_call_costs(lengths, call_cost):
+    buckets = Buckets.cheapest(Segments.from_lengths(lengths), call_cost=call_cost)
+    assert buckets.tokens < 1.3 * sum(lengths)
+
+
+# ---------------------------------------------------------------------- one call for all
+
+NAN = float("nan")
+CHANNELS = 7
+
+rows = st.builds(
+    lambda lengths, multiple, tail: Segments.from_lengths(lengths, SlotRule(multiple=multiple, row_multiple=tail)),
+    st.lists(st.integers(0, 11), min_size=1, max_size=6),
+    st.integers(1, 5),
+    st.integers(1, 9),
+)
+reaches = st.integers(0, 4)
+
+
+def poisoned_row(segments: Segments) -> torch.Tensor:
+    """[1, T, D], NaN on padding."""
+    row = torch.randn(1, segments.total, CHANNELS, dtype=torch.float64)
+    return row.masked_fill(segments.padding_mask()[:, None], NAN)
+
+
+def of_segments(row: torch.Tensor, segments: Segments) -> list[torch.Tensor]:
+    """[L, D] of each segment that has tokens."""
+    return [row[0, start:stop] for start, stop in segments.spans if stop > start]
+
+
+def convolved(x_1TD: torch.Tensor, width: int) -> torch.Tensor:
+    """A causal convolution, zeros before the first token."""
+    weight = torch.linspace(1, 2, CHANNELS * width, dtype=torch.float64).view(CHANNELS, 1, width)
+    return F.conv1d(F.pad(x_1TD.transpose(1, 2), (width - 1, 0)), weight, groups=CHANNELS).transpose(1, 2)
+
+
+def test_the_spaced_row_in_the_docstring():
+    spaced = Spaced(segments=Segments.from_lengths([3, 5, 2], SlotRule(multiple=4)), reach=3)
+    letters = torch.tensor([[1, 1, 1, 9, 2, 2, 2, 2, 2, 9, 9, 9, 3, 3, 9, 9]])[..., None]
+    (row,) = spaced.split(letters)
+    assert row[0, :, 0].tolist() == [1, 1, 1, 0, 0, 0, 2, 2, 2, 2, 2, 0, 0, 0, 3, 3]
+    assert spaced.edges == (0, 6, 14, 16)
+    assert spaced.stretches.lengths == (6, 8, 2)
+    assert spaced.tokens == 16
+
+
+@given(segments=rows, reach=reaches)
+def test_join_of_a_spaced_row_undoes_split(segments, reach):
+    row = poisoned_row(segments)
+    spaced = Spaced(segments=segments, reach=reach)
+    again = spaced.join(spaced.split(row))
+    assert torch.equal(again, row.masked_fill(segments.padding_mask()[:, None], 0))
+
+
+@given(segments=rows, reach=reaches)
+def test_it_is_what_a_plain_loop_lays_out(segments, reach):
+    row = poisoned_row(segments)
+    spaced = Spaced(segments=segments, reach=reach)
+    laid, edges = [], []
+    for i, segment in enumerate(of_segments(row, segments)):
+        if i:
+            laid.extend([torch.zeros(CHANNELS, dtype=row.dtype)] * reach)
+        edges.append(len(laid))
+        laid.extend(segment)
+    edges.append(len(laid))
+    (laid_out,) = spaced.split(row)
+    assert torch.equal(laid_out[0], torch.stack(laid) if laid else row[0, :0])
+    assert list(spaced.edges) == edges
+    assert spaced.tokens == len(laid)
+    assert all(stop > start for start, stop in pairwise(edges))
+
+
+@given(segments=rows, width=st.integers(1, 5))
+def test_a_convolution_over_all_of_it_is_that_of_each_segment_alone(segments, width):
+    row = poisoned_row(segments)
+    spaced = Spaced(segments=segments, reach=width - 1)
+    assume(spaced.tokens)
+    out = spaced.join([convolved(part, width) for part in spaced.split(row)])
+    for packed, segment in zip(of_segments(out, segments), of_segments(row, segments), strict=True):
+        torch.testing.assert_close(packed, convolved(segment[None], width)[0])
+
+
+def test_one_zero_too_few_lets_the_convolution_reach_over():
+    segments = Segments.from_lengths([5, 4])
+    row = poisoned_row(segments)
+    short = Spaced(segments=segments, reach=2)
+    out = short.join([convolved(part, 4) for part in short.split(row)])
+    assert (out[:, 5] - convolved(row[:, 5:], 4)[:, 0]).abs().max() > 0.01
+
+
+@given(segments=rows, reach=reaches)
+def test_gradients_reach_real_tokens_once_and_padding_never(segments, reach):
+    row = poisoned_row(segments).requires_grad_()
+    spaced = Spaced(segments=segments, reach=reach)
+    spaced.join([2 * part for part in spaced.split(row)]).sum().backward()
+    assert row.grad is not None
+    assert torch.equal(row.grad[0, :, 0], 2.0 * ~segments.padding_mask())
+
+
+@pytest.mark.parametrize("lengths", [[7], [0, 7], [7, 0, 0]])
+def test_a_sample_alone_is_handed_over_as_it_is(lengths):
+    spaced = Spaced(segments=Segments.from_lengths(lengths), reach=3)
+    row = torch.randn(1, 7, CHANNELS)
+    (part,) = spaced.split(row)
+    assert part.data_ptr() == row.data_ptr()
+    assert spaced.tokens == 7
+    assert spaced.edges == (0, 7)
+
+
+# ---------------------------------------------------------------------- trees
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> PrefixTree:
+    """Nodes of 1 to 6 tokens, each a root or a child of one on the path to the node before it."""
+    parents, path = [-1], [0]
+    for node in range(1, draw(st.integers(1, 9))):
+        path = path[: draw(st.integers(0, len(path)))]
+        parents.append(path[-1] if path else -1)
+        path.append(node)
+    lengths = draw(st.lists(st.integers(1, 6), min_size=len(parents), max_size=len(parents)))
+    leaves = [node for node in range(len(parents)) if node not in parents]
+    return tree_of(parents, lengths, leaves)
+
+
+def tree_of(parents: Sequence[int], lengths: Sequence[int], leaves: Sequence[int]) -> PrefixTree:
+    totals: list[int] = []
+    for parent, length in zip(parents, lengths, strict=True):
+        totals.append(length + (totals[parent] if parent >= 0 else 0))
+    samples = Segments.from_lengths([totals[leaf] for leaf in leaves])
+    return PrefixTree(segments=samples, parents=tuple(parents), lengths=tuple(lengths), leaves=tuple(leaves))
+
+
+def tokens_of(tree: PrefixTree) -> torch.Tensor:
+    return torch.randn(1, tree.num_tokens, CHANNELS, dtype=torch.float64)
+
+
+def path_of(tree: PrefixTree, node: int, tokens: torch.Tensor) -> torch.Tensor:
+    """[1, L, D]: the tokens from the root to the end of `node`."""
+    return torch.cat([tokens[:, slice(*tree.nodes.spans[step])] for step in tree.path(node)], 1)
+
+
+def test_the_tree_in_the_docstring():
+    tree = tree_of([-1, 0, 0], [4, 3, 2], [1, 2])
+    nodes = SpacedNodes.every(tree, 2)
+    p, q, r, s, a, b = range(1, 7)
+    (laid,) = nodes.split(torch.tensor([[p, q, r, s, a, a, a, b, b]])[..., None])
+    assert laid[0, :, 0].tolist() == [0, 0, p, q, r, s, r, s, a, a, a, r, s, b, b]
+    assert nodes.stretches.lengths == (2, 4, 2, 5, 2)
+    assert nodes.numbers == (1, 3, 4)
+
+
+@given(tree=trees(), width=st.integers(1, 5))
+def test_a_convolution_of_every_node_is_that_of_its_path(tree, width):
+    nodes, tokens = SpacedNodes.every(tree, width - 1), tokens_of(tree)
+    out = nodes.join([convolved(part, width)[:, : nodes.tokens] for part in nodes.split(tokens)])
+    for node, (start, stop) in enumerate(tree.nodes.spans):
+        alone = convolved(path_of(tree, node, tokens), width)[:, start - stop :]
+        torch.testing.assert_close(out[:, start:stop], alone)
+
+
+@given(tree=trees(), reach=reaches)
+def test_levels_hold_every_node_once_and_each_stretch_begins_and_ends_where_states_are_handed_on(tree, reach):
+    levels, tokens = SpacedNodes.by_depth(tree, reach), tokens_of(tree)
+    assert sorted(node for level in levels for node in level.nodes) == list(range(len(tree.lengths)))
+    for depth, level in enumerate(levels):
+        assert {tree.depths[node] for node in level.nodes} == {depth}
+        (laid,) = level.split(tokens)
+        assert laid.shape[1] == level.tokens == level.stretches.total
+        assert min(level.stretches.lengths) > 0
+        for node, number in zip(level.nodes, level.numbers, strict=True):
+            start, stop = level.stretches.spans[number]
+            own = tokens[:, slice(*tree.nodes.spans[node])]
+            assert torch.equal(laid[:, start : start + own.shape[1]], own)
+            assert stop == start + own.shape[1] or node not in tree.parents
+        own = [tokens[:, slice(*tree.nodes.spans[node])] for node in level.nodes]
+        assert torch.equal(level.join([laid]), torch.cat(own, 1))
+
+
+@given(tree=trees(), reach=reaches)
+def test_gradients_of_a_node_reach_what_it_reads(tree, reach):
+    nodes, tokens = SpacedNodes.every(tree, reach), tokens_of(tree).requires_grad_()
+    nodes.split(tokens)[0].sum().backward()
+    reads = torch.ones(tree.num_tokens)
+    for node in range(len(tree.lengths)):
+        before = [token for step in tree.path(node)[:-1] for token in range(*tree.nodes.spans[step])]
+        reads[before[max(len(before) - reach, 0) :]] += 1
+    assert tokens.grad is not None
+    assert torch.equal(tokens.grad[0, :, 0], reads.double())

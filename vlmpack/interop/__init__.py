@@ -1,0 +1,1 @@
+"""What other projects' names and rows map to."""

@@ -1,0 +1,742 @@
+"""SeqPacker's names over vlmpack's plans and rows: a script of it runs with only its imports changed.
+
+    from vlmpack.interop.seqpacker import pack_sequences      # was: from seqpacker import pack_sequences
+    from vlmpack.interop.seqpacker import pack_dataset        # was: from seqpacker.hf_utils import pack_dataset
+    from vlmpack.interop.seqpacker import packed_collate_fn   # was: from seqpacker.torch_utils import packed_collate_fn
+
+Two samples [7 7 7] and [8 8] in a row of 7:
+
+    input_ids      7    7 7    8 8    0    0
+    labels      -100    7 7 -100 8 -100 -100     not shifted, because models shift them; each sample's first is masked
+    position_ids   0    1 2    0 1    0    0
+    attention_mask null                          a 2D mask would let samples of a row see each other
+
+SeqPacker's labels are shifted, and a model shifts them again; a loss of your own that does not shift takes
+`PackedBatch.shift_labels`. Planning needs numpy alone; torch and datasets are imported by what needs them.
+G rows of width W, T tokens of a joined row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final, get_args
+
+import numpy as np
+
+from vlmpack import __version__ as __version__
+from vlmpack.errors import ConfigError, SampleError, check_choice, check_extra
+from vlmpack.plan.lengths import check_seed, checked_capacity
+from vlmpack.plan.packing_buffer import LOOK_AHEAD, ROWS_BUFFERED, PackingBuffer
+from vlmpack.plan.plan import Plan
+from vlmpack.plan.planner import ALIASES, plan_bins, strategy_name
+
+if TYPE_CHECKING:
+    import torch
+    from datasets import Dataset
+
+    from vlmpack.layout.row import PackedRow
+
+IGNORE = -100
+"""The label that cross-entropy leaves out: `vlmpack.layout.IGNORE`, which would bring in torch."""
+LABELS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
+"""Columns that mark what is trained on, not shifted; masks hold 0 and 1. A sample has one, or all of it is."""
+FULL_NAMES = {
+    "nextfit": "nf", "firstfit": "ff", "bestfit": "bf", "worstfit": "wf", "firstfitdecreasing": "ffd",
+    "bestfitdecreasing": "bfd", "firstfitshuffle": "ffs", "harmonic": "hk",
+}  # fmt: skip
+"""SeqPacker's long names, in small letters -> its short ones."""
+
+Oversize = Literal["error", "drop"]
+"""Treatment of samples above the capacity: refuse them, or leave them out."""
+
+
+# ---------------------------------------------------------------------- plans
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Pack:
+    """The samples of one row."""
+
+    sequence_ids: list[int]
+    """Their places in the list of lengths that was packed."""
+    lengths: list[int]
+    """Tokens of each."""
+
+    @property
+    def used(self) -> int:
+        """Tokens of the row that samples fill."""
+        return sum(self.lengths)
+
+    def __len__(self) -> int:
+        """Samples of the row."""
+        return len(self.sequence_ids)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PackMetrics:
+    """Fill ratios of rows. Utilisation is the tokens of a row over its capacity, 0 to 1."""
+
+    num_sequences: int
+    """Samples in rows."""
+    num_packs: int
+    """Rows."""
+    total_tokens: int
+    """Tokens of all samples in rows."""
+    padding_tokens: int
+    """Tokens of rows that no sample fills."""
+    efficiency: float
+    """Tokens over the capacity of all rows, 0 to 1."""
+    avg_utilisation: float
+    """Mean over rows."""
+    utilisation_std: float
+    """Standard deviation over rows (of the rows there are, not an estimate)."""
+    min_utilisation: float
+    """Of the emptiest row."""
+    max_utilisation: float
+    """Of the fullest row."""
+    avg_sequences_per_pack: float
+    """Samples of a row, on average."""
+    packing_time_ms: float
+    """Milliseconds that planning took."""
+
+    @property
+    def padding_ratio(self) -> float:
+        """Padding over the capacity of all rows, 0 to 1."""
+        total = self.total_tokens + self.padding_tokens
+        return self.padding_tokens / total if total else 0.0
+
+    @property
+    def throughput(self) -> float:
+        """Samples packed per second (SeqPacker's stub claims per millisecond; its code counts seconds)."""
+        return self.num_sequences / (self.packing_time_ms / 1000) if self.packing_time_ms else float("inf")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PackResult:
+    """A plan under SeqPacker's names. Every view is made once."""
+
+    plan: Plan
+    """The rows: what the rest of vlmpack takes (`PackedBatchSampler`, `Plan.save`)."""
+    time_ms: float = 0.0
+    """Milliseconds that planning took."""
+
+    @cached_property
+    def packs(self) -> list[Pack]:
+        """One for each row."""
+        lengths = self.plan.lengths
+        return [Pack(sequence_ids=row.tolist(), lengths=lengths[row].tolist()) for row in self.plan]
+
+    @cached_property
+    def bins(self) -> list[list[int]]:
+        """The samples of each row."""
+        return [list(row) for row in self.plan.bins]
+
+    @cached_property
+    def metrics(self) -> PackMetrics:
+        """The fill ratios of the rows."""
+        tokens, samples, rows = self.plan.tokens, len(self.plan.sample_ids), len(self.plan)
+        used = tokens / self.plan.capacity if rows else np.zeros(1)
+        return PackMetrics(
+            num_sequences=samples,
+            num_packs=rows,
+            total_tokens=int(tokens.sum()),
+            padding_tokens=self.plan.waste,
+            efficiency=self.plan.fill,
+            avg_utilisation=float(used.mean()),
+            utilisation_std=float(used.std()),
+            min_utilisation=float(used.min()),
+            max_utilisation=float(used.max()),
+            avg_sequences_per_pack=samples / rows if rows else 0.0,
+            packing_time_ms=self.time_ms,
+        )
+
+    @property
+    def num_bins(self) -> int:
+        """Rows."""
+        return len(self.plan)
+
+    @property
+    def efficiency(self) -> float:
+        """Tokens over the capacity of all rows, 0 to 1."""
+        return self.plan.fill
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.plan)
+
+    def __repr__(self) -> str:
+        return f"PackResult(bins={len(self)}, efficiency={self.efficiency:.2%}, time={self.time_ms:.2f}ms)"
+
+
+@final
+@dataclass(frozen=True)
+class Packer:
+    """Plans rows of one capacity, by one strategy.
+
+    Raises:
+        ConfigError: a capacity below 1, a strategy that does not exist, a seed that is no whole number.
+    """
+
+    capacity: int
+    """Tokens that a row may hold."""
+    strategy: str = "obfd"
+    """SeqPacker's name, short or long, or one of `vlmpack.plan.STRATEGIES`."""
+    seed: int | None = None
+    """Of the shuffle. SeqPacker's names use it in `ffs` alone (None: 42), ours always (None: no shuffle)."""
+
+    def __post_init__(self) -> None:
+        checked_capacity(self.capacity)
+        strategy_name(self._short_name)
+        check_seed(self.seed)
+
+    def pack(self, lengths: Sequence[int] | np.ndarray) -> PackResult:
+        """Choose which samples share a row.
+
+        Args:
+            lengths: N whole numbers from 1 to the capacity, tokens of each sample.
+
+        Raises:
+            SampleError: a length that is not whole, below 1, or above the capacity; names the sample.
+            ConfigError: no samples.
+        """
+        start = perf_counter()
+        plan = self.plan(lengths)
+        return PackResult(plan=plan, time_ms=1000 * (perf_counter() - start))
+
+    def pack_flat(self, lengths: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(samples int64 [N] in row order, cuts int64 [G - 1]): `numpy.split(*packer.pack_flat(lengths))`."""
+        plan = self.plan(lengths)
+        return plan.sample_ids, plan.bounds[1:-1]
+
+    def plan(self, lengths: Sequence[int] | np.ndarray, oversize: Oversize = "error") -> Plan:
+        """Plan the same rows; samples above the capacity are refused, or left out and listed."""
+        name, seed = self._short_name, self.seed
+        if name == "ffs":
+            seed = 42 if seed is None else seed
+        elif name in ALIASES:
+            seed = None
+        return plan_bins(lengths, self.capacity, strategy=name, oversize=oversize, seed=seed)
+
+    @staticmethod
+    def strategies() -> list[tuple[str, str]]:
+        """(SeqPacker's short name, the strategy of `vlmpack.plan.STRATEGIES` that serves it)."""
+        return list(ALIASES.items())
+
+    @property
+    def _short_name(self) -> str:
+        return FULL_NAMES.get(str(self.strategy).lower(), self.strategy)
+
+
+def pack_sequences(
+    lengths: Sequence[int] | np.ndarray, capacity: int, strategy: str = "obfd", seed: int | None = None
+) -> PackResult:
+    """Choose which samples share a row: `Packer(capacity, strategy, seed).pack(lengths)`, with its errors."""
+    return Packer(capacity, strategy, seed).pack(lengths)
+
+
+@final
+class StreamPacker:
+    """Plan rows of lengths that come one by one; the rows are those of `pack_sequences` with the same strategy.
+
+    Args:
+        capacity: tokens that a row may hold.
+        strategy: `"nf"` fills one row after the other in the order given. `"hk"` stands for `rolling_fill`, not for
+            Harmonic-K: of a packing buffer of 64 samples or four rows' worth of tokens, each row is the oldest and
+            those that fill it up. It holds as little at a time as Harmonic-K does, and its rows are fuller.
+        k: Harmonic-K's number of size classes. There are none here: it is checked, and changes nothing.
+
+    Raises:
+        ConfigError: a capacity or k below 1, or another strategy.
+    """
+
+    def __init__(self, capacity: int, strategy: str = "nf", k: int | None = None) -> None:
+        name = str(strategy).lower().replace("_", "")
+        self._strategy = FULL_NAMES.get(name, name)
+        if self._strategy not in ("nf", "hk"):
+            raise ConfigError(
+                f"a stream cannot be packed by {strategy!r}, which needs all lengths at once; choose 'nf' or 'hk', or "
+                "use Packer"
+            )
+        if k is not None:
+            checked_capacity(k, "k")
+        self._capacity = checked_capacity(capacity)
+        self._buffer = PackingBuffer(capacity)
+        self._lengths: dict[int, int] = {}
+        self._finished = False
+        self.sequences_added = 0
+        """Samples taken in so far."""
+
+    def add(self, length: int) -> list[Pack]:
+        """Take one sample in and return the rows that are now complete, often none.
+
+        Raises:
+            SampleError: a length that is not whole, below 1 or above the capacity; names the sample. It is not taken
+                in, and the packer goes on.
+            ConfigError: the stream was finished.
+        """
+        if self._finished:
+            raise ConfigError("this StreamPacker is finished; make a new one for the next stream")
+        PackingBuffer(self._capacity).add(self.sequences_added, length)  # refused before a row is given out
+        is_full = self._strategy == "nf" and self._buffer.tokens + length > self._capacity
+        complete = [self._next_row()] if is_full else []
+        self._buffer.add(self.sequences_added, length)
+        self._lengths[self.sequences_added] = int(length)
+        self.sequences_added += 1
+        enough = ROWS_BUFFERED * self._capacity
+        while self._strategy == "hk" and len(self._buffer) >= LOOK_AHEAD and self._buffer.tokens >= enough:
+            complete.append(self._next_row())
+        return complete
+
+    def finish(self) -> list[Pack]:
+        """Give out what is left; after this nothing can be added."""
+        self._finished, rest = True, []
+        while len(self._buffer):
+            rest.append(self._next_row())
+        return rest
+
+    def _next_row(self) -> Pack:
+        """The oldest sample and those that fill its row; by next fit the whole buffer."""
+        row = self._buffer.take()
+        return Pack(sequence_ids=row, lengths=[self._lengths.pop(sample) for sample in row])
+
+
+# ---------------------------------------------------------------------- data sets
+
+
+def pack_dataset(
+    token_ids: Any,
+    capacity: int,
+    *,
+    strategy: str = "obfd",
+    seed: int | None = None,
+    padding_value: int = 0,
+    label_padding_value: int = IGNORE,
+    labels: Any = None,
+    oversize: Oversize = "error",
+    pad_to_capacity: bool = True,
+    seq_lengths: bool = False,
+) -> Dataset:
+    """Pack samples into rows, as a data set; its columns are shown at the top of the file.
+
+    A plain model whose layers are all attention trains it under HF Trainer as it is, on sdpa and eager; one with
+    packing enabled takes `RowCollator()`. The first six parameters are SeqPacker's.
+
+    Args:
+        token_ids: one list, vector or tensor for each sample, or a column of a `datasets.Dataset`.
+        capacity: tokens that a row may hold.
+        strategy: SeqPacker's name or ours, see `Packer`.
+        seed: of the shuffle, see `Packer`.
+        padding_value: of `input_ids` on padding.
+        label_padding_value: of `labels` where nothing is trained on, below 0.
+        labels: like `token_ids`: labels of each token, not shifted, -100 where nothing is trained on; None: the ids.
+        oversize: refuse samples above the capacity, or leave them out.
+        pad_to_capacity: False: rows are as long as their tokens.
+        seq_lengths: add TRL's column of that name, the length of every sample of a row.
+
+    Raises:
+        SampleError: a sample that is no vector of token ids, is empty, too long, or has other labels; names it.
+        ConfigError: a setting that does not exist, or `datasets` is not installed.
+    """
+    packer, samples = Packer(capacity, strategy, seed), _read(token_ids, labels)
+    plan = packer.plan([len(ids) for ids, _ in samples], oversize) if samples else None
+    form = _Form(padding_value, label_padding_value, pad_to_capacity)
+    return _dataset(samples, plan, form, seq_lengths)
+
+
+def pack_dataset_from_result(
+    result: PackResult | Plan,
+    token_ids: Any,
+    *,
+    padding_value: int = 0,
+    label_padding_value: int = IGNORE,
+    labels: Any = None,
+    pad_to_capacity: bool = True,
+    seq_lengths: bool = False,
+) -> Dataset:
+    """The rows of a result, or of any `Plan`, as a data set; see `pack_dataset`.
+
+    Raises:
+        SampleError: a sample that is no vector of token ids, or has other labels; names it.
+        ConfigError: there are other samples than were packed, or a setting does not exist.
+    """
+    form = _Form(padding_value, label_padding_value, pad_to_capacity)
+    return _dataset(*_planned(result, token_ids, labels), form, seq_lengths)
+
+
+@final
+class _Form(NamedTuple):
+    """Fill values and widths of rows."""
+
+    padding_value: int
+    label_padding_value: int
+    to_capacity: bool = True
+
+    def rows(self, samples: Sequence[_Sample], plan: Plan) -> Iterator[dict[str, np.ndarray]]:
+        """Yield the columns of each row, and the lengths of its samples."""
+        if self.label_padding_value >= 0:
+            raise ConfigError(f"label_padding_value is {self.label_padding_value}, which may be a label; choose -100")
+        for members in plan.bins:
+            lengths = [len(samples[sample][0]) for sample in members]
+            rest = plan.capacity - sum(lengths) if self.to_capacity else 0
+            if rest < 0:  # oversize="own_row", or shared prefixes
+                raise ConfigError(
+                    f"a row holds {sum(lengths)} tokens, above its capacity; choose pad_to_capacity=False"
+                )
+            ids, labels = (np.concatenate([samples[sample][at] for sample in members]) for at in (0, 1))
+            labels[np.cumsum([0, *lengths[:-1]])] = IGNORE
+            labels[labels == IGNORE] = self.label_padding_value
+            yield {
+                "input_ids": np.pad(ids, (0, rest), constant_values=self.padding_value),
+                "labels": np.pad(labels, (0, rest), constant_values=self.label_padding_value),
+                "position_ids": np.pad(_positions(lengths), (0, rest)),
+                "seq_lengths": np.asarray(lengths),
+            }
+
+
+_Sample = tuple[np.ndarray, np.ndarray]
+"""Token ids and labels of one sample, int64 [n] each."""
+
+
+def _read(token_ids: Any, labels: Any) -> list[_Sample]:
+    ids = _vectors(token_ids, "token ids")
+    targets = ids if labels is None else _vectors(labels, "labels")
+    if len(targets) != len(ids):
+        raise ConfigError(f"there are labels of {len(targets)} samples, but token ids of {len(ids)}")
+    for index, sample in enumerate(zip(ids, targets, strict=True)):
+        if len(sample[0]) != len(sample[1]):
+            raise _bad(f"has {len(sample[0])} token ids, but {len(sample[1])} labels", index)
+    return list(zip(ids, targets, strict=True))
+
+
+def _planned(result: PackResult | Plan, token_ids: Any, labels: Any) -> tuple[list[_Sample], Plan]:
+    plan, samples = result.plan if isinstance(result, PackResult) else result, _read(token_ids, labels)
+    if plan.lengths.tolist() != [len(ids) for ids, _ in samples]:
+        raise ConfigError("these are not the samples that were packed; give the token ids of all, in the same order")
+    return samples, plan
+
+
+def _vectors(samples: Any, what: str) -> list[np.ndarray]:
+    """One vector for each sample, of lists, vectors, tensors, a column of a data set or an arrow array."""
+    if isinstance(samples, (str, Mapping)) or not isinstance(samples, Iterable):
+        raise ConfigError(
+            f"the {what} must be one list, vector or tensor for each sample, got {type(samples).__name__}"
+        )
+    samples = samples.to_pylist() if hasattr(samples, "to_pylist") else samples
+    return [_vector(sample, what, index) for index, sample in enumerate(samples)]
+
+
+def _vector(values: Any, what: str, index: int) -> np.ndarray:
+    """int64 [n] of one sample's numbers."""
+    try:
+        numbers = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError):  # lists of other lengths; a tensor on a device
+        numbers = np.asarray(None)
+    if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iub"):
+        raise _bad(f"the {what} are not a vector of whole numbers: {type(values).__name__} {values!r:.60}", index)
+    return numbers.astype(np.int64)
+
+
+def _positions(lengths: Sequence[int]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.int64), *map(np.arange, lengths)])
+
+
+def _bad(fault: str, index: int) -> SampleError:
+    return SampleError(fault, index=index, reason="bad_tokens")
+
+
+def _dataset(samples: Sequence[_Sample], plan: Plan | None, form: _Form, seq_lengths: bool) -> Dataset:
+    check_extra("data", "datasets", needed_by="a packed data set")
+    import pyarrow as pa
+    from datasets import Dataset
+
+    rows = [] if plan is None else list(form.rows(samples, plan))
+    ints = pa.list_(pa.int32())
+    columns = {name: pa.array([row[name] for row in rows], ints) for name in ("input_ids", "labels", "position_ids")}
+    columns |= {"seq_lengths": pa.array([row["seq_lengths"] for row in rows], ints)} if seq_lengths else {}
+    mask = pa.nulls(len(rows), pa.list_(pa.int8()))
+    return Dataset(pa.table({"input_ids": columns.pop("input_ids"), "attention_mask": mask, **columns}))
+
+
+# ---------------------------------------------------------------------- tensors
+
+PositionRows = Literal[0, 1, 4]
+"""Number of rows of positions that a model takes."""
+BareRow = Literal["refuse", "one_sample"]
+"""Treatment of a row without boundaries."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedBatch:
+    """G rows of one width W as tensors. `model(**batch.to_hf())` trains them exactly, with packing enabled, or without
+    it if all layers of the model are attention."""
+
+    input_ids: torch.Tensor
+    """[G, W] int64."""
+    position_ids: torch.Tensor
+    """[G, W] int64: 0, 1, 2, ... in every sample; 0 on padding."""
+    labels: torch.Tensor
+    """[G, W] int64, not shifted: models shift them. Each sample's first one is masked."""
+    cu_seqlens: list[torch.Tensor]
+    """Of each row, int32 [its samples + 1]: cumulative tokens."""
+    max_seqlen: int
+    """Tokens of the longest sample."""
+    packs: tuple[Pack, ...]
+    """The samples of each row, on the host."""
+    label_padding_value: int = IGNORE
+    """Of labels where nothing is trained on."""
+
+    @property
+    def attention_mask(self) -> torch.Tensor:
+        """float32 [G, 1, W, W], made anew at each call: 0 where a token sees another, else the smallest number.
+
+        The block-diagonal causal mask: with it an unmodified model keeps samples apart on eager and sdpa. It takes
+        4 G W² bytes; `to_hf()` needs none.
+        """
+        import torch
+
+        place = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        first = place - self.position_ids  # where in the row each token's sample starts; of padding, itself
+        sees = (first[:, :, None] == first[:, None, :]) & (place[:, None] >= place)
+        nothing = torch.finfo(torch.float32).min
+        return torch.zeros(sees.shape, device=place.device).masked_fill_(~sees, nothing)[:, None]
+
+    @property
+    def shift_labels(self) -> torch.Tensor:
+        """[G, W] int64: the target of each token, for a loss that does not shift: what SeqPacker calls `labels`."""
+        shifted = self.labels.roll(-1, dims=-1)
+        shifted[:, -1] = self.label_padding_value
+        return shifted
+
+    def to_hf(self, *, position_rows: PositionRows = 1) -> dict[str, Any]:
+        """All samples in one row without padding, as the inputs of a model, on the host: what `RowCollator` gives.
+
+        Raises:
+            ConfigError: there is no sample.
+        """
+        if not self.packs:
+            raise ConfigError(
+                f"the batch holds no sample: each exceeds the capacity of {self.input_ids.shape[1]} tokens; skip "
+                "batches without packs, or raise the capacity"
+            )
+        labels = self.labels.masked_fill(self.labels == self.label_padding_value, IGNORE)
+        rows = zip(self.input_ids.cpu(), labels.cpu(), self.packs, strict=True)
+        columns = ({"input_ids": ids, "labels": own, "seq_lengths": pack.lengths} for ids, own, pack in rows)
+        return RowCollator(position_rows=position_rows)(list(columns))
+
+    def to_row(self, *, position_rows: PositionRows = 1) -> PackedRow:
+        """The same as a packed row [1, T]; its samples are numbered as they are in `packs`."""
+        from vlmpack.layout.row import PackedRow
+
+        row = PackedRow.from_hf(self.to_hf(position_rows=position_rows))
+        sample_ids = tuple(sample for pack in self.packs for sample in pack.sequence_ids)
+        return replace(row, metadata=replace(row.host_metadata(), sample_ids=sample_ids))
+
+
+def pack_result_to_tensors(
+    result: PackResult | Plan,
+    token_ids: Any,
+    *,
+    padding_value: int = 0,
+    label_padding_value: int = IGNORE,
+    device: torch.device | str | None = None,
+    labels: Any = None,
+) -> PackedBatch:
+    """The rows of a result, or of any `Plan`, as tensors padded to the capacity, on `device`; see `pack_dataset`.
+
+    Raises:
+        SampleError: a sample that is no vector of token ids, or has other labels; names it.
+        ConfigError: there are other samples than were packed.
+    """
+    return _tensors(*_planned(result, token_ids, labels), _Form(padding_value, label_padding_value), device)
+
+
+def packed_collate_fn(
+    capacity: int,
+    strategy: str = "obfd",
+    *,
+    seed: int | None = None,
+    padding_value: int = 0,
+    label_padding_value: int = IGNORE,
+    oversize: Oversize = "error",
+) -> Callable[[Sequence[Any]], PackedBatch]:
+    """Make a collate function for a DataLoader: it packs the samples of a batch into rows.
+
+    Its settings are those of `pack_dataset`; it can be pickled, so workers may be spawned. A batch holds token ids
+    (lists, vectors or tensors), or dictionaries with `input_ids`. Dictionaries may also hold an `attention_mask`, 0 on
+    padding (on the right), and one of `labels`, `loss_mask`, `completion_mask` and `assistant_masks`, not shifted,
+    which marks what is trained on; without them all of it is.
+
+    Raises:
+        ConfigError: a setting that does not exist; later, no samples.
+        SampleError: later, a sample that is no vector of token ids, is empty, too long, or has columns that do not fit
+            together; names it.
+    """
+    packer, form = Packer(capacity, strategy, seed), _Form(padding_value, label_padding_value)
+    return partial(_pack_batch, packer=packer, form=form, oversize=oversize)
+
+
+def _pack_batch(batch: Sequence[Any], *, packer: Packer, form: _Form, oversize: Oversize) -> PackedBatch:
+    rows = [_read_row(sample, index, ("attention_mask",), "one_sample") for index, sample in enumerate(batch)]
+    samples = [row[:2] for row in rows]
+    return _tensors(samples, packer.plan([len(ids) for ids, _ in samples], oversize), form)
+
+
+def _tensors(samples: Sequence[_Sample], plan: Plan, form: _Form, device: Any = None) -> PackedBatch:
+    import torch
+
+    rows, packs = list(form.rows(samples, plan)), tuple(PackResult(plan=plan).packs)
+    columns = {
+        name: torch.from_numpy(np.asarray([row[name] for row in rows], np.int64).reshape(-1, plan.capacity)).to(device)
+        for name in ("input_ids", "position_ids", "labels")
+    }
+    return PackedBatch(
+        **columns,
+        cu_seqlens=[torch.tensor([0, *np.cumsum(pack.lengths)], dtype=torch.int32, device=device) for pack in packs],
+        max_seqlen=max((length for pack in packs for length in pack.lengths), default=0),
+        packs=packs,
+        label_padding_value=form.label_padding_value,
+    )
+
+
+# ---------------------------------------------------------------------- rows for models
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RowCollator:
+    """Joins the rows of a batch into one row [1, T] without padding; give it to HF Trainer as `data_collator`.
+
+    A model with packing enabled keeps samples apart by their boundaries. A plain transformers model does so by
+    `position_ids`, if it makes no cache and gets no mask: the batch switches both off. But only its attention layers
+    do: in one with gated delta layers (Qwen3-Next, Qwen3.5, Qwen4-exp) samples see each other, silently.
+
+    Raises:
+        ConfigError: a setting that does not exist.
+    """
+
+    position_rows: PositionRows = 1
+    """1 for text models, 4 for Qwen-VL models, 0: no `position_ids` (models with packing enabled compute them)."""
+    bare_row: BareRow = "refuse"
+    """A row without `position_ids` and `seq_lengths` is an error, as trainers remove columns that they do not use; or
+    one sample, if the data set was not packed."""
+
+    def __post_init__(self) -> None:
+        if self.position_rows not in get_args(PositionRows):
+            raise ConfigError(f"position_rows is {self.position_rows!r}; text models take 1, Qwen-VL models 4")
+        check_choice("bare_row", self.bare_row, get_args(BareRow))
+
+    def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
+        """Join rows.
+
+        Args:
+            features: dictionaries with `input_ids`, and with the boundaries: `seq_lengths` or `position_ids`.
+                `attention_mask` marks padding (on the right). One of `labels`, `loss_mask`, `completion_mask` and
+                `assistant_masks`, not shifted, marks what is trained on; without them all tokens are. Where a bare row
+                is one sample, also token ids alone. None at all, as a rank gets whose turn is an empty row, make one
+                token and no target, so that the rank keeps in step with the others.
+
+        Raises:
+            SampleError: columns of a row that do not fit together, or contradict each other; names its place in the
+                batch.
+        """
+        import torch
+
+        from vlmpack.layout.batch import HostMetadata
+        from vlmpack.layout.row import PackedRow, shift_labels
+        from vlmpack.layout.segments import Segments
+
+        features = features or [{"input_ids": [0], "labels": [IGNORE], "seq_lengths": [1]}]
+        names = ("attention_mask", "position_ids", "seq_lengths")
+        rows = [_read_row(feature, index, names, self.bare_row) for index, feature in enumerate(features)]
+        input_ids, labels, lengths_of = zip(*rows, strict=True)
+        lengths = [length for lengths in lengths_of for length in lengths]
+        segments = Segments.from_lengths(lengths)
+        shifted_1T = shift_labels(torch.from_numpy(np.concatenate(labels))[None], segments)
+        position_1T = segments.position_in_segment()[None]
+        row = PackedRow(
+            input_ids=torch.from_numpy(np.concatenate(input_ids))[None],
+            segments=segments,
+            shift_labels=shifted_1T,
+            position_ids={0: None, 1: position_1T, 4: position_1T.expand(4, 1, -1)}[self.position_rows],
+            metadata=HostMetadata(lengths=tuple(lengths), num_targets=int((shifted_1T != IGNORE).sum())),
+        )
+        return {**row.to_hf(), "use_cache": False}
+
+
+def _read_row(
+    feature: Any, index: int, names: Sequence[str], bare_row: BareRow
+) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """(token ids, labels, lengths of the samples) of one feature, without its padding."""
+    source = feature if isinstance(feature, Mapping) else {"input_ids": feature}
+    names = ("input_ids", *names, *LABELS)
+    columns = {name: _vector(source[name], name, index) for name in names if source.get(name) is not None}
+    if "input_ids" not in columns:
+        raise _bad(f"the row has no input_ids, but {', '.join(map(str, source))}", index)
+    ids, marks = columns["input_ids"], [name for name in LABELS if name in columns]
+    for name, column in columns.items():
+        if name != "seq_lengths" and len(column) != len(ids):
+            raise _bad(f"the row has {len(ids)} input_ids, but {len(column)} of {name}", index)
+        if "mask" in name and ((column != 0) & (column != 1)).any():
+            raise _bad(f"the row has other numbers than 0 and 1 in {name}", index)
+    if len(marks) > 1:
+        raise _bad(f"the row has {' and '.join(marks)}, and each marks what is trained on; keep one of them", index)
+    if bare_row == "refuse" and not {"position_ids", "seq_lengths"} & columns.keys():
+        raise _bad(
+            "the row has neither position_ids nor seq_lengths, so its samples cannot be told apart. If a trainer "
+            "removed them, set remove_unused_columns=False, or, for TRL, pack_dataset(..., seq_lengths=True); if it is "
+            "one sample, RowCollator(bare_row='one_sample')",
+            index,
+        )
+    labels = columns[marks[0]] if marks else ids
+    labels = labels if marks in ([], ["labels"]) else np.where(labels, ids, IGNORE)
+    lengths = _lengths(columns)
+    real = sum(lengths)
+    is_padding = "attention_mask" in columns or (not marks and "position_ids" in columns)
+    is_left_out = "seq_lengths" in columns and not is_padding and (labels[real:] != IGNORE).any()
+    if is_left_out or not _agree(columns, lengths):
+        seen = {name: columns[name].tolist()[:9] for name in names[1:] if name in columns}
+        raise _bad(
+            f"the row has {len(ids)} input_ids and samples of {lengths[:9]} tokens, and columns that contradict that "
+            f"or are trained on behind these: {seen}; correct them, and pad on the right",
+            index,
+        )
+    return ids[:real], labels[:real], lengths
+
+
+def _lengths(columns: Mapping[str, np.ndarray]) -> list[int]:
+    """Tokens of each sample of a row.
+
+    Padding has position 0 at every token, as samples of one token have. Without a mask those at the end of a row, which
+    have nothing to predict, are taken for padding; a row of nothing else keeps one.
+    """
+    mask, positions = columns.get("attention_mask"), columns.get("position_ids")
+    real = len(columns["input_ids"]) if mask is None else int(mask.sum())
+    if "seq_lengths" in columns:
+        return columns["seq_lengths"].tolist()
+    if positions is None:
+        return [real]
+    lengths = np.diff(np.flatnonzero(positions[:real] == 0), append=real).tolist()
+    while mask is None and len(lengths) > 1 and lengths[-1] == 1:
+        lengths.pop()
+    return lengths
+
+
+def _agree(columns: Mapping[str, np.ndarray], lengths: Sequence[int]) -> bool:
+    """Whether there are tokens, and the mask and the positions of a row are those of its samples."""
+    width, total = len(columns["input_ids"]), sum(lengths)
+    if not 0 < total <= width or min(lengths) < 1:
+        return False
+    mask, positions = columns.get("attention_mask"), columns.get("position_ids")
+    if mask is not None and not np.array_equal(mask, np.arange(width) < total):
+        return False
+    if positions is None:
+        return True
+    counts_on = mask is None and (np.diff(positions[total - 1 :]) == 1).any()  # padding counts nothing
+    return not counts_on and np.array_equal(positions[:total], _positions(lengths))
