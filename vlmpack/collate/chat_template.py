@@ -3,11 +3,11 @@
     text      <bos><start_of_turn>user\n...<end_of_turn>\n<start_of_turn>model\nIt costs 5.<end_of_turn>\n
     question  ─────────── with the generation prompt ─────────────────────────▶│                         │
     answer    ─────────── with the answer, without what follows ─────────────────────────────────────────▶│
-    learnt                                                                     │It costs 5.<end_of_turn>│
+    trained on                                                                 │It costs 5.<end_of_turn>│
 
 A template that marks its assistant's text itself (`{% generation %}`) is taken at its word. Of any other one the
-conversation is written turn by turn: what an answer adds to the text before it is learnt, up to the token that ends it.
-That token may be the beginning of the next turn (GLM's `<|user|>`), or stand behind the marks: it is trained on too.
+conversation is written turn by turn: what an answer adds to the text before it is trained on, up to the token that ends
+it. That token may be the beginning of the next turn (GLM's `<|user|>`), or stand behind the marks.
 
 A template has to write every text of every message, or the sample is refused (`TextCheck`):
 
@@ -385,7 +385,7 @@ class AnswerEnd:
             conversation: the sample.
             text: of it, as `template` renders it.
             template: the template.
-            answers: the answers in it that are learnt; None: the last message is looked at alone.
+            answers: the answers in it that are trained on; None: the last message is looked at alone.
         """
         if answers is None:
             flags = conversation.trained_turns

@@ -41,7 +41,7 @@ from vlmpack.layout.batch import PaddedBatch
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import SlotRule, round_up
 
-_ROOM = Path(__file__).parent
+_PACKAGE = Path(__file__).parent
 
 BatchLayout = Literal["padded", "packed"]
 OnBad = Literal["raise", "skip"]
@@ -62,7 +62,7 @@ class VLMCollator:
             it, "truncate" cuts it between messages or beside an image, never inside one.
         train_on: "assistant" learns the assistant's turns, their end included (of prompt and completion only the
             completion); "all" learns everything but media tokens. Labels of tokenised samples are kept.
-        add_stop: a token of the tokenizer, such as "</s>", that is written and learnt behind the last answer of a
+        add_stop: a token of the tokenizer, such as "</s>", that is written and trained on behind the last answer of a
             sample if the chat template writes none there that ends it; None: nothing is, and a warning says so once.
         ignored_keys: keys of messages and their parts that are left out. Any other key has to be one that the chat
             template writes, or the sample is refused.
@@ -363,7 +363,7 @@ class VLMCollator:
 
 
 def _to_refusal(error: Exception) -> Refusal:
-    """Turn an error of a sample into a refusal. Unforeseen errors keep their name and their place in this room."""
+    """Turn an error of a sample into a refusal. Unforeseen errors keep their name and their place in this package."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, RecursionError):
@@ -371,7 +371,7 @@ def _to_refusal(error: Exception) -> Refusal:
     if isinstance(error, MemoryError):
         fault = f"the memory does not suffice for it ({error or 'MemoryError'})"
         return Refusal("out_of_memory", f"{fault}; make its images smaller, or lower ImageLimits.max_pixels")
-    frame = [frame for frame in extract_tb(error.__traceback__) if _ROOM in Path(frame.filename).parents][-1]
+    frame = [frame for frame in extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents][-1]
     place = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
     return Refusal("unexpected", f"{type(error).__name__}: {error} ({place}); look at what its columns hold there")
 

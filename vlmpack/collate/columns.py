@@ -45,7 +45,7 @@ _KEPT = {*MEDIA_COLUMNS, "id", "sample_id", "length", "label", "labels", "label_
 _NOTES = {"length", "lengths", "index", "idx", "source", "dataset", "split", "attention_mask", "token_type_ids"}
 """Columns that nothing reads and that would change nothing."""
 _PREFERENCE = re.compile(r"(chosen|rejected)(_.*)?|(loss|sample)_(scale|weight)s?")
-"""Names of columns that say how much, or against what, a sample is learnt."""
+"""Names of columns that say how much, or against what, a sample is trained on."""
 _NAMED_MEDIA = re.compile(
     r"(images?|imgs?|pictures?|pics?|photos?|videos?|clips?)(_?(paths?|files?|urls?|bytes|file_?names?|data|base64))?"
 )
@@ -131,7 +131,7 @@ def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence
     for name, value in unread.items():
         fault = ""
         if _is_preference(name.lower(), value):
-            fault = "which says what is learnt: preferences and weights are not trained on; leave the column out"
+            fault = "which says what is trained on: preferences and weights are not trained on; leave the column out"
         elif not has_media and (looks := _looks_like(name.lower(), value)):
             fault = f"which looks like its {looks}, and it has no other; rename it so, or leave it out if it needs none"
         elif name == "objects" and (match := next((x for x in _GROUNDING if any(x in text for text in texts)), None)):
@@ -323,7 +323,7 @@ def _by_index(column: tuple[MediaRef, ...], placeholders: Sequence[Mapping[str, 
 
 
 def check_inline_media(texts: Iterable[str]) -> None:
-    """Refuse media that are named inside users' texts: no path in a text is opened, and it would be learnt as words.
+    """Refuse media that are named inside users' texts: no path in a text is opened, and it would become words.
 
     Raises:
         Refusal: `media_in_text`.
@@ -338,7 +338,7 @@ def check_inline_media(texts: Iterable[str]) -> None:
 
 
 def _check_numbered(messages: Sequence[Mapping[str, Any]], kind: Kind) -> None:
-    """Refuse another library's places of media where these would go in front of the text, and the places be learnt.
+    """Refuse another library's places of media where these would go in front of the text, and the places be trained on.
 
     Raises:
         Refusal: `ambiguous_media`.
@@ -358,7 +358,7 @@ def check_markers(texts: Iterable[str], feature: Mapping[str, Any], *, missing: 
     """Refuse markers in users' texts of the kinds of media that are `missing`, though they are places of them.
 
     Raises:
-        Refusal: there is one; it would be learnt as text.
+        Refusal: there is one; it would be trained on as text.
     """
     whole = "\n".join(texts)
     for kind in missing:

@@ -61,7 +61,7 @@ ALIASES = {
 }
 """Other names of the same roles. Qwen's templates have no developer, and some leave such a turn out."""
 FLAGS = ("weight", "loss", "loss_scale", "loss_weight", "loss_mask", "train", "training", "trainable")
-"""Keys by which an assistant's turn is learnt or not: of OpenAI, ms-swift, LLaMA-Factory, axolotl and Tinker."""
+"""Keys by which an assistant's turn is trained on or not: of OpenAI, ms-swift, LLaMA-Factory, axolotl and Tinker."""
 SPEAKING = ("tool_calls", "reasoning_content")
 """Keys with which a turn needs no content."""
 _READ_AS_JSON = (
@@ -80,11 +80,11 @@ _PAYLOADS = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One message, and whether it is learnt if it is the assistant's."""
+    """One message, and whether it is trained on if it is the assistant's."""
 
     message: dict[str, Any]
     """Role, content (a string or a list of parts, media parts still with their payload), and what else there is."""
-    learnt: bool = True
+    is_trained: bool = True
     """False: by its own flag it is only read."""
 
 
@@ -161,7 +161,7 @@ def _turn(message: Any, where: str, *, has_audio: bool) -> Turn:
         raise Refusal("bad_row", f"{fault}{_READ_AS_JSON if isinstance(content, Number) else ''}")
     _check_no_payload(message, where, but=())
     rest = {key: value for key, value in message.items() if value is not None and key not in FLAGS}
-    return Turn(message={**rest, "content": content}, learnt=_learnt(message, message["role"], where))
+    return Turn(message={**rest, "content": content}, is_trained=_is_trained(message, message["role"], where))
 
 
 def _pair(pair: Any, where: str) -> list[dict[str, Any]]:
@@ -237,7 +237,7 @@ def _qwen_turn(turn: Any, where: str, marked: Collection[str]) -> Turn:
     content = turn["value"] if _canonical(role) == "assistant" else _split_markers(turn["value"], marked)
     read = ("from", "value", *FLAGS)
     rest = {key: value for key, value in turn.items() if key not in read and not is_empty(value)}
-    return Turn(message={**rest, "role": role, "content": content}, learnt=_learnt(turn, role, where))
+    return Turn(message={**rest, "role": role, "content": content}, is_trained=_is_trained(turn, role, where))
 
 
 def _split_markers(text: str, kinds: Collection[str]) -> str | list[dict[str, Any]]:
@@ -277,7 +277,7 @@ def _with_call(turns: list[Turn], turn: Turn) -> list[Turn]:
     parts = [] if isinstance(message["content"], str) else message["content"]
     if medium := next((part["type"] for part in parts if part["type"] != "text"), None):
         raise Refusal("bad_row", f"it has a function call with a part of type {medium!r}; a call is JSON text alone")
-    is_more = before is not None and before.message["role"] == "assistant" and before.learnt == turn.learnt
+    is_more = before is not None and before.message["role"] == "assistant" and before.is_trained == turn.is_trained
     is_more = is_more and message.keys() == {"role", "content"}
     try:
         calls = calls_in(text_of(message))
@@ -302,8 +302,8 @@ def _did_you_mean(role: str) -> str:
 # ---------------------------------------------------------------------- flags of turns
 
 
-def _learnt(message: Mapping[str, Any], role: str, where: str) -> bool:
-    """Read the flags of an answer; a turn without any is learnt, and no other turn is."""
+def _is_trained(message: Mapping[str, Any], role: str, where: str) -> bool:
+    """Read the flags of an answer; a turn without any is trained on, and no other turn is."""
     if _canonical(role) != "assistant":
         return True
     flags = {name: message[name] for name in FLAGS if message.get(name) is not None}
@@ -340,7 +340,7 @@ class Conversation:
     plain: tuple[str, str] | None = None
     """(prompt, completion) as strings, to be used without a chat template; `messages` is empty then."""
     trained_turns: tuple[bool, ...] | None = None
-    """True if each of the assistant's turns is learnt; None: all of them are."""
+    """True if each of the assistant's turns is trained on; None: all of them are."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments for the chat template: tools, and what `chat_template_kwargs` holds."""
 
@@ -379,7 +379,7 @@ def read_conversation(
     Args:
         feature: the sample's columns.
         has_vision: whether the model has; to one that has not, `<image>` in a user's text is text.
-        has_audio: whether the model hears; to one that does not, audio is refused.
+        has_audio: whether the model takes audio; other models refuse it.
         markers: whether it is text to the others, or the place of an image: see `marked_kinds`.
         ignored_keys: keys of messages and their parts that are left out.
 
@@ -421,7 +421,7 @@ def check_answered(conversation: Conversation) -> None:
     """Refuse a conversation that would teach the end of a turn alone; an empty answer beside one with text is kept.
 
     Raises:
-        Refusal: `no_targets`: no answer that is learnt has more than blanks, a tool call or a thought in it.
+        Refusal: `no_targets`: no answer that is trained on has more than blanks, a tool call or a thought in it.
     """
     if conversation.plain is not None:
         texts, which = [conversation.plain[1]], "its completion is"
@@ -509,7 +509,7 @@ def _conversation(turns: list[Turn], present: Mapping[str, Any], marked: Collect
     media = {
         f"{k}s": fill_placeholders(messages, present, k, is_marked=k in marked) for k in ("video", "image", "audio")
     }
-    trained = tuple(turn.learnt for turn in turns if turn.message["role"] == "assistant")
+    trained = tuple(turn.is_trained for turn in turns if turn.message["role"] == "assistant")
     return Conversation(
         messages=tuple(map(_for_template, messages)),
         trained_turns=None if all(trained) else trained,
@@ -525,7 +525,7 @@ def _prompt_and_completion(present: Mapping[str, Any], marked: Collection[Kind],
     if isinstance(prompt, str):
         return _plain(prompt, completion, present)
     read = partial(read_turns, marked=marked, has_audio=has_audio)
-    prompt_turns = [replace(turn, learnt=False) for turn in read(prompt, "prompt")]
+    prompt_turns = [replace(turn, is_trained=False) for turn in read(prompt, "prompt")]
     return _conversation([*prompt_turns, *read(completion, "completion")], present, marked)
 
 

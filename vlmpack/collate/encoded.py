@@ -1,4 +1,4 @@
-"""One sample after encoding: token ids, what is learnt of them, and its media, as patches or only their grids."""
+"""One sample after encoding: token ids, what is trained on of them, and its media, as patches or only their grids."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Encoded:
     input_ids: np.ndarray
     """int64 [n]."""
     labels: np.ndarray
-    """int64 [n], not shifted; -100 where nothing is learnt."""
+    """int64 [n], not shifted; -100 where nothing is trained on."""
     types: np.ndarray
     """int64 [n]: 0 text, 1 image, 2 video, 3 audio."""
     images: tuple[Visual, ...] = ()
@@ -107,7 +107,7 @@ class Encoded:
 
 
 def check_sample(sample: Encoded, metadata: ProcessorMetadata) -> None:
-    """Raise a `Refusal` for the first thing that is wrong with a sample; reasons are listed in the room's README."""
+    """Raise a `Refusal` for the first thing that is wrong with a sample; reasons are listed in docs/bad_input.md."""
     check_ids(sample.input_ids, metadata)
     _check_labels(sample, metadata)
     for visual in chain.from_iterable(sample.media.values()):
@@ -308,12 +308,12 @@ def assistant_spans(input_ids: np.ndarray, metadata: ProcessorMetadata) -> list[
 def make_labels(
     input_ids: np.ndarray, metadata: ProcessorMetadata, *, spans: Sequence[tuple[int, int]] | None = None
 ) -> np.ndarray:
-    """int64 [n], not shifted: the ids where they are learnt, -100 elsewhere, on all media and on the first token.
+    """int64 [n], not shifted: the ids where they are trained on, -100 elsewhere, on all media and on the first token.
 
     Args:
         input_ids: int64 [n].
         metadata: of the processor.
-        spans: (start, stop) pairs that are learnt; None: everything.
+        spans: (start, stop) pairs that are trained on; None: everything.
     """
     if spans is None:
         labels = input_ids.copy()
@@ -363,11 +363,11 @@ def fit(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int | None,
     if overlength == "truncate":
         return truncate(sample, metadata, max_length=max_length)
     media = int((sample.types != TEXT).sum())
-    heard = f" and {len(sample.audios)} audio(s)" if sample.audios else ""
+    audio = f" and {len(sample.audios)} audio(s)" if sample.audios else ""
     raise Refusal(
         OVERLENGTH,
         f"it has {sample.num_tokens} tokens ({media} of them for {len(sample.images)} image(s) and "
-        f"{len(sample.videos)} video(s){heard}) but max_length={max_length}; raise max_length, lower the processor's "
+        f"{len(sample.videos)} video(s){audio}) but max_length={max_length}; raise max_length, lower the processor's "
         "max_pixels, or choose overlength='drop' or overlength='truncate'",
     )
 
