@@ -360,25 +360,12 @@ def test_a_processor_without_a_template_is_a_mistake_of_the_setup():
     assert encoder(processor).encode({"prompt": "a", "completion": "b"}).num_targets == 2
 
 
-def test_a_bad_image_says_which_of_the_sample_s_images_it_is():
-    error = refusal(chat("?", "x", picture(), b"<html>not an image</html>"))
-    assert error.reason == "image_undecodable"
-    assert str(error).startswith("image 1: ")
-
-
 def test_an_image_processor_s_own_refusal_is_passed_on():
     processor = tiny_processor()
     processor.image_processor.size["longest_edge"] = 0
     with pytest.raises(Refusal, match="image 0: the image processor refused it: `size` dict must contain") as caught:
         encoder(processor).encode(chat("?", "x", picture()))
     assert caught.value.reason == "image_processing"
-
-
-def test_a_video_that_is_neither_a_file_nor_frames_is_refused_and_not_guessed_at():
-    content = [{"type": "video", "video": 3}]
-    error = refusal({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "x"}]})
-    assert error.reason == "video_source"
-    assert str(error).startswith("video 0: ")
 
 
 def test_a_sample_that_is_no_mapping_is_refused():

@@ -507,12 +507,6 @@ def test_what_collate_refuses_an_outline_refuses_with_the_same_words(reason: str
     assert collator.skip_log.received == 0
 
 
-def test_a_sample_without_a_place_is_named_by_its_id() -> None:
-    with pytest.raises(SampleError, match="sample 'r17': none of its") as caught:
-        VLMCollator(processor_of()).measure({**REFUSED["no_targets"], "id": "r17"})
-    assert (caught.value.index, caught.value.sample_id) == (None, "r17")
-
-
 def test_images_beyond_the_limits_are_refused_by_their_headers() -> None:
     reader = reader_of(processor_of(), ImageLimits(max_pixels=1000))
     with pytest.raises(Refusal) as caught:
