@@ -432,8 +432,8 @@ def _vectors(samples: Any, what: str) -> list[np.ndarray]:
         raise ConfigError(
             f"the {what} must be one list, vector or tensor for each sample, got {type(samples).__name__}"
         )
-    samples = samples.to_pylist() if hasattr(samples, "to_pylist") else samples
-    return [_vector(sample, what, index) for index, sample in enumerate(samples)]
+    listed: Any = getattr(samples, "to_pylist", lambda: samples)()
+    return [_vector(sample, what, index) for index, sample in enumerate(listed)]
 
 
 def _vector(values: Any, what: str, index: int) -> np.ndarray:
