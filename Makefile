@@ -1,7 +1,7 @@
 # vlmpack: everything a newcomer or a machine types.
 #
 #   make demo    train a tiny Qwen3-VL on receipts, padded and packed in turn, and compare the two
-#   make test    run the short tier of the tests: the whole specification once
+#   make test    run the tests: every behavior once
 #   make bench   measure vlmpack against what it replaces
 #   make help    the rest
 #
@@ -31,14 +31,14 @@ PYTEST := -n $(JOBS) --dist loadfile
 CORE_STEP    := $(addprefix tests/model/test_,attach.py balance.py delta.py equality.py experts.py forward.py \
                 passed_on.py stock.py)
 CORE_TRAINER := $(addprefix tests/trainer/test_,end_to_end.py evaluate.py loss.py)
-CORE_TESTS   := tests/families $(CORE_STEP) $(CORE_TRAINER) tests/test_traps.py -m "not dist and not full"
+CORE_TESTS   := tests/families $(CORE_STEP) $(CORE_TRAINER) tests/test_traps.py -m "not dist and not slow"
 
 # Tests start hundreds of processes: each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-full test-exhaustive mutants bench lint format docs wheel wheel-fresh dist test-oldest test-newest constraints clean
+.PHONY: help demo test test-all mutants bench lint format docs wheel wheel-fresh dist test-oldest test-newest constraints clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,16 +46,13 @@ help: ## Show this list
 demo: $(VENV)/.demo ## Train on receipts, padded and packed in turn; a table and a picture (no GPU, no network)
 	$(VENV)/bin/vlmpack demo $(ARGS)
 
-test: $(VENV)/.test ## Run the short tier of the tests: the whole specification once, within minutes
-	$(VENV)/bin/python -m pytest $(PYTEST) -m "not full" $(ARGS)
+test: $(VENV)/.test ## Run the tests: every behavior once, eight families that have every mechanism, within minutes
+	$(VENV)/bin/python -m pytest $(PYTEST) -m "not slow" $(ARGS)
 
-test-full: $(VENV)/.test ## Run what `make test` leaves out: products of circumstances, processes, kills, examples, notebooks
-	$(VENV)/bin/python -m pytest $(PYTEST) -m "full and not exhaustive" $(ARGS)
+test-all: $(VENV)/.test ## Run all tests: every other family too, processes, kills, examples, notebooks (ARGS="-m slow": those alone)
+	$(VENV)/bin/python -m pytest $(PYTEST) $(ARGS)
 
-test-exhaustive: $(VENV)/.test ## Run the rest of the products, of which the first two tiers have a part (an hour)
-	$(VENV)/bin/python -m pytest $(PYTEST) -m exhaustive $(ARGS)
-
-mutants: $(VENV)/.test ## Break one line of the package at a time and see that the short tier fails (ARGS="--only experts")
+mutants: $(VENV)/.test ## Break one function of the maths at a time and see that the tests fail (ARGS="--only expert")
 	$(VENV)/bin/python tests/mutants -j $(JOBS) $(ARGS)
 
 bench: $(VENV)/.demo ## Measure packed against padded on this machine (ARGS="pack collate", "gpu", "report a.json b.json", "--help")

@@ -39,18 +39,17 @@ def families(where: Callable[[Family], bool] = lambda family: True, always: Iter
     fast = {*EIGHT, *always}
     chosen = [name for name, family in FAMILIES.items() if where(family)]
     assert chosen, "no family has what the test is about"
-    tier = {True: (pytest.mark.chosen,), False: (pytest.mark.chosen, pytest.mark.full)}
-    return [pytest.param(name, marks=tier[name in fast]) for name in chosen]
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in chosen]
 
 
 def slow(*values: Any) -> list[Any]:
     """These values of a parameter, in `make test-all` only."""
-    return [pytest.param(value, marks=pytest.mark.full) for value in values]
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def slow_cases(*cases: tuple[Any, ...]) -> list[Any]:
     """These values of several parameters, in `make test-all` only."""
-    return [pytest.param(*case, marks=pytest.mark.full) for case in cases]
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 def pairs(**values: Iterable[Any]) -> pytest.MarkDecorator:

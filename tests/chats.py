@@ -30,7 +30,7 @@ needs_torchvision = pytest.mark.skipif(bool(missing_packages("llama4")), reason=
 
 def fast_and_slow(values: Iterable[Any], fast: Sequence[Any]) -> list[Any]:
     """All these values of a parameter: those of `fast` in `make test`, the others in `make test-all` only."""
-    return [value if value in fast else pytest.param(value, marks=pytest.mark.full) for value in values]
+    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def needs(family: str) -> pytest.MarkDecorator:

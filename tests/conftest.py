@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pretend_cuda
 from extras import TestFile
-from tiers import mark_families, mark_products, mark_siblings, skip_without_packages, without_others
+from fixtures.processors import RECIPES, missing_packages
 
 hypothesis.settings.register_profile(
     "vlmpack",
@@ -70,18 +70,22 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return TestFile.from_parent(parent, path=module_path)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest chooses by -m
+NEEDING = {family: missing_packages(family) for family, recipe in RECIPES.items() if recipe.packages}
+    family: missing_packages(family) for family, recipe in RECIPES.items() if recipe.packages
+}
+TAKE_PROCESSORS = ("tests/collate/", "tests/data/", "tests/probing/", "tests/store/", "tests/trainer/")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two tiers, see `tiers`; and a test that needs a GPU or a package says so where there is none."""
-    items[:] = without_others(items)
-    on_cpus = [item for item in items if not item.get_closest_marker("gpu")]  # a GPU runs its tests whole
-    mark_families(on_cpus)
-    mark_siblings(on_cpus)
-    mark_products(on_cpus)
-    skip_without_packages(items)
+    """A test that needs a GPU, or a family's processor that needs a package, is skipped where there is none."""
     for item in items:
         if item.get_closest_marker("gpu") and NO_PRETEND_CUDA and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason=f"waits for a CUDA device; {NO_PRETEND_CUDA}"))
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        for family in (value for value in parameters if isinstance(value, str)):
+            if item.nodeid.startswith(TAKE_PROCESSORS) and (missing := NEEDING.get(family)):
+                reason = f"the processor of {family} needs {' and '.join(missing)}"
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish() -> None:

@@ -26,7 +26,7 @@ def run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_tests_for_a_gpu_are_found_without_extras(python: Path) -> None:
     done = run(python, "pytest", "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -36,7 +36,7 @@ def test_tests_for_a_gpu_are_found_without_extras(python: Path) -> None:
         assert f"needs the package {package}" in done.stdout
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_command_runs_where_the_package_is_not_installed(python: Path) -> None:
     done = run(python, "vlmpack", "doctor")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -46,7 +46,7 @@ def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], di
     return lines, load_file(folder / "model.safetensors")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("configuration", ["fsdp2"])

@@ -97,7 +97,7 @@ def test_a_step_is_that_of_plain_transformers(shared: bool, example: Any, proces
     assert (result.work.vision_patches, len(samples)) == ((2 if shared else 5) * 4 * 6, 5)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.slow
 def test_the_reward_rises() -> None:
     lines = run(EXAMPLE, "--rounds", "6")

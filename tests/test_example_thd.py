@@ -27,7 +27,7 @@ def lines_of(example: str) -> list[str]:
     return done.stdout.strip().splitlines()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_model_prints_the_losses_of_receipts_alone() -> None:
     lines = lines_of("thd_model.py")
     assert len(lines) == 3
@@ -36,7 +36,7 @@ def test_the_model_prints_the_losses_of_receipts_alone() -> None:
         assert packed.split() == alone.split()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_forward_step_trains() -> None:
     losses = [float(line.rsplit(maxsplit=1)[1]) for line in lines_of("megatron_step.py")]
     assert len(losses) == 4

@@ -92,7 +92,7 @@ def engine_on(device: str, dtype: torch.dtype, family: str = "qwen3_vl") -> Engi
     [
         ("qwen3_vl", torch.float32, 1e-4),
         ("qwen3_vl", LOW, 0.1),
-        pytest.param("qwen3_5_moe", torch.float32, 1e-4, marks=pytest.mark.full),
+        pytest.param("qwen3_5_moe", torch.float32, 1e-4, marks=pytest.mark.slow),
     ],
 )
 def test_the_engine_computes_and_learns_what_it_does_on_a_cpu(family: str, dtype: torch.dtype, allowed: float) -> None:
@@ -148,7 +148,7 @@ def test_an_enabled_model_generates_what_it_did() -> None:
 # ---------------------------------------------------------------------- a model that takes boundaries itself
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_boundaries_are_handed_over_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
     example = import_module("thd_model")

@@ -109,7 +109,7 @@ def test_importing_vlmpack_costs_next_to_nothing_and_brings_nothing() -> None:
     assert seconds < LIMIT_S
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_layout_brings_torch_and_numpy_and_nothing_more() -> None:
     _, heavy = cost_of("from vlmpack import PaddedBatch, PackedRow, Segments, SlotRule, pack, unpack")
     assert heavy == []
@@ -120,7 +120,7 @@ def test_planning_and_streams_bring_no_transformers_either() -> None:
     assert heavy == []
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_light_import_test_can_fail() -> None:
     seconds, heavy = cost_of("import vlmpack, transformers; time.sleep(0.2)")
     assert heavy == ["transformers"]

@@ -55,7 +55,7 @@ def test_the_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # PyTorch imports its compiler
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT reads it
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=lambda page: page.stem)
 def test_the_examples_of_a_page_run_by_themselves(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -69,7 +69,7 @@ def test_the_navigation_of_the_site_lists_every_page() -> None:
     assert listed == {page.name for page in PAGES} | made
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_page_of_messages_has_every_reason_and_kind_of_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(DOCS)
     page = import_module("troubleshooting").troubleshooting()

@@ -214,7 +214,7 @@ def test_flash_attn_is_deterministic_where_pytorch_is(enabled, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.full
+@pytest.mark.slow
 @pairs(
     name=[name for name in BACKENDS if name != "eager_mask"],
     shape=[(16, 16, 64), (16, 16, 72), (16, 8, 128), (8, 2, 256)],
@@ -240,7 +240,7 @@ def test_gpu_kernels_are_as_close_to_float32_as_low_precision_can_be(name, shape
 
 
 @pytest.mark.gpu
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "eager_mask"])
 def test_gpu_kernels_put_the_last_query_at_the_last_key(name):
     queries, keys, places = last_of_each([(0, 100), (300, 37), (513, 1), (64, 128)])

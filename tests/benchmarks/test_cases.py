@@ -58,7 +58,7 @@ TARGETS = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize("name", CASES)
@@ -72,7 +72,7 @@ def test_a_case_measures_and_holds_its_figures_to_the_targets(name):
         assert [figure.target.limit for figure in figures if figure.target] == TARGETS[name]
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3", marks=pytest.mark.full)])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_the_share_of_ideal_is_the_speed_up_over_the_ideal(family):
     found = {figure.name: figure for figure in CASES["step"].run(replace(QUICK, family=family), TINY)}
     share = found["speed-up"].value / found["ideal speed-up"].value

@@ -52,7 +52,7 @@ def test_rounds_alternate_and_what_is_worse_fails_a_check(monkeypatch, capsys):
     assert "not compared, as some runs lack it: only: here" in printed
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_checkout_is_run_from_its_own_folder():
     root = Path(__file__).parents[2]
     found = compare_commits.run_case(root, "pack", ["--budget=0", "--threads=1"])

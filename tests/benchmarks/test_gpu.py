@@ -122,7 +122,7 @@ def test_a_machine_without_a_gpu_is_told_how_to_try_it(monkeypatch):
     assert "--device cpu --shapes tiny runs every part" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_every_part_runs(tmp_path):
     path = tmp_path / "gpu.json"

@@ -145,7 +145,7 @@ def test_every_verb_ends_by_ctrl_c_in_one_line(verb: str, monkeypatch: pytest.Mo
 # ---------------------------------------------------------------------- other encodings
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_letters_that_the_terminal_lacks_are_escaped(tmp_path: Path) -> None:
     """What is printed and refused here has Greek names, and a text with half a character."""
     rows = [
@@ -231,7 +231,7 @@ def test_the_page_lists_the_keys_that_analyze_and_pack_print(tmp_path: Path) -> 
         check_keys("analyze", {name: part for name, part in printed.items() if name != "rows"})
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_page_lists_the_keys_that_doctor_and_demo_print(tmp_path: Path) -> None:
     check_keys("doctor", json_of("doctor"))
     check_keys("probe", json_of("doctor", "tiny", "--probe"))
@@ -290,7 +290,7 @@ def at_terminal(
     return process.returncode, printed, CONTROL.sub("", drawn)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("case", LONG)
 def test_ctrl_c_ends_a_verb_without_a_traceback_and_says_how_to_go_on(case: str, tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_ctrl_c_ends_a_verb_without_a_traceback_and_says_how_to_go_on(case: str,
     assert last.startswith("vlmpack: interrupted; ") and remedy in last
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_pack_draws_its_pace_and_goes_on_after_ctrl_c(tmp_path: Path) -> None:
     arguments = ("pack", "synthetic", "out", "--num", "96", *TINY, "--capacity", "1500", "--shard-rows", "1")
 

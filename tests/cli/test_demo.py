@@ -49,7 +49,7 @@ def run_demo(out: Path, *args: str) -> tuple[str, dict[str, Any]]:
     return result.stdout, json.loads((out / "demo.json").read_text())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_packed_trains_as_padded_does_on_fewer_tokens(tmp_path: Path) -> None:
     said, numbers = run_demo(tmp_path)
     assert "━" not in said  # no bars behind a pipe
@@ -69,14 +69,14 @@ def test_packed_trains_as_padded_does_on_fewer_tokens(tmp_path: Path) -> None:
         assert text in said
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_bfloat16_runs(small: Path, tmp_path: Path) -> None:
     _, numbers = run_demo(tmp_path, "--model", str(small), "--dtype", "bfloat16")
     assert numbers["gradients"]["cosine"] > 1 - 1e-6  # measured in float32 whatever the training's type
     assert numbers["padded"]["losses"] == pytest.approx(numbers["packed"]["losses"], rel=0.02)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_pixels_have_the_type_of_the_weights(small: Path, tmp_path: Path) -> None:
     """Not every model casts them."""
     setup = Setup(model=str(small), data="synthetic", device="cpu", dtype="bfloat16", steps=1, batch_size=2, seed=0)

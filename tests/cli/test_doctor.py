@@ -145,7 +145,7 @@ def test_with_fla_its_version_decides(monkeypatch: pytest.MonkeyPatch, version: 
 # ---------------------------------------------------------------------- probes of every family
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_summary_names_families_back_ends_and_verdicts(few_families: None) -> None:
     result = run_probe()
     assert result.exit_code == 0, result.output
@@ -246,7 +246,7 @@ def test_an_exact_model_has_exit_status_0_and_tables_of_everything(folder: str) 
         assert text in words(result.stdout)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_leak_has_exit_status_1_and_a_name(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def one_segment(self: VisionRow, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
         return Segments.from_lengths([num_patches])
@@ -266,7 +266,7 @@ def test_a_leak_has_exit_status_1_and_a_name(folder: str, monkeypatch: pytest.Mo
     assert {check["part"] for check in report["checks"]} == {"isolation", "mechanism", "equality", "work"}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_tiny_copy_of_a_configuration_is_probed_in_a_precision_by_every_back_end(tmp_path: Path) -> None:
     tiny_config("qwen3", hidden=192, layers=5).save_pretrained(tmp_path)
     result = run_probe(str(tmp_path), "--tiny", "--dtype", "bfloat16", "--attention", "all", "--json")

@@ -81,7 +81,7 @@ def serving(state: Path, *arguments: str, **environment: str) -> Iterator[tuple[
         process.communicate()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_from_start_to_sigterm(tmp_path: Path) -> None:
     keys = []
     for _ in range(2):
@@ -103,7 +103,7 @@ def test_from_start_to_sigterm(tmp_path: Path) -> None:
     assert keys[0] == keys[1]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_key_of_the_environment_is_printed_nowhere_and_the_page_lists_the_keys_of_json(tmp_path: Path) -> None:
     with serving(tmp_path, "--json", "--quiet", VLMPACK_API_KEY="tml-from-outside") as (process, printed):
         facts = json.loads(printed)

@@ -13,8 +13,6 @@ from vlmpack.data.branches import BRANCH_COLUMN
 from vlmpack.errors import ConfigError
 from vlmpack.testing import tiny_model, tiny_processor
 
-pytestmark = pytest.mark.every_family
-
 ASK, ASK_AGAIN = {"role": "user", "content": "2 + 2?"}, {"role": "user", "content": "3 + 3?"}
 FOUR, SIX = {"role": "assistant", "content": "It is 4"}, {"role": "assistant", "content": "It is 6"}
 TALK = [ASK, FOUR, ASK_AGAIN, SIX]
@@ -168,7 +166,7 @@ def test_a_stop_has_to_be_a_special_token():
         VLMCollator(tiny_processor("llava"), add_stop="<stop>")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 3], ids=["a middle answer", "the last answer"])
 def test_a_model_that_has_learnt_its_answers_stops_after_them(at):
     tokenizer = glm_tokenizer()

@@ -8,8 +8,6 @@ from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.testing import tiny_processor
 
-pytestmark = pytest.mark.every_family
-
 ENDS = {
     "gemma3": "<end_of_turn>",
     "gemma4": "<turn|>",

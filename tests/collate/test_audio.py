@@ -26,7 +26,6 @@ from vlmpack.testing import tiny_model, tiny_processor
 POOLED, CONVOLVED = "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"
 RATE = 16_000
 each_family = pytest.mark.parametrize("family", [POOLED, CONVOLVED])
-pytestmark = pytest.mark.every_family
 
 
 @lru_cache

@@ -19,7 +19,6 @@ from vlmpack.families.registry import FAMILIES
 from vlmpack.testing import tiny_processor
 
 pytestmark = [
-    pytest.mark.every_family,
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # transformers' own
 ]
 TOKEN_NAMES = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "labels"}

@@ -321,7 +321,7 @@ def reprs(batches):
     ]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize(("start", "workers"), [("fork", 2), ("spawn", 1)])
 def test_workers_give_the_same_batches_and_share_the_skip_log(start, workers, tmp_path):
@@ -341,7 +341,7 @@ def test_workers_give_the_same_batches_and_share_the_skip_log(start, workers, tm
     assert used + len(lines) == len(dataset)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.slow
 def test_an_error_in_a_worker_still_says_which_sample_and_what_to_do():
     collator = VLMCollator(processor_of())

@@ -14,8 +14,6 @@ from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.store import measure_lengths
 from vlmpack.testing import tiny_processor
 
-pytestmark = pytest.mark.every_family
-
 COUNTED = {"gemma3", "gemma4", "internvl", "llava", "llava_next", "llava_onevision", "glm4v", "paligemma"}
 COUNTED |= {"glm4v_moe", "glm46v", "ernie4_5_vl_moe", "gemma4_unified", "kimi_k25"}
 """Families whose processors count an image's tokens as they write them."""

@@ -8,7 +8,6 @@ from vlmpack.errors import SampleError
 from vlmpack.testing import tiny_processor
 
 pytestmark = [
-    pytest.mark.every_family,
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # transformers' own
 ]
 GROUNDING = ("<ref>", "</ref>", "<box>", "</box>")

@@ -78,7 +78,6 @@ def test_the_row_is_the_shared_plain_row():
     assert torch.equal(unshare(row).media.pixel_values, plain.media.pixel_values)
 
 
-@pytest.mark.every_family
 @pytest.mark.parametrize("family", fast_and_slow(BEYOND, ["idefics3", "llava_onevision"]))
 def test_so_it_is_of_every_family(family):
     first, twin, other = picture(120, 90), picture(120, 90, seed=1), picture(257, 140, seed=2)

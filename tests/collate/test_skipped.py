@@ -136,7 +136,7 @@ def test_it_travels_to_a_worker(tmp_path):
 # ---------------------------------------------------------------------- all workers together
 
 
-full_tier = functools.partial(pytest.param, marks=pytest.mark.full)
+full_tier = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("start", "persistent"), [("fork", True), full_tier("fork", False), full_tier("spawn", True)])

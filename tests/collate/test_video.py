@@ -161,7 +161,7 @@ def test_the_grid_is_the_size_of_the_message_keys():
 
 
 @needs_qwen
-@pytest.mark.full
+@pytest.mark.slow
 def test_pixels_rates_and_times_are_those_of_qwen_vl_utils(tmp_path):
     cases = [
         {"patch_size": 14, "element": {"video": noise_frames(4, 90, 130)}},

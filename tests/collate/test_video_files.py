@@ -190,7 +190,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_pixels_grids_and_times_are_those_of_transformers_video_processors(tmp_path: Path) -> None:
     cases = []
     for name in CODECS:

@@ -15,7 +15,7 @@ STEPS = (
 )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_neither_the_room_nor_receipts_load_anything_heavy() -> None:
     """One fresh interpreter: importing torch takes most of its time."""
     report = f"import sys\nprint(*(name for name in {HEAVY} if name in sys.modules))"

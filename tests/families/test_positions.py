@@ -363,7 +363,7 @@ def test_a_compiled_step_is_not_compiled_again_for_other_lengths() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.full
+@pytest.mark.slow
 @with_grids
 def test_a_gpu_is_not_waited_for_and_gives_the_same(name: str) -> None:
     row, config = row_and_config(name)

@@ -26,7 +26,7 @@ def test_the_table_of_each_file_is_that_of_the_registry(path: Path) -> None:
     assert written(by_hand) == text != by_hand
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_family_of_the_table_is_in_the_matrix() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
     from test_equality import CELLS

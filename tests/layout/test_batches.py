@@ -92,7 +92,7 @@ def test_media_move_by_themselves() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [batch, row])
 def test_all_tensors_move_to_a_gpu_and_back(make: Any) -> None:
     here = make()

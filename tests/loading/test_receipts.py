@@ -46,7 +46,7 @@ def trainer(folder: Path, **settings: Any) -> ReceiptTrainer:
     return run
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_with_empty_rows_and_workers_sees_every_receipt_and_continues_exactly(tmp_path):
     whole = trainer(tmp_path / "whole")
     whole.train()

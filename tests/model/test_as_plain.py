@@ -16,7 +16,7 @@ from vlmpack.testing.samples import VISION
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
 EAGER = {**SMALL, "attn_implementation": "eager"}
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
-pytestmark = [pytest.mark.chosen, pytest.mark.filterwarnings("ignore:nothing is packed in this training step")]
+pytestmark = [pytest.mark.filterwarnings("ignore:nothing is packed in this training step")]
 few = pytest.mark.parametrize(
     "family", ["qwen3_vl_moe", "lfm2_vl", *slow("qwen2_5_vl", "qwen3_5_moe", "gemma3", "gpt_oss")]
 )

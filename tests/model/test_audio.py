@@ -29,7 +29,6 @@ from vlmpack.testing.media import frames_of
 from vlmpack.testing.samples import sample_like
 
 pytestmark = [
-    pytest.mark.chosen,
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
 ]
 PACKAGE = Path(vlmpack.__file__).parent
@@ -278,7 +277,7 @@ def test_a_video_without_seconds_is_refused() -> None:
     refused(batch | {"second_per_grid_ts": torch.ones(1)}, ConfigError, r"takes no input 'second_per_grid_ts'")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # sizes of the talker are not those of the tiny thinker
 def test_of_a_whole_model_the_thinker_is_packed() -> None:
     config = Qwen2_5OmniConfig(enable_audio_output=False)

@@ -36,7 +36,6 @@ from vlmpack.testing import alone, padded, tiny_model
 
 RELATIVE, GRADIENT = 1e-6, 1e-5
 pytestmark = [
-    pytest.mark.chosen,
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
 ]
 every_family = pytest.mark.parametrize("family", families(lambda family: family.model_type in BALANCED))

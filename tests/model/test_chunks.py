@@ -28,7 +28,6 @@ from vlmpack.model.row import RowPart
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
 pytestmark = [
-    pytest.mark.chosen,
     pytest.mark.skipif("llama4" not in FAMILIES, reason="this transformers has another Llama 4"),
 ]
 CHUNK = 7

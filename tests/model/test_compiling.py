@@ -51,7 +51,7 @@ def graphs_so_far():
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen2_5_vl"])
 @config.patch(fail_on_recompile_limit_hit=True)  # PyTorch would go on without a word
 def test_every_row_is_what_it_is_without_and_rows_of_kinds_that_were_seen_compile_nothing(family):
@@ -80,7 +80,7 @@ def compile_whole_layers(model, **settings):
     return model
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "compiled"),
     [("qwen3_vl_moe", compile_layers), ("qwen3_5_moe", compile_layers), ("qwen3_vl_moe", compile_whole_layers)],
@@ -97,7 +97,7 @@ def test_layers_with_experts_share_what_is_compiled_however_many_they_are(family
     assert graphs[0] == graphs[1] > 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @config.patch(fail_on_recompile_limit_hit=True)
 def test_packing_that_is_taken_off_and_put_on_again_compiles_nothing_anew():
     """As around generation, once in an epoch."""
@@ -111,7 +111,7 @@ def test_packing_that_is_taken_off_and_put_on_again_compiles_nothing_anew():
     assert set(graphs) == {graphs[0]} != {0}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_compiled_step_is_the_step_and_rows_of_other_lengths_and_gaps_are_not_compiled_anew():
     """Nothing is compiled after one row without gaps and one with, and one of another length of each."""
     config = StepConfig(z_loss_coef=0.25)
@@ -142,7 +142,7 @@ def checkpointed(model, *, use_reentrant):
     return model
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 @pytest.mark.parametrize("use_reentrant", [False])
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_checkpointed_layers_are_compiled_and_exact(family, backend, use_reentra
     assert distance(gradients(plain), gradients(model)) <= 1e-5
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @config.patch(fail_on_recompile_limit_hit=True)
 def test_checkpointing_may_be_switched_on_later_and_off_again():
     model, plain = small("qwen3_vl"), small("qwen3_vl")
@@ -204,7 +204,7 @@ def test_names_of_parameters_stay_and_copies_are_plain():
     assert list(model.state_dict()) == names
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_settings_are_those_of_torch_compile():
     seen = []
 

@@ -32,7 +32,6 @@ LENGTHS = {
 HYBRID = families(lambda family: family.has("gated_delta"))
 every_hybrid = pytest.mark.parametrize("family", HYBRID)
 one_hybrid = pytest.mark.parametrize("family", ["qwen3_5_moe", *slow("qwen3_next")])
-pytestmark = pytest.mark.chosen
 LAYER = 2e-5
 """Largest difference of an output of one layer, float32."""
 

@@ -28,7 +28,7 @@ from vlmpack.model import PackedStep, disable_packing
 from vlmpack.model.mechanisms.gated_delta_fla import FlaCall, uses_fla
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
-pytestmark = [pytest.mark.chosen, pytest.mark.full]
+pytestmark = [pytest.mark.slow]
 
 HERE = Path(__file__).parent
 GATED = [name for name, family in FAMILIES.items() if family.has("gated_delta")]
@@ -144,7 +144,7 @@ def test_a_row_of_padding_alone_keeps_every_parameter_in_the_graph(seen, family)
 
 
 @pytest.mark.gpu
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [False, True], ids=["row", "tree"])
 def test_on_a_gpu_the_real_kernels_are_as_close_to_float32_as_the_samples_alone(share):
     """Waits for a CUDA device with fla-core."""

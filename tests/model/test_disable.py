@@ -24,7 +24,6 @@ from vlmpack.testing.samples import TOKEN_KEYS, VISION
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
 GAPS = SlotRule(multiple=4)
 pytestmark = [
-    pytest.mark.chosen,
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
 ]
 few = pytest.mark.parametrize("family", ["qwen3_5_moe", *slow("qwen2_5_vl", "qwen4_exp", "lfm2_vl", "gpt_oss")])
@@ -224,7 +223,7 @@ print("packed", len(cases))
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_unpickling_in_another_process_installs_everything(tmp_path):
     families = ("qwen3_5", "qwen3_vl_moe", "qwen3_next")
     cases = []

@@ -59,7 +59,6 @@ BATCHES = {family: kinds_in(family, KINDS) for family in FAMILIES}
 MOST = {family: "mixed" if "mixed" in kinds else "text" for family, kinds in BATCHES.items()}
 """For each family the kind of batch that has the most in it."""
 pytestmark = [
-    pytest.mark.chosen,
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning"),  # a frozen tower's
     pytest.mark.filterwarnings("ignore:Unsupported layer type.*Conv3d:UserWarning"),
@@ -267,7 +266,7 @@ def test_models_that_live_side_by_side_do_not_disturb_each_other(family):
         check_gradients(truth(name), gradients(model), limits_of(name))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning:torch")
 def test_a_compiled_model_packs():
@@ -413,7 +412,7 @@ BREAKAGES = {
 }
 FAST = ("qwen3_5_moe", "lfm2_vl", "qwen4_exp")
 BROKEN = [
-    pytest.param(name, family, marks=() if family in FAST else pytest.mark.full)
+    pytest.param(name, family, marks=() if family in FAST else pytest.mark.slow)
     for name, (_, applies) in BREAKAGES.items()
     for family in (*EIGHT, "qwen4_exp")
     if applies(family)

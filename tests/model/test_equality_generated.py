@@ -17,7 +17,6 @@ from vlmpack.model.mechanisms import gated_delta
 from vlmpack.testing import build_sample, padded, tiny_model
 from vlmpack.testing.samples import VISION
 
-pytestmark = pytest.mark.chosen
 model_of = functools.partial(tiny_model, seed=3, layers=3, patch_size=4)
 sides = st.integers(1, 5).map(lambda n: 2 * n)
 """In patches; two of them make a token."""

@@ -42,7 +42,6 @@ WITHOUT_VARLEN = ("gemma2", "gpt_oss", "paligemma")
 """Families with soft-capped scores, or sinks, which PyTorch's varlen kernel does not have."""
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.chosen,
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
 ]
 

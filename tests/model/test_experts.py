@@ -21,7 +21,6 @@ IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 EXACT = 1e-5
 """Gradients: the largest difference, as a part of each parameter's largest entry."""
 pytestmark = [
-    pytest.mark.chosen,
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning"),
 ]

@@ -27,7 +27,6 @@ from vlmpack.model.row import PrefixTreeRow
 from vlmpack.testing import mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import sample_like
 
-pytestmark = pytest.mark.chosen
 each_family = pytest.mark.parametrize("family", ["gemma3", "gemma4", *slow("gemma4_unified")])
 
 
@@ -83,7 +82,7 @@ def test_images_without_text_between_are_one_run_as_in_the_models_own_code() -> 
     check_packed(own, fresh("gemma3"))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 def test_layers_that_share_keys_and_values_and_checkpointing() -> None:
     model = fresh("gemma4", layers=4)

@@ -59,7 +59,6 @@ REFUSED = ("blocks in full", "enable, then adapt")
 CASES = [case for case in product(WAYS, ORDERS) if case != REFUSED]
 few = pytest.mark.parametrize("family", ["qwen3_5_moe", *slow("qwen3_vl_moe", "qwen4_exp", "gpt_oss")])
 pytestmark = [
-    pytest.mark.chosen,
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Unsupported layer type.*Conv3d:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*target_parameters.*:UserWarning"),
@@ -80,7 +79,7 @@ def adapted(family, way, order, config):
 
 
 @pytest.mark.parametrize(
-    ("way", "order"), [*CASES[::2], *(pytest.param(*case, marks=pytest.mark.full) for case in CASES[1::2])]
+    ("way", "order"), [*CASES[::2], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1::2])]
 )
 @few
 def test_losses_and_gradients_are_those_of_the_padded_batch(family, way, order):

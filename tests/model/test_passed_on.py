@@ -18,7 +18,6 @@ from vlmpack.testing.samples import random_sample, word_ids
 BEGINNINGS = ("qwen3_vl", "qwen2_5_omni_thinker", "llava", "gemma3", "qwen3")
 """One family of each order of the first arguments."""
 FEW = ["qwen3_vl", "lfm2", *slow("qwen3_moe", "llava", "gemma3_text", "qwen3_5")]
-pytestmark = pytest.mark.chosen
 
 
 @functools.cache

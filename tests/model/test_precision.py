@@ -42,7 +42,6 @@ ROUNDED = replace(EXACT, logits=1e-6, gradient=1e-5, cosine=1e-10)
 """Norms, routers and eager softmaxes in float32: where their input differs in its last bit, so may what they round."""
 KINDS = {"text": ("text",) * 3, "image": ("image", "images", "image"), "mixed": ("text", "video", "image", "audio")}
 LOW = torch.bfloat16
-pytestmark = pytest.mark.chosen
 FAST = ("qwen2_5_vl", "qwen3_5_moe", "gemma3")
 three = pytest.mark.parametrize("family", [*FAST, *slow(*(name for name in FAMILIES if name not in FAST))])
 """Three families in the fast tier, the others in the slow one."""
@@ -111,7 +110,7 @@ def test_in_bfloat16_packed_is_as_close_to_float32_as_alone(family, backend):
 
 
 @pytest.mark.gpu
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5_moe", "gemma2", "gpt_oss"])
 def test_so_it_is_on_a_gpu_with_every_back_end(family, backend):

@@ -43,7 +43,6 @@ GEMMA4_GRADIENT = 3e-5
 """The row of the same samples without a tree is off by 1.5e-5, in its tower."""
 HOME = Path(vlmpack.__file__).parent
 pytestmark = [
-    pytest.mark.chosen,
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
 ]
 few = pytest.mark.parametrize("family", ["qwen3_5_moe", *slow("qwen3_vl", "gemma3", "lfm2_vl", "gpt_oss")])
@@ -228,7 +227,7 @@ def test_under_autocast_the_error_is_that_of_samples_alone(family):
     check_low_precision(exact, alone, result, gradients(model))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning:torch")
 def test_compiled_layers_take_every_tree():

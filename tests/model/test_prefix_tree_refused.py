@@ -24,7 +24,6 @@ from vlmpack.model.row import PartTargets, PrefixTreeRow
 from vlmpack.testing import tiny_model
 
 pytestmark = [
-    pytest.mark.chosen,
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
 ]
 

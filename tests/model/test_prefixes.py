@@ -30,7 +30,6 @@ from vlmpack.testing import alone, mixed_samples, padded, tiny_config, tiny_mode
 from vlmpack.testing.samples import sample_like
 
 pytestmark = [
-    pytest.mark.chosen,
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # transformers' own
     needs("paligemma"),
 ]

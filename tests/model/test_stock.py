@@ -23,7 +23,6 @@ from vlmpack.model.mechanisms.attention import layer_reaches, with_chunk
 from vlmpack.model.mechanisms.stock import MaskFunction, check_logits, check_text_positions
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
-pytestmark = pytest.mark.chosen
 WINDOWS = {"gemma2": [5, None, 5], "mistral": [5, 5, 5], "qwen3": [None, None, None], "qwen3_5": [None]}
 
 

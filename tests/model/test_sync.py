@@ -47,7 +47,6 @@ def test_no_wait_in_a_whole_step(family, given, more):
 READ_SIZES = ("qwen2_5_omni_thinker", "glm_ocr", "mistral3", "minicpmv4_6")
 """Families whose own code reads kinds of tokens, or sizes of images, on the host."""
 WITH_VISION = families(lambda family: family.has_vision, always=READ_SIZES)
-pytestmark = pytest.mark.chosen
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")

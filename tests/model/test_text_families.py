@@ -20,8 +20,6 @@ from vlmpack.model.mechanisms import attention
 from vlmpack.model.mechanisms.experts import ByProbability
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
-pytestmark = pytest.mark.chosen
-
 
 def fresh(family: str) -> Any:
     return tiny_model(family, seed=3, layers=2)

@@ -120,7 +120,7 @@ def test_router_losses_move_without_the_padding_mask() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_ranks_of_a_model_give_the_losses_of_one(tmp_path: Path) -> None:
     """Dense with its weights cut over both (tensor parallel), and with experts on each (expert parallel)."""
     launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]

@@ -18,7 +18,6 @@ from vlmpack.testing import build_sample, joined, mixed_samples, padded, tiny_mo
 from vlmpack.testing.samples import kinds_of, sample_like
 
 pytestmark = [
-    pytest.mark.chosen,
     pytest.mark.skipif("llava_onevision" not in FAMILIES, reason="this transformers has other families"),
 ]
 GLM, TILES, PAIRS, NAVIT = "glm4v", "llava_onevision", "ernie4_5_vl_moe", "minicpmv4_6"

@@ -23,7 +23,6 @@ from vlmpack.testing import Sample, build_sample, mixed_samples, padded, tiny_mo
 
 KIMI, OCR, ERNIE = "kimi_k25", "deepseek_ocr2", "ernie4_5_vl_moe"
 pytestmark = [
-    pytest.mark.chosen,
     pytest.mark.skipif(KIMI not in FAMILIES, reason="transformers of this version is older than these families"),
 ]
 KINDS = ("text", "image", "images", "text")
@@ -115,7 +114,7 @@ def test_the_comparison_sees_tokens_that_are_sent_to_experts_of_the_other_kind(
         ernie()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_probe_names_the_router_where_tokens_get_experts_of_the_other_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh(ERNIE, layers=1)
     samples = [Sample.of({**sample}, sample.family) for sample in samples_of(ERNIE)]

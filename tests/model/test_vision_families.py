@@ -22,7 +22,6 @@ from vlmpack.model import PackedStep, enable_packing
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import kinds_of, sample_like
 
-pytestmark = pytest.mark.chosen
 MECHANISMS = {
     "internvl": "tiles, one run an image",
     "smolvlm": "tiles along the second axis, a run for each",
@@ -201,7 +200,7 @@ def samples_in(circumstance: str, config: Any) -> list[Any]:
     ("family", "circumstance"),
     [
         *(("internvl", each) for each in CIRCUMSTANCES),
-        *(pytest.param(each, "images of many sizes", marks=pytest.mark.full) for each in MANY_SIZES),
+        *(pytest.param(each, "images of many sizes", marks=pytest.mark.slow) for each in MANY_SIZES),
     ],
 )
 def test_a_batch_in_every_circumstance_equals_alone(family: str, circumstance: str) -> None:

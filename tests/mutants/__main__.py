@@ -32,7 +32,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 from mutants.patches import MUTANTS, Mutant  # noqa: E402
 
 HEAVY = ("torch.distributed", "transformers", "transformers.models.qwen3_vl.modeling_qwen3_vl", "datasets", "peft")
-OPTIONS = ("-x", "-q", "-m", "not full", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+OPTIONS = ("-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 MOST_SECONDS = 600
 """Of processor time, for one run of tests: a mutant may loop forever."""
 KILLED, SURVIVED, HEALTHY, BROKEN = 0, 1, 2, 3
@@ -109,7 +109,7 @@ def run(tests: str, mutant: Mutant | None = None) -> int:
             "-x",
             "-q",
             "-m",
-            "not full",
+            "not slow",
             "-p",
             "no:cacheprovider",
             "-W",

@@ -136,7 +136,7 @@ def test_gradient_checkpointing_changes_nothing(case: Case) -> None:
     assert gradient_differences(gradients_of(model), alone(case).gradients) == []
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning:torch")  # its own, about itself
 def test_compiled_layers_change_nothing() -> None:
     torch.compiler.reset()

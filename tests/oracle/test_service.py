@@ -26,7 +26,7 @@ from PIL import Image
 from tests.oracle.plain import CASES, picture
 
 pytestmark = [
-    pytest.mark.full,
+    pytest.mark.slow,
     pytest.mark.skipif(sys.version_info < (3, 11), reason="the client needs Python 3.11"),
     pytest.mark.filterwarnings("ignore"),  # of the client and of PEFT, about themselves
 ]

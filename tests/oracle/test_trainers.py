@@ -88,7 +88,7 @@ def test_hf_trainer_with_the_collator(case: Case, layout: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("case", [EXPERTS, GATED_DELTA, GEMMA], ids=str)
-@pytest.mark.full
+@pytest.mark.slow
 def test_hf_trainer_with_other_families(case: Case, tmp_path: Path) -> None:
     trainer = Trainer(enable_packing(case.model()), arguments(tmp_path), collator_of(case), conversations(case))
     trainer.train()
@@ -145,7 +145,7 @@ def test_the_loss_of_an_evaluation_set_is_the_mean_over_its_targets(tmp_path: Pa
     assert trainer.evaluate()["eval_token_loss"] == pytest.approx(plain_loop(QWEN).losses[0], rel=2e-6)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT, about transformers
 def test_adapters_of_peft_are_trained_alike(tmp_path: Path) -> None:
     """LoRA on the text model: the same losses as the plain loop over the same adapted model."""

@@ -16,7 +16,7 @@ from vlmpack.testing import tiny_processor
 trl = pytest.importorskip("trl", reason="needs TRL: pip install trl")
 
 pytestmark = [
-    pytest.mark.full,
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # of TRL and PEFT, about others
     pytest.mark.filterwarnings("ignore:.*SwigPy:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Unsupported layer type.*Conv3d:UserWarning"),  # TRL counts FLOPs

@@ -123,7 +123,7 @@ def test_the_picture_of_the_readme_is_drawn_from_receipts(tmp_path):
         assert image.width > 1000
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_drawing_needs_no_display_and_leaves_pyplot_alone():
     code = (
         "import sys, vlmpack.plots; assert 'matplotlib' in sys.modules; assert 'matplotlib.pyplot' not in sys.modules"

@@ -39,7 +39,7 @@ def test_behind_it():
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(bool(pretend_cuda.missing()), reason=str(pretend_cuda.missing()))
 def test_each_test_is_reported_by_itself(tmp_path: Path) -> None:
     (tmp_path / "test_examples.py").write_text(EXAMPLES)

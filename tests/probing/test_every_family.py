@@ -99,7 +99,7 @@ def test_every_cause_of_the_probe_is_shown_and_every_breakage_in_the_fast_famili
     assert fast >= {*BREAKAGES} - {*NUMBERS, *AUDIO, "n-grams", "kinds of tokens"}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_windows_that_samples_pass_are_broken_in_every_family_that_has_them() -> None:
     has_windows = set[str]()
     for name, family in FAMILIES.items():

@@ -17,9 +17,6 @@ ROWS = {True: ["one row, [3, 1, T] positions", "one row, [4, 1, T] positions"], 
 PADDED = "a padded batch, 2D mask"
 
 
-pytestmark = pytest.mark.every_family
-
-
 def plain_of(report: Report) -> dict[str, Baseline]:
     return {one.name: one for one in report.plain}
 
@@ -62,7 +59,7 @@ def check_plain(family: str, report: Report) -> None:
     assert (plain[PADDED].verdict, plain[PADDED].causes) == ("exact", ())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "verdict", "causes"),
     [
@@ -80,7 +77,7 @@ def test_without_a_cache_four_rows_keep_samples_apart(family: str, verdict: str,
     assert (row.leak == 0) == (verdict == "differs")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen2_5_vl", "qwen3_vl_moe"])
 def test_leaks_show_at_a_models_own_initialisation_too(family: str, tmp_path: Path) -> None:
     """Weights of 0.02 leak little; the modules tell."""

@@ -141,7 +141,7 @@ def test_the_cpu_plays_a_device_only_while_waits_are_recorded() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["x[mask]", "x[mask] = y", "unique", "x[list]", "new_tensor", "x.tolist()"])
 def test_cuda_waits_where_the_cpu_says_so(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("X", "MASK", "TIMES"):
@@ -154,7 +154,7 @@ def test_cuda_waits_where_the_cpu_says_so(what: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.gpu
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["arithmetic", "x[mask] = 0", "masked_fill", "an asynchronous copy"])
 def test_nor_does_cuda_where_it_says_not(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("X", "MASK", "TIMES"):

@@ -14,8 +14,6 @@ from vlmpack.testing import Sample, padded, processed_samples, synthetic_samples
 from vlmpack.testing.comparison import run_alone, run_packed
 from vlmpack.testing.samples import sample_like
 
-pytestmark = pytest.mark.every_family
-
 CAST_NOTHING = ("kimi_k25", "deepseek_ocr2", "llama4")
 
 
@@ -54,14 +52,14 @@ def test_a_model_in_bfloat16_is_exact(family: str) -> None:
     assert (report.verdict, report.dtype) == ("exact", "bfloat16"), report
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CAST_NOTHING)
 def test_so_it_is_with_a_prefix_tree(family: str) -> None:
     report = probe(tiny_model(family, dtype=torch.bfloat16), plain=False)
     assert report.verdict == "exact", report
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CAST_NOTHING)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_so_it_is_with_what_its_processor_makes(family: str, dtype: torch.dtype) -> None:

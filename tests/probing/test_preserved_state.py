@@ -65,7 +65,7 @@ def gradients_of(model: Any) -> dict[str, Any]:
     return {name: (p.grad, None if p.grad is None else p.grad.clone()) for name, p in model.named_parameters()}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_probe_leaves_nothing_behind() -> None:
     model = used()
     settings = StepConfig(attention="eager_mask", head_chunk=7)

@@ -121,7 +121,7 @@ def mixing(module: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
     return (args[0] + 0.02 * args[0].mean(-2, keepdim=True),)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_probe_gives_no_false_alarm_where_rounding_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     model, routers = with_equal_scores()
     for router in routers:
@@ -135,7 +135,7 @@ def test_a_probe_gives_no_false_alarm_where_rounding_chooses(monkeypatch: pytest
     assert "gaps: logits" in {check.name for check in report.checks if check.is_bad}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_leak_into_a_router_is_found(dtype: torch.dtype) -> None:
     model = tiny_model("qwen3_moe", dtype=dtype)

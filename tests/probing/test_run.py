@@ -27,7 +27,7 @@ def values(report: Report, part: str) -> dict[str, float]:
     return {check.name: check.value for check in report.checks if check.part == part and check.value is not None}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe"])
 def test_receipts_go_through_the_users_own_processor(family: str) -> None:
     processor = tiny_processor(family)
@@ -39,8 +39,7 @@ def test_receipts_go_through_the_users_own_processor(family: str) -> None:
     assert report.row_tokens > sum(int(sample.split()[-2]) for sample in report.samples), "no gaps"
 
 
-@pytest.mark.full
-@pytest.mark.every_family
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["internvl", "paligemma"])
 def test_so_they_do_through_that_of_a_family_beyond_qwen(family: str) -> None:
     processor = tiny_processor(family)
@@ -104,7 +103,7 @@ def test_low_precision_has_the_limits_of_low_precision(family: str) -> None:
     assert set(values(report, "isolation").values()) == {0}, "other samples are computed bit for bit"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_what_the_tower_rounds_over_all_images_is_no_fault_of_a_row_in_low_precision() -> None:
     """Gradients of norms add up over patches: more of them at once than in any sample alone."""
     processor = tiny_processor("qwen3_vl")
@@ -192,7 +191,7 @@ def test_infinity_goes_through_json_as_the_largest_number() -> None:
     assert answer["checks"][0]["value"] > 1e300
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_least_precise_weights_set_the_limits() -> None:
     """The vision tower, whose weights come first, may be kept in float32."""
     model = tiny_model("qwen3_vl", dtype=torch.bfloat16)
@@ -201,7 +200,7 @@ def test_the_least_precise_weights_set_the_limits() -> None:
     assert (report.verdict, report.dtype) == ("exact", "bfloat16"), report
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_within_autocast_the_weights_own_precision_counts() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         report = vlmpack.probe(tiny_model("qwen2_vl"), plain=False, share_prefixes=False)

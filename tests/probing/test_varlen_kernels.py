@@ -25,8 +25,6 @@ from vlmpack.probing.run import _setup, backends_for, preserved_state
 from vlmpack.probing.work import check_pairs
 from vlmpack.testing import tiny_model
 
-pytestmark = pytest.mark.every_family
-
 SAID = {
     "qwen3": "of them inside gaps",
     "mistral": "of them inside gaps",  # boundaries do not show a window

@@ -144,7 +144,6 @@ def test_families_whose_parts_have_other_settings_have_a_tiny_copy_too(family: s
     assert loaded.weights.startswith(("a tiny copy with", f"a tiny {family} of another configuration with"))
 
 
-@pytest.mark.every_family
 @pytest.mark.parametrize("family", ["gemma3", *slow("gemma2", "ernie4_5_vl_moe", "qwen3_omni_moe_thinker")])
 def test_such_a_copy_is_exact(family: str, tmp_path: Path) -> None:
     """Gemma 2 has no sdpa attention in transformers."""

@@ -51,14 +51,14 @@ def test_a_circumstance_that_raises_leaves_the_others(monkeypatch: pytest.Monkey
     assert others == {"gaps", "row", "padded", "autocast"}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_mixed_precision_that_the_model_alone_cannot_do_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_autocast_reference", broken)
     report = probe(tiny_model("qwen3", layers=1), plain=False, share_prefixes=False)
     assert failing(report) == {AUTOCAST.name: ("equality", RAISED)}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_router_losses_that_the_padded_batch_cannot_do_leave_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (reference, checks):
         monkeypatch.setattr(module, "reference_router_losses", broken)
@@ -66,14 +66,14 @@ def test_router_losses_that_the_padded_batch_cannot_do_leave_the_others(monkeypa
     assert {*failing(report)} == {"load-balancing loss", "tree: load-balancing loss"}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_samples_that_share_prefixes_and_raise_alone_leave_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "compute_reference", broken)
     report = probe(tiny_model("qwen3", layers=1), plain=False)
     assert failing(report) == {"tree": ("equality", RAISED)}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.usefixtures("shared_references")
 def test_losses_that_cannot_be_checked_leave_logits_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "check_losses", broken)

@@ -71,7 +71,7 @@ def test_a_second_server_is_refused_while_the_first_lives(tmp_path: Path) -> Non
         pass
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_second_server_in_another_process_is_refused(tmp_path: Path) -> None:
     script = "import sys, pathlib, vlmpack.service.checkpoints as c; c.StateFolder(pathlib.Path(sys.argv[1]))"
     with served(tmp_path):

@@ -24,7 +24,7 @@ from vlmpack.service import Service, ServiceSettings, bind
 from vlmpack.service.server import Base
 
 pytestmark = [
-    pytest.mark.full,
+    pytest.mark.slow,
     pytest.mark.skipif(sys.version_info < (3, 11), reason="the client needs Python 3.11"),
     pytest.mark.filterwarnings("ignore"),  # of the client, which leaves connections open
 ]

@@ -21,7 +21,7 @@ from vlmpack.errors import ConfigError
 from vlmpack.service.cluster import ClusterSettings
 
 ON_RAY = [
-    pytest.mark.full,
+    pytest.mark.slow,
     pytest.mark.slow,
     pytest.mark.dist,
     pytest.mark.skipif(sys.version_info < (3, 11), reason="the client needs Python 3.11"),

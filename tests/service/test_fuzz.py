@@ -351,7 +351,7 @@ def _service(tmp_path: Path) -> Any:
     service.queue.close()
 
 
-@pytest.mark.parametrize(("count", "seed"), [(150, 0), pytest.param(1500, 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("count", "seed"), [(150, 0), pytest.param(1500, 1, marks=pytest.mark.slow)])
 def test_damaged_requests_leave_no_trace(service: Service, count: int, seed: int) -> None:
     ends = attack(service, count, seed)
     assert sum(ends.values()) == count

@@ -251,7 +251,6 @@ def tensors(cache) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.every_family
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen4_exp", "gemma2"])
 def test_sequences_that_join_and_leave_keep_their_cache(family: str) -> None:
     first, second = filled(5, family=family), filled(8, family=family, seed=1)

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 pytest.importorskip("tinker", reason="waits for the official client, which needs Python 3.11")
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 LIVES = 24
 SCRIPT = Path(__file__).with_name("killed_servers.py")

@@ -149,7 +149,7 @@ def test_a_model_is_not_sharded_on_one_rank() -> None:
 
 def on_two_ranks(test: Any) -> Any:
     """Started by torchrun."""
-    for mark in (pytest.mark.dist, pytest.mark.slow, pytest.mark.full):
+    for mark in (pytest.mark.dist, pytest.mark.slow, pytest.mark.slow):
         test = mark(test)
     return test
 

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from tests.service.server_process import KEY, Server, until
 
 pytestmark = [
-    pytest.mark.full,
+    pytest.mark.slow,
     pytest.mark.slow,
     pytest.mark.dist,
     pytest.mark.skipif(sys.version_info < (3, 11), reason="the client needs Python 3.11"),

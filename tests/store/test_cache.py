@@ -251,7 +251,7 @@ def test_settings_that_do_not_decide_lengths_are_no_part_of_the_key(tmp_path: Pa
 # ---------------------------------------------------------------------- accidents
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_run_that_is_killed_loses_little_and_breaks_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outlined: list[Any]
@@ -267,7 +267,7 @@ def test_a_run_that_is_killed_loses_little_and_breaks_nothing(
     assert table == measure_lengths(SAMPLES, COLLATOR)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.dist
 def test_several_runs_may_share_a_cache_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "lengths"

@@ -139,7 +139,7 @@ def test_a_table_of_datasets_is_read_without_decoding_its_images() -> None:
     assert measure_lengths(table.select([1, 0]), collator_of()).images.tolist() == [2, 1]
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_row_without_known_columns_is_one_bad_sample_under_its_own_number(workers: int, tmp_path: Path) -> None:
     samples = [*SAMPLES[:2], {"id": "r3", "massages": SAMPLES[0]["messages"]}, *SAMPLES[3:PART], {"text": "?"}]
     table = measure_lengths(samples, collator_of(), workers=workers, cache=tmp_path / "lengths")
@@ -202,7 +202,7 @@ def test_workers_give_what_one_process_gives(truth: LengthTable) -> None:
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_worker_that_shares_nothing_gives_the_same_and_has_the_same_keys(tmp_path: Path) -> None:
     samples = SAMPLES[:20]
@@ -226,7 +226,7 @@ def test_errors_of_workers_arrive_as_what_they_are() -> None:
     assert table.reasons == {"bad_json": 9}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_worker_that_dies_is_told() -> None:
     with pytest.raises(ConfigError, match=r"a worker process died .* fewer workers"):

@@ -18,7 +18,7 @@ from vlmpack.errors import ConfigError
 from vlmpack.store import StoreSettings, write_rows
 from vlmpack.store.executors import in_order_on_ray
 
-pytestmark = [pytest.mark.dist, pytest.mark.full]
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ def test_it_survives_the_way_to_a_spawned_worker():
     assert np.array_equal(here["pixel_values"], there["pixel_values"])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.slow
 def test_another_process_trains_the_same_vocabulary():
     code = "from vlmpack.testing.processors import trained_vocabulary as t; print(hash_of(t(800)))"

@@ -300,7 +300,7 @@ def test_a_receipt_depends_on_seed_split_and_index_alone() -> None:
     assert len(set(parses)) == len(others)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_another_process_with_another_hash_seed_draws_the_same() -> None:
     code = (
         "import hashlib\nfrom vlmpack.testing import SyntheticReceipts\n"

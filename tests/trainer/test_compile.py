@@ -15,7 +15,7 @@ from vlmpack.testing import tiny_model
 SMALL = {"layers": 1, "vision_depth": 1}
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
-    pytest.mark.full,
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::UserWarning:torch"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
 ]

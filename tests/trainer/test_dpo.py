@@ -15,7 +15,7 @@ from vlmpack.trainer import check_trainer
 from vlmpack.trainer.trl import PackedDPOTrainer, PackedKTOTrainer, PackedRLOOTrainer
 
 pytestmark = [
-    pytest.mark.full,
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*SwigPy:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Unsupported layer type.*Conv3d:UserWarning"),

@@ -67,19 +67,21 @@ def same_metrics(truth, ours):
         assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize(("loss_type", "beta"), slow_cases(("dapo", 0.3), ("grpo", 0.0), ("cispo", 0.3), ("vespo", 0.3)))
+@pytest.mark.parametrize(
+    ("loss_type", "beta"), slow_cases(("dapo", 0.3), ("grpo", 0.0), ("cispo", 0.3), ("vespo", 0.3))
+)
 def test_steps_are_those_of_the_padded_trainer(loss_type, beta, tmp_path):
     settings = {"num_iterations": 2, "temperature": 0.7, "gradient_accumulation_steps": 2}
     run = compared(tmp_path, loss_type=loss_type, beta=beta, **settings)
     assert run.state.log_history[0]["packing/computed"] < 0.5
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_ten_steps(tmp_path):
     compared(tmp_path, steps=10, beta=0.1, num_iterations=2)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -103,7 +105,7 @@ def test_settings_of_the_loss(settings, tmp_path):
 # ---------------------------------------------------------------------- models, adapters, ranks of one
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "qwen3_vl_moe"])
 def test_families(family, tmp_path):
     settings = {"router_aux_loss_coef": 0.1} if family.endswith("moe") else {}
@@ -112,7 +114,7 @@ def test_families(family, tmp_path):
     assert ("aux_loss" in run.state.log_history[0]) == family.endswith("moe")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # processors of GLM
 @pytest.mark.parametrize("family", BEYOND_QWEN)
 def test_families_beyond_qwen(family, tmp_path):
@@ -123,7 +125,7 @@ def test_families_beyond_qwen(family, tmp_path):
     assert max(entry["packing/computed"] for entry in run.state.log_history[:-1]) < 0.4
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_adapter_whose_reference_is_the_policy_without_it(tmp_path):
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights="gaussian", lora_alpha=64)
     run = compared(tmp_path, peft_config=config, beta=0.3, num_iterations=2, learning_rate=0.5)
@@ -131,7 +133,7 @@ def test_an_adapter_whose_reference_is_the_policy_without_it(tmp_path):
     assert run.state.log_history[1]["kl"] > 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_adapter_of_before_whose_reference_is_its_copy(tmp_path):
     def adapted(model):
         torch.manual_seed(3)
@@ -142,13 +144,13 @@ def test_an_adapter_of_before_whose_reference_is_its_copy(tmp_path):
     assert run.state.log_history[1]["kl"] > 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_prompts_of_text_alone(tmp_path):
     questions = [{"prompt": [{"role": "user", "content": "How much is it? " * n}]} for n in (2, 4, 3, 5)]
     compared(tmp_path, dataset=Dataset.from_list(questions), beta=0.1, gradient_accumulation_steps=2)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_steps_in_bfloat16_are_near_those_of_the_padded_trainer(tmp_path):
     found = []
     for trainer in (trl.GRPOTrainer, PackedGRPOTrainer):
@@ -164,7 +166,7 @@ def test_steps_in_bfloat16_are_near_those_of_the_padded_trainer(tmp_path):
     assert min(cosines) > 0.98
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_evaluation(tmp_path):
     found = []
     for trainer in (trl.GRPOTrainer, PackedGRPOTrainer):
@@ -174,7 +176,7 @@ def test_an_evaluation(tmp_path):
     assert found[1]["eval_entropy"] == pytest.approx(found[0]["eval_entropy"], rel=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_processor_that_pads_on_the_right_changes_nothing(tmp_path):
     """TRL then puts the token types of short prompts beside their tokens; here they are read off the ids."""
     runs = []
@@ -206,14 +208,14 @@ def test_placeholders_of_videos_are_not_suppressed_where_there_are_none(tmp_path
     assert run.generation_config.suppress_tokens == [run.model.config.image_token_id] == placeholders(run.model)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_settings_that_another_loss_would_come_of(tmp_path):
     moe = enable_packing(saved(tmp_path, "qwen3_vl_moe"), StepConfig(z_loss_coef=0.1))
     with pytest.raises(ConfigError, match=r"z_loss_coef is 0\.1, but TRL's loss has no z-loss"):
         made(moe, tmp_path)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_check_of_settings_accepts_it_and_names_it_where_it_is_not_used(tmp_path):
     check_trainer(grpo(PackedGRPOTrainer, saved(tmp_path), tmp_path, beta=0.1))
     plain = grpo(trl.GRPOTrainer, enable_packing(saved(tmp_path)), tmp_path)
@@ -221,7 +223,7 @@ def test_the_check_of_settings_accepts_it_and_names_it_where_it_is_not_used(tmp_
         check_trainer(plain)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_reference_is_packed_and_video_placeholders_are_not_sampled(tmp_path):
     run = grpo(PackedGRPOTrainer, saved(tmp_path), tmp_path, beta=0.1, generation_kwargs=None)
     assert is_packing(run.ref_model)
@@ -229,7 +231,7 @@ def test_the_reference_is_packed_and_video_placeholders_are_not_sampled(tmp_path
     assert {config.image_token_id, config.video_token_id} <= {*run.generation_config.suppress_tokens}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "page"}

@@ -12,7 +12,7 @@ import torch
 from training import distance
 
 pytest.importorskip("trl", reason="needs TRL: pip install trl")
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.full]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.slow]
 
 
 def test_steps_are_those_of_the_padded_trainer(tmp_path):

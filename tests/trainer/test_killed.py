@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from trainer.killed import CASES, KILLED_AFTER, SAVE_EVERY
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.full]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cases import slow
 
-pytestmark = [pytest.mark.full, pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.slow]
 
 EVERYTHING = {"norm", "rotary", "gated MLP"}
 FAMILIES = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_readme import DOCS, examples
 
-pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 def test_the_module_trains_as_a_loop_over_padded_batches(tmp_path, monkeypatch):

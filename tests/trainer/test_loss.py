@@ -38,7 +38,7 @@ def test_a_last_accumulation_of_fewer_batches(tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "averages"),
-    [("qwen2_vl", False), ("qwen3_vl", True), pytest.param("qwen2_5_vl", True, marks=pytest.mark.full)],
+    [("qwen2_vl", False), ("qwen3_vl", True), pytest.param("qwen2_5_vl", True, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("accumulate", [1, *slow(4)])
 def test_a_collator_of_ones_own_trains_as_before_unless_trainer_averaged_batches(

@@ -14,7 +14,7 @@ from training import distance, gradients
 
 from vlmpack.testing import padded
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.full]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -115,7 +115,7 @@ def kept(model, folder):
     return PeftModel.from_pretrained(tiny_model(), folder / "adapter"), model.merge_and_unload()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [{}, {"use_dora": True}, {"use_rslora": True}], ids=["lora", "dora", "rslora"])
 def test_ten_steps_equal_the_padded_run_and_survive_saving_and_merging(kind, tmp_path):
     reference, model = lora(tiny_model(), LANGUAGE, **kind), enable_packing(lora(tiny_model(), LANGUAGE, **kind))
@@ -133,7 +133,7 @@ def test_ten_steps_equal_the_padded_run_and_survive_saving_and_merging(kind, tmp
         assert enable_packing(again)(**row).loss.item() == pytest.approx(loss, rel=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_ten_steps_over_quantised_layers(tmp_path):
     """QLoRA: 4-bit weights under the adapters, packed and padded."""

@@ -30,7 +30,7 @@ from vlmpack.trainer import check_trainer, evaluate, loss_metrics
 from vlmpack.trainer.trl import PackedDPOTrainer, PackedSFTTrainer
 
 pytestmark = [
-    pytest.mark.full,
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*SwigPy:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Unsupported layer type.*Conv3d:UserWarning"),

@@ -15,7 +15,7 @@ from training import descend, lengths_of, loss_sums, receipts
 
 from vlmpack.testing import tiny_model
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.full]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

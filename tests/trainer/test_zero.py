@@ -14,7 +14,7 @@ from training import collator, receipts
 from vlmpack.model import enable_packing
 from vlmpack.testing import tiny_model
 
-pytestmark = [pytest.mark.full, pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.slow]
 
 
 def of_one_process(steps):
