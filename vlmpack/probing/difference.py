@@ -175,9 +175,8 @@ class ModuleCall:
         """Run the layer again with these weights; its error against the plain layer on the same inputs of each sample,
         as a part of the largest entry."""
         kwargs = {name: None if name in CACHES else value for name, value in self.kwargs.items()}  # one would be full
-        args = self.args
-        hidden_1TD = args[0] if args else kwargs["hidden_states"]
-        out_1TD, worst = tensors_in(functional_call(self.module, weights, args, kwargs))[0], 0.0
+        hidden_1TD = self.args[0] if self.args else self.kwargs["hidden_states"]
+        out_1TD, worst = tensors_in(functional_call(self.module, weights, self.args, kwargs))[0], 0.0
         for index in token_indices:
             part = {"hidden_states": hidden_1TD.index_select(1, index.to(hidden_1TD.device))}
             plain = tensors_in(functional_call(self.module, weights, (), part))[0]
@@ -382,7 +381,7 @@ def _watched(probed: ProbedModel, found: Difference) -> Iterator[None]:
     def note_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         found.caches += any(kwargs.get(name) is not None for name in CACHES)
 
-    def note_tokens(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def note_tokens(name: str, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         given = hidden.numel() // hidden.shape[-1]
         # Llama 4's experts, which are not told a token's, are sent all tokens once each

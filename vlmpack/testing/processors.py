@@ -232,7 +232,7 @@ def omni_sizes(processor: Any) -> dict[str, Any]:
     }
 
 
-PROCESSOR_SIZES.update({FAMILIES[family].processor: omni_sizes for family in OMNI_TOKENS if family in FAMILIES})
+PROCESSOR_SIZES.update({str(FAMILIES[name].processor): omni_sizes for name in OMNI_TOKENS if name in FAMILIES})
 
 # ---------------------------------------------------------------------- what the vocabulary is trained on
 
