@@ -114,7 +114,7 @@ SQUARE = Image.new("RGB", (8, 8))
         (None, "image_source", "is of type NoneType, which cannot be read; give the path"),
         (noise(), "image_source", "of type ndarray"),
         ([b""], "image_source", "of type list"),
-        ({"url": "a.png"}, "image_source", r"must hold 'bytes' or 'path'; this one has the keys \['url'\]"),
+        ({"url": "a.png"}, "image_source", r"must hold 'bytes' or 'path'; its keys: \['url'\]"),
         ({"bytes": None, "path": None}, "image_source", "must hold 'bytes' or 'path'"),
         ("data:image/png,x", "image_source", "is no data:image/png;base64,<payload>"),
         ("data:image/png;base64,@@@@", "image_source", "is not valid base64"),

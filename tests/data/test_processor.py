@@ -233,7 +233,7 @@ def test_a_processor_that_needs_a_package_is_refused_by_its_name(hide_package: A
     missing_packages.cache_clear()
     try:
         with pytest.raises(FamilyError, match="the processor of cohere2_vision needs torchvision; install it"):
-            build_processor("cohere2_vision", 800, str)
+            build_processor("cohere2_vision", 800)
     finally:
         missing_packages.cache_clear()
 

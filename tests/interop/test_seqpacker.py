@@ -44,7 +44,6 @@ from vlmpack.model import PackedStep, enable_packing
 from vlmpack.plan import plan_bins
 from vlmpack.plan.planner import STRATEGIES
 from vlmpack.testing import tiny_model
-from vlmpack.trainer import loss_metrics
 
 # ---------------------------------------------------------------------- scripts that were written for SeqPacker
 
@@ -354,13 +353,6 @@ def test_samples_above_the_capacity_can_be_left_out() -> None:
         batch.to_hf()
 
 
-def test_rows_survive_the_disk_and_are_named_by_their_content(tmp_path) -> None:
-    rows = pack_dataset(IDS, 6)
-    rows.save_to_disk(tmp_path / "rows")
-    assert datasets.load_from_disk(tmp_path / "rows")[:] == rows[:]
-    assert pack_dataset(IDS, 6)._fingerprint == rows._fingerprint != pack_dataset(IDS, 6, padding_value=1)._fingerprint
-
-
 def batch_of(**changed):
     return pack_result_to_tensors(pack_sequences([3, 2, 4, 1], 6), IDS, **changed)
 
@@ -610,9 +602,3 @@ def test_trainer_trains_the_rows_of_a_data_set_exactly(collator, with_packing, t
     check_gradients(truth(), {name: g for name, g in seen.steps[0].items() if g.any()}, limits_of("qwen3"))
 
 
-def test_trainer_evaluates_row_by_row_exactly(tmp_path) -> None:
-    args, model = arguments(tmp_path, per_device_eval_batch_size=1), enable_packing(model_of())
-    run = Trainer(model, args, RowCollator(), eval_dataset=rows(), compute_metrics=loss_metrics(model))
-    metrics = run.evaluate()
-    assert metrics["eval_token_loss"] == pytest.approx(truth().loss.item(), rel=1e-6)
-    assert metrics["eval_num_targets"] == sum(int((sample["labels"][1:] != -100).sum()) for sample in samples())

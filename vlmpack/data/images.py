@@ -203,8 +203,7 @@ def _opened(source: Any, kind: str) -> IO[bytes]:
         content = next((source[key] for key in ("bytes", "path") if source.get(key) is not None), None)
         if content is None:
             keys = sorted(map(str, source))
-            fault = f"{kind} dict must hold 'bytes' or 'path'; this one has the keys {keys}"
-            raise ImageError(f"an {fault}" if kind == "image" else f"a {fault}", f"{kind}_source")
+            raise ImageError(f"a dict of the {kind} must hold 'bytes' or 'path'; its keys: {keys}", f"{kind}_source")
         return _opened(content, kind)
     if isinstance(source, str):
         source = _path_or_bytes(source, kind)

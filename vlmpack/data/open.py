@@ -108,11 +108,8 @@ def find_source(source: Source, split: str) -> OpenDataset:
         ConfigError: there is no such source or split, or it cannot be read.
     """
     is_name = isinstance(source, str | os.PathLike)
-    if not is_name and not (
-        isinstance(source, Sequence)
-        and not isinstance(source, bytes | bytearray)
-        and all(isinstance(name, str | os.PathLike) for name in source)
-    ):
+    is_list = isinstance(source, list | tuple) and all(isinstance(name, str | os.PathLike) for name in source)
+    if not is_name and not is_list:
         of = f" of {type(source[0]).__name__}" if isinstance(source, list | tuple) else ""
         raise ConfigError(
             "what is opened is a file, a list of files, a folder or a hub id, each by its name; got a "

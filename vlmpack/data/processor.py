@@ -24,13 +24,9 @@ WITH_VIDEO_PART = ("MiniCPMV4_6Processor", "SmolVLMProcessor")
 """Classes of processors that read settings of their video processors even where there are no videos."""
 WHOLE = {"qwen2_5_omni": "qwen2_5_omni_thinker", "qwen3_omni_moe": "qwen3_omni_moe_thinker"}
 """Models of which a part is trained, whose checkpoints hold its processor."""
-CONFIG = "config.json"
 IMAGE_PROCESSOR = "preprocessor_config.json"
 ALL_PARTS = "processor_config.json"
 TOKENIZER = "tokenizer_config.json"
-VIDEO_PROCESSOR = "video_preprocessor_config.json"
-TEMPLATE = "chat_template.jinja"
-TEMPLATES = "additional_chat_templates"
 
 
 def load_processor(source: str | os.PathLike[str]) -> Any:
@@ -153,7 +149,7 @@ def _save_chat_template(template: str | Mapping[str, str] | None, folder: Path) 
     written what it has."""
     named = template if isinstance(template, Mapping) else {} if template is None else {"default": template}
     for name, text in named.items():
-        file = folder / (TEMPLATE if name == "default" else f"{TEMPLATES}/{name}.jinja")
+        file = folder / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
         file.parent.mkdir(exist_ok=True)
         file.write_text(text, encoding="utf-8")
 
@@ -163,7 +159,8 @@ def _save_videos(processor: Any, folder: Path) -> None:
     if (part := getattr(processor, "video_processor", None)) is not None:
         part.save_pretrained(folder)
     elif settings := getattr(processor, "video_settings", None):
-        (folder / VIDEO_PROCESSOR).write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
+        file = folder / "video_preprocessor_config.json"
+        file.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def settings_of(processor: Any) -> dict[str, Any]:
@@ -190,7 +187,7 @@ def is_saved_alone(source: str | os.PathLike[str]) -> bool:
     """Return whether a folder holds a processor, and no model's configuration, which would name its family."""
     folder = Path(source)
     parts = (IMAGE_PROCESSOR, ALL_PARTS)
-    return not (folder / CONFIG).is_file() and any((folder / name).is_file() for name in parts)
+    return not (folder / "config.json").is_file() and any((folder / name).is_file() for name in parts)
 
 
 def _class_for_model(source: str | os.PathLike[str]) -> type:
