@@ -303,7 +303,7 @@ def test_a_padded_step_is_what_hugging_face_computes_on_the_padded_batch(family)
     assert (ours.logits[~real] == 0).all()
 
 
-@pytest.mark.parametrize("family", families())
+@few
 def test_results_come_back_one_a_sample(family):
     own, limits = truth(family), limits_of(family)
     result = PackedStep(fresh(family))(padded(own.samples, "left"))
@@ -320,7 +320,7 @@ def test_results_come_back_one_a_sample(family):
     assert result.num_targets == result.sample_targets.sum()
 
 
-@pytest.mark.parametrize("family", families())
+@few
 def test_what_stands_in_gaps_does_not_change_a_bit(family):
     step, losses = PackedStep(fresh(family)), []
     for pad_token_id in (0, 99):

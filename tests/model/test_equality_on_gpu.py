@@ -16,12 +16,12 @@ from unittest import mock
 
 import pytest
 import torch
-from benchmarks.gpu.models import with_patch_products
 from cases import EIGHT, families, slow
 from equality import Alone, alone_through, check_low_precision, without_zeros
 from trees import Piece, samples_of, shared
 
 import vlmpack
+from benchmarks.gpu import with_patch_products
 from vlmpack.attention.backends import Backend, choose
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep

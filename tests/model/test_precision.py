@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks.gpu.models import with_patch_products
-from cases import families, slow
+from cases import slow
 from equality import (
     LOW_PRECISION,
     Limits,
@@ -24,6 +23,7 @@ from equality import (
     tower_errors,
 )
 
+from benchmarks.gpu import with_patch_products
 from vlmpack.attention.backends import BACKENDS, AttentionCall
 from vlmpack.errors import BackendError
 from vlmpack.families.registry import FAMILIES
@@ -43,6 +43,9 @@ ROUNDED = replace(EXACT, logits=1e-6, gradient=1e-5, cosine=1e-10)
 KINDS = {"text": ("text",) * 3, "image": ("image", "images", "image"), "mixed": ("text", "video", "image", "audio")}
 LOW = torch.bfloat16
 pytestmark = pytest.mark.chosen
+FAST = ("qwen2_5_vl", "qwen3_5_moe", "gemma3")
+three = pytest.mark.parametrize("family", [*FAST, *slow(*(name for name in FAMILIES if name not in FAST))])
+"""Three families in the fast tier, the others in the slow one."""
 
 
 def cast(samples, dtype, device="cpu"):
@@ -52,7 +55,7 @@ def cast(samples, dtype, device="cpu"):
     return [sample_like(sample, {name: moved(x) for name, x in sample.items()}) for sample in samples]
 
 
-@pytest.mark.parametrize("family", families())
+@three
 def test_in_float64_packed_equals_alone_to_the_last_digits(family):
     descriptor, model = FAMILIES[family], tiny_model(family, layers=4).double()
     if descriptor.has("experts") or family == "gemma4":
@@ -122,9 +125,11 @@ def test_so_it_is_on_a_gpu_with_every_back_end(family, backend):
         compare(family, backend, "cuda")
 
 
-@pytest.mark.parametrize("family", families(lambda family: not family.has("per_sample")))
+@three
 def test_twice_the_error_of_bfloat16_is_less_than_a_leak(family):
     """Not where sparse attention chooses: in bfloat16 it chooses otherwise, which moves a sample as far as a leak."""
+    if FAMILIES[family].has("per_sample"):
+        return
     own, model = truth_of(family, "text"), fresh(family)
     plain = alone_through(model, cast(own.samples, LOW))
     row = pack(padded(own.samples))

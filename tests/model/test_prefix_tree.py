@@ -199,7 +199,9 @@ CIRCUMSTANCES = {
 }
 
 
-@pytest.mark.parametrize("name", CIRCUMSTANCES)
+@pytest.mark.parametrize(
+    "name", ["checkpointing", "LoRA", *slow("reentrant checkpointing", "LoRA, checkpointing", "eval")]
+)
 @few
 def test_in_every_circumstance_of_training(family, name):
     prepare = CIRCUMSTANCES[name]

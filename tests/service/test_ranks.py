@@ -1,20 +1,37 @@
-"""An engine whose base model is sharded, on one rank: equal to one that is not. Two ranks: test_distributed.py."""
+"""A sharded base model on one rank, and an engine on two gloo processes: equal to one that has all of it."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-from step_service import FAMILY_NAMES, gradients, largest_difference, lora, request, run, set_adapter, some_data
+import torch
+from cases import slow
+from service.two_ranks import scenario
+from step_service import (
+    gradients,
+    largest_difference,
+    lora,
+    request,
+    run,
+    served,
+    set_adapter,
+    some_data,
+    tiny_engine,
+    weights,
+)
 from step_service import tiny_engine as engine_of
-from tiers import tiers
 from torch import distributed as dist
 
 from vlmpack.errors import ConfigError, RequestError
-from vlmpack.service import sharding
+from vlmpack.service import ranks as sharding
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Sample, SampleResult, SamplingParams, TextChunk
 from vlmpack.service.ranks import Ranks
@@ -43,8 +60,8 @@ def trained(engine: Engine, family: str = "qwen3_vl") -> tuple[Any, dict[str, An
     return result, gradients(engine)
 
 
-@pytest.mark.parametrize("family", tiers(FAMILY_NAMES, ("qwen3_vl",)))
-@pytest.mark.parametrize("recomputes", tiers((False, True), (False,)))
+@pytest.mark.parametrize("family", served("qwen3_vl"))
+@pytest.mark.parametrize("recomputes", [False, *slow(True)])
 def test_training_is_that_of_a_whole_model(ranks: Ranks, family: str, recomputes: bool) -> None:
     result, ours = trained(sharded(ranks, family, gradient_checkpointing=recomputes), family)
     expected, theirs = trained(engine_of(family, limits=LIMITS, gradient_checkpointing=recomputes), family)
@@ -125,8 +142,74 @@ def test_an_error_amid_a_pass_ends_the_process(ranks: Ranks, monkeypatch: pytest
         raise RequestError("a request's own fault")
 
 
-def test_settings_that_cannot_be(ranks: Ranks) -> None:
+def test_a_model_is_not_sharded_on_one_rank() -> None:
     with pytest.raises(ConfigError, match="add --workers"):
         engine_of(shard_on="cpu")
-    with pytest.raises(ConfigError, match="one rank only"):
-        engine_of(share_rows=True, ranks=ranks)
+
+
+def on_two_ranks(test: Any) -> Any:
+    """Started by torchrun."""
+    for mark in (pytest.mark.dist, pytest.mark.slow, pytest.mark.full):
+        test = mark(test)
+    return test
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where both ranks left what they saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    script = Path(__file__).with_name("two_ranks.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*launch, str(script), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path) -> dict[str, Any]:
+    """What rank 0 saw."""
+    return json.loads((folder / "seen.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+    """The same calls of one engine: what came of them, and its weights."""
+    engine = tiny_engine(limits=LIMITS)
+    found = scenario(engine, engine, tmp_path_factory.mktemp("alone"))
+    return found, {name: weights(engine, name) for name in engine.models()}
+
+
+@on_two_ranks
+def test_there_are_rows_for_both_ranks(seen: dict[str, Any]) -> None:
+    assert seen["rows"] > 2
+
+
+@on_two_ranks
+def test_two_ranks_see_what_one_sees(seen: dict[str, Any], alone: tuple) -> None:
+    expected, _ = alone
+    for name in ("losses", "norms"):
+        assert seen.pop(name) == pytest.approx(expected[name], rel=1e-5)
+    for ours, theirs in zip(seen.pop("logprobs"), expected["logprobs"], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+    assert {name: seen[name] for name in expected if name in seen} == {
+        name: value for name, value in expected.items() if name in seen
+    }
+    assert {"rows", "failure", "nothing", "refused", "cancelled", "models"} <= seen.keys()
+
+
+@on_two_ranks
+def test_both_ranks_have_the_same_weights_as_one(folder: Path, alone: tuple) -> None:
+    first, second = (torch.load(folder / f"weights{rank}.pt") for rank in (0, 1))
+    _, expected = alone
+    assert first.keys() == second.keys() == expected.keys()
+    for model, tensors in expected.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(first[model][name], second[model][name])
+            torch.testing.assert_close(first[model][name], tensor, rtol=1e-4, atol=1e-4)
