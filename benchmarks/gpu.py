@@ -60,9 +60,9 @@ from vlmpack.attention.backends import AttentionCall, EagerMask, explain
 from vlmpack.errors import VlmpackError, check_whole_number
 from vlmpack.families import family_named
 from vlmpack.layout import IGNORE, PaddedBatch, SlotRule
-from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.machine import peak_bytes, version_of
 from vlmpack.model import PackedStep, StepConfig
+from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import padded, tiny_config
 
 R = TypeVar("R")
@@ -369,7 +369,7 @@ class Models:
         self.shape, self.lab, self.family = shape, lab, family_named(shape.family)
         config = tiny_config(shape.family, **shape.sizes)
         self.family.text_config(config).update(shape.text)
-        self.family.vision_config(config).update(shape.vision)
+        config.vision_config.update(shape.vision)
         config.tie_word_embeddings = True
         auto: Any = AutoModelForImageTextToText  # its own type has a type checker read every model there is
         with torch.device(lab.device):

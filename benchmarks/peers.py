@@ -23,10 +23,10 @@ from benchmarks.cases.planning import LENGTH_SETS
 from benchmarks.measuring import BenchSettings, Figure, Skipped, Target, alternate, one_thread
 from vlmpack.collate import VLMCollator
 from vlmpack.families import family_named
+from vlmpack.interop.seqpacker import RowCollator
 from vlmpack.layout import IGNORE, Grid, PackedRow, PaddedBatch, pack
 from vlmpack.plan import plan_bins
 from vlmpack.testing import tiny_config, tiny_processor
-from vlmpack.interop.seqpacker import RowCollator
 
 FAMILY = family_named("qwen3_vl")
 Features = Sequence[Mapping[str, Any]]

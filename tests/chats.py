@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fixtures.processors import RECIPES, missing_packages
 from PIL import Image
 
 from vlmpack.families import registry
 from vlmpack.testing import tiny_processor
-from vlmpack.testing.family_processors import RECIPES, missing_packages
 
 BEYOND = tuple(family for family in RECIPES if family in registry.FAMILIES)
 """Families beyond Qwen with a tiny processor."""
@@ -20,6 +20,8 @@ CHATTING = tuple(family for family in BEYOND if RECIPES[family].template is not 
 SHOWN = ("gemma3", "internvl", "idefics3")
 """Those of them in the short tier: texts around images and crops, tiles, row and column markers."""
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
+QWEN = (*FAMILIES, "qwen3", "qwen3_next")
+"""Families whose parts are Qwen's own; what others bring is shown with their images and layers."""
 
 
 needs_torchvision = pytest.mark.skipif(bool(missing_packages("llama4")), reason="torchvision cannot be imported")

@@ -5,13 +5,13 @@ import warnings
 import pytest
 import torch
 from chats import learnt, needs, picture
+from fixtures.templates import LLAVA_TEMPLATE
 
 from vlmpack import enable_packing
 from vlmpack.collate import SharePrefixes, VLMCollator
 from vlmpack.data.branches import BRANCH_COLUMN
 from vlmpack.errors import ConfigError
 from vlmpack.testing import tiny_model, tiny_processor
-from vlmpack.testing.family_templates import LLAVA_TEMPLATE
 
 pytestmark = pytest.mark.every_family
 

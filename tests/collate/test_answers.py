@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 from chats import BEYOND, CHATTING, SHOWN, learnt, needs, picture
+from fixtures.processors import RECIPES
+from fixtures.templates import GEMMA_TEMPLATE
 from tiers import tiers
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.testing import tiny_processor
-from vlmpack.testing.family_processors import RECIPES
-from vlmpack.testing.family_templates import GEMMA_TEMPLATE
 
 pytestmark = pytest.mark.every_family
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from chats import CHATTING, SHOWN, needs, needs_torchvision, picture
 from chats import FAMILIES as QWEN
+from fixtures.processors import tile_sizes
 from tiers import full, tiers
 from transformers import AutoImageProcessor
 
@@ -17,7 +18,6 @@ from vlmpack.data.images import ImageLimits
 from vlmpack.errors import SampleError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.testing import tiny_processor
-from vlmpack.testing.family_processors import tile_sizes
 
 pytestmark = [
     pytest.mark.every_family,

@@ -11,7 +11,7 @@ from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import METADATA_KEY
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.testing import tiny_model
-from vlmpack.testing.models import RECIPES
+from vlmpack.testing.recipes import RECIPES
 
 pytestmark = pytest.mark.every_family
 TRAINED = [family for family in CHATTING if family in FAMILIES and family in RECIPES]

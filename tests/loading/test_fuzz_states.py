@@ -10,7 +10,7 @@ import pytest
 from cases import slow
 from mutations import check, edited, outcomes
 
-from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
+from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings
 from vlmpack.plan import plan_bins
 
 SEED = 0
@@ -52,29 +52,6 @@ def test_edited_states_of_a_stream(cases):
         return list(again) == rest
 
     check(outcomes(cases, SEED, case), cases=cases)
-
-
-@every_number
-def test_edited_states_of_a_packer(cases):
-    data = samples()
-
-    def packer() -> StreamPacker:
-        return StreamPacker(RowSettings(capacity=64, oversize="own_row", min_fill=0.9))
-
-    def case(rng: random.Random) -> bool:
-        at = rng.randrange(100)
-        whole = packer()
-        whole.pack(data[:at])
-        state = edited(copy.deepcopy(whole.state_dict()), rng)
-        again = packer()
-        again.load_state_dict(state)
-        return [again.pack(data[at:]), again.flush(), again.received] == [
-            whole.pack(data[at:]),
-            whole.flush(),
-            whole.received,
-        ]
-
-    check(outcomes(cases, SEED + 1, case), cases=cases)
 
 
 @every_number

@@ -7,10 +7,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from benchmarks.cases.plan import LENGTH_SETS
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.cases.planning import LENGTH_SETS
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.loading import RowSettings, StreamPacker
 from vlmpack.loading.stream_packer import token_count

@@ -7,12 +7,12 @@ from itertools import islice
 
 import datasets
 import pytest
-from benchmarks.cases.plan import LENGTH_SETS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from benchmarks.cases.planning import LENGTH_SETS
 from vlmpack.errors import ConfigError
 from vlmpack.loading import PackedStream, RowSettings
 

@@ -7,11 +7,11 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from benchmarks.cases.plan import LENGTH_SETS, QWEN3_VL_8B
 from hypothesis import given
 from hypothesis import strategies as st
 from plan.naive import naive_least_imbalance
 
+from benchmarks.cases.planning import LENGTH_SETS, QWEN3_VL_8B
 from vlmpack.errors import ConfigError
 from vlmpack.plan import CostModel, balance_rows, plan_bins
 from vlmpack.plan.balance import EMPTY, Method

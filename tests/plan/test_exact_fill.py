@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan.naive import naive_best_sum, naive_fewest_bins, naive_lower_bound
 
-from benchmarks.cases.plan import LENGTH_SETS
+from benchmarks.cases.planning import LENGTH_SETS
 from vlmpack.plan.exact_fill import Stock, best_fit_decreasing, best_subset, exact_fill, lower_bound
 
 

@@ -6,10 +6,10 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
-from benchmarks.cases.plan import LENGTH_SETS, multi_constraint_plan, stream
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.cases.planning import LENGTH_SETS, stream, three_limits
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import PackingBuffer
 from vlmpack.plan import packing_buffer as buffered
@@ -91,7 +91,7 @@ def test_what_costs_nothing_of_the_limit_that_binds_is_put_in_as_well():
 
 
 def test_three_limits_that_bind_alike_cost_less_than_one_and_a_half_per_cent():
-    plan = multi_constraint_plan(6000, seed=0).check()
+    plan = three_limits(6000, seed=0).check()
     assert len(plan.budgets) == 2
     assert len(plan) <= 1.015 * plan.lower_bound
 

@@ -124,7 +124,9 @@ class TestSimulate:
     def test_rows_of_short_samples_beside_rows_of_long_ones_are_told(self) -> None:
         """Placed by falling length, short samples share the last rows."""
         lengths = np.clip(np.random.default_rng(0).lognormal(6, 1.3, 1000), 30, 12_000).astype(int).tolist()
-        falling, rolling = (simulate(table_of(lengths), 12_000, strategy=name) for name in ("ffd", "rolling_fill"))
+        falling, rolling = (
+            simulate(table_of(lengths), 12_000, strategy=name) for name in ("best_fit_decreasing", "rolling_fill")
+        )
         assert falling.samples_deviation > 2 * rolling.samples_deviation
         (mixed,) = [line for line in simulation(samples_deviation=19.5).explain() if "on average" in line]
         assert mixed.endswith(

@@ -238,7 +238,7 @@ SETTINGS: dict[str, Callable[[], VLMCollator]] = {
 
 def test_each_setting_that_decides_lengths_changes_the_key() -> None:
     keys = {name: settings_key(make()) for name, make in SETTINGS.items()}
-    keys |= {"base": settings_key(COLLATOR), "estimate": settings_key(COLLATOR, estimate=True)}
+    keys |= {"base": settings_key(COLLATOR), "marks": settings_key(COLLATOR, has_marks=True)}
     assert len(set(keys.values())) == len(SETTINGS) + 2
 
 

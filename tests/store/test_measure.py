@@ -18,7 +18,6 @@ from vlmpack.plan.length_table import LengthTable
 from vlmpack.store import measure_lengths
 from vlmpack.store.content import settings_key
 from vlmpack.store.measure import PART
-from vlmpack.testing import tiny_processor
 
 SAMPLES = conversations(150)
 
@@ -113,15 +112,6 @@ def test_a_warning_names_the_first_refused_samples_and_where_all_are() -> None:
     assert "; and 2 more. All are listed in `refused` of the table" in text
     assert warning.filename == __file__
     assert len(table.refused) == 5
-
-
-def test_an_estimate_goes_by_the_images_own_pixels() -> None:
-    collator = VLMCollator(tiny_processor(max_pixels=4 * 1024))
-    sample = chat("?", "a", encoded(321, 96))
-    exact, about = (measure_lengths([sample], collator, estimate=estimate) for estimate in (False, True))
-    assert int(about.image_tokens[0]) == 11 * 3
-    assert int(exact.image_tokens[0]) <= 4
-    assert int(about.text_tokens[0]) == int(exact.text_tokens[0])
 
 
 # ---------------------------------------------------------------------- any data set

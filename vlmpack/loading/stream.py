@@ -58,9 +58,9 @@ class PackedStream(IterableDataset[list[Any]]):
     Args:
         source: the samples; iterated anew every epoch.
         settings: of the rows.
-        length: tokens of a sample; of one that is not tokenised yet, `VLMCollator.length` counts them.
+        length: tokens of a sample; of one that is not tokenized yet, `VLMCollator.length` counts them.
         costs: what else a sample needs, by the names of `settings.limits`.
-        prefix: what a sample begins with, and its neighbours of the same key too: they share a row, and a collator that
+        prefix: what a sample begins with, and its neighbors of the same key too: they share a row, and a collator that
             shares prefixes computes it once. None: samples share nothing.
         ranks: processes that train together.
         rank: this one, which may be left out if there is no other.

@@ -1,6 +1,6 @@
 """StreamPacker: samples in, one after the other; rows of samples out.
 
-Neighbours that share a prefix are buffered as one item, and share a row:
+Neighbors that share a prefix are buffered as one item, and share a row:
 
 samples    a1 a2 a3 b1 c1 c2            letters: keys of their prefixes
 arriving   a1 a2 a3                     until b1 comes
@@ -114,7 +114,7 @@ Needs = tuple[int, ...]
 @final
 @dataclass(frozen=True, kw_only=True)
 class SharedPrefix:
-    """The beginning of a sample, which its neighbours of the same key have too."""
+    """The beginning of a sample, which its neighbors of the same key have too."""
 
     key: Hashable
     """Equal for samples with this prefix, such as the number of a prompt; other keys are other prefixes."""
@@ -179,16 +179,16 @@ class StreamPacker(Generic[Sample]):
     """Keep a few samples buffered and make rows of them, each around the oldest and filled exactly.
 
     Samples stay whole, are never read, and come out once. No randomness: the same samples give the same rows.
-    Neighbours that share a prefix share a row, which counts it once; a group too large for a row is cut into several.
+    Neighbors that share a prefix share a row, which counts it once; a group too large for a row is cut into several.
 
     Two ways to use it. Sample by sample: `add`, and `rows` after each; at the end `flush`. Call by call, as for
     rollouts in a trainer: `pack` takes all there is and returns rows that are full enough; the rest stays buffered.
 
     Args:
         settings: of the rows.
-        length: tokens of a sample; of one that is not tokenised yet, `VLMCollator.length` counts them.
+        length: tokens of a sample; of one that is not tokenized yet, `VLMCollator.length` counts them.
         costs: what else a sample needs, by the names of `settings.limits`.
-        prefix: what a sample begins with, and its neighbours of the same key too; None: nothing that they share. The
+        prefix: what a sample begins with, and its neighbors of the same key too; None: nothing that they share. The
             rows are for a collator that shares prefixes.
 
     Raises:

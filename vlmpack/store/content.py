@@ -53,7 +53,7 @@ STRIDE = 61
 # ---------------------------------------------------------------------- keys of lengths
 
 
-def settings_key(collator: VLMCollator, *, estimate: bool = False, has_marks: bool = False) -> bytes:
+def settings_key(collator: VLMCollator, *, has_marks: bool = False) -> bytes:
     """Compute the digest of everything besides the samples that decides lengths, and marks if entries have them."""
     parts, metadata = parts_of(collator.processor), asdict(collator.metadata)
     metadata["newline_ids"] = sorted(collator.metadata.newline_ids)
@@ -77,7 +77,6 @@ def settings_key(collator: VLMCollator, *, estimate: bool = False, has_marks: bo
         "video_files": asdict(collator.file_rules),
         "collator": [collator.train_on, collator.max_length, collator.overlength, collator.markers],
         "messages": [collator.add_stop, collator.ignored_keys],
-        "estimate": estimate,
         "marks": has_marks,
     }
     return _digest(content, default=str)

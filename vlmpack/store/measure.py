@@ -57,7 +57,6 @@ def measure_lengths(
     workers: int = 0,
     cache: str | Path | None = None,
     progress: SampleProgress | None = None,
-    estimate: bool = False,
     min_shared: int | None = None,
     start: Start | None = None,
 ) -> LengthTable:
@@ -77,8 +76,6 @@ def measure_lengths(
         workers: processes; 0: this one alone.
         cache: a file that keeps lengths between calls, see `LengthCache`; None: none.
         progress: is called with (samples done, samples in all or None) now and then.
-        estimate: one token for each square of an image's pixels, begun ones included (ceil(H/32) * ceil(W/32) for
-            Qwen3-VL), whatever the processor's bounds and rule are.
         min_shared: find samples that share a prefix of so many tokens or more, `LengthTable.groups`; images and videos
             are compared by their bytes, which are read whole. None: groups are not looked for.
         start: how processes are started; None: Python's default on this system.
@@ -97,7 +94,6 @@ def measure_lengths(
         collator,
         cache=cache,
         progress=progress,
-        estimate=estimate,
         min_shared=min_shared,
     )
 
@@ -109,7 +105,6 @@ def measure_with(
     *,
     cache: str | Path | None = None,
     progress: SampleProgress | None = None,
-    estimate: bool = False,
     min_shared: int | None = None,
 ) -> LengthTable:
     """Measure as `measure_lengths` does, parts of a map-style data set by an executor."""
@@ -121,10 +116,9 @@ def measure_with(
     measurer = _Measurer(
         dataset=undecoded(dataset),
         collator=collator,
-        estimate=estimate,
         has_marks=has_marks,
         cache=entries,
-        settings=b"" if entries is None else settings_key(collator, estimate=estimate, has_marks=has_marks),
+        settings=b"" if entries is None else settings_key(collator, has_marks=has_marks),
     )
     total = None if isinstance(dataset, IterableDataset) or not isinstance(dataset, MapStyle) else len(dataset)
     parts = _streamed(dataset, measurer) if total is None else in_parts(measurer, divided_up(total, PART))
@@ -229,7 +223,6 @@ class _Measurer:
     dataset: Any
     """Samples by place, or a stream of them."""
     collator: VLMCollator
-    estimate: bool
     has_marks: bool
     """Entries have marks of what samples begin with."""
     cache: LengthCache | None
@@ -261,7 +254,7 @@ class _Measurer:
 
     def _entry(self, sample: Any, place: int) -> Entry:
         try:
-            measured = self.collator.measure(sample, place, estimate=self.estimate)
+            measured = self.collator.measure(sample, place)
             entry = lengths_of(measured)
             if self.has_marks:
                 marks = marks_of(measured, self.collator.metadata, self.collator.limits)

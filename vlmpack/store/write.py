@@ -55,7 +55,7 @@ from vlmpack.plan.lengths import (
     too_large,
 )
 from vlmpack.plan.plan import Plan
-from vlmpack.plan.planner import plan_bins, split_rows, strategy_name
+from vlmpack.plan.planner import STRATEGIES, plan_bins, split_rows
 from vlmpack.store.content import check_storable, sample_digest
 from vlmpack.store.executors import Executor, InOrder, executor_of
 from vlmpack.store.manifest import (
@@ -117,7 +117,7 @@ class StoreSettings:
                 object.__setattr__(self, name, check_whole_number(f"StoreSettings.{name}", value))
         check_seed(self.seed)
         object.__setattr__(self, "seed", None if self.seed is None else int(self.seed))
-        object.__setattr__(self, "strategy", strategy_name(self.strategy))
+        check_choice("strategy", self.strategy, STRATEGIES)
         check_choice("oversize", self.oversize, OVERSIZE)
 
 
