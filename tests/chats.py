@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +26,11 @@ QWEN = (*FAMILIES, "qwen3", "qwen3_next")
 
 
 needs_torchvision = pytest.mark.skipif(bool(missing_packages("llama4")), reason="torchvision cannot be imported")
+
+
+def fast_and_slow(values: Iterable[Any], fast: Sequence[Any]) -> list[Any]:
+    """All these values of a parameter: those of `fast` in `make test`, the others in `make test-all` only."""
+    return [value if value in fast else pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
 def needs(family: str) -> pytest.MarkDecorator:

@@ -26,7 +26,7 @@ ROWS_EXCHANGED = 32
 
 Method = Literal["karmarkar_karp", "as_given"]
 
-Remainder = Literal["empty", "drop"]
+LastStep = Literal["empty", "drop"]
 
 
 @final
@@ -58,7 +58,7 @@ def balance_rows(
     accumulation: int = 1,
     window: int | None = None,
     method: Method = "karmarkar_karp",
-    remainder: Remainder = "empty",
+    remainder: LastStep = "empty",
     seed: int | None = None,
 ) -> Schedule:
     """Hand G rows out, `ranks` times `accumulation` a step.
@@ -82,7 +82,7 @@ def balance_rows(
     ranks, accumulation = checked_capacity(ranks, "ranks"), checked_capacity(accumulation, "accumulation")
     window = max(1, ROWS_EXCHANGED // accumulation) if window is None else checked_capacity(window, "window")
     check_choice("method", method, get_args(Method))
-    check_choice("remainder", remainder, get_args(Remainder))
+    check_choice("remainder", remainder, get_args(LastStep))
     check_seed(seed)
     random = None if seed is None else np.random.default_rng(seed)
     rows = np.arange(len(costs)) if random is None else random.permutation(len(costs))
@@ -116,7 +116,7 @@ def karmarkar_karp(rows: list[int], costs: np.ndarray, ranks: int) -> list[int]:
     return [row for _, share in heap[0][2] for row in share]
 
 
-def _steps(rows: np.ndarray, per_step: int, remainder: Remainder) -> np.ndarray:
+def _steps(rows: np.ndarray, per_step: int, remainder: LastStep) -> np.ndarray:
     """int64 [S, per_step]."""
     over = len(rows) % per_step
     if over and remainder == "drop":

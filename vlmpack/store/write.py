@@ -287,7 +287,7 @@ class WorkFolder:
         with lock:
             try:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+            except (BlockingIOError, PermissionError) as error:
                 fault = "another process is writing to"
                 raise ConfigError(f"{fault} {self.out}; wait for it, or choose another folder") from error
             except OSError as error:
