@@ -40,7 +40,8 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
         assert "needs a MODEL, or --demo without one" in refused(*arguments)
     said = refused("--demo", *state, VLMPACK_API_KEY="secret")
     assert 'VLMPACK_API_KEY: the client takes keys that begin with "tml-"' in said
-    assert "no model can be read there" in refused(str(tmp_path / "model"), *state, "--port", "0", **key)
+    other = ("--state", str(tmp_path / "other"))
+    assert "no model can be read there" in refused(str(tmp_path / "model"), *other, "--port", "0", **key)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
