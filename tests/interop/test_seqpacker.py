@@ -600,5 +600,3 @@ def test_trainer_trains_the_rows_of_a_data_set_exactly(collator, with_packing, t
     run.train()
     assert logged(run) == [pytest.approx(truth().loss.item(), rel=1e-6)]
     check_gradients(truth(), {name: g for name, g in seen.steps[0].items() if g.any()}, limits_of("qwen3"))
-
-
