@@ -71,8 +71,6 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 NEEDING = {family: missing_packages(family) for family, recipe in RECIPES.items() if recipe.packages}
-    family: missing_packages(family) for family, recipe in RECIPES.items() if recipe.packages
-}
 TAKE_PROCESSORS = ("tests/collate/", "tests/data/", "tests/probing/", "tests/store/", "tests/trainer/")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 EXTRAS = frozenset(
     {
-        *("accelerate", "apted", "av", "datasets", "google", "httpx", "ipykernel", "jsonschema", "jupyter_client"),
+        *("accelerate", "apted", "av", "datasets", "google", "httpx", "ipykernel", "jupyter_client"),
         *("matplotlib", "megatron", "nbclient", "nbformat", "peft", "pyarrow", "qwen_vl_utils", "rapidfuzz", "ray"),
         *("starlette", "tinker", "torchdata", "trl", "uvicorn", "zstandard"),
     }
