@@ -44,8 +44,12 @@ def families(where: Callable[[Family], bool] = lambda family: True, always: Iter
 
 
 def slow(*values: Any) -> list[Any]:
-    """These values of a parameter, or tuples of values of several, in `make test-all` only."""
-    cases = [value if isinstance(value, tuple) else (value,) for value in values]
+    """These values of a parameter, in `make test-all` only."""
+    return [pytest.param(value, marks=pytest.mark.full) for value in values]
+
+
+def slow_cases(*cases: tuple[Any, ...]) -> list[Any]:
+    """These values of several parameters, in `make test-all` only."""
     return [pytest.param(*case, marks=pytest.mark.full) for case in cases]
 
 

@@ -7,8 +7,8 @@ import torch
 from cases import pairs, slow
 from chats import CHATTING, SHOWN, fast_and_slow, needs, needs_torchvision, picture
 from chats import FAMILIES as QWEN
-from transformers import AutoImageProcessor
 from fixtures.processors import tile_sizes
+from transformers import AutoImageProcessor
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.encode import Encoder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import slow
+from cases import slow_cases
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from test_readme import DOCS, examples
@@ -67,7 +67,7 @@ def same_metrics(truth, ours):
         assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize(("loss_type", "beta"), slow(("dapo", 0.3), ("grpo", 0.0), ("cispo", 0.3), ("vespo", 0.3)))
+@pytest.mark.parametrize(("loss_type", "beta"), slow_cases(("dapo", 0.3), ("grpo", 0.0), ("cispo", 0.3), ("vespo", 0.3)))
 def test_steps_are_those_of_the_padded_trainer(loss_type, beta, tmp_path):
     settings = {"num_iterations": 2, "temperature": 0.7, "gradient_accumulation_steps": 2}
     run = compared(tmp_path, loss_type=loss_type, beta=beta, **settings)
