@@ -146,11 +146,6 @@ def test_keys_that_size_one_image_are_refused_by_name():
     assert "sizes all images alike: leave them out" in str(error)
 
 
-def test_an_estimate_by_squares_of_pixels_is_refused():
-    with pytest.raises(ConfigError, match="estimate=True counts squares of pixels as Qwen's processors do"):
-        collator_of("internvl").measure(chat("?", "5", picture()), estimate=True)
-
-
 def test_placeholders_that_have_no_image_are_refused():
     error = refusal({"prompt": "<IMG_CONTEXT> <IMG_CONTEXT>?", "completion": "5", "images": [picture()]})
     assert error.reason == "placeholder_mismatch"

@@ -187,7 +187,7 @@ class VLMCollator:
         media = BatchMedia()
         return self._assemble(partial(self._encoded, feature, index, media) for index, feature in enumerate(features))
 
-    def measure(self, feature: Mapping[str, Any], index: int | None = None, *, estimate: bool = False) -> Encoded:
+    def measure(self, feature: Mapping[str, Any], index: int | None = None) -> Encoded:
         """Encode a sample without its pixels: token ids, labels, and the grid of each image from its header.
 
         The result is that of `collate`, `max_length` included, in a small part of the time. `decode` finds damage that
@@ -196,15 +196,13 @@ class VLMCollator:
         Args:
             feature: a sample dict.
             index: its place in the data set, for errors and as its id where it has none of its own.
-            estimate: count one token for each square of an image's own pixels, begun ones included, whatever the
-                processor's bounds and rule are. It cannot be decoded.
 
         Raises:
             SampleError: the sample cannot be used, whatever `on_bad` says.
             ConfigError: no sample of this kind can be used and `on_bad` is "raise", or images cannot be measured with
                 this processor.
         """
-        sample = self._checked(feature, index, lambda: self._fitted(self._encoder.measure(feature, estimate=estimate)))
+        sample = self._checked(feature, index, lambda: self._fitted(self._encoder.measure(feature)))
         return sample if index is None else _with_id(sample, index)
 
     def length(self, feature: Mapping[str, Any]) -> int:

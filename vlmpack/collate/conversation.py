@@ -506,9 +506,8 @@ def _conversation(turns: list[Turn], present: Mapping[str, Any], marked: Collect
     if "system" in present:
         turns = with_system(turns, present["system"])
     messages = [turn.message for turn in turns]
-    media = {
-        f"{k}s": fill_placeholders(messages, present, k, is_marked=k in marked) for k in ("video", "image", "audio")
-    }
+    kinds: tuple[Kind, ...] = ("video", "image", "audio")  # media without placeholders: images in front
+    media: dict[str, Any] = {f"{k}s": fill_placeholders(messages, present, k, is_marked=k in marked) for k in kinds}
     trained = tuple(turn.is_trained for turn in turns if turn.message["role"] == "assistant")
     return Conversation(
         messages=tuple(map(_for_template, messages)),
@@ -532,7 +531,8 @@ def _prompt_and_completion(present: Mapping[str, Any], marked: Collection[Kind],
 def _plain(prompt: str, completion: str, present: Mapping[str, Any]) -> Conversation:
     if present.get("system"):
         raise Refusal("bad_row", f"it has a column system, {short(present['system'])}; write it into the prompt")
-    return Conversation(plain=(prompt, completion), **{f"{kind}s": column_media(present, kind) for kind in KINDS})
+    media: dict[str, Any] = {f"{kind}s": column_media(present, kind) for kind in KINDS}
+    return Conversation(plain=(prompt, completion), **media)
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -608,11 +608,14 @@ def branch_of(conversation: Conversation, turn: Any) -> Conversation:
     kept = [*range(first), question, question + 1]
     taken = [part for at in kept for part in parts[at]]
     flags = conversation.trained_turns
+    media: dict[str, Any] = {
+        f"{kind}s": tuple(ref for part, ref in taken if ref is not None and part["type"] == kind) for kind in KINDS
+    }
     return replace(
         conversation,
         messages=tuple(_message(conversation.messages[at], parts[at]) for at in kept),
         trained_turns=None if flags is None else (flags[number],),
-        **{f"{kind}s": tuple(ref for part, ref in taken if ref is not None and part["type"] == kind) for kind in KINDS},
+        **media,
     )
 
 

@@ -150,8 +150,8 @@ class Encoder:
 
         return self._encode(feature, load)
 
-    def measure(self, feature: Any, *, estimate: bool = False) -> Encoded:
-        """The same without pixels, which are left where they are: images and videos are only measured, or estimated.
+    def measure(self, feature: Any) -> Encoded:
+        """The same without pixels, which are left where they are: images and videos are only measured.
 
         Raises:
             Refusal: the sample cannot be used, as far as can be seen without decoding its media.
@@ -160,7 +160,7 @@ class Encoder:
 
         def measure(conversation: Conversation) -> Visuals:
             return {
-                "image": self.media.measure_each(conversation.images, kind="image", estimate=estimate),
+                "image": self.media.measure_each(conversation.images, kind="image"),
                 "video": self.media.measure_each(conversation.videos, kind="video"),
                 "audio": self._audio.measure_each(conversation.audios),
             }
@@ -224,8 +224,8 @@ class Encoder:
         if not isinstance(feature, Mapping):
             raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
         if feature.get("input_ids") is not None:
-            sample, texts = self._tokenised(feature), ()  # kinds of its tokens for experts are made anew
-            feature = {name: value for name, value in feature.items() if name != self._expert_types}
+            sample = self._tokenised(feature)
+            self._check_unread({name: feature[name] for name in feature if name != self._expert_types}, sample)
         else:
             conversation = read_conversation(
                 feature,
@@ -237,19 +237,19 @@ class Encoder:
             if self.train_on != "all":
                 check_answered(conversation)
             self._warn_of_markers(conversation, feature)
-            sample, texts = None, conversation.plain or tuple(conversation.texts())
-        media = conversation if sample is None else sample
-        has_media = bool(media.images or media.videos or media.audios)
-        columns = check_unread(feature, has_media=has_media or not self.metadata.has_vision, texts=texts)
-        if columns and self.name_unread is not None and (new := self.name_unread(columns)):
-            warnings.warn(f"samples have columns that nothing reads: {', '.join(new)}; this is said once", stacklevel=2)
-        if sample is None:
+            self._check_unread(feature, conversation, texts=conversation.plain or tuple(conversation.texts()))
             sample = self._encode_conversation(conversation, read)
         check_sample(sample, self.metadata)
         return sample
 
+    def _check_unread(self, feature: Mapping[str, Any], row: Encoded | Conversation, texts: Sequence[str] = ()) -> None:
+        has_media = bool(row.images or row.videos or row.audios) or not self.metadata.has_vision
+        columns = check_unread(feature, has_media=has_media, texts=texts)
+        if columns and self.name_unread is not None and (new := self.name_unread(columns)):
+            warnings.warn(f"samples have columns that nothing reads: {', '.join(new)}; this is said once", stacklevel=2)
+
     def _tokenised(self, feature: Mapping[str, Any]) -> Encoded:
-        """A sample of token ids."""
+        """A sample of token ids; kinds of its tokens for experts are made anew."""
         if self._columns:
             raise Refusal("bad_row", f"it has input_ids, but {self._is_of_prefix}, and images", of_all=True)
         sample = read_tokenised(feature, self.metadata, train_on=self.train_on)

@@ -157,28 +157,18 @@ class MediaReader:
             visuals.append(made() if is_sized and remaining >= 0 else visual)
         return tuple(visuals)
 
-    def measure_each(self, refs: Sequence[MediaRef], *, kind: Kind, estimate: bool = False) -> tuple[Visual, ...]:
+    def measure_each(self, refs: Sequence[MediaRef], *, kind: Kind) -> tuple[Visual, ...]:
         """Measure the media of one kind of a sample by their headers, in their order.
-
-        `estimate`: an image has one token for each square of its own pixels, begun ones included. Images that say how
-        large they are to be, and videos, are measured: their size is not the processor's choice.
 
         Raises:
             Refusal: a header shows that one cannot be used.
-            ConfigError: the image processor of a Qwen processor resizes by another rule; or an estimate by squares of
-                pixels, which is the rule of Qwen's processors.
+            ConfigError: the image processor of a Qwen processor resizes by another rule.
         """
         self._check_kind(refs, kind)
-        if estimate and refs and self.metadata.by_processor:
-            raise ConfigError(
-                f"estimate=True counts squares of pixels as Qwen's processors do, but this is a "
-                f"{type(self.processor).__name__}: leave it out, its images are measured by their headers too"
-            )
         if self.metadata.images_together and len(refs) > 1:
             sizes = tuple(read_named(self._size, ref, kind, at) for at, ref in enumerate(refs))
             return tuple(replace(visual, source=ref) for visual, ref in zip(self._blank(sizes), refs, strict=True))
-        measure = self._measurer(kind, estimate=estimate)
-        return tuple(read_named(measure, ref, kind, at) for at, ref in enumerate(refs))
+        return tuple(read_named(self._measurer(kind), ref, kind, at) for at, ref in enumerate(refs))
 
     def decode(self, sample: Encoded, batch: BatchMedia | None = None) -> Encoded:
         """A sample that was only measured, with the tensors of all its images and videos.
@@ -245,22 +235,16 @@ class MediaReader:
         check_enlarged(size, source=source, factor=self._side)
         return size
 
-    def _measurer(self, kind: Kind, *, estimate: bool = False) -> Callable[[MediaRef], Visual]:
-        if kind == "video":
-            return partial(self._video, is_measured=True)
-        return partial(self._measured_image, estimate=estimate)
+    def _measurer(self, kind: Kind) -> Callable[[MediaRef], Visual]:
+        return self._measured_image if kind == "image" else partial(self._video, is_measured=True)
 
-    def _measured_image(self, ref: MediaRef, *, estimate: bool) -> Visual:
+    def _measured_image(self, ref: MediaRef) -> Visual:
         size = self._size(ref)
         if self.metadata.by_processor:
             visual = self._counted(size) if self._counted is not None else self._blank((size,))[0]
             return replace(visual, source=ref)
-        if has_image_keys(ref.options):
-            grid = self._grid_of(*self._keyed_size(ref, size))
-        elif estimate:
-            grid = self._grid_of(*(self._side * -(-pixels // self._side) for pixels in size))
-        else:
-            grid = self._resize_rule(*size)
+        is_keyed = has_image_keys(ref.options)
+        grid = self._grid_of(*self._keyed_size(ref, size)) if is_keyed else self._resize_rule(*size)
         return Visual(pixels=None, grid=grid, source=ref)
 
     def _video(self, ref: MediaRef, *, is_measured: bool = False) -> Visual:
