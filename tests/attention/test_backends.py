@@ -3,12 +3,12 @@
 import pytest
 import torch
 from attention.naive import DIM, HEADS, KV_HEADS, alone, install_kernels, poisoned_qkv, random_qkv
+from benchmarks.gpu.checks import ALLOWED
 from cases import pairs
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu.checks import ALLOWED
 from vlmpack.attention import backends
 from vlmpack.attention.backends import BACKENDS, AttentionCall, EagerMask, FlashAttn, SdpaSegments, TorchVarlen
 from vlmpack.layout import Segments, SlotRule

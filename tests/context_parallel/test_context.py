@@ -88,8 +88,8 @@ def test_ranks_that_were_given_different_rows_all_say_so(seen: dict[str, Any]) -
 def test_the_host_waits_three_times_a_step_however_many_layers_there_are(case: Case, seen: dict[str, Any]) -> None:
     """Once to compare rows, once for the places of images, once for those of targets; recomputed layers do not wait."""
     assert sorted(seen["waits"][str(case)]) == [
-        "context_parallel_row._check_equal",
-        "context_parallel_row.targets",
+        "row._check_equal",
+        "row.targets",
         "vision._features_of_part",
     ]
 

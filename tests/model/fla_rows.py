@@ -41,18 +41,6 @@ def main(families: list[str]) -> None:
     json.dump({family: cases(family) for family in families}, sys.stdout)
 
 
-def of_kernels(family: str) -> dict[str, Any]:
-    """Only a row and a tree: by Triton's interpreter they take minutes."""
-    model = tiny_model(family, seed=3, layers=4).train()
-    truth = alone_through(model, [build_sample(model.config, stretches=[n]) for n in (12, 2, 70)])
-    with mock.patch.object(FlaCall, "of", return_value=GPU):
-        return {
-            "fla": uses_fla(family_named(family)),
-            "exact": compared(model, truth),
-            "tree": of_tree(model, branches(model)),
-        }
-
-
 def cases(family: str) -> dict[str, Any]:
     model = tiny_model(family, seed=3, layers=4).train()
     kinds = ("image", "text", "images") if len(kinds_of(model.config)) > 1 else ("text", "text", "text")

@@ -12,7 +12,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from vlmpack.errors import BackendError, ConfigError
-from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments, SlotRule
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import attention
@@ -105,23 +104,6 @@ def test_a_text_model_is_not_made_of_the_configuration_of_a_layer():
         type(text)(text.layers[0].self_attn.config)
     assert torch.equal(model(**batch).loss, loss)
     assert type(text)(copy.copy(text.layers[0].self_attn.config)).config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize("backend", ["sdpa_segments", "eager_mask"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_of_nothing_but_padding_gives_every_parameter_the_gradient_that_other_ranks_wait_for(family, backend):
-    model = tiny_model(family, layers=2)
-    batch = padded(mixed_samples(model.config, kinds=("text",))).to_hf()
-    settings = StepConfig(attention=backend, keep_empty=True, slots=SlotRule(pad_to=40))
-    enable_packing(model, settings)(**batch).loss.backward()
-    learnt = {name for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    nothing = torch.zeros(2, 5, dtype=torch.long)
-    output = model(input_ids=nothing, attention_mask=nothing, labels=nothing - 100)
-    output.loss.backward()
-    assert output.loss == 0
-    assert any("self_attn" in name for name in learnt)
-    assert learnt == {name for name, p in model.named_parameters() if p.grad is not None and not p.grad.any()}
 
 
 # ---------------------------------------------------------------------- what packed attention does not compute

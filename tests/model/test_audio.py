@@ -1,4 +1,4 @@
-"""Audio in a row: Qwen-Omni's thinkers with text, images, videos and audio, packed against alone."""
+"""Audio in a row: Qwen-Omni's thinkers, beyond what `test_equality.py` shows of them."""
 
 from __future__ import annotations
 
@@ -9,39 +9,27 @@ from typing import Any
 
 import pytest
 import torch
-from equality import (
-    Alone,
-    alone_through,
-    check_gradients,
-    check_low_precision,
-    check_outputs,
-    check_work,
-    gradients,
-    limits_of,
-    poisoned,
-)
-from tiers import full, only_exhaustive
+from cases import slow
+from equality import Alone, alone_through, check_outputs, check_packed, limits_of
 from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 
 import vlmpack
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, FamilyError, LayoutError
-from vlmpack.families.audio import AudioPart
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments, SlotRule, pack, share
 from vlmpack.layout.batch import AUDIO
 from vlmpack.layout.device import nothing_on_host
-from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
+from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms import attention, vision
-from vlmpack.probing import probe
 from vlmpack.probing.host_syncs import recorded_syncs
-from vlmpack.testing import build_sample, joined, mixed_samples, padded, tiny_config, tiny_model, tiny_processor
-from vlmpack.testing.audio import frames_of
+from vlmpack.testing import build_sample, joined, mixed_samples, padded, tiny_config, tiny_model
 from vlmpack.testing.comparison import compare, run_alone, run_packed
-from vlmpack.testing.samples import Kind, sample_like
+from vlmpack.testing.media import frames_of
+from vlmpack.testing.samples import sample_like
 
 pytestmark = [
-    pytest.mark.every_family,
+    pytest.mark.chosen,
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
 ]
 PACKAGE = Path(vlmpack.__file__).parent
@@ -49,8 +37,7 @@ POOLED, CONVOLVED = "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"
 """One counts every second frame, the other convolves chunks three times, and reads their padding."""
 MIXED = ("everything", "text", "audio", "image", "everything")
 each_family = pytest.mark.parametrize("family", [POOLED, CONVOLVED])
-one_short = pytest.mark.parametrize("family", [POOLED, *full(CONVOLVED)])
-most_full = pytest.mark.parametrize("family", [*full(CONVOLVED), *only_exhaustive(POOLED)])
+one_short = pytest.mark.parametrize("family", [POOLED, *slow(CONVOLVED)])
 
 
 def fresh(family: str) -> Any:
@@ -63,33 +50,6 @@ def truth(family: str) -> Alone:
     return alone_through(model, mixed_samples(model.config, seed=5, kinds=MIXED, text=(2, 6), side=(1, 2)))
 
 
-def packed(family: str, inputs: Any = None, *, own: Alone | None = None, model: Any = None, **config: Any) -> Any:
-    """One step on a row with poison in its gaps, with checkpointing, compared with its samples alone."""
-    own, limits, model = own or truth(family), limits_of(family), model or fresh(family)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    row = pack(padded(own.samples), rule=SlotRule(multiple=8), pad_token_id=17)
-    step = PackedStep(model, StepConfig(slots=SlotRule(multiple=8), **config))
-    with poisoned(model, row.segments):
-        result = step(row if inputs is None else inputs, logits=True)
-        result.loss.backward()
-    check_outputs(own, result, limits)
-    check_gradients(own, gradients(model), limits)
-    check_work(own, result, 8, model.config)
-    return result
-
-
-def audio_of(family: str) -> AudioPart:
-    """The audio part of a family."""
-    audio = FAMILIES[family].audio
-    assert audio is not None
-    return audio
-
-
-def frames_in(samples: Any) -> int:
-    """Log-mel frames of all audios, by their masks."""
-    return sum(int(sample["feature_attention_mask"].sum()) for sample in samples if "feature_attention_mask" in sample)
-
-
 def with_audio(config: Any, *frames: tuple[int, ...]) -> list[Any]:
     """Samples of nothing but text and audios of these lengths."""
     return [
@@ -97,34 +57,7 @@ def with_audio(config: Any, *frames: tuple[int, ...]) -> list[Any]:
     ]
 
 
-@each_family
-def test_packed_equals_alone_in_every_tower(family: str) -> None:
-    result, own = packed(family), truth(family)
-    assert result.work.audio_frames == frames_in(own.samples) > 0
-    towers = (FAMILIES[family].vision_path, audio_of(family).path)
-    assert all(any(name.startswith(f"{tower}.") for name in own.gradients) for tower in towers)
-    assert {len(sample.get("input_features", ())) for sample in own.samples} == {0, 1, 2}
-
-
-@pytest.mark.full
-@each_family
-@pytest.mark.parametrize(
-    ("side", "metadata", "backend"),
-    [
-        ("left", True, "eager_mask"),
-        *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in (("left", False, "auto"), ("right", False, "auto"))
-        ),
-    ],
-)
-def test_a_padded_batch_with_and_without_metadata_equals_alone(
-    family: str, side: Any, metadata: bool, backend: str
-) -> None:
-    packed(family, padded(truth(family).samples, side, metadata=metadata).to_hf(), attention=backend)
-
-
-@pytest.mark.parametrize("metadata", [True, *only_exhaustive(False)])
+@pytest.mark.parametrize("metadata", [True, *slow(False)])
 def test_short_audio_beside_long_is_that_of_its_sample_alone(metadata: bool) -> None:
     """Qwen3-Omni's convolutions read the padding of a chunk, so transformers' own padded batch is another model."""
     model = fresh(CONVOLVED)
@@ -136,7 +69,7 @@ def test_short_audio_beside_long_is_that_of_its_sample_alone(metadata: bool) -> 
     assert moved[0] > 1e-3
     assert moved[4] > 1e-3
     assert moved[1] < 1e-5
-    packed(CONVOLVED, None if metadata else batch, own=own, model=model)
+    check_packed(own, model, given="row with gaps" if metadata else "right padded without metadata")
 
 
 # ---------------------------------------------------------------------- positions
@@ -217,8 +150,9 @@ def other_audio(samples: list[Any]) -> dict[str, torch.Tensor]:
 def test_the_comparison_sees_audio_of_another_sample() -> None:
     model = fresh(POOLED)
     own = alone_through(model, with_audio(model.config, (17,), (17,)))
+    result = PackedStep(model)(other_audio(own.samples), logits=True)
     with pytest.raises(AssertionError):
-        packed(POOLED, other_audio(own.samples), own=own, model=model)
+        check_outputs(own, result, limits_of(POOLED))
 
 
 @one_short
@@ -229,20 +163,7 @@ def test_the_comparison_sees_audio_that_attends_beyond_its_windows(
     own = alone_through(model, with_audio(model.config, *([(40,), (33, 17)] if family == POOLED else [(450,), (101,)])))
     monkeypatch.setattr(vision.VisionRow, "find", lambda self, cu, count: Segments.from_lengths([count]))
     with pytest.raises(AssertionError):
-        packed(family, own=own, model=model)
-
-
-def test_boundaries_of_audio_are_known_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that no block reads them from a device."""
-
-    def read(*_: Any, **__: Any) -> None:
-        raise AssertionError("boundaries were read from a tensor")
-
-    for family in (POOLED, CONVOLVED):
-        step, row = PackedStep(fresh(family)), pack(padded(truth(family).samples))
-        with monkeypatch.context() as patched:
-            patched.setattr(Segments, "from_boundaries", read)
-            step(row)
+        check_packed(own, model)
 
 
 @each_family
@@ -262,23 +183,7 @@ def test_blocks_of_the_audio_tower_are_one_call_of_a_back_end(family: str, monke
     assert len(in_tower) == 2 * len(model.model.audio_tower.layers) * (1 if family == POOLED else 2)  # and recomputed
 
 
-@most_full
-def test_a_step_reads_nothing_from_a_device(family: str) -> None:
-    """Metadata say what positions of videos, audio and images need."""
-    model = fresh(family)
-    step, places = PackedStep(model), []
-    batches: tuple[tuple[Kind, ...], ...] = (("image", "audio", "text", "audio"), ("everything", "text"))
-    for kinds in batches:
-        row = pack(padded(mixed_samples(model.config, kinds=kinds)), rule=SlotRule(multiple=4))
-        step(row)  # the first step of a kind may fill caches
-        with recorded_syncs(torch.device("cpu")) as syncs:
-            step(row).loss.backward()
-        assert syncs  # the counter works: the model's own towers do
-        places.append([sync.function for sync in syncs if Path(sync.file).is_relative_to(PACKAGE)])
-    assert places == [[], []]
-
-
-@most_full
+@each_family
 def test_without_types_on_the_host_positions_of_videos_are_read_once(family: str) -> None:
     model = fresh(family)
     row = pack(padded(mixed_samples(model.config, kinds=("everything", "text"))))
@@ -288,7 +193,7 @@ def test_without_types_on_the_host_positions_of_videos_are_read_once(family: str
     assert [s.function for s in syncs if Path(s.file).is_relative_to(PACKAGE)] == ["types_on_host"]
 
 
-@most_full
+@each_family
 def test_types_on_the_host_that_are_not_those_of_the_row_are_refused(family: str) -> None:
     model = fresh(family)
     row = pack(padded(mixed_samples(model.config, kinds=("everything", "text"))))
@@ -299,108 +204,7 @@ def test_types_on_the_host_that_are_not_those_of_the_row_are_refused(family: str
         PackedStep(model)(row)
 
 
-@pytest.mark.parametrize(
-    ("family", "processed"),
-    [
-        pytest.param(CONVOLVED, False, marks=pytest.mark.full),
-        pytest.param(POOLED, True, marks=pytest.mark.full),
-        *(
-            pytest.param(*case, marks=(pytest.mark.full, pytest.mark.exhaustive))
-            for case in ((POOLED, False), (CONVOLVED, True))
-        ),
-    ],
-)
-def test_the_probe_finds_audio_exact(family: str, processed: bool) -> None:
-    processor = tiny_processor(family) if processed else None
-    report = probe(tiny_model(family, layers=2, processor=processor), processor)
-    assert report.verdict == "exact", [check for check in report.checks if check.is_bad]
-    assert any(check.name == "audio" and check.finding == "ok" for check in report.checks)
-
-
-@pytest.mark.parametrize("family", only_exhaustive(POOLED, CONVOLVED))
-def test_the_probe_names_audio_that_lands_in_another_sample(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own: Any = vision.Vision.inputs
-
-    def rolled(self: Any, entry: Any) -> Any:
-        inputs = own(self, entry)
-        return inputs | {name: inputs[name].roll(1, 0) for name in ("input_features",) if name in inputs}
-
-    monkeypatch.setattr(vision.Vision, "inputs", rolled)
-    report = probe(tiny_model(family, layers=2), plain=False)
-    assert report.verdict != "exact"
-    assert "packing" in report.causes
-
-
-@pytest.mark.parametrize("family", [*full(POOLED), *only_exhaustive(CONVOLVED)])
-def test_the_probe_names_audio_whose_blocks_attend_beyond_their_windows(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    honest = vision.audio_windows
-    monkeypatch.setattr(vision, "audio_windows", lambda setup: [_merged(segments) for segments in honest(setup)])
-    report = probe(tiny_model(family, layers=2), plain=False)
-    assert report.verdict != "exact"
-    assert "audio" in report.causes
-
-
-def _merged(segments: Segments) -> Segments:
-    """As many boundaries, of which all but the first lie at the end: found by their number, as the right ones are."""
-    lengths = [segments.total, *[0] * (len(segments.lengths) - 1)]
-    return Segments.from_lengths(lengths)
-
-
 # ---------------------------------------------------------------------- circumstances of training
-
-
-@most_full
-def test_adapters_on_the_audio_tower_learn_what_those_of_samples_alone_do(family: str) -> None:
-    peft = pytest.importorskip("peft")
-
-    def adapted() -> Any:
-        config = peft.LoraConfig(r=2, target_modules=["q_proj", "out_proj", "fc1"], init_lora_weights=False)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            return peft.get_peft_model(fresh(family), config)
-
-    own = alone_through(adapted(), truth(family).samples)
-    assert any(".audio_tower." in name for name in own.gradients)
-    result = PackedStep(model := adapted())(pack(padded(own.samples), rule=SlotRule(multiple=8)), logits=True)
-    result.loss.backward()
-    check_outputs(own, result, limits_of(family))
-    check_gradients(own, gradients(model), replace(limits_of(family), gradient=4e-5))
-
-
-@most_full
-def test_in_bfloat16_a_row_is_as_close_to_float32_as_alone(family: str) -> None:
-    own = truth(family)
-    low = fresh(family).to(torch.bfloat16)
-    exact = fresh(family)
-    with torch.no_grad():
-        for p, q in zip(exact.parameters(), low.parameters(), strict=True):
-            p.copy_(q)
-    samples = [
-        sample_like(s, {n: x.to(torch.bfloat16).float() if x.is_floating_point() else x for n, x in s.items()})
-        for s in own.samples
-    ]
-    own = alone_through(exact, samples)
-    plain = Alone(samples=own.samples, outcome=run_alone(low, own.samples))
-    result = PackedStep(low)(pack(padded(own.samples), rule=SlotRule(multiple=8)), logits=True)
-    result.loss.backward()
-    check_low_precision(own, plain, result, gradients(low))
-
-
-@most_full
-def test_generation_with_audio_is_that_of_the_unmodified_model(family: str) -> None:
-    model = fresh(family).eval()
-    batch = padded(truth(family).samples[:1], metadata=False).to_hf()
-    del batch["labels"]
-    call = {**batch, "max_new_tokens": 4, "do_sample": False}
-    plain = model.generate(**call)
-    step = PackedStep(enable_packing(model))
-    assert torch.equal(model.generate(**call), plain)
-    with torch.no_grad():
-        step(padded(truth(family).samples))  # a row between two calls leaves nothing behind
-    assert torch.equal(model.generate(**call), plain)
-    assert torch.equal(disable_packing(model).generate(**call), plain)
 
 
 # ---------------------------------------------------------------------- refused

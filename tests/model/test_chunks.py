@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from equality import alone_through, check_gradients, check_outputs, check_work, gradients, limits_of, poisoned
+from cases import slow
+from equality import alone_through, check_outputs, check_packed, limits_of
 from parts import parts_of
-from tiers import full
-from trees import rollouts, samples_of, shared
 
 from vlmpack.attention.patterns import Chunks, Reach
 from vlmpack.errors import ConfigError, FamilyError
@@ -22,17 +21,16 @@ from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.backbone import pack_backbone
-from vlmpack.model.mechanisms import attention, query_scale
+from vlmpack.model.mechanisms import attention, llama4
 from vlmpack.model.mechanisms.attention import layer_reaches
-from vlmpack.model.mechanisms.query_scale import Offsets, QueryScale
+from vlmpack.model.mechanisms.llama4 import Offsets, QueryScale
 from vlmpack.model.row import RowPart
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
 pytestmark = [
-    pytest.mark.every_family,
+    pytest.mark.chosen,
     pytest.mark.skipif("llama4" not in FAMILIES, reason="this transformers has another Llama 4"),
 ]
-each_family = pytest.mark.parametrize("family", ["llama4_text", *full("llama4")])
 CHUNK = 7
 
 
@@ -47,37 +45,10 @@ def truth(family: str = "llama4_text") -> Any:
     return alone_through(model, mixed_samples(model.config, seed=5, kinds=kinds, text=(3, 7), side=(1, 2)))
 
 
-def check_packed(family: str = "llama4_text", backend: str = "auto", **checkpointing: Any) -> Any:
-    own, model = truth(family), fresh(family)
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
-        model.enable_input_require_grads()
-    row = pack(padded(own.samples), rule=SlotRule(multiple=4), pad_token_id=17)
-    step = PackedStep(model, StepConfig(attention=backend))
-    with poisoned(model, row.segments):
-        result = step(row, logits=True)
-        result.loss.backward()
-    check_outputs(own, result, limits_of(family))
-    check_gradients(own, gradients(model), limits_of(family))
-    check_work(own, result, 4, model.config)
-    return result
-
-
-@each_family
-@pytest.mark.parametrize("backend", ["auto", *full("eager_mask")])
-def test_packed_equals_alone(family: str, backend: str) -> None:
-    work = check_packed(family, backend).work
-    assert max(truth(family).lengths) > 2 * CHUNK  # a sample of several chunks
+def test_windows_are_counted_within_chunks() -> None:
+    work = check_packed(truth(), fresh()).work
+    assert max(truth().lengths) > 2 * CHUNK  # a sample of several chunks
     assert 0 < work.window_pairs < work.attended_pairs
-
-
-@pytest.mark.full
-@each_family
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
-def test_checkpointing_equals_alone(family: str, use_reentrant: bool) -> None:
-    """transformers takes caches from layers that are computed again: factors of queries do not go through one."""
-    check_packed(family, use_reentrant=use_reentrant)
 
 
 # ---------------------------------------------------------------------- what the comparison sees
@@ -107,39 +78,18 @@ def test_the_comparison_sees_chunks_and_factors_that_are(breakage: str, monkeypa
     else:
         monkeypatch.setattr(QueryScale, "makers", lambda self, model: [])
     with pytest.raises(AssertionError):
-        check_packed()
+        check_packed(truth(), fresh())
 
 
 # ---------------------------------------------------------------------- chunks
 
 
-@pytest.mark.parametrize("chunk", [2, *full(8192)])
+@pytest.mark.parametrize("chunk", [2, *slow(8192)])
 def test_chunks_of_any_length_are_measured_without_a_mask(chunk: int) -> None:
     model = fresh(layers=3)
     assert layer_reaches(parts_of(model)) == {0: Reach(chunk=CHUNK), 1: Reach(), 2: Reach(chunk=CHUNK)}
     model.config.attention_chunk_size = chunk
     assert layer_reaches(parts_of(model), again=True)[0] == Reach(chunk=chunk)
-
-
-@pytest.mark.full
-def test_a_configuration_with_other_chunks_is_read_anew_when_packing_is_enabled_again() -> None:
-    model = enable_packing(fresh())
-    row = pack(padded(truth().samples))
-    before = PackedStep(model)(row).work.window_pairs
-    model.config.attention_chunk_size = 3
-    assert PackedStep(enable_packing(model))(row).work.window_pairs < before
-
-
-def test_shared_prefixes_are_computed_once_within_chunks_and_at_their_places() -> None:
-    model = fresh()
-    samples = samples_of(model.config, rollouts(3, 9, 16, 1))
-    own, row = alone_through(model, samples), shared(samples)
-    assert row.tree is not None
-    assert row.tree.num_tokens < row.segments.num_tokens
-    result = PackedStep(model)(row, logits=True)
-    result.loss.backward()
-    check_outputs(own, result, limits_of("llama4_text"))
-    check_gradients(own, gradients(model), limits_of("llama4_text"))
 
 
 # ---------------------------------------------------------------------- factors of queries
@@ -169,7 +119,7 @@ def test_a_layer_that_does_not_read_its_places_is_an_error(monkeypatch: pytest.M
     plain = stock.forward
     monkeypatch.setattr(stock, "forward", lambda self, *args, past_key_values=None, **more: plain(self, *args, **more))
     with pytest.raises(FamilyError, match="scales queries by their place and did not read it"):
-        query_scale.placed_class.__wrapped__(stock).forward(
+        llama4.placed_class.__wrapped__(stock).forward(
             model.model.layers[1].self_attn, torch.zeros(1, 3, 64), None, None, **row_of_layer()
         )
 
@@ -182,7 +132,6 @@ def row_of_layer() -> dict[str, Any]:
     return {attention.CONTEXT: row}
 
 
-@pytest.mark.full
 def test_a_model_without_factors_asks_for_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh()
     for layer in model.model.layers:
@@ -190,17 +139,6 @@ def test_a_model_without_factors_asks_for_no_place(monkeypatch: pytest.MonkeyPat
     own = alone_through(model, truth().samples)
     monkeypatch.setattr(Offsets, "get_seq_length", lambda *_: pytest.fail("nothing asks for it"))
     result = PackedStep(model)(padded(own.samples), logits=True)
-    check_outputs(own, result, limits_of("llama4_text"))
-
-
-def test_a_left_padded_batch_is_its_samples_alone() -> None:
-    """Not so in transformers, which counts places from the padding."""
-    own, model = truth(), fresh()
-    batch = padded(own.samples, "left", metadata=False).to_hf()
-    real = batch["attention_mask"].bool()
-    alone = torch.cat(own.logits)
-    assert (model(**batch).logits[real] - alone).abs().max() > 1e-2
-    result = PackedStep(model)(batch, logits=True)
     check_outputs(own, result, limits_of("llama4_text"))
 
 
@@ -247,13 +185,11 @@ def test_the_inner_head_computes_labelled_positions_alone() -> None:
     assert seen == [5]
 
 
-@pytest.mark.full
 def test_a_trainer_that_calls_the_model_without_its_head_is_refused() -> None:
     with pytest.raises(ConfigError, match="the head of llama4 is inside its text part"):
         pack_backbone(enable_packing(fresh("llama4")))
 
 
-@pytest.mark.full
 def test_hidden_states_come_out_as_from_the_unmodified_model() -> None:
     model, own = fresh("llama4").eval(), truth("llama4")
     batch = padded(own.samples[:1], metadata=False).to_hf()

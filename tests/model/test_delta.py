@@ -1,36 +1,27 @@
 """Gated delta layers see one sample at a time: convolution and recurrence are each cut, at every boundary of a row."""
 
-import copy
-import pickle
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
-from equality import (
-    NAN,
-    alone_through,
-    check_gradients,
-    check_low_precision,
-    check_outputs,
-    gradients,
-    limits_of,
-    poisoned,
-)
+from cases import families, slow
+from equality import NAN, alone_through, check_gradients, check_packed, gradients, limits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parts import gated_delta_layers
 
-from vlmpack.errors import ConfigError
-from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PackedRow, Segments, SlotRule, pack
-from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing, is_packing
+from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms import gated_delta
+from vlmpack.model.mechanisms.gated_delta import DeltaHeads
 from vlmpack.model.mechanisms.recurrent_rows import Buckets
 from vlmpack.model.row import CONTEXT, RowContext
-from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
+from vlmpack.testing import build_sample, padded, tiny_model
 
-HYBRID = [name for name, family in FAMILIES.items() if family.has("gated_delta")]
 FREE, DEAR = 0.0, 1e9
-"""What a call costs: samples go one by one, or as many together as `recurrent_rows.MAX_STRETCH` allows."""
+"""What a call costs: samples go one by one, or as many together as `layout.buckets.MAX_STRETCH` allows."""
 TAPS, CHUNK = 4, 64
 """Tokens that a convolution reads, its own included; tokens that the recurrence takes at a time."""
 LENGTHS = {
@@ -38,7 +29,10 @@ LENGTHS = {
     "around a chunk": (63, 64, 65, 64, 66),
     "two chunks and one token": (128, 1, 127, 129),
 }
+HYBRID = families(lambda family: family.has("gated_delta"))
 every_hybrid = pytest.mark.parametrize("family", HYBRID)
+one_hybrid = pytest.mark.parametrize("family", ["qwen3_5_moe", *slow("qwen3_next")])
+pytestmark = pytest.mark.chosen
 LAYER = 2e-5
 """Largest difference of an output of one layer, float32."""
 
@@ -65,37 +59,17 @@ def layer_of(model):
 # ---------------------------------------------------------------------- the whole model
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("lengths", LENGTHS)
-@every_hybrid
-def test_samples_of_any_length_are_what_they_are_alone(family, lengths, multiple, call_cost):
+@one_hybrid
+def test_samples_of_any_length_are_what_they_are_alone(family, lengths, call_cost):
     model = fresh(family)
     own = alone_through(model, texts(model, LENGTHS[lengths]))
-    row = pack(padded(own.samples), rule=SlotRule(multiple=multiple))
-    step = PackedStep(model)
-    with poisoned(model, row.segments):
-        result = step(row, logits=True)
-        result.loss.backward()
-    check_outputs(own, result, limits_of(family))
-    check_gradients(own, gradients(model), limits_of(family))
+    result = check_packed(own, model, multiple=4)
     waste = result.work.delta_tokens - sum(own.lengths)
     assert (waste == 0) if call_cost == FREE else (0 < waste <= 0.25 * sum(own.lengths))
 
 
-@pytest.mark.each_value
-@every_hybrid
-def test_in_bfloat16_they_are_as_close_to_float32_as_alone(family, call_cost):
-    full, model = fresh(family), fresh(family, dtype=torch.bfloat16)
-    full.load_state_dict({name: x.float() for name, x in model.state_dict().items()})
-    samples = texts(model, (1, 3, 20, 22, 65, 66))
-    truth, plain = alone_through(full, samples), alone_through(model, samples)
-    result = PackedStep(model)(pack(padded(samples), rule=SlotRule(multiple=4)), logits=True)
-    result.loss.backward()
-    check_low_precision(truth, plain, result, gradients(model))
-
-
-@every_hybrid
+@one_hybrid
 def test_segments_without_tokens_change_nothing(family, call_cost):
     model = fresh(family)
     samples = texts(model, (5, 7, 3))
@@ -109,19 +83,6 @@ def test_segments_without_tokens_change_nothing(family, call_cost):
     fixed = PackedStep(model)(pack(padded(samples), rule=SlotRule(max_segments=9, multiple=4, pad_to=64)))
     assert torch.isclose(fixed.loss, own.loss, rtol=1e-6)
     assert fixed.work.delta_tokens == result.work.delta_tokens
-
-
-@every_hybrid
-def test_a_row_of_padding_alone_gives_zero_and_keeps_every_parameter_in_the_graph(family, call_cost):
-    model = fresh(family)
-    row = PackedRow(input_ids=torch.zeros(1, 8, dtype=torch.long), segments=Segments.from_boundaries([0, 0], [0, 8]))
-    result = PackedStep(model)(row)
-    result.loss.backward()
-    assert result.loss == 0
-    assert result.work.delta_tokens == 0
-    parameters = dict(layer_of(model).named_parameters())
-    assert len(parameters) > 5
-    assert [name for name, p in parameters.items() if p.grad is None or p.grad.any()] == []
 
 
 # ---------------------------------------------------------------------- one layer
@@ -142,7 +103,7 @@ def hidden_of(segments, *, gaps=0.0):
 @pytest.fixture(scope="module")
 def layers():
     """One enabled layer of each family; hypothesis needs them to outlive an example."""
-    return {family: layer_of(enable_packing(fresh(family))).requires_grad_(False) for family in HYBRID}
+    return {value.values[0]: layer_of(enable_packing(fresh(value.values[0]))).requires_grad_(False) for value in HYBRID}
 
 
 lengths_lists = st.lists(st.one_of(st.integers(0, 6), st.sampled_from([31, 63, 64, 65])), min_size=1, max_size=5)
@@ -170,15 +131,6 @@ def test_a_layer_is_what_it_is_on_each_sample_and_reads_no_gap(family, layers, l
     assert (hidden_1TD.grad[:, pad] == 0).all()
     scale = own_1TD.grad.abs().max()
     assert (hidden_1TD.grad - own_1TD.grad).abs().max() <= LAYER * scale
-
-
-@every_hybrid
-def test_one_by_one_a_layer_is_what_it_is_on_each_sample_bit_for_bit(family, layers):
-    segments = Segments.from_lengths([5, 64, 1, 70], SlotRule(multiple=4))
-    hidden_1TD = hidden_of(segments)
-    out_1TD = on_row(layers[family], segments, hidden_1TD, FREE)
-    for start, stop in segments.spans:
-        assert torch.equal(out_1TD[:, start:stop], layers[family](hidden_1TD[:, start:stop]))
 
 
 def forget_at_once(layer):
@@ -223,9 +175,8 @@ def tokens_into(layer):
     return calls
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize("multiple", [1, 8])
-@every_hybrid
+@one_hybrid
 def test_the_tokens_reported_are_those_computed(family, multiple, call_cost):
     model = fresh(family)
     layers = gated_delta_layers(model)
@@ -248,62 +199,53 @@ def test_at_lengths_of_5_to_1_less_than_30_percent_are_wasted(cost, monkeypatch)
     assert sum(lengths) <= sum(calls) == result.work.delta_tokens < 1.3 * sum(lengths)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in HYBRID])
-def test_other_families_report_no_such_tokens(family):
-    model = fresh(family)
-    assert PackedStep(model)(padded(mixed_samples(model.config))).work.delta_tokens == 0
+# ---------------------------------------------------------------------- test delta heads
+#
+# A gated delta layer cut by heads computes what the whole layer computes.
 
 
-# ---------------------------------------------------------------------- attached and detached
+def delta_layer(family: str) -> Any:
+    model = tiny_model(family, kv_heads=2, heads=4)
+    return gated_delta_layers(model)[0]
 
 
-@every_hybrid
-def test_after_disable_the_layers_are_what_they_were(family):
-    model = fresh(family).eval()
-    classes = [type(module) for module in model.modules()]
-    enable_packing(model)
-    assert [type(module) for module in model.modules()] != classes
-    enable_packing(model, StepConfig(slots=SlotRule(multiple=4)))
-    disable_packing(model)
-    assert [type(module) for module in model.modules()] == classes
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"])
+def test_the_parts_of_all_heads_make_up_the_layer(family: str) -> None:
+    layer = delta_layer(family)
+    forward: Any = type(layer).forward
+    hidden_1TD = torch.randn(1, 19, layer.hidden_size, generator=torch.Generator().manual_seed(1))
+    truth = layer(hidden_1TD)
+    truth.sin().sum().backward()
+    gradients = {name: p.grad.clone() for name, p in layer.named_parameters()}
+    layer.zero_grad()
+
+    heads = DeltaHeads(layer, 2)
+    assert heads.is_possible
+    projected = heads.project(hidden_1TD[0])
+    parts = [torch.cat([block[:, rank] for block in projected], -1)[None] for rank in range(2)]
+    computed = torch.cat([forward(heads.stand_in(rank), part) for rank, part in enumerate(parts)], -1)
+    out = layer.out_proj(computed)
+    torch.testing.assert_close(out, truth, rtol=0, atol=1e-5)
+    out.sin().sum().backward()
+    assert gradients
+    for name, p in layer.named_parameters():
+        torch.testing.assert_close(p.grad, gradients[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@every_hybrid
-def test_a_copy_cuts_its_own_layers(family, duplicate):
-    model = enable_packing(fresh(family))
-    batch = padded(mixed_samples(model.config))
-    expected = PackedStep(model)(batch).loss
-    twin = duplicate(model)
-    disable_packing(model)
-    assert torch.equal(PackedStep(twin)(batch).loss, expected)
-    assert type(layer_of(disable_packing(twin))) is type(layer_of(model))
+def test_a_stand_in_leaves_the_layer_as_it_is() -> None:
+    layer = delta_layer("qwen3_5")
+    before = {name: value for name, value in vars(layer).items() if name not in ("_parameters", "_modules")}
+    modules = dict(layer._modules)
+    DeltaHeads(layer, 2).stand_in(1)
+    assert {name: vars(layer)[name] for name in before} == before
+    assert dict(layer._modules) == modules
 
 
-@every_hybrid
-def test_generation_goes_through_the_layers_as_before(family):
-    model, untouched = enable_packing(fresh(family)).eval(), fresh(family).eval()
-    ids = texts(model, [9])[0]["input_ids"][None]
-    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(model.generate(ids, **settings), untouched.generate(ids, **settings))
+def test_heads_that_ranks_cannot_share_out_are_not_cut() -> None:
+    assert not DeltaHeads(delta_layer("qwen3_5"), 4).is_possible
 
 
-def test_a_forward_replaced_on_a_layer_is_refused_and_noticed():
-    model = fresh("qwen3_5")
-    layer = layer_of(model)
-    layer.forward = layer.forward
-    with pytest.raises(ConfigError, match="the forward of a Qwen3_5GatedDeltaNet was replaced on the object itself"):
-        enable_packing(model)
-    del layer.forward
-    assert not is_packing(model)
-    enable_packing(model)
-    layer.forward = layer.forward
-    with pytest.raises(ConfigError, match="a Qwen3_5GatedDeltaNet no longer computes rows by their boundaries"):
-        model(**padded(mixed_samples(model.config)).to_hf())
-
-
-def test_boundaries_that_bypass_the_packed_forward_are_refused_by_the_first_layer():
-    model = enable_packing(fresh("qwen3_5"))
-    row = pack(padded(texts(model, [5, 6]))).to_hf()
-    with pytest.raises(ConfigError, match="without passing through the packed forward"):
-        model.model(input_ids=row["input_ids"], cu_seqlens_q=row["cu_seqlens_q"])
+def test_a_layer_with_projections_that_are_not_known_is_not_cut() -> None:
+    layer = delta_layer("qwen3_5")
+    layer.in_proj_gate = torch.nn.Linear(1, 1)
+    assert not DeltaHeads(layer, 2).is_possible

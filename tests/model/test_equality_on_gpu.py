@@ -16,14 +16,13 @@ from unittest import mock
 
 import pytest
 import torch
-from benchmarks.gpu.models import with_patch_products
+from cases import EIGHT, families, slow
 from equality import Alone, alone_through, check_low_precision, without_zeros
-from tiers import tiers
 from trees import Piece, samples_of, shared
 
 import vlmpack
+from benchmarks.gpu import with_patch_products
 from vlmpack.attention.backends import Backend, choose
-from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep
 from vlmpack.model.mechanisms import attention
@@ -38,15 +37,12 @@ SEED = 8
 """Of weights with which routers choose the same experts in both types: another choice is as far away as a leak."""
 PROMPT = Piece(text=6, images=1, children=(Piece(text=5), Piece(text=7, images=1)))
 CLIP = Piece(text=4, videos=1)
-LAYOUTS = {
-    "padded": padded,
-    "row": lambda samples: pack(padded(samples), rule=SlotRule(multiple=8)),
-    "tree": shared,
-}
+LAYOUTS = {"padded": padded, "row": lambda samples: pack(padded(samples), rule=SlotRule(multiple=8)), "tree": shared}
 WITHOUT_VARLEN = ("gemma2", "gpt_oss", "paligemma")
 """Families with soft-capped scores, or sinks, which PyTorch's varlen kernel does not have."""
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.chosen,
     pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
 ]
 
@@ -98,11 +94,8 @@ def chosen_kernels() -> Iterator[set[str]]:
         yield names
 
 
-@pytest.mark.every_family
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("way", tiers(["plain", "checkpointed"], ["plain"]))
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_is_as_close_to_float32_as_alone_and_waits_for_nothing(family: str, way: str, layout: str) -> None:
+def check_step(family: str, way: str, layout: str) -> None:
+    """Compare one step with the samples alone."""
     case = case_of(family)
     model = case.model.train()
     if way == "checkpointed":
@@ -117,3 +110,15 @@ def test_a_step_is_as_close_to_float32_as_alone_and_waits_for_nothing(family: st
     assert [wait.place for wait in waits if Path(wait.file).is_relative_to(HOME)] == []
     assert ("torch_varlen" in kernels) == (family not in WITHOUT_VARLEN)
     check_low_precision(case.exact, case.plain, result, without_zeros(found))
+
+
+@pytest.mark.parametrize("family", families())
+def test_a_tree_is_as_close_to_float32_as_its_samples_alone_and_waits_for_nothing(family: str) -> None:
+    check_step(family, "plain", "tree")
+
+
+@pytest.mark.parametrize("layout", ["padded", "row"])
+@pytest.mark.parametrize("way", ["plain", *slow("checkpointed")])
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", *slow(*(name for name in EIGHT if name != "qwen3_vl_moe"))])
+def test_so_is_a_batch_or_a_row(family: str, way: str, layout: str) -> None:
+    check_step(family, way, layout)

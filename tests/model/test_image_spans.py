@@ -1,5 +1,5 @@
-"""Image tokens that see later ones of their image, in the layers and windows of the model's own code. The families
-themselves are in the matrices of the full tier."""
+"""Image tokens that see later ones of their image, in the layers and windows of the model's own code. (Packed
+equals alone: `test_equality.py`.)"""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from equality import alone_through, check_gradients, check_outputs, check_work, gradients, limits_of
+from cases import slow
+from equality import alone_through, check_outputs, check_packed, limits_of
 from parts import parts_of
-from tiers import full
 from transformers.models.gemma3 import modeling_gemma3
 
 from vlmpack.attention.spans import SpanCall, Spans
@@ -23,12 +23,12 @@ from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms.attention import RowAttention, layer_reaches, spans_in
 from vlmpack.model.mechanisms.stock import check_spans
-from vlmpack.model.prefix_tree_row import PrefixTreeRow
+from vlmpack.model.row import PrefixTreeRow
 from vlmpack.testing import mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import sample_like
 
-pytestmark = pytest.mark.every_family
-each_family = pytest.mark.parametrize("family", ["gemma3", "gemma4", *full("gemma4_unified")])
+pytestmark = pytest.mark.chosen
+each_family = pytest.mark.parametrize("family", ["gemma3", "gemma4", *slow("gemma4_unified")])
 
 
 def fresh(family: str, **sizes: Any) -> Any:
@@ -41,22 +41,7 @@ def truth(family: str) -> Any:
     return alone_through(model, mixed_samples(model.config, seed=5, kinds=("image", "text", "image"), side=(2, 3)))
 
 
-def check_packed(family: str, own: Any, model: Any) -> None:
-    row = pack(padded(own.samples), rule=SlotRule(multiple=4))
-    result = PackedStep(model)(row, logits=True)
-    result.loss.backward()
-    check_outputs(own, result, limits_of(family))
-    check_gradients(own, gradients(model), limits_of(family))
-    check_work(own, result, 4, model.config)
-
-
 @each_family
-def test_packed_equals_alone(family: str) -> None:
-    check_packed(family, truth(family), fresh(family))
-
-
-@each_family
-@pytest.mark.each_value
 @pytest.mark.parametrize("breakage", ["dropped", "in every layer", "over samples before", "within the window"])
 def test_the_comparison_sees_spans_that_are(breakage: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own, cut = truth(family), Spans.cut
@@ -77,10 +62,10 @@ def test_the_comparison_sees_spans_that_are(breakage: str, family: str, monkeypa
         monkeypatch.setattr(Spans, "cut", wide)
     is_there = {"gemma3": ("in every layer", "within the window"), "gemma4": ("within the window",)}
     if breakage in is_there.get(family, ("in every layer",)):  # which is where they are
-        check_packed(family, own, fresh(family))
+        check_packed(own, fresh(family))
         return
     with pytest.raises(AssertionError):
-        check_packed(family, own, fresh(family))
+        check_packed(own, fresh(family))
 
 
 def test_images_without_text_between_are_one_run_as_in_the_models_own_code() -> None:
@@ -95,7 +80,7 @@ def test_images_without_text_between_are_one_run_as_in_the_models_own_code() -> 
     joined["labels"] = joined["input_ids"].clone()
     assert len(media_runs(joined["token_type_ids"].numpy())) == 1 < len(sample["pixel_values"])
     own = alone_through(model, [joined, *truth("gemma3").samples[1:]])
-    check_packed("gemma3", own, fresh("gemma3"))
+    check_packed(own, fresh("gemma3"))
 
 
 @pytest.mark.full
@@ -106,7 +91,7 @@ def test_layers_that_share_keys_and_values_and_checkpointing() -> None:
     own = alone_through(model, truth("gemma4").samples)
     checkpointed = fresh("gemma4", layers=4)
     checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    check_packed("gemma4", own, checkpointed)
+    check_packed(own, checkpointed)
 
 
 def test_a_gemma_4_without_spans_has_none() -> None:

@@ -6,17 +6,19 @@ import warnings
 
 import pytest
 import torch
-from tiers import tiers
+from cases import families, slow
 
 from vlmpack.families.registry import FAMILIES
-from vlmpack.model import enable_packing
+from vlmpack.layout import SlotRule, pack
+from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.model.backbone import pack_backbone
 from vlmpack.testing import alone, mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import random_sample, word_ids
 
 BEGINNINGS = ("qwen3_vl", "qwen2_5_omni_thinker", "llava", "gemma3", "qwen3")
 """One family of each order of the first arguments."""
-FEW = [name for name in ("qwen3_vl", "qwen3_moe", "llava", "gemma3_text", "lfm2", "qwen3_5") if name in FAMILIES]
+FEW = ["qwen3_vl", "lfm2", *slow("qwen3_moe", "llava", "gemma3_text", "qwen3_5")]
+pytestmark = pytest.mark.chosen
 
 
 @functools.cache
@@ -81,8 +83,7 @@ def same(ours, theirs):
 # ---------------------------------------------------------------------- what is given
 
 
-@pytest.mark.every_family
-@pytest.mark.parametrize("family", tiers(FAMILIES, BEGINNINGS))
+@pytest.mark.parametrize("family", families(always=BEGINNINGS))
 def test_positional_arguments_are_those_of_the_models_own_signature(family):
     """`model(ids, pixels, mask)`: 20 of 52 families have another order than Qwen."""
     inputs = inputs_of(family)
@@ -191,9 +192,74 @@ WAYS = {
 }
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3", "gemma3_text", "llava"])
+@pytest.mark.parametrize(
+    ("family", "way"), [*(("qwen3_vl", way) for way in WAYS), *(("qwen3_5", way) for way in ("greedy", "with scores"))]
+)
 def test_generation_is_that_of_the_plain_model(family, way):
     ours, theirs = (model.generate(**prompt_of(family), **WAYS[way]) for model in (enabled(family), plain(family)))
     assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("family", families())
+def test_greedy_generation_is_that_of_the_plain_model_in_every_family(family):
+    """In train mode too, in which nothing is packed either."""
+    for training in (False, True):
+        ours, theirs = (m.train(training).generate(**prompt_of(family)) for m in (enabled(family), plain(family)))
+        for model in (enabled(family), plain(family)):
+            model.eval()
+        assert same(ours, theirs)
+
+
+# ---------------------------------------------------------------------- test generation
+#
+# What happens between two training steps, generation above all: neither changes the other.
+
+
+BETWEEN = ["qwen3_vl_moe", "qwen3_5", *slow("qwen2_5_vl", "lfm2_vl", "gemma3", "gpt_oss")]
+
+
+@pytest.mark.parametrize("ways", [{}, {"use_cache": False}], ids=["cache", "no cache"])
+@pytest.mark.parametrize("family", BETWEEN)
+def test_generation_from_a_left_padded_batch_between_two_steps(family, ways):
+    """Caches, recurrent states and MRoPE deltas of generation stay its own; rows leave none behind."""
+    untouched = tiny_model(family, layers=2)
+    model = enable_packing(tiny_model(family, layers=2), StepConfig(slots=SlotRule(multiple=4)))
+    samples = mixed_samples(model.config, seed=2)
+    prompts = padded(samples, "left", metadata=False).to_hf()
+    del prompts["labels"]
+
+    def generated(source):
+        words = {"max_new_tokens": 4, "do_sample": False, "suppress_tokens": [*range(word_ids(model.config).start)]}
+        return source.eval().generate(**prompts, **words, **ways)
+
+    def trained():
+        model.train().zero_grad()
+        loss = model(**padded(samples).to_hf()).loss
+        loss.backward()
+        return loss, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    loss, gradients = trained()
+    found = generated(model)
+    assert torch.equal(found, generated(untouched))
+    assert found.shape == (4, prompts["input_ids"].shape[1] + 4)
+    loss_after, gradients_after = trained()
+    assert torch.equal(loss_after, loss)
+    assert all(map(torch.equal, gradients_after, gradients))
+
+
+@pytest.mark.parametrize("family", BETWEEN)
+def test_a_row_whose_log_probabilities_were_computed_in_inference_mode_can_be_trained_on(family):
+    """A reference's, for DPO or GRPO: what a row keeps of its boundaries on a device must not be inference tensors."""
+    model = tiny_model(family, layers=2)
+    step = PackedStep(model)
+    batch = padded(mixed_samples(model.config, seed=2))
+    row = pack(batch, rule=SlotRule(multiple=4))
+    with torch.inference_mode():
+        reference = step(row)
+    trained = step(row)
+    trained.loss.backward()
+    assert torch.equal(trained.target_logprobs, reference.target_logprobs)
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    step(pack(batch, rule=SlotRule(multiple=4))).loss.backward()
+    assert all(map(torch.equal, found, [p.grad for p in model.parameters() if p.grad is not None]))

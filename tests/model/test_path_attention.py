@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from vlmpack.attention.backends import BACKENDS
 from vlmpack.layout import PrefixTree, Segments
 from vlmpack.machine import LiveBytes
-from vlmpack.model.path_attention import attend_along_paths
+from vlmpack.model.row import attend_along_paths
 
 HEADS, KV_HEADS, DIM = 6, 2, 10
 TREE = PrefixTree(

@@ -1,5 +1,5 @@
 """PaliGemma's prefixes: prompt and images see each other in both directions, as the batch says, and answers do not.
-The family itself is in the matrices of the full tier."""
+(Packed equals alone: `test_equality.py`.)"""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+from cases import slow
 from chats import needs, picture
-from equality import alone_through, check_gradients, check_outputs, check_work, gradients, limits_of
+from equality import alone_through, check_outputs, check_packed, gradients, limits_of
 from parts import parts_of
-from tiers import full
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -30,7 +30,7 @@ from vlmpack.testing import alone, mixed_samples, padded, tiny_config, tiny_mode
 from vlmpack.testing.samples import sample_like
 
 pytestmark = [
-    pytest.mark.every_family,
+    pytest.mark.chosen,
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # transformers' own
     needs("paligemma"),
 ]
@@ -63,16 +63,6 @@ def truth(text_type: str = "gemma2") -> Any:
     return alone_through(model, mixed_samples(model.config, seed=5, kinds=("image", "text", "images"), text=(3, 12)))
 
 
-def check_packed(model: Any, own: Any = None, inputs: Any = None) -> None:
-    own = truth() if own is None else own
-    slots = SlotRule(multiple=4)
-    result = PackedStep(model)(pack(padded(own.samples), rule=slots) if inputs is None else inputs, logits=True)
-    result.loss.backward()
-    check_outputs(own, result, LIMITS)
-    check_gradients(own, gradients(model), LIMITS)
-    check_work(own, result, 4, model.config)
-
-
 @pytest.mark.parametrize("text_type", ["gemma", "gemma2"])
 def test_packed_equals_alone(text_type: str) -> None:
     own, model = truth(text_type), fresh(text_type)
@@ -82,10 +72,9 @@ def test_packed_equals_alone(text_type: str) -> None:
     assert all(0 < column.sum() < len(column) for column in columns)
     assert max((column == 0).sum() for column in columns) > 2 * 5
     assert model.model.language_model.layers[0].self_attn.is_causal is False  # its own code always passes a mask
-    check_packed(model, own)
+    check_packed(own, model, limits=LIMITS)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("breakage", ["dropped", "in the window alone", "over samples before"])
 def test_the_comparison_sees_prefixes_that_are(breakage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own, cut, spans_of = truth(), Spans.cut, cast(Any, RowAttention.spans_of)
@@ -103,7 +92,7 @@ def test_the_comparison_sees_prefixes_that_are(breakage: str, monkeypatch: pytes
     else:
         monkeypatch.setattr(Spans, "cut", wide)
     with pytest.raises(AssertionError):
-        check_packed(fresh(), own)
+        check_packed(own, fresh(), limits=LIMITS)
 
 
 # ---------------------------------------------------------------------- the descriptor
@@ -171,7 +160,7 @@ def test_a_sample_may_be_all_prefix_or_all_suffix() -> None:
         third,
     ]
     own = alone_through(fresh(), samples)
-    check_packed(fresh(), own)
+    check_packed(own, fresh(), limits=LIMITS)
 
 
 def test_prefixes_of_the_metadata_are_compared_on_a_device() -> None:
@@ -219,7 +208,7 @@ def features() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("layout", ["padded", *full("packed")])
+@pytest.mark.parametrize("layout", ["padded", *slow("packed")])
 def test_collated_samples_are_trained_as_alone(layout: Any) -> None:
     processor = tiny_processor("paligemma")
     model, packed = (tiny_model("paligemma", seed=3, layers=2, processor=processor) for _ in range(2))

@@ -79,7 +79,6 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_a_step_on_two_ranks_is_that_of_all_samples_alone(folder, case):
     """Gradients are the mean over the ranks; targets were counted over both."""

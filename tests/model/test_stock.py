@@ -20,13 +20,13 @@ from vlmpack.families.text import capped_logits, divided_logits, multiplied_logi
 from vlmpack.layout import pack
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms.attention import layer_reaches, with_chunk
-from vlmpack.model.mechanisms.stock import MaskFunction, check_logits, check_positions
+from vlmpack.model.mechanisms.stock import MaskFunction, check_logits, check_text_positions
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
+pytestmark = pytest.mark.chosen
 WINDOWS = {"gemma2": [5, None, 5], "mistral": [5, 5, 5], "qwen3": [None, None, None], "qwen3_5": [None]}
 
 
-@pytest.mark.every_family
 @pytest.mark.parametrize(("name", "windows"), WINDOWS.items())
 def test_the_window_of_every_attention_layer_is_measured_and_compared(name: str, windows: list[int | None]) -> None:
     model = tiny_model(name, layers=3)
@@ -79,7 +79,6 @@ def test_masks_of_another_kind_are_refused(mask: MaskFunction, monkeypatch: pyte
         enable_packing(tiny_model("llama", layers=1))
 
 
-@pytest.mark.every_family
 @pytest.mark.parametrize("name", [name for name in ("llama4_text", "gemma3_text") if name in FAMILIES])
 def test_a_mask_is_measured_on_the_host_wherever_the_model_lies(name: str) -> None:
     """Masks of chunks hold a tensor of the padding, which is on the device of the embeddings."""
@@ -116,7 +115,6 @@ RULES = {
 }
 
 
-@pytest.mark.every_family
 @pytest.mark.parametrize(("name", "rule"), RULES.items())
 def test_what_a_model_does_to_its_logits_is_in_its_descriptor(name: str, rule: Any) -> None:
     parts = parts_of(tiny_model(name, layers=1))
@@ -160,7 +158,7 @@ def test_a_model_that_transformers_itself_cannot_run_is_refused(monkeypatch: pyt
 
 def test_positions_that_do_not_count_from_0_are_refused() -> None:
     model = tiny_model("llama", layers=2)
-    check_positions(parts_of(model))
+    check_text_positions(parts_of(model))
     plain = type(model.model).forward
     model.model.__class__ = type(
         "Later",
@@ -172,19 +170,18 @@ def test_positions_that_do_not_count_from_0_are_refused() -> None:
         },
     )
     with pytest.raises(FamilyError, match=r"layer 0 .* gets positions \[1, 2, 3, 4, 5\]"):
-        check_positions(parts_of(model))
+        check_text_positions(parts_of(model))
 
 
 # ---------------------------------------------------------------------- the model itself
 
 
-@pytest.mark.every_family
 @pytest.mark.parametrize("name", ["qwen3_moe", "gemma2"])
 def test_a_model_is_compared_without_being_changed(name: str) -> None:
     parts = parts_of(tiny_model(name, layers=2))
     state = [(vars(module).copy(), *map(dict, _hooks(module))) for module in parts.core.modules()]
     check_logits(parts)
-    check_positions(parts)
+    check_text_positions(parts)
     layer_reaches(parts, again=True)
     assert [(vars(module), *map(dict, _hooks(module))) for module in parts.core.modules()] == state
 
@@ -202,7 +199,6 @@ def test_the_first_row_of_a_model_has_router_statistics() -> None:
     assert counts.sum() == 2 * row.segments.num_tokens * model.config.text_config.num_experts_per_tok
 
 
-@pytest.mark.every_family
 @pytest.mark.parametrize(("family", "setting"), [("gemma2", "sliding_window"), ("llama4_text", "attention_chunk_size")])
 def test_masks_that_are_changed_after_packing_was_enabled_are_seen(family: str, setting: str) -> None:
     """Gemma's layers pass the window that they were made with, and Llama 4's pass no chunk: neither shows it."""

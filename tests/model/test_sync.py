@@ -5,8 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tiers import full, tiers
-from waiting import waits_are_errors
+from cases import families, slow
 
 import vlmpack
 from vlmpack.families.registry import FAMILIES
@@ -27,10 +26,8 @@ def ours(waits: list[HostSync]) -> list[str]:
     return [wait.place for wait in waits if Path(wait.file).is_relative_to(HOME)]
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("more", ["nothing more", "positions and restarts"])
-@pytest.mark.parametrize("given", ["padded", "row"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("given", "more"), [("padded", "positions and restarts"), ("row", "nothing more")])
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen2_5_vl", "qwen3", *slow("qwen3_vl_moe", "qwen4_exp")])
 def test_no_wait_in_a_whole_step(family, given, more):
     model = enable_packing(tiny_model(family, layers=3), StepConfig(slots=SlotRule(multiple=4)))
     kinds = ("image", "text", "images", "video") if family in VISION else ("text",) * 3
@@ -49,12 +46,12 @@ def test_no_wait_in_a_whole_step(family, given, more):
 
 READ_SIZES = ("qwen2_5_omni_thinker", "glm_ocr", "mistral3", "minicpmv4_6")
 """Families whose own code reads kinds of tokens, or sizes of images, on the host."""
-WITH_VISION = tiers([name for name, family in FAMILIES.items() if family.has_vision], READ_SIZES)
+WITH_VISION = families(lambda family: family.has_vision, always=READ_SIZES)
+pytestmark = pytest.mark.chosen
 
 
-@pytest.mark.every_family
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
-@pytest.mark.parametrize("checkpointed", [False, *full(True)], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("checkpointed", [False, *slow(True)], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("family", WITH_VISION)
 def test_no_medium_is_waited_for(family, checkpointed):
     """Several images, videos and audios: whatever the family takes."""
@@ -68,7 +65,6 @@ def test_no_medium_is_waited_for(family, checkpointed):
     assert ours(waits) == []
 
 
-@pytest.mark.every_family
 @pytest.mark.parametrize("family", WITH_VISION)
 def test_a_tower_calls_attention_as_often_for_many_images_as_for_one(family):
     """One call of each of its layers, by the back-end that was chosen."""
@@ -87,15 +83,6 @@ def test_a_tower_calls_attention_as_often_for_many_images_as_for_one(family):
             PackedStep(model)(padded(mixed_samples(model.config, kinds=kinds)))
         assert sum(vision is not None for vision in calls) == len(layers)
         calls.clear()
-
-
-@pytest.mark.parametrize("backend", ["sdpa_segments", "eager_mask"])
-def test_no_wait_in_any_attention(backend):
-    model = enable_packing(tiny_model("qwen3"), StepConfig(attention=backend, slots=SlotRule(multiple=4)))
-    batch = padded(mixed_samples(model.config, kinds=("text",) * 3))
-    with recorded_syncs(CPU) as waits:
-        model(**batch.to_hf(), num_items_in_batch=7).loss.backward()
-    assert waits == []
 
 
 def positions_and_restarts(model, row, shape):
@@ -121,14 +108,3 @@ def test_the_counter_sees_our_own_waits():
         model(**batch.to_hf())
     assert ours(waits)
     disable_packing(model)
-
-
-@pytest.mark.gpu
-@pytest.mark.full
-def test_no_wait_on_a_gpu():
-    model = enable_packing(tiny_model("qwen3_vl", head_dim=64, hidden=256, dtype=torch.bfloat16).cuda())
-    batch = padded(mixed_samples(model.config, kinds=("text", "text", "text")))
-    inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.to_hf().items()}
-    model(**inputs, num_items_in_batch=7).loss.backward()
-    with waits_are_errors():
-        model(**inputs, num_items_in_batch=7).loss.backward()

@@ -1,5 +1,5 @@
 """What text models beside Qwen's bring with them, each mechanism once: windows, softcaps, sinks, latent attention, what
-follows the head, routers with a bias. The families themselves are in the matrices of the full tier."""
+follows the head, routers with a bias (packed equals alone: `test_equality.py`)."""
 
 from __future__ import annotations
 
@@ -8,27 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from equality import alone_through, check_gradients, check_outputs, check_work, gradients, limits_of, poisoned
+from equality import alone_through, check_packed
 from moe import decoder_layers, router_of
 
 from vlmpack.attention.patterns import Pattern
 from vlmpack.errors import BackendError, FamilyError
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import SlotRule, pack
-from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
+from vlmpack.layout import pack
+from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.model.mechanisms import attention
-from vlmpack.model.mechanisms.expert_choice import ByProbability
+from vlmpack.model.mechanisms.experts import ByProbability
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
-pytestmark = pytest.mark.every_family
-MECHANISMS = {
-    "mistral": "a window in every layer",
-    "gemma2": "windows in every other layer, softcaps of scores and of logits",
-    "deepseek_v3": "values narrower than keys, routers with a bias",
-    "gpt_oss": "sinks, blocks of experts that return a tuple",
-    "cohere2": "a factor behind the head",
-}
-each_mechanism = pytest.mark.parametrize("family", MECHANISMS)
+pytestmark = pytest.mark.chosen
 
 
 def fresh(family: str) -> Any:
@@ -39,27 +31,6 @@ def fresh(family: str) -> Any:
 def truth(family: str) -> Any:
     model = fresh(family)
     return alone_through(model, mixed_samples(model.config, seed=5, kinds=("text",) * 3, text=(4, 15)))
-
-
-def packed(family: str, backend: str = "auto", **settings: Any) -> Any:
-    """One step on a row with poison in its gaps, compared with its samples alone."""
-    own, limits, model = truth(family), limits_of(family), fresh(family)
-    row = pack(padded(own.samples), rule=SlotRule(multiple=8), pad_token_id=17)
-    step = PackedStep(model, StepConfig(attention=backend))
-    with poisoned(model, row.segments) as poison:
-        result = step(row, logits=True, **settings)
-        result.loss.backward()
-    assert sum(poison) > 0
-    check_outputs(own, result, limits)
-    check_gradients(own, gradients(model), limits)
-    check_work(own, result, 8, model.config)
-    return result
-
-
-@each_mechanism
-@pytest.mark.parametrize("backend", ["auto", "eager_mask"])
-def test_packed_equals_alone(family: str, backend: str) -> None:
-    packed(family, backend)
 
 
 def ignored(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
@@ -79,7 +50,7 @@ def test_the_comparison_sees_each_part_of_a_pattern(family: str, part: str, monk
     truth(family)
     ignored(monkeypatch, part)
     with pytest.raises(AssertionError):
-        packed(family)
+        check_packed(truth(family), fresh(family))
 
 
 def test_the_comparison_sees_what_follows_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +58,7 @@ def test_the_comparison_sees_what_follows_the_head(monkeypatch: pytest.MonkeyPat
         truth(family)
         monkeypatch.setattr(type(FAMILIES[family]), "to_logits", lambda self, model: self.head(model))
         with pytest.raises(AssertionError):
-            packed(family)
+            check_packed(truth(family), fresh(family))
 
 
 # ---------------------------------------------------------------------- what a layer passes
@@ -136,19 +107,6 @@ def test_counts_of_experts_are_what_a_router_with_a_bias_chose(family: str) -> N
 def test_the_router_of_deepseek_v3_chooses_among_groups() -> None:
     config = tiny_model("deepseek_v3", layers=1, experts=8).config
     assert (config.n_group, config.topk_group) == (2, 1)
-
-
-# ---------------------------------------------------------------------- generation, and back
-
-
-@each_mechanism
-def test_generation_is_that_of_the_unmodified_model(family: str) -> None:
-    model = fresh(family).eval()
-    ids = truth(family).samples[0]["input_ids"][None]
-    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
-    plain = model.generate(ids, **call)
-    assert torch.equal(enable_packing(model).generate(ids, **call), plain)
-    assert torch.equal(disable_packing(model).generate(ids, **call), plain)
 
 
 def test_frequencies_that_change_with_the_longest_sample_are_refused() -> None:

@@ -20,10 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*tp_group is None:DeprecationWa
 
 LENGTHS = (7, 3, 11, 5)
 EXPERTS = 4
-RULES = {
-    "no padding": SlotRule(),
-    "slots and a tail": SlotRule(multiple=4, row_multiple=20, tail_in_slot=True),
-}
+RULES = {"no padding": SlotRule(), "slots and a tail": SlotRule(multiple=4, row_multiple=20, tail_in_slot=True)}
 CLOSE: Any = {"atol": 2e-6, "rtol": 1e-4}
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from copy import deepcopy
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -21,17 +20,12 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancin
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout import IGNORE, PaddedBatch, Segments, SlotRule, pack, roll_left
 from vlmpack.layout.device import nothing_on_host
-from vlmpack.model import ThdInputs, ThdStep, masked_router_losses
+from vlmpack.model import ThdStep, masked_router_losses
 from vlmpack.probing.host_syncs import recorded_syncs
-from vlmpack.testing import alone, mixed_samples, padded, tiny_model
+from vlmpack.testing import mixed_samples, padded, tiny_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "thd_model.py"
 GAPS = SlotRule(multiple=8, row_multiple=48)
-RULES = {
-    "no padding": SlotRule(),
-    "slots and a tail": GAPS,
-    "a tail in the last slot": SlotRule(pad_to=256, tail_in_slot=True),
-}
 CLOSE: Any = {"atol": 2e-5, "rtol": 1e-4}
 
 
@@ -61,112 +55,7 @@ def samples(reference: Any) -> list[Any]:
     return mixed_samples(reference.config, seed=1, kinds=("image", "text", "images", "text"))
 
 
-class Outcome(SimpleNamespace):
-    """Logits [L, V] and positions [3, L] of each sample; losses of samples and routers; gradients by name."""
-
-
-def outcome_alone(reference: Any, samples: list[Any]) -> Outcome:
-    """Each sample through the Hugging Face model by itself; their losses, summed, over all targets."""
-    model, config = deepcopy(reference), reference.config.text_config
-    outputs = [model(**alone(sample), output_router_logits=True) for sample in samples]
-    targets = [int((sample["labels"][1:] != IGNORE).sum()) for sample in samples]
-    losses = [
-        F.cross_entropy(output.logits[0, :-1], sample["labels"][1:], reduction="mean")
-        for output, sample in zip(outputs, samples, strict=True)
-    ]
-    layers = tuple(torch.cat(layer) for layer in zip(*(output.router_logits for output in outputs), strict=True))
-    balance = load_balancing_loss_func(layers, config.num_experts, config.num_experts_per_tok)
-    mean = sum(loss * count for loss, count in zip(losses, targets, strict=True)) / sum(targets)
-    loss = mean + config.router_aux_loss_coef * balance
-    loss.backward()
-    return Outcome(
-        logits=[output.logits[0] for output in outputs],
-        positions=[positions_alone(model, sample) for sample in samples],
-        losses=torch.stack(losses),
-        aux_loss=config.router_aux_loss_coef * balance,
-        loss=loss,
-        gradients=gradients_of(model),
-    )
-
-
-def positions_alone(model: Any, sample: Any) -> torch.Tensor:
-    inputs = alone(sample)
-    media = {name: inputs[name] for name in ("image_grid_thw", "mm_token_type_ids") if name in inputs}
-    types = media.pop("mm_token_type_ids", torch.zeros_like(inputs["input_ids"]))
-    return model.model.get_rope_index(inputs["input_ids"], mm_token_type_ids=types, **media)[0][:, 0]
-
-
-def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-def outcome_packed(
-    example: Any, reference: Any, batch: Any, rule: SlotRule, changed: Mapping[str, Callable[[Any], Any]] | None = None
-) -> Outcome:
-    """The same of the example's model on one row; `changed` replaces arguments on their way to the model."""
-    model = example.ThdQwen3VLMoe(deepcopy(reference))
-    text, used, attended = model.model.language_model, [], []
-    text.rotary_emb.register_forward_hook(lambda _, args, __: used.append(args[1]))
-    text.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, args: attended.append(args[0]))
-    step = ThdStep(model, slots=rule, config=reference.config)
-    inputs = step.inputs(batch)
-    arguments = {**inputs.arguments}
-    for name, change in (changed or {}).items():
-        arguments[name] = change(arguments)
-    output = model(**arguments)
-    result = step.result(output, inputs)
-    result.loss.backward()
-    spans = inputs.row.segments.spans[: inputs.row.segments.num_samples]
-    assert result.row_logits is not None
-    return Outcome(
-        logits=[result.row_logits[0, start:stop] for start, stop in spans],
-        positions=[used[0][:, 0, start:stop] for start, stop in spans],
-        handed=positions_of(step, inputs),
-        on_padding=attended[0][inputs.row.moe_padding_mask],
-        losses=result.sample_losses,
-        aux_loss=output["aux_loss"],
-        loss=result.loss,
-        gradients=gradients_of(model),
-        result=result,
-    )
-
-
-def positions_of(step: ThdStep, inputs: ThdInputs) -> list[torch.Tensor]:
-    """What a model with a parameter `position_ids` would be handed."""
-    positions = step.positions(inputs.row)
-    assert positions is not None
-    return [positions[:, 0, start:stop] for start, stop in inputs.row.segments.spans[: inputs.row.segments.num_samples]]
-
-
-def check_equal(packed: Outcome, expected: Outcome) -> None:
-    assert not packed.on_padding.any(), "padding behind a sample attends, which no real token shows"
-    for name in ("positions", "handed"):
-        assert all(map(torch.equal, vars(packed)[name], expected.positions)), name
-    for mine, own in zip(packed.logits, expected.logits, strict=True):
-        torch.testing.assert_close(mine, own, **CLOSE)
-    torch.testing.assert_close(packed.losses, expected.losses, **CLOSE)
-    torch.testing.assert_close(packed.aux_loss, expected.aux_loss, **CLOSE)
-    torch.testing.assert_close(packed.loss, expected.loss, **CLOSE)
-    assert packed.gradients.keys() == expected.gradients.keys()
-    for name, gradient in expected.gradients.items():
-        error = (packed.gradients[name] - gradient).norm() / gradient.norm().clamp(min=1e-6)
-        assert error < 1e-4, name
-
-
 # ---------------------------------------------------------------------- packed == alone
-
-
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_a_packed_row_gives_each_sample_what_it_has_alone(
-    example: Any, reference: Any, samples: list[Any], rule: SlotRule
-) -> None:
-    packed = outcome_packed(example, reference, padded(samples), rule)
-    check_equal(packed, outcome_alone(reference, samples))
-    work, lengths = packed.result.work, [len(sample["input_ids"]) for sample in samples]
-    assert work.real_tokens == sum(lengths)
-    assert work.physical_tokens == packed.result.segments.total
-    assert work.attended_pairs == sum(n * (n + 1) // 2 for n in lengths)
-    assert work.vision_patches == sum(len(sample.get("pixel_values", ())) for sample in samples)
 
 
 FORMS: dict[str, Callable[[list[Any]], Any]] = {
@@ -187,33 +76,6 @@ def test_every_form_of_a_batch_gives_the_same_losses(
     result = step(form(samples))
     assert torch.equal(result.sample_losses, expected.sample_losses)
     assert torch.equal(result.loss, expected.loss)
-
-
-def as_one_sample(arguments: Any) -> torch.Tensor:
-    """Boundaries of the whole row, as if it held one sample."""
-    return arguments["rope_cu_seqlens"][[0, -1]]
-
-
-def without_gaps(arguments: Any) -> torch.Tensor:
-    return torch.zeros_like(arguments["moe_padding_mask"])
-
-
-BROKEN: dict[str, Callable[[Any], Any]] = {
-    "cu_seqlens_q": lambda arguments: arguments["cu_seqlens_q_padded"],
-    "cu_seqlens_q_padded": lambda arguments: arguments["cu_seqlens_q"],
-    "rope_cu_seqlens": as_one_sample,
-    "moe_padding_mask": without_gaps,
-    "image_grid_thw": lambda arguments: arguments["image_grid_thw"].flip(0),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_the_comparison_fails_without_any_one_of_the_names(
-    example: Any, reference: Any, samples: list[Any], name: str
-) -> None:
-    expected = outcome_alone(reference, samples)
-    with pytest.raises((AssertionError, RuntimeError, ValueError)):  # or the model itself refuses it
-        check_equal(outcome_packed(example, reference, padded(samples), GAPS, {name: BROKEN[name]}), expected)
 
 
 # ---------------------------------------------------------------------- what is handed over

@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from equality import alone_through, by_sample, check_gradients, check_outputs, gradients, limits_of
+from cases import slow
+from equality import alone_through, by_sample, check_packed, gradients
 from moe import decoder_layers
-from tiers import full
 
 from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families import Family
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import SlotRule, pack
+from vlmpack.layout import SlotRule
 from vlmpack.model import PackedStep, StepConfig, enable_packing
-from vlmpack.model.mechanisms.expert_choice import ByGroup, ByProbability
+from vlmpack.model.mechanisms.experts import ByGroup, ByProbability
 from vlmpack.probing import probe
 from vlmpack.testing import Sample, build_sample, mixed_samples, padded, tiny_model
 
 KIMI, OCR, ERNIE = "kimi_k25", "deepseek_ocr2", "ernie4_5_vl_moe"
 pytestmark = [
-    pytest.mark.every_family,
+    pytest.mark.chosen,
     pytest.mark.skipif(KIMI not in FAMILIES, reason="transformers of this version is older than these families"),
 ]
 KINDS = ("text", "image", "images", "text")
@@ -91,12 +91,7 @@ def truth() -> Any:
 
 def ernie(**inputs: Any) -> Any:
     """A row with gaps, compared with its samples alone."""
-    model, row = fresh(ERNIE), pack(padded(samples_of(ERNIE)), rule=GAPS, pad_token_id=17)
-    result = PackedStep(model)(row, logits=True, **inputs)
-    result.loss.backward()
-    check_outputs(truth(), result, limits_of(ERNIE))
-    check_gradients(truth(), gradients(model), limits_of(ERNIE))
-    return result
+    return check_packed(truth(), fresh(ERNIE), **inputs)
 
 
 def as_text(self: Family, input_ids: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
@@ -109,7 +104,7 @@ def without_ends(self: Family, input_ids: torch.Tensor, config: Any) -> dict[str
     return {self.expert_types: self.media_types(input_ids, config)}
 
 
-@pytest.mark.parametrize("broken", [without_ends, *full(as_text)])
+@pytest.mark.parametrize("broken", [without_ends, *slow(as_text)])
 def test_the_comparison_sees_tokens_that_are_sent_to_experts_of_the_other_kind(
     broken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -200,7 +200,7 @@ def frames_of_a_video_are_at_one_time(original, videos, seconds, vision, **setti
     return replace(original(videos, seconds, vision, **settings), interval=np.zeros(len(videos.grids), np.float32))
 
 
-@breaks("vlmpack.model.mechanisms.query_scale.QueryScale.prepare", tests="model -k 'scale or llama4'")
+@breaks("vlmpack.model.mechanisms.llama4.QueryScale.prepare", tests="model -k 'scale or llama4'")
 def queries_are_scaled_by_their_place_in_the_row(original, mechanism, setup):
     return torch.zeros_like(original(mechanism, setup))
 
@@ -288,7 +288,7 @@ def a_sample_counts_its_neighbors_tokens(original, logits, config, *, sample_R, 
     return original(logits, config, sample_R=(sample_R + 1) % samples, samples=samples)
 
 
-@breaks("vlmpack.model.prefix_tree_row.PrefixTreeRow.for_each_sample", tests="model -k 'tree or shared'")
+@breaks("vlmpack.model.row.PrefixTreeRow.for_each_sample", tests="model -k 'tree or shared'")
 def a_shared_token_is_routed_once_for_all_its_samples(original, part, tokens):
     return tokens
 
@@ -308,7 +308,7 @@ def shared_tokens_are_taken_from_the_last_sample(original, tree):
     return source
 
 
-@breaks("vlmpack.model.prefix_tree_row.PrefixTreeRow.gather_targets", tests=EQUAL)
+@breaks("vlmpack.model.row.PrefixTreeRow.gather_targets", tests=EQUAL)
 def a_shared_target_counts_once(original, part, scores, targets):
     counted = original(part, scores, targets)
     first = torch.zeros_like(counted).index_fill(0, torch.unique(targets.entries), 1)
@@ -325,7 +325,7 @@ def different_images_are_taken_for_one(original, blocks):
     return [0] * len(blocks)
 
 
-@breaks("vlmpack.model.path_attention._added_up", tests=f"model {EQUAL} -k 'path or tree or shared'")
+@breaks("vlmpack.model.row._added_up", tests=f"model {EQUAL} -k 'path or tree or shared'")
 def gradients_of_shared_keys_are_those_of_one_branch(original, gradients, index, rows):
     return gradients.new_zeros(rows, *gradients.shape[1:]).index_copy(0, index, gradients)
 

@@ -9,20 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import full, tiers
+from cases import slow
 
-from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PackedRow, Segments, media_units
 from vlmpack.layout.segments import ranges
-from vlmpack.model import path_attention, prefix_tree_row
+from vlmpack.model import row as row_module
 from vlmpack.model.mechanisms import gated_delta
 from vlmpack.model.mechanisms.gated_delta_tree import HandedState
 from vlmpack.model.mechanisms.vision import VisionRow
-from vlmpack.model.prefix_tree_row import PrefixTreeRow
+from vlmpack.model.row import PrefixTreeRow
 from vlmpack.probing import forward_passes, probe
+from vlmpack.probing.checks import tree_checks
 from vlmpack.probing.report import Check, causes_of
 from vlmpack.probing.run import _setup, preserved_state
-from vlmpack.probing.tree_checks import tree_checks
 from vlmpack.testing import branches_of, tiny_model
 
 pytestmark = pytest.mark.usefixtures("shared_references")
@@ -39,31 +38,6 @@ def checks_of(family: str) -> list[Check]:
 
 def bad(checks: list[Check]) -> set[str]:
     return {check.name.removeprefix("tree: ") for check in checks if check.is_bad}
-
-
-# ---------------------------------------------------------------------- as it is
-
-
-@pytest.mark.every_family
-@pytest.mark.parametrize(
-    "family",
-    tiers(sorted(FAMILIES), ["mistral", "qwen3_5_moe"], [name for at, name in enumerate(sorted(FAMILIES)) if at % 3]),
-)
-def test_every_family_is_exact(family: str) -> None:
-    checks = checks_of(family)
-    assert [check for check in checks if check.is_bad] == []
-    ok = {check.name.removeprefix("tree: ") for check in checks if check.finding == "ok"}
-    assert ok >= {"logits", "loss", "sample losses", "packing", "positions", "mask", "loss count", "head", "tokens"}
-    mechanisms = {
-        "conv taps": ("gated_delta", "short_conv"),
-        "recurrent state": ("gated_delta",),
-        "router": ("experts",),
-    }
-    assert {name for name in mechanisms if name in ok} == {
-        name for name, those in mechanisms.items() if any(map(FAMILIES[family].has, those))
-    }
-    assert ("vision" in ok) == FAMILIES[family].has_vision
-    assert len([name for name in ok if name.startswith("exchange")]) == 6
 
 
 def test_it_is_a_part_of_every_probe_that_does_not_leave_it_out() -> None:
@@ -90,7 +64,7 @@ def attending_to(keys_of: Callable[[Any, int], list[int]]) -> Callable[[Patch], 
     """Each node's queries get the keys of these nodes and its own."""
 
     def patch_it(patch: Patch) -> None:
-        honest = prefix_tree_row.attend_along_paths
+        honest = row_module.attend_along_paths
 
         def attend(call: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: Any) -> torch.Tensor:
             nodes = [[*keys_of(tree, node), node] for node in range(len(tree.lengths))]
@@ -101,7 +75,7 @@ def attending_to(keys_of: Callable[[Any, int], list[int]]) -> Callable[[Patch], 
             other = SimpleNamespace(nodes=tree.nodes, keys=keys, key_index=lambda device: index)
             return honest(call, q, k, v, other)  # pyright: ignore[reportArgumentType]
 
-        patch.setattr(prefix_tree_row, "attend_along_paths", attend)
+        patch.setattr(row_module, "attend_along_paths", attend)
 
     return patch_it
 
@@ -194,7 +168,7 @@ def last_gradient_alone(patch: Patch) -> None:
     def added_up(grad: torch.Tensor, index: torch.Tensor, rows: int) -> torch.Tensor:
         return grad.new_zeros(rows, *grad.shape[1:]).index_copy(0, index, grad)
 
-    patch.setattr(path_attention, "_added_up", added_up)
+    patch.setattr(row_module, "_added_up", added_up)
 
 
 def nothing_is_shared(patch: Patch) -> None:
@@ -242,7 +216,7 @@ IN_FULL = (
 """Others show the same in other rows."""
 
 
-@pytest.mark.parametrize("what", [*(what for what in BROKEN if what not in IN_FULL), *full(*IN_FULL)])
+@pytest.mark.parametrize("what", [*(what for what in BROKEN if what not in IN_FULL), *slow(*IN_FULL)])
 def test_each_breakage_has_its_name(what: str, monkeypatch: Patch) -> None:
     family, causes, seen, break_it = BROKEN[what]
     break_it(monkeypatch)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from vlmpack.model.enable import disable_packing, enable_packing, is_packing
 from vlmpack.model.engine import StepConfig
 from vlmpack.model.head import target_logprobs
+from vlmpack.model.loss_count import LossCount
 from vlmpack.model.mechanisms.experts import RouterStatistics
 from vlmpack.model.plain import compile_layers
-from vlmpack.model.result import LossCount, PackedOutput, StepResult, Work
+from vlmpack.model.result import PackedOutput, StepResult, Work
 from vlmpack.model.step import PackedStep, RouterLosses, ThdInputs, ThdStep, masked_router_losses
 
 __all__ = [

@@ -25,9 +25,8 @@ from vlmpack.layout.media_units import FindMedia
 from vlmpack.layout.packing import unpack
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.sharing import share
-from vlmpack.model.columns import check_keys
 from vlmpack.model.engine import PackingState, backbone_inputs, finish, packing_state, setup_row, stored_state
-from vlmpack.model.forward import LOOKED_AT, is_row_input, row_of, unpackable
+from vlmpack.model.forward import LOOKED_AT, check_keys, is_row_input, row_of, unpackable
 from vlmpack.model.mechanisms import RowSetup
 from vlmpack.model.plain import by_name, find_model, is_passed_on, warn_of_padding
 from vlmpack.model.result import Work

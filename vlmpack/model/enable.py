@@ -20,20 +20,19 @@ from vlmpack.families.registry import check_parts, family_of
 from vlmpack.model.backbone import leave_backbone
 from vlmpack.model.engine import PackingState, StepConfig, packing_state, stored_state
 from vlmpack.model.forward import ENABLED, packed_class
+from vlmpack.model.loss_count import LossCount
 from vlmpack.model.mechanisms import Mechanism, ModelParts, base_of, is_subclassed
 from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.audio import Audio
 from vlmpack.model.mechanisms.experts import Experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
-from vlmpack.model.mechanisms.inner_head import InnerHead
+from vlmpack.model.mechanisms.llama4 import InnerHead, QueryScale
 from vlmpack.model.mechanisms.per_sample import PerSample
-from vlmpack.model.mechanisms.query_scale import QueryScale
 from vlmpack.model.mechanisms.short_conv import ShortConv
-from vlmpack.model.mechanisms.stock import check_logits, check_positions
+from vlmpack.model.mechanisms.stock import check_logits, check_text_positions
 from vlmpack.model.mechanisms.vision import Vision
 from vlmpack.model.plain import check_forward, check_is_only_one, find_model
 from vlmpack.model.positions import check_rope_index
-from vlmpack.model.result import LossCount
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -109,7 +108,7 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     with torch.device("cpu"):  # the model may be on another, or on the meta device, and so may be the default
         check_logits(parts)
         if family.positions_rule.axes == 1:
-            check_positions(parts)
+            check_text_positions(parts)
         else:
             check_rope_index(parts)
     if before is None:

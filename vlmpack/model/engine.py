@@ -20,15 +20,14 @@ from vlmpack.layout.batch import Grid, HostMetadata
 from vlmpack.layout.device import around_graph, on_host, outside_graph
 from vlmpack.layout.row import IGNORE, PackedRow, check_none_on_padding
 from vlmpack.layout.segments import Segments, SlotRule
-from vlmpack.model.context_parallel_row import ContextParallelRow
 from vlmpack.model.head import Scoring, score_targets, target_positions
+from vlmpack.model.loss_count import LossCount
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
 from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_statistics
-from vlmpack.model.plain import check_adapters, check_class_forward, check_loss, check_noise
+from vlmpack.model.plain import check_unchanged
 from vlmpack.model.positions import positions_of_row
-from vlmpack.model.prefix_tree_row import PrefixTreeRow
-from vlmpack.model.result import LossCount, StepResult, Work, sums_by_sample
-from vlmpack.model.row import CONTEXT, RowContext, RowPart
+from vlmpack.model.result import StepResult, Work, sums_by_sample
+from vlmpack.model.row import CONTEXT, ContextParallelRow, PrefixTreeRow, RowContext, RowPart
 
 
 @final
@@ -93,10 +92,7 @@ class PackingState:
         Raises:
             ConfigError: its packed rows would be wrong.
         """
-        check_loss(core)
-        check_class_forward(core, self.family)
-        check_adapters(core)
-        check_noise(core)
+        check_unchanged(core, self.family)
         parts = self.parts_of(core)
         for mechanism in self.mechanisms:
             if (problem := mechanism.problem(parts, attached=attached)) is not None:
@@ -105,7 +101,7 @@ class PackingState:
 
 def stored_state(core: nn.Module) -> PackingState | None:
     """The state of a model, without a look at its layers; None: not enabled."""
-    return vars(core).get("_vlmpack_state")
+    return getattr(core, "_vlmpack_state", None)
 
 
 def packing_state(core: nn.Module) -> PackingState:
@@ -264,8 +260,11 @@ def backbone_inputs(
         LayoutError: media, placeholders or positions that do not fit the row.
     """
     family, row, metadata, part = setup.model.family, setup.row, setup.metadata, setup.part
-    if rope_segments is not None:
-        _check_no_tree(row)
+    if rope_segments is not None and row.tree is not None:
+        raise LayoutError(
+            "rope_cu_seqlens restarts positions inside samples, which a row with a prefix tree does not support: take "
+            "the tree away with unshare(row)"
+        )
     positions = positions_of_row(row, metadata, setup.types, family, setup.config, restarts=rope_segments)
     part.check_shared(positions, "rotary positions")
     entries = {mechanism.name: mechanism.prepare(setup) for mechanism in mechanisms}
@@ -303,14 +302,6 @@ def _check_pixels(model: ModelParts, pixels: torch.Tensor | None, grids: Sequenc
         raise LayoutError(
             f"a patch of {name} has {prod(pixels.shape[1:])} values, but {prod(shape)} in this "
             f"{model.family.model_type} model; use the processor that belongs to the model"
-        )
-
-
-def _check_no_tree(row: PackedRow) -> None:
-    if row.tree is not None:
-        raise LayoutError(
-            "rope_cu_seqlens restarts positions inside samples, which a row with a prefix tree does not support: take "
-            "the tree away with unshare(row)"
         )
 
 
@@ -377,12 +368,7 @@ def _result(
 ) -> StepResult:
     """Hidden states [1, t, D] to the result: the head on labelled positions; sums and counts of the row."""
     row, part, head = setup.row, setup.part, setup.model.family.to_logits(setup.model.core)
-    labels, num_targets = row.shift_labels, setup.metadata.num_targets
-    if labels is None:
-        labels, num_targets = torch.full_like(row.input_ids, IGNORE), 0
-    message = "shift_labels has targets on padding, which belongs to no sample; set them to -100 there"
-    check_none_on_padding(labels, row.segments, message)  # of a row that was made by hand
-    index = target_positions(labels, num_targets)
+    labels, index = targets_of(row, setup.metadata.num_targets)
     targets_of_part = part.targets(index, labels)
     predictions, ids = targets_of_part.predictions, targets_of_part.ids
     scores = score_targets(hidden, predictions, ids, head, chunk=config.head_chunk, scoring=scoring)
@@ -411,6 +397,20 @@ def _result(
         row_logits=part.gather(head(hidden)[0])[None] if logits else None,
         routers=routers,
     )
+
+
+def targets_of(row: PackedRow, num_targets: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(shifted labels [1, T], -100 everywhere where the row has none; int64 [L]: the places of targets).
+
+    Raises:
+        LayoutError: a target on padding, of a row that was made by hand; or `num_targets` is another number.
+    """
+    labels = row.shift_labels
+    if labels is None:
+        labels, num_targets = torch.full_like(row.input_ids, IGNORE), 0
+    message = "shift_labels has targets on padding, which belongs to no sample; set them to -100 there"
+    check_none_on_padding(labels, row.segments, message)
+    return labels, target_positions(labels, num_targets)
 
 
 def divisor(items: torch.Tensor | float | None, targets: int) -> torch.Tensor | float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
-from torch import distributed as dist
 from torch import nn
 from transformers.generation.continuous_batching import PagedAttentionCache
 
@@ -22,13 +22,14 @@ from vlmpack.layout.device import around_graph, outside_graph, require, to_devic
 from vlmpack.layout.packing import pack
 from vlmpack.layout.row import IGNORE, OnlyPacked, PackedRow
 from vlmpack.layout.segments import SlotRule
-from vlmpack.model.columns import ROW_KEYS, STEP, check_expert_types, check_keys, columns_in, with_token_types
 from vlmpack.model.engine import PackingState, packing_state, run_row, stored_state
 from vlmpack.model.head import Scoring
+from vlmpack.model.loss_count import CountsTargets, begin_batch
 from vlmpack.model.mechanisms import ModelParts, subclass
 from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.experts import wants_balance
 from vlmpack.model.plain import (
+    BOUNDARIES,
     CACHES,
     by_name,
     check_boundaries_kept,
@@ -122,7 +123,7 @@ def _generate(base: Any) -> Callable[..., Any]:
         # Seq2SeqTrainer hands over whole batches with this setting, and nobody else needs labels here: its next forward
         # pass is the batch's loss
         if kwargs.get("labels") is not None and "synced_gpus" in kwargs:
-            _begin_batch(stored_state(self))
+            begin_batch(self)
         return plain(self, *args, **kwargs)
 
     return generate
@@ -380,63 +381,99 @@ def _check_padding_mask(mask: torch.Tensor, padding: torch.Tensor, remedy: str) 
     require((mask.bool() == padding).all(), message, LayoutError)
 
 
-# ---------------------------------------------------------------------- what HF Trainer counts
+# ---------------------------------------------------------------------- columns
+#
+# Names of inputs: what a batch, a row and a call of an enabled model may hold, and what is refused by name.
 
 
-@final
-class CountsTargets:
-    """`accepts_loss_kwargs` of an enabled model: true, for HF Trainer to count targets over the accumulated batch.
+STEP = "vlmpack_step"
+"""The keyword of a `StepCall`."""
 
-    Trainer reads its truth before each batch: with gradients in training, without in its own evaluation. That takes the
-    mean loss of each batch and averages these means over samples (over rows, of packed rows). On several ranks it also
-    multiplies each rank's share of the loss by their number, and cuts off some with the last batch.
+_TOKENS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "mm_token_type_ids")
+COLUMN_OF_TYPES = "mm_token_type_ids"
+"""The kinds of tokens, which some models take under another name."""
+_MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+
+COLUMNS = frozenset((*_TOKENS, *_MEDIA, "cu_seqlens_q", "cu_seqlens_q_padded", "moe_padding_mask", METADATA_KEY))
+"""The parts of a batch or a row."""
+
+ROW_KEYS = (*BOUNDARIES, METADATA_KEY, "use_cache", "output_logits")
+"""Keywords of a packed row, and requests of a batch, that the model's own forward may not have."""
+
+SOUND_IN_VIDEO = "use_audio_in_video"
+"""Qwen-Omni's request that audio tokens stand between those of the video that they belong to."""
+
+_WANTED = ("output_logits", "output_hidden_states")
+_BATCH_KEYS = frozenset((*_TOKENS, *_MEDIA, *BOUNDARIES, "num_items_in_batch", *_WANTED, METADATA_KEY, STEP))
+
+_GENERATION = (*CACHES, "inputs_embeds", "use_cache", "logits_to_keep", "mm_encoder_outputs", "rope_deltas")
+_SETTLED_KEYS = frozenset((*_GENERATION, "output_attentions", "output_router_logits", "return_dict"))
+"""Arguments of the model's own forward that a packed pass has settled: only their defaults go through it."""
+
+
+def check_keys(inputs: dict[str, Any], family: Family, *, is_row: bool) -> None:
+    """transformers accepts any keyword and ignores it, or hands it to the vision tower; a packed pass does not.
+
+    Raises:
+        ConfigError: it would; names what may have been meant.
     """
+    takes_others = family.has_audio or (family.has_vision and not family.has_grids)
+    other_media = {*_MEDIA} - family.media.keys() if takes_others else set()
+    columns = {family.token_types or "mm_token_type_ids", family.expert_types, *family.token_columns} - {None}
+    known = (_BATCH_KEYS | family.media.keys() | columns) - other_media
+    for name, value in inputs.items():
+        if value is None or name in known:
+            continue
+        if name == SOUND_IN_VIDEO and family.has_audio:
+            _check_apart(value)
+            continue
+        if name not in _SETTLED_KEYS:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            raise ConfigError(f"a packed step takes no input {name!r}{hint} It takes {', '.join(sorted(known))}")
+        if is_row and name != "return_dict" and value is not False and not (isinstance(value, int) and value == 0):
+            raise ConfigError(f"{name} cannot be combined with a packed row; leave it out")
 
-    def __init__(self, core: nn.Module) -> None:
-        self._core = core
 
-    def __bool__(self) -> bool:
-        """Return True.
-
-        Raises:
-            ConfigError: HF Trainer's own evaluation begins, on several ranks or without `loss_metrics(model)`; or one
-                has ended, and `loss_metrics` was not called with its losses.
-        """
-        state = stored_state(self._core)
-        if torch.is_grad_enabled():
-            _check_was_read(state)
-        else:
-            _begin_batch(state)
-        return True
-
-
-def _begin_batch(state: PackingState | None) -> None:
-    """Check that the loss of HF Trainer's own evaluation will be exact, and keep the losses of its next batch."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+def _check_apart(value: Any) -> None:
+    if value:
         raise ConfigError(
-            f"HF Trainer's own evaluation over {dist.get_world_size()} ranks weighs the losses of packed batches "
-            "wrongly, so eval_loss would be no mean of them, and load_best_model_at_end would choose by it: use "
-            "PackedTrainer of vlmpack.trainer, which takes the same arguments (eval_packing=False: the same "
-            "batches; eval_capacity=: in planned rows); or evaluate of vlmpack. Seq2SeqTrainer that generates: on one "
-            "rank, or with labels under another name"
+            f"{SOUND_IN_VIDEO}={value!r} interleaves a video with its own sound, whose places in a row are not "
+            "supported: give the sound as audio of its own, and leave the keyword out"
         )
-    if state is not None and state.loss_count is None:
-        raise ConfigError(
-            "HF Trainer's own evaluation averages the mean losses of batches over samples, so eval_loss would change "
-            "with the batch size, and load_best_model_at_end would choose by it: use PackedTrainer of "
-            "vlmpack.trainer, which takes the same arguments (eval_packing=False: the same batches); or, on one rank, "
-            "compute_metrics=loss_metrics(model), which makes eval_loss the mean over all targets (with metrics of "
-            "your own, as where Seq2SeqTrainer generates: both dictionaries in one)"
-        )
-    if state is not None and state.loss_count is not None:
-        state.loss_count.is_evaluating = True
 
 
-def _check_was_read(state: PackingState | None) -> None:
-    if state is not None and state.loss_count is not None and (unread := state.loss_count.take()):
-        raise ConfigError(
-            f"HF Trainer evaluated {sum(len(losses) for losses, _ in unread)} samples and did not call "
-            "loss_metrics(model) with their losses, so eval_loss was a mean of batches' means: give this Trainer "
-            "compute_metrics=loss_metrics(model), without prediction_loss_only, or use PackedTrainer of "
-            "vlmpack.trainer. After an evaluation that was interrupted, train again"
-        )
+def columns_in(inputs: dict[str, Any], family: Family) -> tuple[str, ...]:
+    """Names of the family's own columns that are there."""
+    return tuple(name for name in family.token_columns if inputs.get(name) is not None)
+
+
+@outside_graph
+def with_token_types(inputs: dict[str, Any], name: str | None) -> dict[str, Any]:
+    """Take the kinds of tokens, under the name that the model gives them, as `mm_token_type_ids`."""
+    if name in (None, COLUMN_OF_TYPES) or (types := inputs.get(name)) is None:
+        return inputs
+    if (other := inputs.get(COLUMN_OF_TYPES)) is not None and (other.shape != types.shape or (other != types).any()):
+        raise LayoutError(f"{name} and {COLUMN_OF_TYPES} differ; leave them out, both are made from input_ids")
+    return inputs | {COLUMN_OF_TYPES: types, name: None}
+
+
+@outside_graph
+def check_expert_types(inputs: dict[str, Any], family: Family, config: Any) -> None:
+    """Compare the kinds of tokens by which experts are chosen, where a caller gives them, with the token ids; on
+    padding of a batch they do not matter.
+
+    Raises:
+        LayoutError: they differ.
+    """
+    name, mask = family.expert_types, inputs.get("attention_mask")
+    if name is None or (types := inputs.get(name)) is None:
+        return
+    expected = family.expert_types_of(inputs["input_ids"], config)[name]
+    if not isinstance(types, torch.Tensor) or types.shape != expected.shape:
+        raise LayoutError(f"{name} must be a tensor {list(expected.shape)}, as input_ids; leave it out")
+    differs = types != expected
+    if mask is not None and mask.shape == differs.shape:
+        differs = differs & (mask != 0)
+    message = f"{name} contradicts input_ids, of which the processor makes it; leave it out, it is made from input_ids"
+    require(~differs.any(), message, LayoutError)

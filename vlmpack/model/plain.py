@@ -92,62 +92,37 @@ def check_is_only_one(holder: nn.Module) -> None:
         )
 
 
-def check_adapters(core: nn.Module) -> None:
-    """Check that no LoRA is activated at one place of each row of `input_ids`: a packed row needs one a sample.
-
-    PEFT stores its configurations on the model that it wraps.
+def check_unchanged(core: Any, family: Family) -> None:
+    """Check that nothing was added to a model that packed rows would bypass, or that would take a row for one sample.
 
     Raises:
-        ConfigError: an adapter is of that kind.
+        ConfigError: a loss of its own; another forward of its class, for all models of the class, as by Liger's
+            function without `model=`; a LoRA that is activated at one place of each row of `input_ids` (PEFT stores its
+            configurations on the model that it wraps); or NEFTune's noise on embeddings in training.
     """
-    configs = vars(core).get("peft_config") or {}
-    activated = [name for name, config in configs.items() if vars(config).get("alora_invocation_tokens")]
-    if activated:
-        raise ConfigError(
-            f"adapter {activated[0]!r} is activated by tokens (alora_invocation_tokens), which PEFT looks for once in "
-            "a packed row, so that one sample alone would have it; train it on padded batches without packing"
-        )
-
-
-def check_loss(core: nn.Module) -> None:
-    """Check that the model has the loss of its class: packed rows compute it themselves.
-
-    Raises:
-        ConfigError: the model was given another one.
-    """
-    if vars(core).get("_loss_function") is not None:
+    if getattr(core, "_loss_function", None) is not None:
         raise ConfigError(
             f"this {type(core).__name__} was given a loss_function of its own, which packed rows would not call: they "
             "take cross-entropy of the labelled positions. Compute yours from PackedStep's target_logprobs "
             "or row_logits, and `del model._loss_function`"
         )
-
-
-def check_noise(core: Any) -> None:
-    """Check that no NEFTune adds noise to embeddings in training.
-
-    Raises:
-        ConfigError: it does.
-    """
-    embeddings = core.get_input_embeddings()
-    if embeddings.training and vars(embeddings).get("neftune_noise_alpha") is not None:
-        raise ConfigError(
-            "neftune_noise_alpha scales noise by the width of the row, so a packed sample would get less of it than "
-            "alone: leave it out, or train on padded batches without packing"
-        )
-
-
-def check_class_forward(core: nn.Module, family: Family) -> None:
-    """Check that the forward of the model's class is that of transformers, for all models of the class.
-
-    Raises:
-        ConfigError: it was replaced on the class, as by Liger's function without `model=`.
-    """
     stock = family.stock_class(core)
     if stock.forward.__module__ != stock.__module__:
         raise ConfigError(
             f"the forward of the class {stock.__name__} was replaced by that of {stock.forward.__module__}, which "
             f"packed rows would bypass. {_WITHOUT_LIGERS_LOSS} Start a new process for it: the class stays replaced"
+        )
+    for name, config in (getattr(core, "peft_config", None) or {}).items():
+        if getattr(config, "alora_invocation_tokens", None):
+            raise ConfigError(
+                f"adapter {name!r} is activated by tokens (alora_invocation_tokens), which PEFT looks for once in "
+                "a packed row, so that one sample alone would have it; train it on padded batches without packing"
+            )
+    embeddings = core.get_input_embeddings()
+    if embeddings.training and getattr(embeddings, "neftune_noise_alpha", None) is not None:
+        raise ConfigError(
+            "neftune_noise_alpha scales noise by the width of the row, so a packed sample would get less of it than "
+            "alone: leave it out, or train on padded batches without packing"
         )
 
 

@@ -85,14 +85,11 @@ class StepResult:
 
     def __repr__(self) -> str:
         work = self.work
+        container = "a prefix tree" if work.physical_tokens < work.real_tokens else "a row"
         return (
             f"StepResult(loss {_shown(self.loss)}, {self.num_targets} targets, {self.segments.num_samples} samples, "
-            f"{work.real_tokens} tokens in {self._container} of {work.physical_tokens}, {work.vision_patches} patches)"
+            f"{work.real_tokens} tokens in {container} of {work.physical_tokens}, {work.vision_patches} patches)"
         )
-
-    @property
-    def _container(self) -> str:
-        return "a prefix tree" if self.work.physical_tokens < self.work.real_tokens else "a row"
 
     @property
     def aux_loss(self) -> torch.Tensor | None:
@@ -251,26 +248,3 @@ class PackedOutput(ModelOutput):
             return self.to_tuple()
         names = sorted(self.keys(), key=("loss", "aux_loss", *self.keys()).index)
         return tuple(self[name] for name in names)
-
-
-@final
-class LossCount:
-    """Keep the losses of samples that HF Trainer's own evaluation computed, until `loss_metrics` has read them."""
-
-    def __init__(self) -> None:
-        self.unread: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """(sample_losses [B], sample_targets [B]) of each batch that `loss_metrics` has not read."""
-        self.is_evaluating = False
-        """True if the next forward pass is a batch of Trainer's evaluation."""
-
-    def add(self, output: Any) -> None:
-        """Keep the losses of a batch of the evaluation."""
-        if self.is_evaluating and not torch.is_grad_enabled() and isinstance(output, PackedOutput):
-            losses, targets = output.sample_losses, output.sample_targets
-            self.unread += [] if losses is None or targets is None else [(losses, targets)]
-        self.is_evaluating = False
-
-    def take(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the unread losses and begin anew."""
-        unread, self.unread = self.unread, []
-        return unread

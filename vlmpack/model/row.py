@@ -10,15 +10,24 @@ part, D features, L targets of the row, l of the part, R ranks.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple, final
 
 import torch
 
 from vlmpack.attention.patterns import EVERYTHING, Reach, attended_pairs
-from vlmpack.context_parallel.attention import Attend
+from vlmpack.context_parallel.attention import Attend, GatheredKV, attend_by_heads, to_heads, to_tokens
+from vlmpack.context_parallel.mesh import Parallel
+from vlmpack.context_parallel.partition import Partition
+from vlmpack.errors import LayoutError
 from vlmpack.layout.batch import HostMetadata
+from vlmpack.layout.device import on_host, require
+from vlmpack.layout.prefix_tree import PrefixTree
+from vlmpack.layout.row import IGNORE, PackedRow, metadata_of_tree, roll_left
 from vlmpack.layout.segments import Segments
 
 CONTEXT = "vlmpack_row"
@@ -165,3 +174,390 @@ class RowContext:
     def __deepcopy__(self, memo: dict[int, Any]) -> RowContext:
         """Of one call: a copy is itself."""
         return self
+
+
+# ---------------------------------------------------------------------- path attention
+#
+# Attention along the paths of a prefix tree: each node's queries attend to the keys of its ancestors and its own.
+#
+#     tree     P A B C D                       t tokens of queries, keys and values
+#     keys     P  P A  P B  P B C  P B D       the path of each node, one after the other, gathered for one call
+#
+# One call of any back-end computes all nodes (`keys=`). The gathered keys and values are copies, which a back-end would
+# keep for its backward pass. So they are not kept: what is kept of them is where it lies, and it is gathered again when
+# the backward pass needs it, bit for bit.
+#
+#     forward     k, v ── gather ──▶ k', v' ── attend, which saves q, k', v', out ──▶ out ── keep q, k, v, out ──▶ out
+#     backward         ◀── add up ──           ◀── asks for k': gathered of k again ──     ◀── restores q, k, v, out ──
+#
+# Hooks of saved tensors do not add up: the innermost alone are called. Tensors that a hook keeps by itself would be
+# lost
+# to gradient checkpointing and to offloading, which are such hooks too. `_Keep` therefore saves them as any layer does.
+#
+# t tree tokens, S of all paths together, N query heads, K key-value heads, H head dimension.
+
+
+def attend_along_paths(
+    attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor, tree: PrefixTree
+) -> torch.Tensor:
+    """[t, N, H] by a back-end that takes boundaries of queries and of keys."""
+    saved = _Saved(tree.key_index(k_tKH.device))
+    q_tNH, k_SKH, v_SKH = _Gather.apply(saved, q_tNH, k_tKH, v_tKH)
+    if not q_tNH.requires_grad:
+        return attend(q_tNH, k_SKH, v_SKH, tree.nodes, keys=tree.keys)
+    gathered = {x.untyped_storage().data_ptr(): place for place, x in enumerate((k_SKH, v_SKH))}
+
+    def pack(x: torch.Tensor) -> _Place:
+        place = gathered.get(x.untyped_storage().data_ptr())
+        return saved.add(x) if place is None else _Place(place, (x.size(), x.stride(), int(x.storage_offset())))
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, saved.take):
+        out_tNH = attend(q_tNH, k_SKH, v_SKH, tree.nodes, keys=tree.keys)
+    others, saved.tensors = saved.tensors, ()
+    return _Keep.apply(saved, out_tNH, k_tKH.detach(), v_tKH.detach(), *others)
+
+
+class _Gather(torch.autograd.Function):
+    """Keys and values [t, K, H] to [S, K, H]; queries pass through. Gradients of what several nodes gather are added up
+    in float32 at least.
+
+    Its backward pass comes after that of attention, whichever of the three have gradients, and lets go of what `_Keep`
+    restored: a graph lives on with its loss.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, saved: _Saved, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor) -> Any:
+        ctx.saved, ctx.rows = saved, k_tKH.shape[0]
+        return q_tNH.view_as(q_tNH), *(x.index_select(0, saved.index_S) for x in (k_tKH, v_tKH))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        grad_q, *gathered = grads
+        ctx.saved.tensors = ()
+        return None, grad_q, *(_added_up(grad, ctx.saved.index_S, ctx.rows) for grad in gathered)
+
+
+def _added_up(grad_SKH: torch.Tensor, index_S: torch.Tensor, rows: int) -> torch.Tensor:
+    terms = grad_SKH.to(torch.promote_types(grad_SKH.dtype, torch.float32))
+    total = terms.new_zeros(rows, *terms.shape[1:]).index_add(0, index_S, terms)
+    return total.to(grad_SKH.dtype)
+
+
+class _Place(NamedTuple):
+    """Where a tensor that attention saved is found again."""
+
+    place: int
+    """0 in the keys, 1 in the values, or its place among all saved tensors."""
+    view: tuple[torch.Size, tuple[int, ...], int] | None = None
+    """Size, strides and offset of a view of gathered keys or values; None: another tensor, as it was."""
+
+
+@final
+class _Saved:
+    """The tensors that one attention call saved: keys and values before they were gathered, then the others.
+
+    It holds tensors only while the call runs, and again from when `_Keep` has restored them.
+    """
+
+    def __init__(self, index_S: torch.Tensor) -> None:
+        self.index_S = index_S
+        """Of the gathering."""
+        self.tensors: tuple[torch.Tensor, ...] = ()
+        """The others while the call runs; in the backward pass all of them."""
+
+    def add(self, x: torch.Tensor) -> _Place:
+        """Take up a tensor that was not gathered."""
+        self.tensors = (*self.tensors, x.detach())
+        return _Place(1 + len(self.tensors))
+
+    def take(self, place: _Place) -> torch.Tensor:
+        """The tensor again; of gathered ones only the rows that are asked for."""
+        x = self.tensors[place.place]
+        if place.view is None:
+            return x
+        size, stride, offset = place.view
+        width = prod(x.shape[1:])
+        first = offset // width
+        last = (offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))) // width
+        rows = x.index_select(0, self.index_S[first : last + 1])
+        return rows.as_strided(size, stride, offset - first * width)
+
+
+class _Keep(torch.autograd.Function):
+    """Saves tensors with the graph, and restores them in the backward pass before attention needs them."""
+
+    @staticmethod
+    def forward(ctx: Any, saved: _Saved, out: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.saved, ctx.others = saved, (None,) * len(tensors)
+        ctx.save_for_backward(*tensors)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (grad,) = grads
+        ctx.saved.tensors = ctx.saved_tensors
+        return None, grad, *ctx.others
+
+
+# ---------------------------------------------------------------------- prefix tree row
+#
+# A row that goes through a model as a prefix tree: what several samples begin with is computed once.
+#
+#     row      P A   P B C   P B D     3 samples, T tokens: ids, labels, results
+#     tree     P A B C D               t tokens: what the model sees; each token attends to its ancestors and itself
+#
+# Tensors of the row go in by `row[source]`, and come out by `part[place]`. The backward pass of the latter adds up the
+# gradients of shared tokens, so nothing is weighted by hand. A token of the tree is predicted by one token, the one
+# before it on its path, whoever shares it: so the head sees every distinct target once, and a branch point has as many
+# targets as children.
+#
+# T row tokens, t tree tokens, D features, L targets of the row, l distinct ones.
+
+
+@final
+class PrefixTreeRow(RowPart):
+    """A row whose shared tokens go through the model once, on one rank.
+
+    Raises:
+        LayoutError: tokens that samples share differ, or the row's labels are others than its tokens.
+    """
+
+    def __init__(self, row: PackedRow, tree: PrefixTree, metadata: HostMetadata) -> None:
+        super().__init__(tree.nodes)
+        self.tree = tree
+        """The tree."""
+        self.real = slice(0, row.segments.num_tokens)
+        self._num_distinct_targets = metadata.num_distinct_targets
+        self.check_shared(row.input_ids, "input_ids")
+        _check_labels(row)
+        self._ids_t = self.cut(row.input_ids)[0]
+
+    @property
+    def is_whole(self) -> bool:
+        """False: shared tokens are there once."""
+        return False
+
+    def attended_pairs(self, reach: Reach = EVERYTHING) -> int:
+        """Count the pairs of every path, less those of the same path up to the node: they are its parent's."""
+        pairs = zip(self.tree.keys.lengths, self.tree.lengths, strict=True)
+        before = Segments.from_lengths([total - length for total, length in pairs])
+        return attended_pairs(self.tree.keys, reach) - attended_pairs(before, reach)
+
+    def spans(self, runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        """Runs of tokens of the tree, those that samples share once.
+
+        Raises:
+            LayoutError: a run lies in several nodes: samples share a part of it.
+        """
+        place, starts = self.tree.place().numpy(), [start for start, _ in self.tree.nodes.spans]
+        shared = set()
+        for start, stop in runs:
+            first, last = int(place[start]), int(place[stop - 1])
+            if bisect_right(starts, first) != bisect_right(starts, last):
+                sample = int(self.tree.segments.seq_idx()[start])
+                raise LayoutError(
+                    f"sample {sample} shares only a part of a run of {stop - start} tokens that attend to each other "
+                    "in both directions: share what comes before it, or all of it; or take the tree away with "
+                    "unshare(row)"
+                )
+            shared.add((first, last + 1))
+        return tuple(sorted(shared))
+
+    def computed_media(self, metadata: HostMetadata) -> HostMetadata:
+        """Metadata of those that samples share once, in the order of the tree."""
+        return metadata_of_tree(metadata, self.tree)
+
+    def computed_audios(self, metadata: HostMetadata) -> Sequence[int]:
+        """The audios of the tree."""
+        return self.tree.audios
+
+    def check_shared(self, row_kT: torch.Tensor, name: str) -> None:
+        """Compare each token with the one that is computed in its place."""
+        differs_T = self._differs(row_kT)
+        wrong, where = differs_T.any(), ""
+        if on_host(wrong) and wrong:
+            at = int(differs_T.int().argmax())
+            other = int(self.tree.source("cpu")[self.tree.place("cpu")[at]])
+            where = (
+                f": place {at} of the row has {row_kT[..., at].tolist()}, place {other} {row_kT[..., other].tolist()}"
+            )
+        message = f"{name} of tokens that the prefix tree says are shared differ between samples{where}; {_CHANGED}"
+        require(~wrong, message, LayoutError)
+
+    def cut(self, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
+        """Take each token of the tree from the first sample that has it."""
+        return row.index_select(dim, self.tree.source(row.device))
+
+    def gather(self, part_t: torch.Tensor) -> torch.Tensor:
+        """Lay the tokens of the tree out as the row. The backward pass adds up the gradients of all samples."""
+        return part_t.index_select(0, self.tree.place(part_t.device))
+
+    def for_each_sample(self, part_t: torch.Tensor) -> torch.Tensor:
+        """Lay out as the row, like `gather`."""
+        return self.gather(part_t)
+
+    def attend(
+        self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor, segments: Segments
+    ) -> torch.Tensor:
+        """Each node's queries attend to the keys of its ancestors and its own."""
+        return attend_along_paths(attend, q_tNH, k_tKH, v_tKH, self.tree)
+
+    def by_heads(self, parts_tRF: Sequence[torch.Tensor], run: OnHeads, what: str) -> torch.Tensor:
+        """Run along every sample's path."""
+        return self.cut(run(self.gather(torch.cat([part.flatten(1) for part in parts_tRF], -1))), dim=0)
+
+    def on_whole_row(self, run: OnTensors, hidden_1tD: torch.Tensor, *others_1t: torch.Tensor) -> torch.Tensor:
+        """Run along every sample's path: shared tokens are computed as often as they are shared."""
+        hidden_1TD, *others_1T = (self.gather(part[0])[None] for part in (hidden_1tD, *others_1t))
+        return self.cut(run(hidden_1TD, *others_1T), dim=1)
+
+    def targets(self, index_L: torch.Tensor, labels_1T: torch.Tensor) -> PartTargets:
+        """Distinct targets. Their number is that of the metadata; without one an accelerator is read: a host–device
+        sync."""
+        device = index_L.device
+        token_L = self.tree.place(device).index_select(0, index_L + 1)
+        is_target_t = torch.zeros(self.tree.num_tokens, dtype=torch.bool, device=device).index_fill_(0, token_L, True)
+        token_l = self._places(is_target_t)
+        return PartTargets(
+            predictions=self.tree.predecessor(device).index_select(0, token_l),
+            ids=self._ids_t.index_select(0, token_l),
+            entries=(is_target_t.cumsum(0) - 1).index_select(0, token_L),
+        )
+
+    def gather_targets(self, part_l: torch.Tensor, targets: PartTargets) -> torch.Tensor:
+        """A target that several samples have counts for each of them."""
+        return part_l.index_select(0, targets.entries)
+
+    def _places(self, is_target_t: torch.Tensor) -> torch.Tensor:
+        """int64 [l]: where distinct targets are."""
+        count = self._num_distinct_targets
+        if count is None or on_host(is_target_t):
+            return is_target_t.nonzero()[:, 0]
+        message = f"{count} distinct targets were counted, but the row has another number; {_CHANGED}"
+        require(is_target_t.sum() == count, message, LayoutError)
+        return torch.nonzero_static(is_target_t, size=count)[:, 0]
+
+    def _differs(self, row_kT: torch.Tensor) -> torch.Tensor:
+        """bool [T]: tokens that are not equal to the one that is computed."""
+        flat_kT = row_kT.reshape(-1, row_kT.shape[-1])
+        shared_kT = self.cut(flat_kT).index_select(1, self.tree.place(row_kT.device))
+        return (flat_kT != shared_kT).any(0)
+
+
+_CHANGED = "a row cannot be changed after share(row): change it before, or take the tree away with unshare(row)"
+
+
+def _check_labels(row: PackedRow) -> None:
+    """Check that each target is the next token itself: a shared prediction has one target a child.
+
+    Raises:
+        LayoutError: one is another id, or a sample's last token has one.
+    """
+    labels = row.shift_labels
+    if labels is None:
+        return
+    following = roll_left(row.input_ids, row.segments, fill=IGNORE)
+    foreign_T = ((labels != IGNORE) & (labels != following))[0]
+    wrong, where = foreign_T.any(), ""
+    if on_host(wrong) and wrong:
+        at = int(foreign_T.int().argmax())
+        where = f": place {at} of the row has {int(labels[0, at])}, and {int(following[0, at])} follows"
+    message = (
+        f"a target of a row with a prefix tree is not the next token of its sample{where}; labels are the tokens "
+        "themselves, or -100: give this row without sharing, unshare(row)"
+    )
+    require(~wrong, message, LayoutError)
+
+
+# ---------------------------------------------------------------------- context parallel row
+#
+# The part of a row that one rank of a context group has: a contiguous piece of it, and some of its images.
+
+
+@final
+class ContextParallelRow(RowPart):
+    """A contiguous part of a row, and a share of its images. With one rank the part is the whole row.
+
+    Raises:
+        LayoutError: the row's width is no multiple of the ranks, or the ranks have different rows.
+    """
+
+    def __init__(self, row: PackedRow, parallel: Parallel) -> None:
+        self.collectives = parallel.collectives
+        """The ranks of the context group."""
+        self.partition = Partition(segments=row.segments, ranks=parallel.ranks, layout="contiguous")
+        """Which rank has which tokens."""
+        self.ranks, self.rank = parallel.ranks, self.collectives.rank
+        super().__init__(self.partition.local_segments(self.rank), computed=row.segments)
+        before = sum(self.partition.local_segments(rank).num_tokens for rank in range(self.rank))
+        self.real = slice(before, before + self.segments.num_tokens)
+        if not self.is_whole:
+            self._check_equal(row)
+
+    def cut(self, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
+        """A view of the part."""
+        return self.partition.cut(row, self.rank, token_dim=dim)
+
+    def gather(self, part_t: torch.Tensor) -> torch.Tensor:
+        """All-gather."""
+        return self.collectives.all_gather_equal(part_t, "loss")
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """All-reduce."""
+        return self.collectives.all_reduce(x, "routers")
+
+    def attend(
+        self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor, segments: Segments
+    ) -> torch.Tensor:
+        """Ulysses if the ranks divide the heads, otherwise all-gather KV."""
+        if self.is_whole:
+            return super().attend(attend, q_tNH, k_tKH, v_tKH, segments)
+        if q_tNH.shape[1] % self.ranks:
+            return self._gathered_kv.attend(attend, q_tNH, k_tKH, v_tKH)
+        return attend_by_heads(attend, q_tNH, k_tKH, v_tKH, self.partition, self.collectives)
+
+    def by_heads(self, parts_tRF: Sequence[torch.Tensor], run: OnHeads, what: str) -> torch.Tensor:
+        """Ulysses: an all-to-all before and one after."""
+        row_TF = torch.cat(to_heads(parts_tRF, self.collectives, what), -1)
+        return to_tokens(run(row_TF), self.collectives, what).flatten(1)
+
+    def on_whole_row(self, run: OnTensors, hidden_1tD: torch.Tensor, *others_1t: torch.Tensor) -> torch.Tensor:
+        """Compute the whole row on every rank, of which each continues with its part."""
+        row_1TD = self.collectives.all_gather(hidden_1tD[0], "whole rows")[None]
+        others_1T = [self.collectives.all_gather_equal(part[0], "whole rows")[None] for part in others_1t]
+        return self.cut(run(row_1TD, *others_1T), dim=1)
+
+    def targets(self, index_L: torch.Tensor, labels_1T: torch.Tensor) -> PartTargets:
+        """Count targets before and in the part: a host–device sync."""
+        if self.is_whole:
+            return super().targets(index_L, labels_1T)
+        start = self.rank * self.partition.local_total
+        edges = start, start + self.partition.local_total
+        first, last = torch.stack([(index_L < edge).sum() for edge in edges]).tolist()
+        part_l = index_L[first:last]
+        return PartTargets(predictions=part_l - start, ids=labels_1T[0].index_select(0, part_l), entries=index_L)
+
+    def gather_targets(self, part_l: torch.Tensor, targets: PartTargets) -> torch.Tensor:
+        """All-gather, with zeros where the part has no target."""
+        if self.is_whole:
+            return part_l
+        part_t = part_l.new_zeros(self.partition.local_total).index_add(0, targets.predictions, part_l)
+        return self.gather(part_t).index_select(0, targets.entries)
+
+    @cached_property
+    def _gathered_kv(self) -> GatheredKV:
+        return GatheredKV(self.partition, self.collectives)
+
+    def _check_equal(self, row: PackedRow) -> None:
+        """Ranks with different rows would block for ever, or send each other what does not belong."""
+        ids = row.input_ids
+        labels = ids if row.shift_labels is None else row.shift_labels
+        weights = torch.arange(1, ids.shape[1] + 1, device=ids.device)
+        boundaries = hash((row.segments.lengths, row.segments.slots, row.segments.total)) % 2**62
+        sums = torch.stack([ids.new_full((), boundaries), (ids * weights).sum(), (labels * weights).sum()])
+        of_all = self.collectives.all_gather_equal(sums, "check").unflatten(0, (self.ranks, -1)).tolist()
+        if any(other != of_all[0] for other in of_all):
+            raise LayoutError(
+                "the ranks of one context group were given different rows; give all of them the same batch: let the "
+                "sampler count groups, not ranks (num_replicas and rank of the mesh's other dimension)"
+            )

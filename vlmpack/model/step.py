@@ -40,14 +40,13 @@ from vlmpack.interop.megatron import (
 from vlmpack.layout.batch import MEDIA_KEYS, METADATA_KEY, Media, PaddedBatch, check_is_batch, whole_numbers
 from vlmpack.layout.device import copied, require
 from vlmpack.layout.packing import pack
-from vlmpack.layout.row import IGNORE, PackedRow, check_none_on_padding
+from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundaries
 from vlmpack.layout.sharing import check_unshared
-from vlmpack.model.columns import COLUMNS, STEP
 from vlmpack.model.enable import enable_packing
-from vlmpack.model.engine import StepConfig, divisor, stored_state
-from vlmpack.model.forward import StepCall
-from vlmpack.model.head import Scoring, target_positions
+from vlmpack.model.engine import StepConfig, divisor, stored_state, targets_of
+from vlmpack.model.forward import COLUMNS, STEP, StepCall
+from vlmpack.model.head import Scoring
 from vlmpack.model.plain import find_model
 from vlmpack.model.positions import positions_of_row, rope_segments
 from vlmpack.model.result import StepResult, Work, sums_by_sample
@@ -467,11 +466,7 @@ class ThdStep:
             ConfigError: neither losses nor logits of these tokens, or losses without labels.
         """
         row = inputs.row
-        labels, num_targets = row.shift_labels, row.known_metadata.num_targets
-        if labels is None:
-            labels, num_targets = torch.full_like(row.input_ids, IGNORE), 0
-        check_none_on_padding(labels, row.segments, "shift_labels has targets on padding; set them to -100 there")
-        index = target_positions(labels, num_targets)
+        labels, index = targets_of(row, row.known_metadata.num_targets)
         output, aux_loss = _main_output(output, inputs, labels)
         logits = output if output.ndim == 3 else None
         losses = _target_losses(output, inputs, labels, index)

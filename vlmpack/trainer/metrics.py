@@ -11,8 +11,8 @@ from transformers import EvalPrediction
 from vlmpack.errors import ConfigError
 from vlmpack.model.enable import bind_loss_metrics, is_packing
 from vlmpack.model.engine import packing_state
+from vlmpack.model.loss_count import LossCount
 from vlmpack.model.plain import find_model
-from vlmpack.model.result import LossCount
 
 
 @final

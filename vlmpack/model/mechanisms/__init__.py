@@ -18,8 +18,11 @@ Copying and pickling work: a class made at run time has no name to look up, so t
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -29,8 +32,9 @@ from torch import nn
 from vlmpack.errors import ConfigError
 from vlmpack.families.family import Family
 from vlmpack.layout.batch import HostMetadata
+from vlmpack.layout.device import around_graph
 from vlmpack.layout.row import PackedRow
-from vlmpack.model.row import RowPart
+from vlmpack.model.row import CONTEXT, RowContext, RowPart
 
 
 @final
@@ -247,3 +251,58 @@ def base_of(module: nn.Module) -> Any:
 def _new(maker: Maker, base: type[nn.Module]) -> nn.Module:
     """The object that pickle and copy start from."""
     return object.__new__(maker(base))
+
+
+# ---------------------------------------------------------------------- handed row
+#
+# Hand a row on to modules that their model gives no keyword of it.
+#
+#     model ── row ──▶ tower ──────────▶ blocks        the tower's own code passes no keywords on
+#                        └─── row ───────▶             `handing_class` of the tower, `taking_class` of each block
+#
+# While the module that has the row runs, the row is in a context variable. Gradient checkpointing computes a block
+# again
+# in the backward pass, when the tower does not run, and on a GPU in another thread. So a block takes the row when it is
+# called, before anything is checkpointed, and has it as a keyword from then on.
+
+
+_ROW: ContextVar[RowContext | None] = ContextVar("vlmpack_handed_row", default=None)
+
+
+def handed_row() -> RowContext | None:
+    """The row that is handed on; None: there is none."""
+    return _ROW.get()
+
+
+@contextmanager
+def handed_on(row: RowContext | None) -> Iterator[None]:
+    """Hand a row on while something runs; None: no row, to anything inside."""
+    token = _ROW.set(row)
+    try:
+        yield
+    finally:
+        _ROW.reset(token)
+
+
+@functools.cache
+def handing_class(base: Any) -> type[nn.Module]:
+    """A subclass of a module's class that hands on the row that it is given; one a base class."""
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with handed_on(kwargs.get(CONTEXT)):
+            return base.forward(self, *args, **kwargs)
+
+    return subclass(base, {"forward": around_graph(forward)}, handing_class)
+
+
+@functools.cache
+def taking_class(base: Any) -> type[nn.Module]:
+    """A subclass of a module's class that takes the row that is handed on; one a base class."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (row := handed_row()) is not None:
+            kwargs[CONTEXT] = row
+        return base.__call__(self, *args, **kwargs)
+
+    return subclass(base, {"__call__": around_graph(call)}, taking_class)

@@ -9,7 +9,7 @@ lie in the row's entry of `vision`, where attention finds those of a call.
 
 Qwen3-Omni's convolutions read the padding of a chunk, which is no longer zero behind the first of them. Samples whose
 longest chunks are of one size go through its tower together, so that each audio is padded as in its sample alone. Its
-tower passes its layers no keywords of a row: they take it (`handed_row.py`).
+tower passes its layers no keywords of a row: they take it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from torch import nn
 from vlmpack.families.family import Family
 from vlmpack.layout.device import around_graph, to_device
 from vlmpack.layout.segments import Segments
-from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
-from vlmpack.model.mechanisms.handed_row import handed_on, taking_class
+from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, handed_on, subclass, taking_class
 from vlmpack.model.row import CONTEXT, RowContext
 
 

@@ -276,11 +276,7 @@ CLOSE_IN_TF32 = 2e-2
 
 
 def hands_states(
-    layer_class: Any,
-    text_config: Any,
-    *,
-    cut: Callable[[PrefixTree], BucketTree | SpacedTree],
-    device: torch.device,
+    layer_class: Any, text_config: Any, *, cut: Callable[[PrefixTree], BucketTree | SpacedTree], device: torch.device
 ) -> bool:
     """Return whether layers of this class compute, node by node with `HandedState`, what they compute in one call, and
     the same gradients where gradients are computed.

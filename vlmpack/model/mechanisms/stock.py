@@ -103,7 +103,7 @@ def _keys(edges: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.arange(DENSE), around, torch.arange(DENSE, FAR + 2, STRIDE)]).unique()
 
 
-def check_positions(model: ModelParts) -> None:
+def check_text_positions(model: ModelParts) -> None:
     """Compare the positions that a text model computes by itself with those of its family.
 
     Raises:

@@ -3,7 +3,7 @@
 Blocks attend within a frame of an image, some within a window of it. The host derives these boundaries from the grids.
 Towers whose images are rows of a batch are left as they are: their own code keeps images apart. Towers, and parts of
 them, that attend within boundaries and are given no keyword of a row (Pixtral, MiniCPM-V, GLM-OCR) become a subclass
-that adds it (`handed_row.py`).
+that adds it.
 
 Context parallelism: each image or video is computed by one rank, and its features are sent to its tokens. They lie in
 the row's entry. The model without its head is given a mark in place of pixels, and its class becomes a subclass of
@@ -27,12 +27,19 @@ from vlmpack.families.family import Family
 from vlmpack.layout.batch import IMAGE, VIDEO, Grid
 from vlmpack.layout.device import around_graph, to_device
 from vlmpack.layout.segments import Segments
-from vlmpack.model.context_parallel_row import ContextParallelRow
-from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
+from vlmpack.model.mechanisms import (
+    ClassMechanism,
+    Maker,
+    ModelParts,
+    RowSetup,
+    handed_row,
+    handing_class,
+    subclass,
+    taking_class,
+)
 from vlmpack.model.mechanisms.attention import Attention, RowAttention
 from vlmpack.model.mechanisms.audio import audio_windows
-from vlmpack.model.mechanisms.handed_row import handed_row, handing_class, taking_class
-from vlmpack.model.row import CONTEXT, RowContext, RowPart
+from vlmpack.model.row import CONTEXT, ContextParallelRow, RowContext, RowPart
 
 
 @final
@@ -232,10 +239,7 @@ def _features_of_part(setup: RowSetup) -> dict[str, Any]:
     counts = [sum(share.features[i] for i in share.items(part.rank)) for share in shares]
     images, videos = form.join(features)[: sum(counts)].split(counts)
     types = setup.types if part.ranks == 1 else setup.types.cpu()
-    sent = (
-        _sent(images, shares[0], types, IMAGE, part),
-        _sent(videos, shares[1], types, VIDEO, part),
-    )
+    sent = (_sent(images, shares[0], types, IMAGE, part), _sent(videos, shares[1], types, VIDEO, part))
     return dict(zip(_GETTERS, map(form.split, sent), strict=True))
 
 
