@@ -369,7 +369,7 @@ class Models:
         self.shape, self.lab, self.family = shape, lab, family_named(shape.family)
         config = tiny_config(shape.family, **shape.sizes)
         self.family.text_config(config).update(shape.text)
-        self.family.vision_config(config).update(shape.vision)
+        config.vision_config.update(shape.vision)
         config.tie_word_embeddings = True
         auto: Any = AutoModelForImageTextToText  # its own type has a type checker read every model there is
         with torch.device(lab.device):

@@ -428,7 +428,7 @@ BREAKAGES: dict[str, Breakage] = {
     "chunks": Breakage(breaks=no_chunks, causes=("mask",), has=_mechanism("query_scale")),
     "spans": Breakage(breaks=no_spans, causes=("mask",), has=lambda family: family.sees is not None),
     "wide spans": Breakage(breaks=wide_spans, causes=("mask",), has=lambda family: family.sees is not None),
-    "sinks": Breakage(breaks=no_sinks, causes=("unknown",), has=lambda family: family.model_type == "gpt_oss"),
+    "sinks": Breakage(breaks=no_sinks, causes=("mask",), has=lambda family: family.model_type == "gpt_oss"),
     "cache": Breakage(breaks=a_cache, causes=("cache",)),
     "conv taps": Breakage(breaks=conv_runs_on, causes=("conv taps",), has=_mechanism("gated_delta")),
     "recurrent state": Breakage(breaks=state_runs_on, causes=("recurrent state",), has=_mechanism("gated_delta")),

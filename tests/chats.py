@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pytest
+from fixtures.processors import RECIPES, missing_packages
 from PIL import Image
 
 from vlmpack.families import registry
 from vlmpack.testing import tiny_processor
-from vlmpack.testing.family_processors import RECIPES, missing_packages
 
 BEYOND = tuple(family for family in RECIPES if family in registry.FAMILIES)
 """Families beyond Qwen with a tiny processor."""
@@ -20,9 +21,16 @@ CHATTING = tuple(family for family in BEYOND if RECIPES[family].template is not 
 SHOWN = ("gemma3", "internvl", "idefics3")
 """Those of them in the short tier: texts around images and crops, tiles, row and column markers."""
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
+QWEN = (*FAMILIES, "qwen3", "qwen3_next")
+"""Families whose parts are Qwen's own; what others bring is shown with their images and layers."""
 
 
 needs_torchvision = pytest.mark.skipif(bool(missing_packages("llama4")), reason="torchvision cannot be imported")
+
+
+def fast_and_slow(values: Iterable[Any], fast: Sequence[Any]) -> list[Any]:
+    """All these values of a parameter: those of `fast` in `make test`, the others in `make test-all` only."""
+    return [value if value in fast else pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
 def needs(family: str) -> pytest.MarkDecorator:

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from fixtures.work import work_problems
 
 from vlmpack.attention.patterns import Reach
 from vlmpack.families import family_of
@@ -32,12 +33,11 @@ from vlmpack.testing.comparison import (
     logits_by_sample,
     outcome_of_step,
     problems,
+    rms_distance,
     run_alone,
     smallest_cosine,
-    tower_errors,
 )
 from vlmpack.testing.samples import Kind, kinds_of
-from vlmpack.testing.work import work_problems
 
 NAN, HUGE = float("nan"), 1e4
 """What stands in gaps: NaN where nothing may read them, 1e4 where every token is computed by itself."""
@@ -51,6 +51,25 @@ GIVEN = ("row", "row with gaps", "right padded", "left padded")
 """How samples are handed in."""
 LOW_PRECISION = 2.0
 """bfloat16: error <= this times the error that the samples alone in bfloat16 make, both against float32."""
+
+
+_TOWERS = {family.vision_path.rpartition(".")[2] for family in FAMILIES.values() if family.vision_path is not None}
+"""Names of vision towers among the modules of a model."""
+
+
+def tower_errors(actual: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Root mean square, over all entries of a tower, of errors as parts of the norm of their parameter's gradient.
+
+    Towers are "vision" and "text". In low precision the ratio of two of these is steady where that of a single
+    parameter is not: over 16 seeds of all families, packed to alone is at most 1.01, and 5 for one parameter.
+    """
+    sums: dict[str, list[float]] = {}
+    for name, gradient in truth.items():
+        error = rms_distance([(actual[name], gradient)])
+        total = sums.setdefault("text" if _TOWERS.isdisjoint(name.split(".")) else "vision", [0.0, 0.0])
+        total[0] += error**2 * gradient.numel()
+        total[1] += gradient.numel()
+    return {tower: (square / entries) ** 0.5 for tower, (square, entries) in sums.items()}
 
 
 def kinds_in(family: str, kinds: Mapping[str, Sequence[Kind]]) -> dict[str, tuple[Kind, ...]]:

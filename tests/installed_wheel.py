@@ -83,7 +83,6 @@ def check_extras() -> None:
         "train": _trainer,
         "plots": lambda: importlib.import_module("vlmpack.plots"),
         "rl": lambda: importlib.import_module("vlmpack.trainer").PackedGRPOTrainer,
-        "measures": _measures,
     }.items():
         _refused(extra, use, ConfigError)
     for extra, words in {
@@ -115,12 +114,6 @@ def _trainer() -> None:
     from vlmpack import PackedTrainer
 
     PackedTrainer()
-
-
-def _measures() -> None:
-    from vlmpack.testing.measures import Tree, tree_edit_distance
-
-    tree_edit_distance(Tree("a"), Tree("a"))
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import SampleError
-from vlmpack.store.cache import settings_key
+from vlmpack.store.content import settings_key
 
 
 def encoded(width: int, height: int, kind: str = "JPEG", *, seed: int = 0) -> bytes:

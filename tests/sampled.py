@@ -13,8 +13,7 @@ from step_service import processor_for
 from vlmpack.service.datums import EncodedImage, EncodedSequence
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Failure, Sample, SampledSequence, SampleResult, SamplingParams
-from vlmpack.service.sampling import BatchedSampling, Finished, SamplingSettings
-from vlmpack.service.sampling_jobs import SampledModel
+from vlmpack.service.sampling import BatchedSampling, Finished, SampledModel, SamplingSettings
 
 SESSION = "session"
 SIZES = ((), ((4, 6),), (), ((6, 4), (4, 4)), ())

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cases import slow
 from PIL import Image
 
 from vlmpack.families.registry import FAMILIES
@@ -170,3 +171,8 @@ def largest_difference(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tens
 
 
 FAMILY_NAMES = tuple(name for name, family in FAMILIES.items() if not_served(family) is None)
+
+
+def served(*fast: str, among: Sequence[str] = FAMILY_NAMES) -> list[Any]:
+    """Families of the service as values of a parameter: these, and the others in the slow tier."""
+    return [*fast, *slow(*(name for name in among if name not in fast))]

@@ -34,6 +34,7 @@ def executed(notebook: Path, where: Path) -> Any:
         "HF_HUB_OFFLINE": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONWARNINGS": NO_WIDGETS,
+        "PYTHONPATH": os.pathsep.join([str(notebook.parent), os.environ.get("PYTHONPATH", "")]),  # measures.py
     }
     done = subprocess.run(
         [sys.executable, str(RUNNER), str(notebook), str(target)],

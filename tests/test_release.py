@@ -17,7 +17,7 @@ from vlmpack.cli import app
 from vlmpack.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
-OF_USERS = {"peft", "qwen", "peers", "docs", "test", "dev"}
+OF_USERS = {"peft", "qwen", "measures", "peers", "docs", "test", "dev"}
 """Extras whose packages users, tests and the site import, and no file of the package."""
 
 
@@ -54,12 +54,6 @@ def _parquet() -> None:
     open_dataset("rows.parquet")
 
 
-def _measures() -> None:
-    from vlmpack.testing.measures import Tree, tree_edit_distance
-
-    tree_edit_distance(Tree("a"), Tree("a"))
-
-
 def _ray() -> None:
     from vlmpack.store.executors import in_order_on_ray
 
@@ -90,7 +84,6 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     "data": (_parquet, "datasets"),
     "plots": (_plots, "matplotlib"),
     "rl": (_grpo, "trl"),
-    "measures": (_measures, "apted"),
     "stream": (_stream, "torchdata"),
     "ray": (_ray, "ray"),
     "megatron": (_megatron, "megatron"),
@@ -100,7 +93,7 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     "demo": (lambda: _command("demo"), "accelerate"),
 }
 """Extra -> a part that needs it, and a package that is hidden from it."""
-TRIED = ("apted", "megatron")
+TRIED = ("megatron",)
 """Packages that are imported at once; others are looked for."""
 
 

@@ -154,7 +154,7 @@ TAKE_PROCESSORS = (
 
 def skip_without_packages(items: Iterable[pytest.Item]) -> None:
     """Skip tests with a family whose processor needs a package that cannot be imported, such as torchvision."""
-    from vlmpack.testing.family_processors import RECIPES, missing_packages
+    from fixtures.processors import RECIPES, missing_packages
 
     needing = frozenset(family for family, recipe in RECIPES.items() if recipe.packages)
     for item in items:

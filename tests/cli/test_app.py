@@ -60,7 +60,6 @@ def test_the_words_of_options_are_those_of_the_library() -> None:
     from vlmpack.collate import collator
     from vlmpack.data import mixed, open
     from vlmpack.plan import lengths, planner
-    from vlmpack.store import records
 
     annotations = {name: get_args(option.annotation)[0] for name, option in signature(pack).parameters.items()}
     words = {name: get_args(each) for name, each in annotations.items() if get_origin(each) is Literal}
@@ -72,7 +71,6 @@ def test_the_words_of_options_are_those_of_the_library() -> None:
         "stopping_strategy": get_args(mixed.StoppingStrategy),
         "strategy": tuple(planner.STRATEGIES),
         "oversize": lengths.OVERSIZE,
-        "images": records.IMAGES,
     }
 
 

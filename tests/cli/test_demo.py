@@ -77,10 +77,9 @@ def test_bfloat16_runs(small: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_pixels_have_the_type_of_the_weights(dtype: str, small: Path, tmp_path: Path) -> None:
-    """Not every model casts them, and not every processor makes them in float32."""
-    setup = Setup(model=str(small), data="synthetic", device="cpu", dtype=dtype, steps=1, batch_size=BATCH, seed=0)
+def test_pixels_have_the_type_of_the_weights(small: Path, tmp_path: Path) -> None:
+    """Not every model casts them."""
+    setup = Setup(model=str(small), data="synthetic", device="cpu", dtype="bfloat16", steps=1, batch_size=2, seed=0)
     model, seen = setup.make_model(), set[torch.dtype]()
     model.register_forward_pre_hook(lambda _, args, kwargs: seen.add(kwargs["pixel_values"].dtype), with_kwargs=True)
     train("padded", model, setup, scratch=str(tmp_path), report=lambda done: None)

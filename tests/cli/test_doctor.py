@@ -25,10 +25,8 @@ from vlmpack.families import family_named, registry
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments
 from vlmpack.machine import NEWEST_TESTED
-from vlmpack.model import engine
 from vlmpack.model.mechanisms.gated_delta_fla import FlaCall
 from vlmpack.model.mechanisms.vision import VisionRow
-from vlmpack.model.row import RowContext
 from vlmpack.probing import Report, probe
 from vlmpack.probing.report import Check
 from vlmpack.testing import tiny_config, tiny_model
@@ -51,16 +49,6 @@ def few_families() -> Iterator[None]:
 def folder(tmp_path: Path) -> str:
     tiny_model("qwen2_5_vl").save_pretrained(tmp_path)
     return str(tmp_path)
-
-
-@pytest.fixture
-def one_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vision tower takes all images for one."""
-
-    def one_segment(self: VisionRow, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
-        return Segments.from_lengths([num_patches])
-
-    monkeypatch.setattr(VisionRow, "find", one_segment)
 
 
 def run(*args: str) -> Any:
@@ -173,20 +161,6 @@ def test_the_summary_names_families_back_ends_and_verdicts(few_families: None) -
         assert text in result.stdout
 
 
-@pytest.mark.full
-def test_a_leak_has_exit_status_1_in_every_family(monkeypatch: pytest.MonkeyPatch, few_families: None) -> None:
-    def one_segment(**metadata: Any) -> RowContext:
-        return RowContext(**{**metadata, "segments": Segments.from_lengths([metadata["segments"].total])})
-
-    monkeypatch.setattr(engine, "RowContext", one_segment)
-    result = run_probe("--attention", "sdpa_segments")
-    assert result.exit_code == 1
-    for text in ("qwen3_vl, sdpa_segments: leaks. The cause: mask", "the attention of a sample moves by"):
-        assert text in words(result.stdout)
-    assert "eager_mask" not in result.stdout
-    assert "Do not train packed rows here" in result.stdout
-
-
 class Probes:
     """Takes the place of `probe`: each call notes what standard output holds, and all but those of `raising` report."""
 
@@ -273,8 +247,11 @@ def test_an_exact_model_has_exit_status_0_and_tables_of_everything(folder: str) 
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("one_picture")
-def test_a_leak_has_exit_status_1_and_a_name(folder: str) -> None:
+def test_a_leak_has_exit_status_1_and_a_name(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_segment(self: VisionRow, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
+        return Segments.from_lengths([num_patches])
+
+    monkeypatch.setattr(VisionRow, "find", one_segment)  # the vision tower takes all images for one
     result = run_probe(folder)
     assert result.exit_code == 1
     said = words(result.stdout)

@@ -2,14 +2,11 @@
 
 import numpy as np
 import pytest
-from chats import BEYOND, CHATTING, SHOWN, learnt, needs, picture
-from tiers import tiers
+from chats import BEYOND, CHATTING, SHOWN, fast_and_slow, learnt, needs, picture
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.testing import tiny_processor
-from vlmpack.testing.family_processors import RECIPES
-from vlmpack.testing.family_templates import GEMMA_TEMPLATE
 
 pytestmark = pytest.mark.every_family
 
@@ -61,17 +58,11 @@ def expected(family, *answers):
     return "".join(f"{BEGINNINGS.get(family, '')}{answer}{ENDS[family]}" for answer in answers)
 
 
-@pytest.mark.parametrize("family", tiers(CHATTING, SHOWN))
+@pytest.mark.parametrize("family", fast_and_slow(CHATTING, SHOWN))
 def test_answers_are_learnt_and_nothing_else(family):
     parts = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
     messages = [{"role": "user", "content": parts}, say("A receipt"), ASK, say("75,000 Rp.")]
     assert learnt_of(family, messages, images=[picture()]) == expected(family, "A receipt", "75,000 Rp.")
-
-
-@pytest.mark.parametrize("family", tiers(CHATTING, SHOWN))
-def test_an_answer_whose_flag_says_so_is_read_and_not_learnt(family):
-    messages = [ASK, say("A receipt", weight=0), ASK, say("75,000 Rp.")]
-    assert learnt_of(family, messages) == expected(family, "75,000 Rp.")
 
 
 @pytest.mark.parametrize("family", [pytest.param(family, marks=needs(family)) for family in MARKED])
@@ -136,33 +127,12 @@ def test_a_template_whose_prompt_is_no_beginning_of_an_answer_is_refused():
     assert "writes messages[:1] and its prompt otherwise" in refusal([ASK, say("4")], thinking)
 
 
-def test_a_template_that_leaves_out_a_text_is_refused():
-    deaf = (
-        "{% for message in messages if message['role'] != 'system' %}{{ message['role'] + ':' + message['content'] }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
-    )
-    message = refusal([{"role": "system", "content": "Be short."}, ASK, say("4")], deaf)
-    assert "messages[0] (system) says 'Be short.', which the chat template does not write" in message
-
-
 def test_a_template_that_marks_other_turns_than_answers_is_refused():
     marks_all = (
         "{% for message in messages %}{{ message['role'] + ':' }}"
         "{% generation %}{{ message['content'] }}{% endgeneration %}{% endfor %}"
     )
     assert "marks 2 answers ({% generation %}) of its 1 assistant messages" in refusal([ASK, say("4")], marks_all)
-
-
-@pytest.mark.parametrize("token", ["<|im_end|>", "<img>", "<IMG_CONTEXT>", "<|endoftext|>"])
-def test_special_tokens_typed_by_a_person_are_refused(token):
-    message = refusal([ASK, say(f"It is {token}")], RECIPES["internvl"].template)
-    assert f"its text holds '{token}', which only the processor and the chat template may write" in message
-
-
-def test_roles_that_a_template_rejects_are_refused_with_its_words():
-    template = GEMMA_TEMPLATE.replace("TURN_START", "'<|im_start|>'").replace("TURN_END", "'<|im_end|>'")
-    message = refusal([ASK, ASK, say("4")], template)
-    assert "the chat template cannot write its messages (TemplateError: Conversation roles must alternate" in message
 
 
 # ---------------------------------------------------------------------- text models without ChatML

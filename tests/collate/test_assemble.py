@@ -9,7 +9,8 @@ from chats import FAMILIES, processor_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.collate.assemble import filler, to_packed, to_padded
+from vlmpack.collate import VLMCollator
+from vlmpack.collate.assemble import to_packed, to_padded
 from vlmpack.collate.encoded import Encoded, Visual, check_ids, check_runs
 from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.errors import LayoutError
@@ -183,7 +184,7 @@ def test_samples_that_do_not_fit_a_fixed_row_are_an_error():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_filler_is_a_sound_sample_with_nothing_to_learn(family):
     metadata = read_processor(processor_of(family))
-    fill = filler(metadata)
+    fill = VLMCollator(processor_of(family))._encoder.filler
     check_ids(fill.input_ids, metadata)
     check_runs(fill.types, fill.images, metadata, kind="image")
     assert fill.num_targets == 0

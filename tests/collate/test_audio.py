@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cases import slow
 from PIL import Image
-from tiers import full
 from transformers import Qwen2_5OmniConfig, Qwen3OmniMoeConfig
 
 from vlmpack.collate import VLMCollator
-from vlmpack.data import load_processor
+from vlmpack.collate.conversation import read_conversation
+from vlmpack.data import load_processor, open_dataset
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PaddedBatch, pack
 from vlmpack.layout.batch import AUDIO
@@ -103,7 +105,7 @@ def test_measured_and_tokenised_samples_are_the_same_batch(family: str) -> None:
     assert measure_lengths([sample], collator).tokens.tolist() == [batch["input_ids"].shape[1]]
 
 
-@pytest.mark.parametrize("family", [CONVOLVED, *full(POOLED)])
+@pytest.mark.parametrize("family", [CONVOLVED, *slow(POOLED)])
 def test_a_row_of_the_collator_is_its_padded_batch_packed_and_goes_through_the_model(family: str) -> None:
     processor = processor_of(family)
     features = [whole(family)[0], {"messages": messages()}, {"messages": messages(heard(30_000, seed=3))}]
@@ -148,7 +150,7 @@ def test_a_column_holds_audio_for_placeholders_or_for_the_first_question() -> No
 
 
 REFUSED = {
-    "a path": (messages({"type": "audio", "audio": "dog.wav"}), "audio_source", "audio 0 is a str; give its samples"),
+    "a path": (messages({"type": "audio", "audio": "dog.wav"}), "audio_source", "audio 0 is a str; give an array"),
     "two channels": (
         messages({"type": "audio", "audio": sound(9_000).reshape(2, -1)}),
         "audio_source",
@@ -158,12 +160,12 @@ REFUSED = {
     "samples of 16 bits": (
         messages({"type": "audio", "audio": sound(9_000) * 32768}),
         "audio_source",
-        "has values up to .*, and the model hears -1 ... 1; divide samples of 16 bits by 32768",
+        "has values up to .*, beyond -1 ... 1; divide 16-bit by 32768",
     ),
     "another rate": (
         messages({"type": "audio", "audio": {"array": sound(9_000), "sampling_rate": 8_000}}),
         "audio_rate",
-        "was sampled 8000 times a second, and the model hears 16000; resample it",
+        "has 8000 samples a second, its processor takes 16000; resample",
     ),
     "too long": (
         messages(heard(9 * RATE)),
@@ -248,7 +250,7 @@ def test_models_that_cannot_hear_refuse_audio_and_stored_rows_refuse_models_that
         measure_lengths([whole(POOLED)[0]], VLMCollator(processor_of(POOLED)), min_shared=8)
 
 
-@pytest.mark.parametrize("family", full(POOLED, CONVOLVED))
+@pytest.mark.parametrize("family", slow(POOLED, CONVOLVED))
 def test_a_processor_that_was_saved_makes_the_same_batch(family: str, tmp_path: Any) -> None:
     sample, made = whole(family)
     processor_of(family).save_pretrained(tmp_path)
@@ -283,3 +285,63 @@ def test_a_sample_that_is_too_long_is_cut_beside_its_audio() -> None:
     assert int((batch["mm_token_type_ids"] == AUDIO).sum()) == 14
     model = tiny_model(POOLED, processor=processor_of(POOLED))
     assert PackedStep(model)(batch).work.audio_frames == 57
+
+
+# ---------------------------------------------------------------------- places of audio in texts
+
+PART = {"type": "audio"}
+SPOKEN = (
+    ("What is <audio>, please?", ["What is ", PART, ", please?"]),
+    ("<audio> or <audio>?", [PART, " or ", PART, "?"]),
+)
+
+
+@pytest.mark.parametrize(("text", "parts"), SPOKEN)
+def test_audio_stands_where_its_marker_stands(text: str, parts: list[Any]) -> None:
+    collator, sounds = VLMCollator(processor_of(CONVOLVED)), [sound(9_000), sound(4_000, seed=1)][: text.count("<")]
+    say = {"role": "assistant", "content": "A dog."}
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    written = collator.processor.apply_chat_template([{"role": "user", "content": content}, say], tokenize=False)
+    plain = collator.processor(text=[written], audio=sounds, return_tensors="pt")["input_ids"]
+    for content in (text, [{"type": "text", "text": text}]):
+        turns = [{"role": "user", "content": content}, say]
+        for sample in (
+            {"messages": turns, "audios": sounds},
+            {"messages": turns, "audio": sounds},
+            {"prompt": turns[:1], "completion": turns[1:], "audios": sounds},
+        ):
+            assert torch.equal(collator.collate([sample]).input_ids, plain)
+            assert torch.equal(torch.from_numpy(collator.measure(sample).input_ids), plain[0])
+
+
+def test_turns_of_from_and_value_and_plain_prompts_have_the_same_places() -> None:
+    collator, metadata = VLMCollator(processor_of(CONVOLVED)), VLMCollator(processor_of(CONVOLVED)).metadata
+    turns = [{"from": "human", "value": "<audio>What is it?"}, {"from": "gpt", "value": "A dog."}]
+    asked = [{"role": "user", "content": "<audio>What is it?"}, {"role": "assistant", "content": "A dog."}]
+    both = [{"conversations": turns, "audios": [sound(9_000)]}, {"messages": asked, "audios": [sound(9_000)]}]
+    first, second = (collator.collate([sample]).input_ids for sample in both)
+    assert torch.equal(first, second)
+    sample = {"prompt": "Hear <audio>:", "completion": "A dog.", "audio": [sound(9_000)]}
+    written = f"Hear {metadata.audio_start}{metadata.audio_token}{metadata.audio_end}:"
+    plain = collator.processor(text=[written], audio=[sound(9_000)], return_tensors="pt")["input_ids"][0]
+    assert torch.equal(collator.collate([sample]).input_ids[0][: len(plain)], plain)
+    with pytest.raises(SampleError, match="2 time"):
+        collator.measure({"messages": [{"role": "user", "content": "<audio><audio>"}, asked[1]], "audios": [sound(9)]})
+
+
+def test_audio_of_files_of_data_sets_stands_in_its_place(tmp_path: Any) -> None:
+    """Files of audio are refused later, as audio is read from arrays alone; markers are places."""
+    turns = [{"role": "user", "content": "<audio>What is it?"}, {"role": "assistant", "content": "A dog."}]
+    (tmp_path / "demo.json").write_text(json.dumps([{"messages": turns, "audios": ["demo/1.mp3"]}]))
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    columns = {"messages": "messages", "audios": "audios"}
+    entry = {"file_name": "demo.json", "formatting": "sharegpt", "columns": columns, "tags": tags}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"demo": entry}))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"audio": [0.25, 0.5], "response": "A dog."}))
+    demo = open_dataset(tmp_path / "demo.json", columns=tmp_path / "dataset_info.json")[0]
+    caption = open_dataset(tmp_path / "rows.jsonl")[0]
+    read, captioned = (read_conversation(sample, has_audio=True) for sample in (demo, caption))
+    assert read.messages[0]["content"] == [PART, {"type": "text", "text": "What is it?"}]
+    assert [ref.source for ref in read.audios] == ["demo/1.mp3"]
+    assert captioned.messages == ({"role": "user", "content": [PART]}, {"role": "assistant", "content": "A dog."})
+    assert [ref.source for ref in captioned.audios] == [[0.25, 0.5]]

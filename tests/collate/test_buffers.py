@@ -13,6 +13,7 @@ from threading import Barrier, BrokenBarrierError
 
 import pytest
 import torch
+from cases import pairs
 from torch.utils.data import DataLoader
 
 from vlmpack.collate.buffers import PIECE, Lent, NotFinite, PixelBuffers, _is_free, _lend
@@ -46,13 +47,6 @@ def test_a_batch_that_is_gone_leaves_its_memory_to_the_next() -> None:
     assert (len(places), buffers.kept, buffers.held) == (1, 1, 0)
 
 
-def test_batches_that_are_there_keep_their_own() -> None:
-    buffers = PixelBuffers(8)
-    batches = [buffers.join(parts(3, 4, start=start), torch.float32) for start in range(5)]
-    assert all(torch.equal(batch, torch.cat(parts(3, 4, start=i))) for i, batch in enumerate(batches))
-    assert (buffers.kept, buffers.held) == (5, 5)
-
-
 def test_no_more_blocks_are_kept_than_were_allowed() -> None:
     buffers = PixelBuffers(2)
     batches = [buffers.join(parts(3, 4, start=start), torch.float32) for start in range(5)]
@@ -78,12 +72,6 @@ def test_what_autograd_saved_keeps_the_memory() -> None:
     assert torch.equal(weight.grad, torch.cat(parts(3, 4)).sum(0)) and len(other) == 7
     del loss
     assert buffers.held == 1
-
-
-def test_an_array_of_it_keeps_the_memory() -> None:
-    buffers = PixelBuffers(8)
-    array = buffers.join(parts(3, 4), torch.float32).numpy()
-    assert buffers.held == 1 and array[6, 4] == 34
 
 
 def test_a_larger_batch_takes_the_place_of_a_smaller_one() -> None:
@@ -155,12 +143,13 @@ def test_parts_that_do_not_lie_in_one_piece_are_copied() -> None:
     assert torch.equal(PixelBuffers(8).join([columns, gaps], torch.float32), torch.cat((columns, gaps)))
 
 
-@pytest.mark.pairwise
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("at", [0, LONG // 2, LONG - 1])
-@pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("count", [1, 3])
+@pairs(
+    count=[1, 3],
+    source=[torch.float32, torch.float16, torch.bfloat16],
+    at=[0, LONG // 2, LONG - 1],
+    value=[float("nan"), float("inf"), float("-inf")],
+)
 def test_a_part_that_is_not_finite_is_named(count: int, source: torch.dtype, at: int, value: float) -> None:
     given = [torch.randn(LONG, WIDTH).to(source) for _ in range(count)]
     buffers = PixelBuffers(8)
@@ -215,12 +204,6 @@ def test_batches_that_are_kept_never_change() -> None:
     batches = list(loader())
     assert len(batches) == 24 and all(map(is_right, batches))
     assert batches[-1]["kept"] == 8
-
-
-@pytest.mark.dist
-def test_batches_outlive_their_worker() -> None:
-    batches = list(loader(4))
-    assert all(map(is_right, batches))
 
 
 @pytest.mark.dist

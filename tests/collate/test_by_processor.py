@@ -4,20 +4,19 @@ from functools import lru_cache
 
 import pytest
 import torch
-from chats import CHATTING, SHOWN, needs, needs_torchvision, picture
+from cases import pairs, slow
+from chats import CHATTING, SHOWN, fast_and_slow, needs, needs_torchvision, picture
 from chats import FAMILIES as QWEN
-from tiers import full, tiers
 from transformers import AutoImageProcessor
+from vlmpack.testing.family_processors import tile_sizes
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.encode import Encoder
-from vlmpack.collate.encoded import fit
 from vlmpack.collate.processor_metadata import metadata_of, processor_settings, read_processor
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import SampleError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.testing import tiny_processor
-from vlmpack.testing.family_processors import tile_sizes
 
 pytestmark = [
     pytest.mark.every_family,
@@ -65,8 +64,8 @@ def same_tensors(ours, theirs):
 # ---------------------------------------------------------------------- equal to the processor
 
 
-@pytest.mark.parametrize("count", tiers([0, 1, 3], [0, 3]))
-@pytest.mark.parametrize("family", tiers(CHATTING, SHOWN))
+@pytest.mark.parametrize("count", fast_and_slow([0, 1, 3], [0, 3]))
+@pytest.mark.parametrize("family", fast_and_slow(CHATTING, SHOWN))
 def test_tokens_and_tensors_equal_the_processor_s_own(family, count):
     feature = conversation(count, turns=2)
     truth = by_transformers(processor_of(family), feature)
@@ -89,7 +88,7 @@ def test_tokens_and_tensors_equal_the_processor_s_own(family, count):
 
 
 @needs_torchvision
-@pytest.mark.parametrize("family", tiers([*QWEN, *CHATTING], ["qwen3_vl", *SHOWN]))
+@pytest.mark.parametrize("family", fast_and_slow([*QWEN, *CHATTING], ["qwen3_vl", *SHOWN]))
 def test_images_of_torchvision_are_the_processor_s_own_too(family, tmp_path):
     """`AutoProcessor` takes image processors on torchvision where it is installed."""
     processor = tiny_processor(family)
@@ -153,7 +152,7 @@ def test_tiles_are_pixels_too(monkeypatch):
         collator([feature])
 
 
-@pytest.mark.parametrize("family", ["internvl", "idefics3", *full("kimi_k25")])
+@pytest.mark.parametrize("family", ["internvl", "idefics3", *slow("kimi_k25")])
 def test_no_tokens_of_an_image_are_learnt(family):
     """Row and column markers, line breaks and what a template writes around included, also where everything else is."""
     feature = conversation(2)
@@ -184,10 +183,7 @@ def by_either_path(family, feature, **settings):
     return quick, whole
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("count", [0, 2])
-@pytest.mark.parametrize("train_on", ["assistant", "all"])
-@pytest.mark.parametrize("family", QWEN_FAMILIES)
+@pairs(family=QWEN_FAMILIES, train_on=["assistant", "all"], count=[0, 2])
 def test_both_paths_encode_a_qwen_sample_alike(family, train_on, count):
     feature = conversation(count, turns=3)
     feature["messages"].insert(0, {"role": "system", "content": "Be short."})
@@ -205,16 +201,3 @@ def test_both_paths_encode_a_qwen_sample_alike(family, train_on, count):
     measured = [path.measure(feature) for path in paths]
     assert measured[0].input_ids.tolist() == measured[1].input_ids.tolist() == quick.input_ids.tolist()
     assert measured[0].labels.tolist() == measured[1].labels.tolist() == quick.labels.tolist()
-
-
-@pytest.mark.parametrize("max_length", [25, 60, 80, 110])
-def test_both_paths_cut_a_qwen_sample_at_the_same_places(max_length):
-    feature = conversation(3, turns=4)
-    quick, whole = by_either_path("qwen3_vl", feature, train_on="all", max_length=max_length)
-    kept = [
-        fit(path.encode(feature), path.metadata, max_length=max_length, overlength="truncate")
-        for path in (quick, whole)
-    ]
-    assert kept[0].input_ids.tolist() == kept[1].input_ids.tolist()
-    assert kept[0].labels.tolist() == kept[1].labels.tolist()
-    assert len(kept[0].images) == len(kept[1].images) <= 3

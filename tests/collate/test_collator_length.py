@@ -67,9 +67,3 @@ def test_a_collator_tells_its_settings_and_its_skip_log_in_one_line() -> None:
         "VLMCollator(Qwen3VLProcessor, layout='padded', overlength='error', train_on='assistant', on_bad='raise', "
         "skip_log=SkipLog(0 received, 0 used, 0 refused))"
     )
-
-
-def test_a_skip_log_tells_its_file(tmp_path: Any) -> None:
-    assert repr(packing(skip_log=tmp_path / "bad.jsonl").skip_log).endswith(
-        f"refused; written down in {str(tmp_path / 'bad.jsonl')!r})"
-    )

@@ -1,132 +1,94 @@
-"""Conversation shapes: whatever a dataset calls its columns, the same conversation comes out."""
+"""Whatever a data set calls its columns, the same conversation comes out; what contradicts itself is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
 
 import pytest
-from chats import picture
+from chats import learnt, picture, processor_of
 from PIL import Image
 
-from vlmpack.collate.conversation import read_conversation
-from vlmpack.errors import Refusal
+from vlmpack.collate import VLMCollator
+from vlmpack.collate.conversation import ALIASES, read_conversation
+from vlmpack.data import open_dataset
+from vlmpack.errors import Refusal, SampleError
 
 A, B, C = (picture(20 + i, 30, seed=i) for i in range(3))
-HOLE = {"type": "image"}
+HOLE, FILM = {"type": "image"}, {"type": "video"}
+SYSTEM = {"role": "system", "content": "Be short."}
 
 
-def text(words):
+def text(words: str) -> dict[str, Any]:
     return {"type": "text", "text": words}
 
 
-def sources(refs):
+def user(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content, **more}
+
+
+def says(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def asked(content: Any, **columns: Any) -> dict[str, Any]:
+    return {"messages": [user(content), says("5")], **columns}
+
+
+def sources(refs: Any) -> list[Any]:
     return [ref.source for ref in refs]
 
 
-# ---------------------------------------------------------------------- the shapes
+def refusal(feature: dict[str, Any], **settings: Any) -> tuple[str, str]:
+    with pytest.raises(Refusal) as caught:
+        read_conversation(feature, **settings)
+    return caught.value.reason, str(caught.value)
 
+
+# ---------------------------------------------------------------------- shapes
+
+NONE = {"bytes": None, "path": None}
+FIVE = says([text("5")])
 ONE_IMAGE_ROWS = {
-    "TRL, placeholder": {
-        "images": [A],
-        "messages": [
-            {"role": "user", "content": [HOLE, text("Total?")]},
-            {"role": "assistant", "content": [text("5")]},
-        ],
-    },
-    "TRL, no placeholder": {
-        "images": [A],
-        "messages": [{"role": "user", "content": "Total?"}, {"role": "assistant", "content": [text("5")]}],
-    },
-    "one image in an image column": {
-        "image": A,
-        "messages": [{"role": "user", "content": "Total?"}, {"role": "assistant", "content": [text("5")]}],
-    },
-    "LLaMA-Factory, a marker in the text": {
-        "images": [A],
-        "messages": [
-            {"role": "user", "content": "<image>Total?"},
-            {"role": "assistant", "content": [text("5")]},
-        ],
-    },
-    "prompt and completion": {
-        "images": [A],
-        "prompt": [{"role": "user", "content": "Total?"}],
-        "completion": [{"role": "assistant", "content": [text("5")]}],
-    },
-    "inline": {
-        "messages": [
-            {"role": "user", "content": [{"type": "image", "image": A}, text("Total?")]},
-            {"role": "assistant", "content": [text("5")]},
-        ],
-    },
-    "NeMo": {
-        "conversation": [
-            {"role": "user", "content": [{"type": "image", "image": A}, text("Total?")]},
-            {"role": "assistant", "content": [text("5")]},
-        ],
-    },
+    "TRL, placeholder": {"images": [A], "messages": [user([HOLE, text("Total?")]), FIVE]},
+    "TRL, no placeholder": {"images": [A], "messages": [user("Total?"), FIVE]},
+    "one image in an image column": {"image": A, "messages": [user("Total?"), FIVE]},
+    "LLaMA-Factory, a marker in the text": {"images": [A], "messages": [user("<image>Total?"), FIVE]},
+    "prompt and completion": {"images": [A], "prompt": [user("Total?")], "completion": [FIVE]},
+    "inline": {"messages": [user([{"type": "image", "image": A}, text("Total?")]), FIVE]},
+    "NeMo": {"conversation": [user([{"type": "image", "image": A}, text("Total?")]), FIVE]},
     "Arrow writes None where a key is missing": {
         "images": None,
-        "videos": None,
         "messages": [
-            {
-                "role": "user",
-                "content": [
-                    {"type": "image", "image": A, "text": None},
-                    {"type": "text", "text": "Total?", "image": None},
-                ],
-            },
-            {"role": "assistant", "content": [{"type": "text", "text": "5", "image": None}]},
+            user([{"type": "image", "image": A, "text": None}, {**text("Total?"), "image": None}]),
+            says([{"type": "text", "text": "5", "image": None}]),
         ],
     },
     "Arrow writes a struct of None where a struct is missing": {
         "images": [A],
         "messages": [
-            {
-                "role": "user",
-                "content": [
-                    {"type": "image", "image": {"bytes": None, "path": None}, "text": None},
-                    {"type": None, "image": {"bytes": None, "path": None}, "text": "Total?"},
-                ],
-            },
-            {"role": "assistant", "content": [{"type": "text", "image_url": {"url": None}, "text": "5"}]},
+            user([{"type": "image", "image": NONE, "text": None}, {"type": None, "image": NONE, "text": "Total?"}]),
+            says([{"type": "text", "image_url": {"url": None}, "text": "5"}]),
         ],
     },
 }
 
 
 @pytest.mark.parametrize("feature", ONE_IMAGE_ROWS.values(), ids=ONE_IMAGE_ROWS)
-def test_every_shape_gives_the_same_conversation(feature):
+def test_every_shape_gives_the_same_conversation(feature: dict[str, Any]) -> None:
     row = read_conversation(feature)
-    assert row.messages == (
-        {"role": "user", "content": [HOLE, text("Total?")]},
-        {"role": "assistant", "content": [text("5")]},
-    )
-    assert sources(row.images) == [A]
-    assert row.videos == ()
+    assert row.messages == (user([HOLE, text("Total?")]), FIVE)
+    assert (sources(row.images), row.videos) == ([A], ())
+    assert not any(isinstance(value, Image.Image) for part in row.messages[0]["content"] for value in part.values())
 
 
-def test_markers_of_messages_are_holes_and_the_text_around_them_stays_as_it_is():
-    row = read_conversation(
-        {
-            "images": [A, B],
-            "videos": ["a.mp4"],
-            "messages": [
-                {"role": "system", "content": "Be short."},
-                {"role": "user", "content": "<image>\nand <video> or <image>? "},
-                {"role": "assistant", "content": "No."},
-            ],
-        }
-    )
-    assert row.messages == (
-        {"role": "system", "content": "Be short."},
-        {
-            "role": "user",
-            "content": [HOLE, text("\nand "), {"type": "video"}, text(" or "), HOLE, text("? ")],
-        },
-        {"role": "assistant", "content": "No."},
-    )
-    assert (sources(row.images), sources(row.videos)) == ([A, B], ["a.mp4"])
-
-
-def test_qwen_rows_put_images_where_their_markers_stand_and_strip_the_text_between():
-    row = read_conversation(
+READ = {
+    "markers are placeholders, and the text around them stays as it is": (
+        {"images": [A, B], "videos": ["a.mp4"], "messages": [SYSTEM, user("<image>\nand <video> or <image>? ")]},
+        [SYSTEM, user([HOLE, text("\nand "), FILM, text(" or "), HOLE, text("? ")])],
+        ([A, B], ["a.mp4"]),
+    ),
+    "Qwen's rows strip the text between markers": (
         {
             "image": [A, B],
             "conversations": [
@@ -134,58 +96,71 @@ def test_qwen_rows_put_images_where_their_markers_stand_and_strip_the_text_betwe
                 {"from": "human", "value": "<image>\nand <image> Same?\n"},
                 {"from": "gpt", "value": " No.\n"},
             ],
-        }
-    )
-    assert row.messages == (
-        {"role": "system", "content": "Be short."},
-        {"role": "user", "content": [HOLE, text("and"), HOLE, text("Same?")]},
-        {"role": "assistant", "content": " No.\n"},
-    )
-    assert sources(row.images) == [A, B]
+        },
+        [SYSTEM, user([HOLE, text("and"), HOLE, text("Same?")]), says(" No.\n")],
+        ([A, B], []),
+    ),
+    "Qwen's rows hold videos too, and paths": (
+        {"video": [["1.png"]], "image": "a.jpg", "conversations": [{"from": "human", "value": "<video> or <image>?"}]},
+        [user([FILM, text("or"), HOLE, text("?")])],
+        (["a.jpg"], [["1.png"]]),
+    ),
+    "conversations with roles": ({"conversations": [user("hi")]}, [user("hi")], ([], [])),
+    "images of several turns in the order of their placeholders": (
+        {"images": [B], "messages": [user([{"type": "image", "image": A}]), user([HOLE, {"image": C}])]},
+        [user([HOLE]), user([HOLE, HOLE])],
+        ([A, B, C], []),
+    ),
+    "parts by their index": (
+        asked([{**HOLE, "index": 1}, {**HOLE, "index": 0}, {**text("?"), "index": None}], images=[A, B]),
+        [user([HOLE, HOLE, text("?")]), says("5")],
+        ([B, A], []),
+    ),
+    "an image column of datasets": (
+        {"images": [{"bytes": b"x", "path": None}], "messages": [user("?")]},
+        [user([HOLE, text("?")])],
+        ([{"bytes": b"x", "path": None}], []),
+    ),
+    "a prompt beside messages is a note": ({"messages": [user("hi")], "prompt": "ho"}, [user("hi")], ([], [])),
+    "a column of empty media": (asked("2 + 2?", image="", videos=[NONE]), [user("2 + 2?"), says("5")], ([], [])),
+    "empty keys": (
+        {"messages": [user([{**text("?"), "image": NONE}], images=[])]},
+        [user([text("?")], images=[])],
+        ([], []),
+    ),
+    "an answer that speaks of markers": ({"messages": [says("<image>")]}, [says("<image>")], ([], [])),
+    "a call without content": (
+        {"messages": [says(None, tool_calls=[{"name": "t"}])]},
+        [says("", tool_calls=[{"name": "t"}])],
+        ([], []),
+    ),
+    "a thought without content": (
+        {"messages": [says(None, reasoning_content="x")]},
+        [says("", reasoning_content="x")],
+        ([], []),
+    ),
+    "a system column": ({"system": "Be short.", **asked("?")}, [SYSTEM, user("?"), says("5")], ([], [])),
+    "a system column that messages repeat": (
+        {"system": "Be short.", "messages": [SYSTEM, user("?")]},
+        [SYSTEM, user("?")],
+        ([], []),
+    ),
+    "an empty system column": ({"system": "", "messages": [user("?")]}, [user("?")], ([], [])),
+}
 
 
-def test_qwen_rows_name_one_image_by_its_path():
-    row = read_conversation({"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>"}]})
-    assert sources(row.images) == ["a.jpg"]
-
-
-def test_qwen_rows_hold_videos_too():
-    row = read_conversation(
-        {
-            "video": [["1.png", "2.png"]],
-            "image": A,
-            "conversations": [{"from": "human", "value": "<video> or <image>?"}],
-        }
-    )
-    assert row.messages[0]["content"] == [{"type": "video"}, text("or"), HOLE, text("?")]
-    assert sources(row.videos) == [["1.png", "2.png"]]
-    assert sources(row.images) == [A]
-
-
-def test_conversations_with_roles_are_read_as_messages():
-    assert read_conversation({"conversations": [{"role": "user", "content": "hi"}]}).messages == (
-        {"role": "user", "content": "hi"},
-    )
-
-
-def test_images_of_several_turns_come_in_the_order_of_their_holes():
-    row = read_conversation(
-        {
-            "images": [B],
-            "messages": [
-                {"role": "user", "content": [{"type": "image", "image": A}, text("this")]},
-                {"role": "assistant", "content": "ok"},
-                {"role": "user", "content": [HOLE, text("that"), {"type": "image", "image": C}]},
-            ],
-        }
-    )
-    assert sources(row.images) == [A, B, C]
+@pytest.mark.parametrize(("feature", "messages", "media"), READ.values(), ids=READ)
+def test_rows_are_read(feature: dict[str, Any], messages: list[Any], media: tuple[list[Any], list[Any]]) -> None:
+    before = json.dumps(feature, default=str)
+    row = read_conversation(feature)
+    assert list(row.messages) == messages
+    assert (sources(row.images), sources(row.videos)) == media
+    assert json.dumps(feature, default=str) == before, "the data set's own dictionaries were changed"
 
 
 @pytest.mark.parametrize(
     ("part", "source"),
     [
-        ({"type": "image", "image": A}, A),
         ({"image": "a.png"}, "a.png"),
         ({"type": "image", "path": "a.png"}, "a.png"),
         ({"type": "image", "url": "a.png"}, "a.png"),
@@ -195,130 +170,84 @@ def test_images_of_several_turns_come_in_the_order_of_their_holes():
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}, "data:image/png;base64,AA"),
     ],
 )
-def test_an_inline_image_may_be_written_in_many_ways(part, source):
-    row = read_conversation({"messages": [{"role": "user", "content": [part]}]})
-    assert sources(row.images) == [source]
-    assert row.messages[0]["content"] == [HOLE]
+def test_an_inline_image_may_be_written_in_many_ways(part: dict[str, Any], source: Any) -> None:
+    row = read_conversation({"messages": [user([part])]})
+    assert (sources(row.images), row.messages[0]["content"]) == ([source], [HOLE])
 
 
-def test_a_datasets_image_column_of_bytes_and_path():
-    row = read_conversation({"images": [{"bytes": b"x", "path": None}], "messages": [{"role": "user", "content": "?"}]})
-    assert sources(row.images) == [{"bytes": b"x", "path": None}]
-
-
-def test_resizing_keys_stay_with_their_image_whether_in_the_part_or_in_the_column():
-    row = read_conversation(
-        {
-            "images": [{"image": B, "min_pixels": 5}],
-            "messages": [
-                {"role": "user", "content": [{"type": "image", "image": A, "max_pixels": 9, "min_pixels": None}]},
-                {"role": "user", "content": [{"type": "image", "resized_height": 7}]},
-            ],
-        }
-    )
+def test_resizing_keys_stay_with_their_image_whether_in_the_part_or_in_the_column() -> None:
+    keyed = [{"type": "image", "image": A, "max_pixels": 9, "min_pixels": None}, {**HOLE, "resized_height": 7}]
+    row = read_conversation({"images": [{"image": B, "min_pixels": 5}], "messages": [user(keyed)]})
     assert [dict(ref.options) for ref in row.images] == [{"max_pixels": 9}, {"min_pixels": 5, "resized_height": 7}]
 
 
-def test_the_frames_of_one_video_or_the_paths_of_several():
-    def videos(value):
-        return sources(read_conversation({"video": value, "messages": [{"role": "user", "content": "?"}]}).videos)
-
-    assert videos([A, B]) == [[A, B]]
-    assert videos(["a.mp4", "b.mp4"]) == ["a.mp4", "b.mp4"]
-    assert videos([[A, B], [C]]) == [[A, B], [C]]
-    assert videos("a.mp4") == ["a.mp4"]
-    assert videos([{"video": [A, B], "sample_fps": 4}]) == [[A, B]]
-
-
-def test_only_the_turns_of_the_completion_are_learnt():
-    row = read_conversation(
-        {
-            "prompt": [
-                {"role": "user", "content": "1"},
-                {"role": "assistant", "content": "2"},
-                {"role": "user", "content": "3"},
-            ],
-            "completion": [{"role": "assistant", "content": "4"}],
-        }
-    )
-    assert row.trained_turns == (False, True)
-    assert [message["content"] for message in row.messages] == ["1", "2", "3", "4"]
+@pytest.mark.parametrize(
+    ("value", "videos"),
+    [
+        ([A, B], [[A, B]]),
+        (["a.mp4", "b.mp4"], ["a.mp4", "b.mp4"]),
+        ([[A, B], [C]], [[A, B], [C]]),
+        ("a.mp4", ["a.mp4"]),
+        ([{"video": [A, B], "sample_fps": 4}], [[A, B]]),
+    ],
+)
+def test_the_frames_of_one_video_or_the_paths_of_several(value: Any, videos: list[Any]) -> None:
+    assert sources(read_conversation({"video": value, "messages": [user("?")]}).videos) == videos
 
 
-def test_plain_prompt_and_completion_need_no_template():
+def test_plain_prompt_and_completion_need_no_template() -> None:
     row = read_conversation({"prompt": "2 + 2 = ", "completion": "4"})
-    assert row.plain == ("2 + 2 = ", "4")
-    assert row.messages == ()
+    assert (row.plain, row.messages) == (("2 + 2 = ", "4"), ())
 
 
-def test_tools_and_template_arguments_reach_the_template():
-    row = read_conversation(
-        {
-            "messages": [{"role": "user", "content": "hi"}],
-            "tools": [{"name": "t"}],
-            "chat_template_kwargs": {"enable_thinking": False},
-        }
-    )
+def test_tools_and_template_arguments_reach_the_template() -> None:
+    row = read_conversation(asked("hi", tools=[{"name": "t"}], chat_template_kwargs={"enable_thinking": False}))
     assert row.template_options == {"tools": [{"name": "t"}], "enable_thinking": False}
 
 
-def test_a_message_keeps_its_other_keys():
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "t"}]}
-    assert read_conversation({"messages": [call]}).messages == (
-        {"role": "assistant", "content": "", "tool_calls": [{"name": "t"}]},
-    )
-
-
-def test_the_dataset_s_own_dictionaries_are_not_changed():
-    feature = {"images": [A], "messages": [{"role": "user", "content": "Total?"}]}
-    read_conversation(feature)
-    assert feature == {"images": [A], "messages": [{"role": "user", "content": "Total?"}]}
-
-
-def test_pixels_do_not_travel_through_the_template():
-    row = read_conversation(ONE_IMAGE_ROWS["inline"])
-    parts = [part for message in row.messages for part in message["content"]]
-    assert len(parts) == 3
-    assert not any(isinstance(value, Image.Image) for part in parts for value in part.values())
+@pytest.mark.parametrize(("alias", "role"), ALIASES.items())
+def test_other_names_of_roles_are_understood_in_either_shape(alias: str, role: str) -> None:
+    assert read_conversation({"messages": [{"role": alias, "content": "x"}]}).messages[0]["role"] == role
+    assert read_conversation({"conversations": [{"from": alias, "value": "x"}]}).messages[0]["role"] == role
 
 
 # ---------------------------------------------------------------------- refusals
 
-USER = [{"role": "user", "content": "hi"}]
+TWICE = "of which one would be read"
+PATH = "a.png"
 BAD_ROWS = {
-    "fewer holes than images": (
-        {"images": [A, B], "messages": [{"role": "user", "content": [HOLE]}]},
+    "fewer placeholders than images": (
+        {"images": [A, B], "messages": [user([HOLE])]},
         "media_count_mismatch",
-        "the messages have 1 image placeholder(s) without a source of their own, but the columns hold 2 image(s)",
+        "the messages have 1 image placeholder(s) without a source, but the columns hold 2 image(s)",
     ),
-    "a hole without an image": (
-        {"messages": [{"role": "user", "content": [HOLE]}]},
+    "a placeholder without an image": (
+        asked([HOLE]),
         "media_count_mismatch",
-        "have 1 image placeholder(s) without a source of their own, but the columns hold 0 image(s); give each",
+        "have 1 image placeholder(s) without a source, but the columns hold 0 image(s); give each",
     ),
     "a Qwen row with a marker too many": (
         {"image": A, "conversations": [{"from": "human", "value": "<image><image>"}]},
         "media_count_mismatch",
-        "have 2 image placeholder(s) without a source of their own, but the columns hold 1 image(s)",
+        "have 2 image placeholder(s) without a source, but the columns hold 1 image(s)",
     ),
     "images without a user": (
-        {"images": [A], "messages": [{"role": "assistant", "content": "5"}]},
+        {"images": [A], "messages": [says("5")]},
         "media_count_mismatch",
         "1 image(s), but no user message to put them in",
     ),
     "a marker too few": (
-        {"images": [A, B], "messages": [{"role": "user", "content": "<image> Total?"}]},
+        asked("<image> Total?", images=[A, B]),
         "ambiguous_media",
-        "the messages hold the text '<image>' 1 time(s), 0 of them in the assistant's turns, for 2 image(s) of the "
-        "column, so it is not clear where these go; write one '<image>' for each outside the assistant's turns",
+        "the messages hold '<image>' 1 time(s), 0 of them in the assistant's turns, for 2 image(s) of the column",
     ),
     "a marker in an answer": (
-        {"images": [A], "messages": [*USER, {"role": "assistant", "content": "<image> is the tag"}]},
+        {"images": [A], "messages": [user("hi"), says("<image> is the tag")]},
         "ambiguous_media",
-        "the messages hold the text '<image>' 1 time(s), 1 of them in the assistant's turns, for 1 image(s)",
+        "the messages hold '<image>' 1 time(s), 1 of them in the assistant's turns, for 1 image(s)",
     ),
-    "a hole, and a column of another name": (
-        {"imgs": [A], "messages": [{"role": "user", "content": [HOLE]}]},
+    "a placeholder, and a column of another name": (
+        asked([HOLE], imgs=[A]),
         "media_count_mismatch",
         "give each placeholder its image; it also has: imgs",
     ),
@@ -328,25 +257,32 @@ BAD_ROWS = {
         "but the columns hold 1 image(s); every image is in its message already: remove the column",
     ),
     "the attributes of a picture that was stored as JSON": (
-        {"messages": [{"role": "user", "content": [{"type": "image", "image": {"im": 0, "mode": "RGB", "size": []}}]}]},
+        asked([{"type": "image", "image": {"im": 0, "mode": "RGB", "size": []}}]),
         "image_source",
         "the attributes of a PIL image, without its pixels, as datasets.map stores an image inside messages; make",
     ),
     "a misspelt key beside an image": (
-        {"messages": [{"role": "user", "content": [{"type": "image", "image": A, "max_pixel": 9}]}]},
+        asked([{"type": "image", "image": A, "max_pixel": 9}]),
         "vision_key",
         "stands the key 'max_pixel', which is not known; did you mean 'max_pixels'?",
     ),
     "a misspelt key in a column": (
-        {"videos": [{"video": [A], "total-pixels": 9}], "messages": [{"role": "user", "content": "?"}]},
+        asked("?", videos=[{"video": [A], "total-pixels": 9}]),
         "vision_key",
         "stands the key 'total-pixels', which is not known; did you mean 'total_pixels'?",
     ),
     "two image columns": (
-        {"images": [A], "image": A, "messages": USER},
+        asked("?", images=[A], image=A),
         "ambiguous_media",
         "both a column image and a column images; keep one of them",
     ),
+    "an image that is missing among others": (
+        asked("?", images=[A, None]),
+        "image_missing",
+        "image 1 of the 2 in its column is",
+    ),
+    "an index twice": (asked([{**HOLE, "index": 0}] * 2, images=[A, B]), "ambiguous_media", "have the index 0, 0"),
+    "an index of one": (asked([{**HOLE, "index": 0}, HOLE], images=[A, B]), "ambiguous_media", "have the index 0, N"),
     "no messages": ({"messages": []}, "bad_row", "messages must be a non-empty list of messages, got list"),
     "messages as text": ({"messages": "hi"}, "bad_row", "must be a non-empty list of messages, got str 'hi'"),
     "a message without a role": (
@@ -354,156 +290,303 @@ BAD_ROWS = {
         "bad_row",
         "messages[0] must be a mapping with a role and a content, got dict with the keys content",
     ),
-    "a message that is text": ({"messages": [USER[0], "hi"]}, "bad_row", "messages[1] must be a mapping with a role"),
+    "a message that is text": ({"messages": [user("?"), "hi"]}, "bad_row", "messages[1] must be a mapping with a role"),
     "sound": (
-        {"messages": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]},
+        asked([{"type": "audio", "audio": "a.wav"}]),
         "bad_row",
         "messages[0].content[0] is of type 'audio'; only text, image and video parts can be used",
     ),
-    "a text part without text": (
-        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-        "bad_row",
-        "messages[0].content[0] is a text part without a text",
-    ),
-    "a number among the parts": (
-        {"messages": [{"role": "user", "content": [5]}]},
-        "bad_row",
-        "messages[0].content[0] must be a mapping with a type, got int",
-    ),
+    "a text part without text": (asked([{"type": "text"}]), "bad_row", "content[0] is a text part without a text"),
+    "a number among the parts": (asked([5]), "bad_row", "content[0] must be a mapping with a type, got int"),
     "a Qwen turn without a value": (
         {"conversations": [{"from": "human", "text": "hi"}]},
         "bad_row",
         "conversations[0] must have a from and a value, got dict with the keys from, text",
     ),
     "a prompt of text and a completion of messages": (
-        {"prompt": "hi", "completion": USER},
+        {"prompt": "hi", "completion": [user("?")]},
         "bad_row",
         "prompt and completion must both be strings or both be lists of messages",
     ),
+    "a message without content": (
+        {"messages": [user("?"), {"role": "assistant", "text": "4", "content": None}]},
+        "bad_row",
+        "messages[1] (assistant) has no content; it has the keys role, text, content (None): write what it says there",
+    ),
+    "an empty call": ({"messages": [says(None, tool_calls=[])]}, "bad_row", "has no content"),
+    "an image beside content": ({"messages": [user("?", images=[PATH])]}, "bad_row", "messages[0] holds 'images'"),
+    "audio beside content": ({"messages": [user("?", audio=PATH)]}, "bad_row", "messages[0] holds 'audio'"),
+    "an image beside a text": (asked([{**text("?"), "image": PATH}]), "bad_row", "content[0] holds 'image'"),
+    "a text beside an image": (asked([{"image": PATH, "text": "?"}]), "bad_row", "content[0] holds 'text'"),
+    "a video beside an image": (asked([{"image": PATH, "video": [PATH]}]), "bad_row", "content[0] holds 'video'"),
+    "an image beside a Qwen turn": (
+        {"conversations": [{"from": "human", "value": "hi", "image": PATH}]},
+        "bad_row",
+        "conversations[0] holds 'image'",
+    ),
+    "a Qwen turn that says two things": (
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "4", "reasoning_content": "5"}]},
+        "bad_row",
+        "conversations[1] has 'reasoning_content' beside its value",
+    ),
+    "an unknown role": (
+        {"messages": [user("?"), {"role": "Assistant", "content": "4"}]},
+        "bad_row",
+        "role 'Assistant', which is not known (did you mean 'assistant'?); its roles are user, Assistant, and those",
+    ),
+    "an unknown role of Qwen": (
+        {"conversations": [{"from": "Assistant", "value": "4"}]},
+        "bad_row",
+        "has a turn of the role 'Assistant'",
+    ),
+    "another system message": (
+        {"system": "Talk.", "messages": [SYSTEM, user("?")]},
+        "bad_row",
+        "the column system says 'Talk.' and the system message 'Be short.'; keep one",
+    ),
+    "a system column and plain strings": (
+        {"system": "Talk.", "prompt": "2 + 2?", "completion": "4"},
+        "bad_row",
+        "it has a column system, str 'Talk.'; write it into the prompt",
+    ),
+    "a system column of messages": (
+        {"system": [SYSTEM], "messages": [user("?")]},
+        "bad_row",
+        "the column system must be a text, got list",
+    ),
+    "written twice": (asked("?", conversations=[{"from": "human", "value": "ha"}]), "bad_row", TWICE),
+    "written twice, as a pair": (asked("?", prompt="a", completion="b"), "bad_row", TWICE),
+    "sounds": (asked("?", audio={"path": "a.wav"}), "bad_row", "it has audio, which these models do not take"),
+    "a column of None": ({"messages": None, "images": []}, "bad_row", "its messages is None"),
+    "columns of None": ({"input_ids": None, "conversations": None}, "bad_row", "its input_ids and conversations is"),
+    "half a pair": ({"prompt": "a", "completion": None}, "bad_row", "its completion is None; fill it, or leave"),
+    **{
+        f"{name} beside a conversation": (asked("?", **{name: [1]}), "bad_row", f"it has {name}, which belongs to inp")
+        for name in ("pixel_values", "image_grid_thw", "completion_mask", "assistant_masks", "loss_mask")
+    },
 }
 
 
+@pytest.mark.parametrize(("feature", "reason", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_a_row_that_contradicts_itself_is_refused_with_the_remedy(
+    feature: dict[str, Any], reason: str, message: str
+) -> None:
+    seen, said = refusal(feature)
+    assert seen == reason
+    assert message in said
+
+
+# ---------------------------------------------------------------------- markers whose medium is not there
+
+MARKED = asked("<image>Total?")
 MEDIA = ("image", "images", "video", "videos")
-MARKED = {"messages": [{"role": "user", "content": "<image>Total?"}, {"role": "assistant", "content": "5"}]}
 LOST = {
     "an empty column": ({**MARKED, "images": []}, "(its images is empty); give"),
     "a column of None": ({**MARKED, "image": None}, "(its image is None); give"),
-    "a struct of None": ({**MARKED, "image": {"bytes": None, "path": None}}, "but the sample has no image to put"),
-    "a text part": (
-        {"messages": [{"role": "user", "content": [text("<image>"), text("?")]}], "image": None},
-        "holds '<image>' 1 time",
-    ),
+    "a struct of None": ({**MARKED, "image": NONE}, "but the sample has no image to put"),
+    "a text part": (asked([text("<image>"), text("?")], image=None), "holds '<image>' 1 time"),
     "a prompt of messages": (
         {"prompt": MARKED["messages"][:1], "completion": MARKED["messages"][1:], "images": []},
         "holds '<image>' 1 time(s), but the sample has no image",
     ),
     "a plain prompt": ({"prompt": "<image>Total?", "completion": "5", "image": None}, "(its image is None); give"),
     "images, but no video": (
-        {"image": A, "video": None, "messages": [{"role": "user", "content": "<image> or <video>?"}]},
+        asked("<image> or <video>?", image=A, video=None),
         "holds '<video>' 1 time(s), but the sample has no video to put there (its video is None)",
     ),
     "Qwen's turns": (
-        {"conversations": [{"from": "human", "value": "<image>?"}], "image": None},
+        {"conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "5"}], "image": None},
         "the columns hold 0 image(s); give each placeholder its image",
     ),
+    "audio": (asked("<audio>What is it?", audios=[None]), "holds '<audio>' 1 time(s), but the sample has no audio to"),
 }
 """Markers in samples with a column of media in which there is none, and what is said."""
 
 
 @pytest.mark.parametrize(("feature", "message"), LOST.values(), ids=LOST)
-def test_a_marker_whose_medium_was_lost_is_not_learnt_as_text(feature, message):
-    with pytest.raises(Refusal) as caught:
-        read_conversation(feature)
-    assert caught.value.reason == "media_count_mismatch"
-    assert message in str(caught.value)
+def test_a_marker_whose_medium_was_lost_is_not_trained_on_as_text(feature: dict[str, Any], message: str) -> None:
+    reason, said = refusal(feature)
+    assert reason == "media_count_mismatch"
+    assert message in said
+    marker = next(x for x in ("<audio>", "<video>", "<image>") if x in json.dumps(feature, default=str))
+    for how in ({"has_vision": False}, {"markers": "text"}):
+        row = read_conversation(feature, **how)
+        assert marker in "".join(row.plain or row.texts())
 
 
 UNMARKED = {
-    name: {key: row[key] for key in row if row[key] == A or key not in MEDIA} for name, (row, _) in LOST.items()
+    name: {key: row[key] for key in row if row[key] == A or key not in (*MEDIA, "audios")}
+    for name, (row, _) in LOST.items()
 }
 
 
 @pytest.mark.parametrize("feature", UNMARKED.values(), ids=UNMARKED)
-def test_without_such_a_column_a_marker_is_text_unless_the_caller_says_otherwise(feature):
-    row = read_conversation(feature)
-    assert ("<video>" if "image" in feature else "<image>") in "".join(row.plain or row.texts())
-    with pytest.raises(Refusal, match=r"but the sample has no|without a source of their own"):
-        read_conversation(feature, markers="places")
-
-
-@pytest.mark.parametrize("feature", [row for row, _ in LOST.values()], ids=LOST)
-@pytest.mark.parametrize("how", [{"has_vision": False}, {"markers": "text"}], ids=["text model", "markers='text'"])
-def test_where_no_marker_is_a_place_all_are_text(feature, how):
-    row = read_conversation(feature, **how)
-    assert ("<video>" if feature.get("image") == A else "<image>") in "".join(row.plain or row.texts())
-
-
-def test_markers_that_are_text_leave_media_to_go_in_front():
-    turns = [{"from": "human", "value": " Write <image>. "}, {"from": "gpt", "value": "<image>"}]
-    row = read_conversation({"conversations": turns, "image": A}, markers="text")
-    assert row.messages[0]["content"] == [{"type": "image"}, text("Write <image>.")]
-
-
-def test_an_answer_may_speak_of_markers():
-    answer = {"role": "assistant", "content": "The tag is <image>."}
-    assert read_conversation({"messages": [*USER, answer]}).messages[1] == answer
-
-
-@pytest.mark.parametrize(("feature", "reason", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
-def test_a_row_that_contradicts_itself_is_refused_with_the_remedy(feature, reason, message):
-    with pytest.raises(Refusal) as caught:
-        read_conversation(feature)
-    assert caught.value.reason == reason
-    assert message in str(caught.value)
+def test_without_such_a_column_a_marker_is_a_word_and_warned_of_once(feature: dict[str, Any]) -> None:
+    collator = VLMCollator(processor_of())
+    with pytest.warns(UserWarning, match="a user's text holds '<.*>', but its sample has no column") as said:
+        collator.collate([feature])
+        collator.measure(feature)
+    assert len(said) == 1
+    assert "markers='places' refuses such samples" in str(said[0].message)
+    with pytest.raises(SampleError, match=r"but the sample has no|without a source"):
+        VLMCollator(processor_of(), markers="places").measure(feature)
+    VLMCollator(processor_of(), markers="text").measure(feature)  # a warning would be an error
 
 
 @pytest.mark.parametrize(
-    ("feature", "seen"),
+    "feature",
     [
-        ({"messages": None, "images": []}, "its messages is None"),
-        ({"input_ids": None, "conversations": None}, "its input_ids and conversations is None"),
-        ({"prompt": "a", "completion": None}, "its completion is None; fill it, or leave the sample out"),
+        asked([{"type": "image", "image": A}, text("Is this an <image>?")]),
+        {"messages": [user("Total?"), says("The tag is <image>")]},
+        {"prompt": "<image>?", "completion": "5", "images": [A]},
     ],
 )
-def test_one_sample_s_empty_column_is_its_own_fault(feature, seen):
-    with pytest.raises(Refusal, match=seen) as caught:
-        read_conversation(feature)
-    assert caught.value.reason == "bad_row"
+def test_other_texts_are_not_warned_of(feature: dict[str, Any]) -> None:
+    VLMCollator(processor_of()).collate([feature])
+    VLMCollator(processor_of().tokenizer).collate([{"prompt": "<image>?", "completion": "5"}])
 
 
-# ---------------------------------------------------------------------- more than one
-
-
-TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-
-
-def refusal_of(feature):
-    with pytest.raises(Refusal) as caught:
-        read_conversation(feature)
-    assert caught.value.reason == "bad_row"
-    return str(caught.value)
+# ---------------------------------------------------------------------- other libraries' places
 
 
 @pytest.mark.parametrize(
-    ("more", "named"),
+    ("said", "kind"),
     [
-        ({"conversations": [{"from": "human", "value": "ha"}]}, "messages and conversations"),
-        ({"prompt": "a", "completion": "b"}, "messages and prompt and completion"),
+        ("Picture 1: <img>images/dog.jpg</img>\nWhat is it?", "image"),
+        ("<image>dog.jpg</image>What?", "image"),
+        ("<video>clip.mp4</video>What?", "video"),
+        ("<audio>a.wav</audio>What?", "audio"),
     ],
 )
-def test_a_sample_that_is_written_down_twice_is_refused(more, named):
-    assert f"it has {named}, of which one would be read" in refusal_of({"messages": TURNS, **more})
+@pytest.mark.parametrize("columns", [{}, {"images": []}, {"images": [A]}])
+def test_a_path_inside_a_text_is_refused(said: str, kind: str, columns: dict[str, Any]) -> None:
+    for sample in (
+        asked(said, **columns),
+        asked([text(said)], **columns),
+        {"conversations": [{"from": "human", "value": said}, {"from": "gpt", "value": "A dog."}], **columns},
+        {"texts": [{"user": said, "assistant": "A dog."}], **columns},
+        {"prompt": said, "completion": "A dog.", **columns},
+    ):
+        reason, message = refusal(sample)
+        assert reason == "media_in_text"
+        assert f"write <{kind}> there and the path into a column {kind}s" in message
 
 
-def test_a_prompt_beside_messages_is_a_note():
-    assert len(read_conversation({"messages": TURNS, "prompt": "hi"}).messages) == 2
+@pytest.mark.parametrize("said", ["<image_1>What?", "In <ImageHere>?", "<|image_1|>\n?", "<image 1>.", "<|image|>?"])
+def test_another_librarys_place_is_not_trained_on_beside_an_image_in_front(said: str) -> None:
+    reason, message = refusal(asked(said, images=[A]))
+    assert reason == "ambiguous_media"
+    assert "does not place the image(s) of the sample's column; write <image>" in message
 
 
-@pytest.mark.parametrize("name", ["pixel_values", "image_grid_thw", "completion_mask", "assistant_masks", "loss_mask"])
-def test_what_belongs_to_tokens_is_refused_beside_a_conversation(name):
-    assert f"it has {name}, which belongs to input_ids, and messages" in refusal_of({"messages": TURNS, name: [1]})
-    assert read_conversation({"messages": TURNS, name: None, "audio": None}).messages
+def test_what_is_meant_as_text_is_text() -> None:
+    for said in ("<img>a.jpg</img>", "<image_1>?", "<audio>?", "<image>?"):
+        assert said in "".join(read_conversation(asked(said, images=[A]), markers="text").texts())
+    for said in ('<img src="a.jpg"/>', "<img></img>", "<image_1>", "List<image>", "<video controls>"):
+        assert said in "".join(read_conversation(asked(said)).texts())
+    answer = says("<img>a.jpg</img>")
+    assert read_conversation({"messages": [user("Write HTML."), answer]}).messages[1] == answer
+    assert read_conversation(asked("<img>a.jpg</img>"), has_vision=False).images == ()
 
 
-def test_sounds_are_refused():
-    assert "it has audio, which these models cannot hear" in refusal_of({"messages": TURNS, "audio": {"path": "a.wav"}})
+# ---------------------------------------------------------------------- what is trained on
+
+OFF = [("weight", 0), ("weight", 0.0), ("loss", False), ("loss", 0), ("train", False)]
+ON = [("weight", 1), ("loss", True), ("loss", 1), ("train", True), ("loss", None)]
+
+
+def two_answers(first: Any = (), second: Any = ()) -> dict[str, Any]:
+    flags = [dict([flag] if flag else []) for flag in (first, second)]
+    return {"messages": [user("2 + 2?"), says("four", **flags[0]), user("3 + 3?"), says("six", **flags[1])]}
+
+
+def trained_text(feature: dict[str, Any], **settings: Any) -> str:
+    return learnt(processor_of(), VLMCollator(processor_of(), **settings)([feature])["labels"][0].numpy())
+
+
+@pytest.mark.parametrize("flag", OFF)
+def test_an_answer_may_say_that_it_is_not_trained_on(flag: tuple[str, Any]) -> None:
+    assert trained_text(two_answers(first=flag)) == "six<|im_end|>"
+    assert trained_text(two_answers(second=flag)) == "four<|im_end|>"
+    turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "a", **dict([flag])}]
+    assert read_conversation({"conversations": [*turns, {"from": "gpt", "value": "b"}]}).trained_turns == (False, True)
+
+
+@pytest.mark.parametrize("flag", ON)
+def test_or_that_it_is(flag: tuple[str, Any]) -> None:
+    row = read_conversation(two_answers(flag, flag))
+    assert row == read_conversation(two_answers())
+    assert row.trained_turns is None
+    assert {key for message in row.messages for key in message} == {"role", "content"}
+
+
+def test_only_the_completion_is_trained_on_and_flags_do_not_bring_its_prompt_back() -> None:
+    row = read_conversation({"prompt": [user("1"), says("2"), user("3")], "completion": [says("4")]})
+    assert row.trained_turns == (False, True)
+    turns = two_answers(second=("weight", 0))["messages"]
+    row = read_conversation({"prompt": [user("?"), says("4", weight=1), user("?")], "completion": turns[1:]})
+    assert row.trained_turns == (False, True, False)
+
+
+def test_training_on_everything_takes_them_too() -> None:
+    off = two_answers(first=("weight", 0))
+    assert trained_text(off, train_on="all") == trained_text(two_answers(), train_on="all")
+    with pytest.raises(SampleError) as caught:
+        trained_text(two_answers(("weight", 0), ("weight", 0)))
+    assert caught.value.reason == "no_targets"
+
+
+@pytest.mark.parametrize("value", [2, -1, 0.5, "0", "false", [0], float("nan")])
+def test_another_value_of_a_flag_is_refused(value: Any) -> None:
+    assert f"messages[1].weight is {value!r}; a flag of a turn is" in refusal(two_answers(first=("weight", value)))[1]
+
+
+def test_flags_that_contradict_each_other_are_refused_and_those_of_other_turns_say_nothing() -> None:
+    said = refusal({"messages": [user("?"), says("4", weight=0, train=True)]})[1]
+    assert "messages[1] has {'weight': 0, 'train': True}, which contradict" in said
+    assert read_conversation({"messages": [user("?", weight=0.5), says("4")]}).messages == (user("?"), says("4"))
+
+
+# ---------------------------------------------------------------------- answers without text
+
+
+def shapes(blank: str) -> dict[str, dict[str, Any]]:
+    turns = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": blank}]
+    ask = user("2 + 2?")
+    return {
+        "messages": {"messages": [ask, says(blank)]},
+        "parts": {"messages": [ask, says([text(blank)])]},
+        "no parts": {"messages": [ask, says([])]},
+        "two answers": {"messages": [ask, says(blank)] * 2},
+        "ShareGPT": {"conversations": turns},
+        "pairs": {"texts": [{"user": "2 + 2?", "assistant": blank}]},
+        "completion": {"prompt": "2 + 2 =", "completion": blank},
+        "completion of messages": {"prompt": [ask], "completion": [says(blank)]},
+        "not trained on beside it": {"messages": [ask, says("4", weight=0), ask, says(blank)]},
+        "of one question": {"messages": [ask, says("4"), ask, says(blank)], "branch_turn": 1},
+    }
+
+
+@pytest.mark.parametrize("blank", ["", "  ", "\n\t"])
+def test_an_empty_answer_is_refused_as_it_has_no_targets(blank: str) -> None:
+    collator = VLMCollator(processor_of())
+    for name, feature in shapes(blank).items():
+        for use in (collator.measure, lambda sample: collator.collate([sample])):
+            with pytest.raises(SampleError, match="only the end of a turn would be trained on") as caught:
+                use(feature)
+            assert (name, caught.value.reason) == (name, "no_targets")
+
+
+def test_an_empty_answer_beside_one_with_text_is_kept() -> None:
+    collator = VLMCollator(processor_of())
+    both, alone = [user("?"), says("4"), user("?"), says("")], [user("?"), says("4")]
+    assert collator.measure({"messages": both}).num_targets > collator.measure({"messages": alone}).num_targets > 1
+    row = VLMCollator(processor_of(), train_on="all").collate([{"messages": [user("2 + 2?"), says("")]}])
+    assert "2 + 2?" in learnt(processor_of(), row.labels)
+
+
+def test_query_and_response_without_a_response(tmp_path: Any) -> None:
+    (tmp_path / "swift.jsonl").write_text(json.dumps({"query": "2 + 2?", "response": ""}))
+    with pytest.raises(SampleError) as caught:
+        VLMCollator(processor_of()).measure(open_dataset(tmp_path / "swift.jsonl")[0])
+    assert caught.value.reason == "no_targets"

@@ -11,7 +11,6 @@ from transformers.video_utils import VideoMetadata
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.processor_metadata import read_processor
-from vlmpack.collate.skipped import SkipLimit
 from vlmpack.collate.video import VideoSettings, load_video
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import ConfigError, FamilyError, Refusal
@@ -147,40 +146,31 @@ def test_an_image_sized_by_its_keys_is_not_sized_again_by_the_processor():
 # ---------------------------------------------------------------------- what is learnt
 
 
-def test_answers_are_learnt_their_end_included():
-    sample = encode(chat("Total?", "75,000", picture()))
-    assert learnt(processor_of(), sample.labels) == "75,000<|im_end|>"
+PAIR = {
+    "prompt": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "two"}],
+    "completion": [{"role": "assistant", "content": "four"}],
+}
+EVERYTHING = "user\nTotal?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"
 
 
-def test_training_on_everything_learns_all_but_media():
-    sample = encode(chat("Total?", "5", picture()), train_on="all")
-    assert learnt(processor_of(), sample.labels) == "user\nTotal?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"
+@pytest.mark.parametrize(
+    ("feature", "train_on", "text"),
+    [
+        (chat("Total?", "75,000", picture()), "assistant", "75,000<|im_end|>"),
+        (chat("Total?", "5", picture()), "all", EVERYTHING),
+        (PAIR, "assistant", "four<|im_end|>"),
+        ({"prompt": "75,", "completion": "000"}, "assistant", "000<|im_end|>"),
+        ({"prompt": "a", "completion": "b<|im_end|>"}, "assistant", "b<|im_end|>"),
+        ({"prompt": "<image>", "completion": "<image>", "image": picture(64, 64)}, "assistant", "<image><|im_end|>"),
+    ],
+)
+def test_answers_are_trained_on_with_their_end_or_everything_but_media(feature, train_on, text):
+    assert learnt(processor_of(), encode(feature, train_on=train_on).labels) == text
 
 
-def test_of_prompt_and_completion_only_the_completion_is_learnt():
-    prompt = [
-        {"role": "user", "content": "1"},
-        {"role": "assistant", "content": "two"},
-        {"role": "user", "content": "3"},
-    ]
-    feature = {"prompt": prompt, "completion": [{"role": "assistant", "content": "four"}]}
-    assert learnt(processor_of(), encode(feature).labels) == "four<|im_end|>"
-
-
-def test_plain_strings_are_tokenised_apart_and_the_end_is_learnt():
-    sample = encode({"prompt": "75,", "completion": "000"})
-    tokenizer = processor_of().tokenizer
+def test_plain_strings_are_tokenised_apart():
+    tokenizer, sample = processor_of().tokenizer, encode({"prompt": "75,", "completion": "000"})
     assert sample.input_ids.tolist() == [*tokenizer("75,")["input_ids"], *tokenizer("000<|im_end|>")["input_ids"]]
-    assert learnt(processor_of(), sample.labels) == "000<|im_end|>"
-
-
-def test_an_end_that_is_there_already_is_not_doubled():
-    assert (
-        encode({"prompt": "a", "completion": "b<|im_end|>"})
-        .input_ids.tolist()
-        .count(processor_of().tokenizer.eos_token_id)
-        == 1
-    )
 
 
 def test_plain_prompts_hold_their_placeholders_themselves():
@@ -196,65 +186,43 @@ def test_plain_prompts_hold_their_placeholders_themselves():
 # ---------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    "token", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>"]
-)
-@pytest.mark.parametrize("place", ["question", "answer"])
-def test_tokens_of_the_template_typed_by_a_person_are_refused(token, place):
-    feature = chat(**{place: f"look: {token}"})
+def answered(**more):
+    return {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "5", **more}]}
+
+
+def calling(function):
+    return answered(tool_calls=[{"function": function}])
+
+
+TYPED = {
+    **{
+        f"{token} in the {place}": chat(**{place: f"look: {token}"})
+        for token in ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>")
+        for place in ("question", "answer")
+    },
+    "a plain completion": {"prompt": "a", "completion": "<|image_pad|>"},
+    "joined of two parts": answered(content=[{"type": "text", "text": "5<|im_"}, {"type": "text", "text": "end|> a"}]),
+    "in thoughts": answered(reasoning_content="hm<|im_end|> and more"),
+    "in a call": calling({"name": "sum", "arguments": {"of": ["<|im_end|>"]}}),
+    "a call's key": calling({"name": "sum", "arguments": {"<|im_end|>": 1}}),
+    "a key that XML ends": calling({"name": "sum", "arguments": {"at<|im_end|": 1}}),
+    "a name in XML": calling({"name": "|im_end|"}),
+    "a call in an array": answered(tool_calls=np.array([{"function": {"name": "sum<|im_end|>"}}], dtype=object)),
+    "an id": answered(tool_call_id="<|im_end|>"),
+    "a key": answered(**{"name<|im_end|>": "x"}),
+    "a tool's key": chat(tools=[{"function": {"name": "sum", "parameters": {"properties": {"<|im_end|>": {}}}}}]),
+    "in a tool's set": chat(tools=[{"function": {"name": "sum", "parameters": {"required": {"<|im_end|>"}}}}]),
+    "a key beside a tool": chat(tools=[{"<|im_end|>": {}}]),
+    "an option": chat(chat_template_kwargs={"mode": "<|im_end|>"}),
+    "a key in an option": chat(chat_template_kwargs={"mode": [{"<|im_end|>": 1}]}),
+}
+
+
+@pytest.mark.parametrize("feature", TYPED.values(), ids=TYPED)
+def test_tokens_of_the_template_typed_by_a_person_are_refused_wherever_they_stand(feature):
     error = refusal(feature)
     assert error.reason == "reserved_token_in_text"
-    assert f"its text holds '{token}', which only the processor and the chat template may write; remove it" in str(
-        error
-    )
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        {"content": [{"type": "text", "text": "5<|im_"}, {"type": "text", "text": "end|> and more"}]},
-        {"content": "5", "reasoning_content": "hm<|im_end|> and more"},
-        {"content": "5", "tool_calls": [{"function": {"name": "sum", "arguments": {"of": ["<|im_end|>"]}}}]},
-        {"content": "5", "tool_calls": [{"function": {"name": "sum", "arguments": {"<|im_end|>": 1}}}]},
-        {"content": "5", "tool_calls": np.array([{"function": {"name": "sum<|im_end|>"}}], dtype=object)},
-        {"content": "5", "tool_calls": [{"function": {"name": "sum", "arguments": {"at<|im_end|": 1}}}]},
-        {"content": "5", "tool_calls": [{"function": {"name": "|im_end|"}}]},
-        {"content": "5", "tool_call_id": "<|im_end|>"},
-        {"content": "5", "name<|im_end|>": "x"},
-    ],
-    ids=[
-        "joined of two parts",
-        "in thoughts",
-        "in a call",
-        "a call's key",
-        "a key that XML ends",
-        "a name in XML",
-        "a call in an array",
-        "an id",
-        "a key",
-    ],
-)
-def test_an_end_of_turn_that_would_cut_an_answer_short_is_refused_wherever_it_stands(answer):
-    feature = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", **answer}]}
-    error = refusal(feature)
-    assert error.reason == "reserved_token_in_text"
-    assert "'<|im_end|>'" in str(error)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"tools": [{"function": {"name": "sum", "parameters": {"properties": {"<|im_end|>": {}}}}}]},
-        {"tools": [{"function": {"name": "sum", "parameters": {"required": {"<|im_end|>"}}}}]},
-        {"tools": [{"<|im_end|>": {}}]},
-        {"chat_template_kwargs": {"mode": "<|im_end|>"}},
-        {"chat_template_kwargs": {"mode": [{"<|im_end|>": 1}]}},
-    ],
-    ids=["a tool's key", "in a tool's set", "a key beside a tool", "an option", "a key in an option"],
-)
-def test_a_template_s_token_is_refused_in_whatever_else_the_template_is_given(more):
-    error = refusal(chat(**more))
-    assert error.reason == "reserved_token_in_text"
+    assert ", which only the processor and the chat template may write; remove it" in str(error)
 
 
 def test_keys_of_a_call_that_a_template_writes_as_json_cannot_end_its_turn():
@@ -278,10 +246,6 @@ def test_tools_given_twice_are_refused():
     assert "it has tools in a column and in chat_template_kwargs; keep the column" in str(error)
 
 
-def test_a_placeholder_in_a_plain_completion_is_refused():
-    assert refusal({"prompt": "a", "completion": "<|image_pad|>"}).reason == "reserved_token_in_text"
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_markers_of_a_plain_prompt_become_placeholders(family):
     media = {"image": picture(64, 64), "videos": [[picture(64, 64, seed=1)] * 2]}
@@ -293,35 +257,40 @@ def test_markers_of_a_plain_prompt_become_placeholders(family):
     assert (marked.types == 2).any()
 
 
-def test_a_plain_completion_may_speak_of_markers():
-    sample = encode({"prompt": "<image>", "completion": "<image>", "image": picture(64, 64)})
-    assert learnt(processor_of(), sample.labels) == "<image><|im_end|>"
+VIDEO = [[picture(64, 64)] * 2]
 
 
-@pytest.mark.parametrize(("prompt", "count"), [("a", 0), ("<image><image>", 2)])
-def test_plain_prompts_without_a_marker_for_each_image_are_refused(prompt, count):
-    error = refusal({"prompt": prompt, "completion": "b", "image": picture()})
-    assert error.reason == "media_count_mismatch"
-    assert f"its prompt holds '<image>' {count} time(s) for 1 image(s); write one for each" in str(error)
-
-
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize(
-    ("prompt", "images", "seen"), [("<|image_pad|>" * 2, 1, "2 image"), ("<|image_pad|>", 0, "1 image")]
+    ("prompt", "media", "reason", "seen"),
+    [
+        ("a", {"image": picture()}, "media_count_mismatch", "its prompt holds '<image>' 0 time(s) for 1 image(s)"),
+        ("<image><image>", {"image": picture()}, "media_count_mismatch", "2 time(s) for 1 image(s); write one for"),
+        (
+            "<|image_pad|>" * 2,
+            {"image": picture()},
+            "placeholder_mismatch",
+            "has 2 image placeholder(s) '<|image_pad|>'",
+        ),
+        (
+            "<|image_pad|>",
+            {},
+            "placeholder_mismatch",
+            "its text has 1 image placeholder(s) '<|image_pad|>' for 0 image",
+        ),
+        ("<|video_pad|>", {}, "placeholder_mismatch", "has 1 video placeholder(s) '<|video_pad|>' for 0 video(s); the"),
+        (
+            "<|video_pad|>" * 2,
+            {"videos": VIDEO},
+            "placeholder_mismatch",
+            "2 video placeholder(s) '<|video_pad|>' for 1",
+        ),
+    ],
 )
-def test_plain_prompts_whose_placeholders_do_not_match_are_refused(prompt, images, seen):
-    error = refusal({"prompt": prompt, "completion": "b", "images": [picture()] * images or None})
-    assert error.reason == "placeholder_mismatch"
-    assert f"its text has {seen} placeholder(s) for {images} image run(s); the chat template (or the prompt)" in str(
-        error
-    )
-
-
-@pytest.mark.parametrize(("prompt", "videos"), [("<|video_pad|>", 0), ("<|video_pad|><|video_pad|>", 1)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_plain_prompts_whose_video_placeholders_do_not_match_are_refused(family, prompt, videos):
-    error = refusal({"prompt": prompt, "completion": "b", "videos": [[picture(64, 64)] * 2] * videos}, family=family)
-    assert error.reason == "placeholder_mismatch"
-    assert f"its text has {prompt.count('pad')} video placeholder(s) for {videos} video" in str(error)
+def test_plain_prompts_whose_places_do_not_match_their_media_are_refused(family, prompt, media, reason, seen):
+    error = refusal({"prompt": prompt, "completion": "b", **media}, family=family)
+    assert error.reason == reason
+    assert seen in str(error)
 
 
 HALF = json.loads(r'"a smile: \ud83d, halved"')
@@ -334,14 +303,11 @@ BAD_TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("estimate", [False, True])
-@pytest.mark.parametrize(
-    "feature", BAD_TEXTS, ids=["question", "answer", "prompt", "completion", "template's argument"]
-)
-def test_half_a_character_is_refused_wherever_it_comes_from(feature, estimate):
+@pytest.mark.parametrize("feature", BAD_TEXTS, ids=["question", "answer", "prompt", "completion", "argument"])
+def test_half_a_character_is_refused_wherever_it_comes_from(feature):
     processor = tiny_processor(chat_template=CHAT_TEMPLATE + "{{- signature -}}")
     with pytest.raises(Refusal, match=r"holds '\\ud83d', half of a surrogate pair, in '.*a smile: \\ud83d, ") as caught:
-        encoder(processor).measure(feature, estimate=estimate)
+        encoder(processor).measure(feature)
     assert caught.value.reason == "bad_text"
 
 
@@ -350,16 +316,9 @@ def test_a_whole_surrogate_pair_in_json_is_a_character():
     assert len(encode(chat(question=smile)).input_ids)
 
 
-def test_of_several_samples_only_the_one_with_half_a_character_is_left_out():
-    collator = VLMCollator(processor_of(), layout="packed", on_bad="skip", skip_limit=SkipLimit(min_samples=9))
-    row = collator.collate([chat(), {**chat(question=HALF), "id": "torn"}, chat()])
-    assert row.metadata.sample_ids == (0, 2)
-    assert dict(collator.skip_log.reasons) == {"bad_text": 1}
-
-
 def test_a_template_that_forgets_the_images_is_noticed():
     template = CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "")
-    with pytest.raises(Refusal, match=r"its text has 0 image placeholder\(s\) for 1 image run") as caught:
+    with pytest.raises(Refusal, match=r"its text has 0 image placeholder\(s\) '<\|image_pad\|>' for 1 image") as caught:
         encoder(tiny_processor(chat_template=template)).encode(chat("?", "x", picture()))
     assert caught.value.reason == "placeholder_mismatch"
 
@@ -401,25 +360,12 @@ def test_a_processor_without_a_template_is_a_mistake_of_the_setup():
     assert encoder(processor).encode({"prompt": "a", "completion": "b"}).num_targets == 2
 
 
-def test_a_bad_image_says_which_of_the_sample_s_images_it_is():
-    error = refusal(chat("?", "x", picture(), b"<html>not an image</html>"))
-    assert error.reason == "image_undecodable"
-    assert str(error).startswith("image 1: ")
-
-
 def test_an_image_processor_s_own_refusal_is_passed_on():
     processor = tiny_processor()
     processor.image_processor.size["longest_edge"] = 0
     with pytest.raises(Refusal, match="image 0: the image processor refused it: `size` dict must contain") as caught:
         encoder(processor).encode(chat("?", "x", picture()))
     assert caught.value.reason == "image_processing"
-
-
-def test_a_video_that_is_neither_a_file_nor_frames_is_refused_and_not_guessed_at():
-    content = [{"type": "video", "video": 3}]
-    error = refusal({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "x"}]})
-    assert error.reason == "video_source"
-    assert str(error).startswith("video 0: ")
 
 
 def test_a_sample_that_is_no_mapping_is_refused():

@@ -29,15 +29,6 @@ def said(text):
     return [PROCESSOR.tokenizer.decode(ids[start:stop]) for start, stop in assistant_spans(ids, METADATA)]
 
 
-def test_an_answer_and_its_end_are_learnt_but_not_the_newline_after_it():
-    assert said(turns(("user", "hi"), ("assistant", "Nasi 5,000"))) == ["Nasi 5,000<|im_end|>"]
-
-
-def test_every_assistant_turn_is_found():
-    text = turns(("system", "s"), ("user", "1"), ("assistant", "one"), ("user", "2"), ("assistant", "two"))
-    assert said(text) == ["one<|im_end|>", "two<|im_end|>"]
-
-
 @pytest.mark.parametrize("role", ["assistants", "assistant_2", "user", "Assistant", "tool", ""])
 def test_other_roles_are_not_taken_for_the_assistant(role):
     assert said(turns((role, "x"))) == []
@@ -75,11 +66,6 @@ def test_token_spans_say_what_the_turns_said(chat):
     # An answer that begins with a newline may lose it to the header, if the vocabulary merges the two.
     chat = [(role, text.lstrip("\r\n")) for role, text in chat]
     assert said(turns(*chat)) == [f"{text}<|im_end|>" for role, text in chat if role == "assistant"]
-
-
-def test_labels_are_the_ids_in_the_spans_and_ignored_elsewhere():
-    ids = np.arange(300, 310)
-    assert make_labels(ids, METADATA, spans=[(2, 4), (8, 10)]).tolist() == [-100, -100, 302, 303, *[-100] * 4, 308, 309]
 
 
 def test_training_on_everything_leaves_out_media_and_the_first_token():

@@ -101,7 +101,7 @@ def test_a_beginning_without_an_answer_is_refused_with_the_remedy():
     first_answer = int((sample.labels != -100).nonzero()[0][0])
     reason, message = refusal(lambda: truncate(sample, metadata, max_length=first_answer))
     assert reason == "truncated_away"
-    assert f"of {sample.num_tokens}), nothing to learn is left of it; raise max_length" in message
+    assert f"of {sample.num_tokens}, the last message or image boundary" in message
     assert f"max_length={first_answer}" in message
 
 

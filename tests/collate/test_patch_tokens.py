@@ -18,7 +18,7 @@ from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import pack
 from vlmpack.model import PackedStep
 from vlmpack.testing import padded, tiny_model, tiny_processor
-from vlmpack.testing.tiles import Sample
+from vlmpack.testing.media import Sample
 
 pytestmark = pytest.mark.skipif("llama4" not in FAMILIES, reason="this transformers has another Llama 4")
 

@@ -82,7 +82,6 @@ RESERVED = [
 
 @pytest.mark.parametrize(("family", "token"), RESERVED)
 @pytest.mark.parametrize("who", ["user", "assistant"])
-@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:a user's text holds '<(image|video)>':UserWarning")
 def test_what_the_processor_or_the_template_writes_is_refused(family, token, who):
     question, answer = (f"What {token if who == speaker else ''}" for speaker in ("user", "assistant"))

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from chats import BEYOND, chat, of_family, picture, processor_of, tokenised
-from tiers import tiers
+from chats import BEYOND, chat, fast_and_slow, of_family, picture, processor_of, tokenised
 
 from vlmpack import PackedStep
 from vlmpack.collate import SharePrefixes, SkipLog, VLMCollator
@@ -45,8 +44,8 @@ def questions(*sources) -> list[dict]:
 @pytest.fixture
 def cuts(monkeypatch) -> list:
     """The images that are loaded and cut."""
-    refs, cut = [], MediaReader._cut_image
-    monkeypatch.setattr(MediaReader, "_cut_image", lambda reader, ref: refs.append(ref) or cut(reader, ref))
+    refs, cut = [], MediaReader._image
+    monkeypatch.setattr(MediaReader, "_image", lambda reader, ref: refs.append(ref) or cut(reader, ref))
     return refs
 
 
@@ -80,7 +79,7 @@ def test_the_row_is_the_shared_plain_row():
 
 
 @pytest.mark.every_family
-@pytest.mark.parametrize("family", tiers(BEYOND, ["idefics3", "llava_onevision"], exhaustive=BEYOND[1::2]))
+@pytest.mark.parametrize("family", fast_and_slow(BEYOND, ["idefics3", "llava_onevision"]))
 def test_so_it_is_of_every_family(family):
     first, twin, other = picture(120, 90), picture(120, 90, seed=1), picture(257, 140, seed=2)
     pairs = ("a", twin), ("a", other), ("b", twin)
@@ -156,7 +155,7 @@ def test_samples_that_were_tokenised_before_are_shared_too():
     labels = samples[1]["input_ids"].clone()
     labels[-2] += 1
     with pytest.raises(
-        SampleError, match=r"sample 1: token \d+ has the label \d+ and the id \d+.*leave share_prefixes"
+        SampleError, match=r"sample 1: token \d+ has the label \d+ and the id \d+.*share_prefixes=False"
     ):
         collator().collate([samples[0], {**samples[1], "labels": labels}])
     skipping = collator(on_bad="skip")
@@ -183,7 +182,7 @@ def test_a_batch_without_samples_has_no_tree():
     ("settings", "fault"),
     [
         ({"layout": "padded"}, "choose layout='packed'"),
-        ({"slots": SlotRule(multiple=8)}, "needs a row without padding.*leave slots or share_prefixes out"),
+        ({"slots": SlotRule(multiple=8)}, "needs a row without padding.*leave one of them out"),
         ({"slots": SlotRule(pad_to=512)}, "needs a row without padding"),
         ({"share_prefixes": 64}, r"share_prefixes has to be a SharePrefixes, such as SharePrefixes\(min_shared=64\)"),
     ],

@@ -63,16 +63,6 @@ def test_what_it_writes_is_there(key, text, takes_parts):
     assert text in written(HOLDERS[key], takes_parts=takes_parts)
 
 
-def test_thoughts_of_earlier_turns_may_be_left_out_on_purpose():
-    thought = {"role": "assistant", "content": "Left", "reasoning_content": "Hm."}
-    assert "Hm." not in written({"messages": [ASK, thought, ASK, {"role": "assistant", "content": "Right"}]})
-
-
-def test_nothing_in_such_a_key_is_nothing_lost():
-    answer = {"role": "assistant", "content": "Left", "tool_calls": [], "reasoning_content": ""}
-    assert "Left" in written({"messages": [ASK, answer], "tools": []}, CHAT_TEMPLATE)
-
-
 def test_keys_may_hold_arrays_as_tables_in_numpy_format_give_them():
     calls = np.array([CALL, CALL], dtype=object)
     answer = {"role": "assistant", "content": "Left", "tool_calls": calls, "scores": np.array([1, 2])}
@@ -119,16 +109,3 @@ def test_a_template_that_is_none_is_a_mistake_of_the_setup():
     writer = ChatTemplate(processor=WithTemplate(tiny_processor(), "{% if %}"), takes_parts=True)
     with pytest.raises(ConfigError, match=r"chat template cannot be read \(TemplateSyntaxError: Expected"):
         writer.render(read_conversation(chat(chat_template_kwargs={"mode": False})))
-
-
-def test_a_template_that_cannot_write_a_message_is_told_with_its_own_words():
-    with pytest.raises(Refusal, match=r"cannot write its messages \(TemplateError: only one turn\)") as caught:
-        written(chat(), "{{- raise_exception('only one turn') -}}")
-    assert caught.value.reason == "template_error"
-
-
-def test_without_a_template_nothing_can_be_written():
-    processor = tiny_processor()
-    processor.chat_template = None
-    with pytest.raises(ConfigError, match="has no chat template"):
-        ChatTemplate(processor=processor, takes_parts=True).render(read_conversation(chat()))

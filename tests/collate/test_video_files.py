@@ -16,20 +16,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chats import chat, needs_torchvision, picture, processor_of
+from chats import chat, fast_and_slow, needs_torchvision, picture, processor_of
 from clips import CODECS, clip_bytes, write_clip
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tiers import tiers
 from transformers import AutoProcessor, Qwen2VLImageProcessorPil
 from transformers.video_utils import load_video
 
 from vlmpack import PackedStep, VLMCollator
 from vlmpack.collate import FrameSampling
 from vlmpack.collate.frame_sampling import sample_frames
-from vlmpack.collate.video import VideoSettings
-from vlmpack.collate.video_file import FileRules, file_rules_of, load_video_file, measure_video_file
+from vlmpack.collate.video import FileRules, VideoSettings, file_rules_of
+from vlmpack.collate.video import load_video as load_clip
 from vlmpack.data import ImageError, VideoLimits, save_processor
 from vlmpack.data.videos import VideoHeader, decode_frames
 from vlmpack.errors import ConfigError, SampleError
@@ -215,15 +214,15 @@ def test_pixels_grids_and_times_are_those_of_transformers_video_processors(tmp_p
         rules = file_rules_of(processor, SimpleNamespace(frame_timestamps=case["is_per_clip"], by_processor=False))
         numbers = {**values, "image_mean": list(values["image_mean"]), "image_std": list(values["image_std"])}
         cut = VideoSettings.from_processor(SimpleNamespace(**numbers))
-        video = load_video_file({"video": case["path"]}, settings=cut, rules=rules)
-        measured = measure_video_file({"video": case["path"]}, settings=cut, rules=rules)
+        video = load_clip({"video": case["path"]}, settings=cut, rules=rules)
+        measured = load_clip({"video": case["path"]}, settings=cut, rules=rules, is_measured=True)
         assert video.grid == measured.grid == expected["grid"], case
         assert video.seconds == measured.seconds == expected["seconds"]
         assert list(video.timestamps) == list(measured.timestamps) == expected["timestamps"]
         torch.testing.assert_close(video.pixels, expected["pixels"], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen2_5_vl", "qwen3_vl"]))
+@pytest.mark.parametrize("family", fast_and_slow(FAMILIES, ["qwen2_5_vl", "qwen3_vl"]))
 def test_a_file_is_the_list_of_the_frames_that_transformers_samples(family: str) -> None:
     """Of a size that neither form resizes, with the rates of the file beside the list."""
     height, width = size = (128, 192) if family.startswith("qwen3") else (112, 168)
@@ -248,7 +247,7 @@ def test_a_file_is_the_list_of_the_frames_that_transformers_samples(family: str)
 
 
 @needs_torchvision
-@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen2_5_vl", "qwen3_vl"]))
+@pytest.mark.parametrize("family", fast_and_slow(FAMILIES, ["qwen2_5_vl", "qwen3_vl"]))
 def test_a_sample_with_a_file_and_an_image_is_what_the_whole_processor_makes(family: str, tmp_path: Path) -> None:
     """Of other pixels than images: by the settings of the video processor, which AutoProcessor loads."""
     processor = tiny_processor(family)
@@ -293,8 +292,8 @@ def test_a_sample_with_a_file_and_an_image_is_what_the_whole_processor_makes(fam
 # ---------------------------------------------------------------- in samples
 
 
-@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen2_5_vl", "qwen3_vl"]))
-@pytest.mark.parametrize("name", tiers(CODECS, ["h264.mp4"]))
+@pytest.mark.parametrize("family", fast_and_slow(FAMILIES, ["qwen2_5_vl", "qwen3_vl"]))
+@pytest.mark.parametrize("name", fast_and_slow(CODECS, ["h264.mp4"]))
 def test_what_is_measured_is_what_is_decoded(family: str, name: str, tmp_path: Path) -> None:
     write_clip(tmp_path / name)
     collator = collator_of(family)
@@ -379,7 +378,7 @@ def test_a_file_that_was_changed_since_it_was_measured_is_refused(clip: bytes, t
     assert caught.value.reason == "video_changed"
 
 
-@pytest.mark.parametrize("family", tiers(FAMILIES, ["qwen3_vl"]))
+@pytest.mark.parametrize("family", fast_and_slow(FAMILIES, ["qwen3_vl"]))
 def test_packed_equals_alone_in_plain_transformers(family: str, clip: bytes) -> None:
     processor = processor_of(family)
     model = tiny_model(family, processor=processor).float()
@@ -439,18 +438,18 @@ def test_bounds_that_are_set_on_the_video_processor_later_hold() -> None:
 
 def test_a_frame_is_resized_as_soon_as_it_is_decoded(clip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more than one frame of the file's own size is kept."""
-    from vlmpack.collate import video_file
+    from vlmpack.collate import video as video_module
 
     order: list[str] = []
-    decode, resize = video_file.decode_frames, video_file.resize_floats
+    decode, resize = video_module.decode_frames, video_module.resize_floats
 
     def decoding(*args: Any, **kwargs: Any) -> Any:
         for frame in decode(*args, **kwargs):
             order.append("decode")
             yield frame
 
-    monkeypatch.setattr(video_file, "decode_frames", decoding)
-    monkeypatch.setattr(video_file, "resize_floats", lambda *args: order.append("resize") or resize(*args))
+    monkeypatch.setattr(video_module, "decode_frames", decoding)
+    monkeypatch.setattr(video_module, "resize_floats", lambda *args: order.append("resize") or resize(*args))
     cut = VideoSettings.from_processor(Qwen2VLImageProcessorPil())
-    load_video_file({"video": clip}, settings=cut)
+    load_clip({"video": clip}, settings=cut)
     assert order == ["decode", "resize"] * 4

@@ -9,11 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import transformers
+from cases import slow
 from PIL import Image
-from tiers import full, only_exhaustive
 
 from vlmpack.collate import vision_keys
 from vlmpack.collate.vision_keys import (
@@ -125,7 +124,7 @@ def video_cases(count: int) -> list[dict]:
 
 
 @needs_qwen
-@pytest.mark.parametrize("count", [*full(700), *only_exhaustive(2000)])
+@pytest.mark.parametrize("count", slow(700))
 def test_random_shapes_get_the_sizes_of_qwen_vl_utils(count):
     images, videos = image_cases(count), video_cases(count)
     answers = qwen_sizes([*images, *videos])  # in one process
@@ -145,21 +144,6 @@ def check_sizes(cases, answers):
             sizes += 1
     assert sizes > len(cases) / 2
     assert errors > len(cases) / 20
-
-
-@needs_qwen
-def test_each_key_alone_has_its_effect():
-    elements = [
-        {},
-        {"min_pixels": 600 * 784},
-        {"max_pixels": 150 * 784},
-        {"resized_height": 123, "resized_width": 456},
-        {"total_pixels": 400 * 784},
-    ]
-    cases = [{"patch_size": 14, "height": 333, "width": 517, "num_frames": 5, "element": e} for e in elements]
-    sizes = [our_size(case) for case in cases]
-    assert sizes == qwen_sizes(cases)
-    assert len({tuple(size) for size in sizes}) == len(elements)
 
 
 def test_keys_that_choose_frames_of_a_file_change_nothing_for_a_list():
@@ -215,24 +199,10 @@ def test_frames_pass_through_a_size_of_two_tokens_first():
     assert image_size({}, height=90, width=90, patch_size=14) == (84, 84)
 
 
-def test_total_pixels_are_shared_by_the_frames():
-    options = {"height": 1000, "width": 1000, "patch_size": 14}
-    few, many = (video_frame_size({"total_pixels": 8192 * 784}, num_frames=n, **options) for n in (32, 96))
-    assert few[0] * few[1] <= 8192 * 784 / 32 * 2
-    assert many[0] * many[1] <= 8192 * 784 / 96 * 2 < few[0] * few[1]
-
-
 def test_an_odd_number_of_frames_counts_one_more():
     options = {"height": 1000, "width": 1000, "patch_size": 14}
     three, four = (video_frame_size({"total_pixels": 900 * 784}, num_frames=n, **options) for n in (3, 4))
     assert three == four
-
-
-def test_resize_image_is_pillows_bicubic():
-    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8))
-    resized = resize_image(picture, {"resized_height": 60, "resized_width": 90}, patch_size=14)
-    assert resized.size == (84, 56)
-    np.testing.assert_array_equal(np.asarray(resized), np.asarray(picture.resize((84, 56))))
 
 
 @pytest.mark.parametrize("patch_size", [14, 16])
@@ -286,12 +256,12 @@ def test_a_key_must_be_a_number(value):
 
 @pytest.mark.parametrize("key", ["resized_height", "resized_width"])
 def test_half_a_size_is_refused(key):
-    with pytest.raises(ImageError, match="one without the other changes nothing; give both"):
+    with pytest.raises(ImageError, match="give both or none"):
         image_size({key: 280}, height=100, width=100, patch_size=14)
 
 
 def test_bounds_that_exclude_each_other_are_refused():
-    with pytest.raises(ImageError, match=r"max_pixels=100 is below min_pixels=3136 .*set both, max_pixels the larger"):
+    with pytest.raises(ImageError, match=r"max_pixels=100 is below min_pixels=3136 .*set both"):
         image_size({"max_pixels": 100}, height=100, width=100, patch_size=14)
 
 

@@ -20,18 +20,6 @@ def naive_contiguous(total: int, ranks: int) -> list[int]:
     return [at * ranks // total for at in range(total)]
 
 
-def naive_pairs(lengths: Sequence[int], slots: Sequence[int], owner: Sequence[int], ranks: int) -> list[int]:
-    """Pairs of a real token and a real token of its sample that is not behind it, for each rank."""
-    pairs = [0] * ranks
-    start = 0
-    for length, slot in zip(lengths, slots, strict=True):
-        for query in range(length):
-            for _key in range(query + 1):
-                pairs[owner[start + query]] += 1
-        start += slot
-    return pairs
-
-
 def naive_halo(lengths: Sequence[int], slots: Sequence[int], owner: Sequence[int], *, depth: int) -> list[set[int]]:
     """The tokens that each rank needs to roll its own by 1 to `depth` tokens, and does not hold."""
     needed: list[set[int]] = [set() for _ in range(max(owner) + 1)]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from cases import families, pairs
 from chats import BEYOND, CHATTING, FAMILIES, SHOWN, chat, needs_torchvision, picture
+from fixtures.processors import build_processor, missing_packages
 from training import arguments
 from transformers import AutoProcessor, Trainer
 
@@ -19,7 +20,6 @@ from vlmpack.collate import VLMCollator
 from vlmpack.data import load_processor, save_processor
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.testing import tiny_config, tiny_model, tiny_processor
-from vlmpack.testing.family_processors import build_processor, missing_packages
 from vlmpack.testing.processors import CHAT_TEMPLATE
 
 

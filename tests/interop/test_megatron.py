@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,38 +31,19 @@ def megatron_core() -> None:
     import_megatron()
 
 
-@dataclass
-class NewerParams:
-    """The fields of `PackedSeqParams` after 0.16, and what it makes of `total_tokens`."""
-
-    qkv_format: Any = None
-    cu_seqlens_q: Any = None
-    cu_seqlens_kv: Any = None
-    cu_seqlens_q_padded: Any = None
-    cu_seqlens_kv_padded: Any = None
-    max_seqlen_q: Any = None
-    max_seqlen_kv: Any = None
-    local_cp_size: Any = None
-    cp_group: Any = None
-    total_tokens: Any = None
-    seq_idx: Any = None
-    tokens_per_sample: Any = None
-    pad_between_seqs: Any = None
-    computed: Any = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self.computed = None if self.total_tokens is None else "seq_idx, with a wait for the device"
+FIRST = ("qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv")
+LATER = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "total_tokens", "seq_idx", "pad_between_seqs", "computed")
 
 
-@dataclass
-class OlderParams:
-    """Only one pair of boundaries."""
+def params_class(*names: str) -> Any:
+    """A `PackedSeqParams` with these fields; those after 0.16 compute `seq_idx` where they are made with a total."""
 
-    qkv_format: Any = None
-    cu_seqlens_q: Any = None
-    cu_seqlens_kv: Any = None
-    max_seqlen_q: Any = None
-    max_seqlen_kv: Any = None
+    def computes(params: Any) -> None:
+        if getattr(params, "total_tokens", None) is not None:
+            params.computed = "seq_idx, with a wait for the device"
+
+    fields_of = [(name, Any, field(default=None)) for name in names]
+    return make_dataclass("PackedSeqParams", fields_of, namespace={"__post_init__": computes})
 
 
 def row_of(lengths, rule=None, *, targets=True, **more) -> PackedRow:
@@ -128,7 +109,7 @@ def test_the_installed_version_gets_every_field_that_it_has():
 
 
 def test_a_newer_version_gets_all_fields_and_does_not_compute_them_again(monkeypatch):
-    monkeypatch.setattr(megatron, "_params_class", lambda: NewerParams)
+    monkeypatch.setattr(megatron, "_params_class", lambda: params_class(*FIRST, *LATER))
     params = packed_seq_params(Segments.from_lengths([5, 2, 4], SlotRule(pad_to=16)))
     assert params.total_tokens == 16
     assert params.seq_idx.tolist() == [[0] * 5 + [1] * 2 + [2] * 9]
@@ -137,7 +118,7 @@ def test_a_newer_version_gets_all_fields_and_does_not_compute_them_again(monkeyp
 
 
 def test_a_version_that_would_attend_elsewhere_is_refused(monkeypatch):
-    monkeypatch.setattr(megatron, "_params_class", lambda: OlderParams)
+    monkeypatch.setattr(megatron, "_params_class", lambda: params_class(*FIRST))
     assert packed_seq_params(Segments.from_lengths([3, 2])).cu_seqlens_q.tolist() == [0, 3, 5]
     with pytest.raises(
         ConfigError, match=r"has no cu_seqlens_kv_padded, cu_seqlens_q_padded, without which .* install -U"
@@ -231,7 +212,7 @@ def test_media_extras_and_metadata_travel_along():
 
 
 def test_a_batch_that_megatron_made_itself():
-    params = NewerParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 3, 5]).int(), max_seqlen_q=5)
+    params = params_class(*FIRST, *LATER)(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 3, 5]).int(), max_seqlen_q=5)
     params.cu_seqlens_kv, params.cu_seqlens_q_padded = params.cu_seqlens_q, torch.tensor([0, 3, 8]).int()
     batch = {
         "tokens": torch.tensor([[1, 2, 3, 4, 5, 0, 0, 0]]),

@@ -27,6 +27,7 @@ from transformers import Trainer, default_data_collator
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.interop import seqpacker
 from vlmpack.interop.seqpacker import (
+    ALIASES,
     Pack,
     Packer,
     PackMetrics,
@@ -41,7 +42,7 @@ from vlmpack.interop.seqpacker import (
 from vlmpack.layout import METADATA_KEY, PackedRow
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.plan import plan_bins
-from vlmpack.plan.planner import ALIASES, STRATEGIES
+from vlmpack.plan.planner import STRATEGIES
 from vlmpack.testing import tiny_model
 from vlmpack.trainer import loss_metrics
 
@@ -144,7 +145,7 @@ def test_a_result_is_a_plan_under_other_names() -> None:
     assert result.num_bins == len(result) == 4
     assert result.efficiency == 3900 / 4096
     assert repr(result).startswith("PackResult(bins=4, efficiency=95.21%, time=")
-    assert result.plan == plan_bins(LENGTHS, 1024, strategy="obfd")
+    assert result.plan == plan_bins(LENGTHS, 1024, strategy="best_fit_decreasing")
     rows = np.split(*Packer(1024).pack_flat(np.asarray(LENGTHS)))
     assert [row.tolist() for row in rows] == result.bins
     assert pickle.loads(pickle.dumps(result)).bins == result.bins

@@ -132,19 +132,6 @@ def test_a_state_with_groups_needs_a_packer_with_groups_and_the_other_way_round(
         stream.load_state_dict(plain.state_dict())
 
 
-@pytest.mark.parametrize(
-    "groups",
-    [{"items": [[0, 1]], "arriving": [1]}, {"items": [[0, 9]], "arriving": []}, {"items": [[0]], "arriving": []}, 7],
-)
-def test_groups_of_a_state_that_contradict_its_samples_are_refused(groups):
-    stream = packer()
-    for at in range(2):
-        stream.add(sample(at, "a", 5, 1))
-    state = {name: value for name, value in stream.state_dict().items() if name != "seal"}
-    with pytest.raises(ConfigError, match="the state has groups"):
-        packer().load_state_dict({**state, "groups": groups})
-
-
 def test_a_prefix_is_one_and_has_a_key():
     stream: StreamPacker[Sample] = StreamPacker(RowSettings(capacity=9), prefix=lambda each: 7)  # pyright: ignore
     with pytest.raises(ConfigError, match="the prefix of sample 0"):
@@ -186,17 +173,6 @@ GROUPS = PrefixGroups(
 LENGTHS = GROUPS.tokens[GROUPS.of_samples] + np.tile([3, 5, 5, 9], 12)
 
 
-def test_every_epoch_keeps_groups_together():
-    plan = plan_bins(LENGTHS, 150, groups=GROUPS)
-    sampler = PackedBatchSampler(plan, seed=0)
-    rows = {tuple(sorted(row)) for row in plan.bins}
-    for epoch in range(3):
-        dealt = sampler.epoch_plan(epoch).check()
-        assert dealt.tree_tokens.tolist() == plan.tree_tokens.tolist()
-        assert [set(GROUPS.of_samples[row]) for row in dealt] == [set(GROUPS.of_samples[row]) for row in plan]
-    assert {tuple(sorted(row)) for row in sampler.epoch_plan(0).bins} == rows or len(rows) > 1
-
-
 def test_rows_are_balanced_by_what_they_compute():
     """Many short branches of a long prefix cost as much as one sample of all their tokens, not as whole samples."""
     lengths = np.array([101] * 20 + [120] * 3)
@@ -221,11 +197,3 @@ def test_costs_of_samples_alone_are_refused():
         PackedBatchSampler(plan, costs=LENGTHS, group_costs=GROUPS.tokens[:2])
     with pytest.raises(ConfigError, match="group_costs= is for a plan with groups"):
         PackedBatchSampler(plan_bins(LENGTHS, 150), group_costs=GROUPS.tokens)
-
-
-def test_the_state_of_a_sampler_is_of_its_group_costs():
-    plan = plan_bins(LENGTHS, 150, groups=GROUPS)
-    state = PackedBatchSampler(plan, costs=LENGTHS, group_costs=GROUPS.tokens).state_dict()
-    PackedBatchSampler(plan, costs=LENGTHS, group_costs=GROUPS.tokens).load_state_dict(state)
-    with pytest.raises(ConfigError, match="the state is of plan"):
-        PackedBatchSampler(plan, costs=LENGTHS, group_costs=GROUPS.tokens - 1).load_state_dict(state)

@@ -65,15 +65,6 @@ def test_an_argument_of_a_wrong_kind_is_refused_with_the_right_one(call, message
         call()
 
 
-def test_a_call_with_one_sample_instead_of_a_list_changes_nothing():
-    packer = StreamPacker(ROWS)
-    packer.add({"length": 3})
-    before = packer.state_dict()
-    with pytest.raises(ConfigError, match="of one give"):
-        packer.pack({"length": 3})
-    assert packer.state_dict() == before
-
-
 # ---------------------------------------------------------------------- the recipe that the refusal names
 
 
@@ -86,15 +77,6 @@ def test_conversations_are_streamed_by_the_length_that_their_collator_tells(slot
     assert all(row.segments.total <= 120 for row in rows)
     assert sum(row.segments.total for row in rows) == sum(map(collator.length, samples))
     assert sorted(at for row in rows for at in row.metadata.sample_ids) == list(range(1, 9))
-
-
-def test_a_stream_brings_bad_samples_to_a_collator_that_skips_and_counts_them():
-    samples = [chat("why?", "because", id=0), {"messages": [{"role": "user", "content": "?"}]}, chat("?", "so", id=2)]
-    collator = VLMCollator(processor_of(), layout="packed", on_bad="skip")
-    stream = PackedStream(samples, RowSettings(capacity=120), length=collator.length)
-    batches = list(DataLoader(stream, batch_size=None, collate_fn=collator))
-    assert [batch["vlmpack"].sample_ids for batch in batches] == [(0, 2)]
-    assert (collator.skip_log.received, dict(collator.skip_log.reasons)) == (3, {"no_targets": 1})
 
 
 def test_a_sample_that_cannot_be_read_comes_to_the_collator_too(tmp_path):

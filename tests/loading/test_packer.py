@@ -7,10 +7,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from benchmarks.cases.plan import LENGTH_SETS
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.cases.planning import LENGTH_SETS
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.loading import RowSettings, StreamPacker
 from vlmpack.loading.stream_packer import token_count
@@ -104,17 +104,6 @@ def test_a_call_with_a_bad_sample_changes_nothing(bad):
     assert ids(packer.pack([{"id": 3, "length": 7}])) == [[2, 3]]
 
 
-def test_a_call_whose_samples_cannot_be_had_changes_nothing():
-    def rollouts():
-        yield {"id": 0, "length": 4}
-        raise ConnectionError
-
-    packer = StreamPacker(RowSettings(capacity=10))
-    with pytest.raises(ConnectionError):
-        packer.pack(rollouts())
-    assert len(packer) == packer.received == 0
-
-
 def test_at_the_end_rows_that_are_not_full_enough_are_given_out_or_left_out_and_counted():
     lengths = [9, 6, 3]
     for drop_last, expected, left_out in ((False, [[0], [1, 2]], 0), (True, [[0], [1, 2]], 0)):
@@ -167,23 +156,6 @@ def test_a_stream_continues_elsewhere_bit_for_bit(lengths, cut, min_fill):
     assert here.state_dict() == there.state_dict()
 
 
-def test_whoever_has_waited_a_call_here_waits_no_other_one_there():
-    settings = RowSettings(capacity=10, min_fill=0.8)
-    here, there = StreamPacker(settings), StreamPacker(settings)
-    assert here.pack(samples([3])) == []
-    there.load_state_dict(here.state_dict())
-    assert ids(there.pack([])) == [[0]]
-
-
-def test_the_state_of_wider_rows_is_refused():
-    wide = StreamPacker(RowSettings(capacity=50))
-    wide.add({"length": 40})
-    with pytest.raises(
-        ConfigError, match=r"the state is of RowSettings\(capacity=50.*, these are .*=10.*pack as before"
-    ):
-        StreamPacker(RowSettings(capacity=10)).load_state_dict(wide.state_dict())
-
-
 @pytest.mark.parametrize("other", [{"capacity": 60}, {"min_fill": 0.5}, {"buffer_tokens": 9}, {"drop_last": True}])
 def test_the_state_of_any_other_settings_is_refused_even_if_the_samples_would_fit(other):
     packer = StreamPacker(RowSettings(capacity=50))
@@ -197,13 +169,6 @@ def test_waiting_samples_that_are_measured_otherwise_here_are_refused():
     packer.add({"length": 40})
     with pytest.raises(ConfigError, match=r"samples that are measured otherwise: .*has 80 tokens"):
         StreamPacker(RowSettings(capacity=50), length=lambda sample: 80).load_state_dict(packer.state_dict())
-
-
-def test_tokens_are_counted_from_a_length_or_from_ids():
-    assert token_count({"length": 3, "input_ids": [1]}) == 3
-    assert token_count({"input_ids": [1, 2]}) == 2
-    with pytest.raises(ConfigError, match=r"no 'length' and no 'input_ids', only \['text'\]"):
-        token_count({"text": "three"})
 
 
 @pytest.mark.parametrize("make", [list, tuple, np.array, torch.tensor])
@@ -266,14 +231,3 @@ def test_a_length_that_is_no_whole_number_names_its_sample(length, oversize):
     assert caught.value.reason == "not_whole"
     assert packer.flush() == [[4]]
     assert packer.dropped == 0
-
-
-def test_costs_that_lack_something_that_is_limited_are_refused():
-    packer = StreamPacker(RowSettings(capacity=10, limits={"images": 2}), costs=lambda sample: {"patches": 1})
-    with pytest.raises(ConfigError, match=r"images are limited, but `costs` has only \['patches'\]"):
-        packer.add({"length": 3})
-
-
-def test_limits_need_somebody_who_tells_the_costs():
-    with pytest.raises(ConfigError, match="limits of images need a function `costs`"):
-        StreamPacker(RowSettings(capacity=5, limits={"images": 2}))

@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from tiers import full
+from cases import slow
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -149,7 +149,6 @@ def test_stopped_after_any_row_all_passes_to_come_are_those_of_the_unbroken_stre
     assert 3 <= ended < ROWS  # the guard: some stops are at the end of a pass, others are not
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("step", [1, 2, 5])
 def test_a_stream_may_be_stopped_again_and_again(source, step):
@@ -190,7 +189,7 @@ def test_an_epoch_after_one_that_was_given_up_is_whole(source):
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
-@pytest.mark.parametrize("workers", [0, *full(2)])
+@pytest.mark.parametrize("workers", [0, *slow(2)])
 @pytest.mark.parametrize("source", [CountsAtTheEnd, CountsAtTheStart, hub_stream])
 def test_a_loader_goes_on_in_all_passes_to_come(source, workers):
     def make():

@@ -45,11 +45,6 @@ def test_ranks_have_as_many_rows_and_between_them_every_sample_once(lengths, ran
     assert max(sum(lengths[sample] for sample in row) for mine in rows for row in mine) <= 60
 
 
-def test_all_ranks_in_turn_are_what_accelerate_deals_out():
-    together = [*sampler(ranks=3, accumulation=2, rank="all")]
-    assert [together[rank::3] for rank in range(3)] == [[*sampler(ranks=3, accumulation=2, rank=r)] for r in range(3)]
-
-
 def test_empty_rows_fill_the_last_step_when_asked():
     rows = [[*sampler(ranks=2, rank=rank, remainder="empty")] for rank in range(2)]
     assert len(rows[0]) == len(rows[1])
@@ -84,13 +79,6 @@ def test_samples_change_places_only_with_those_of_the_same_length_and_budget():
         one.epoch_plan(epoch).check()
 
 
-def test_dropped_samples_stay_out_in_every_epoch():
-    plan = plan_bins([*LENGTHS, 300, 300], CAPACITY, oversize="drop")
-    one = PackedBatchSampler(plan)
-    for _ in range(3):
-        assert max(sample for row in one for sample in row) == len(LENGTHS) - 1
-
-
 def test_a_seed_gives_the_same_epochs_and_no_seed_the_order_of_the_plan():
     first, again, other = sampler(seed=1), sampler(seed=1), sampler(seed=2)
     assert [[*first], [*first]] == [[*again], [*again]]
@@ -115,14 +103,6 @@ def test_an_epoch_continues_where_it_was_left_and_the_next_one_is_whole(done):
     assert [*resumed] == rows[done:]
     assert [*resumed] == [*whole]
     assert len(resumed) == len(rows)
-
-
-def test_who_looks_at_one_row_and_begins_again_misses_none():
-    one = sampler()
-    first = next(iter(one))
-    rows = [*one]
-    assert rows[0] == first
-    assert len(rows) == len(one)
 
 
 def test_nothing_that_is_skipped_is_loaded():
@@ -158,11 +138,6 @@ def test_a_stateful_data_loader_continues_in_the_middle_of_an_epoch(workers):
     resumed.load_state_dict(half.state_dict())
     assert list(resumed) == rows[9:]
     assert len(rows) > 20
-
-
-def test_the_state_of_one_rank_is_that_of_every_other():
-    """So that one file a step is enough."""
-    sampler(ranks=2, rank=1).load_state_dict(sampler(ranks=2, rank=0).state_dict())
 
 
 def test_the_state_of_another_plan_or_of_other_shuffles_is_refused():
@@ -218,8 +193,3 @@ def test_split_rows_are_a_multiple_with_the_same_samples_in_the_same_order(lengt
     assert len(split) == wanted
     assert split.sample_ids.tolist() == plan.sample_ids.tolist()
     assert {*plan.bounds.tolist()} <= {*split.bounds.tolist()}
-
-
-def test_a_row_is_cut_near_the_middle_of_its_tokens():
-    split = split_rows(plan_bins([10, 1, 1, 8], 20), 2)
-    assert split.bins == ((0,), (1, 2, 3))

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
-from vlmpack.loading.state import digest_of
+from vlmpack.loading.resumable import digest_of
 from vlmpack.plan import plan_bins
 
 SETTINGS = RowSettings(capacity=64, oversize="own_row")
@@ -67,13 +67,6 @@ def test_a_state_does_not_continue_in_another_data_set(source, other, told):
         continued(source(other), state)
 
 
-def test_a_data_set_that_has_grown_or_shrunk_is_another_one():
-    state, _ = stopped(samples()[:150], rows=15)
-    for other in (samples(), samples()[:149]):
-        with pytest.raises(ConfigError, match=rf"it has {len(other)} samples, and before it had 150"):
-            continued(other, state)
-
-
 def test_the_state_at_the_end_is_of_the_same_data_set_too():
     stream = PackedStream(samples()[:30], SETTINGS)
     list(stream)
@@ -82,81 +75,30 @@ def test_the_state_at_the_end_is_of_the_same_data_set_too():
         continued(samples("b")[:30], stream.state_dict())
 
 
-def test_a_state_without_a_seal_is_taken_by_its_fields():
-    state, rest = stopped(samples())
-    del state["seal"], state["data"], state["packer"]["seal"]
-    assert continued(samples(), state) == rest
-
-
 # ---------------------------------------------------------------------- edited states
-
-WRONG = (-3, 10**6, 1.5, True, "3", None, [], {})
-COUNTS = ("rounds", "uneven", "packer.seen", "packer.dropped", "packer.left_out", "packer.carried")
-LISTS = ("rows", "packer.buffered", "packer.alone", "data")
-
-
-def at(state: dict, path: str) -> tuple[dict, str]:
-    *folders, name = path.split(".")
-    for folder in folders:
-        state = state[folder]
-    return state, name
-
-
-@pytest.mark.parametrize("path", [*COUNTS, *LISTS, "packer", "packer.of", "ended", "ranks", "remainder", "source"])
-def test_every_field_of_a_stream_is_checked(path):
-    whole, _ = stopped(samples())
-    refused = 0
-    for wrong in (*WRONG, [[1, 2]], [[0, {"id": "a0", "length": LENGTHS[0]}]] * 2):
-        state = copy.deepcopy(whole)
-        holder, name = at(state, path)
-        if type(holder[name]) is type(wrong) and holder[name] == wrong:
-            continue
-        holder[name] = wrong
-        refused += 1
-        with pytest.raises(ConfigError, match=r"state|deal as before|pack as before"):
-            continued(samples(), state)
-    holder, name = at(whole, path)
-    del holder[name]
-    with pytest.raises(ConfigError, match=r"the state lacks|seal"):
-        continued(samples(), whole)
-    assert refused >= 8
 
 
 @pytest.mark.parametrize(
-    ("path", "wrong"),
+    "path",
     [
-        ("packer.buffered", [[9, samples()[9]], [8, samples()[8]]]),
-        ("packer.buffered", [samples()[9]]),
-        ("packer.alone", [samples()[:2]]),
-        ("rows", [samples()] * 2),
-        ("uneven", 10**6),
-        ("ended", 3),
-        ("ended", True),
+        *("rows", "rounds", "ended", "uneven", "ranks", "remainder", "source", "data", "packer", "packer.buffered"),
+        *("packer.alone", "packer.seen", "packer.dropped", "packer.left_out", "packer.carried", "packer.of"),
     ],
 )
-def test_fields_that_contradict_each_other_are_refused_without_a_seal_too(path, wrong):
+def test_a_stream_refuses_a_state_of_which_any_field_was_changed_or_lost(path):
     state, _ = stopped(samples())
-    assert state["packer"]["buffered"]
-    del state["seal"], state["data"], state["packer"]["seal"]
-    holder, name = at(state, path)
-    holder[name] = wrong
-    with pytest.raises(ConfigError, match=r"the state has \d+ (buffered samples|samples in rows)"):
-        continued(samples(), state)
-
-
-@pytest.mark.parametrize("path", COUNTS)
-def test_a_count_that_would_be_possible_is_seen_by_the_seal(path):
-    state, _ = stopped(samples())
-    holder, name = at(state, path)
-    holder[name] += 1 if holder[name] == 0 else -1
-    with pytest.raises(ConfigError, match=r"its seal differs|of \d+ that|must be a whole number"):
-        continued(samples(), state)
-
-
-def test_a_sample_that_was_edited_is_seen():
-    state, _ = stopped(samples())
-    state["packer"]["buffered"][0][1]["id"] = "edited"
-    with pytest.raises(ConfigError, match="changed or damaged since it was made: its seal differs"):
+    *folders, name = path.split(".")
+    holder = state
+    for folder in folders:
+        holder = holder[folder]
+    others = [wrong for wrong in (-3, 10**6, 1.5, True, "3", None, [7]) if repr(wrong) != repr(holder[name])]
+    assert len(others) >= 6
+    for wrong in others:
+        holder[name] = wrong
+        with pytest.raises(ConfigError, match="or one that was changed since it was made"):
+            continued(samples(), state)
+    del holder[name]
+    with pytest.raises(ConfigError, match="this is no state of a"):
         continued(samples(), state)
 
 
@@ -164,7 +106,7 @@ def test_a_packer_that_refuses_a_state_is_as_it_was():
     packer = StreamPacker(SETTINGS)
     packer.add(samples()[0])
     before = packer.state_dict()
-    with pytest.raises(ConfigError, match=r"the state.s seen must be .*, got -1"):
+    with pytest.raises(ConfigError, match="no state of a StreamPacker"):
         packer.load_state_dict({**before, "seen": -1})
     assert packer.state_dict() == before
 

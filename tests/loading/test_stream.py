@@ -7,12 +7,12 @@ from itertools import islice
 
 import datasets
 import pytest
-from benchmarks.cases.plan import LENGTH_SETS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from benchmarks.cases.planning import LENGTH_SETS
 from vlmpack.errors import ConfigError
 from vlmpack.loading import PackedStream, RowSettings
 
@@ -121,16 +121,6 @@ def test_all_ranks_end_together_and_every_sample_is_given_out_once_or_counted(le
         assert all(row for mine in rows for row in mine)
 
 
-def test_split_leaves_nothing_out_where_there_are_enough_samples():
-    streams = [PackedStream(Samples(), SETTINGS, ranks=4, rank=rank) for rank in range(4)]
-    one = len([*PackedStream(Samples(), SETTINGS)])
-    assert one % 4  # the guard: the last rows do not suffice for all
-    rows = [ids(stream) for stream in streams]
-    assert {len(mine) for mine in rows} == {-(-one // 4)}
-    assert sorted(at for mine in rows for row in mine for at in row) == list(range(len(LENGTHS)))
-    assert streams[0].left_out == 0
-
-
 def test_a_round_of_rows_is_held_back_so_that_there_is_something_to_split():
     lengths = [10, 10, 20, 20]  # three rows: when the last one is known, the first two would be gone
     waits = RowSettings(capacity=20, buffer_tokens=20)
@@ -146,14 +136,6 @@ def test_rows_are_the_same_for_any_number_of_workers(source):
     assert len(alone) > 20
     for workers in (1, 2):
         assert ids(loader(PackedStream(source(), SETTINGS, ranks=2, rank=1), workers)) == alone
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_a_second_epoch_is_the_source_again(source):
-    stream = PackedStream(source(), SETTINGS)
-    first = ids(stream)
-    assert ids(stream) == first
-    assert sum(map(len, first)) == len(LENGTHS)
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -194,13 +176,6 @@ def test_a_stream_that_repeats_continues_in_any_pass_and_at_its_end(source):
         resumed = PackedStream(source(), SETTINGS, repeat=True)
         resumed.load_state_dict(pickle.loads(pickle.dumps(half.state_dict())))
         assert ids(islice(resumed, len(once) + 3)) == (once * 3)[done : done + len(once) + 3]
-
-
-@pytest.mark.parametrize("lengths", [[], [5000]])
-def test_a_source_without_a_row_is_not_read_for_ever(lengths):
-    stream = PackedStream(Samples(lengths), RowSettings(capacity=4096, oversize="drop"), repeat=True)
-    with pytest.raises(ConfigError, match="makes no row, so there is nothing to repeat"):
-        next(iter(stream))
 
 
 def test_a_source_with_a_place_is_not_read_again():

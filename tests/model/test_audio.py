@@ -24,8 +24,8 @@ from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms import attention, vision
 from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import build_sample, joined, mixed_samples, padded, tiny_config, tiny_model
-from vlmpack.testing.audio import frames_of
 from vlmpack.testing.comparison import compare, run_alone, run_packed
+from vlmpack.testing.media import frames_of
 from vlmpack.testing.samples import sample_like
 
 pytestmark = [

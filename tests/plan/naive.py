@@ -41,16 +41,6 @@ def naive_best_fit(lengths: Sequence[int], capacity: int) -> Bins:
     return naive_decreasing(lengths, capacity, min)
 
 
-def naive_first_fit(lengths: Sequence[int], capacity: int) -> Bins:
-    """The first bin that has enough."""
-    return naive_decreasing(lengths, capacity, lambda fitting: fitting[0])
-
-
-def naive_worst_fit(lengths: Sequence[int], capacity: int) -> Bins:
-    """The most room; the first bin of several."""
-    return naive_decreasing(lengths, capacity, lambda fitting: max(fitting, key=lambda pair: (pair[0], -pair[1])))
-
-
 def naive_next_fit(lengths: Sequence[int], capacity: int) -> Bins:
     """The last bin, or a new one."""
     bins: Bins = []

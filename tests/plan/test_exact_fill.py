@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from benchmarks.cases.plan import LENGTH_SETS
 from hypothesis import given
 from hypothesis import strategies as st
-from plan.naive import naive_best_sum
+from plan.naive import naive_best_sum, naive_fewest_bins, naive_lower_bound
 
-from vlmpack.plan.algorithms import best_fit_decreasing, lower_bound
-from vlmpack.plan.exact_fill import Stock, best_subset, exact_fill
+from benchmarks.cases.planning import LENGTH_SETS
+from vlmpack.plan.exact_fill import Stock, best_fit_decreasing, best_subset, exact_fill, lower_bound
 
 
 @given(lengths=st.lists(st.integers(1, 20), max_size=9), room=st.integers(0, 60))
@@ -20,20 +19,9 @@ def test_no_subset_fills_the_room_better(lengths, room):
     assert chosen == sorted(set(chosen))
 
 
-def test_lengths_and_room_may_be_numbers_of_numpy():
-    lengths = [1000, 900, 1100, 800]
-    assert best_subset(np.asarray(lengths), np.int64(2900)) == best_subset(lengths, 2900) == [0, 2, 3]
-
-
 def test_earlier_lengths_are_preferred():
     assert best_subset([4, 3, 3, 4, 2, 1], 10) == [0, 1, 2]
     assert best_subset([5, 5, 5], 5) == [0]
-
-
-def test_nothing_fits_into_no_room():
-    assert best_subset([1, 2], 0) == []
-    assert best_subset([9], 8) == []
-    assert best_subset([], 8) == []
 
 
 @given(
@@ -74,11 +62,24 @@ def test_where_hardly_any_row_can_be_filled_the_search_ends(monkeypatch):
     assert 8 * 64 <= len(draws) < len(lengths)
 
 
-def test_no_sample_is_its_own_company():
-    stock = Stock(np.asarray([6, 4]))
-    assert stock.seek_longest()
-    assert stock.sizes[stock.draw(6)].tolist() == [4]  # the 6 would fit beside another 6, but there is none
+CAPACITY = 13
+few = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=7)
 
 
-def test_samples_as_long_as_the_row_have_it_to_themselves():
-    assert sorted(np.bincount(exact_fill(np.asarray([9, 4, 9, 5, 3, 6]), 9)).tolist()) == [1, 1, 2, 2]
+@given(lengths=st.lists(st.integers(1, CAPACITY), min_size=1, max_size=40))
+def test_the_bound_is_that_of_the_formula_threshold_by_threshold(lengths):
+    assert lower_bound(np.asarray(lengths), CAPACITY) == naive_lower_bound(lengths, CAPACITY)
+
+
+@given(lengths=few)
+def test_no_packing_at_all_needs_fewer_bins(lengths):
+    assert lower_bound(np.asarray(lengths), CAPACITY) <= naive_fewest_bins(lengths, CAPACITY)
+
+
+def test_long_samples_that_cannot_share_count_one_by_one():
+    assert lower_bound(np.asarray([7, 7, 7]), CAPACITY) == 3  # by tokens alone two bins would do
+
+
+def test_things_that_need_nothing_need_no_bin():
+    assert lower_bound(np.asarray([0, 0, 5, 8]), CAPACITY) == 1
+    assert lower_bound(np.asarray([0, 0]), CAPACITY) == 0

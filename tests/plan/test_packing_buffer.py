@@ -6,10 +6,10 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
-from benchmarks.cases.plan import LENGTH_SETS, multi_constraint_plan, stream
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.cases.planning import LENGTH_SETS, stream, three_limits
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import PackingBuffer
 from vlmpack.plan import packing_buffer as buffered
@@ -91,7 +91,7 @@ def test_what_costs_nothing_of_the_limit_that_binds_is_put_in_as_well():
 
 
 def test_three_limits_that_bind_alike_cost_less_than_one_and_a_half_per_cent():
-    plan = multi_constraint_plan(6000, seed=0).check()
+    plan = three_limits(6000, seed=0).check()
     assert len(plan.budgets) == 2
     assert len(plan) <= 1.015 * plan.lower_bound
 
@@ -117,17 +117,6 @@ def test_a_sample_that_fits_no_row_is_refused_by_name(sample, reason):
     with pytest.raises(SampleError, match=r"sample 1: .* a row holds from 1 to 10 tokens and \[4\]") as caught:
         PackingBuffer(10, [4]).add(*sample)
     assert caught.value.reason == reason
-
-
-def test_a_cost_is_not_negative():
-    with pytest.raises(SampleError, match=r"sample 1: needs \[-3\] beside its tokens") as caught:
-        PackingBuffer(10, [4]).add(1, 5, -3)
-    assert caught.value.reason == "bad_cost"
-
-
-def test_there_is_a_cost_for_every_limit():
-    with pytest.raises(ConfigError, match="sample 3 has 2 costs, but a row has 1 limits"):
-        PackingBuffer(10, [4]).add(3, 5, 1, 1)
 
 
 def test_limits_are_whole_numbers_of_at_least_1():

@@ -66,10 +66,6 @@ def test_the_lower_bound_is_that_of_the_budget_that_needs_most():
     assert plan_bins(LENGTHS, 10, budgets=[budget]).lower_bound == 5
 
 
-def test_anything_that_samples_have_can_be_summed_over_rows():
-    assert small_plan().sums(np.asarray([0.5, 1, 2, 4, 8])).tolist() == [5.5, 10.0]
-
-
 @given(bin_of=st.lists(st.integers(-1, 5), min_size=1, max_size=30), seed=st.integers(0, 3))
 def test_rows_in_another_order_are_the_same_rows(bin_of, seed):
     used = sorted({at for at in bin_of if at >= 0})
@@ -83,18 +79,18 @@ def test_rows_in_another_order_are_the_same_rows(bin_of, seed):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sample_ids": np.asarray([0, 1, 3, 2, 2])}, "sample 2 is planned 2 times instead of once"),
-        ({"sample_ids": np.asarray([0, 1, 3, 2, 5])}, "samples run from 0 to 5, not to 4"),
+        ({"sample_ids": np.asarray([0, 1, 3, 2, 2])}, "sample 4 is planned 0 times"),
+        ({"sample_ids": np.asarray([0, 1, 3, 2, 5])}, "sample 4 is planned 0 times"),
         ({"dropped": np.asarray([4])}, "sample 4 is planned 2 times"),
         ({"sample_ids": np.asarray([0, 1, 3, 2]), "bounds": np.asarray([0, 3, 4])}, "sample 4 is planned 0 times"),
-        ({"bounds": np.asarray([0, 3, 3, 5])}, "row 1 holds no sample"),
-        ({"bounds": np.asarray([0, 3])}, r"rows must run from 0 to 5 samples, not from \[0, 3\]"),
-        ({"bounds": np.zeros(0, np.int64)}, "rows must run from 0 to 5 samples, not from None"),
-        ({"capacity": 9}, r"row 0: 10 tokens in samples \[0, 1, 3\], at most 9 may be"),
-        ({"capacity": 9, "oversize": "own_row"}, "row 0: 10 tokens"),
+        ({"bounds": np.asarray([0, 3, 3, 5])}, r"rows \[0, 3, 3, 5\] must rise from 0 to 5"),
+        ({"bounds": np.asarray([0, 3])}, r"rows \[0, 3\] must rise from 0 to 5"),
+        ({"bounds": np.zeros(0, np.int64)}, r"rows \[\] must rise from 0 to 5"),
+        ({"capacity": 9}, "row 0 holds 10 tokens, and at most 9 may be"),
+        ({"capacity": 9, "oversize": "own_row"}, "row 0 holds 10 tokens"),
         (
             {"budgets": (Budget(name="images", costs=np.asarray([0, 0, 2, 0, 2]), limit=3),)},
-            r"row 1: 4 images in samples \[2, 4\], at most 3 may be",
+            "row 1 holds 4 images, and at most 3 may be",
         ),
     ],
 )
@@ -118,15 +114,6 @@ def test_a_plan_comes_back_as_it_was(plan, tmp_path):
     assert [budget.costs.tolist() for budget in again.budgets] == [budget.costs.tolist() for budget in plan.budgets]
 
 
-def test_the_same_plan_gives_the_same_bytes(tmp_path):
-    for name in ("one", "two"):
-        with_patches().save(tmp_path / name)
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    with zipfile.ZipFile(tmp_path / "one") as members:
-        assert {member.date_time for member in members.infolist()} == {(1980, 1, 1, 0, 0, 0)}  # and not today
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]  # no temporary file stays behind
-
-
 def test_the_manifest_can_be_read_without_vlmpack(tmp_path):
     plan = with_patches()
     plan.save(tmp_path / "rows.plan")
@@ -141,11 +128,6 @@ def test_the_manifest_can_be_read_without_vlmpack(tmp_path):
         "capacity": 10,
         "seed": 3,
     }
-
-
-def test_the_manifest_has_the_fixed_sizes_that_cuda_graphs_need():
-    manifest = plan_bins([5, 3, 4, 2, 6, 30], 10, oversize="own_row").manifest
-    assert (manifest["longest_row"], manifest["longest_segment"], manifest["most_segments"]) == (30, 30, 3)
 
 
 def test_any_change_gives_another_digest():
@@ -182,70 +164,22 @@ def test_a_plan_that_was_changed_on_disk_is_refused(tmp_path):
         Plan.load(changed)
 
 
-def test_a_plan_without_one_of_its_arrays_is_refused(tmp_path):
-    small_plan().save(tmp_path / "rows.plan")
-    with zipfile.ZipFile(tmp_path / "rows.plan") as old, zipfile.ZipFile(tmp_path / "less", "w") as new:
-        for member in old.namelist():
-            if member != "lengths.npy":
-                new.writestr(member, old.read(member))
-    with pytest.raises(LayoutError, match=r"less is damaged .it has no 'lengths'"):
-        Plan.load(tmp_path / "less")
-
-
-def test_flipped_bits_are_found(tmp_path):
-    small_plan().save(tmp_path / "rows.plan")
-    data = bytearray((tmp_path / "rows.plan").read_bytes())
-    at = data.index(b"NUMPY") + 140  # inside the numbers of the first array
-    data[at] ^= 1
-    (tmp_path / "rows.plan").write_bytes(data)
-    with pytest.raises(LayoutError, match="is damaged"):
-        Plan.load(tmp_path / "rows.plan")
-
-
-@pytest.mark.parametrize("member", ["manifest.json", "bounds.npy"])
-def test_half_a_manifest_or_array_is_damage(tmp_path, member):
-    small_plan().save(tmp_path / "rows.plan")
-    half = rewritten(tmp_path / "rows.plan", tmp_path / "half", member, lambda data: data[: len(data) // 2])
-    with pytest.raises(LayoutError, match="half is damaged"):
-        Plan.load(half)
-
-
-def test_a_manifest_without_its_digest_is_damage(tmp_path):
-    small_plan().save(tmp_path / "rows.plan")
-    less = rewritten(
-        tmp_path / "rows.plan", tmp_path / "less", "manifest.json", lambda d: d.replace(b'"digest"', b'"d"')
-    )
-    with pytest.raises(LayoutError, match="less does not match its digest"):
-        Plan.load(less)
-
-
-def test_a_plan_may_be_read_by_whoever_may_read_other_new_files(tmp_path):
-    small_plan().save(tmp_path / "rows.plan")
-    (tmp_path / "other").touch()
-    assert (tmp_path / "rows.plan").stat().st_mode == (tmp_path / "other").stat().st_mode
-
-
-def test_a_file_that_is_not_there_is_not_called_something_else(tmp_path):
-    with pytest.raises(ConfigError, match=r"there is no file .*rows\.plan"):
-        Plan.load(tmp_path / "rows.plan")
-
-
 def test_a_file_that_is_no_plan_is_refused(tmp_path):
     (tmp_path / "text").write_text("rows")
     with pytest.raises(ConfigError, match=r"text is no vlmpack.plan"):
         Plan.load(tmp_path / "text")
     with zipfile.ZipFile(tmp_path / "zip", "w") as members:
         members.writestr("other", "x")
-    with pytest.raises(ConfigError, match=r"zip is no vlmpack.plan of version 1"):
+    with pytest.raises(ConfigError, match=r"zip is no vlmpack.plan of version 2"):
         Plan.load(tmp_path / "zip")
     small_plan().save(tmp_path / "rows.plan")
     newer = rewritten(
         tmp_path / "rows.plan",
         tmp_path / "newer",
         "manifest.json",
-        lambda data: data.replace(b'"version": 1', b'"version": 2'),
+        lambda data: data.replace(b'"version": 2', b'"version": 3'),
     )
-    with pytest.raises(ConfigError, match=r"newer is no vlmpack.plan .*its manifest has \('vlmpack.plan', 2\)"):
+    with pytest.raises(ConfigError, match=r"newer is no vlmpack.plan .*its manifest has \('vlmpack.plan', 3\)"):
         Plan.load(newer)
 
 
@@ -261,3 +195,52 @@ def test_a_write_that_fails_leaves_the_old_plan(tmp_path, monkeypatch):
         with_patches().save(tmp_path / "rows.plan")
     assert (tmp_path / "rows.plan").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["rows.plan"]
+
+
+def made() -> Plan:
+    """A plan with everything that can be saved: a budget, dropped samples, a seed."""
+    budget = Budget(name="patches", costs=np.asarray([4, 0, 8, 30, 0, 12]), limit=16)
+    return plan_bins([5, 3, 4, 2, 6, 7], 10, budgets=[budget], oversize="drop", seed=3)
+
+
+def entry(data: bytes, field: int, number: int) -> bytes:
+    """The file with two bytes of its last member's entry in the directory of the zip set to a number."""
+    at = data.rindex(b"PK\x01\x02") + field
+    return data[:at] + number.to_bytes(2, "little") + data[at + 2 :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "seen"),
+    [
+        (lambda data: entry(data, 6, 99), "zip file version 9.9"),
+        (lambda data: entry(data, 8, 1), "encrypted"),
+        (lambda data: entry(data, 8, 32), "patched"),
+        (lambda data: entry(data, 10, 77), "compression method"),
+        (lambda data: entry(data, 10, 8), ""),  # zlib is given what is not compressed
+        (lambda data: entry(data, 44, 65535), ""),  # the member lies behind the end of the file
+        (lambda data: data[: (at := data.rindex(b"PK\x05\x06") + 12)] + bytes(1) + data[at + 1 :], ""),
+    ],
+)
+def test_damage_to_the_directory_of_the_file_is_told_as_damage(damage, seen, tmp_path):
+    made().save(tmp_path / "rows.plan")
+    damaged = damage((tmp_path / "rows.plan").read_bytes())
+    (tmp_path / "rows.plan").write_bytes(damaged)
+    with pytest.raises(LayoutError, match=rf"rows.plan is damaged \(.*{seen}.*\); write it again"):
+        Plan.load(tmp_path / "rows.plan")
+
+
+def test_any_damage_is_found_and_no_error_is_raw(tmp_path):
+    made().save(tmp_path / "rows.plan")
+    whole = (tmp_path / "rows.plan").read_bytes()
+    rng = np.random.default_rng(0)
+    seen = set()
+    for _ in range(600):
+        data = bytearray(whole)
+        data[rng.integers(len(data))] = rng.integers(256)
+        (tmp_path / "rows.plan").write_bytes(data[: rng.integers(len(data))] if rng.random() < 0.2 else data)
+        try:
+            assert Plan.load(tmp_path / "rows.plan") == made()  # a byte that says nothing
+            seen.add("same")
+        except (ConfigError, LayoutError) as error:
+            seen.add(type(error).__name__)
+    assert seen == {"same", "ConfigError", "LayoutError"}

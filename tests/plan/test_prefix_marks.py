@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vlmpack.layout.trie import compressed_trie
 from vlmpack.plan import PrefixGroups, plan_bins
-from vlmpack.plan.prefix_marks import PrefixMarks, groups_of_marks
+from vlmpack.plan.prefix_groups import PrefixMarks, groups_of_marks
 
 NONE = np.zeros(0, np.int64)
 

@@ -1,102 +1,102 @@
 """Every mechanism of every family of the registry, broken on purpose: the probe names it, and nothing else.
 
-`test_breakage.py` shows of a few families what the report has to say of each. Here every case of the product is run:
-one of every third family and of each breakage in the full tier, the others in the exhaustive one.
+Here the mechanisms alone are compared, in a row with gaps and in one without; `test_breakages.py` runs whole probes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 from breakages import BREAKAGES, WINDOWS, Patch
-from tiers import full, only_exhaustive, tiers
+from cases import EIGHT, families
 
 from vlmpack.families.registry import FAMILIES
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.attention import layer_reaches
-from vlmpack.probing import Report, probe
-from vlmpack.probing.report import Cause, causes_of
+from vlmpack.probing import checks
+from vlmpack.probing.forward_passes import GAPS, LEFT, ROW, TREE, Circumstance
+from vlmpack.probing.reference import ProbeSetup, record_references
+from vlmpack.probing.report import Cause, Check, causes_of
 from vlmpack.probing.run import _setup, preserved_state
-from vlmpack.probing.tree_checks import tree_checks
 from vlmpack.testing import branches_of, tiny_model
-
-pytestmark = [pytest.mark.usefixtures("shared_references"), pytest.mark.every_family]
 
 SEEDS = {"gpt_oss": 1, "llama4_text": 1, "gemma4": 1}
 """Of models; with seed 0 rounding sends a token to another expert."""
-SHOWN = ("internvl", "paddleocr_vl", "minicpmv4_6")
-"""Families in the full tier of rows with trees: tiles, patches of rows and columns, a tower with boundaries."""
 LONGEST = 140
 """Tokens of the longest sample of a probe."""
-SHORT = [("lfm2", "short convolutions"), ("mistral", "windows")]
-"""Cases of the short tier: mechanisms that no other test of it breaks."""
-CASES = [(name, what) for name, family in FAMILIES.items() for what, each in BREAKAGES.items() if each.has(family)]
+NUMBERS = ("router losses", "head", "targets", "divisor", "sample results")
+"""Breakages of what is returned, which a probe of one family shows."""
+AUDIO = ("audio", "padding of audio")
+IN_A_TREE = ("nothing", "images", "images in a batch", "cache")
+"""Breakages that are looked for in a row whose samples share prefixes too."""
 
 
-def in_tiers() -> list[Any]:
-    """One case of every third family, and of each breakage, in the full tier; the others in the exhaustive one."""
-    of_family = {name: [case for case in CASES if case[0] == name] for name in FAMILIES}
-    chosen = {cases[5 * at % len(cases)] for at, cases in enumerate(of_family.values()) if at % 3 == 0}
-    missing = {what for _, what in CASES} - {what for _, what in chosen}
-    chosen |= {next(case for case in reversed(CASES) if case[1] == what) for what in missing}
-    others = [case for case in CASES if case not in chosen]
-    marks = {case: only_exhaustive(case)[0].marks for case in others}
-    marks |= {case: full(case)[0].marks for case in chosen}
-    marks |= dict.fromkeys(SHORT, ())
-    return [pytest.param(*case, marks=marks[case]) for case in CASES]
+def broken_in(family: str) -> dict[str, tuple[Callable[[str, Patch], None], tuple[str, ...]]]:
+    """What is broken in a family, and the causes to be named; "nothing" is the control."""
+    has = {what: each for what, each in BREAKAGES.items() if what not in NUMBERS and each.has(FAMILIES[family])}
+    return {"nothing": (lambda *_: None, ())} | {what: (each.breaks, each.causes) for what, each in has.items()}
 
 
-def probed(family: str) -> Report:
-    return probe(tiny_model(family, seed=SEEDS.get(family, 0)), plain=False, share_prefixes=False)
-
-
-@pytest.mark.parametrize(("family", "what"), in_tiers())
-def test_a_broken_mechanism_is_named(family: str, what: str, monkeypatch: Patch) -> None:
-    BREAKAGES[what].breaks(family, monkeypatch)
-    report = probed(family)
-    assert report.verdict != "exact", report
-    assert report.causes == BREAKAGES[what].causes, report
-
-
-IN_A_TREE = [
-    *((name, "images") for name, family in FAMILIES.items() if BREAKAGES["images"].has(family)),
-    *((name, "images in a batch") for name, family in FAMILIES.items() if BREAKAGES["images in a batch"].has(family)),
-    *((name, "cache") for name in FAMILIES),
-]
-"""Of a row whose samples share prefixes: what is looked at otherwise there than in other rows."""
-
-
-@pytest.mark.parametrize(
-    ("family", "what"),
-    [
-        pytest.param(*case, marks=(full(case) if case[0] in SHOWN else only_exhaustive(case))[0].marks)
-        for case in IN_A_TREE
-    ],
-)
-def test_so_it_is_in_a_row_whose_samples_share_prefixes(family: str, what: str, monkeypatch: Patch) -> None:
-    BREAKAGES[what].breaks(family, monkeypatch)
+@cache
+def recorded(family: str, circumstance: Circumstance) -> tuple[ProbeSetup, Any]:
+    """A setup, and every module of each sample alone; choices of experts are not held."""
     model = tiny_model(family, seed=SEEDS.get(family, 0))
     setup = _setup(model, None, None)
+    if circumstance is TREE:
+        setup = replace(setup, samples=branches_of(setup.samples, model.config).samples)
     with preserved_state(model):
-        checks = tree_checks(setup, branches_of(setup.samples, model.config), progress=lambda part: None)
-    assert causes_of(checks) == BREAKAGES[what].causes, [check for check in checks if check.is_bad]
+        return setup, record_references(setup, circumstance, [{}] * len(setup.samples))
 
 
-@pytest.mark.parametrize("family", tiers(FAMILIES, short=[], exhaustive=sorted({*FAMILIES} - {*[*FAMILIES][::6]})))
-def test_nothing_broken_is_exact(family: str) -> None:
-    report = probed(family)
-    assert (report.verdict, report.causes) == ("exact", ()), report
+def bad_checks(family: str, *circumstances: Circumstance, patch: Patch) -> list[Check]:
+    """What the probe says of the modules of packed samples; of what is broken, the samples alone know nothing."""
+    found: list[Check] = []
+    for circumstance in circumstances:
+        setup, alone = recorded(family, circumstance)
+        patch.setattr(checks, "record_references", partial(recorded_or, setup, alone))
+        reference: Any = SimpleNamespace(choices=[{}] * len(setup.samples))
+        run = partial(checks.mechanism_checks, setup, circumstance, reference, leaks=False, wrong=[])
+        with preserved_state(setup.probed.model):
+            found += checks.caught("mechanism", "mechanisms", run)
+    return [check for check in found if check.is_bad]
 
 
-def test_every_cause_of_the_probe_is_shown_and_every_breakage_is_in_the_full_tier() -> None:
-    shown = {cause for each in BREAKAGES.values() for cause in each.causes}
-    assert shown == {*get_args(Cause)} - {"not deterministic"}
-    of_full = [case.values for case in in_tiers() if "exhaustive" not in {mark.name for mark in case.marks}]
-    assert {name for name, _ in of_full} >= {*[*FAMILIES][::3]}
-    assert {name for name, _ in CASES} == {*FAMILIES}
-    assert {what for _, what in of_full} == {*BREAKAGES}
-    assert len(CASES) > 450
+def recorded_or(known: ProbeSetup, alone: Any, setup: ProbeSetup, *further: Any) -> Any:
+    return alone if setup is known else record_references(setup, *further)
+
+
+def circumstances_of(what: str) -> tuple[Circumstance, ...]:
+    return (LEFT,) if what == "packing" else (GAPS, ROW)
+
+
+@pytest.mark.parametrize("family", families())
+def test_each_broken_mechanism_is_named_and_nothing_broken_is_exact(family: str, monkeypatch: Patch) -> None:
+    for what, (breaks, expected) in broken_in(family).items():
+        with monkeypatch.context() as patch:
+            breaks(family, patch)
+            bad = bad_checks(family, *circumstances_of(what), patch=patch)
+            assert causes_of(bad) == expected, (what, bad)
+
+
+@pytest.mark.parametrize("family", families())
+def test_so_it_is_in_a_row_whose_samples_share_prefixes(family: str, monkeypatch: Patch) -> None:
+    for what, (breaks, expected) in broken_in(family).items():
+        if what in IN_A_TREE:
+            with monkeypatch.context() as patch:
+                breaks(family, patch)
+                bad = bad_checks(family, TREE, patch=patch)
+                assert causes_of(bad) == expected, (what, bad)
+
+
+def test_every_cause_of_the_probe_is_shown_and_every_breakage_in_the_fast_families() -> None:
+    assert {cause for each in BREAKAGES.values() for cause in each.causes} == {*get_args(Cause)} - {"not deterministic"}
+    fast = {what for family in EIGHT for what in broken_in(family)}
+    assert fast >= {*BREAKAGES} - {*NUMBERS, *AUDIO, "n-grams", "kinds of tokens"}
 
 
 @pytest.mark.full

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import full, tiers
+from cases import slow
 
-from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PackedRow, Segments, media_units
 from vlmpack.layout.segments import ranges
 from vlmpack.model import row as row_module
@@ -20,9 +19,9 @@ from vlmpack.model.mechanisms.gated_delta_tree import HandedState
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.model.row import PrefixTreeRow
 from vlmpack.probing import forward_passes, probe
+from vlmpack.probing.checks import tree_checks
 from vlmpack.probing.report import Check, causes_of
 from vlmpack.probing.run import _setup, preserved_state
-from vlmpack.probing.tree_checks import tree_checks
 from vlmpack.testing import branches_of, tiny_model
 
 pytestmark = pytest.mark.usefixtures("shared_references")
@@ -39,31 +38,6 @@ def checks_of(family: str) -> list[Check]:
 
 def bad(checks: list[Check]) -> set[str]:
     return {check.name.removeprefix("tree: ") for check in checks if check.is_bad}
-
-
-# ---------------------------------------------------------------------- as it is
-
-
-@pytest.mark.every_family
-@pytest.mark.parametrize(
-    "family",
-    tiers(sorted(FAMILIES), ["mistral", "qwen3_5_moe"], [name for at, name in enumerate(sorted(FAMILIES)) if at % 3]),
-)
-def test_every_family_is_exact(family: str) -> None:
-    checks = checks_of(family)
-    assert [check for check in checks if check.is_bad] == []
-    ok = {check.name.removeprefix("tree: ") for check in checks if check.finding == "ok"}
-    assert ok >= {"logits", "loss", "sample losses", "packing", "positions", "mask", "loss count", "head", "tokens"}
-    mechanisms = {
-        "conv taps": ("gated_delta", "short_conv"),
-        "recurrent state": ("gated_delta",),
-        "router": ("experts",),
-    }
-    assert {name for name in mechanisms if name in ok} == {
-        name for name, those in mechanisms.items() if any(map(FAMILIES[family].has, those))
-    }
-    assert ("vision" in ok) == FAMILIES[family].has_vision
-    assert len([name for name in ok if name.startswith("exchange")]) == 6
 
 
 def test_it_is_a_part_of_every_probe_that_does_not_leave_it_out() -> None:
@@ -242,7 +216,7 @@ IN_FULL = (
 """Others show the same in other rows."""
 
 
-@pytest.mark.parametrize("what", [*(what for what in BROKEN if what not in IN_FULL), *full(*IN_FULL)])
+@pytest.mark.parametrize("what", [*(what for what in BROKEN if what not in IN_FULL), *slow(*IN_FULL)])
 def test_each_breakage_has_its_name(what: str, monkeypatch: Patch) -> None:
     family, causes, seen, break_it = BROKEN[what]
     break_it(monkeypatch)

@@ -18,10 +18,11 @@ from vlmpack.layout import Segments
 from vlmpack.model import engine
 from vlmpack.model.row import RowContext
 from vlmpack.probing import probe
+from vlmpack.probing.checks import packing
 from vlmpack.probing.forward_passes import GAPS
-from vlmpack.probing.packed_checks import _check_pairs, packing
 from vlmpack.probing.report import Check
 from vlmpack.probing.run import _setup, backends_for, preserved_state
+from vlmpack.probing.work import check_pairs
 from vlmpack.testing import tiny_model
 
 pytestmark = pytest.mark.every_family
@@ -77,7 +78,7 @@ def pairs_of(family: str) -> Check:
     setup = _setup(model, None, EveryKernelSegment.name)
     with preserved_state(model), packing(setup, GAPS) as packed:
         assert packed.segments(setup.samples).has_gaps
-        return _check_pairs(setup, packed)
+        return check_pairs(setup, packed)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiers import full
+from cases import families, slow
+from chats import QWEN
 
 from vlmpack.data import save_processor
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families import family_named
-from vlmpack.families.registry import FAMILIES
 from vlmpack.probing import probe, small_copy, weights
 from vlmpack.probing.weights import load, shrink
 from vlmpack.testing import tiny_config, tiny_model, tiny_processor
@@ -56,7 +56,7 @@ def test_a_folder_without_weights_or_the_users_wish_makes_one_too(tmp_path: Path
     assert load(str(tmp_path), device=CPU, dtype=torch.float32, tiny=True).weights.endswith("as asked")
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", families(lambda family: family.model_type in QWEN, ["qwen3"]))
 def test_weights_are_counted_without_being_made(family: str) -> None:
     model = tiny_model(family)
     count = sum(p.numel() for p in model.parameters())
@@ -110,7 +110,7 @@ def test_a_family_that_would_leak_is_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- tiny copies
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", families(lambda family: family.model_type in QWEN, ["qwen3"]))
 def test_shrinking_keeps_what_is_peculiar_and_cuts_what_is_large(family: str) -> None:
     large = tiny_config(family, hidden=192, heads=4, kv_heads=2, layers=5, vision_depth=5).to_dict()
     small = shrink(large)
@@ -124,7 +124,7 @@ def test_shrinking_keeps_what_is_peculiar_and_cuts_what_is_large(family: str) ->
         assert small["vision_config"]["patch_size"] == large["vision_config"]["patch_size"]
 
 
-@pytest.mark.parametrize("family", [*full("qwen3_5_moe", "qwen2_vl"), "qwen3_next"])
+@pytest.mark.parametrize("family", [*slow("qwen3_5_moe", "qwen2_vl"), "qwen3_next"])
 def test_a_tiny_copy_of_a_large_configuration_is_exact(family: str, tmp_path: Path) -> None:
     config = tiny_config(family, hidden=192, heads=4, kv_heads=2, layers=5)
     config.save_pretrained(tmp_path)
@@ -136,7 +136,7 @@ def test_a_tiny_copy_of_a_large_configuration_is_exact(family: str, tmp_path: Pa
     assert (report.verdict, report.family) == ("exact", family)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", families())
 def test_families_whose_parts_have_other_settings_have_a_tiny_copy_too(family: str, tmp_path: Path) -> None:
     tiny_config(family).save_pretrained(tmp_path)
     loaded = load(str(tmp_path), device=CPU, dtype=torch.float32)
@@ -145,7 +145,7 @@ def test_families_whose_parts_have_other_settings_have_a_tiny_copy_too(family: s
 
 
 @pytest.mark.every_family
-@pytest.mark.parametrize("family", ["gemma3", *full("gemma2", "ernie4_5_vl_moe", "qwen3_omni_moe_thinker")])
+@pytest.mark.parametrize("family", ["gemma3", *slow("gemma2", "ernie4_5_vl_moe", "qwen3_omni_moe_thinker")])
 def test_such_a_copy_is_exact(family: str, tmp_path: Path) -> None:
     """Gemma 2 has no sdpa attention in transformers."""
     tiny_config(family).save_pretrained(tmp_path)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vlmpack.probing import Report, packed_checks, probe, reference, tree_checks
+from vlmpack.probing import Report, checks, probe, reference
 from vlmpack.probing.forward_passes import AUTOCAST, LEFT
 from vlmpack.probing.report import Check, Part
 from vlmpack.testing import tiny_model
@@ -31,7 +31,7 @@ RAISED = "TypeError: this transformers hands over something else"
 
 @pytest.mark.usefixtures("shared_references")
 def test_packing_that_cannot_be_enabled_leaves_the_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_checks, "PackedStep", broken)
+    monkeypatch.setattr(checks, "PackedStep", broken)
     report = probe(tiny_model("qwen3", layers=1), share_prefixes=False)
     assert failing(report)["gaps"] == ("equality", RAISED)
     assert {baseline.verdict for baseline in report.plain} == {"leaks", "exact"}
@@ -39,12 +39,12 @@ def test_packing_that_cannot_be_enabled_leaves_the_baseline(monkeypatch: pytest.
 
 @pytest.mark.usefixtures("shared_references")
 def test_a_circumstance_that_raises_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    enable = packed_checks.packing
+    enable = checks.packing
 
     def not_left(setup: Any, circumstance: Any) -> Any:
         return broken() if circumstance is LEFT else enable(setup, circumstance)
 
-    monkeypatch.setattr(packed_checks, "packing", not_left)
+    monkeypatch.setattr(checks, "packing", not_left)
     report = probe(tiny_model("qwen3", layers=1), plain=False, share_prefixes=False)
     assert {name for name, (part, _) in failing(report).items() if part == "equality"} == {"left"}
     others = {check.name.partition(":")[0] for check in ok(report) if check.part == "equality"}
@@ -60,7 +60,7 @@ def test_mixed_precision_that_the_model_alone_cannot_do_leaves_the_others(monkey
 
 @pytest.mark.full
 def test_router_losses_that_the_padded_batch_cannot_do_leave_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (reference, tree_checks):
+    for module in (reference, checks):
         monkeypatch.setattr(module, "reference_router_losses", broken)
     report = probe(tiny_model("qwen3_moe", layers=1), plain=False)
     assert {*failing(report)} == {"load-balancing loss", "tree: load-balancing loss"}
@@ -68,7 +68,7 @@ def test_router_losses_that_the_padded_batch_cannot_do_leave_the_others(monkeypa
 
 @pytest.mark.full
 def test_samples_that_share_prefixes_and_raise_alone_leave_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_checks, "compute_reference", broken)
+    monkeypatch.setattr(checks, "compute_reference", broken)
     report = probe(tiny_model("qwen3", layers=1), plain=False)
     assert failing(report) == {"tree": ("equality", RAISED)}
 
@@ -76,7 +76,7 @@ def test_samples_that_share_prefixes_and_raise_alone_leave_the_others(monkeypatc
 @pytest.mark.full
 @pytest.mark.usefixtures("shared_references")
 def test_losses_that_cannot_be_checked_leave_logits_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_checks, "check_losses", broken)
+    monkeypatch.setattr(checks, "check_losses", broken)
     report = probe(tiny_model("qwen3", layers=1), plain=False, share_prefixes=False)
     assert failing(report) == {"loss count": ("mechanism", RAISED)}
     assert "row: logits" in {check.name for check in ok(report)}

@@ -10,13 +10,13 @@ from typing import Any
 
 from service.fake_queue import BASE, FakeQueue
 
-from vlmpack.service.app import make_app
 from vlmpack.service.bodies import BodyReader
-from vlmpack.service.http import Endpoints, Served
+from vlmpack.service.engine import BaseModel
+from vlmpack.service.http import Endpoints, make_app
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.rest import Lists
 
 KEY = "tml-a-key-of-the-tests"
+MODEL = BaseModel(name=BASE, arch="fake", tokenizer_id="/nowhere", max_context=4096, is_vision=False, eos=())
 
 
 @dataclass
@@ -46,13 +46,12 @@ class Client:
         self.bodies = BodyReader(limits=self.limits)
         endpoints = Endpoints(
             queue=self.queue,
-            served=Served(name=BASE, context=4096),
+            base=MODEL,
             limits=self.limits,
             bodies=self.bodies,
             is_draining=lambda: self.draining,
         )
-        lists = Lists(queue=self.queue, endpoints=endpoints)
-        self.app = make_app([*endpoints.routes(), *lists.routes()], key=KEY, not_found=endpoints.not_found)
+        self.app = make_app(endpoints.routes(), key=KEY, endpoints=endpoints)
 
     def session(self) -> str:
         return self.post("create_session", tags=[], sdk_version="0.38.0").json()["session_id"]

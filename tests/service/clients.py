@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from service.fakes import FakeEngine, PickleCodec
 
+from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import (
     AdamParams,
     CreateFromCheckpoint,
@@ -24,6 +25,7 @@ from vlmpack.service.messages import (
     LoraConfig,
     OptimStep,
     Outcome,
+    Reply,
     Request,
     Sample,
     SamplingParams,
@@ -31,7 +33,7 @@ from vlmpack.service.messages import (
     SaveWeights,
     TextChunk,
 )
-from vlmpack.service.queue import QueueSettings, Reply, RequestQueue
+from vlmpack.service.queue import RequestQueue
 
 ADAM = AdamParams(learning_rate=0.1, beta1=0.9, beta2=0.95, eps=1e4, weight_decay=0.0, grad_clip_norm=0.0)
 
@@ -84,7 +86,7 @@ class Client:
         self.queue = queue
 
     def post(self, request: Request) -> str:
-        return self.queue.submit(request, pickle.dumps(request), "application/pickle").request_id
+        return self.queue.submit(request, pickle.dumps(request)).request_id
 
     def reply(self, request_id: str, timeout: float = 20.0) -> Any:
         return asyncio.run(self.queue.reply(request_id, timeout))
@@ -111,12 +113,12 @@ def served(
     engine: FakeEngine | None = None,
     *,
     start: bool = True,
-    settings: QueueSettings | None = None,
+    limits: ServiceLimits = ServiceLimits(),  # noqa: B008 (frozen)
     codec: PickleCodec | None = None,
 ) -> Iterator[tuple[Client, FakeEngine]]:
     """A queue on a state folder, and its engine."""
     engine = engine or FakeEngine()
-    queue = RequestQueue(engine, state, codec=codec or PickleCodec(), settings=settings or QueueSettings())
+    queue = RequestQueue(cast("Any", engine), state, codec=codec or PickleCodec(), limits=limits)
     if start:
         queue.start()
     try:

@@ -10,6 +10,8 @@ import numpy as np
 
 from vlmpack.errors import RequestError
 from vlmpack.service import wire
+from vlmpack.service.journal import CheckpointRow, ModelRow, SamplingRow, SessionRow
+from vlmpack.service.ledger import Rejected
 from vlmpack.service.messages import (
     CreatedModel,
     CreateFromCheckpoint,
@@ -23,6 +25,7 @@ from vlmpack.service.messages import (
     OptimStep,
     OptimStepResult,
     Outcome,
+    Reply,
     Request,
     Sample,
     SampledSequence,
@@ -33,16 +36,7 @@ from vlmpack.service.messages import (
     SaveWeights,
     TextChunk,
 )
-from vlmpack.service.queue import (
-    CheckpointInfo,
-    ModelInfo,
-    Pending,
-    Rejected,
-    Reply,
-    SamplerInfo,
-    SessionInfo,
-    Submitted,
-)
+from vlmpack.service.queue import ModelInfo, Pending, SessionInfo, Submitted
 
 BASE = "vlmpack/fake"
 
@@ -102,7 +96,7 @@ class FakeQueue:
         self.received.append(model_id)
         yield
 
-    def submit(self, request: Request, body: bytes, content_type: str) -> Submitted:
+    def submit(self, request: Request, body: bytes) -> Submitted:
         self.submitted.append(request)
         if isinstance(request, Sample):
             if request.sampling_session_id not in self.samplers:
@@ -125,39 +119,31 @@ class FakeQueue:
         request_id = self._accept(f"{sampler}:{seq_id}", outcome).request_id
         return Submitted(request_id=request_id, sequence_ids=tuple(f"{request_id}:{i}" for i in range(count)))
 
-    def refuse(self, model_id: str, seq_id: int, message: str) -> str:
-        self.refused.append((model_id, seq_id, message))
-        return self._accept(f"{model_id}:{seq_id}", Failure(message=message, category="user")).request_id
-
-    def refuse_creation(self, session_id: str, model_seq_id: int, message: str) -> str:
-        return self.refuse(f"{session_id}:train:{model_seq_id}", 0, message)
-
-    def refuse_sample(self, sampling_session_id: str, seq_id: int, num_samples: int, message: str) -> Submitted:
-        self.refused.append((sampling_session_id, seq_id, message))
-        return self._accept_sample(sampling_session_id, seq_id, num_samples, Failure(message=message, category="user"))
+    def refuse(self, owner: str, seq: int, message: str, *, is_creation: bool = False, samples: int = 0) -> Submitted:
+        self.refused.append((owner, seq, message))
+        return self._accept_sample(owner, seq, samples, Failure(message=message, category="user"))
 
     async def reply(self, request_id: str, timeout: float) -> Reply | Pending | None:
         if request_id in self.pending:
             return Pending(state="paused_capacity", reason="busy")
         if request_id not in self.replies:
             return None
-        encoded = wire.encode(self.replies[request_id])
-        return Reply(content_type=encoded.content_type, body=encoded.body)
+        return wire.encode(self.replies[request_id])
 
     # ------------------------------------------------------------------ lists
 
     def get_info(self, model_id: str) -> ModelInfo:
         if model_id not in self.adapters:
             raise Rejected(f"model {model_id!r} is not known", status=404)
-        return ModelInfo(
-            model_id=model_id,
-            session_id=model_id.split(":")[0],
+        row = ModelRow(
+            id=model_id,
+            session=model_id.split(":")[0],
+            created=1.0e9,
+            last_request=1.0e9,
             base_model=BASE,
-            arch="fake",
-            tokenizer_id="/nowhere",
             lora=self.adapters[model_id],
-            last_request_time=1.0e9,
         )
+        return ModelInfo(row=row, last_request=1.0e9)
 
     def models(self) -> list[ModelInfo]:
         return [self.get_info(model_id) for model_id in self.adapters]
@@ -167,37 +153,32 @@ class FakeQueue:
 
     def session(self, session_id: str) -> SessionInfo:
         self._check_session(session_id)
-        return SessionInfo(
-            session_id=session_id,
-            model_ids=tuple(self.adapters),
-            sampler_ids=tuple(self.samplers),
-            created=1.0e9,
-            user_metadata={},
-        )
+        row = SessionRow(id=session_id, created=1.0e9)
+        return SessionInfo(row=row, model_ids=tuple(self.adapters), sampler_ids=tuple(self.samplers))
 
-    def sampler(self, sampling_session_id: str) -> SamplerInfo:
+    def sampler(self, sampling_session_id: str) -> SamplingRow:
         if sampling_session_id not in self.samplers:
             raise Rejected("no such sampling session", status=404)
         path = self.samplers[sampling_session_id]
-        return SamplerInfo(sampler_id=sampling_session_id, base_model=BASE, model_path=path)
+        return SamplingRow(id=sampling_session_id, session="s0", created=1.0e9, path=path)
 
-    def checkpoints(self, model_id: str | None = None) -> list[CheckpointInfo]:
+    def checkpoints(self, model_id: str | None = None) -> list[CheckpointRow]:
         return [
             self.checkpoint("tinker://s0:train:0/weights/one"),
             self.checkpoint("tinker://s0:train:0/sampler_weights/two"),
         ]
 
-    def checkpoint(self, path: str) -> CheckpointInfo:
+    def checkpoint(self, path: str) -> CheckpointRow:
         parts = path.removeprefix("tinker://").split("/")
         if len(parts) != 3:
             raise RequestError(f"path {path!r}: tinker://MODEL/weights/NAME is needed")
-        return CheckpointInfo(
-            path=path,
-            model_id=parts[0],
+        return CheckpointRow(
+            model=parts[0],
             kind="weights" if parts[1] == "weights" else "sampler_weights",
             name=parts[2],
-            time=1.0e9,
-            size_bytes=12,
+            folder="f",
+            created=1.0e9,
+            size=12,
             user_metadata={"a": "b"},
             base_model=BASE,
             lora=LoraConfig(rank=4),

@@ -25,6 +25,7 @@ from vlmpack.service.messages import (
     LoraConfig,
     OptimStepResult,
     Outcome,
+    Reply,
     Request,
     Sample,
     SampledSequence,
@@ -44,12 +45,6 @@ class FakeBase:
     tokenizer_id: str = "nowhere"
 
 
-@dataclass(frozen=True)
-class Encoded:
-    content_type: str
-    body: bytes
-
-
 class PickleCodec:
     """A codec for tests, which read their own bodies alone."""
 
@@ -58,8 +53,8 @@ class PickleCodec:
         assert type(request).__name__ == kind
         return request
 
-    def encode(self, outcome: Outcome) -> Encoded:
-        return Encoded("application/pickle", pickle.dumps(outcome))
+    def encode(self, outcome: Outcome) -> Reply:
+        return Reply(content_type="application/pickle", body=pickle.dumps(outcome))
 
 
 @dataclass

@@ -63,7 +63,7 @@ def _live(
     from vlmpack.service.checkpoints import StateFolder
     from vlmpack.service.engine import Engine
     from vlmpack.service.journal import Journal
-    from vlmpack.service.row_work import RowWork
+    from vlmpack.service.rows import RowWork
 
     with (folder / "lives").open("a") as file:
         file.write(json.dumps({"life": life, "death": death}) + "\n")

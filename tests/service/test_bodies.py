@@ -12,7 +12,7 @@ import pytest
 import zstandard
 
 from vlmpack.service import bodies
-from vlmpack.service.bodies import BodyError, BodyReader, decompress
+from vlmpack.service.bodies import BodyReader, HTTPError, decompress
 from vlmpack.service.limits import ServiceLimits
 
 TEXT = b"receipts " * 5000
@@ -53,7 +53,7 @@ def test_a_bomb_is_refused_before_it_is_large(pack: Callable[[bytes], bytes]) ->
     encoding = next((name for name, codec in CODECS.items() if codec is pack), "zstd")
     bomb = pack(bytes(256 * 2**20))
     tracemalloc.start()
-    with pytest.raises(BodyError, match="after decompression") as refused:
+    with pytest.raises(HTTPError, match="after decompression") as refused:
         decompress(bomb, encoding, 2**20)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -73,7 +73,7 @@ def test_a_bomb_is_refused_before_it_is_large(pack: Callable[[bytes], bytes]) ->
     ],
 )
 def test_a_damaged_body_is_refused(damage: Callable[[bytes], bytes], status: int, encoding: str) -> None:
-    with pytest.raises(BodyError) as refused:
+    with pytest.raises(HTTPError) as refused:
         decompress(damage(CODECS[encoding](TEXT)), encoding, 10**6)
     assert refused.value.status == status
 
@@ -81,13 +81,13 @@ def test_a_damaged_body_is_refused(damage: Callable[[bytes], bytes], status: int
 def test_a_window_that_no_client_needs_is_refused() -> None:
     parameters = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=False)
     compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    with pytest.raises(BodyError) as refused:
+    with pytest.raises(HTTPError) as refused:
         decompress(compressor.compress(TEXT) + compressor.flush(), "zstd", 10**6)
     assert refused.value.status == 400
 
 
 def test_an_unknown_compression_is_refused_before_the_body() -> None:
-    with pytest.raises(BodyError, match="Content-Encoding 'br': send deflate, gzip, identity, zstd") as refused:
+    with pytest.raises(HTTPError, match="Content-Encoding 'br': send deflate, gzip, identity, zstd") as refused:
         read([b"x"], encoding="br")
     assert refused.value.status == 415
 
@@ -100,7 +100,7 @@ def test_a_large_body_is_read_to_its_end_and_its_beginning_is_kept() -> None:
             taken.append(piece)
             yield piece
 
-    with pytest.raises(BodyError, match="more than 10 bytes") as refused:
+    with pytest.raises(HTTPError, match="more than 10 bytes") as refused:
         asyncio.run(BodyReader(limits=ServiceLimits()).read(stream(), encoding="", most=10))
     assert refused.value.status == 413
     assert refused.value.beginning.startswith(b"begin")
@@ -108,17 +108,17 @@ def test_a_large_body_is_read_to_its_end_and_its_beginning_is_kept() -> None:
 
 
 def test_the_beginning_of_a_large_compressed_body_is_decompressed() -> None:
-    with pytest.raises(BodyError) as refused:
+    with pytest.raises(HTTPError) as refused:
         read([zstd(TEXT)], encoding="zstd", most=20)
     assert TEXT.startswith(refused.value.beginning)
-    with pytest.raises(BodyError) as refused:
+    with pytest.raises(HTTPError) as refused:
         read([zstd(TEXT)], encoding="zstd", most=1000)
     assert refused.value.beginning == TEXT[: bodies.BEGINNING_BYTES]
 
 
 def test_all_bodies_together_stay_within_a_budget() -> None:
     reader = BodyReader(limits=ServiceLimits(bodies_bytes=10))
-    with pytest.raises(BodyError) as refused:
+    with pytest.raises(HTTPError) as refused:
         read([b"x" * 11], reader=reader)
     assert refused.value.status == 429
     assert reader.held == 0
@@ -131,7 +131,7 @@ def test_a_slow_body_is_given_up() -> None:
         await asyncio.Event().wait()
 
     reader = BodyReader(limits=ServiceLimits(body_seconds=0.01))
-    with pytest.raises(BodyError, match="did not arrive within") as refused:
+    with pytest.raises(HTTPError, match="did not arrive within") as refused:
         asyncio.run(reader.read(stream(), encoding="", most=10))
     assert refused.value.status == 408
     assert reader.held == 0

@@ -1,7 +1,4 @@
-"""Sampling as the unmodified client sees it, over HTTP, from a service in this process.
-
-The oracle is the unmodified model of transformers with the same weights, and the client's own training calls.
-"""
+"""Sampling while models are trained, by the unmodified client from a service in this process; many clients at once."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import uvicorn
 from PIL import Image
 from step_service import plain_model, processor_for
@@ -76,11 +72,11 @@ def sampler(client: Any) -> Any:
     return client.create_sampling_client(base_model=NAME)
 
 
-# ---------------------------------------------------------------------- prompts and the plain model
+# ---------------------------------------------------------------------- prompts
 
 
 class Prompt:
-    """Text, and pictures between their marks: for the client and for the plain model."""
+    """Text, and pictures between their vision tokens."""
 
     def __init__(self, seed: int, *, length: int, pictures: Sequence[tuple[int, int]] = ()) -> None:
         from tinker import types
@@ -91,7 +87,6 @@ class Prompt:
         tokens = rng.integers(20, 500, length).tolist()
         chunks: list[Any] = []
         self.ids: list[int] = []
-        self.pictures: list[Image.Image] = []
         for width, height in pictures:
             picture = Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
             file = io.BytesIO()
@@ -101,38 +96,13 @@ class Prompt:
             chunks += [types.ImageChunk(data=file.getvalue(), format="png", expected_tokens=count)]
             chunks += [types.EncodedTextChunk(tokens=[end])]
             self.ids += [start, *[self.processor.image_token_id] * count, end]
-            self.pictures.append(picture)
         self.ids += tokens
         self.input = types.ModelInput(chunks=[*chunks, types.EncodedTextChunk(tokens=tokens)])
-
-    def plain_inputs(self, more: Sequence[int] = ()) -> dict[str, torch.Tensor]:
-        ids = torch.tensor([[*self.ids, *more]])
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if self.pictures:
-            inputs |= self.processor.image_processor(self.pictures, return_tensors="pt")
-            inputs["mm_token_type_ids"] = (ids == self.processor.image_token_id).long()
-        return inputs
 
 
 def prompts(count: int) -> list[Prompt]:
     pictures = ((), ((64, 96),), (), ((96, 64), (64, 64)))
     return [Prompt(i, length=3 + 7 * i % 23, pictures=pictures[i % 4]) for i in range(count)]
-
-
-@torch.no_grad()
-def plain_logprobs(prompt: Prompt, more: Sequence[int] = ()) -> np.ndarray:
-    """Of each token but the first, by the unmodified model."""
-    inputs = prompt.plain_inputs(more)
-    logprobs = plain_model()(**inputs, use_cache=False).logits[0].float().log_softmax(-1)
-    return logprobs[:-1].gather(1, inputs["input_ids"][0, 1:, None])[:, 0].numpy()
-
-
-@torch.no_grad()
-def plain_greedy(prompt: Prompt, count: int) -> list[int]:
-    model = plain_model()
-    suppressed = [model.config.image_token_id, model.config.video_token_id]
-    settings = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "suppress_tokens": suppressed}
-    return model.generate(**prompt.plain_inputs(), **settings)[0, len(prompt.ids) :].tolist()
 
 
 def params(**settings: Any) -> Any:
@@ -147,64 +117,6 @@ def sample(sampler: Any, prompt: Prompt, *, count: int = 1, more: dict[str, Any]
 
 def tokens_of(response: Any) -> list[list[int]]:
     return [list(sequence.tokens) for sequence in response.sequences]
-
-
-# ---------------------------------------------------------------------- the base model
-
-
-def test_greedy_tokens_are_those_of_generate_with_text_and_pictures(sampler: Any) -> None:
-    for prompt in prompts(4):
-        assert tokens_of(sample(sampler, prompt, temperature=0.0)) == [plain_greedy(prompt, 10)]
-
-
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.5, "top_k": 10}, {"top_p": 0.7}], ids=str)
-def test_log_probabilities_of_tokens_are_the_models(sampler: Any, settings: dict[str, Any]) -> None:
-    prompt = prompts(4)[3]
-    response = sample(sampler, prompt, count=2, **settings)
-    for sequence in response.sequences:
-        expected = plain_logprobs(prompt, sequence.tokens)[len(prompt.ids) - 1 :]
-        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
-
-
-def test_log_probabilities_of_prompts_are_the_models(sampler: Any) -> None:
-    for prompt in prompts(4):
-        seen = sampler.compute_logprobs(prompt.input).result()
-        assert seen[0] is None or np.isnan(seen[0])
-        np.testing.assert_allclose(seen[1:], plain_logprobs(prompt), atol=1e-4)
-        both = sample(sampler, prompt, more={"include_prompt_logprobs": True})
-        np.testing.assert_allclose(both.prompt_logprobs[1:], seen[1:], atol=1e-5)
-
-
-def test_a_seed_gives_the_same_tokens_and_samples_differ(sampler: Any) -> None:
-    prompt = prompts(2)[1]
-    three = tokens_of(sample(sampler, prompt, count=3))
-    assert len({str(tokens) for tokens in three}) == 3
-    assert tokens_of(sample(sampler, prompt, count=3)) == three
-    assert tokens_of(sample(sampler, prompt, seed=6)) == three[1:2]
-
-
-def test_stop_tokens_stop_strings_and_none(sampler: Any) -> None:
-    prompt, decode = prompts(1)[0], processor_for("qwen3_vl").tokenizer.decode
-    (free,) = tokens_of(sample(sampler, prompt, max_tokens=20))
-    by_token = sample(sampler, prompt, max_tokens=20, stop=[free[6]]).sequences[0]
-    assert (list(by_token.tokens), by_token.stop_reason) == (free[: free.index(free[6]) + 1], "stop")
-    stop = decode(free[5:7])[-2:]
-    end = next(n for n in range(1, 21) if stop in decode(free[:n]))
-    for wanted in (stop, ["never this", stop]):
-        by_text = sample(sampler, prompt, max_tokens=20, stop=wanted).sequences[0]
-        assert (list(by_text.tokens), by_text.stop_reason) == (free[:end], "stop")
-    assert sample(sampler, prompt, max_tokens=20).sequences[0].stop_reason == "length"
-
-
-def test_a_request_that_cannot_be_served_is_a_failure_of_the_user(sampler: Any) -> None:
-    import tinker
-
-    prompt = prompts(1)[0]
-    for settings in ({"top_p": 3.0}, {"temperature": -1.0}, {"max_tokens": 10**6}):
-        with pytest.raises(tinker.RequestFailedError) as failed:
-            sample(sampler, prompt, **settings)
-        assert failed.value.category == "user"
-    assert len(tokens_of(sample(sampler, prompt))[0]) == 10
 
 
 # ---------------------------------------------------------------------- models that are trained

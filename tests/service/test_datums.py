@@ -126,8 +126,6 @@ BAD = {
     "a target that does not exist": (datum(text(5), target_tokens=np.array([2**40])), f"holds the id {2**40}"),
     "the placeholder of an image in text": (datum(text(5, IMAGE_ID)), "the placeholder of an image, in its text"),
     "the placeholder of a video in text": (datum(text(5, VIDEO_ID)), "the placeholder of a video, in its text"),
-    "no chunks": (datum(), "has no tokens"),
-    "an empty chunk": (datum(text()), "has no tokens"),
     "too many targets": (datum(text(5, 6), tokens=3), "target_tokens has shape [3], but the datum has 2 tokens"),
     "targets of the text alone": (
         datum(text(5), image(), tokens=1),
@@ -181,11 +179,6 @@ def test_images_of_a_request_are_measured_before_one_is_decoded() -> None:
         engine.encode(request(headers))
     with pytest.raises(RequestError, match=r"datum 0: chunk 1: .*damaged or cut short"):
         engine.encode(request(headers[:2]))
-
-
-def test_a_request_without_datums_is_refused(engine: Engine) -> None:
-    with pytest.raises(RequestError, match="no datums"):
-        engine.encode(request([]))
 
 
 def test_a_prompt_is_checked_as_a_datum_is(engine: Engine) -> None:

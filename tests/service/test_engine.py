@@ -13,7 +13,6 @@ import pytest
 import torch
 from step_service import (
     ADAM,
-    FAMILY_NAMES,
     gradients,
     largest_difference,
     lora,
@@ -21,6 +20,7 @@ from step_service import (
     request,
     run,
     run_one,
+    served,
     set_adapter,
     some_data,
     tiny_engine,
@@ -30,12 +30,16 @@ from step_service import (
 from vlmpack.errors import FamilyError, RequestError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.model import PackedStep
-from vlmpack.service import row_work, rows
+from vlmpack.model.head import target_logprobs
+from vlmpack.service import rows
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Datum, Failure, ForwardBackwardResult
 from vlmpack.testing import tiny_model
 
 RATED = ("weights", "logprobs", "advantages")
+
+
+EACH_FAMILY = [pytest.param(name) if isinstance(name, str) else name for name in served("qwen3_vl", "qwen3_5_moe")]
 
 
 def engine_with(*names: str, family: str = "qwen3_vl", **settings: object) -> Engine:
@@ -53,9 +57,13 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 # ---------------------------------------------------------------------- a batch and its datums
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-@pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"])
+@pytest.mark.parametrize(
+    ("family", "loss"),
+    [
+        *(("qwen3_vl", loss) for loss in ("importance_sampling", "ppo", "cispo", "dro")),
+        *(pytest.param(*case.values, "cross_entropy", marks=case.marks) for case in EACH_FAMILY),
+    ],
+)
 def test_a_batch_equals_single_calls(family: str, loss: str) -> None:
     engine = engine_with(family=family)
     data = some_data(engine, inputs=("weights",) if loss == "cross_entropy" else RATED)
@@ -106,12 +114,11 @@ def test_a_custom_loss_of_the_client_is_cross_entropy_with_its_derivatives_as_we
     run_one(engine, with_weights)
 
     client = engine.client("a")
-    items = [rows.RowItem(client=client, datum=d, loss=e.loss) for e in [engine.encode(request(data))] for d in e.data]
-    spans = [rows.Span(adapter=client.adapter, length=sum(len(part) for part in forward.logprobs))]
-    with engine.adapters.applied(*spans):
-        hidden = rows.last_hidden(client.model, [item.datum.sequence for item in items])
-        targets = torch.from_numpy(np.concatenate([item.datum.targets for item in items]))
-        logprobs = rows.span_logprobs(client.model, hidden, targets, spans, engine.adapters)
+    encoded = engine.encode(request(data)).data
+    with engine.adapters.applied(client.adapter):
+        hidden = rows.last_hidden(client.model, [datum.sequence for datum in encoded])
+        targets = torch.from_numpy(np.concatenate([datum.targets for datum in encoded]))
+        logprobs = target_logprobs(hidden, targets, engine.family.to_logits(client.model), chunk=1024)
         parts = logprobs.split([len(part) for part in forward.logprobs])
         direct = sum(((part.exp() - 0.3) ** 2).sum() * (1 + at) for at, part in enumerate(parts))
         expected = torch.autograd.grad(direct, client.parameters)
@@ -127,21 +134,22 @@ def test_rows_keep_both_budgets_and_their_work_is_counted() -> None:
     encoded = engine.encode(request(data))
     work = engine.forward_backward([encoded])
     seen = []
-    with patch.object(row_work, "compute_row", wraps=rows.compute_row) as computed:
+    with patch.object(rows, "compute_row", wraps=rows.compute_row) as computed:
         while work.rows_left:
             left = work.rows_left
             work.run_row()
             assert work.rows_left == left - 1
     for call in computed.call_args_list:
-        sequences = [item.datum.sequence for item in call.args[0]]
+        sequences = [item.datum.sequence for item in call.args[0].items]
         assert len(sequences) == 1 or sum(s.length for s in sequences) <= 24
         assert len(sequences) == 1 or sum(s.patches for s in sequences) <= 40
         seen += sequences
     assert len(seen) == len(data)
     tokens = sum(datum.sequence.length for datum in encoded.data)
     patches = sum(datum.sequence.patches for datum in encoded.data)
-    assert (work.work.rows, work.work.tokens, work.work.patches) == (computed.call_count, tokens, patches)
-    assert work.work.capacity >= 24 * computed.call_count
+    counts = engine.counts
+    assert (counts.rows, counts.tokens, counts.patches) == (computed.call_count, tokens, patches)
+    assert counts.capacity >= 24 * computed.call_count
 
 
 def test_several_requests_share_rows_and_get_their_own_results() -> None:

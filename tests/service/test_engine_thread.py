@@ -25,8 +25,9 @@ from service.clients import (
 )
 from service.fakes import FakeEngine, FakeRows, PickleCodec
 
+from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import OptimStepResult
-from vlmpack.service.queue import Pending, QueueSettings
+from vlmpack.service.queue import Pending
 
 SOME = tuple(datum(number, 1, 2) for number in range(7))
 """Three rows of the fake engine."""
@@ -52,8 +53,8 @@ def test_what_waits_up_to_the_next_barrier_goes_through_the_model_together(tmp_p
 
 
 def test_a_group_holds_no_more_bytes_and_requests_than_its_limits(tmp_path: Path) -> None:
-    for settings, size in ((QueueSettings(group_requests=2), 2), (QueueSettings(group_bytes=1), 1)):
-        with served(tmp_path / str(size), settings=settings) as (client, engine):
+    for settings, size in ((ServiceLimits(group_requests=2), 2), (ServiceLimits(group_bytes=1), 1)):
+        with served(tmp_path / str(size), limits=settings) as (client, engine):
             model = client.model()
             names = [client.post(forward_backward(model, seq)) for seq in (5, 4, 3, 2, 1)]
             for name in names:
@@ -65,8 +66,8 @@ def test_a_group_holds_no_more_bytes_and_requests_than_its_limits(tmp_path: Path
 
 def test_only_so_much_is_encoded_ahead_and_all_of_it_runs(tmp_path: Path) -> None:
     gate = threading.Semaphore(0)
-    settings = QueueSettings(encoded_bytes=1)  # of one model, and of one sample, at a time
-    with served(tmp_path, FakeEngine(gate), settings=settings) as (client, _):
+    settings = ServiceLimits(encoded_bytes=1)  # of one model, and of one sample, at a time
+    with served(tmp_path, FakeEngine(gate), limits=settings) as (client, _):
         models = [client.model() for _ in range(4)]
         session = models[0].split(":")[0]
         sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
@@ -84,7 +85,7 @@ def test_only_so_much_is_encoded_ahead_and_all_of_it_runs(tmp_path: Path) -> Non
 
 def test_a_large_request_is_not_kept_waiting_by_small_ones_that_fit_beside_others(tmp_path: Path) -> None:
     gate = threading.Semaphore(0)
-    with served(tmp_path, FakeEngine(gate), settings=QueueSettings(encoded_bytes=10_800)) as (client, engine):
+    with served(tmp_path, FakeEngine(gate), limits=ServiceLimits(encoded_bytes=10_800)) as (client, engine):
         small, large = [client.model() for _ in range(4)], client.model()
         names = [client.post(forward_backward(model, 1)) for model in small]
         until(lambda: sum(what == "group" for what, *_ in engine.log) == 1)
@@ -214,7 +215,7 @@ def test_a_request_that_breaks_the_engine_fails_alone_and_leaves_no_gradient(tmp
     with served(tmp_path / "a") as (client, engine):
         train(client, broken=True)
         (model,) = engine.all.values()
-    with served(tmp_path / "b", settings=QueueSettings(group_requests=1)) as (client, engine):
+    with served(tmp_path / "b", limits=ServiceLimits(group_requests=1)) as (client, engine):
         train(client, broken=False)
         (expected,) = engine.all.values()
     assert np.array_equal(model.weights, expected.weights)
@@ -289,7 +290,7 @@ def test_a_prompt_that_cannot_be_encoded_fails_alone(tmp_path: Path) -> None:
 
 
 def test_sampling_sessions_of_one_snapshot_share_it_and_the_oldest_idle_ones_are_closed(tmp_path: Path) -> None:
-    with served(tmp_path, settings=QueueSettings(samplers_open=2)) as (client, engine):
+    with served(tmp_path, limits=ServiceLimits(samplers_open=2)) as (client, engine):
         model = client.model()
         session = model.split(":")[0]
         paths = [client.call(save_for_sampler(model, seq, f"s{seq}")).path for seq in (1, 2, 3)]
@@ -313,7 +314,7 @@ def test_training_on_does_not_change_a_snapshot(tmp_path: Path) -> None:
 
 
 def test_of_unnamed_saves_the_oldest_go(tmp_path: Path) -> None:
-    with served(tmp_path, settings=QueueSettings(unnamed_saves=2, snapshot_share=0.0)) as (client, _):
+    with served(tmp_path, limits=ServiceLimits(unnamed_saves=2, snapshot_share=0.0)) as (client, _):
         model = client.model()
         session = model.split(":")[0]
         for number in range(4):

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import slow
 from service.clients import Client, create, datum, forward_backward, optim_step, sample, save, served, until
 from service.fakes import FakeEngine
-from tiers import full
 
+from vlmpack.service.ledger import Rejected
+from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import Failure, Request
-from vlmpack.service.queue import QueueSettings, Rejected
 
 CLIENTS = 4
 OPERATIONS = 20
@@ -81,10 +82,10 @@ def expected_weights(requests: list[Request], seed: int) -> np.ndarray:
     return engine.all[requests[0].model_id].weights  # type: ignore
 
 
-@pytest.mark.parametrize("seed", [0, *full(*range(1, 12))])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
 def test_each_request_of_each_client_runs_once_and_in_order(tmp_path: Path, seed: int) -> None:
-    settings = QueueSettings(gap_timeout=60.0, queued_requests=40, snapshot_share=0.5)
-    with served(tmp_path, settings=settings) as (client, engine), ThreadPoolExecutor(CLIENTS + 1) as pool:
+    settings = ServiceLimits(gap_seconds=60.0, queued_requests=40, snapshot_share=0.5)
+    with served(tmp_path, limits=settings) as (client, engine), ThreadPoolExecutor(CLIENTS + 1) as pool:
         seeds = [100 * seed + number for number in range(CLIENTS)]
         leaver = pool.submit(leave_again_and_again, client, seed)
         results = [*pool.map(lambda each: in_time(client, each), seeds)]

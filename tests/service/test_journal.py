@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vlmpack.service.journal import Journal, JournalError
-from vlmpack.service.messages import LoraConfig
-from vlmpack.service.records import CheckpointRow, ModelRow, RequestRow, SamplingRow, SessionRow, StoredReply
+from vlmpack.service.journal import CheckpointRow, Journal, JournalError, ModelRow, RequestRow, SamplingRow, SessionRow
+from vlmpack.service.messages import LoraConfig, Reply
 
 MODEL = "s:train:0"
 LORA = LoraConfig(rank=4, seed=2**31 - 1, train_mlp=False)
@@ -43,20 +42,20 @@ def test_what_is_entered_is_read_back(journal: Journal) -> None:
     checkpoint = CheckpointRow(
         model=MODEL, kind="weights", name="n", folder="g", created=3.0, size=2**40, base_model="b", lora=None
     )
-    journal.add_session(session)
-    journal.add_model(model(user_metadata={"a": "b"}))
-    journal.add_sampling_session(sampler)
-    journal.put_checkpoint(checkpoint)
+    journal.put(session)
+    journal.put(model(user_metadata={"a": "b"}))
+    journal.put(sampler)
+    journal.put(checkpoint)
     journal.add_request(request(1), body=b"body", now=9.0)
     read = again(journal)
-    assert read.sessions() == [session]
-    assert read.models() == [
+    assert read.rows(SessionRow) == [session]
+    assert read.rows(ModelRow) == [
         ModelRow(
             id=MODEL, session="s", created=1.0, last_request=9.0, base_model="b", lora=LORA, user_metadata={"a": "b"}
         )
     ]
-    assert read.sampling_sessions() == [sampler]
-    assert read.checkpoints() == [checkpoint]
+    assert read.rows(SamplingRow) == [sampler]
+    assert read.rows(CheckpointRow) == [checkpoint]
     (row,) = read.requests()
     assert (row.owner, row.seq, row.state, row.size) == (MODEL, 1, "queued", 4)
     assert read.body(MODEL, 1) == b"body"
@@ -89,11 +88,11 @@ def test_a_number_is_entered_once(journal: Journal) -> None:
 
 
 def test_a_snapshot_replaces_the_bodies_that_it_covers(journal: Journal) -> None:
-    journal.add_session(SessionRow(id="s", created=0.0))
-    journal.add_model(model())
+    journal.put(SessionRow(id="s", created=0.0))
+    journal.put(model())
     for seq in (1, 2, 3):
         journal.add_request(request(seq), body=b"x", now=0.0)
-        reply = StoredReply(content_type="t", body=b"r")
+        reply = Reply(content_type="t", body=b"r")
         journal.finish_request(MODEL, seq, state="done", reply=reply, group=1, keep_body=True)
     journal.cover(MODEL, snapshot="f", covered=2)
     assert [(row.seq, row.is_replayed, row.group) for row in journal.requests(MODEL)] == [
@@ -101,25 +100,25 @@ def test_a_snapshot_replaces_the_bodies_that_it_covers(journal: Journal) -> None
         (2, False, 1),
         (3, True, 1),
     ]
-    assert journal.models()[0].snapshot == "f"
+    assert journal.rows(ModelRow)[0].snapshot == "f"
     assert journal.folders() == {"f"}
-    assert journal.reply(MODEL, 1) == StoredReply(content_type="t", body=b"r")
+    assert journal.reply(MODEL, 1) == Reply(content_type="t", body=b"r")
 
 
 def test_an_ended_session_keeps_its_checkpoints_alone(journal: Journal) -> None:
     for session in ("s", "other"):
-        journal.add_session(SessionRow(id=session, created=0.0))
-    journal.add_model(model(snapshot="f"))
+        journal.put(SessionRow(id=session, created=0.0))
+    journal.put(model(snapshot="f"))
     journal.add_request(request(1), body=b"x", now=0.0)
-    journal.add_sampling_session(SamplingRow(id="s:sample:0", session="s", created=0.0, folder="g"))
-    journal.add_sampling_session(SamplingRow(id="other:sample:0", session="other", created=0.0, folder="h"))
-    journal.put_checkpoint(
+    journal.put(SamplingRow(id="s:sample:0", session="s", created=0.0, folder="g"))
+    journal.put(SamplingRow(id="other:sample:0", session="other", created=0.0, folder="h"))
+    journal.put(
         CheckpointRow(model=MODEL, kind="weights", name="n", folder="k", created=0.0, size=1, base_model="b", lora=LORA)
     )
     journal.end_session("s", now=7.0)
     assert journal.folders() == {"h", "k"}
     assert journal.requests() == []
-    assert [session.ended for session in journal.sessions()] == [7.0, None]
+    assert [session.ended for session in journal.rows(SessionRow)] == [7.0, None]
     journal.cover(MODEL, snapshot="late", covered=1)  # the engine was just writing it
     assert journal.folders() == {"h", "k"}
 
@@ -127,7 +126,7 @@ def test_an_ended_session_keeps_its_checkpoints_alone(journal: Journal) -> None:
 def test_replies_are_dropped_and_their_numbers_stay(journal: Journal) -> None:
     journal.add_request(request(1), body=b"x", now=0.0)
     assert journal.reply(MODEL, 1) is None
-    reply = StoredReply(content_type="t", body=b"")
+    reply = Reply(content_type="t", body=b"")
     journal.finish_request(MODEL, 1, state="failed", reply=reply, keep_body=False)
     journal.note_retrieved([(MODEL, 1)], now=5.0)
     assert journal.reply(MODEL, 1) == reply
@@ -168,9 +167,9 @@ def bodies(path: Path) -> list[tuple[str, int, bytes]]:
 
 def test_bodies_go_with_what_needs_them(journal: Journal) -> None:
     """When a request is done that is not replayed, when a snapshot covers it, and with the request itself."""
-    reply = StoredReply(content_type="application/json", body=b"{}")
-    journal.add_session(SessionRow(id="s", created=1.0, sdk_version="0.38.0"))
-    journal.add_model(model())
+    reply = Reply(content_type="application/json", body=b"{}")
+    journal.put(SessionRow(id="s", created=1.0, sdk_version="0.38.0"))
+    journal.put(model())
     for seq in range(1, 5):
         journal.add_request(request(seq), body=bytes([seq]), now=1.0)
     journal.finish_request(MODEL, 1, state="done", reply=reply, keep_body=True)
@@ -190,7 +189,7 @@ def test_a_change_of_a_request_does_not_write_its_body_again(journal: Journal) -
     journal.add_request(request(1), body=bytes(2**20), now=1.0)
     wal = journal.path.with_name(journal.path.name + "-wal")
     before = wal.stat().st_size
-    reply = StoredReply(content_type="application/json", body=b"{}")
+    reply = Reply(content_type="application/json", body=b"{}")
     journal.finish_request(MODEL, 1, state="done", reply=reply, keep_body=True)
     journal.note_retrieved([(MODEL, 1)], now=2.0)
     assert wal.stat().st_size - before < 2**17

@@ -1,4 +1,4 @@
-"""A server that is killed 50 times under the official client, against one that is left alone."""
+"""A server that is killed 24 times under the official client, against one that is left alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 pytest.importorskip("tinker", reason="waits for the official client, which needs Python 3.11")
 pytestmark = pytest.mark.full
 
-LIVES = 50
+LIVES = 24
 SCRIPT = Path(__file__).with_name("killed_servers.py")
 MINUTES = 15
 
@@ -77,7 +77,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
 def test_the_servers_were_killed_at_many_moments(runs: tuple[dict[str, Any], dict[str, Any]]) -> None:
     deaths = Counter(life["death"][0] for life in runs[0]["lives"][:-1])
     assert sum(deaths.values()) == LIVES
-    assert min(deaths["m"], deaths["t"]) >= 8
+    assert min(deaths["m"], deaths["t"]) >= 5
     assert runs[0]["steps"] >= 10
 
 

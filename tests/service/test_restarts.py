@@ -29,15 +29,14 @@ from service.clients import (
     until,
 )
 from service.fakes import FakeEngine
-from tiers import full, tiers
 
 from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.journal import Journal
+from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import Request
-from vlmpack.service.queue import QueueSettings
 
-ALWAYS = QueueSettings(snapshot_share=1e9)
-ONCE = QueueSettings(snapshot_share=0.0)
+ALWAYS = ServiceLimits(snapshot_share=1e9)
+ONCE = ServiceLimits(snapshot_share=0.0)
 """The first snapshot of a model shows what one costs; after it none is worth the time."""
 
 
@@ -140,20 +139,26 @@ def tmp_path() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize("every", tiers([1, 4], [4]))
-@pytest.mark.parametrize("settings", [ALWAYS, *full(ONCE)], ids=["a snapshot a step", "long replays"])
+@pytest.mark.parametrize(
+    ("settings", "every"),
+    [
+        pytest.param(ALWAYS, 4, id="snapshot each step"),
+        pytest.param(ALWAYS, 1, id="snapshot each step, every moment", marks=pytest.mark.full),
+        pytest.param(ONCE, 1, id="long replays, every moment", marks=pytest.mark.full),
+    ],
+)
 def test_whenever_it_stops_a_restart_goes_on_to_the_same_bits(
-    tmp_path: Path, settings: QueueSettings, every: int
+    tmp_path: Path, settings: ServiceLimits, every: int
 ) -> None:
     with photographed(tmp_path / "state", tmp_path / "album") as photos:
-        with served(tmp_path / "state", settings=settings) as (client, engine):
+        with served(tmp_path / "state", limits=settings) as (client, engine):
             session = client.queue.create_session()
             expected = carry_out(client, session)
             final = weights(engine)
         taken = [*photos][::every]
     restarted = 0
     for photo in taken:
-        with served(photo, settings=settings) as (client, engine):
+        with served(photo, limits=settings) as (client, engine):
             if session not in client.queue.sessions():
                 continue  # before the first commit there is nothing
             restarted += 1
@@ -164,10 +169,10 @@ def test_whenever_it_stops_a_restart_goes_on_to_the_same_bits(
 
 
 def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
-    with served(tmp_path, settings=ALWAYS) as (client, _):
+    with served(tmp_path, limits=ALWAYS) as (client, _):
         session = client.queue.create_session()
         expected = carry_out(client, session)
-    with served(tmp_path, settings=ALWAYS) as (client, engine):
+    with served(tmp_path, limits=ALWAYS) as (client, engine):
         assert carry_out(client, session) == expected
         done = [what for what, *_ in engine.log]
         assert "step" not in done  # snapshots cover every step
@@ -198,14 +203,14 @@ def test_requests_that_wait_run_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_group_is_replayed_as_the_group_it_was(tmp_path: Path) -> None:
-    with served(tmp_path, settings=ONCE) as (client, engine):
+    with served(tmp_path, limits=ONCE) as (client, engine):
         model = client.model()
         for seq in (4, 3, 2, 1):
             name = client.post(forward_backward(model, seq))
         client.outcome(name)
         client.call(forward_backward(model, 5))
         before = weights(engine)
-    with served(tmp_path, settings=ONCE) as (client, engine):
+    with served(tmp_path, limits=ONCE) as (client, engine):
         until(lambda: client.queue.stats().is_restored)
         groups = [numbers for what, _, numbers in engine.log if what == "group"]
         assert groups == [(1, 2, 3, 4), (5,)]
@@ -243,29 +248,29 @@ def test_a_sample_without_a_seed_is_drawn_once(tmp_path: Path) -> None:
 
 
 def test_draining_writes_what_a_replay_would_cost(tmp_path: Path) -> None:
-    with served(tmp_path, settings=ONCE) as (client, engine):
+    with served(tmp_path, limits=ONCE) as (client, engine):
         model = client.model()
         for seq in range(1, 9, 2):
             client.call(forward_backward(model, seq))
             client.call(optim_step(model, seq + 1))
         before = weights(engine)
-        client.queue.drain(10.0)
-    with served(tmp_path, settings=ONCE) as (client, engine):
+        client.queue.close(drain=10.0)
+    with served(tmp_path, limits=ONCE) as (client, engine):
         until(lambda: client.queue.stats().is_restored)
         assert engine.log == []
         assert weights(engine) == before
 
 
 def test_draining_does_not_lose_gradients_that_no_step_has_taken(tmp_path: Path) -> None:
-    with served(tmp_path, settings=ONCE) as (client, engine):
+    with served(tmp_path, limits=ONCE) as (client, engine):
         model = client.model()
         for seq in (1, 3):
             client.call(forward_backward(model, seq))
             client.call(optim_step(model, seq + 1))
         client.call(forward_backward(model, 5))
         before = weights(engine)
-        client.queue.drain(10.0)
-    with served(tmp_path, settings=ONCE) as (client, engine):
+        client.queue.close(drain=10.0)
+    with served(tmp_path, limits=ONCE) as (client, engine):
         until(lambda: client.queue.stats().is_restored)
         assert weights(engine) == before
 
@@ -277,7 +282,7 @@ def test_draining_finishes_the_rows_that_run_and_begins_no_more(tmp_path: Path) 
         name = client.post(forward_backward(model, 1, *(datum(n) for n in range(7))))
         until(lambda: client.queue._ledger.lanes[model].work is not None)
         later = client.post(optim_step(model, 2))
-        drain = threading.Thread(target=client.queue.drain, args=(30.0,))
+        drain = threading.Thread(target=client.queue.close, kwargs={"drain": 30.0})
         drain.start()
         until(lambda: client.queue._is_draining)
         gate.release(100)
@@ -295,7 +300,7 @@ def test_draining_gives_rows_up_when_its_time_is_over(tmp_path: Path) -> None:
         model = client.model()
         name = client.post(forward_backward(model, 1, *(datum(n) for n in range(300))))
         until(lambda: client.queue._ledger.lanes[model].work is not None)
-        drain = threading.Thread(target=client.queue.drain, args=(0.0,))
+        drain = threading.Thread(target=client.queue.close, kwargs={"drain": 0.0})
         drain.start()
         until(lambda: client.queue._is_draining)
         gate.release(2)
@@ -307,7 +312,7 @@ def test_draining_gives_rows_up_when_its_time_is_over(tmp_path: Path) -> None:
 
 
 def test_a_model_whose_folder_is_gone_fails_by_name_and_others_go_on(tmp_path: Path) -> None:
-    with served(tmp_path, settings=ALWAYS) as (client, _):
+    with served(tmp_path, limits=ALWAYS) as (client, _):
         lost, kept = client.model(), client.model()
         for model in (lost, kept):
             client.call(forward_backward(model, 1))
@@ -315,7 +320,7 @@ def test_a_model_whose_folder_is_gone_fails_by_name_and_others_go_on(tmp_path: P
     for folder in (tmp_path / "weights").iterdir():
         if folder.name.startswith(lost.split(":")[0]):
             shutil.rmtree(folder)
-    with served(tmp_path, settings=ALWAYS) as (client, _):
+    with served(tmp_path, limits=ALWAYS) as (client, _):
         assert is_failure(client.call(forward_backward(lost, 3)), "could not be restored", lost)
         assert client.call(forward_backward(kept, 3)).metrics["loss:sum"]
 
@@ -332,20 +337,20 @@ def test_folders_that_a_killed_server_left_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_stopped_while_it_restores_stops_and_loses_nothing(tmp_path: Path) -> None:
-    with served(tmp_path, settings=ONCE) as (client, engine):
+    with served(tmp_path, limits=ONCE) as (client, engine):
         models = [client.model() for _ in range(2)]
         for model in models:
             client.call(forward_backward(model, 1))
         before = weights(engine)
     gate = threading.Semaphore(0)
-    with served(tmp_path, FakeEngine(gate), settings=ONCE) as (client, engine):
+    with served(tmp_path, FakeEngine(gate), limits=ONCE) as (client, engine):
         until(lambda: engine.log)  # the replay of the first model is held in its row
-        drain = threading.Thread(target=client.queue.drain, args=(30.0,))
+        drain = threading.Thread(target=client.queue.close, kwargs={"drain": 30.0})
         drain.start()
         until(lambda: client.queue._thread._drain_until is not None)
         gate.release()
         drain.join(20)
         assert len(engine.models()) == 1
-    with served(tmp_path, settings=ONCE) as (client, engine):
+    with served(tmp_path, limits=ONCE) as (client, engine):
         until(lambda: client.queue.stats().is_restored)
         assert weights(engine) == before

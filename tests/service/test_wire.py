@@ -152,6 +152,7 @@ def test_stops(sent: dict[str, Any], tokens: tuple[int, ...] | None, texts: tupl
         ({"learning_rate": True}, "adam_params.learning_rate: True; a finite number"),
         ({"learning_rate": -1}, "adam_params.learning_rate: -1; a number from 0"),
         ({"beta2": 1.0}, "adam_params.beta2: 1.0; a number below 1"),
+        ({"eps": 1e-60}, "adam_params: eps is 1e-60, which is 0 in float32"),
         ({"nesterov": 1}, "adam_params.nesterov: not a setting of this service"),
     ],
 )

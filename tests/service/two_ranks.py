@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,9 @@ from vlmpack.errors import RequestError
 from vlmpack.service.distributed import DistributedEngine, follow
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Datum, Failure
-from vlmpack.service.processes import join
+from vlmpack.service.ranks import join
 
 RATED = ("weights", "logprobs", "advantages")
-OTHERS = {None: ("full",), "cpu": ()}
-"""Models trained as a whole beside the adapter, by the device that the base model is sharded on."""
 LIMITS = {"row_tokens": 24}
 """So that the five datums are four rows, or so."""
 
@@ -35,12 +32,11 @@ def with_overflow(data: list[Datum]) -> list[Datum]:
     return [*data[:2], replace(data[2], inputs={**data[2].inputs, "logprobs": logprobs}), *data[3:]]
 
 
-def scenario(engine: Any, inner: Engine, folder: Path, *, others: Sequence[str] = ("full",)) -> dict[str, Any]:
+def scenario(engine: Any, inner: Engine, folder: Path) -> dict[str, Any]:
     """The same calls for one rank and for two; what comes of them, as JSON."""
     seen: dict[str, Any] = {"losses": [], "norms": []}
     engine.create("a", lora(rank=2))
-    for name in others:
-        engine.create(name, None)
+    engine.create("full", None)
 
     def run(data: list[Datum], **fields: Any) -> Any:
         work = engine.forward_backward([engine.encode(request(data, **fields))])
@@ -50,7 +46,7 @@ def scenario(engine: Any, inner: Engine, folder: Path, *, others: Sequence[str] 
         return work.results()[0]
 
     for step in range(2):
-        for name in ("a", *others):
+        for name in ("a", "full"):
             result = run(some_data(inner, seed=step), model_id=name)
             seen["losses"].append(result.metrics["loss:sum"])
             seen["logprobs"] = [part.tolist() for part in result.logprobs]
@@ -81,27 +77,14 @@ def scenario(engine: Any, inner: Engine, folder: Path, *, others: Sequence[str] 
     return seen
 
 
-def of_sharded(engine: DistributedEngine, inner: Engine) -> dict[str, Any]:
-    """What only a sharded engine has to show: parts of weights, and a refusal."""
-    seen: dict[str, Any] = {}
-    try:
-        engine.create("full", None)
-    except RequestError as error:
-        seen["whole"] = str(error)
-    seen["parts"] = {name: [p.to_local().numel(), p.numel()] for name, p in inner.model.named_parameters()}
-    return seen
-
-
-def main(folder: Path, shard_on: str | None) -> None:
+def main(folder: Path) -> None:
     torch.set_num_threads(1)
     ranks = join()
     assert ranks is not None
-    inner = tiny_engine(limits=LIMITS, ranks=ranks, shard_on=shard_on)
+    inner = tiny_engine(limits=LIMITS, ranks=ranks)
     if ranks.rank == 0:
         engine = DistributedEngine(inner, ranks)
-        seen = scenario(engine, inner, folder, others=OTHERS[shard_on])
-        if shard_on is not None:
-            seen |= of_sharded(engine, inner)
+        seen = scenario(engine, inner, folder)
         engine.stop()
         (folder / "seen.json").write_text(json.dumps(seen))
     else:
@@ -111,4 +94,4 @@ def main(folder: Path, shard_on: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None)
+    main(Path(sys.argv[1]))

@@ -62,7 +62,7 @@ def refusal(run: Any) -> str:
 def main(folder: Path) -> None:
     source = folder / "samples.jsonl"
     seen: dict[str, Any] = {}
-    measure.RAY_PART = 5  # several parts, of which one is not full
+    measure.PART = 5  # several parts, of which one is not full
     start_ray()
     seen["whole"] = write(folder / "whole", source)
     seen["others are left running"] = ray.is_initialized()

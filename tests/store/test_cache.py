@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,8 @@ from vlmpack.data.images import ImageLimits
 from vlmpack.errors import ConfigError
 from vlmpack.store import LengthCache, measure_lengths
 from vlmpack.store import measure as measure_module
-from vlmpack.store.cache import Entry, sample_key, settings_key
+from vlmpack.store.content import sample_key, settings_key
+from vlmpack.store.measure import Entry
 from vlmpack.testing import tiny_processor
 from vlmpack.testing.processors import CHAT_TEMPLATE
 
@@ -119,13 +119,6 @@ def test_an_image_that_was_replaced_is_measured_again_even_if_its_file_looks_the
     assert tokens == [6, 12]
 
 
-def test_an_image_that_could_not_be_read_is_looked_at_again(tmp_path: Path) -> None:
-    path, cache = tmp_path / "a.png", tmp_path / "lengths"
-    assert measure_lengths([chat("?", "a", path)], COLLATOR, cache=cache).reasons == {"image_missing": 1}
-    path.write_bytes(encoded(90, 60))
-    assert len(measure_lengths([chat("?", "a", path)], COLLATOR, cache=cache)) == 1
-
-
 # ---------------------------------------------------------------------- the key of a sample
 
 
@@ -156,8 +149,8 @@ CHANGED = {
     "other keys": {**BASE, "images": [{"image": picture(90, 60), "max_pixels": 5001}]},
     "plain": PLAIN,
     "plain prompt": {**PLAIN, "prompt": "2 + 3 ="},
-    "both its answers are learnt": {**BASE, "messages": 2 * BASE["messages"], "images": 2 * [picture(90, 60)]},
-    "only its last answer is learnt": {
+    "both its answers are a target": {**BASE, "messages": 2 * BASE["messages"], "images": 2 * [picture(90, 60)]},
+    "only its last answer is a target": {
         **BASE,
         "messages": None,
         "prompt": (2 * BASE["messages"])[:3],
@@ -210,22 +203,7 @@ def test_samples_without_a_key_are_measured_every_time(tmp_path: Path, sample: A
     assert entries_in(tmp_path / "lengths") == 0
 
 
-def test_a_marker_in_the_text_of_a_text_model_does_not_keep_a_sample_from_being_found_again(
-    tmp_path: Path, outlined: list[Any]
-) -> None:
-    sample, collator = chat("Where does <image> go?", "there"), VLMCollator(of_text())
-    tables = [measure_lengths([sample], collator, cache=tmp_path / "lengths") for _ in range(2)]
-    assert tables[0] == tables[1]
-    assert outlined == [sample]
-
-
 # ---------------------------------------------------------------------- the key of the settings
-
-
-def of_text() -> Any:
-    tokenizer = tiny_processor().tokenizer
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
 
 
 def with_token() -> Any:
@@ -260,7 +238,7 @@ SETTINGS: dict[str, Callable[[], VLMCollator]] = {
 
 def test_each_setting_that_decides_lengths_changes_the_key() -> None:
     keys = {name: settings_key(make()) for name, make in SETTINGS.items()}
-    keys |= {"base": settings_key(COLLATOR), "estimate": settings_key(COLLATOR, estimate=True)}
+    keys |= {"base": settings_key(COLLATOR), "marks": settings_key(COLLATOR, has_marks=True)}
     assert len(set(keys.values())) == len(SETTINGS) + 2
 
 
@@ -268,22 +246,6 @@ def test_settings_that_do_not_decide_lengths_are_no_part_of_the_key(tmp_path: Pa
     other = VLMCollator(tiny_processor(), layout="packed", on_bad="skip", skip_log=tmp_path / "bad.jsonl")
     other.processor.tokenizer("some text", truncation=True, max_length=1)  # which the tokenizer remembers
     assert settings_key(other) == settings_key(COLLATOR)
-
-
-def test_another_max_pixels_or_template_is_not_taken_for_the_old_one(tmp_path: Path) -> None:
-    sample, lengths = chat("?", "a", picture(300, 200)), []
-    for settings in (
-        {},
-        {"max_pixels": 9 * 1024},
-        {"chat_template": CHAT_TEMPLATE.replace("<|im_end|>", " !<|im_end|>")},
-        {},
-    ):
-        collator = VLMCollator(tiny_processor(**settings))
-        table = measure_lengths([sample], collator, cache=tmp_path / "lengths")
-        assert table == measure_lengths([sample], collator)
-        lengths.append((*table.tokens.tolist(), *table.refused))
-    assert lengths[0] == lengths[3]
-    assert len(set(lengths)) == 3
 
 
 # ---------------------------------------------------------------------- accidents
@@ -305,32 +267,6 @@ def test_a_run_that_is_killed_loses_little_and_breaks_nothing(
     assert table == measure_lengths(SAMPLES, COLLATOR)
 
 
-@pytest.mark.dist
-def test_a_process_that_is_killed_while_it_writes_leaves_the_file_as_it_was(tmp_path: Path) -> None:
-    cache = LengthCache(tmp_path / "lengths")
-    entries = {bytes([at % 256, at // 256] * 8): Entry(reason="r", detail="d" * 500) for at in range(20_000)}
-    kept = {b"k" * 16: Entry(text_tokens=3)}
-    cache.put(kept)
-    cache.close()
-
-    def write() -> None:
-        connection = cache._open()
-        connection.execute("PRAGMA cache_size = 10")  # pages go to the file long before the end
-        connection.set_trace_callback(lambda statement: kill() if statement == "COMMIT" else None)
-        cache.put(entries)
-
-    process = in_a_fork(write)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert (tmp_path / "lengths-journal").exists()
-    assert cache.path.stat().st_size > 1_000_000
-    assert cache.get([*kept, *list(entries)[:10]]) == kept
-    assert len(cache) == 1
-    cache.put(entries)
-    assert len(cache) == len(entries) + 1
-    cache.close()
-
-
 @pytest.mark.full
 @pytest.mark.dist
 def test_several_runs_may_share_a_cache_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,19 +286,6 @@ def test_several_runs_may_share_a_cache_at_the_same_time(tmp_path: Path, monkeyp
     assert entries_in(cache) == len(SAMPLES)
 
 
-def some_other_database(path: Path) -> None:
-    connection = sqlite3.connect(path)
-    connection.execute("CREATE TABLE lengths (key BLOB)")
-    connection.close()
-
-
-def of_another_version(path: Path) -> None:
-    LengthCache(path)
-    connection = sqlite3.connect(path)
-    connection.execute("PRAGMA user_version = 99")
-    connection.close()
-
-
 def cut_short(path: Path) -> None:
     measure_lengths(SAMPLES, COLLATOR, cache=path)
     path.write_bytes(path.read_bytes()[:-5000])
@@ -375,21 +298,11 @@ def overwritten(path: Path) -> None:
     path.write_bytes(data)
 
 
-def with_nonsense(path: Path) -> None:
-    measure_lengths(SAMPLES, COLLATOR, cache=path)
-    connection = sqlite3.connect(path, isolation_level=None)
-    connection.execute("UPDATE lengths SET patches = 'many'")
-    connection.close()
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no database": (lambda path: path.write_text("lengths\n" * 999), "is damaged, or no cache of lengths"),
-    "another's database": (some_other_database, "is no cache of lengths of version 3"),
-    "another version": (of_another_version, "is no cache of lengths of version 3: .* are .* and 99"),
     "a folder": (lambda path: path.mkdir(), "cannot be used"),
     "cut short": (cut_short, "is damaged"),
     "overwritten": (overwritten, "is damaged"),
-    "nonsense": (with_nonsense, "is damaged"),
 }
 
 
@@ -402,12 +315,6 @@ def test_what_is_no_sound_cache_is_told_and_left_alone(tmp_path: Path, name: str
     with pytest.raises(ConfigError, match=told):
         measure_lengths(SAMPLES, COLLATOR, cache=path)
     assert (path.read_bytes() if path.is_file() else b"") == before
-
-
-def test_a_cache_where_none_can_be_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be used"):
-        LengthCache(tmp_path / "file" / "lengths")
 
 
 def test_a_folder_for_it_is_made(tmp_path: Path) -> None:
@@ -425,12 +332,3 @@ def test_a_cache_is_sent_to_a_worker_without_its_connection(tmp_path: Path) -> N
         with pickle.loads(pickle.dumps(cache)) as sent:
             assert sent._connection is None
             assert sent.get([b"k"]) == {b"k": Entry(images=2)}
-
-
-def test_at_the_end_of_a_block_its_connection_is_closed_and_it_can_be_used_again(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), LengthCache(tmp_path / "lengths") as cache:
-        cache.put({b"k": Entry(images=2)})
-        raise KeyError
-    assert cache._connection is None
-    with cache:
-        assert len(cache) == 1

@@ -63,37 +63,6 @@ def test_pad_cu_seqlens_makes_boundaries_of_one_number(kept):
         assert set(padded.segments.real[samples:]) == {own.segments.real[-1]}
 
 
-def test_labels_and_targets_stay_the_same_in_every_size(kept):
-    plain, fixed = rows_of(kept), rows_of(kept, pad_to_max_length=True, pad_cu_seqlens=True)
-    for own, padded in zip(plain, fixed, strict=True):
-        assert padded.metadata.num_targets == own.metadata.num_targets > 0
-        assert own.shift_labels is not None and padded.shift_labels is not None
-        targets = [labels[labels != -100].tolist() for labels in (own.shift_labels, padded.shift_labels)]
-        assert targets[0] == targets[1]
-
-
-def test_a_divisor_of_the_planned_multiple_fits_too(kept):
-    assert all(slot % 4 == 0 for row in rows_of(kept, pad_seq_to_mult=4) for slot in row.segments.slots)
-    assert not any(row.segments.has_gaps for row in rows_of(kept, pad_seq_to_mult=1))
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"pad_cu_seqlens": True}, "pad_cu_seqlens=True .* set pad_to_max_length=True"),
-        ({"pad_seq_to_mult": 0}, "pad_seq_to_mult must be a whole number of at least 1, got 0"),
-        ({"pad_seq_to_mult": -2}, "at least 1, got -2"),
-        ({"pad_seq_to_mult": 2.0}, "at least 1, got 2.0"),
-        ({"pad_seq_to_mult": True}, "at least 1, got True"),
-        ({"pad_seq_to_mult": 16}, "planned for samples rounded up to 8.*Pack again with SlotRule.multiple=16."),
-        ({"pad_seq_to_mult": 3}, "planned for samples rounded up to 8.*divisor of 8"),
-    ],
-)
-def test_settings_that_the_plan_did_not_count_are_refused(kept, settings, told):
-    with pytest.raises(ConfigError, match=told):
-        PackedDataset(kept, processor_of(), **settings)
-
-
 def test_a_row_above_the_capacity_cannot_be_padded_to_it(tmp_path):
     samples = [*texts(4), chat("?", "a " * 200)]
     manifest = store(tmp_path, samples, oversize="own_row")

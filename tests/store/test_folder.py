@@ -1,119 +1,142 @@
-"""The folder of a store: its lock, links that lead elsewhere, and what the system does not allow."""
+"""The folder of a store: its manifest, files that are lost or damaged, and what the system does not allow."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
+import json
 import os
-import threading
 from pathlib import Path
 
 import pytest
-from store.stores import digests, packing, store, texts
-from typer.testing import CliRunner
+from chats import chat
+from store.stores import CAPACITY, digests, packing, store, texts
 
-from vlmpack.cli.app import app
+from vlmpack.collate import SkipLimit, VLMCollator
 from vlmpack.errors import ConfigError
 from vlmpack.plan import plan_bins
 from vlmpack.store import LengthCache, PackedDataset, measure_lengths
-from vlmpack.store.folder import WorkFolder, locked
-from vlmpack.store.manifest import Manifest
+from vlmpack.store.manifest import Manifest, differences, fingerprint
+from vlmpack.testing import tiny_processor
+
+# ---------------------------------------------------------------------- the manifest
 
 
 @pytest.fixture
-def others(tmp_path) -> Path:
-    """A folder with a file of somebody else."""
-    folder = tmp_path / "others"
-    folder.mkdir()
-    (folder / "thesis.tex").write_text("mine")
-    return folder
+def kept(tmp_path):
+    """A small store."""
+    store(tmp_path, texts(4), seed=0)
+    return tmp_path
 
 
-def linked_lock(out: Path, others: Path) -> None:
-    (out / ".work").mkdir(parents=True)
-    (out / ".work" / "lock").symlink_to(others / "thesis.tex")
+def change(folder, **entries):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
 
 
-def linked_folder(out: Path, others: Path) -> None:
-    out.mkdir()
-    (out / ".work").symlink_to(others)
+def test_it_says_how_the_rows_were_made(kept):
+    manifest = Manifest.load(kept)
+    assert manifest.capacity == manifest.settings["capacity"] == CAPACITY
+    assert manifest.settings["collator"]["train_on"] == "assistant"
+    assert manifest.settings["data"]["samples"] == manifest.counts.total == 4
+    assert manifest.processor["images"]["patch_size"] == 16
+    assert manifest.bytes == sum((kept / shard.file).stat().st_size for shard in manifest.shards)
 
 
-def linked_files(out: Path, others: Path) -> None:
-    (out / ".work").mkdir(parents=True)
-    (out / ".work" / "unfinished").symlink_to(others)
+@pytest.mark.filterwarnings("ignore:Passing .min_pixels. and .max_pixels.:FutureWarning")
+def test_bounds_that_are_set_on_the_processor_later_are_another_processor():
+    collator = VLMCollator(tiny_processor())
+    before = fingerprint(collator)
+    collator.processor.image_processor.min_pixels, collator.processor.image_processor.max_pixels = 9216, 36_864
+    assert [line.split(" ")[0] for line in differences(before, fingerprint(collator))] == [
+        "images.max_pixels",
+        "images.min_pixels",
+    ]
 
 
-@pytest.mark.parametrize("link", [linked_lock, linked_folder, linked_files])
-def test_no_link_is_followed_to_other_peoples_files(tmp_path, others, link):
-    link(tmp_path / "out", others)
-    with (
-        pytest.raises(ConfigError, match=r"is a symbolic link, and may lead to .* remove it"),
-        locked(WorkFolder(out=tmp_path / "out")),
-    ):
-        pass
-    assert [path.name for path in others.iterdir()] == ["thesis.tex"]
-    assert (others / "thesis.tex").read_text() == "mine"
+def test_it_names_no_path_and_no_time(kept):
+    """So that the same call gives the same bytes wherever and whenever."""
+    text = (kept / "manifest.json").read_text()
+    assert str(kept.parent) not in text
+    assert not {"time", "date", "host"} & set(json.loads(text))
 
 
-@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_a_lock_that_is_no_file_is_refused(tmp_path, make):
+def test_a_folder_without_one_is_no_store(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no manifest.json.*`vlmpack pack`"):
+        PackedDataset(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entries", "told"),
+    [
+        ({"version": 1}, "is vlmpack.rows of version 1, and this vlmpack reads vlmpack.rows of version 4; pack again"),
+        ({"format": "vlmpack.plan"}, "is vlmpack.plan of version 4"),
+        ({"counts": {"rows": 1}}, "is damaged .*its digest is another one"),
+    ],
+)
+def test_one_that_cannot_be_read_is_named(kept, entries, told):
+    change(kept, **entries)
+    with pytest.raises(ConfigError, match=told):
+        Manifest.load(kept)
+
+
+def test_a_plan_of_other_rows_is_refused(kept):
+    plan_bins([5, 3], 10).save(kept / "plan.zip")
+    with pytest.raises(ConfigError, match=r"plan.zip is the plan of other rows; restore it, or remove the folder"):
+        len(PackedDataset(kept).plan)
+
+
+# ---------------------------------------------------------------------- files that are lost
+
+BESIDE = ("lengths.zip", "plan.zip", "left_out.jsonl")
+"""Files of a store besides its rows and its manifest."""
+
+
+def samples() -> list[dict]:
+    """Some texts, one that is too long for a row, and one that cannot be used."""
+    line_end = "a line separator \u2028 in an id"
+    broken = {"messages": [{"role": "user", "content": "?"}], "id": line_end}
+    return [*texts(8), chat("?", "a " * 200, id="long"), broken]
+
+
+def write(folder, rows=None) -> Manifest:
+    collator = packing(on_bad="skip", skip_limit=SkipLimit(max_bad_fraction=0.5))
+    return store(folder, samples() if rows is None else rows, collator, oversize="drop")
+
+
+@pytest.fixture
+def whole(tmp_path) -> dict[str, str]:
+    """Digests of the store that lies in `tmp_path`."""
+    manifest = write(tmp_path)
+    assert manifest.reasons == {"oversize": 1, "no_targets": 1}
+    return digests(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"), [*((name, None) for name in (*BESIDE, "rows-00000")), *(("rows-00000", n) for n in (0, 50, -1))]
+)
+def test_a_file_that_is_gone_or_cut_is_refused_with_the_remedy(tmp_path, whole, name, kept):
+    """`kept` bytes of it are left; None: the file is gone, -1: all but the last one."""
+    (path,) = (path for path in tmp_path.iterdir() if path.name.startswith(name))
+    data = path.read_bytes()
+    path.unlink()
+    if kept is not None:
+        path.write_bytes(data[:kept])
+    left = digests(tmp_path)
+    with pytest.raises(ConfigError, match=rf"{path.name}.*; restore it, or remove the folder and pack again") as caught:
+        write(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert digests(tmp_path) == left
+    path.write_bytes(data)
+    write(tmp_path)
+    assert digests(tmp_path) == whole
+
+
+def test_a_run_that_was_killed_after_its_last_file_leaves_only_its_work_folder_to_remove(tmp_path, whole):
     (tmp_path / ".work").mkdir()
-    make(tmp_path / ".work" / "lock")
-    with (
-        pytest.raises(ConfigError, match=r"lock (is no regular file; remove it|cannot be written)"),
-        locked(WorkFolder(out=tmp_path)),
-    ):
-        pass
-
-
-def test_the_content_of_a_lock_is_left_alone(tmp_path):
-    (tmp_path / ".work").mkdir()
-    (tmp_path / ".work" / "lock").write_text("a note")
-    with locked(WorkFolder(out=tmp_path)):
-        assert (tmp_path / ".work" / "lock").read_text() == "a note"
-
-
-def test_two_threads_do_not_write_the_same_store(tmp_path):
-    """The system's locks are those of a process."""
-    told: list[str] = []
-
-    def other() -> None:
-        try:
-            with locked(WorkFolder(out=tmp_path)):
-                told.append("both")
-        except ConfigError as error:
-            told.append(str(error))
-
-    with locked(WorkFolder(out=tmp_path)):
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        child = os.fork()
-        if not child:  # after the thread's attempt the system still holds the lock for this process
-            lock = os.open(tmp_path / ".work" / "lock", os.O_RDWR)
-            try:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os._exit(0)
-            os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert "another process is writing" in told[0] and len(told) == 1
-    with locked(WorkFolder(out=tmp_path)):  # free again
-        pass
-
-
-def test_a_lock_that_was_removed_meanwhile_is_none(tmp_path, monkeypatch):
-    """Whoever held it has finished, and somebody else may have made another one."""
-    lockf = fcntl.lockf
-
-    def late(*args: object) -> None:
-        (tmp_path / ".work" / "lock").unlink()
-        lockf(*args)
-
-    monkeypatch.setattr(fcntl, "lockf", late)
-    with pytest.raises(ConfigError, match="another process is writing"), locked(WorkFolder(out=tmp_path)):
-        pass
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path.is_file()}
+    write(tmp_path)
+    assert digests(tmp_path) == whole and not (tmp_path / ".work").exists()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == times
 
 
 # ---------------------------------------------------------------------- what the system does not allow
@@ -128,7 +151,7 @@ def test_a_lock_that_was_removed_meanwhile_is_none(tmp_path, monkeypatch):
         (errno.EIO, "See to the disk and run it again"),
     ],
 )
-@pytest.mark.parametrize("name", ["replace", "mkdir", "write_text", "is_symlink"])
+@pytest.mark.parametrize("name", ["replace", "mkdir", "write_text"])
 def test_every_refusal_of_the_system_is_one_line_with_a_remedy(tmp_path, monkeypatch, number, remedy, name):
     original = getattr(Path, name)
 
@@ -174,33 +197,3 @@ def test_a_file_in_the_way_is_named_wherever_a_file_is_written_or_read(tmp_path)
         with pytest.raises(ConfigError, match="file"):
             attempt()
     assert blocked.read_text() == ""
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", "[" * 5000, '{"settings": 1}'])
-def test_damaged_notes_of_an_interrupted_run_are_refused_or_made_anew(tmp_path, content):
-    with locked(WorkFolder(out=tmp_path)):
-        pass
-    store(tmp_path / "whole", texts())
-    (tmp_path / ".work" / "settings.json").write_text(content)
-    (tmp_path / ".work" / "rows-00000-of-00003.parquet.json").write_text(content)
-    try:
-        store(tmp_path, texts())
-    except ConfigError as error:
-        assert "is damaged" in str(error) or "is no store and not empty" in str(error)
-
-
-@pytest.mark.parametrize("verb", [["analyze"], ["pack", "--processor", "tiny", "--capacity", "64"]])
-def test_the_command_says_in_one_line_that_a_folder_cannot_be_read(tmp_path, verb, monkeypatch):
-    store(tmp_path / "out", texts())
-    read_bytes = Path.read_bytes
-
-    def refused(self: Path) -> bytes:
-        if self.name == "manifest.json":
-            raise PermissionError(errno.EACCES, "Permission denied", str(self))
-        return read_bytes(self)
-
-    monkeypatch.setattr(Path, "read_bytes", refused)
-    source = [str(tmp_path / "out")] if verb == ["analyze"] else ["synthetic", str(tmp_path / "out"), "--num", "2"]
-    result = CliRunner().invoke(app, [verb[0], *source, *verb[1:]])
-    assert result.exit_code == 2
-    assert "manifest.json cannot be read: " in result.output and "get the right to read it" in result.output

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import shutil
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from cases import slow
 from chats import chat, picture
 from mutations import check, damaged, edited, outcomes
-from store.stores import encoded, packing, store, texts
-from tiers import full
+from store.stores import encoded, store
 
-from vlmpack.plan import LengthTable, Plan
-from vlmpack.store import PackedDataset, measure_lengths
-from vlmpack.store.manifest import _digest
-
-pytestmark = pytest.mark.slow
+from vlmpack.store import PackedDataset
 
 SEED, CASES = 0, 150
-every_number = pytest.mark.parametrize("cases", [CASES // 5, *full(CASES)])
+every_number = pytest.mark.parametrize("cases", [CASES // 5, *slow(CASES)])
 
 
 def samples(word: str = "because", seed: int = 0) -> list[dict]:
@@ -96,21 +89,6 @@ def an_edited_manifest(one: dict, other: dict, rng: random.Random) -> dict:
     return {**one, "manifest.json": json.dumps(manifest, default=repr).encode()}
 
 
-def a_manifest_that_is_signed_again(one: dict, other: dict, rng: random.Random) -> dict:
-    """By somebody who knows how: what the rows are cannot be changed by it."""
-    manifest = json.loads(one["manifest.json"])
-    shards = edited(manifest["shards"], rng)
-    content = {**{name: value for name, value in manifest.items() if name != "digest"}, "shards": shards}
-    text = json.dumps({**content, "digest": _digest(json.loads(json.dumps(content, default=repr)))}, default=repr)
-    return {**one, "manifest.json": text.encode()}
-
-
-def swapped_with_their_entries(one: dict, other: dict, rng: random.Random) -> dict:
-    manifest = json.loads(one["manifest.json"])
-    rng.shuffle(manifest["shards"])
-    return {**one, "manifest.json": json.dumps(manifest).encode()}
-
-
 ACCIDENTS: tuple[Callable[[dict, dict, random.Random], dict], ...] = (
     a_damaged_file,
     a_damaged_file,
@@ -120,8 +98,6 @@ ACCIDENTS: tuple[Callable[[dict, dict, random.Random], dict], ...] = (
     swapped_files,
     an_edited_manifest,
     an_edited_manifest,
-    a_manifest_that_is_signed_again,
-    swapped_with_their_entries,
 )
 
 
@@ -143,71 +119,4 @@ def test_rows_of_a_damaged_store(tmp_path, files, cases):
     check(outcomes(2 * cases, SEED, case), cases=2 * cases)
 
 
-@pytest.mark.full
-def test_a_damaged_store_that_is_packed_again(tmp_path, files):
-    one, other = files
-    data = samples("5", 0)
-
-    def case(rng: random.Random) -> bool:
-        written(tmp_path / "case", rng.choice(ACCIDENTS)(one, other, rng))
-        store(tmp_path / "case", data)
-        written(tmp_path / "whole", one)
-        return rows(tmp_path / "case") == rows(tmp_path / "whole")
-
-    check(outcomes(CASES // 5, SEED + 1, case), cases=CASES // 5)
-
-
 # ---------------------------------------------------------------------- caches and plans
-
-
-@every_number
-def test_a_damaged_cache(tmp_path, cases):
-    data, collator = texts(60), packing()
-    whole = measure_lengths(data, collator, cache=tmp_path / "whole")
-    content = (tmp_path / "whole").read_bytes()
-
-    def case(rng: random.Random) -> bool:
-        (tmp_path / "case").write_bytes(damaged(content, rng))
-        return measure_lengths(data, collator, cache=tmp_path / "case") == whole
-
-    found = outcomes(cases, SEED + 2, case)
-    assert set(found) == {"same", "refused"}, found
-
-
-@every_number
-@pytest.mark.parametrize("name", ["plan.zip", "lengths.zip"])
-def test_a_damaged_plan_or_table(tmp_path, files, name, cases):
-    (tmp_path / "whole").write_bytes(files[0][name])
-    kind: Any = Plan if name == "plan.zip" else LengthTable
-    whole = kind.load(tmp_path / "whole")
-
-    def case(rng: random.Random) -> bool:
-        data = files[0][name]
-        (tmp_path / "case").write_bytes(damaged(data, rng) if rng.random() < 0.3 else _edited_archive(data, rng))
-        found = kind.load(tmp_path / "case")
-        return found == whole and repr(found) == repr(whole)
-
-    check(outcomes(cases, SEED + 3, case), cases=cases)
-
-
-def _edited_archive(data: bytes, rng: random.Random) -> bytes:
-    """A zip whose members have the right checksums, one of them with other content."""
-    out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w") as new:
-        chosen = rng.choice(old.namelist())
-        for member in old.namelist():
-            content = old.read(member)
-            if member == chosen == "manifest.json":
-                content = json.dumps(edited(json.loads(content), rng), default=repr).encode()
-            elif member == chosen:
-                content = _edited_array(content, rng)
-            new.writestr(member, content)
-    return out.getvalue()
-
-
-def _edited_array(content: bytes, rng: random.Random) -> bytes:
-    array = np.load(io.BytesIO(content))
-    kinds = (array + 1, array[:-1], array[::-1], array.astype(np.float64), array.reshape(1, -1), array * 0 - 1)
-    out = io.BytesIO()
-    np.save(out, rng.choice(kinds))
-    return out.getvalue()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from vlmpack.collate import SkipLimit, VLMCollator
 from vlmpack.errors import ConfigError, SampleError, SkippedWarning
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.store import measure_lengths
-from vlmpack.store.cache import settings_key
-from vlmpack.store.measure import PART, lengths_of
-from vlmpack.testing import receipt_conversations, tiny_processor
+from vlmpack.store.content import settings_key
+from vlmpack.store.measure import PART
 
 SAMPLES = conversations(150)
 
@@ -87,14 +85,6 @@ def test_lengths_are_those_that_collating_gives(max_length: int | None, overleng
     assert table.measured == len(several_kinds())
 
 
-def test_lengths_of_a_sample_are_the_same_cut_or_outlined() -> None:
-    collator = collator_of()
-    sample = several_kinds()[0]
-    outline = collator.measure(sample)
-    assert lengths_of(collator._encoder.media.decode(outline)) == lengths_of(outline)
-    assert lengths_of(outline).images == 2
-
-
 def test_refused_samples_are_listed_by_place_id_and_reason(truth: LengthTable) -> None:
     assert [one.index for one in truth.refused] == list(range(12, 150, 13))
     assert {one.sample_id for one in truth.refused} == {None, "s77"}
@@ -124,44 +114,12 @@ def test_a_warning_names_the_first_refused_samples_and_where_all_are() -> None:
     assert len(table.refused) == 5
 
 
-@pytest.mark.parametrize(("overlength", "count"), [("error", 1), ("drop", 0)])
-def test_samples_that_a_setting_leaves_out_are_no_news(overlength: Any, count: int) -> None:
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        table = measure_lengths([chat("?", "word " * 99)], collator_of(max_length=20, overlength=overlength))
-    assert [warning.category for warning in said] == [SkippedWarning] * count
-    assert table.reasons == {"overlength": 1}
-
-
-def test_an_estimate_goes_by_the_images_own_pixels() -> None:
-    collator = VLMCollator(tiny_processor(max_pixels=4 * 1024))
-    sample = chat("?", "a", encoded(321, 96))
-    exact, about = (measure_lengths([sample], collator, estimate=estimate) for estimate in (False, True))
-    assert int(about.image_tokens[0]) == 11 * 3
-    assert int(exact.image_tokens[0]) <= 4
-    assert int(about.text_tokens[0]) == int(exact.text_tokens[0])
-
-
 # ---------------------------------------------------------------------- any data set
 
 
 def test_samples_may_come_in_any_way(truth: LengthTable) -> None:
     datasets = [SAMPLES, tuple(SAMPLES), Stored(tuple(SAMPLES)), iter(SAMPLES), (s for s in SAMPLES), Stream(SAMPLES)]
     assert all(measure_lengths(dataset, collator_of()) == truth for dataset in datasets)
-
-
-def test_a_stream_is_measured_here_whatever_the_number_of_workers(truth: LengthTable) -> None:
-    assert measure_lengths(Stream(SAMPLES), collator_of(), workers=2) == truth
-
-
-def test_receipts_are_measured_as_they_are_opened() -> None:
-    table = measure_lengths(receipt_conversations(num=2, scale=0.35), collator_of())
-    assert len(table) == 2
-    assert table.images.tolist() == [1, 1]
-
-
-def test_no_samples_are_an_empty_table() -> None:
-    assert len(measure_lengths([], collator_of(), workers=2)) == 0
 
 
 def test_a_table_of_datasets_is_read_without_decoding_its_images() -> None:
@@ -179,14 +137,6 @@ def test_a_table_of_datasets_is_read_without_decoding_its_images() -> None:
     expected = measure_lengths([chat("?", "a", whole), chat("?", "a", whole, whole)], collator_of())
     assert measure_lengths(table, collator_of()) == expected
     assert measure_lengths(table.select([1, 0]), collator_of()).images.tolist() == [2, 1]
-
-
-def test_what_a_data_set_refuses_to_give_is_listed() -> None:
-    table = measure_lengths(Stored((chat("?", "a"), UNREADABLE, chat("?", "b"))), collator_of())
-    assert len(table) == 2
-    assert [(one.index, one.sample_id, one.reason, one.detail) for one in table.refused] == [
-        (1, "r3", "bad_json", "its row cannot be read")
-    ]
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.full)])
@@ -254,7 +204,6 @@ def test_workers_give_what_one_process_gives(truth: LengthTable) -> None:
 
 @pytest.mark.full
 @pytest.mark.dist
-@pytest.mark.slow
 def test_a_worker_that_shares_nothing_gives_the_same_and_has_the_same_keys(tmp_path: Path) -> None:
     samples = SAMPLES[:20]
     collator, keys = collator_of(max_length=500), tmp_path / "keys"
@@ -310,12 +259,3 @@ def test_an_interruption_ends_the_workers_and_keeps_what_was_measured(tmp_path: 
         patch.setattr(VLMCollator, "measure", counted)
         measure_lengths(SAMPLES, collator_of(), cache=cache)
     assert len(outlined) == 150 - PART
-
-
-def test_a_sample_error_of_a_stream_that_ends_it_is_raised() -> None:
-    def stream() -> Any:
-        yield chat("?", "a")
-        raise UNREADABLE
-
-    with pytest.raises(SampleError, match="its row cannot be read"):
-        measure_lengths(stream(), collator_of())

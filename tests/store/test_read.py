@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import pickle
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
 from chats import chat, picture, processor_of
-from store.stores import CAPACITY, check_same, encoded, mixed, packing, places, store, texts
+from clips import clip_bytes
+from store.stores import asked, check_same, encoded, mixed, packing, places, store, texts
 from torch.utils.data import DataLoader
 
-from vlmpack.collate import VLMCollator
+from vlmpack.collate import FrameSampling, VLMCollator
 from vlmpack.collate.skipped import read_skip_log
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PackedRow
 from vlmpack.loading import PackedBatchSampler
-from vlmpack.store import PackedDataset, shards
+from vlmpack.store import PackedDataset
+from vlmpack.store.content import sample_digest
 from vlmpack.testing import tiny_processor
 
 
@@ -37,28 +40,16 @@ def dataset(kept):
 # ---------------------------------------------------------------------- equality
 
 
-@pytest.mark.parametrize("images", ["bytes", "reference"])
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_a_stored_row_is_what_the_collator_makes_of_its_samples(tmp_path, family, images):
-    samples = mixed(tmp_path) if images == "bytes" else in_files(tmp_path)
-    store(tmp_path / "rows", samples, packing(family), images=images)
+def test_a_stored_row_is_what_the_collator_makes_of_its_samples(tmp_path, family):
+    samples = mixed(tmp_path)
+    store(tmp_path / "rows", samples, packing(family))
     dataset, collator = PackedDataset(tmp_path / "rows", processor_of(family)), packing(family)
     rows = places(dataset)
     assert sorted(chain(*rows)) == list(range(len(samples)))
     assert len(rows) > 1 and max(map(len, rows)) > 1
     for at, row in enumerate(rows):
         check_same(dataset.row(at), collator.collate([samples[place] for place in row]))
-
-
-def in_files(folder):
-    """Samples whose images lie in files."""
-    samples = []
-    for n in range(5):
-        paths = [folder / f"{n}-{k}.png" for k in range(1 + n % 2)]
-        for k, path in enumerate(paths):
-            path.write_bytes(encoded(picture(40 + 9 * n, 50, seed=k)))
-        samples.append(chat(f"{n}?", "a " * n + "b", *map(str, paths), id=n))
-    return samples
 
 
 def test_truncated_samples_are_stored_as_they_were_cut(tmp_path):
@@ -208,15 +199,6 @@ def test_a_damaged_file_is_named_with_its_row(tmp_path):
         PackedDataset(tmp_path, processor_of(), verify=True)
 
 
-def test_a_row_that_is_read_is_compared_with_the_checksum_that_was_stored(tmp_path, monkeypatch):
-    """Where those of the file's pages fit, as they do of a row that was changed when it was written again."""
-    store(tmp_path, texts())
-    dataset, stored = PackedDataset(tmp_path, processor_of()), shards.checksums
-    monkeypatch.setattr(shards, "checksums", lambda table: stored(table)[::-1])
-    with pytest.raises(ConfigError, match=r"row 0 of .* cannot be read: its checksum is another one"):
-        dataset[0]
-
-
 def test_a_missing_or_cut_file_is_found_when_the_store_is_opened(tmp_path):
     manifest = store(tmp_path, texts())
     shard = tmp_path / manifest.shards[-1].file
@@ -257,18 +239,39 @@ def test_a_damaged_image_can_be_skipped_and_is_written_down(tmp_path):
     assert [(one["id"], one["reason"]) for one in read_skip_log(skip_log)] == [("s1", "image_undecodable")]
 
 
-def test_a_referenced_file_that_is_gone_or_another_one_is_told(tmp_path):
-    samples = in_files(tmp_path)
-    store(tmp_path / "rows", samples, images="reference", capacity=4 * CAPACITY)
+# ---------------------------------------------------------------------- files of videos
+
+
+def test_a_file_of_a_video_is_stored_whole(tmp_path):
+    path = tmp_path / "clip.mp4"
+    path.write_bytes(clip_bytes())
+    keys = {"min_pixels": 1024, "max_pixels": 6144, "fps": 3, "video_end": 1.5}
+    samples = [asked({"type": "video", "video": str(path), **keys}, id="film"), *texts(4)]
+    store(tmp_path / "rows", samples, capacity=400)
     dataset = PackedDataset(tmp_path / "rows", processor_of())
-    file = tmp_path / "2-0.png"
-    whole = file.read_bytes()
-    file.write_bytes(encoded(picture(58, 50, seed=7)))  # of the same size
-    with pytest.raises(SampleError, match=r"sample 2 .*2-0.png is another one.*SHA-256") as refused:
-        dataset[0]
-    assert refused.value.reason == "image_changed"
-    file.unlink()
-    with pytest.raises(SampleError, match=r"sample 2 .*there is no image file"):
-        dataset[0]
-    file.write_bytes(whole)
-    check_same(dataset.row(0), packing().collate([samples[place] for place in places(dataset)[0]]))
+    expected = [packing().collate([samples[place] for place in row]) for row in places(dataset)]
+    assert sum(row.media.pixel_values_videos is not None for row in expected) == 1
+    path.unlink()
+    for at, row in enumerate(expected):
+        check_same(dataset.row(at), row)
+
+
+def test_the_frames_that_are_taken_are_decided_when_rows_are_packed(tmp_path: Path) -> None:
+    samples = [asked({"type": "video", "video": clip_bytes(), "min_pixels": 1024, "max_pixels": 6144}), *texts(2)]
+    store(tmp_path / "rows", samples, packing(sampling=FrameSampling(fps=None, num_frames=6)), capacity=400)
+    dataset = PackedDataset(tmp_path / "rows", processor_of())
+    grids = [grid for at in range(len(dataset)) for grid in dataset.row(at).metadata.video_grids]
+    assert [grid[0] for grid in grids] == [3]
+    with pytest.raises(ConfigError, match="sampling: decided when the rows were packed"):
+        PackedDataset(tmp_path / "rows", processor_of("qwen3_vl"), sampling=FrameSampling())
+
+
+def test_a_file_its_bytes_and_its_path_have_one_digest_and_another_file_another(tmp_path: Path) -> None:
+    clip, collator = clip_bytes(), packing()
+    path = tmp_path / "clip.mp4"
+    path.write_bytes(clip)
+    one, two, other = (
+        sample_digest(asked({"type": "video", "video": video}), collator)
+        for video in (clip, {"path": str(path), "bytes": None}, clip_bytes(num_frames=21))
+    )
+    assert one == two != other

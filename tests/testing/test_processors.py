@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import transformers
 from chats import FAMILIES, picture, processor_of
-from tiers import other_vision
 
 from vlmpack.errors import ConfigError
 from vlmpack.testing import tiny_processor
 from vlmpack.testing.processors import CHAT_TEMPLATE, SPECIAL_TOKENS
-from vlmpack.testing.samples import VISION
 
 CLASSES = {
     "qwen2_vl": transformers.Qwen2VLProcessor,
@@ -33,15 +31,6 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_is_an_object_of_the_shipped_class(family):
-    processor = processor_of(family)
-    assert type(processor) is CLASSES[family]
-    has_new = family in ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
-    tokenizer = transformers.Qwen3_5Tokenizer if has_new else transformers.Qwen2Tokenizer
-    assert isinstance(processor.tokenizer, tokenizer)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_the_classes_are_those_that_transformers_loads(family):
     """For a checkpoint of this family, from its `config.model_type`."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
@@ -50,10 +39,6 @@ def test_the_classes_are_those_that_transformers_loads(family):
     processor = processor_of(family)
     assert type(processor).__name__ == PROCESSOR_MAPPING_NAMES[family]
     assert type(processor.tokenizer).__name__ == TOKENIZER_MAPPING_NAMES[family]
-
-
-def test_every_family_with_grids_has_a_processor():
-    assert {*VISION} - other_vision() == {*FAMILIES}
 
 
 @pytest.mark.parametrize(("family", "patch"), [(family, 14 if family in CLIP else 16) for family in FAMILIES])
@@ -102,10 +87,6 @@ def test_receipts_are_words_and_not_bytes():
     assert len(tokenizer(text)["input_ids"]) < 0.6 * len(text)
 
 
-def test_digits_stand_alone_as_in_qwen():
-    assert len(processor_of().tokenizer("12345")["input_ids"]) == 5
-
-
 def test_the_template_writes_chatml_for_strings_and_parts():
     text = processor_of().apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert text == (
@@ -116,22 +97,11 @@ def test_the_template_writes_chatml_for_strings_and_parts():
     )
 
 
-def test_without_a_generation_prompt_the_text_ends_after_the_last_turn():
-    text = processor_of().apply_chat_template(MESSAGES[:1], tokenize=False)
-    assert text == "<|im_start|>system\nYou read receipts.<|im_end|>\n"
-
-
 def test_vocabulary_and_template_can_be_chosen():
     processor = tiny_processor(vocab_size=300, chat_template="{{ messages[0]['content'] }}")
     assert len(processor.tokenizer) == 300 + len(SPECIAL_TOKENS)
     assert processor.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
     assert processor_of().chat_template == CHAT_TEMPLATE
-
-
-def test_two_processors_do_not_share_a_tokenizer():
-    first, second = tiny_processor(), tiny_processor()
-    first.tokenizer.add_tokens(["<new>"])
-    assert len(first.tokenizer) == len(second.tokenizer) + 1
 
 
 def test_it_survives_the_way_to_a_spawned_worker():
@@ -147,7 +117,7 @@ def test_it_survives_the_way_to_a_spawned_worker():
 @pytest.mark.full
 @pytest.mark.slow
 def test_another_process_trains_the_same_vocabulary():
-    code = "from vlmpack.testing.processors import _trained_vocabulary as t; print(hash_of(t(800)))"
+    code = "from vlmpack.testing.processors import trained_vocabulary as t; print(hash_of(t(800)))"
     code = "import hashlib\nhash_of = lambda s: hashlib.sha256(s.encode()).hexdigest()\n" + code
     hashes = {
         subprocess.run(
@@ -171,3 +141,9 @@ def test_an_unknown_family_is_refused_by_name():
 def test_a_vocabulary_without_room_for_bytes_is_refused():
     with pytest.raises(ConfigError, match="vocab_size=255 has no room for the 256 bytes; use at least 256"):
         tiny_processor(vocab_size=255)
+
+
+def test_two_processors_do_not_share_a_tokenizer():
+    first, second = tiny_processor(), tiny_processor()
+    first.tokenizer.add_tokens(["<new>"])
+    assert len(first.tokenizer) == len(second.tokenizer) + 1

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from cases import families
+from chats import QWEN
 
 from vlmpack.errors import ConfigError
 from vlmpack.families import family_named
-from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import IGNORE
 from vlmpack.testing import (
     alone,
     branches_of,
-    build_sample,
     mixed_samples,
     padded,
     processed_samples,
@@ -38,7 +37,7 @@ from vlmpack.testing.samples import (
     word_ids,
 )
 
-every_family = pytest.mark.parametrize("name", sorted(FAMILIES))
+every_family = pytest.mark.parametrize("name", families(lambda family: family.model_type in QWEN, ["qwen3"]))
 
 
 @pytest.mark.parametrize("name", VISION)
@@ -57,14 +56,6 @@ def test_tokens_grids_and_pixels_of_a_sample_agree(name: str, kind: Kind) -> Non
         assert (sample["labels"][media] == -100).all()
         assert (sample["labels"][1:] != -100).any()
         assert media.any() == (kind != "text")
-
-
-def test_the_same_seed_gives_the_same_sample() -> None:
-    config = tiny_config("qwen2_5_vl", patch_size=4)
-    first, again, other = (random_sample(config, "images_and_video", seed=seed) for seed in (3, 3, 4))
-    assert set(first) == set(again)
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert any(first[name].shape != other[name].shape or not torch.equal(first[name], other[name]) for name in first)
 
 
 @every_family
@@ -89,12 +80,6 @@ def test_metadata_are_counted_from_the_samples() -> None:
     assert metadata.lengths == tuple(len(s["input_ids"]) for s in samples)
     assert metadata.num_targets == sum(int((alone(s)["labels"][0, 1:] != -100).sum()) for s in samples)
     assert padded(samples, metadata=False).metadata is None
-
-
-def test_labels_at_the_end_are_counted() -> None:
-    sample = build_sample(tiny_config("qwen3_vl"), stretches=[0, 9], image_grids=[(1, 4, 4)], labelled=5)
-    assert (sample["labels"] != IGNORE).nonzero().flatten().tolist() == [0, *range(len(sample["labels"]) - 5, 15)]
-    assert num_targets(sample) == 5
 
 
 @every_family

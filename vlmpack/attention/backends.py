@@ -317,7 +317,7 @@ def _missing() -> str | None:
 
 # ---------------------------------------------------------------------- PyTorch's own attention
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttendSegment = Callable[[Tensor, Tensor, Tensor], Tensor]
 """[n, L, N, H], keys and values [n, L', K, H] of n segments to [n, L, N, H]."""
 
 MANY = 256
@@ -382,7 +382,7 @@ def _attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor | None,
 
 
 def _one_by_one(
-    attend: Attend, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments
+    attend: AttendSegment, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments
 ) -> Tensor:
     """One call a segment, on views of the row."""
     sizes, real = _pieces(segments)
@@ -400,7 +400,7 @@ def _one_by_one(
 
 
 def _by_length(
-    attend: Attend, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments
+    attend: AttendSegment, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments
 ) -> Tensor:
     """One call for all segments of a length, on copies: a call takes longer than the few tokens of such a segment."""
     lengths_G2 = np.asarray([segments.lengths, keys.lengths[: len(segments.lengths)]], np.int64).T

@@ -217,12 +217,12 @@ def _places_from_end(segments: Segments, device: torch.device) -> Tensor:
 
 # ---------------------------------------------------------------------- n segments of a length
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+AttendMasked = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """[n, L, N, H], keys and values [n, L', K, H], bool [L, L'] to [n, L, N, H]; no mask: causal, L = L' or L = 1."""
 
 
-def windowed(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, window: int | None, attend: Attend) -> Tensor:
-    """Attend causally within a window: by blocks where segments are longer than two of them."""
+def windowed(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, window: int | None, attend: AttendMasked) -> Tensor:
+    """AttendMasked causally within a window: by blocks where segments are longer than two of them."""
     queries, visible = q_nLNH.shape[1], k_nLKH.shape[1]
     if window is None or visible <= window:
         return attend(q_nLNH, k_nLKH, v_nLKH, _last_queries(queries, visible, q_nLNH.device))
@@ -233,7 +233,7 @@ def windowed(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, window: int | None,
     return _by_blocks(q_nLNH, k_nLKH, v_nLKH, window, attend)
 
 
-def _by_blocks(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, window: int, attend: Attend) -> Tensor:
+def _by_blocks(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, window: int, attend: AttendMasked) -> Tensor:
     n, length = q_nLNH.shape[:2]
     blocks, rest = divmod(length, window)
     whole, middle = blocks * window, blocks - 1

@@ -75,8 +75,8 @@ def analyze(
         check_extra("plots", "matplotlib", needed_by="`vlmpack analyze --out`")
 
     from vlmpack.plan.simulation import CAPACITIES, PaddedRecipe
+    from vlmpack.store.content import why_no_marks
     from vlmpack.store.manifest import is_store
-    from vlmpack.store.symbols import why_no_marks
 
     console = Console(quiet=as_json)
     if is_store(Path(data.dataset).expanduser()):
@@ -287,7 +287,7 @@ def _analyze_store(data: DataOptions, rows: int, console: Console, *, as_json: b
 def _planned_rows(inputs: Inputs, analysis: Analysis, rows: int, *, min_shared: int | None) -> list[dict[str, Any]]:
     """Plan rows as `vlmpack pack` does, and describe the first of them."""
     from vlmpack.plan.planner import plan_bins
-    from vlmpack.store.symbols import tree_of
+    from vlmpack.store.content import tree_of
 
     table = analysis.table
     if not rows or not len(table):

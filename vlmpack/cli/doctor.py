@@ -380,7 +380,7 @@ def _recipes(name: str | None, device: torch.device, dtypes: Sequence[torch.dtyp
 
 
 def _made_here(family: str, device: torch.device, dtype: torch.dtype, *, named: str | None = None) -> Loaded:
-    """Make a tiny model; one that was named goes with a processor.
+    """Make a tiny model; one that was named goes with a processor, if there is a tiny one of its family.
 
     Raises:
         FamilyError: the family is unknown.
@@ -388,8 +388,10 @@ def _made_here(family: str, device: torch.device, dtype: torch.dtype, *, named: 
     from vlmpack.families.registry import family_named
     from vlmpack.probing.weights import Loaded
     from vlmpack.testing.models import tiny_model
+    from vlmpack.testing.processors import processor_families
 
-    processor = named_processor(named) if named and family_named(family).has_vision else None
+    family_named(family)  # refuses an unknown one
+    processor = named_processor(named) if named and family in processor_families() else None
     model = tiny_model(family, dtype=dtype, processor=processor).to(device)
     return Loaded(model=model, processor=processor, weights=MADE_HERE)
 

@@ -118,8 +118,7 @@ def check_source(source: str, *, split: str) -> None:
         ConfigError: a folder of packed rows, finished or not, or a split of a file that has none.
     """
     from vlmpack.data.readers import JSON_FILES
-    from vlmpack.store.folder import is_unfinished_store
-    from vlmpack.store.manifest import is_store
+    from vlmpack.store.manifest import is_store, is_unfinished_store
 
     path = Path(source).expanduser()
     if is_store(path):

@@ -22,9 +22,7 @@ Overlength = Literal["error", "drop", "truncate"]
 TrainOn = Literal["assistant", "all"]
 Branches = Literal["conversation", "turns"]
 Stopping = Literal["first_exhausted", "all_exhausted"]
-Strategy = Literal[
-    "exact_fill", "best_fit_decreasing", "first_fit_decreasing", "worst_fit_decreasing", "rolling_fill", "next_fit"
-]
+Strategy = Literal["exact_fill", "best_fit_decreasing", "rolling_fill", "next_fit"]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Draw no progress.")]
 
@@ -102,7 +100,7 @@ class DataOptions:
     workers: Annotated[int, of_samples(min=0, help="Processes that read samples; 0: this one.")] = 0
     cache: Annotated[str | None, of_samples(metavar="FILE", help="File that keeps measured lengths.")] = None
     strategy: Annotated[
-        Strategy, of_rows(metavar="NAME", help="exact_fill: fewest rows; rolling_fill: mix long and short; " + "...")
+        Strategy, of_rows(metavar="NAME", help="exact_fill: fewest rows; rolling_fill: mixes long and short samples.")
     ] = "exact_fill"
     max_patches: Annotated[int | None, of_rows(min=1, metavar="N", help="Most vision patches of a row.")] = None
     min_shared: Annotated[

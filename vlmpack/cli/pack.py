@@ -57,9 +57,6 @@ def pack(
     max_bad_fraction: Annotated[
         float | None, of_samples(min=0, max=1, metavar="PART", help="Most samples to skip as bad; by default 0.01.")
     ] = None,
-    images: Annotated[
-        Literal["bytes", "reference"], typer.Option(help="Keep images as bytes, or as paths with their SHA-256.")
-    ] = "bytes",
     shard_rows: Annotated[int, typer.Option(min=1, help="Rows of a file.")] = 128,
     ray: Annotated[bool, typer.Option("--ray", help="Measure and write as tasks of Ray, not by --workers.")] = False,
     as_json: options.Json = False,
@@ -77,12 +74,11 @@ def pack(
     from vlmpack.collate.assemble import SharePrefixes
     from vlmpack.collate.skipped import SkipLimit
     from vlmpack.layout.segments import SlotRule
-    from vlmpack.store.planning import StoreSettings
-    from vlmpack.store.write import write_rows
+    from vlmpack.store.write import StoreSettings, write_rows
 
     settings = StoreSettings(
         capacity=capacity, max_patches=data.max_patches, strategy=data.strategy, oversize=oversize,
-        rows_multiple=rows_multiple, images=images, shard_rows=shard_rows,
+        rows_multiple=rows_multiple, shard_rows=shard_rows,
     )  # fmt: skip
     dataset, collator = open_inputs(
         data, on_bad=on_bad, slots=SlotRule(multiple=pad_seq_to_mult),

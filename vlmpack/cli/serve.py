@@ -53,7 +53,6 @@ def serve(
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Less memory: layers are computed again for gradients.")
     ] = False,
-    share_rows: Annotated[bool, typer.Option("--share-rows", help="Datums of several adapters share rows.")] = False,
     share_prefixes: Annotated[bool, typer.Option(help="Compute shared prefixes of a request's datums once.")] = True,
     max_length: Annotated[
         int | None,
@@ -84,9 +83,9 @@ def serve(
         options.refuse_file("MODEL", model)
     # Read when torch is first imported: threads that spin at a barrier slow down other work on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from vlmpack.layout.sharing import MIN_SHARED
     from vlmpack.service.limits import ServiceLimits
-    from vlmpack.service.processes import Launched, join
-    from vlmpack.service.ranks import end
+    from vlmpack.service.ranks import Launched, end, join
     from vlmpack.service.server import Service, ServiceSettings, bind, check_key, check_state, load_base, read_key
 
     launched = Launched(workers, sys.argv[1:]) if workers > 1 and "LOCAL_RANK" not in os.environ else None
@@ -100,8 +99,7 @@ def serve(
         limits=ServiceLimits(context=max_length, row_tokens=row_tokens, row_patches=max_patches, models=max_models),
         lora_only=lora_only,
         gradient_checkpointing=gradient_checkpointing,
-        share_rows=share_rows,
-        share_prefixes=share_prefixes,
+        min_shared=MIN_SHARED if share_prefixes else None,
         sampler=sampler,
         shard_on=chosen.type if shard else None,
     )

@@ -12,11 +12,10 @@ import torch
 
 from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.encoded import Encoded, Visual
-from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.errors import check_whole_number
 from vlmpack.families.family import Family
 from vlmpack.families.tiles import Join
-from vlmpack.layout.batch import IMAGE, TEXT, Grid, HostMetadata, Media, PaddedBatch
+from vlmpack.layout.batch import Grid, HostMetadata, Media, PaddedBatch
 from vlmpack.layout.media_units import ImagesOfSamples, content_numbers
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import IGNORE, PackedRow, shift_labels
@@ -189,21 +188,6 @@ def _counted_in_tree(images: Sequence[Visual], joins: Mapping[str, Join]) -> Seq
             for at, image in enumerate(images)
         ]
     return images
-
-
-def filler(metadata: ProcessorMetadata) -> Encoded:
-    """Build the sample of a batch without samples: the smallest black image, or one token of text; no targets.
-
-    A rank without a step would block the others in the next collective; with this sample it runs forward and backward
-    through every part of the model, with a loss of 0.
-    """
-    ids, types, images = [metadata.pad_token_id], [TEXT], ()
-    if metadata.has_vision:
-        ids, types = [metadata.vision_start_id, metadata.image_token_id, metadata.vision_end_id], [TEXT, IMAGE, TEXT]
-        merge = metadata.merge_size
-        images = (Visual(pixels=torch.zeros(merge * merge, metadata.patch_dim), grid=(1, merge, merge)),)
-    labels = np.full(len(ids), IGNORE, np.int64)
-    return Encoded(input_ids=np.array(ids, np.int64), labels=labels, types=np.array(types, np.int64), images=images)
 
 
 def _write(arrays: Sequence[np.ndarray], starts: Sequence[int], total: int, fill: int) -> torch.Tensor:

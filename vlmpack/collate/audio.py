@@ -41,7 +41,7 @@ class AudioReader:
     metadata: ProcessorMetadata
     """The metadata of it."""
 
-    def cut_each(self, refs: Sequence[MediaRef]) -> tuple[Visual, ...]:
+    def load_each(self, refs: Sequence[MediaRef]) -> tuple[Visual, ...]:
         """Turn the audios of a sample into log-mel frames, in their order.
 
         Raises:
@@ -81,14 +81,13 @@ class AudioReader:
         refs = [audio.source for audio in sample.audios if audio.source is not None]
         if len(refs) != len(sample.audios) or all(audio.pixels is not None for audio in sample.audios):
             return sample
-        audios = self.cut_each(refs)
+        audios = self.load_each(refs)
         for at, (audio, measured) in enumerate(zip(audios, sample.audios, strict=True)):
             if audio.runs != measured.runs:
-                raise Refusal(
-                    "audio_changed",
-                    f"audio {at} was measured as {measured.runs[0]} tokens and is now {audio.runs[0]}; it, or the "
-                    "processor, was changed since: measure and plan again",
+                fault = (
+                    f"audio {at} was measured as {measured.runs[0]} tokens and is now {audio.runs[0]}; measure again"
                 )
+                raise Refusal("audio_changed", fault)
         return replace(sample, audios=audios)
 
     def read_tokenised(self, feature: Mapping[str, Any]) -> tuple[Visual, ...]:
@@ -148,31 +147,19 @@ class AudioReader:
         if isinstance(source, Mapping) and source.get("array") is not None:
             source, rate = source["array"], source.get("sampling_rate", rate)
         if isinstance(source, str | bytes | Mapping) or not np.shape(source):
-            raise Refusal(
-                "audio_source",
-                f"audio {at} is a {type(source).__name__}; give its samples as an array [n], or as "
-                '{"array": ..., "sampling_rate": ...}, the way datasets.Audio decodes it',
-            )
+            fault = f"audio {at} is a {type(source).__name__}; give an array [n], or datasets.Audio's"
+            raise Refusal("audio_source", f'{fault} {{"array": ..., "sampling_rate": ...}}')
         array = np.asarray(source)
         if array.ndim != 1 or array.dtype.kind != "f" or not np.isfinite(array).all():
-            raise Refusal(
-                "audio_source",
-                f"audio {at} is {array.dtype} {list(array.shape)}; it must be finite floats [n] of one channel, in "
-                "-1 ... 1",
-            )
+            fault = f"audio {at} is {array.dtype} {list(array.shape)}; it must be finite floats [n] of one channel"
+            raise Refusal("audio_source", fault)
         if len(array) and np.abs(array).max() > LOUDEST:
-            raise Refusal(
-                "audio_source",
-                f"audio {at} has values up to {np.abs(array).max():.6g}, and the model hears -1 ... 1; divide samples "
-                "of 16 bits by 32768",
-            )
+            fault = f"audio {at} has values up to {np.abs(array).max():.6g}, beyond -1 ... 1; divide 16-bit by 32768"
+            raise Refusal("audio_source", fault)
         extractor = self._extractor
         if rate is not None and rate != extractor.sampling_rate:
-            raise Refusal(
-                "audio_rate",
-                f"audio {at} was sampled {rate} times a second, and the model hears {extractor.sampling_rate}; "
-                f"resample it (datasets: cast_column(..., Audio(sampling_rate={extractor.sampling_rate})))",
-            )
+            fault = f"audio {at} has {rate} samples a second, its processor takes {extractor.sampling_rate}; resample"
+            raise Refusal("audio_rate", f"{fault} (cast_column(..., datasets.Audio(sampling_rate=...)))")
         if self._is_cut and len(array) > extractor.n_samples:
             raise Refusal(
                 "audio_too_long",
@@ -223,10 +210,8 @@ class AudioReader:
     def _extractor(self) -> Any:
         extractor = parts_of(self.processor).feature_extractor
         if extractor is None:
-            raise ConfigError(
-                f"this {type(self.processor).__name__} has no feature extractor, so that it hears nothing; load it "
-                "with vlmpack.data.load_processor, or make it with feature_extractor="
-            )
+            name = type(self.processor).__name__
+            raise ConfigError(f"this {name} has no feature extractor; load it with vlmpack.data.load_processor")
         return extractor
 
     @cached_property

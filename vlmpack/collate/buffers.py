@@ -42,7 +42,7 @@ OWNER, RECEIVER = 0, 1
 
 
 @final
-class NotFinite(Exception):  # noqa: N818 (never leaves the room: the collator refuses the sample that has this part)
+class NotFinite(Exception):  # noqa: N818 (never leaves the package: the collator refuses the sample that has this part)
     """A part holds NaN or infinity.
 
     Args:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from traceback import extract_tb
@@ -20,9 +21,9 @@ from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import OVERLENGTH, Encoded, Overlength, TrainOn, check_labels_are_ids, fit
 from vlmpack.collate.frame_sampling import FrameSampling
 from vlmpack.collate.media import BatchMedia
-from vlmpack.collate.processor_metadata import ProcessorMetadata, read_processor
+from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.collate.skipped import SkipLimit, SkipLog
-from vlmpack.collate.video_file import file_rules_of
+from vlmpack.collate.video import file_rules_of
 from vlmpack.data.images import ImageLimits
 from vlmpack.data.videos import VideoLimits
 from vlmpack.errors import (
@@ -40,7 +41,7 @@ from vlmpack.layout.batch import PaddedBatch
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import SlotRule, round_up
 
-_ROOM = Path(__file__).parent
+_PACKAGE = Path(__file__).parent
 
 BatchLayout = Literal["padded", "packed"]
 OnBad = Literal["raise", "skip"]
@@ -61,7 +62,7 @@ class VLMCollator:
             it, "truncate" cuts it between messages or beside an image, never inside one.
         train_on: "assistant" learns the assistant's turns, their end included (of prompt and completion only the
             completion); "all" learns everything but media tokens. Labels of tokenised samples are kept.
-        add_stop: a token of the tokenizer, such as "</s>", that is written and learnt behind the last answer of a
+        add_stop: a token of the tokenizer, such as "</s>", that is written and trained on behind the last answer of a
             sample if the chat template writes none there that ends it; None: nothing is, and a warning says so once.
         ignored_keys: keys of messages and their parts that are left out. Any other key has to be one that the chat
             template writes, or the sample is refused.
@@ -136,12 +137,11 @@ class VLMCollator:
         self.metadata = read_processor(processor, vocab_size=vocab_size)
         if add_stop is not None and add_stop not in self.metadata.special_tokens:
             raise ConfigError(
-                f"add_stop={add_stop!r} is no special token of the tokenizer; choose one at which generation stops, "
-                f"such as {self.metadata.eos_token!r}"
+                f"add_stop={add_stop!r} is no special token of the tokenizer, as {self.metadata.eos_token!r} is"
             )
         self.share_prefixes = _sharing(share_prefixes, layout, self.slots)
-        takes_others = _is_whole(self.metadata) or self.metadata.has_audio
-        self._family = family_of_processor(processor) if takes_others else None
+        is_whole = self.metadata.by_processor and self.metadata.has_vision
+        self._family = family_of_processor(processor) if is_whole or self.metadata.has_audio else None
         self.file_rules = file_rules_of(processor, self.metadata, sampling=sampling, limits=video_limits)
         self.skip_log = SkipLog(skip_log, limit=skip_limit)
         """Counts of received, used and refused samples, by reason."""
@@ -258,7 +258,7 @@ class VLMCollator:
             return self._typed(to_batch(samples, pad_token_id=self.metadata.pad_token_id, **further))
         except NotFinite:
             for at, sample in usable:
-                media = (*sample.images, *sample.videos, *sample.audios)
+                media = chain.from_iterable(sample.media.values())
                 if not all(is_finite(values) for medium in media for values in medium.values):
                     message = "its pixels hold NaN or infinity; the image is broken or was normalised by 0"
                     if not all(is_finite(audio.pixels) for audio in sample.audios if audio.pixels is not None):
@@ -363,7 +363,7 @@ class VLMCollator:
 
 
 def _to_refusal(error: Exception) -> Refusal:
-    """Turn an error of a sample into a refusal. Unforeseen errors keep their name and their place in this room."""
+    """Turn an error of a sample into a refusal. Unforeseen errors keep their name and their place in this package."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, RecursionError):
@@ -371,7 +371,7 @@ def _to_refusal(error: Exception) -> Refusal:
     if isinstance(error, MemoryError):
         fault = f"the memory does not suffice for it ({error or 'MemoryError'})"
         return Refusal("out_of_memory", f"{fault}; make its images smaller, or lower ImageLimits.max_pixels")
-    frame = [frame for frame in extract_tb(error.__traceback__) if _ROOM in Path(frame.filename).parents][-1]
+    frame = [frame for frame in extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents][-1]
     place = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
     return Refusal("unexpected", f"{type(error).__name__}: {error} ({place}); look at what its columns hold there")
 
@@ -393,10 +393,7 @@ def _check_lengths(layout: BatchLayout, slots: SlotRule | None, max_length: int 
     if slots is not None:
         check_kind("slots", slots, SlotRule, "SlotRule(multiple=4)")
     if layout == "padded" and slots is not None:
-        raise ConfigError(
-            "slots say how samples lie in a packed row, but layout='padded'; choose layout='packed', or give the slots "
-            "to enable_packing(model, StepConfig(slots=...)), which packs the padded batch"
-        )
+        raise ConfigError("slots are of packed rows, but layout='padded'; give StepConfig(slots=...) to enable_packing")
     if max_length is None and overlength != "error":
         raise ConfigError(f"overlength={overlength!r} needs max_length=, the most tokens a sample may have")
     if max_length is not None:
@@ -407,15 +404,8 @@ def _ignored_keys(keys: Collection[str]) -> tuple[str, ...]:
     if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
         raise ConfigError(f"ignored_keys={keys!r} must be names of keys, such as ('id', 'timestamp')")
     if needed := {"role", "content", "from", "value", "type", "text"}.intersection(keys):
-        raise ConfigError(
-            f"ignored_keys={keys!r} would leave {', '.join(sorted(needed))} out, which every message needs"
-        )
+        raise ConfigError(f"ignored_keys={keys!r} would leave {', '.join(sorted(needed))} out, which messages need")
     return tuple(keys)
-
-
-def _is_whole(metadata: ProcessorMetadata) -> bool:
-    """Return whether images are made by a family's own processor as a whole."""
-    return metadata.by_processor and metadata.has_vision
 
 
 def _sharing(share_prefixes: bool | SharePrefixes, layout: BatchLayout, slots: SlotRule) -> SharePrefixes | None:
@@ -429,12 +419,7 @@ def _sharing(share_prefixes: bool | SharePrefixes, layout: BatchLayout, slots: S
     sharing = SharePrefixes() if share_prefixes is True else share_prefixes
     check_kind("share_prefixes", sharing, SharePrefixes, "SharePrefixes(min_shared=64)")
     if layout != "packed":
-        raise ConfigError(
-            f"share_prefixes lays the samples of a row out as a tree, but layout={layout!r}; choose layout='packed'"
-        )
+        raise ConfigError(f"share_prefixes makes rows, but layout={layout!r}; choose layout='packed'")
     if slots != SlotRule():
-        raise ConfigError(
-            f"share_prefixes needs a row without padding, but slots={slots}: what goes through the model is shorter "
-            "than the row, so its slots and fixed sizes would not be the model's; leave slots or share_prefixes out"
-        )
+        raise ConfigError(f"share_prefixes needs a row without padding, but slots={slots}; leave one of them out")
     return sharing

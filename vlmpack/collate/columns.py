@@ -19,16 +19,33 @@ from vlmpack.errors import Refusal
 
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "prompt")
 """A feature with none of these and no `input_ids` is not a sample."""
-
+TURN_COLUMNS = (*CONVERSATION_COLUMNS, "completion", PAIRS_COLUMN)
+"""Columns of turns."""
 MEDIA_COLUMNS = ("image", "images", "video", "videos")
 AUDIO_COLUMNS = ("audio", "audios")
-_RECEIPT_COLUMNS = ("image", "ground_truth")
+LABEL_COLUMNS = ("labels", "completion_mask", "assistant_masks", "loss_mask")
+"""Columns from which labels are made; the masks are TRL's and SeqPacker's, 0 where nothing is trained on."""
+SECONDS_COLUMNS = ("second_per_grid_ts", "video_second_per_grid")
+"""Names of the seconds from one grid of each video to the next, of Qwen2.5-VL and of Qwen-Omni."""
+BOUNDARY_COLUMNS = ("cu_seqlens_q", "cu_seqlens", "cu_seq_lens_q", "seq_lengths", "seq_idx")
+"""Columns of a row of several samples; as one sample it would let them attend to each other."""
+MISSPELT_COLUMNS = ("shift_labels", "label_mask", "labels_mask", "loss_masks", "completion_masks", "assistant_mask")
+"""Names that look like one of labels, and that no library writes."""
 _TEXT_COLUMNS = ("input_ids", *CONVERSATION_COLUMNS, "completion")
 _READ = {*_TEXT_COLUMNS, *MEDIA_COLUMNS, "system", "tools", "chat_template_kwargs", "id", "sample_id", BRANCH_COLUMN}
+_OF_TOKENS = (
+    *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"),
+    *("input_features", "feature_attention_mask", SECONDS_COLUMNS[1]),
+    *LABEL_COLUMNS[1:],
+)
+"""Of samples that were tokenised before, which no conversation has."""
+_KNOWN = {*_READ, *_OF_TOKENS, *AUDIO_COLUMNS, *SECONDS_COLUMNS, "labels", "attention_mask", "mm_token_type_ids"}
+_KEPT = {*MEDIA_COLUMNS, "id", "sample_id", "length", "label", "labels", "label_ids", "attention_mask", "position_ids"}
+"""The columns that HF Trainer or TRL may leave of a sample whose text they dropped."""
 _NOTES = {"length", "lengths", "index", "idx", "source", "dataset", "split", "attention_mask", "token_type_ids"}
 """Columns that nothing reads and that would change nothing."""
 _PREFERENCE = re.compile(r"(chosen|rejected)(_.*)?|(loss|sample)_(scale|weight)s?")
-"""Names of columns that say how much, or against what, a sample is learnt."""
+"""Names of columns that say how much, or against what, a sample is trained on."""
 _NAMED_MEDIA = re.compile(
     r"(images?|imgs?|pictures?|pics?|photos?|videos?|clips?)(_?(paths?|files?|urls?|bytes|file_?names?|data|base64))?"
 )
@@ -47,15 +64,6 @@ _ENCODED = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")
 """First bytes of encoded images."""
 _GROUNDING = ("<bbox>", "<ref-object>", "<quad>")
 """Places in a text that ms-swift fills from its column `objects`."""
-_KEPT = {*MEDIA_COLUMNS, "id", "sample_id", "length", "label", "labels", "label_ids", "attention_mask", "position_ids"}
-"""The columns that HF Trainer or TRL may leave of a sample whose text they dropped."""
-_OF_TOKENS = (
-    *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"),
-    *("input_features", "feature_attention_mask", "video_second_per_grid"),
-    *("completion_mask", "assistant_masks", "loss_mask"),
-)
-"""Of samples that were tokenised before."""
-_KNOWN = {*_READ, *_OF_TOKENS, "labels", "attention_mask", "mm_token_type_ids", "second_per_grid_ts", *AUDIO_COLUMNS}
 _MANY = 12
 """Columns that are named in an error."""
 
@@ -98,16 +106,12 @@ def check_one_form(forms: Sequence[str], present: Mapping[str, Any], *, has_audi
     if len(forms) > 1:
         raise Refusal("bad_row", f"it has {' and '.join(forms)}, of which one would be read; keep that one")
     if match := next((name for name in _OF_TOKENS if forms and not is_empty(present.get(name))), None):
-        raise Refusal(
-            "bad_row",
-            f"it has {match}, which belongs to input_ids, and {forms[0]}, of which its tokens are made; leave one out",
+        fault = (
+            f"it has {match}, which belongs to input_ids, and {forms[0]}, of which its tokens are made; leave one out"
         )
+        raise Refusal("bad_row", fault)
     if match := next((name for name in AUDIO_COLUMNS if not has_audio and not is_empty(present.get(name))), None):
-        raise Refusal(
-            "bad_row",
-            f"it has {match}, which these models cannot hear; leave the sample out, or the column if its text needs no "
-            "audio",
-        )
+        raise Refusal("bad_row", f"it has {match}, which these models do not take; leave the sample or the column out")
 
 
 def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence[str]) -> tuple[str, ...]:
@@ -127,17 +131,9 @@ def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence
     for name, value in unread.items():
         fault = ""
         if _is_preference(name.lower(), value):
-            fault = "which says what is learnt: preferences and weights are not trained on; leave the column out"
-        elif not has_media and _is_media(name.lower(), value):
-            fault = (
-                "which looks like its image or video, and it has no other; rename it image or images (or video, "
-                "videos), or leave it out if the sample is text"
-            )
-        elif not has_media and _is_audio(name.lower(), value):
-            fault = (
-                "which looks like its audio, and it has no other; rename it audio or audios, or leave the sample out, "
-                "or the column if its text needs no audio"
-            )
+            fault = "which says what is trained on: preferences and weights are not trained on; leave the column out"
+        elif not has_media and (looks := _looks_like(name.lower(), value)):
+            fault = f"which looks like its {looks}, and it has no other; rename it so, or leave it out if it needs none"
         elif name == "objects" and (match := next((x for x in _GROUNDING if any(x in text for text in texts)), None)):
             fault = f"from which ms-swift fills {match!r} in its text; write the boxes and names into the text"
         if fault:
@@ -153,20 +149,16 @@ def _is_preference(name: str, value: Any) -> bool:
     return _PREFERENCE.fullmatch(name) is not None and any(item != 1 for item in values)
 
 
-def _is_media(name: str, value: Any) -> bool:
-    values = value if isinstance(value, list | tuple) else [value]
-    if isinstance(values[0], Image.Image) or _is_stored_image(values[0]):
-        return True
-    if _NAMED_MEDIA.fullmatch(name):
-        return isinstance(values[0], str | bytes | Mapping)
-    return bool(_FILE_COLUMN.fullmatch(name)) and isinstance(values[0], str) and _FILE.fullmatch(values[0]) is not None
-
-
-def _is_audio(name: str, value: Any) -> bool:
+def _looks_like(name: str, value: Any) -> str:
+    """Name the medium that a column seems to hold; "": none."""
     first = value[0] if isinstance(value, list | tuple) else value
-    if _NAMED_AUDIO.fullmatch(name):
-        return isinstance(first, str | bytes | Mapping | float)
-    return bool(_FILE_COLUMN.fullmatch(name)) and isinstance(first, str) and _AUDIO_FILE.fullmatch(first) is not None
+    path = first if _FILE_COLUMN.fullmatch(name) and isinstance(first, str) else ""
+    if isinstance(first, Image.Image) or _is_stored_image(first) or _FILE.fullmatch(path):
+        return "image or video"
+    if _NAMED_MEDIA.fullmatch(name) and isinstance(first, str | bytes | Mapping):
+        return "image or video"
+    is_audio = _NAMED_AUDIO.fullmatch(name) and isinstance(first, str | bytes | Mapping | float)
+    return "audio" if is_audio or _AUDIO_FILE.fullmatch(path) else ""
 
 
 def _is_stored_image(value: Any) -> bool:
@@ -193,7 +185,7 @@ def also_has(feature: Mapping[str, Any]) -> str:
 
 
 def _remedy(feature: Mapping[str, Any]) -> str:
-    if all(name in feature for name in _RECEIPT_COLUMNS):
+    if {"image", "ground_truth"} <= feature.keys():
         return (
             "These are receipts as CORD has them: make a conversation of each with vlmpack.data.to_conversation, or "
             "let open_dataset read them"
@@ -305,8 +297,8 @@ def fill_placeholders(
         )
         raise Refusal(
             "media_count_mismatch",
-            f"the messages have {missing} {kind} placeholder(s) without a source of their own, but the columns hold "
-            f"{len(column)} {kind}(s); {remedy}",
+            f"the messages have {missing} {kind} placeholder(s) without a source, but the columns hold {len(column)} "
+            f"{kind}(s); {remedy}",
         )
     rest = iter(_by_index(column, [part for part, ref in zip(placeholders, refs, strict=True) if ref is None], kind))
     return tuple(_merge(next(rest), part) if ref is None else ref for part, ref in zip(placeholders, refs, strict=True))
@@ -331,7 +323,7 @@ def _by_index(column: tuple[MediaRef, ...], placeholders: Sequence[Mapping[str, 
 
 
 def check_inline_media(texts: Iterable[str]) -> None:
-    """Refuse media that are named inside users' texts: no path in a text is opened, and it would be learnt as words.
+    """Refuse media that are named inside users' texts: no path in a text is opened, and it would become words.
 
     Raises:
         Refusal: `media_in_text`.
@@ -340,13 +332,13 @@ def check_inline_media(texts: Iterable[str]) -> None:
         kind = "image" if match[1] == "img" else match[1]
         raise Refusal(
             "media_in_text",
-            f"the user's text holds {match[0]!r:.80}, a medium by its path as ms-swift and the first Qwen-VL write it; "
-            f"write <{kind}> there and the path into a column {kind}s, or choose markers='text' if it is meant as text",
+            f"the user's text holds {match[0]!r:.80}, the path of a medium; write <{kind}> there and the path into a "
+            f"column {kind}s, or choose markers='text' if it is text",
         )
 
 
 def _check_numbered(messages: Sequence[Mapping[str, Any]], kind: Kind) -> None:
-    """Refuse another library's places of media where these would go in front of the text, and the places be learnt.
+    """Refuse another library's places of media where these would go in front of the text, and the places be trained on.
 
     Raises:
         Refusal: `ambiguous_media`.
@@ -357,8 +349,8 @@ def _check_numbered(messages: Sequence[Mapping[str, Any]], kind: Kind) -> None:
         if match := next((m for m in matches if (m[1] or m[2]).lower().replace("img", "image") == kind), None):
             raise Refusal(
                 "ambiguous_media",
-                f"the user's text holds {match[0]!r}, which is no place of the {kind}(s) in the sample's column here; "
-                f"write <{kind}> for each in its place; where it is meant as text, choose markers='text'",
+                f"the user's text holds {match[0]!r}, which does not place the {kind}(s) of the sample's column; write "
+                f"<{kind}> for each in its place, or choose markers='text' if it is text",
             )
 
 
@@ -366,7 +358,7 @@ def check_markers(texts: Iterable[str], feature: Mapping[str, Any], *, missing: 
     """Refuse markers in users' texts of the kinds of media that are `missing`, though they are places of them.
 
     Raises:
-        Refusal: there is one; it would be learnt as text.
+        Refusal: there is one; it would be trained on as text.
     """
     whole = "\n".join(texts)
     for kind in missing:
@@ -400,10 +392,7 @@ def column_media(present: Mapping[str, Any], kind: Kind) -> tuple[MediaRef, ...]
         value = [value]
     if nothing := next((at for at, item in enumerate(value) if is_empty(item)), None):
         found = "an empty text" if value[nothing] == "" else "None"
-        raise Refusal(
-            f"{kind}_missing",
-            f"{kind} {nothing} of the {len(value)} in its column is {found}; give it, or leave the sample out",
-        )
+        raise Refusal(f"{kind}_missing", f"{kind} {nothing} of the {len(value)} in its column is {found}; give it")
     return tuple(_reference(item, kind) or MediaRef(source=item) for item in value)
 
 
@@ -426,9 +415,8 @@ def _split_at_markers(messages: list[dict[str, Any]], kind: Kind, count: int) ->
     if answers or sum(counts) != count:
         raise Refusal(
             "ambiguous_media",
-            f"the messages hold the text {marker!r} {sum(counts)} time(s), {answers} of them in the assistant's turns, "
-            f"for {count} {kind}(s) of the column, so it is not clear where these go; write one {marker!r} for each "
-            f"outside the assistant's turns, or {{'type': {kind!r}}} parts",
+            f"the messages hold {marker!r} {sum(counts)} time(s), {answers} of them in the assistant's turns, for "
+            f"{count} {kind}(s) of the column; write one {marker!r} for each outside the assistant's turns",
         )
     for n, message in zip(counts, messages, strict=True):
         if n:

@@ -20,14 +20,15 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache, partial
 from numbers import Number
+from operator import index
 from typing import Any, final
 
 import numpy as np
 
-from vlmpack.collate.branches import branch_of
 from vlmpack.collate.columns import (
     KINDS,
     SOURCE_KEYS,
+    TURN_COLUMNS,
     Kind,
     Markers,
     MediaRef,
@@ -60,7 +61,7 @@ ALIASES = {
 }
 """Other names of the same roles. Qwen's templates have no developer, and some leave such a turn out."""
 FLAGS = ("weight", "loss", "loss_scale", "loss_weight", "loss_mask", "train", "training", "trainable")
-"""Keys by which an assistant's turn is learnt or not: of OpenAI, ms-swift, LLaMA-Factory, axolotl and Tinker."""
+"""Keys by which an assistant's turn is trained on or not: of OpenAI, ms-swift, LLaMA-Factory, axolotl and Tinker."""
 SPEAKING = ("tool_calls", "reasoning_content")
 """Keys with which a turn needs no content."""
 _READ_AS_JSON = (
@@ -74,18 +75,16 @@ _PAYLOADS = {
     "audio": ("audio", "audios", "audio_url", "input_audio"),
 }
 """Keys that hold the content of a part, by its kind."""
-_OF_TURNS = ("messages", "conversation", "conversations", PAIRS_COLUMN, "prompt", "completion")
-"""Columns of turns."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One message, and whether it is learnt if it is the assistant's."""
+    """One message, and whether it is trained on if it is the assistant's."""
 
     message: dict[str, Any]
     """Role, content (a string or a list of parts, media parts still with their payload), and what else there is."""
-    learnt: bool = True
+    is_trained: bool = True
     """False: by its own flag it is only read."""
 
 
@@ -99,16 +98,12 @@ def read_turns(value: Any, column: str, marked: Collection[str] = (), *, has_aud
         Refusal: `bad_row`: they are no turns, one of them is empty, or its role or its flag is not known.
     """
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
-        hint = ""
         if isinstance(value, str) and value.lstrip().startswith("["):
-            hint = ", which is JSON text; cast the column (dataset.cast_column(name, datasets.Json())), or parse it"
+            hint = ", which is JSON text; parse it, or cast the column (dataset.cast_column(name, datasets.Json()))"
         elif isinstance(value, np.ndarray):
             hint = ", as pandas and a numpy format give rows; give lists (dataset.with_format(None), value.tolist())"
-        elif isinstance(value, Mapping):
-            hint = (
-                " of lists, as datasets.Sequence stores turns; give a list of turns: [dict(zip(x, turn)) for turn in "
-                "zip(*x.values())]"
-            )
+        else:
+            hint = " of lists, as datasets.Sequence stores turns; zip them" if isinstance(value, Mapping) else ""
         raise Refusal("bad_row", f"{column} must be a non-empty list of messages, got {short(value)}{hint}")
     if column == PAIRS_COLUMN:
         value = [turn for at, pair in enumerate(value) for turn in _pair(pair, f"{column}[{at}]")]
@@ -130,10 +125,8 @@ def with_system(turns: list[Turn], system: Any) -> list[Turn]:
     if not system.strip() or system.strip() in systems:
         return turns
     if systems:
-        raise Refusal(
-            "bad_row",
-            f"the column system says {system[:40]!r} and the system message {systems[0][:40]!r}; keep one of them",
-        )
+        fault = f"the column system says {system[:40]!r} and the system message {systems[0][:40]!r}; keep one of them"
+        raise Refusal("bad_row", fault)
     return [Turn(message={"role": "system", "content": system}), *turns]
 
 
@@ -168,7 +161,7 @@ def _turn(message: Any, where: str, *, has_audio: bool) -> Turn:
         raise Refusal("bad_row", f"{fault}{_READ_AS_JSON if isinstance(content, Number) else ''}")
     _check_no_payload(message, where, but=())
     rest = {key: value for key, value in message.items() if value is not None and key not in FLAGS}
-    return Turn(message={**rest, "content": content}, learnt=_learnt(message, message["role"], where))
+    return Turn(message={**rest, "content": content}, is_trained=_is_trained(message, message["role"], where))
 
 
 def _pair(pair: Any, where: str) -> list[dict[str, Any]]:
@@ -183,11 +176,8 @@ def _no_content(message: Mapping[str, Any], where: str) -> str:
     """An answer may be all tool calls or thoughts; any other turn without a content would be an empty one."""
     if any(not is_empty(message.get(key)) for key in SPEAKING):
         return ""
-    raise Refusal(
-        "bad_row",
-        f"{where} ({message['role']}) has no content, and would be an empty turn; it has the keys {_keys(message)}: "
-        "write what it says under 'content', or leave the turn out",
-    )
+    fault = f"{where} ({message['role']}) has no content; it has the keys {_keys(message)}: write what it says there"
+    raise Refusal("bad_row", fault)
 
 
 def _part(part: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
@@ -247,7 +237,7 @@ def _qwen_turn(turn: Any, where: str, marked: Collection[str]) -> Turn:
     content = turn["value"] if _canonical(role) == "assistant" else _split_markers(turn["value"], marked)
     read = ("from", "value", *FLAGS)
     rest = {key: value for key, value in turn.items() if key not in read and not is_empty(value)}
-    return Turn(message={**rest, "role": role, "content": content}, learnt=_learnt(turn, role, where))
+    return Turn(message={**rest, "role": role, "content": content}, is_trained=_is_trained(turn, role, where))
 
 
 def _split_markers(text: str, kinds: Collection[str]) -> str | list[dict[str, Any]]:
@@ -287,7 +277,7 @@ def _with_call(turns: list[Turn], turn: Turn) -> list[Turn]:
     parts = [] if isinstance(message["content"], str) else message["content"]
     if medium := next((part["type"] for part in parts if part["type"] != "text"), None):
         raise Refusal("bad_row", f"it has a function call with a part of type {medium!r}; a call is JSON text alone")
-    is_more = before is not None and before.message["role"] == "assistant" and before.learnt == turn.learnt
+    is_more = before is not None and before.message["role"] == "assistant" and before.is_trained == turn.is_trained
     is_more = is_more and message.keys() == {"role", "content"}
     try:
         calls = calls_in(text_of(message))
@@ -312,17 +302,14 @@ def _did_you_mean(role: str) -> str:
 # ---------------------------------------------------------------------- flags of turns
 
 
-def _learnt(message: Mapping[str, Any], role: str, where: str) -> bool:
-    """Read the flags of an answer; a turn without any is learnt, and no other turn is."""
+def _is_trained(message: Mapping[str, Any], role: str, where: str) -> bool:
+    """Read the flags of an answer; a turn without any is trained on, and no other turn is."""
     if _canonical(role) != "assistant":
         return True
     flags = {name: message[name] for name in FLAGS if message.get(name) is not None}
     for name, value in flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
-            raise Refusal(
-                "bad_row",
-                f"{where}.{name} is {value!r}; it says whether the turn is learnt, so it must be true or false, 1 or 0",
-            )
+            raise Refusal("bad_row", f"{where}.{name} is {value!r}; a flag of a turn is true or false, 1 or 0")
     if len({bool(value) for value in flags.values()}) > 1:
         raise Refusal("bad_row", f"{where} has {flags}, which contradict each other; keep one of them")
     return all(flags.values())
@@ -353,7 +340,7 @@ class Conversation:
     plain: tuple[str, str] | None = None
     """(prompt, completion) as strings, to be used without a chat template; `messages` is empty then."""
     trained_turns: tuple[bool, ...] | None = None
-    """True if each of the assistant's turns is learnt; None: all of them are."""
+    """True if each of the assistant's turns is trained on; None: all of them are."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments for the chat template: tools, and what `chat_template_kwargs` holds."""
 
@@ -392,7 +379,7 @@ def read_conversation(
     Args:
         feature: the sample's columns.
         has_vision: whether the model has; to one that has not, `<image>` in a user's text is text.
-        has_audio: whether the model hears; to one that does not, audio is refused.
+        has_audio: whether the model takes audio; other models refuse it.
         markers: whether it is text to the others, or the place of an image: see `marked_kinds`.
         ignored_keys: keys of messages and their parts that are left out.
 
@@ -403,17 +390,13 @@ def read_conversation(
     """
     present = {name: value for name, value in feature.items() if value is not None}
     if ignored_keys:
-        present |= {name: _without_keys(present[name], ignored_keys) for name in _OF_TURNS if name in present}
+        present |= {name: _without_keys(present[name], ignored_keys) for name in TURN_COLUMNS if name in present}
     if has_vision and markers != "text":
         check_inline_media(_raw_questions(present))
     marked = marked_kinds(feature, markers if has_vision else "text")
     conversation = _read(present, feature, marked, has_audio=has_audio)
     media = _media_of(conversation)
-    check_markers(
-        _questions(conversation),
-        feature,
-        missing=[kind for kind in marked if not media[kind]],
-    )
+    check_markers(_questions(conversation), feature, missing=[kind for kind in marked if not media[kind]])
     turn = present.get(BRANCH_COLUMN)
     return conversation if turn is None else branch_of(conversation, turn)
 
@@ -438,23 +421,23 @@ def check_answered(conversation: Conversation) -> None:
     """Refuse a conversation that would teach the end of a turn alone; an empty answer beside one with text is kept.
 
     Raises:
-        Refusal: `no_targets`: no answer that is learnt has more than blanks, a tool call or a thought in it.
+        Refusal: `no_targets`: no answer that is trained on has more than blanks, a tool call or a thought in it.
     """
     if conversation.plain is not None:
         texts, which = [conversation.plain[1]], "its completion is"
     else:
         answers = [message for message in conversation.messages if message["role"] == "assistant"]
         flags = conversation.trained_turns or (True,) * len(answers)
-        learnt = [message for message, flag in zip(answers, flags, strict=True) if flag]
-        if any(not is_empty(message.get(key)) for message in learnt for key in SPEAKING):
+        trained = [message for message, flag in zip(answers, flags, strict=True) if flag]
+        if any(not is_empty(message.get(key)) for message in trained for key in SPEAKING):
             return
-        texts = [text_of(message) for message in learnt]
-        which = "its answer is" if len(texts) == 1 else f"all {len(texts)} answers that it would learn are"
+        texts = [text_of(message) for message in trained]
+        which = "its answer is" if len(texts) == 1 else f"all its {len(texts)} answers are"
     if texts and not any(text.strip() for text in texts):
         raise Refusal(
             "no_targets",
-            f"{which} empty ({texts[-1]!r:.40}), so the end of a turn alone would be learnt; it needs an assistant "
-            "turn or a completion with text in it, or train_on='all': write the answer, or leave the sample out",
+            f"{which} empty ({texts[-1]!r:.40}), so only the end of a turn would be trained on; write the answer, "
+            "leave the sample out, or choose train_on='all'",
         )
 
 
@@ -523,17 +506,15 @@ def _conversation(turns: list[Turn], present: Mapping[str, Any], marked: Collect
     if "system" in present:
         turns = with_system(turns, present["system"])
     messages = [turn.message for turn in turns]
-    videos = fill_placeholders(messages, present, "video", is_marked="video" in marked)
-    images = fill_placeholders(messages, present, "image", is_marked="image" in marked)
-    audios = fill_placeholders(messages, present, "audio", is_marked="audio" in marked)
-    learnt = tuple(turn.learnt for turn in turns if turn.message["role"] == "assistant")
+    media = {
+        f"{k}s": fill_placeholders(messages, present, k, is_marked=k in marked) for k in ("video", "image", "audio")
+    }
+    trained = tuple(turn.is_trained for turn in turns if turn.message["role"] == "assistant")
     return Conversation(
         messages=tuple(map(_for_template, messages)),
-        images=images,
-        videos=videos,
-        audios=audios,
-        trained_turns=None if all(learnt) else learnt,
+        trained_turns=None if all(trained) else trained,
         template_options=_template_options(present),
+        **media,
     )
 
 
@@ -544,19 +525,14 @@ def _prompt_and_completion(present: Mapping[str, Any], marked: Collection[Kind],
     if isinstance(prompt, str):
         return _plain(prompt, completion, present)
     read = partial(read_turns, marked=marked, has_audio=has_audio)
-    prompt_turns = [replace(turn, learnt=False) for turn in read(prompt, "prompt")]
+    prompt_turns = [replace(turn, is_trained=False) for turn in read(prompt, "prompt")]
     return _conversation([*prompt_turns, *read(completion, "completion")], present, marked)
 
 
 def _plain(prompt: str, completion: str, present: Mapping[str, Any]) -> Conversation:
     if present.get("system"):
-        raise Refusal(
-            "bad_row",
-            f"it has a column system, {short(present['system'])}, which has no place in plain strings; write it into "
-            "the prompt, or give prompt and completion as lists of messages",
-        )
-    images, videos, audios = (column_media(present, kind) for kind in ("image", "video", "audio"))
-    return Conversation(plain=(prompt, completion), images=images, videos=videos, audios=audios)
+        raise Refusal("bad_row", f"it has a column system, {short(present['system'])}; write it into the prompt")
+    return Conversation(plain=(prompt, completion), **{f"{kind}s": column_media(present, kind) for kind in KINDS})
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -577,3 +553,71 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
         except ValueError as error:
             raise Refusal("bad_row", f"it has {error}; write them as an object") from error
     return written
+
+
+# ---------------------------------------------------------------------- one question of a conversation
+
+
+Parts = list[tuple[Mapping[str, Any], MediaRef | None]]
+"""Parts of a message, with the medium that each stands for."""
+
+
+def branch_of(conversation: Conversation, turn: Any) -> Conversation:
+    """Return the conversation of one question and its answer, after the system messages.
+
+        conversation     system   user: image, Q0   A0   user: Q1   A1   user: image 2, Q2   A2
+        branch 0         system   user: image, Q0   A0
+        branch 1         system   user: image, Q1   A1
+        branch 2         system   user: image, image 2, Q2   A2
+
+    Answers do not see each other. The first question stays as it is written; its images stand in front of every other
+    one.
+
+    Args:
+        conversation: of system messages, then questions and answers in turn.
+        turn: number of the question, from 0.
+
+    Raises:
+        Refusal: `bad_row`: the conversation is of another form, or has no such question.
+    """
+    roles = [message["role"] for message in conversation.messages]
+    first = next((at for at, role in enumerate(roles) if role != "system"), len(roles))
+    pairs, rest = divmod(len(roles) - first, 2)
+    if rest or roles[first:] != ["user", "assistant"] * pairs:
+        raise Refusal(
+            "bad_row",
+            f"it has the column {BRANCH_COLUMN}, but its turns are {', '.join(roles) or 'plain strings'}: only "
+            "questions and answers in turn, after system messages, can be told apart; open the data set with "
+            "branches='conversation', or leave the sample out",
+        )
+    try:
+        number = index(turn)
+    except TypeError:
+        number = -1
+    if not 0 <= number < pairs:
+        raise Refusal("bad_row", f"its {BRANCH_COLUMN} is {turn!r}, but it has {pairs} questions, counted from 0")
+    refs = {kind: iter(media) for kind, media in _media_of(conversation).items()}
+    parts: list[Parts] = []
+    for message in conversation.messages:
+        content = message["content"]
+        pieces = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        parts.append([(part, next(refs[part["type"]]) if part["type"] in refs else None) for part in pieces])
+    question = first + 2 * number
+    if number:
+        parts[question] = [part for part in parts[first] if part[1] is not None] + parts[question]
+    kept = [*range(first), question, question + 1]
+    taken = [part for at in kept for part in parts[at]]
+    flags = conversation.trained_turns
+    return replace(
+        conversation,
+        messages=tuple(_message(conversation.messages[at], parts[at]) for at in kept),
+        trained_turns=None if flags is None else (flags[number],),
+        **{f"{kind}s": tuple(ref for part, ref in taken if ref is not None and part["type"] == kind) for kind in KINDS},
+    )
+
+
+def _message(message: Mapping[str, Any], parts: Parts) -> Mapping[str, Any]:
+    """The message with these parts; a text stays a text."""
+    if isinstance(message["content"], str) and all(ref is None for _, ref in parts):
+        return message
+    return {**message, "content": [part for part, _ in parts]}

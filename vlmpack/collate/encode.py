@@ -1,21 +1,36 @@
-"""One sample of any accepted shape → token ids, labels and patches, with the user's own processor."""
+"""One sample of any accepted shape → token ids, labels and tensors, with the user's own processor: `Encoder`.
+
+    template    <start_of_turn>user\n <boi> What is it?<end_of_turn>\n<start_of_turn>model\nA cat<end_of_turn>\n
+    expanded    <start_of_turn>user\n \n\n<boi><image><eoi>\n\n What is it?<end_of_turn>...
+    tokens      the expanded text's, each placeholder repeated as often as its image needs
+    labels      tokens of the answers and of what ends them, and never those of an image
+
+The chat template and the tokenizer are called as `apply_chat_template(tokenize=True)` calls them, and each image is
+written as `replace_image_token` writes it; of each run of placeholders one is tokenised, and then repeated. Images go
+through the processor one by one, so that each may have a size of its own; before the first one the result is compared
+with one call of the whole processor for a sample of two images, token by token and value by value.
+
+Answers are found in the ids where the template writes ChatML (`<|im_start|>assistant`), else in the template's text.
+"""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, final
 
 import numpy as np
+import torch
+from PIL import Image
 
-from vlmpack.collate.assemble import filler
 from vlmpack.collate.audio import AudioReader
-from vlmpack.collate.by_processor import ProcessorEncoder
-from vlmpack.collate.chat_template import AnswerEnd, ChatTemplate, check_characters
-from vlmpack.collate.columns import Kind, Markers, MediaRef, check_unread
+from vlmpack.collate.chat_template import AnswerEnd, ChatTemplate, Span, check_characters
+from vlmpack.collate.columns import Kind, Markers, check_unread
 from vlmpack.collate.conversation import Conversation, check_answered, read_conversation, unplaced_marker
 from vlmpack.collate.encoded import (
     Encoded,
@@ -23,40 +38,85 @@ from vlmpack.collate.encoded import (
     Visual,
     assistant_spans,
     check_sample,
-    make_labels,
+    mask_media,
     tokens_of,
 )
-from vlmpack.collate.media import BatchMedia, MediaReader
-from vlmpack.collate.processor_images import ProcessorImages
+from vlmpack.collate.media import BatchMedia, MediaReader, trial_image
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
-from vlmpack.collate.tokenised import check_expert_types, read_tokenised, token_types
-from vlmpack.collate.video_file import DEFAULT_RULES, FileRules
+from vlmpack.collate.tokenised import read_tokenised, token_types
+from vlmpack.collate.video import DEFAULT_RULES, FileRules
 from vlmpack.data.images import ImageLimits
-from vlmpack.errors import Refusal
+from vlmpack.errors import FamilyError, Refusal
+from vlmpack.families.registry import family_of_processor
+from vlmpack.layout.row import IGNORE
 
-Hearing = Callable[[Sequence[MediaRef]], tuple[Visual, ...]]
-"""The audios of a sample, to their frames or their tokens."""
+TOKEN_NAMES = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "labels")
+"""Outputs of a processor with an entry for each token; all others are an image's."""
+_TRIAL = ((120, 90), (70, 260))
+"""Heights and widths of the images of the trial sample."""
+_SMALLEST = (64, 64)
+"""Height and width of the image in a batch without samples."""
+_TILED = (800, 1100)
+"""Width and height of an image that is cut into tiles."""
+_NUMBERS = re.compile(r"\d+")
+
+Visuals = Mapping[Kind, Sequence[Visual]]
+"""The media of a sample by kind, each in the order of their placeholders."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """The n tokens of a text in which media are expanded, to one placeholder a run."""
+
+    ids: np.ndarray
+    """int64 [n]."""
+    text: str
+    """The expanded text."""
+    starts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """int64 [n]: first character of each in it; one without any stands where the last one ended. Empty: not needed."""
+    stops: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """int64 [n]: the character after its last. Empty: not needed."""
+    media: tuple[Span, ...] = ()
+    """Characters of each medium in it."""
+    places: tuple[Span, ...] = ()
+    """Characters of each medium's placeholder in the text before."""
+
+    def moved(self, at: int) -> int:
+        """Return the place in the expanded text of a character of the text before."""
+        gained = [0, *(medium[1] - place[1] for medium, place in zip(self.media, self.places, strict=True))]
+        return at + gained[bisect_right([stop for _, stop in self.places], at)]
+
+    def between(self, span: Span) -> slice:
+        """The tokens of these characters of the expanded text, those that reach into them included."""
+        start = int(np.searchsorted(self.stops, span[0], side="right"))
+        return slice(start, max(start, int(np.searchsorted(self.starts, span[1]))))
+
+    def followed_by(self, other: Tokens) -> Tokens:
+        """These tokens and those of a text without media behind them."""
+        gap = len(self.text)
+        return replace(
+            self,
+            ids=np.concatenate((self.ids, other.ids)),
+            starts=np.concatenate((self.starts, other.starts + gap)),
+            stops=np.concatenate((self.stops, other.stops + gap)),
+            text=self.text + other.text,
+        )
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """Samples → `Encoded`.
-
-    The text comes from the processor's chat template and tokenizer, the patches from its image processor, and the
-    placeholders are written as the processor writes them; the result equals `processor(text=..., images=...)`. The
-    processor is not called as a whole, because it resizes all images of a call or none, needs torchvision for videos,
-    and tokenises thousands of placeholders as text.
-    """
+    """Samples → `Encoded`: the ids and tensors that `processor(text=..., images=...)` gives."""
 
     processor: Any
-    """The Qwen processor."""
+    """The processor, or the tokenizer of a text model."""
     metadata: ProcessorMetadata
-    """The metadata of it."""
+    """Its metadata."""
     limits: ImageLimits
     """Caps for images and frames."""
     train_on: TrainOn
-    """Which tokens are learnt."""
+    """Which tokens are trained on."""
     markers: Markers = "auto"
     """The meaning of `<image>` and `<video>` in a text."""
     name_unread: Callable[[Iterable[str]], Collection[str]] | None = None
@@ -73,14 +133,22 @@ class Encoder:
     """Keys of messages and their parts that are left out."""
 
     def encode(self, feature: Any, batch: BatchMedia | None = None) -> Encoded:
-        """Encode and check one sample; media that the batch has already are not cut again.
+        """Encode and check one sample; media that the batch has already are not processed again.
 
         Raises:
             Refusal: the sample cannot be used.
             ConfigError: no sample can be used with this processor.
         """
-        cut = partial(self.media.cut_each, batch=batch, max_tokens=self.max_length)
-        return self._encode(feature, cut, lambda refs: self._audio.cut_each(refs))
+
+        def load(conversation: Conversation) -> Visuals:
+            options = {"batch": batch, "max_tokens": self.max_length}
+            return {
+                "image": self.media.load_each(conversation.images, kind="image", **options),
+                "video": self.media.load_each(conversation.videos, kind="video", **options),
+                "audio": self._audio.load_each(conversation.audios),
+            }
+
+        return self._encode(feature, load)
 
     def measure(self, feature: Any, *, estimate: bool = False) -> Encoded:
         """The same without pixels, which are left where they are: images and videos are only measured, or estimated.
@@ -89,8 +157,15 @@ class Encoder:
             Refusal: the sample cannot be used, as far as can be seen without decoding its media.
             ConfigError: no sample can be used, or images cannot be measured, with this processor.
         """
-        measure = partial(self.media.measure_each, estimate=estimate)
-        return self._encode(feature, measure, lambda refs: self._audio.measure_each(refs))
+
+        def measure(conversation: Conversation) -> Visuals:
+            return {
+                "image": self.media.measure_each(conversation.images, kind="image", estimate=estimate),
+                "video": self.media.measure_each(conversation.videos, kind="video"),
+                "audio": self._audio.measure_each(conversation.audios),
+            }
+
+        return self._encode(feature, measure)
 
     def decode(self, sample: Encoded, batch: BatchMedia | None = None) -> Encoded:
         """A sample that was only measured, with the values of all its media.
@@ -101,17 +176,56 @@ class Encoder:
         decoded = self.media.decode(sample, batch)
         return self._audio.decode(decoded) if decoded.audios else decoded
 
-    def _encode(self, feature: Any, read: Callable[..., tuple[Visual, ...]], hear: Hearing) -> Encoded:
+    @cached_property
+    def media(self) -> MediaReader:
+        """Reads images and videos, measured ones included."""
+        return MediaReader(
+            processor=self.processor, metadata=self.metadata, limits=self.limits, file_rules=self.file_rules
+        )
+
+    @cached_property
+    def filler(self) -> Encoded:
+        """The sample of a batch without samples: a small black image, or one token of text; no targets.
+
+        A rank without a step would block the others in the next collective; with this sample it runs forward and
+        backward through every part of the model, with a loss of 0.
+        """
+        metadata = self.metadata
+        if not metadata.has_vision:
+            return self._encoded(np.array([metadata.pad_token_id], np.int64), [], {})
+        if metadata.by_processor:
+            images = self.media.process([Image.new("RGB", _SMALLEST)])
+            ids = self._tokenise(self._laid_out(metadata.image_token, 1), {"image": images}).ids
+        else:
+            merge = metadata.merge_size
+            images = (Visual(pixels=torch.zeros(merge * merge, metadata.patch_dim), grid=(1, merge, merge)),)
+            ids = np.array([metadata.vision_start_id, metadata.image_token_id, metadata.vision_end_id], np.int64)
+        return self._encoded(ids, [], {"image": images})
+
+    @cached_property
+    def _audio(self) -> AudioReader:
+        return AudioReader(processor=self.processor, metadata=self.metadata)
+
+    @cached_property
+    def _answer_end(self) -> AnswerEnd:
+        return AnswerEnd(token=self.add_stop, is_first=self.is_first)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(
+            processor=self.processor,
+            takes_parts=self.metadata.has_vision,
+            special_tokens=self.metadata.special_tokens,
+        )
+
+    # ------------------------------------------------------------------ a sample
+
+    def _encode(self, feature: Any, read: Callable[[Conversation], Visuals]) -> Encoded:
         if not isinstance(feature, Mapping):
             raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
         if feature.get("input_ids") is not None:
-            if self.metadata.by_processor:
-                self._by_processor.check_not_tokenised()
-            sample = read_tokenised(feature, self.metadata, train_on=self.train_on)
-            if self.metadata.has_audio:
-                sample = replace(sample, audios=self._audio.read_tokenised(feature))
-            has_media = bool(sample.images or sample.videos or sample.audios)
-            self._check_unread(self._without_expert_types(feature, sample), has_media=has_media, texts=())
+            sample, texts = self._tokenised(feature), ()  # kinds of its tokens for experts are made anew
+            feature = {name: value for name, value in feature.items() if name != self._expert_types}
         else:
             conversation = read_conversation(
                 feature,
@@ -123,28 +237,25 @@ class Encoder:
             if self.train_on != "all":
                 check_answered(conversation)
             self._warn_of_markers(conversation, feature)
-            has_media = bool(conversation.images or conversation.videos or conversation.audios)
-            self._check_unread(feature, has_media=has_media, texts=conversation.plain or tuple(conversation.texts()))
-            sample = self._encode_conversation(conversation, read, hear)
-        check_sample(sample, self.metadata)
-        return sample
-
-    def _without_expert_types(self, feature: Mapping[str, Any], sample: Encoded) -> Mapping[str, Any]:
-        """The columns of a tokenised sample without the kinds of tokens for experts, which are compared and made anew.
-
-        Raises:
-            Refusal: they are not those of its ids.
-        """
-        name = self._by_processor.expert_types if self.metadata.by_processor else None
-        if name is None or feature.get(name) is None:
-            return feature
-        check_expert_types(feature, name, self.processor.create_moe_mm_token_type_ids(sample.input_ids))
-        return {column: value for column, value in feature.items() if column != name}
-
-    def _check_unread(self, feature: Mapping[str, Any], *, has_media: bool, texts: Sequence[str]) -> None:
+            sample, texts = None, conversation.plain or tuple(conversation.texts())
+        media = conversation if sample is None else sample
+        has_media = bool(media.images or media.videos or media.audios)
         columns = check_unread(feature, has_media=has_media or not self.metadata.has_vision, texts=texts)
         if columns and self.name_unread is not None and (new := self.name_unread(columns)):
             warnings.warn(f"samples have columns that nothing reads: {', '.join(new)}; this is said once", stacklevel=2)
+        if sample is None:
+            sample = self._encode_conversation(conversation, read)
+        check_sample(sample, self.metadata)
+        return sample
+
+    def _tokenised(self, feature: Mapping[str, Any]) -> Encoded:
+        """A sample of token ids."""
+        if self._columns:
+            raise Refusal("bad_row", f"it has input_ids, but {self._is_of_prefix}, and images", of_all=True)
+        sample = read_tokenised(feature, self.metadata, train_on=self.train_on)
+        if self.metadata.has_audio:
+            sample = replace(sample, audios=self._audio.read_tokenised(feature))
+        return sample
 
     def _warn_of_markers(self, conversation: Conversation, feature: Mapping[str, Any]) -> None:
         """Warn once of a marker that is read as text, though the column of its medium may have been lost."""
@@ -159,92 +270,278 @@ class Encoder:
                 stacklevel=2,
             )
 
-    def _encode_conversation(
-        self, conversation: Conversation, read: Callable[..., tuple[Visual, ...]], hear: Hearing
-    ) -> Encoded:
+    def _encode_conversation(self, conversation: Conversation, read: Callable[[Conversation], Visuals]) -> Encoded:
         self._check_texts(conversation)
-        if (conversation.images or conversation.videos) and not self.metadata.has_vision:
-            raise Refusal(
-                "no_vision",
-                f"it has {len(conversation.images)} image(s) and {len(conversation.videos)} video(s), but a tokenizer "
-                "reads text only; give VLMCollator the processor of a vision-language model, or leave them out",
-            )
-        if conversation.videos and self.metadata.has_audio:
+        num_images, num_videos = len(conversation.images), len(conversation.videos)
+        if (num_images or num_videos) and not self.metadata.has_vision:
+            seen = f"it has {num_images} image(s) and {num_videos} video(s), but a tokenizer reads text only"
+            raise Refusal("no_vision", f"{seen}; give VLMCollator the processor of a vision-language model")
+        if num_videos and self.metadata.has_audio:
             raise Refusal(
                 "no_video",
-                f"it has {len(conversation.videos)} video(s), whose sizes and times a {type(self.processor).__name__} "
+                f"it has {num_videos} video(s), whose sizes and times a {type(self.processor).__name__} "
                 "sets by rules of its own, which need torchvision: tokenise such samples with the processor itself "
                 "(input_ids, labels, pixel_values_videos, ...), or give frames as images",
             )
-        images, videos = read(conversation.images, kind="image"), read(conversation.videos, kind="video")
-        audios = hear(conversation.audios)
-        if conversation.plain:
-            prompt, completion = conversation.plain
-            conversation = replace(conversation, plain=(self._marked(prompt, images, videos, audios), completion))
-        if self.metadata.by_processor:
-            return self._by_processor.encode(conversation, images)
-        if conversation.plain:
-            ids, spans = self._plain(conversation.plain, images, videos, audios)
-        else:
-            ids, spans = self._chat(conversation, images, videos, audios)
+        media = read(conversation)
+        if media["image"]:
+            assert self._is_confirmed
+        encode = self._plain if conversation.plain else self._chat
+        return encode(conversation, media)
+
+    def _chat(self, conversation: Conversation, media: Visuals) -> Encoded:
+        if self._columns:
+            raise Refusal("template_error", f"it is a conversation, but {self._is_of_prefix}", of_all=True)
+        text = self._template.render(conversation)
+        if not self.metadata.by_processor:
+            tokens = self._tokenise(text + self._answer_end.of(conversation, text, self._template), media)
+            return self._encoded(tokens.ids, self._spans(tokens.ids, conversation), media)
+        flags = conversation.trained_turns
+        answers = [] if self.train_on == "all" else self._template.answers(conversation, text)
+        answers = [span for at, span in enumerate(answers) if flags is None or flags[at]]
+        if end := self._answer_end.of(conversation, text, self._template, None if self.train_on == "all" else answers):
+            text += end
+            answers[-1:] = [(start, len(text)) for start, _ in answers[-1:]]
+        tokens = self._tokenise(self._laid_out(text, len(media["image"]), is_chat=True), media)
+        around = self._around_media(tokens)
+        sample = self._encoded(tokens.ids, [self._answer(tokens, span) for span in answers], media, around=around)
+        if self.max_length is None or sample.num_tokens <= self.max_length:
+            return sample
+        ends = [tokens.between((0, tokens.moved(end))).stop for end in self._template.ends(conversation, text)]
+        return replace(sample, cuts=tuple(sorted({*ends, *_sides(around)})))
+
+    def _plain(self, conversation: Conversation, media: Visuals) -> Encoded:
+        """Tokenise prompt and completion apart, as generation will do it; the completion and its end are the target."""
+        assert conversation.plain is not None
+        prompt, completion = self._marked(conversation.plain[0], media), conversation.plain[1]
+        if self._columns and not media["image"]:
+            name = type(self.processor).__name__
+            raise Refusal("bad_row", f"a {name} writes no prompt without an image, and it has none; leave it out")
+        if not completion.rstrip().endswith(self.metadata.eos_token):
+            completion += self.metadata.eos_token
+        before = self._tokenise(self._laid_out(prompt, len(media["image"])), media)
+        tokens = before.followed_by(self._tokenise(completion, {}, is_continued=True))
+        around, count = self._around_media(tokens), len(before.ids)
+        sample = self._encoded(tokens.ids, [slice(count, None)], media, around=around, prefix=count)
+        return replace(sample, cuts=tuple(_sides(around))) if self.metadata.by_processor else sample
+
+    def _encoded(
+        self,
+        ids: np.ndarray,
+        answers: Sequence[slice],
+        media: Visuals,
+        *,
+        around: Sequence[slice] = (),
+        prefix: int | None = None,
+    ) -> Encoded:
+        """Label a sample: its answers, or everything, but for media, the tokens `around` them and the first token.
+
+        `prefix`: tokens of the prompt; None: all of them.
+        """
+        labels = ids.copy() if self.train_on == "all" else np.full_like(ids, IGNORE)
+        for answer in answers:
+            labels[answer] = ids[answer]
+        for medium in around:
+            labels[medium] = IGNORE
+        types = np.arange(len(ids)) >= (len(ids) if prefix is None else prefix)
         return Encoded(
             input_ids=ids,
-            labels=make_labels(ids, self.metadata, spans=None if self.train_on == "all" else spans),
+            labels=mask_media(labels, ids, self.metadata),
             types=token_types(ids, self.metadata),
-            images=images,
-            videos=videos,
-            audios=audios,
+            images=tuple(media.get("image", ())),
+            videos=tuple(media.get("video", ())),
+            audios=tuple(media.get("audio", ())),
+            columns=dict.fromkeys(self._columns, types.astype(np.int64)),
         )
 
-    @cached_property
-    def _audio(self) -> AudioReader:
-        """Reads audio."""
-        return AudioReader(processor=self.processor, metadata=self.metadata)
+    # ------------------------------------------------------------------ answers
+
+    def _spans(self, ids: np.ndarray, conversation: Conversation) -> list[slice]:
+        """The tokens of ChatML's answers that are trained on."""
+        if self.train_on == "all":
+            return []
+        spans = assistant_spans(ids, self.metadata)
+        count = sum(message["role"] == "assistant" for message in conversation.messages)
+        if len(spans) != count:
+            raise Refusal(
+                "turn_mismatch",
+                f"the chat template wrote {len(spans) or 'no'} '<|im_start|>assistant' turns for {count} assistant "
+                "messages, so it is not known which tokens to learn; use a ChatML template (every Qwen-VL has one), "
+                "train_on='all', prompt and completion as strings, or tokenised samples with labels",
+                of_all=not spans,
+            )
+        flags = conversation.trained_turns or (True,) * count
+        return [slice(*span) for span, is_trained in zip(spans, flags, strict=True) if is_trained]
+
+    def _answer(self, tokens: Tokens, span: Span) -> slice:
+        """The tokens of an answer in the template's text.
+
+        One that reaches into it from the header counts if it holds no more than blanks of the header, or if the
+        template marks the answer itself: as transformers does. One that reaches out of it counts if it holds no more
+        than blanks of what follows: of LLaVA's "4 USER:" the token " US" does not.
+        """
+        start, stop = tokens.moved(span[0]), tokens.moved(span[1])
+        hit = tokens.between((start, stop))
+        if hit.start == hit.stop:
+            return hit
+        before = tokens.text[tokens.starts[hit.start] : start].strip(" ")
+        behind = tokens.text[stop : tokens.stops[hit.stop - 1]].strip()
+        return slice(hit.start + bool(before and not self._template.marks_answers), hit.stop - bool(behind))
+
+    def _around_media(self, tokens: Tokens) -> list[slice]:
+        """The tokens of each medium, those that the template writes around it included; ChatML needs them not."""
+        if not self.metadata.by_processor:
+            return []
+        ids, (start, end), slices = tokens.ids.tolist(), self._borders, []
+        for span in tokens.media:
+            hit = tokens.between(span)
+            before, after = max(hit.start - len(start), 0), hit.stop + len(end)
+            slices.append(
+                slice(
+                    before if ids[before : hit.start] == start else hit.start,
+                    after if ids[hit.stop : after] == end else hit.stop,
+                )
+            )
+        return slices
 
     @cached_property
-    def media(self) -> MediaReader | ProcessorImages:
-        """Reads images and videos, measured ones included."""
+    def _borders(self) -> tuple[list[int], list[int]]:
+        """Ids of what templates write before and after an image."""
+        tokenizer, metadata = parts_of(self.processor).tokenizer, self.metadata
+        start, end = (
+            tokenizer.encode(text, add_special_tokens=False) for text in (metadata.vision_start, metadata.vision_end)
+        )
+        return start, end
+
+    # ------------------------------------------------------------------ tokens
+
+    def _tokenise(self, text: str, media: Visuals, *, is_continued: bool = False) -> Tokens:
+        """Expand the placeholders of a text, tokenise it, and repeat each placeholder as often as its medium needs.
+
+        Args:
+            text: with one placeholder a medium.
+            media: in their order.
+            is_continued: true of a text that follows another one, which gets no beginning of its own.
+
+        Raises:
+            Refusal: it has another number of placeholders (`placeholder_mismatch`), or half a character (`bad_text`).
+        """
+        check_characters(text)
+        expanded, places, spans = self._expand(text, media)
+        tokenizer = parts_of(self.processor).tokenizer
+        begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        options = {"add_special_tokens": False} if begins or is_continued else self._text_options
+        out = tokenizer(expanded, return_offsets_mapping=self.metadata.by_processor, **options)
+        ids = np.asarray(out["input_ids"], np.int64)
+        repeats = self._repeats(ids, media)
+        columns = {"ids": ids}
         if self.metadata.by_processor:
-            return self._by_processor.images
-        parts = parts_of(self.processor)
-        return MediaReader(
-            image_processor=parts.image_processor,
-            video_processor=parts.video_processor,
-            metadata=self.metadata,
-            limits=self.limits,
-            file_rules=self.file_rules,
+            offsets = np.array(out["offset_mapping"], np.int64).reshape(-1, 2)
+            is_empty = offsets[:, 0] >= offsets[:, 1]
+            ended = np.maximum.accumulate(np.where(is_empty, 0, offsets[:, 1]))
+            columns |= {"starts": np.where(is_empty, ended, offsets[:, 0])}
+            columns |= {"stops": np.where(is_empty, ended, offsets[:, 1])}
+        repeated = {name: np.repeat(column, repeats) for name, column in columns.items()}
+        return Tokens(**repeated, text=expanded, media=spans, places=places)
+
+    def _repeats(self, ids: np.ndarray, media: Visuals) -> np.ndarray:
+        """int64 [n]: how often each token of an expanded text is there: placeholders as often as their media need."""
+        repeats = np.ones(len(ids), np.int64)
+        for kind, visuals in media.items():
+            needed = [count for visual in visuals for count in tokens_of(visual, self.metadata, kind=kind)]
+            if not needed:
+                continue
+            at = np.flatnonzero(ids == self.metadata.token_id(kind))
+            if len(at) != len(needed):
+                fault = f"the tokenizer makes {len(at)} placeholders of {len(needed)} that stand for its {kind}s"
+                raise Refusal("placeholder_mismatch", f"{fault}; use the model's own tokenizer", of_all=True)
+            repeats[at] = needed
+        return repeats
+
+    def _expand(self, text: str, media: Visuals) -> tuple[str, tuple[Span, ...], tuple[Span, ...]]:
+        """(expanded text, placeholders in the text before, media in the expanded text)."""
+        places: list[Span] = []
+        texts: dict[int, str] = {}
+        for kind, token in self._placeholders:
+            visuals = media.get(kind, ())
+            found = [match.span() for match in re.finditer(re.escape(token), text)]
+            if len(found) != len(visuals):
+                counts = f"{len(found)} {kind} placeholder(s) {token!r} for {len(visuals)} {kind}(s)"
+                fault = f"its text has {counts}; the chat template (or the prompt) must write one for each {kind}"
+                raise Refusal("placeholder_mismatch", fault)
+            places += found
+            written = self._written(kind, visuals, text)
+            texts |= {start: to for (start, _), to in zip(found, written, strict=True)}
+        places.sort()
+        gains = accumulate((len(texts[start]) - (stop - start) for start, stop in places), initial=0)
+        spans = [(a + gain, a + gain + len(texts[a])) for (a, _), gain in zip(places, gains, strict=False)]
+        pieces, end = [], 0
+        for start, stop in places:
+            pieces += [text[end:start], texts[start]]
+            end = stop
+        return "".join((*pieces, text[end:])), tuple(places), tuple(spans)
+
+    def _written(self, kind: Kind, visuals: Sequence[Visual], text: str) -> list[str]:
+        """The texts in place of the placeholders of a kind.
+
+        Frames are written as `Qwen3VLProcessor.replace_video_token` does: each between vision tokens, after its time.
+        """
+        metadata = self.metadata
+        if kind == "image":
+            return self.media.texts_of(visuals, text) if visuals else []
+        if kind == "video" and metadata.frame_timestamps:
+            frame = f"{metadata.vision_start}{metadata.video_token}{metadata.vision_end}"
+            return ["".join(f"<{time:.1f} seconds>{frame}" for time in video.timestamps) for video in visuals]
+        return [metadata.video_token if kind == "video" else metadata.audio_token] * len(visuals)
+
+    @cached_property
+    def _placeholders(self) -> tuple[tuple[Kind, str], ...]:
+        """The kinds of media that a text may have, and the token that stands for one of them."""
+        metadata = self.metadata
+        pairs: tuple[tuple[Kind, str], ...] = (
+            ("image", metadata.image_token),
+            ("video", metadata.video_token),
+            ("audio", metadata.audio_token),
         )
+        return tuple((kind, token) for kind, token in pairs if token)
 
     @cached_property
-    def filler(self) -> Encoded:
-        """The sample of a batch without samples: see `assemble.filler`."""
-        return self._by_processor.filler if self.metadata.by_processor else filler(self.metadata)
+    def _text_options(self) -> dict[str, Any]:
+        return self.media.text_options if self.metadata.has_vision else {}
 
-    @cached_property
-    def _by_processor(self) -> ProcessorEncoder:
-        return ProcessorEncoder(
-            processor=self.processor,
-            metadata=self.metadata,
-            template=self._template,
-            images=ProcessorImages(processor=self.processor, metadata=self.metadata, limits=self.limits),
-            train_on=self.train_on,
-            answer_end=self._answer_end,
-            max_length=self.max_length,
-        )
+    def _marked(self, prompt: str, media: Visuals) -> str:
+        """A plain prompt with its `<image>`, `<video>` and `<audio>` as placeholders, if it does not hold these."""
+        metadata = self.metadata
+        around = {"audio": (metadata.audio_start, metadata.audio_end)}
+        for kind, token in self._placeholders:
+            count, marker = len(media[kind]), f"<{kind}>"
+            if not count or token in prompt or self.markers == "text":
+                continue
+            if prompt.count(marker) != count:
+                seen = f"its prompt holds {marker!r} {prompt.count(marker)} time(s) for {count} {kind}(s)"
+                raise Refusal("media_count_mismatch", f"{seen}; write one for each, or give lists of messages")
+            start, end = around.get(kind, (metadata.vision_start, metadata.vision_end))
+            prompt = prompt.replace(marker, f"{start}{token}{end}")
+        return prompt
 
-    @cached_property
-    def _answer_end(self) -> AnswerEnd:
-        return AnswerEnd(token=self.add_stop, is_first=self.is_first)
+    def _laid_out(self, text: str, count: int, *, is_chat: bool = False) -> str:
+        """Lay a text out as the processor does before it puts images in: PaliGemma's writes more around them.
 
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        return ChatTemplate(
-            processor=self.processor,
-            takes_parts=self.metadata.has_vision,
-            special_tokens=self.metadata.special_tokens,
-        )
+        Raises:
+            Refusal: it changes what a chat template wrote, in which the places of answers would be lost.
+        """
+        if not count or not self.metadata.by_processor:
+            return text
+        blank = Image.new("RGB", _SMALLEST)
+        laid_out = self.processor.prepare_inputs_layout(images=[[blank] * count], text=[text])[1][0]
+        if is_chat and laid_out != text:
+            fault = (
+                f"the {type(self.processor).__name__} changes what the chat template writes, so answers are not found"
+            )
+            raise Refusal("template_error", f"{fault}; give prompt and completion as strings", of_all=True)
+        return laid_out
 
-    # ------------------------------------------------------------------ text
+    # ------------------------------------------------------------------ special tokens in a person's text
 
     def _check_texts(self, conversation: Conversation) -> None:
         """A person's text that holds the template's own tokens would make false images or false turns.
@@ -256,13 +553,10 @@ class Encoder:
             framed = f"<{text}>"
             if not any(token in framed for token in self._special):
                 continue
-            reserved = self._reserved if conversation.plain is None else self._media
+            reserved = self._reserved if conversation.plain is None else self._media_tokens
             if token := next((token for token in reserved if token in framed), None):
-                raise Refusal(
-                    "reserved_token_in_text",
-                    f"its text holds {token!r}, which only the processor and the chat template may write; remove it, "
-                    "and give images and videos as parts of the message",
-                )
+                fault = f"its text holds {token!r}, which only the processor and the chat template may write; remove it"
+                raise Refusal("reserved_token_in_text", f"{fault}, and give images and videos as parts")
 
     @cached_property
     def _special(self) -> tuple[str, ...]:
@@ -274,103 +568,83 @@ class Encoder:
         """Tokens that the processor or the chat template writes; any other special token is text."""
         named = parts_of(self.processor).tokenizer.special_tokens_map
         ends = [str(named[name]) for name in ("bos_token", "eos_token", "pad_token") if name in named]
-        return tuple(dict.fromkeys((*self._media, *self._template.tokens, *ends)))
+        return tuple(dict.fromkeys((*self._media_tokens, *self._template.tokens, *ends)))
 
     @cached_property
-    def _media(self) -> tuple[str, ...]:
-        """Tokens of images, videos and audio."""
-        return self._by_processor.media_tokens if self.metadata.by_processor else self.metadata.media_tokens
+    def _media_tokens(self) -> tuple[str, ...]:
+        """Special tokens of images, videos and audio: those that have names, and those in the text of an image.
 
-    def _chat(self, conversation: Conversation, *media: Sequence[Visual]) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """(ids, learnt spans) of a conversation; `media`: images, videos, audios."""
-        text = self._template.render(conversation)
-        ids = self._expand(text + self._answer_end.of(conversation, text, self._template), *media)
-        if self.train_on == "all":
-            return ids, []
-        spans = assistant_spans(ids, self.metadata)
-        self._check_turns(spans, sum(message["role"] == "assistant" for message in conversation.messages))
-        if conversation.trained_turns is None:
-            return ids, spans
-        return ids, [span for span, learnt in zip(spans, conversation.trained_turns, strict=True) if learnt]
+        Of tokens that differ in their numbers, such as those of rows and columns, all are there if one is.
+        """
+        if not (self.metadata.has_vision and self.metadata.by_processor):
+            return self.metadata.media_tokens
+        (image,) = self.media.process([Image.new("RGB", _TILED)])
+        kinds = {_NUMBERS.sub("", token) for token in self.metadata.special_tokens if token in image.written}
+        alike = [token for token in self.metadata.special_tokens if _NUMBERS.sub("", token) in kinds]
+        return (*self.metadata.media_tokens, *alike)
 
-    def _check_turns(self, spans: Sequence[tuple[int, int]], count: int) -> None:
-        if len(spans) != count:
-            raise Refusal(
-                "turn_mismatch",
-                f"the chat template wrote {len(spans) or 'no'} '<|im_start|>assistant' turns for {count} assistant "
-                "messages, so it is not known which tokens to learn; use a ChatML template (every Qwen-VL has one), "
-                "train_on='all', prompt and completion as strings, or tokenised samples with labels",
-                of_all=not spans,
-            )
+    # ------------------------------------------------------------------ the processor as a whole
 
-    def _plain(self, plain: tuple[str, str], *media: Sequence[Visual]) -> tuple[np.ndarray, list[tuple[int, int]]]:
-        """(ids, learnt span) of prompt and completion, tokenised apart as generation will do it; the end is learnt."""
-        prompt, completion = plain
-        if not completion.rstrip().endswith(self.metadata.eos_token):
-            completion += self.metadata.eos_token
-        before, after = self._expand(prompt, *media), self._ids(completion)
-        return np.concatenate((before, after)), [(len(before), len(before) + len(after))]
+    @cached_property
+    def _columns(self) -> tuple[str, ...]:
+        """Names of the columns that the model needs beside ids: that of the prefix, which is the prompt."""
+        return family_of_processor(self.processor).token_columns if self.metadata.has_vision else ()
 
-    def _marked(self, prompt: str, images: Sequence[Visual], videos: Sequence[Visual], audios: Sequence[Visual]) -> str:
-        """A plain prompt with its `<image>`, `<video>` and `<audio>` as placeholders, if it does not hold these."""
-        metadata = self.metadata
-        seen, heard = (metadata.vision_start, metadata.vision_end), (metadata.audio_start, metadata.audio_end)
-        kinds = (
-            ("image", metadata.image_token, len(images), seen),
-            ("video", metadata.video_token, len(videos), seen),
-            ("audio", metadata.audio_token, len(audios), heard),
+    @cached_property
+    def _expert_types(self) -> str | None:
+        """Name of the column of kinds of tokens by which experts are chosen; None: the family has none."""
+        return family_of_processor(self.processor).expert_types if self.metadata.has_vision else None
+
+    @property
+    def _is_of_prefix(self) -> str:
+        return (
+            f"a {type(self.processor).__name__} writes a prompt, whose tokens see each other in both directions, and "
+            "its answer: give prompt and completion as strings"
         )
-        for kind, token, count, (start, end) in kinds:
-            marker = f"<{kind}>"
-            if not count or token in prompt or self.markers == "text":
-                continue
-            if prompt.count(marker) != count:
-                raise Refusal(
-                    "media_count_mismatch",
-                    f"its prompt holds {marker!r} {prompt.count(marker)} time(s) for {count} {kind}(s); write one for "
-                    "each, where it belongs in the text, or give prompt and completion as lists of messages",
-                )
-            prompt = prompt.replace(marker, f"{start}{token}{end}")
-        return prompt
 
-    def _ids(self, text: str) -> np.ndarray:
-        """Tokenise any text that goes into a sample, its characters checked: those that the template writes too."""
-        check_characters(text)
-        return np.asarray(parts_of(self.processor).tokenizer(text)["input_ids"], np.int64)
+    @cached_property
+    def _is_confirmed(self) -> bool:
+        """True: the whole processor gives the same ids and tensors for a sample of two images.
 
-    # ------------------------------------------------------------------ placeholders
-
-    def _expand(
-        self, text: str, images: Sequence[Visual], videos: Sequence[Visual], audios: Sequence[Visual]
-    ) -> np.ndarray:
-        """Tokenise text with one placeholder a medium, then repeat each as often as its grid or its frames need."""
-        if self.metadata.frame_timestamps:
-            text = self._write_frames(text, videos)
-        ids = self._ids(text)
-        counts = np.ones(len(ids), np.int64)
-        media: list[tuple[Kind, Sequence[Visual]]] = [("image", images), ("video", videos)]
-        if self.metadata.has_audio:
-            media.append(("audio", audios))
-        for kind, visuals in media:
-            needed = [n for visual in visuals for n in tokens_of(visual, self.metadata, kind=kind)]
-            at = np.flatnonzero(ids == self.metadata.token_id(kind))
-            if len(at) != len(needed):
-                raise Refusal(
-                    "placeholder_mismatch",
-                    f"its text has {len(at)} {kind} placeholder(s) for {len(needed)} {kind} run(s); the chat template "
-                    f"(or the prompt) must write one for each {kind}",
-                )
-            counts[at] = needed
-        return np.repeat(ids, counts)
-
-    def _write_frames(self, text: str, videos: Sequence[Visual]) -> str:
-        """Write frames as `Qwen3VLProcessor.replace_video_token` does: each between vision tokens, after its time."""
-        metadata = self.metadata
-        placeholder = f"{metadata.vision_start}{metadata.video_token}{metadata.vision_end}"
-        written = iter(["".join(f"<{time:.1f} seconds>{placeholder}" for time in video.timestamps) for video in videos])
-        if text.count(metadata.video_token) != len(videos):
-            raise Refusal(
-                "placeholder_mismatch",
-                f"its text has {text.count(metadata.video_token)} video placeholder(s) for {len(videos)} video(s)",
+        Raises:
+            FamilyError: it does not; the message names what differs.
+        """
+        pictures = [trial_image(size) for size in _TRIAL]
+        text = f"{self.metadata.image_token}a {self.metadata.image_token} b"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # GLM-4V's, of numpy
+            whole = self.processor(text=[text], images=[pictures], return_tensors="pt")
+        groups = [pictures] if self.metadata.images_together else [[picture] for picture in pictures]
+        visuals = [visual for group in groups for visual in self.media.process(group)]
+        ids = self._tokenise(self._laid_out(text, len(pictures)), {"image": visuals}).ids
+        media = family_of_processor(self.processor).media
+        problems = [
+            f"{name}, which is not in its family's media" for name in whole if name not in (*TOKEN_NAMES, *media)
+        ]
+        if ids.tolist() != whole["input_ids"][0].tolist():
+            problems.append("other token ids")
+        for name in (name for name in media if name in whole):
+            parts = [part for visual in visuals if (part := _tensor(visual, name)) is not None]
+            if not torch.equal(media[name](parts), whole[name]):
+                problems.append(f"other {name}")
+        if problems:
+            raise FamilyError(
+                f"called as a whole, the installed {type(self.processor).__name__} makes {'; '.join(problems)} of a "
+                "sample of two images, so its samples cannot be encoded one image at a time; use a transformers of the "
+                "supported range, and the model's unmodified processor"
             )
-        return re.sub(re.escape(metadata.video_token), lambda _: next(written), text)
+        return True
+
+
+def _tensor(visual: Visual, name: str) -> torch.Tensor | None:
+    """A tensor of an image by the name under which the processor returns it; None: this image has none."""
+    if name == "image_grid_thw":
+        return torch.tensor([visual.grid])
+    assert visual.pixels is not None
+    return visual.pixels if name == "pixel_values" else visual.tensors.get(name)
+
+
+def _sides(slices: Iterable[slice]) -> Iterator[int]:
+    """Places before and after each of these tokens."""
+    for around in slices:
+        yield from (around.start, around.stop)

@@ -1,11 +1,11 @@
-"""One sample after encoding: token ids, what is learnt of them, and its media, as patches or only their grids."""
+"""One sample after encoding: token ids, what is trained on of them, and its media, as patches or only their grids."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, zip_longest
+from itertools import accumulate, chain, zip_longest
 from typing import Literal, final
 
 import numpy as np
@@ -63,7 +63,7 @@ class Encoded:
     input_ids: np.ndarray
     """int64 [n]."""
     labels: np.ndarray
-    """int64 [n], not shifted; -100 where nothing is learnt."""
+    """int64 [n], not shifted; -100 where nothing is trained on."""
     types: np.ndarray
     """int64 [n]: 0 text, 1 image, 2 video, 3 audio."""
     images: tuple[Visual, ...] = ()
@@ -85,6 +85,11 @@ class Encoded:
         return len(self.input_ids)
 
     @property
+    def media(self) -> Mapping[Kind, tuple[Visual, ...]]:
+        """Its images, videos and audios by kind."""
+        return {"image": self.images, "video": self.videos, "audio": self.audios}
+
+    @property
     def media_runs(self) -> Runs:
         """The prefix of a sample whose family has prefixes, or the runs of its media tokens."""
         column = next(iter(self.columns.values()), None)
@@ -102,38 +107,33 @@ class Encoded:
 
 
 def check_sample(sample: Encoded, metadata: ProcessorMetadata) -> None:
-    """Raise a `Refusal` for the first thing that is wrong with a sample; reasons are listed in the room's README."""
+    """Raise a `Refusal` for the first thing that is wrong with a sample; reasons are listed in docs/bad_input.md."""
     check_ids(sample.input_ids, metadata)
     _check_labels(sample, metadata)
-    for visual in (*sample.images, *sample.videos, *sample.audios):
+    for visual in chain.from_iterable(sample.media.values()):
         if visual.grid is not None:
             _check_grid(visual.grid, metadata)
         check_pixels(visual, metadata)
     for video in sample.videos:
         if video.grid is not None and video.grid[0] % metadata.frames_per_token:
-            raise Refusal(
-                "bad_grid",
-                f"a video has {video.grid[0]} frames, and the model makes a token of {metadata.frames_per_token} each; "
-                "repeat its last frame, as the model's processor does",
+            fault = (
+                f"a video has {video.grid[0]} frames, no multiple of {metadata.frames_per_token}; repeat its last frame"
             )
+            raise Refusal("bad_grid", fault)
     highest = sample.types.max(initial=0)  # most samples have no video, and many no image: nothing to look for
-    if sample.images or highest >= IMAGE:
-        check_runs(sample.types, sample.images, metadata, kind="image")
-    if sample.videos or highest >= VIDEO:
-        check_runs(sample.types, sample.videos, metadata, kind="video")
-    if sample.audios or highest >= AUDIO:
-        check_runs(sample.types, sample.audios, metadata, kind="audio")
+    for kind, visuals in sample.media.items():
+        if visuals or highest >= _TYPES[kind]:
+            check_runs(sample.types, visuals, metadata, kind=kind)
     if metadata.video_ends and sample.images and sample.videos:
-        raise Refusal(
-            "ambiguous_media",
-            f"it has {len(sample.images)} image(s) and {len(sample.videos)} video(s), which its model writes with one "
-            "placeholder and takes only apart; leave one of them out, or give frames as images",
+        fault = (
+            f"it has {len(sample.images)} image(s) and {len(sample.videos)} video(s), which its model takes only apart"
         )
+        raise Refusal("ambiguous_media", f"{fault}; give frames as images")
     if sample.num_targets == 0:
         raise Refusal(
             "no_targets",
-            f"none of its {sample.num_tokens} tokens is learnt (a mean over no targets is NaN); it needs an assistant "
-            "turn or a completion with text in it, or train_on='all', or labels that are not all -100",
+            f"none of its {sample.num_tokens} tokens is trained on; it needs an assistant turn or a completion "
+            "with text in it, or train_on='all', or labels that are not all -100",
         )
 
 
@@ -143,11 +143,8 @@ def check_ids(input_ids: np.ndarray, metadata: ProcessorMetadata) -> None:
         raise Refusal("empty", "it has no tokens at all; leave it out of the data set")
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= metadata.vocab_size:
-        raise Refusal(
-            "id_out_of_range",
-            f"it holds the token id {low if low < 0 else high}, but ids run from 0 to {metadata.vocab_size - 1}; "
-            "tokenise it with this processor's tokenizer (or pass vocab_size= if the model's embedding is larger)",
-        )
+        fault = f"it holds the token id {low if low < 0 else high}, but ids run from 0 to {metadata.vocab_size - 1}"
+        raise Refusal("id_out_of_range", f"{fault}; use this processor's tokenizer, or pass vocab_size=")
 
 
 def check_runs(types: np.ndarray, visuals: Sequence[Visual], metadata: ProcessorMetadata, *, kind: Kind) -> None:
@@ -162,22 +159,19 @@ def check_runs(types: np.ndarray, visuals: Sequence[Visual], metadata: Processor
             f"it has {sum(lengths)} {kind} tokens but no {kind} {_VALUES[kind]}, or remove the tokens",
         )
     if not lengths:
-        raise Refusal(
-            f"pixels_without_{kind}_tokens",
-            f"it has the pixels of {len(visuals)} {kind}(s) but no {kind} token; is the placeholder missing?",
-        )
+        fault = f"it has the pixels of {len(visuals)} {kind}(s) but no {kind} token; is the placeholder missing?"
+        raise Refusal(f"pixels_without_{kind}_tokens", fault)
     at = next(i for i, (a, b) in enumerate(zip_longest(lengths, needed)) if a != b)
+    seen = f"its runs of {kind} tokens are {_some(lengths)} long"
     if metadata.by_processor or kind == "audio":
-        raise Refusal(
-            f"{kind}_token_mismatch",
-            f"its runs of {kind} tokens are {_some(lengths)} long but its processor writes {_some(needed)} for its "
-            f"{len(visuals)} {kind}(s) (first difference at run {at}); do not truncate inside an {kind}",
-        )
+        wanted = f"its processor writes {_some(needed)} for its {len(visuals)} {kind}(s)"
+    else:
+        size = f"frames * rows * columns / {metadata.merge_size**2} tokens in a run of its own"
+        wanted = f"its grids need {_some(needed)}: {size}"
     raise Refusal(
         f"{kind}_token_mismatch",
-        f"its runs of {kind} tokens are {_some(lengths)} long but its grids need {_some(needed)} (first difference at "
-        f"run {at}); each {kind} needs frames * rows * columns / {metadata.merge_size**2} tokens in a run of its own: "
-        "tokenise and cut into patches with the same processor settings, and do not truncate inside an image",
+        f"{seen} but {wanted} (first difference at run {at}); take ids and pixels from one call, and do not truncate "
+        f"inside an {kind}",
     )
 
 
@@ -232,10 +226,8 @@ def _check_labels(sample: Encoded, metadata: ProcessorMetadata) -> None:
     if in_range + np.count_nonzero(labels == IGNORE) == len(labels):
         return
     odd = labels[(labels != IGNORE) & ((labels < 0) | (labels >= metadata.vocab_size))]
-    raise Refusal(
-        "label_out_of_range",
-        f"it holds the label {int(odd[0])}; labels are -100 (ignored) or ids from 0 to {metadata.vocab_size - 1}",
-    )
+    most = metadata.vocab_size - 1
+    raise Refusal("label_out_of_range", f"it holds the label {int(odd[0])}; labels are -100 or ids from 0 to {most}")
 
 
 def check_labels_are_ids(sample: Encoded) -> None:
@@ -248,11 +240,10 @@ def check_labels_are_ids(sample: Encoded) -> None:
     foreign = foreign[foreign > 0]  # nothing predicts the first token
     if len(foreign):
         at = int(foreign[0])
-        raise Refusal(
-            "label_not_its_id",
-            f"token {at} has the label {sample.labels[at]} and the id {sample.input_ids[at]}; samples that share "
-            "prefixes learn token ids, or nothing (-100): leave share_prefixes out for such labels",
+        fault = (
+            f"token {at} has the label {sample.labels[at]} and the id {sample.input_ids[at]}; labels that are not ids"
         )
+        raise Refusal("label_not_its_id", f"{fault} need share_prefixes=False")
 
 
 def check_pixels(visual: Visual, metadata: ProcessorMetadata) -> None:
@@ -271,21 +262,17 @@ def _check_patches(pixels: torch.Tensor, grid: Grid, metadata: ProcessorMetadata
     axes = 1 if metadata.by_processor else 2
     expected = (frames * rows * columns, metadata.patch_dim)[:axes]
     if tuple(pixels.shape[:axes]) != expected or (axes == 2 and pixels.ndim != axes):
-        raise Refusal(
-            "pixel_shape",
-            f"the grid {frames} x {rows} x {columns} needs pixels of shape {list(expected)}, got "
-            f"{list(pixels.shape)}; pixels and grid must come from one call of this processor",
+        shapes = (
+            f"the grid {frames} x {rows} x {columns} needs pixels of shape {list(expected)}, got {list(pixels.shape)}"
         )
+        raise Refusal("pixel_shape", f"{shapes}; pixels and grid must come from one call of this processor")
 
 
 def _check_grid(grid: Grid, metadata: ProcessorMetadata) -> None:
     frames, rows, columns = grid
     if min(grid) < 1 or rows % metadata.merge_size or columns % metadata.merge_size:
-        raise Refusal(
-            "bad_grid",
-            f"the grid {frames} x {rows} x {columns} (frames, rows, columns of patches) cannot be merged: rows and "
-            f"columns must be positive multiples of {metadata.merge_size}; use its image_grid_thw unchanged",
-        )
+        fault = f"the grid {frames} x {rows} x {columns} (frames, rows, columns of patches) cannot be merged: rows and"
+        raise Refusal("bad_grid", f"{fault} columns must be positive multiples of {metadata.merge_size}")
 
 
 def _some(numbers: Sequence[int], most: int = 8) -> str:
@@ -321,12 +308,12 @@ def assistant_spans(input_ids: np.ndarray, metadata: ProcessorMetadata) -> list[
 def make_labels(
     input_ids: np.ndarray, metadata: ProcessorMetadata, *, spans: Sequence[tuple[int, int]] | None = None
 ) -> np.ndarray:
-    """int64 [n], not shifted: the ids where they are learnt, -100 elsewhere, on all media and on the first token.
+    """int64 [n], not shifted: the ids where they are trained on, -100 elsewhere, on all media and on the first token.
 
     Args:
         input_ids: int64 [n].
         metadata: of the processor.
-        spans: (start, stop) pairs that are learnt; None: everything.
+        spans: (start, stop) pairs that are trained on; None: everything.
     """
     if spans is None:
         labels = input_ids.copy()
@@ -376,11 +363,11 @@ def fit(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int | None,
     if overlength == "truncate":
         return truncate(sample, metadata, max_length=max_length)
     media = int((sample.types != TEXT).sum())
-    heard = f" and {len(sample.audios)} audio(s)" if sample.audios else ""
+    audio = f" and {len(sample.audios)} audio(s)" if sample.audios else ""
     raise Refusal(
         OVERLENGTH,
         f"it has {sample.num_tokens} tokens ({media} of them for {len(sample.images)} image(s) and "
-        f"{len(sample.videos)} video(s){heard}) but max_length={max_length}; raise max_length, lower the processor's "
+        f"{len(sample.videos)} video(s){audio}) but max_length={max_length}; raise max_length, lower the processor's "
         "max_pixels, or choose overlength='drop' or overlength='truncate'",
     )
 
@@ -396,24 +383,16 @@ def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int) -
     cut = max((c for c in boundaries(sample, metadata) if c <= max_length), default=0)
     ids = sample.input_ids[:cut]
     labels, types = sample.labels[:cut], sample.types[:cut]
-    images = _whole(sample.images, types, metadata, kind="image")
-    videos = _whole(sample.videos, types, metadata, kind="video")
-    audios = _whole(sample.audios, types, metadata, kind="audio")
     columns = {name: column[:cut] for name, column in sample.columns.items()}
-    media = {"images": images, "videos": videos, "audios": audios}
+    media = {f"{kind}s": _whole(visuals, types, metadata, kind=kind) for kind, visuals in sample.media.items()}
     shorter = replace(sample, input_ids=ids, labels=labels, types=types, columns=columns, **media)
+    images = shorter.images
     if metadata.images_together and len(images) < len(sample.images):
-        raise Refusal(
-            "truncated_away",
-            f"cut within max_length={max_length} it would keep {len(images)} of its {len(sample.images)} images, which "
-            "its processor cuts otherwise without the others; raise max_length, or choose overlength='drop'",
-        )
+        fault = f"within max_length={max_length} it would keep {len(images)} of its {len(sample.images)} images, which"
+        raise Refusal("truncated_away", f"{fault} its processor resizes together; raise max_length")
     if shorter.num_targets == 0:
-        raise Refusal(
-            "truncated_away",
-            f"cut at the last message or image boundary within max_length={max_length} (token {cut} of "
-            f"{sample.num_tokens}), nothing to learn is left of it; raise max_length, or choose overlength='drop'",
-        )
+        fault = f"cut at token {cut} of {sample.num_tokens}, the last message or image boundary within"
+        raise Refusal("truncated_away", f"{fault} max_length={max_length}, it has no targets left; raise max_length")
     return shorter
 
 

@@ -113,21 +113,13 @@ def sample_frames(
     total = last - first + 1
     count = _count(total, header.fps, sampling, spacing, depth)
     if count > total:
-        raise ImageError(
-            f"{count} frames are to be taken of {total}; lower nframes (or num_frames), or leave it out", "video_frames"
-        )
+        raise ImageError(f"{count} frames are to be taken of {total}; lower nframes (or num_frames)", "video_frames")
     if count < MIN_FRAMES:
-        raise ImageError(
-            f"of its {total} frame(s) at {header.fps:g} per second {count} would be taken, and a video has at least "
-            f"{MIN_FRAMES}; raise fps, give nframes, or give the frame as an image",
-            "video_frames",
-        )
+        fault = f"of its {total} frame(s) at {header.fps:g} per second {count} would be taken, and a video has at least"
+        raise ImageError(f"{fault} {MIN_FRAMES}; raise fps, or give the frame as an image", "video_frames")
     if count > max_sampled:
-        raise ImageError(
-            f"{count} frames would be taken of it, more than VideoLimits.max_sampled={max_sampled}; lower fps or "
-            "max_frames, or raise the limit",
-            "video_too_large",
-        )
+        fault = f"{count} frames would be taken of it, more than VideoLimits.max_sampled={max_sampled}; lower fps"
+        raise ImageError(fault, "video_too_large")
     indices = tuple(first + index for index in _spread(total, count, spacing))
     return SampledFrames(indices=indices, fps=header.fps, sampled_fps=len(indices) / total * header.fps)
 
@@ -165,11 +157,8 @@ def _keyed(element: Mapping[str, Any], sampling: FrameSampling) -> FrameSampling
     """The settings with the keys beside one video in their place."""
     for key in _RATES_OF_LISTS:
         if element.get(key) is not None:
-            raise ImageError(
-                f"{key}={element[key]!r:.80} is the rate of frames in a list, and a file of a video has its own; give "
-                "fps to choose how many frames a second are taken",
-                "vision_key",
-            )
+            fault = f"{key}={element[key]!r:.80} is the rate of frames in a list, and a file has its own; give fps"
+            raise ImageError(fault, "vision_key")
     fps, nframes = element.get("fps"), element.get("nframes")
     if fps is not None and nframes is not None:
         raise ImageError(f"fps={fps!r:.80} and nframes={nframes!r:.80}: only one can hold; leave one out", "vision_key")
@@ -199,14 +188,10 @@ def _range(header: VideoHeader, element: Mapping[str, Any]) -> tuple[int, int]:
     end = min(number(element, "video_end", duration), duration)
     first = math.ceil(start * header.fps)
     last = min(math.floor(end * header.fps), header.num_frames - 1)
-    if first >= last and not _is_whole(element):
+    if first >= last and any(element.get(key) is not None for key in ("video_start", "video_end")):
         raise ImageError(
             f"between video_start={start:g} and video_end={end:g} seconds lie fewer than {MIN_FRAMES} frames of its "
             f"{header.num_frames} at {header.fps:g} per second ({duration:g} seconds); widen it or leave both out",
             "vision_key",
         )
     return first, last
-
-
-def _is_whole(element: Mapping[str, Any]) -> bool:
-    return all(element.get(key) is None for key in ("video_start", "video_end"))

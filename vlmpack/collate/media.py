@@ -1,46 +1,68 @@
-"""Images and videos: cut into patches by the user's own image processor, or only measured by their headers.
+"""Images and videos of a sample: tensors and texts as the user's own processor makes them, or only measured.
 
-    MediaRef ──measure──▶ Visual(grid)                  no pixel is decoded: for planning rows
-        ├──────cut──────▶ Visual(grid, pixels)          for training on them
-        └────estimate───▶ Visual(about that grid)       by the plain rule, whatever the processor's own rule is
+    image ──processor──▶ Visual(pixels, grid or tensors, runs, written)    "<boi>" + 256 placeholders + "<eoi>", tiles
+    header ──rule──────▶ Visual(grid) or Visual(runs, written)             no pixel is decoded: for planning rows
+    video ──video.py───▶ Visual(pixels, grid, timestamps), or Visual(grid, timestamps) by its header
 
-The first two give the same grid: the rules by which the processor resizes are those of transformers and
-`vision_keys.py`. That this processor keeps to them is tried on one small image before the first one is measured,
-and checked again on every image that is measured first and cut later.
+What stands for an image in the ids depends on its size alone (in some families also on how many images the sample has).
+Qwen's processors size images by transformers' `smart_resize`, or by the keys beside an image (`vision_keys.py`). Other
+processors count an image's tokens (`_get_num_multimodal_tokens`), or else write the text of a blank image of that size.
+Both rules are tried on images before the first one is measured, and an image that was measured is compared again when
+it is decoded.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
+from inspect import Parameter, signature
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar, final
 from weakref import WeakValueDictionary
 
+import numpy as np
+import torch
 from PIL import Image
 
 from vlmpack.collate.columns import Kind, MediaRef
 from vlmpack.collate.encoded import Encoded, Visual, check_pixels, tokens_of
-from vlmpack.collate.processor_metadata import ProcessorMetadata, pixel_bounds
-from vlmpack.collate.video import VideoSettings, load_video, measure_video
-from vlmpack.collate.video_file import DEFAULT_RULES, FILE_TYPES, FileRules, load_video_file, measure_video_file
-from vlmpack.collate.vision_keys import Size, check_enlarged, check_times, has_image_keys, image_size, resize
+from vlmpack.collate.processor_metadata import ProcessorMetadata, class_in, parts_of, pixel_bounds
+from vlmpack.collate.video import DEFAULT_RULES, FILE_TYPES, FileRules, VideoSettings, load_video
+from vlmpack.collate.vision_keys import (
+    IMAGE_KEYS,
+    Size,
+    check_enlarged,
+    check_times,
+    has_image_keys,
+    image_size,
+    resize,
+)
 from vlmpack.data.images import ImageError, ImageLimits, load_image, read_size
 from vlmpack.errors import ConfigError, Refusal, VlmpackError
+from vlmpack.families.registry import family_of_processor
 from vlmpack.layout.batch import Grid
 
 Result = TypeVar("Result")
-_TRIAL = (371, 223)
-"""Height and width of the image on which the processor's rule is tried."""
-_TRIAL_TOKENS = 12
+TRIALS: tuple[Size, ...] = ((97, 61), (371, 223), (300, 1200), (1100, 800))
+"""Heights and widths of images on which a processor's count is tried: upright, wide, and large enough for crops."""
+_SHRUNK = (371, 223)
+"""Height and width of the image on which Qwen's rule is tried."""
+_SHRUNK_TOKENS = 12
 """Most tokens of that image: it has to be made smaller, and rounded."""
+SIZES_KEPT = 4096
+"""Sizes of images whose text is kept."""
+OPTIONS_OF_IMAGES: Mapping[str, Sequence[str]] = {"Lfm2VlProcessor": ("use_image_special_tokens",)}
+"""Options of a processor that it hands on with those of images, by its class."""
+NUMBERING = ("MiniCPMV4_6Processor",)
+"""Classes of processors that may write before each image which one of its sample it is."""
 
 
 @final
 class BatchMedia:
-    """The images and videos of one batch that were cut already, so that each is loaded and cut once.
+    """The images and videos of one batch that were loaded already, so that each is loaded and processed once.
 
     Keyed by what holds them: encoded bytes, a path, or the picture itself, with the keys beside them. They are kept as
     long as a sample has them.
@@ -49,22 +71,22 @@ class BatchMedia:
     def __init__(self) -> None:
         self._visuals: WeakValueDictionary[Hashable, Visual] = WeakValueDictionary()
 
-    def cut_once(self, ref: MediaRef, kind: Kind, cut: Callable[[MediaRef], Visual]) -> Visual:
-        """Return the visual that was cut from the same source by the same keys, or else cut it."""
+    def load_once(self, ref: MediaRef, kind: Kind, load: Callable[[MediaRef], Visual]) -> Visual:
+        """Return the visual that was made from the same source by the same keys, or else make it."""
         source = _key(ref.source)
         if source is None:
-            return cut(ref)
+            return load(ref)
         key = (kind, source, repr(sorted(ref.options.items())))
         visual = self._visuals.get(key)
         if visual is None:
-            visual = self._visuals[key] = cut(ref)
+            visual = self._visuals[key] = load(ref)
         return visual
 
 
 def _key(source: Any) -> Hashable | None:
     """A key that is equal only for equal pictures; None: there is no cheap one."""
     if isinstance(source, Image.Image):
-        return "picture", id(source)  # whoever cut it keeps it, and so its id
+        return "picture", id(source)  # its visual keeps it, and so its id
     if isinstance(source, bytes):
         return source
     if isinstance(source, str | Path):
@@ -96,35 +118,23 @@ def read_named(read: Callable[[MediaRef], Result], ref: MediaRef, kind: Kind, at
 @final
 @dataclass(frozen=True, kw_only=True)
 class MediaReader:
-    """Reads what the media of a sample refer to."""
+    """Reads the images and videos of samples with the processor that the model was made with."""
 
-    image_processor: Any
-    """Of the user's processor."""
-    video_processor: Any = None
-    """The same, by whose settings frames become patches; None: there is none, and they do as images."""
+    processor: Any
+    """The processor: a `ProcessorMixin` with a `replace_image_token`."""
     metadata: ProcessorMetadata
-    """Metadata of the processor."""
+    """Its metadata."""
     limits: ImageLimits
     """Caps for images and frames."""
     file_rules: FileRules = DEFAULT_RULES
     """Rules for sampling and sizing files of videos."""
 
-    # ------------------------------------------------------------------ one image or video
+    # ------------------------------------------------------------------ the media of a sample
 
-    def cut(self, ref: MediaRef, *, kind: Kind, at: int, batch: BatchMedia | None = None) -> Visual:
-        """Load an image or video and cut it into patches; `at` is its place among those of its sample.
-
-        Raises:
-            Refusal: it cannot be used.
-        """
-        cut_video = partial(self._video, read=load_video, read_file=load_video_file)
-        cut = self._cut_image if kind == "image" else cut_video
-        return read_named(partial((batch or BatchMedia()).cut_once, kind=kind, cut=cut), ref, kind, at)
-
-    def cut_each(
+    def load_each(
         self, refs: Sequence[MediaRef], *, kind: Kind, batch: BatchMedia | None = None, max_tokens: int | None = None
     ) -> tuple[Visual, ...]:
-        """Cut the media of one kind of a sample, in their order.
+        """Load the media of one kind of a sample and turn them into tensors, in their order.
 
         One that ends beyond `max_tokens` by its size alone is measured and not made: no sample of at most so many
         tokens holds it. Images that the processor sizes are made: its own `size` bounds them.
@@ -132,151 +142,214 @@ class MediaReader:
         Raises:
             Refusal: one of them cannot be used.
         """
-        visuals: list[Visual] = []
-        remaining = inf if max_tokens is None else max_tokens
+        self._check_kind(refs, kind)
+        if self.metadata.images_together and len(refs) > 1:
+            images = [read_named(self._picture, ref, kind, at) for at, ref in enumerate(refs)]
+            visuals = read_named(lambda _: self.process(images), refs[0], kind, 0)
+            return tuple(replace(visual, source=ref) for visual, ref in zip(visuals, refs, strict=True))
+        load, media = self._image if kind == "image" else self._video, batch or BatchMedia()
+        visuals, remaining = [], inf if max_tokens is None else max_tokens
         for at, ref in enumerate(refs):
+            made = partial(read_named, partial(media.load_once, kind=kind, load=load), ref, kind, at)
             is_sized = remaining < inf and (kind == "video" or has_image_keys(ref.options))
-            cut = partial(self.cut, ref, kind=kind, at=at, batch=batch)
-            visual = self.measure(ref, kind=kind, at=at) if is_sized else cut()
+            visual = read_named(self._measurer(kind), ref, kind, at) if is_sized else made()
             remaining -= sum(tokens_of(visual, self.metadata, kind=kind))
-            visuals.append(cut() if is_sized and remaining >= 0 else visual)
+            visuals.append(made() if is_sized and remaining >= 0 else visual)
         return tuple(visuals)
 
-    def measure(self, ref: MediaRef, *, kind: Kind, at: int) -> Visual:
-        """The same without pixels, from headers.
-
-        Raises:
-            Refusal: its header shows that it cannot be used.
-            ConfigError: the image processor resizes by a rule of its own.
-        """
-        return read_named(self._measurer(kind, self._by_processor), ref, kind, at)
-
     def measure_each(self, refs: Sequence[MediaRef], *, kind: Kind, estimate: bool = False) -> tuple[Visual, ...]:
-        """Measure, or estimate, the media of one kind of a sample, in their order.
+        """Measure the media of one kind of a sample by their headers, in their order.
+
+        `estimate`: an image has one token for each square of its own pixels, begun ones included. Images that say how
+        large they are to be, and videos, are measured: their size is not the processor's choice.
 
         Raises:
-            Refusal, ConfigError: as `measure`.
+            Refusal: a header shows that one cannot be used.
+            ConfigError: the image processor of a Qwen processor resizes by another rule; or an estimate by squares of
+                pixels, which is the rule of Qwen's processors.
         """
-        read = self.estimate if estimate else self.measure
-        return tuple(read(ref, kind=kind, at=at) for at, ref in enumerate(refs))
-
-    def estimate(self, ref: MediaRef, *, kind: Kind, at: int) -> Visual:
-        """About the same as `measure`: an image has one token for each square of its own pixels, begun ones included.
-
-        Images that say how large they are to be, and videos, are measured: their size is not the processor's choice.
-
-        Raises:
-            Refusal: its header shows that it cannot be used.
-        """
-        return read_named(self._measurer(kind, self._by_squares), ref, kind, at)
+        self._check_kind(refs, kind)
+        if estimate and refs and self.metadata.by_processor:
+            raise ConfigError(
+                f"estimate=True counts squares of pixels as Qwen's processors do, but this is a "
+                f"{type(self.processor).__name__}: leave it out, its images are measured by their headers too"
+            )
+        if self.metadata.images_together and len(refs) > 1:
+            sizes = tuple(read_named(self._size, ref, kind, at) for at, ref in enumerate(refs))
+            return tuple(replace(visual, source=ref) for visual, ref in zip(self._blank(sizes), refs, strict=True))
+        measure = self._measurer(kind, estimate=estimate)
+        return tuple(read_named(measure, ref, kind, at) for at, ref in enumerate(refs))
 
     def decode(self, sample: Encoded, batch: BatchMedia | None = None) -> Encoded:
-        """A sample that was only measured, with the patches of all its media.
+        """A sample that was only measured, with the tensors of all its images and videos.
 
         Raises:
-            Refusal: an image or video cannot be used, or is not of the size that was measured.
+            Refusal: one of them cannot be used, or is not of the size that was measured (`image_changed`, ...).
         """
         images, videos = self._filled(sample.images, "image", batch), self._filled(sample.videos, "video", batch)
         return replace(sample, images=images, videos=videos)
 
-    # ------------------------------------------------------------------ images and videos
-
-    def _measurer(self, kind: Kind, rule: Callable[[int, int], Grid]) -> Callable[[MediaRef], Visual]:
-        by_header = partial(self._measure_image, rule=rule)
-        return by_header if kind == "image" else partial(self._video, read=measure_video, read_file=measure_video_file)
-
-    def _filled(self, visuals: tuple[Visual, ...], kind: Kind, batch: BatchMedia | None) -> tuple[Visual, ...]:
-        return tuple(self._fill(visual, kind, at, batch) for at, visual in enumerate(visuals))
-
-    def _fill(self, measured: Visual, kind: Kind, at: int, batch: BatchMedia | None) -> Visual:
-        if measured.pixels is not None or measured.source is None:
+    def _filled(self, measured: tuple[Visual, ...], kind: Kind, batch: BatchMedia | None) -> tuple[Visual, ...]:
+        refs = [visual.source for visual in measured if visual.pixels is None and visual.source is not None]
+        if not refs:
             return measured
-        visual = self.cut(measured.source, kind=kind, at=at, batch=batch)
-        if _shape(visual) != _shape(measured):
-            raise Refusal(
-                f"{kind}_changed",
-                f"{kind} {at} was measured as {_shape(measured)} and is now {_shape(visual)}; it, or the processor, "
-                "was changed since: measure and plan again",
+        loaded, visuals = iter(self.load_each(refs, kind=kind, batch=batch)), []
+        for at, before in enumerate(measured):
+            visual = before if before.pixels is not None or before.source is None else next(loaded)
+            if _shape(visual) != _shape(before):
+                raise Refusal(
+                    f"{kind}_changed",
+                    f"{kind} {at} was measured as {_shape(before)} and is now {_shape(visual)}; it, or the processor, "
+                    "was changed since: measure and plan again",
+                )
+            check_pixels(visual, self.metadata)
+            visuals.append(visual)
+        return tuple(visuals)
+
+    def _check_kind(self, refs: Sequence[MediaRef], kind: Kind) -> None:
+        if refs and kind == "video" and self.metadata.by_processor:
+            family = family_of_processor(self.processor)
+            takes_tokens = family.has_grids and family.has_videos
+            tokenise = "tokenise it with the processor itself (input_ids, labels, pixel_values_videos, video_grid_thw)"
+            fault = f"it has {len(refs)} video(s), but of a {type(self.processor).__name__} only images are read"
+            raise Refusal("no_video", f"{fault}; {tokenise + ', ' if takes_tokens else ''}give frames as images")
+
+    # ------------------------------------------------------------------ one image or video
+
+    def _image(self, ref: MediaRef) -> Visual:
+        image, options = self._picture(ref), {}
+        if has_image_keys(ref.options):
+            image, options = resize(image, self._keyed_size(ref, (image.height, image.width))), {"do_resize": False}
+        (visual,) = self.process([image], **options)
+        return replace(visual, source=ref)
+
+    def _picture(self, ref: MediaRef) -> Image.Image:
+        self._check_keys(ref)
+        return load_image(ref.source, limits=self.limits)
+
+    def _size(self, ref: MediaRef) -> Size:
+        self._check_keys(ref)
+        return read_size(ref.source, limits=self.limits)
+
+    def _check_keys(self, ref: MediaRef) -> None:
+        if self.metadata.by_processor and has_image_keys(ref.options):
+            keys = ", ".join(key for key in IMAGE_KEYS if ref.options.get(key) is not None)
+            fault = f"it has {keys} beside it, which size one image by the rule of Qwen's processors; a"
+            raise ImageError(
+                f"{fault} {type(self.processor).__name__} sizes all images alike: leave them out", "vision_key"
             )
-        check_pixels(visual, self.metadata)
-        return visual
-
-    def _cut_image(self, ref: MediaRef) -> Visual:
-        """Resized by its own keys, or else as the processor does it."""
-        image = load_image(ref.source, limits=self.limits)
-        if not has_image_keys(ref.options):
-            return replace(self._patches(image), source=ref)
-        image = resize(image, self._keyed_size(ref, (image.height, image.width)))
-        return replace(self._patches(image, do_resize=False), source=ref)
-
-    def _patches(self, image: Image.Image, **options: Any) -> Visual:
-        out = self.image_processor(images=[image], return_tensors="pt", **options)
-        frames, rows, columns = out["image_grid_thw"][0].tolist()
-        return Visual(pixels=out["pixel_values"], grid=(frames, rows, columns))
-
-    def _measure_image(self, ref: MediaRef, *, rule: Callable[[int, int], Grid]) -> Visual:
-        """Sized by its own keys, or else by a rule."""
-        size = read_size(ref.source, limits=self.limits)
-        grid = self._grid_of(*self._keyed_size(ref, size)) if has_image_keys(ref.options) else rule(*size)
-        return Visual(pixels=None, grid=grid, source=ref)
-
-    def _by_processor(self, height: int, width: int) -> Grid:
-        return self._resize_rule(height, width)
-
-    def _by_squares(self, height: int, width: int) -> Grid:
-        merge, unit = self.metadata.merge_size, self._unit
-        return 1, merge * -(-height // unit), merge * -(-width // unit)
 
     def _keyed_size(self, ref: MediaRef, source: Size) -> Size:
         """(height, width) in pixels by an image's keys, which is not too large to be made."""
-        size = image_size(ref.options, source, factor=self._unit)
-        check_enlarged(size, source=source, factor=self._unit)
+        size = image_size(ref.options, source, factor=self._side)
+        check_enlarged(size, source=source, factor=self._side)
         return size
 
-    def _video(self, ref: MediaRef, read: Callable[..., Visual], read_file: Callable[..., Visual]) -> Visual:
-        settings = VideoSettings.from_processor(self.video_processor or self.image_processor)
-        element = {**ref.options, "video": ref.source}
-        is_file = isinstance(ref.source, FILE_TYPES)
-        check_times(element, is_file=is_file)
-        if is_file:
-            video = read_file(element, settings=settings, rules=self.file_rules)
+    def _measurer(self, kind: Kind, *, estimate: bool = False) -> Callable[[MediaRef], Visual]:
+        if kind == "video":
+            return partial(self._video, is_measured=True)
+        return partial(self._measured_image, estimate=estimate)
+
+    def _measured_image(self, ref: MediaRef, *, estimate: bool) -> Visual:
+        size = self._size(ref)
+        if self.metadata.by_processor:
+            visual = self._counted(size) if self._counted is not None else self._blank((size,))[0]
+            return replace(visual, source=ref)
+        if has_image_keys(ref.options):
+            grid = self._grid_of(*self._keyed_size(ref, size))
+        elif estimate:
+            grid = self._grid_of(*(self._side * -(-pixels // self._side) for pixels in size))
         else:
-            video = read(element, settings=settings, limits=self.limits)
+            grid = self._resize_rule(*size)
+        return Visual(pixels=None, grid=grid, source=ref)
+
+    def _video(self, ref: MediaRef, *, is_measured: bool = False) -> Visual:
+        parts = parts_of(self.processor)
+        settings = VideoSettings.from_processor(parts.video_processor or parts.image_processor)
+        element = {**ref.options, "video": ref.source}
+        check_times(element, is_file=isinstance(ref.source, FILE_TYPES))
+        caps = {"limits": self.limits, "rules": self.file_rules}
+        video = load_video(element, settings=settings, is_measured=is_measured, **caps)
         return replace(video, seconds=video.seconds if self.metadata.seconds_per_grid else None, source=ref)
 
+    def process(self, images: Sequence[Image.Image], **options: Any) -> tuple[Visual, ...]:
+        """Let the processor make the tensors of images, and the texts in place of their placeholders.
+
+        Args:
+            images: of one sample.
+            options: of the image processor, in place of the processor's own.
+
+        Raises:
+            ConfigError: the processor makes no `pixel_values` of them.
+        """
+        processed, texts = self.processor._process_images([list(images)], **{**self._image_options, **options})
+        tensors = {name: processed[name] for name in self._names if name in processed}
+        if "pixel_values" not in tensors or len(texts) != len(images):
+            made = f"{', '.join(processed) or 'nothing'} and {len(texts)} text(s) of {len(images)} image(s)"
+            raise ConfigError(f"the {type(self.processor).__name__} makes {made}, not pixel_values and a text for each")
+        parts = [
+            {name: _of_image(tensor, at, len(images)) for name, tensor in tensors.items()} for at in range(len(images))
+        ]
+        return tuple(self._visual(part, text) for part, text in zip(parts, texts, strict=True))
+
+    def _visual(self, tensors: Mapping[str, torch.Tensor], text: str) -> Visual:
+        rest = {name: tensor for name, tensor in tensors.items() if name not in ("pixel_values", "image_grid_thw")}
+        grid = None
+        if "image_grid_thw" in tensors:
+            frames, rows, columns = tensors["image_grid_thw"].reshape(3).tolist()
+            grid = frames, rows, columns
+        written = self._written(text) if self.metadata.by_processor else {}  # Qwen's write the grid's placeholders
+        return Visual(grid=grid, pixels=tensors["pixel_values"], tensors=rest, **written)
+
+    def _written(self, text: str) -> dict[str, Any]:
+        """The text of an image with one placeholder a run, and the length of each run."""
+        runs = tuple(len(run.group()) // len(self.placeholder) for run in self._run.finditer(text))
+        return {"runs": runs, "written": self._run.sub(lambda _: self.placeholder, text)}
+
+    def texts_of(self, images: Sequence[Visual], text: str) -> list[str]:
+        """The texts in place of the placeholders in `text`, numbered where the processor numbers a sample's images."""
+        texts = [image.written or self.placeholder for image in images]
+        if self._numbers_images and images:
+            return self.processor._prepend_local_ids([text], texts, self.metadata.image_token)
+        return texts
+
+    # ------------------------------------------------------------------ by sizes alone
+
     @property
-    def _unit(self) -> int:
+    def _side(self) -> int:
         """Pixels along one side of a token."""
         return self.metadata.patch_size * self.metadata.merge_size
 
     @cached_property
     def _resize_rule(self) -> Callable[[int, int], Grid]:
-        """The rule from an image's height and width to its grid, after one trial with this processor.
+        """The rule of Qwen's processors from an image's height and width to its grid, after one trial with this one.
 
         Raises:
             ConfigError: the processor resizes by another rule.
         """
-        if not self.image_processor.do_resize:
-            self._try_rule((2 * self._unit, 3 * self._unit), self._unresized)
+        image_processor = parts_of(self.processor).image_processor
+        if not image_processor.do_resize:
+            self._try_rule((2 * self._side, 3 * self._side), self._unresized)
             return self._unresized
-        low, high = self._unit**2, _TRIAL_TOKENS * self._unit**2
+        low, high = self._side**2, _SHRUNK_TOKENS * self._side**2
         options: dict[str, Any] = {"size": {"shortest_edge": low, "longest_edge": high}}
-        if any(getattr(self.image_processor, name, None) is not None for name in ("min_pixels", "max_pixels")):
+        if any(getattr(image_processor, name, None) is not None for name in ("min_pixels", "max_pixels")):
             options |= {"min_pixels": low, "max_pixels": high}  # which would go before `size`
-        self._try_rule(_TRIAL, partial(self._resized, bounds=(low, high)), **options)
+        self._try_rule(_SHRUNK, partial(self._resized, bounds=(low, high)), **options)
         return self._resized
 
     def _resized(self, height: int, width: int, bounds: tuple[int, int] | None = None) -> Grid:
         """The grid by transformers' own rule; `bounds` of the area, None: the processor's."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        low, high = bounds or pixel_bounds(self.image_processor, self.image_processor.size)
-        return self._grid_of(*smart_resize(height, width, self._unit, min_pixels=low, max_pixels=high))
+        image_processor = parts_of(self.processor).image_processor
+        low, high = bounds or pixel_bounds(image_processor, image_processor.size)
+        return self._grid_of(*smart_resize(height, width, self._side, min_pixels=low, max_pixels=high))
 
     def _unresized(self, height: int, width: int) -> Grid:
-        """The grid of an image that is cut as it is."""
-        if height % self._unit or width % self._unit:
-            raise ValueError(f"{height} x {width} pixels are no multiples of {self._unit}, and its do_resize is off")
+        """The grid of an image that is cut into patches as it is."""
+        if height % self._side or width % self._side:
+            raise ValueError(f"{height} x {width} pixels are no multiples of {self._side}, and its do_resize is off")
         return self._grid_of(height, width)
 
     def _grid_of(self, height: int, width: int) -> Grid:
@@ -285,13 +358,104 @@ class MediaReader:
     def _try_rule(self, shape: Size, rule: Callable[[int, int], Grid], **options: Any) -> None:
         """Raise a ConfigError unless the processor cuts a black image of this height and width by `rule`."""
         height, width = shape
-        grid = self._patches(Image.new("RGB", (width, height)), **options).patch_grid
-        if grid != (expected := rule(height, width)):
+        (visual,) = self.process([Image.new("RGB", (width, height))], **options)
+        if visual.patch_grid != (expected := rule(height, width)):
+            name = type(parts_of(self.processor).image_processor).__name__
             raise ConfigError(
-                f"the image processor ({type(self.image_processor).__name__}) cuts {height} x {width} pixels into "
-                f"{_shown(grid)} patches, where Qwen's rule gives {_shown(expected)}; images cannot be measured by "
-                "their headers with it: use the model's own image processor, or collate whole samples"
+                f"the image processor ({name}) cuts {height} x {width} pixels into {_shown(visual.patch_grid)} "
+                f"patches, where Qwen's rule gives {_shown(expected)}; images cannot be measured by their headers with "
+                "it: use the model's own image processor, or collate whole samples"
             )
+
+    @cached_property
+    def _blank(self) -> Callable[[tuple[Size, ...]], tuple[Visual, ...]]:
+        """The images of one sample as measured ones, from what the processor writes for blank ones of these sizes."""
+
+        def blank(sizes: tuple[Size, ...]) -> tuple[Visual, ...]:
+            visuals = self.process([Image.new("RGB", (width, height)) for height, width in sizes])
+            return tuple(Visual(pixels=None, runs=visual.runs, written=visual.written) for visual in visuals)
+
+        return lru_cache(maxsize=SIZES_KEPT)(blank)
+
+    @cached_property
+    def _counted(self) -> Callable[[Size], Visual] | None:
+        """A measured image from the processor's own count; None: it has none, or trials contradict it."""
+        visuals = [self._blank((size,))[0] for size in TRIALS]
+        if any(len(visual.runs) != 1 for visual in visuals) or len({visual.written for visual in visuals}) > 1:
+            return None
+        try:
+            around = {self._count(size) - visual.runs[0] for size, visual in zip(TRIALS, visuals, strict=True)}
+        except (AttributeError, NotImplementedError, TypeError, KeyError, ValueError):
+            return None
+        if len(around) > 1:
+            return None
+        (extra,), written = around, visuals[0].written
+        return lambda size: Visual(pixels=None, runs=(self._count(size) - extra,), written=written)
+
+    def _count(self, size: Size) -> int:
+        """Tokens of an image as the processor counts them; some count those around it too."""
+        (count,) = self.processor._get_num_multimodal_tokens(image_sizes=[size])["num_image_tokens"]
+        return int(count)
+
+    # ------------------------------------------------------------------ the processor
+
+    @cached_property
+    def placeholder(self) -> str:
+        """The token that stands for a part of an image, as text."""
+        return parts_of(self.processor).tokenizer.convert_ids_to_tokens(self.metadata.image_token_id)
+
+    @cached_property
+    def _run(self) -> re.Pattern[str]:
+        """An unbroken run of it."""
+        return re.compile(f"(?:{re.escape(self.placeholder)})+")
+
+    @cached_property
+    def _options(self) -> dict[str, Any]:
+        """Options of a call of the processor: those of images, of texts, and its own."""
+        merge = self.processor._merge_kwargs
+        is_old = signature(merge).parameters["ModelProcessorKwargs"].default is Parameter.empty  # transformers 5.17
+        kinds = (self.processor.valid_processor_kwargs,) if is_old else ()
+        tokenizer = parts_of(self.processor).tokenizer
+        return merge(*kinds, tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt")
+
+    @cached_property
+    def _image_options(self) -> dict[str, Any]:
+        """Options of its images, and those of its own that it hands on with them; texts' come first, as it has it."""
+        names = OPTIONS_OF_IMAGES.get(class_in(self.processor, OPTIONS_OF_IMAGES), ())
+        its = {name: self._options["text_kwargs"].get(name, self._options[name]) for name in names}
+        return self._options["images_kwargs"] | its
+
+    @cached_property
+    def text_options(self) -> dict[str, Any]:
+        """The processor's own choice of special tokens."""
+        options = self._options["text_kwargs"]
+        return {name: options[name] for name in ("add_special_tokens",) if name in options}
+
+    @cached_property
+    def _numbers_images(self) -> bool:
+        """True if the processor writes before each image which one of its sample it is."""
+        if not class_in(self.processor, NUMBERING):
+            return False
+        chosen = self._options["images_kwargs"].get("use_image_id", self._options["use_image_id"])
+        return self.processor.default_use_image_id if chosen is None else chosen
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(family_of_processor(self.processor).media)
+
+
+def _of_image(tensor: torch.Tensor, at: int, count: int) -> torch.Tensor:
+    """The part of one image; what is one for all images of a sample goes with its first."""
+    if count == 1:
+        return tensor
+    return tensor[at : at + 1] if len(tensor) == count else tensor[: 0 if at else None]
+
+
+def trial_image(size: Size) -> Image.Image:
+    """A picture of a height and width in which no two rows or columns are alike."""
+    height, width = size
+    values = np.arange(height * width * 3, dtype=np.int64).reshape(height, width, 3) ** 2 % 251
+    return Image.fromarray(values.astype(np.uint8))
 
 
 def _shown(grid: Grid) -> str:
@@ -300,6 +464,8 @@ def _shown(grid: Grid) -> str:
 
 def _shape(visual: Visual) -> str:
     """All that decides where a medium's tokens lie, in words."""
+    if visual.runs:
+        return f"{sum(visual.runs)} tokens in {len(visual.runs)} run(s)"
     times = "" if visual.seconds is None else f", {visual.seconds:g} s each"
     stamps = f", at {', '.join(f'{stamp:g}' for stamp in visual.timestamps)} s" if visual.timestamps else ""
     return f"{_shown(visual.patch_grid)} patches (frames x rows x columns{times}{stamps})"

@@ -110,7 +110,7 @@ class ProcessorMetadata:
     images_together: bool = False
     """True if the processor cuts an image otherwise when others stand in the same sample."""
     border_ids: tuple[int, ...] = ()
-    """Ids of the tokens beside `image_token_id` that are written around images and never learnt."""
+    """Ids of the tokens beside `image_token_id` that are written around images and never trained on."""
     has_grids: bool = False
     """True if images of a processor that encodes samples itself are patches with a grid each."""
     frames_per_token: int = 1
@@ -144,7 +144,7 @@ class ProcessorMetadata:
 
     @property
     def media_ids(self) -> tuple[int, ...]:
-        """The ids that are never learnt."""
+        """The ids that are never trained on."""
         ids = self.image_token_id, self.video_token_id, self.vision_start_id, self.vision_end_id
         audio = (self.audio_token_id, self.audio_start_id, self.audio_end_id) if self.has_audio else ()
         return *ids, *audio, *self.border_ids
@@ -162,7 +162,7 @@ TEMPLATE_FIELDS = (
 )
 """Fields of `ProcessorMetadata` beside the rules of Qwen's processors."""
 AUDIO_FIELDS = ("audio_token", "audio_token_id", "audio_start", "audio_end", "audio_start_id", "audio_end_id")
-"""Fields of processors that hear."""
+"""Fields of processors of audio."""
 
 
 @final

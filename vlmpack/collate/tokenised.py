@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlmpack.collate.columns import AUDIO_COLUMNS, is_empty
+from vlmpack.collate.columns import (
+    AUDIO_COLUMNS,
+    BOUNDARY_COLUMNS,
+    LABEL_COLUMNS,
+    MISSPELT_COLUMNS,
+    SECONDS_COLUMNS,
+    is_empty,
+)
 from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, make_labels, mask_media
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.data.branches import BRANCH_COLUMN
@@ -18,16 +25,7 @@ from vlmpack.errors import LayoutError, Refusal
 from vlmpack.layout.batch import AUDIO, IMAGE, TEXT, VIDEO, Grid, lengths_from_mask
 from vlmpack.layout.row import IGNORE
 
-LABEL_COLUMNS = ("labels", "completion_mask", "assistant_masks", "loss_mask")
-"""Columns from which labels are made; the masks are TRL's and SeqPacker's, 0 where nothing is learnt."""
 _MASKS = ("attention_mask", *LABEL_COLUMNS[1:])
-SECONDS = ("second_per_grid_ts", "video_second_per_grid")
-"""Names of the seconds from one grid of each video to the next, of Qwen2.5-VL and of Qwen-Omni."""
-_MISSPELT = ("shift_labels", "label_mask", "labels_mask", "loss_masks", "completion_masks", "assistant_mask")
-"""Names that look like one of these columns, and that no library writes."""
-
-BOUNDARIES = ("cu_seqlens_q", "cu_seqlens", "cu_seq_lens_q", "seq_lengths", "seq_idx")
-"""Columns of a row of several samples; as one sample it would let them attend to each other."""
 
 
 def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, train_on: TrainOn) -> Encoded:
@@ -40,7 +38,7 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
     Raises:
         Refusal: fields that contradict each other, or it is a packed row already.
     """
-    if named := [name for name in BOUNDARIES if feature.get(name) is not None]:
+    if named := [name for name in BOUNDARY_COLUMNS if feature.get(name) is not None]:
         raise Refusal(
             "bad_row",
             f"samples bring {', '.join(named)}, so they are packed rows already, and would be taken for one sample "
@@ -54,11 +52,8 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
     keep = _kept(feature, count)
     ids = ids[keep]
     if feature.get("position_ids") is not None:
-        raise Refusal(
-            "unexpected_positions",
-            "it brings position_ids, but positions are computed from the grids when the sample's place in the row is "
-            "known; remove the column",
-        )
+        fault = "it brings position_ids, but positions are computed from the grids in the row; remove the column"
+        raise Refusal("unexpected_positions", fault)
     types = token_types(ids, metadata)
     _check_types(feature, types, count, keep)
     if metadata.by_processor:
@@ -76,34 +71,24 @@ def _check_told_apart(feature: Mapping[str, Any], metadata: ProcessorMetadata, t
     """Refuse what cannot be told from token ids of other templates and processors than Qwen's."""
     pixels = next((name for name in ("pixel_values", "pixel_values_videos") if not is_empty(feature.get(name))), None)
     if pixels is not None and not metadata.has_grids:
-        raise Refusal(
-            "bad_row",
-            f"it has input_ids and {pixels}, whose images cannot be told apart in this family; give messages and "
-            "images, so that both are made here",
-            of_all=True,
-        )
+        fault = f"it has input_ids and {pixels}, but no grids of this family's images; give messages and images"
+        raise Refusal("bad_row", fault, of_all=True)
     if train_on == "assistant" and all(feature.get(name) is None for name in LABEL_COLUMNS):
-        raise Refusal(
-            "turn_mismatch",
-            f"its turns cannot be found in token ids, as its template is not ChatML; give {', '.join(LABEL_COLUMNS)}, "
-            "or messages, or choose train_on='all'",
-            of_all=True,
-        )
+        fault = f"its template is not ChatML; give {', '.join(LABEL_COLUMNS)} or messages, or choose train_on='all'"
+        raise Refusal("turn_mismatch", fault, of_all=True)
 
 
 def _check_read(feature: Mapping[str, Any]) -> None:
     """Refuse a column about tokens or pixels that would not be read."""
-    if named := next((name for name in _MISSPELT if feature.get(name) is not None), None):
+    if named := next((name for name in MISSPELT_COLUMNS if feature.get(name) is not None), None):
         raise Refusal(
             "bad_row",
             f"it has {named}, which nothing reads; labels and masks, token by token and unshifted, are "
             f"{', '.join(LABEL_COLUMNS)}: rename it, or leave it out",
         )
     if feature.get(BRANCH_COLUMN) is not None:
-        raise Refusal(
-            "bad_row",
-            f"it has input_ids and {BRANCH_COLUMN}, but only of messages can one question be taken; leave one out",
-        )
+        fault = f"it has input_ids and {BRANCH_COLUMN}, which takes one question of messages; leave one out"
+        raise Refusal("bad_row", fault)
     for pixels, columns in (
         ("pixel_values", ("image", "images")),
         ("pixel_values_videos", ("video", "videos")),
@@ -112,11 +97,10 @@ def _check_read(feature: Mapping[str, Any]) -> None:
         if not is_empty(feature.get(pixels)):
             continue
         if named := next((name for name in columns if not is_empty(feature.get(name))), None):
-            raise Refusal(
-                "bad_row",
-                f"it has input_ids and {named}, but no {pixels}: the {columns[0]} would be lost; give what the "
-                "processor made with the ids, or leave input_ids out, so that both are made here",
+            fault = (
+                f"it has input_ids and {named}, but no {pixels}; give what the processor made, or leave input_ids out"
             )
+            raise Refusal("bad_row", fault)
 
 
 def token_types(input_ids: np.ndarray, metadata: ProcessorMetadata) -> np.ndarray:
@@ -190,31 +174,8 @@ def _check_types(feature: Mapping[str, Any], types: np.ndarray, count: int, keep
         return
     values = _tokens(feature, "mm_token_type_ids")
     if len(values) != count or (values[keep] != types).any():
-        raise Refusal(
-            "token_type_mismatch",
-            "mm_token_type_ids are not the kinds of its placeholders (1 image, 2 video, 3 audio, 0 elsewhere); leave "
-            "the column out, it is made from input_ids",
-        )
-
-
-def check_expert_types(feature: Mapping[str, Any], name: str, made: np.ndarray) -> None:
-    """Compare the kinds of tokens by which experts are chosen, where a sample brings them, with those of its ids.
-
-    Args:
-        feature: the sample.
-        name: the column of the kinds.
-        made: int64 [n], the kinds that its processor makes of its real tokens.
-
-    Raises:
-        Refusal: `token_type_mismatch`: they differ.
-    """
-    values, count = _tokens(feature, name), len(_tokens(feature, "input_ids"))
-    if len(values) != count or (values[_kept(feature, count)] != made).any():
-        raise Refusal(
-            "token_type_mismatch",
-            f"{name} are not the kinds that its processor makes of its ids (1 image, 2 video, those that start and end "
-            "one among them, 0 elsewhere); leave the column out, it is made from input_ids",
-        )
+        fault = "mm_token_type_ids are not the kinds of its placeholders (1 image, 2 video, 3 audio); leave them out"
+        raise Refusal("token_type_mismatch", fault)
 
 
 def _labels(
@@ -228,10 +189,7 @@ def _labels(
     given = {name: _tokens(feature, name) for name in LABEL_COLUMNS if feature.get(name) is not None}
     for name, column in given.items():
         if len(column) != count:
-            raise Refusal(
-                "bad_shape",
-                f"{name} covers {len(column)} tokens but input_ids has {count}; labels and masks go unshifted",
-            )
+            raise Refusal("bad_shape", f"{name} covers {len(column)} tokens but input_ids has {count}")
     values = {name: column[keep] for name, column in given.items()}
     if not values:
         return make_labels(ids, metadata, spans=None if train_on == "all" else assistant_spans(ids, metadata))
@@ -286,7 +244,7 @@ def _grids(value: Any, name: str) -> list[Grid]:
 
 
 def _seconds(feature: Mapping[str, Any], count: int) -> list[float | None]:
-    name = next((name for name in SECONDS if feature.get(name) is not None), None)
+    name = next((name for name in SECONDS_COLUMNS if feature.get(name) is not None), None)
     if name is None:
         return [None] * count
     seconds = _array(feature[name], name).reshape(-1).tolist()

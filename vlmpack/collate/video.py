@@ -1,21 +1,35 @@
 """Frames of a video → the patches, grid and times that Qwen's video processors produce.
 
+    list of frames ──size by qwen-vl-utils──────────────────────────────▶ pixels ──▶ patches
+    file ──header──▶ frames, rate, size ──sample_frames──▶ decode, resize ──▶ pixels ──▶ patches
+
 transformers' video processors need torchvision, which not every torch goes with. This is their maths on torch alone,
-parametrised by the processor's part for videos, or for images (`VideoSettings.from_processor`). Here frames are images
-in a list; those of a file are chosen and decoded by `video_file.py`.
+parametrised by the processor's part for videos, or for images (`VideoSettings.from_processor`).
 
 ```
 frames            0 1 2 3 4 4     the last one repeated until they divide by temporal_patch_size
 temporal patches  └0┘ └1┘ └2┘     grid (3, H/patch, W/patch)
 ```
 
+| of a file, where the processor has                         | frames chosen as by           | sized as by           |
+|------------------------------------------------------------|-------------------------------|-----------------------|
+| a video processor                                          | it                            | it                    |
+| the same, and keys beside the video choose its size        | it                            | qwen-vl-utils         |
+| none: it was loaded without torchvision (`load_processor`) | the family's, with its        | qwen-vl-utils         |
+|                                                            | defaults: 2 frames per second |                       |
+
+A video processor that takes every frame (`do_sample_frames=False` and no `fps`: that of Qwen2-VL and Qwen2.5-VL) takes
+2 per second here, as these models were trained and as qwen-vl-utils does it; `FrameSampling(fps=None)` takes all.
+
 Shape legend: F frames, C channels, T temporal patch size, H W pixels, P patches, D = C * T * patch_size ** 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,13 +38,25 @@ from PIL import Image
 from torch.nn.functional import interpolate
 
 from vlmpack.collate.encoded import Visual
-from vlmpack.collate.vision_keys import Size, check_enlarged, first_frame_size, number, resize, video_frame_size
+from vlmpack.collate.frame_sampling import DEFAULT_SAMPLING, FPS, FrameSampling, SampledFrames, sample_frames
+from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of, pixel_bounds
+from vlmpack.collate.vision_keys import (
+    Size,
+    check_enlarged,
+    first_frame_size,
+    has_video_keys,
+    number,
+    resize,
+    video_frame_size,
+)
 from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_size
+from vlmpack.data.videos import DEFAULT_VIDEO_LIMITS, VideoHeader, VideoLimits, decode_frames, read_video_header
+from vlmpack.errors import check_kind
 from vlmpack.layout.batch import Grid
 
 Result = TypeVar("Result")
-SAMPLE_FPS = 2.0
-"""Frames per second where the element has no `sample_fps` (qwen-vl-utils)."""
+FILE_TYPES = (str, Path, bytes, bytearray, memoryview, Mapping)
+"""Types of a video's file; a list holds its frames."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,52 +89,134 @@ class VideoSettings:
         )
 
 
-def load_video(element: Mapping[str, Any], *, settings: VideoSettings, limits: ImageLimits = DEFAULT_LIMITS) -> Visual:
-    """Cut a message element `{"video": [frame, ...], ...}` into patches, with its seconds and timestamps.
+@dataclass(frozen=True, kw_only=True)
+class FileRules:
+    """Rules for choosing and sizing frames of a video's file: numbers of the video processor."""
+
+    sampling: FrameSampling = DEFAULT_SAMPLING
+    """Number of frames where no key names one."""
+    is_per_clip: bool = False
+    """True: Qwen3-VL's rules (frames by linspace, bounds for all of them together); False: Qwen2-VL's."""
+    bounds: tuple[int, int] | None = None
+    """Fewest and most pixels of a frame, or of a clip; None: there is no video processor, and qwen-vl-utils' rule."""
+    is_capped: bool = False
+    """The video processor's `cap_pixels_per_frame`."""
+    max_tokens: int = 0
+    """The video processor's `max_video_tokens`, which holds if it is capped."""
+    limits: VideoLimits = DEFAULT_VIDEO_LIMITS
+    """Caps for files."""
+
+
+DEFAULT_RULES = FileRules()
+
+
+def file_rules_of(
+    processor: Any,
+    metadata: ProcessorMetadata,
+    *,
+    sampling: FrameSampling | None = None,
+    limits: VideoLimits | None = None,
+) -> FileRules:
+    """Read the rules of a processor's video processor.
 
     Args:
-        element: `video` is a list of images as `load_image` takes them; `sample_fps` (default 2) is the number of
-            frames in a second, `raw_fps` (default `sample_fps`) the rate by which Qwen3-VL's timestamps count, as in
-            qwen-vl-utils 0.0.14. For the size see `vision_keys`.
-        settings: from the image processor.
-        limits: caps for each frame.
+        processor: the user's.
+        metadata: what was read from it.
+        sampling: holds in the place of its own; None: its own.
+        limits: caps for files; None: the default.
 
     Raises:
-        ImageError: no frames, a frame that cannot be used (named), frames of different sizes, a bad key.
+        ConfigError: settings of a wrong kind.
     """
-    frames = read_frames(element.get("video"), load_image, limits=limits)
-    pixels, grid = patchify(resize_frames(frames, element, settings=settings), settings=settings)
-    return _visual(pixels, grid, element, settings)
+    if sampling is not None:
+        check_kind("sampling", sampling, FrameSampling, "FrameSampling(fps=1.0)")
+    if limits is not None:
+        check_kind("video_limits", limits, VideoLimits, "VideoLimits(max_frames=10_000)")
+    video_processor = None if metadata.by_processor else parts_of(processor).video_processor
+    rules = DEFAULT_RULES if video_processor is None else _rules(video_processor)
+    return replace(
+        rules,
+        is_per_clip=metadata.frame_timestamps,
+        sampling=sampling or rules.sampling,
+        limits=limits or rules.limits,
+    )
 
 
-def measure_video(
-    element: Mapping[str, Any], *, settings: VideoSettings, limits: ImageLimits = DEFAULT_LIMITS
+def _rules(video_processor: Any) -> FileRules:
+    values = video_processor.to_dict()
+    num_frames = values.get("num_frames")
+    return FileRules(
+        sampling=FrameSampling(
+            fps=(values.get("fps") or FPS) if num_frames is None else None,
+            num_frames=num_frames,
+            min_frames=values["min_frames"],
+            max_frames=values["max_frames"],
+        ),
+        bounds=pixel_bounds(video_processor, values["size"]),
+        is_capped=bool(values.get("cap_pixels_per_frame")),
+        max_tokens=values.get("max_video_tokens") or 0,
+    )
+
+
+def load_video(
+    element: Mapping[str, Any],
+    *,
+    settings: VideoSettings,
+    limits: ImageLimits = DEFAULT_LIMITS,
+    rules: FileRules = DEFAULT_RULES,
+    is_measured: bool = False,
 ) -> Visual:
-    """Measure a video by the headers of its frames, without patches.
+    """Cut a message element `{"video": ..., ...}` into patches, with its seconds and timestamps.
+
+    Args:
+        element: `video` is a file (a path, bytes or {"bytes", "path"}) or a list of images as `load_image` takes them.
+            Of a list `sample_fps` (default 2) is the number of frames in a second, `raw_fps` (default `sample_fps`)
+            the rate by which Qwen3-VL's timestamps count, as in qwen-vl-utils 0.0.14. For the size see `vision_keys`,
+            for the frames of a file `frame_sampling`.
+        settings: from the video or image processor.
+        limits: caps for each frame of a list.
+        rules: of files, from the video processor.
+        is_measured: read headers alone and make no patches; damage behind a sound header is not seen.
 
     Raises:
-        ImageError: as `load_video`, save for frames whose headers are sound and whose pixels are not.
+        ImageError: no frames, a frame that cannot be used (named), frames of different sizes, a file or a key that
+            cannot be used.
+        ConfigError: PyAV is not installed, and it is a file.
     """
-    sizes = read_frames(element.get("video"), read_size, limits=limits)
-    _, size = _frame_sizes(sizes, element, settings=settings)
-    return _visual(None, grid_of(len(sizes), size, settings), element, settings)
+    if isinstance(element.get("video"), FILE_TYPES):
+        return _of_file(element, settings, rules, is_measured=is_measured)
+    depth = settings.temporal_patch_size
+    if is_measured:
+        sizes, pixels = read_frames(element.get("video"), read_size, limits=limits), None
+        _, size = _frame_sizes(sizes, element, settings=settings)
+        grid = grid_of(len(sizes), size, settings)
+    else:
+        frames = read_frames(element.get("video"), load_image, limits=limits)
+        pixels, grid = patchify(resize_frames(frames, element, settings=settings), settings=settings)
+    # The repeated last frame counts as a frame of its own, as it does in qwen-vl-utils
+    sample_fps = _rate(element, "sample_fps", FPS)
+    timestamps = frame_timestamps(range(grid[0] * depth), fps=_rate(element, "raw_fps", sample_fps), depth=depth)
+    return Visual(pixels=pixels, grid=grid, seconds=depth / sample_fps, timestamps=tuple(timestamps))
+
+
+def _of_file(element: Mapping[str, Any], settings: VideoSettings, rules: FileRules, *, is_measured: bool) -> Visual:
+    """Frames are decoded one after the other and resized at once, so that only their final pixels are kept."""
+    header, depth = read_video_header(element["video"], limits=rules.limits), settings.temporal_patch_size
+    spacing, most = "linspace" if rules.is_per_clip else "arange", rules.limits.max_sampled
+    frames = sample_frames(header, element, sampling=rules.sampling, spacing=spacing, depth=depth, max_sampled=most)
+    size, resized = _file_size(header, len(frames.indices), element, settings, rules)
+    pixels, grid = None, grid_of(len(frames.indices), size, settings)
+    if not is_measured:
+        decoded = _decoded(element["video"], header, frames, rules.limits)
+        pixels, grid = patchify(torch.stack([resized(frame, size) for frame in decoded]), settings=settings)
+    timestamps = frame_timestamps(frames.indices, fps=frames.fps, depth=depth)
+    return Visual(pixels=pixels, grid=grid, seconds=depth / frames.sampled_fps, timestamps=tuple(timestamps))
 
 
 def grid_of(num_frames: int, size: Size, settings: VideoSettings) -> Grid:
     """Return the grid of frames of a size in pixels, (t, h, w) in patches."""
     side = settings.patch_size
     return -(-num_frames // settings.temporal_patch_size), size[0] // side, size[1] // side
-
-
-def _visual(pixels: torch.Tensor | None, grid: Grid, element: Mapping[str, Any], settings: VideoSettings) -> Visual:
-    """Add the seconds between grids (`Qwen2_5_VLProcessor._process_videos`) and each grid's timestamp.
-
-    The repeated last frame counts as a frame of its own, as it does in qwen-vl-utils.
-    """
-    depth = settings.temporal_patch_size
-    sample_fps = _rate(element, "sample_fps", SAMPLE_FPS)
-    timestamps = frame_timestamps(range(grid[0] * depth), fps=_rate(element, "raw_fps", sample_fps), depth=depth)
-    return Visual(pixels=pixels, grid=grid, seconds=depth / sample_fps, timestamps=tuple(timestamps))
 
 
 def read_frames(video: Any, read: Callable[..., Result], *, limits: ImageLimits = DEFAULT_LIMITS) -> list[Result]:
@@ -118,11 +226,8 @@ def read_frames(video: Any, read: Callable[..., Result], *, limits: ImageLimits 
         ImageError: see `load_video`.
     """
     if isinstance(video, str | bytes) or not isinstance(video, Sequence):
-        raise ImageError(
-            f"a video of type {type(video).__name__} cannot be read; give its file (a path or bytes), or a list of its "
-            "frames as images, with 'sample_fps' beside them",
-            "video_source",
-        )
+        fault = f"a video of type {type(video).__name__} cannot be read; give its file (a path or bytes)"
+        raise ImageError(f"{fault}, or a list of its frames as images", "video_source")
     if not video:
         raise ImageError("the video has no frames; give at least one or drop the sample", "video_frames")
     results = []
@@ -166,11 +271,10 @@ def _frame_sizes(sizes: Sequence[Size], element: Mapping[str, Any], *, settings:
     final = video_frame_size(element, sizes[0], num_frames=len(sizes), factor=factor)
     for index, (height, width) in enumerate(first):
         if (height, width) != first[0]:
-            raise ImageError(
-                f"frame {index} is {width} x {height} and frame 0 is {first[0][1]} x {first[0][0]} (after resizing); "
-                "all frames of a video must have one size: crop or pad them",
-                "video_frames",
+            sizes_seen = (
+                f"frame {index} is {width} x {height} and frame 0 is {first[0][1]} x {first[0][0]} (after resizing)"
             )
+            raise ImageError(f"{sizes_seen}; all frames of a video must have one size", "video_frames")
     for size in (first[0], final):
         check_enlarged(size, source=sizes[0], factor=factor, num_frames=len(sizes))
     return first[0], final
@@ -233,3 +337,67 @@ def _rate(element: Mapping[str, Any], key: str, default: float) -> float:
     if rate == 0:
         raise ImageError(f"{key}=0 frames per second has no meaning; give the rate of the frames", "vision_key")
     return rate
+
+
+# ---------------------------------------------------------------------- files
+
+
+def _decoded(video: Any, header: VideoHeader, frames: SampledFrames, limits: VideoLimits) -> Iterator[torch.Tensor]:
+    """Frames as uint8 `[3, H, W]`."""
+    for index, frame in zip(frames.indices, decode_frames(video, frames.indices, limits=limits), strict=True):
+        if frame.shape[:2] != (header.height, header.width):
+            seen = f"frame {index} is {frame.shape[1]} x {frame.shape[0]} and frame 0 {header.width} x {header.height}"
+            raise ImageError(f"{seen}; all frames of a video must have one size: encode it again", "video_frames")
+        yield torch.from_numpy(frame).permute(2, 0, 1)
+
+
+def _file_size(
+    header: VideoHeader, num_frames: int, element: Mapping[str, Any], settings: VideoSettings, rules: FileRules
+) -> tuple[Size, Callable[[torch.Tensor, Size], torch.Tensor]]:
+    """(final size of each frame, how it is brought to it)."""
+    factor, size = settings.patch_size * settings.merge_size, (header.height, header.width)
+    if rules.bounds is None or has_video_keys(element):
+        final = video_frame_size(element, size, num_frames=num_frames, factor=factor, is_file=True)
+        check_enlarged(final, source=size, factor=factor, num_frames=num_frames)
+        return final, resize_floats
+    rule, depth = _clip_size if rules.is_per_clip else _frame_size, settings.temporal_patch_size
+    return rule(size, num_frames, rules.bounds, factor, depth, rules), _resize_levels
+
+
+def _frame_size(
+    size: Size, num_frames: int, bounds: tuple[int, int], factor: int, depth: int, rules: FileRules
+) -> Size:
+    """The rule of `Qwen2VLVideoProcessor.resize`: bounds for each frame."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    low, high = bounds
+    if rules.is_capped:
+        budget = int(rules.max_tokens * factor * factor * 0.9)
+        high = max(min(high, budget * depth // num_frames), int(low * 1.05))
+    return smart_resize(*size, factor, min_pixels=low, max_pixels=high)
+
+
+def _clip_size(size: Size, num_frames: int, bounds: tuple[int, int], factor: int, depth: int, rules: FileRules) -> Size:
+    """The rule of `Qwen3VLVideoProcessor.resize`: bounds for all frames together."""
+    (height, width), (low, high) = size, bounds
+    if rules.is_capped:
+        high = num_frames * max(min(rules.max_tokens * factor * factor, high // num_frames), int(low * 1.05))
+    if height < factor or width < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    rows, columns = round(height / factor) * factor, round(width / factor) * factor
+    pixels = round(num_frames / depth) * depth * rows * columns
+    if pixels > high:
+        shrink = math.sqrt(num_frames * height * width / high)
+        rows, columns = (max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))
+    elif pixels < low:
+        grow = math.sqrt(low / (num_frames * height * width))
+        rows, columns = (math.ceil(side * grow / factor) * factor for side in (height, width))
+    return rows, columns
+
+
+def _resize_levels(frames: torch.Tensor, size: Size) -> torch.Tensor:
+    """Resize uint8 `[..., H, W]` as torchvision's `transforms.v2` does, by which transformers resizes videos."""
+    if tuple(frames.shape[-2:]) == size:
+        return frames
+    return interpolate(frames[None], size=size, mode="bicubic", antialias=True)[0]

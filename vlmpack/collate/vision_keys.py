@@ -153,11 +153,8 @@ def smart_resize(
         grow = math.sqrt(low / (height * width))
         size = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
     if min(size) < 1:
-        raise ImageError(
-            f"{height:g} x {width:g} pixels (height x width) within max_pixels={high:g} would leave a side of 0; "
-            "raise max_pixels or make the picture less thin",
-            "vision_key",
-        )
+        fault = f"{height:g} x {width:g} pixels (height x width) within max_pixels={high:g} would leave a side of 0"
+        raise ImageError(f"{fault}; raise max_pixels or make the picture less thin", "vision_key")
     return size
 
 
@@ -178,10 +175,7 @@ def image_size(element: Mapping[str, Any], size: Size, *, factor: int) -> Size:
     """
     height, width = element.get("resized_height"), element.get("resized_width")
     if (height is None) != (width is None):
-        raise ImageError(
-            f"resized_height={height} and resized_width={width}: one without the other changes nothing; give both",
-            "vision_key",
-        )
+        raise ImageError(f"resized_height={height} and resized_width={width}: give both or none", "vision_key")
     if height is not None:
         forced = number(element, "resized_height", 0.0), number(element, "resized_width", 0.0)
         return smart_resize(*forced, factor=factor)
@@ -231,35 +225,23 @@ def first_frame_size(element: Mapping[str, Any], size: Size, *, factor: int) -> 
     return image_size(element, size, factor=2 * factor)
 
 
-def video_frame_size(element: Mapping[str, Any], size: Size, *, num_frames: int, factor: int) -> Size:
-    """Compute the final size of the frames of a video given as images (`vision_process.fetch_video`), in pixels.
+def video_frame_size(
+    element: Mapping[str, Any], size: Size, *, num_frames: int, factor: int, is_file: bool = False
+) -> Size:
+    """Compute the final size of the frames of a video (`vision_process.fetch_video`), in pixels.
 
     Args:
         element: keys as for images, and `total_pixels`, which the frames share.
         size: of one frame.
-        num_frames: frames in the list; an odd number counts one more, as the last frame is repeated.
+        num_frames: frames that are taken; of a list an odd number counts one more, as the last frame is repeated.
         factor: patch size times merge size.
+        is_file: frames of a file are not brought to a first size one by one.
 
     Raises:
         ImageError: see `smart_resize`.
     """
-    low, high = _frame_bounds(element, num_frames + num_frames % FRAME_FACTOR, factor)
-    bounded = {**element, "min_pixels": low, "max_pixels": high}
-    return image_size(bounded, first_frame_size(element, size, factor=factor), factor=factor)
-
-
-def file_frame_size(element: Mapping[str, Any], size: Size, *, num_frames: int, factor: int) -> Size:
-    """Compute the size of the frames of a video's file (`vision_process.fetch_video`), in pixels.
-
-    Args:
-        element: as for `video_frame_size`.
-        size: of one frame.
-        num_frames: frames that are taken.
-        factor: patch size times merge size.
-
-    Raises:
-        ImageError: see `smart_resize`.
-    """
+    if not is_file:
+        size, num_frames = first_frame_size(element, size, factor=factor), num_frames + num_frames % FRAME_FACTOR
     low, high = _frame_bounds(element, num_frames, factor)
     return image_size({**element, "min_pixels": low, "max_pixels": high}, size, factor=factor)
 
@@ -281,15 +263,11 @@ def _check_size(height: float, width: float, min_pixels: float, max_pixels: floa
     if min(height, width) <= 0:
         raise ImageError(f"{height:g} x {width:g} pixels (height x width): there is nothing in it", "image_zero_size")
     if max_pixels < min_pixels:
-        raise ImageError(
-            f"max_pixels={max_pixels:g} is below min_pixels={min_pixels:g} (which may be a default); "
-            "set both, max_pixels the larger",
-            "vision_key",
-        )
+        fault = f"max_pixels={max_pixels:g} is below min_pixels={min_pixels:g} (which may be a default); set both"
+        raise ImageError(fault, "vision_key")
     ratio = max(height, width) / min(height, width)
     if ratio > MAX_ASPECT_RATIO:
+        fault = f"{height:g} x {width:g} pixels (height x width), an aspect ratio of {ratio:.1f}, more than"
         raise ImageError(
-            f"{height:g} x {width:g} pixels (height x width), an aspect ratio of {ratio:.1f}, more than "
-            f"{MAX_ASPECT_RATIO}, where Qwen's resize rule ends; cut or pad it",
-            "image_aspect_ratio",
+            f"{fault} {MAX_ASPECT_RATIO}, where Qwen's resize rule ends; cut or pad it", "image_aspect_ratio"
         )

@@ -13,10 +13,10 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import index as as_int
 from pathlib import Path
 from typing import Any, final, get_args, overload
@@ -354,7 +354,7 @@ def _are_receipts(dataset: OpenDataset) -> bool:
         if not is_receipt and set(first).isdisjoint((*known, PAIRS_COLUMN)):
             raise ConfigError(
                 f"{name} holds {', '.join(map(str, first)) or 'nothing'}, and none of "
-                f"{', '.join((*known, PAIRS_COLUMN))}; {_remedy(first)}{_hint(rows)}"
+                f"{', '.join((*known, PAIRS_COLUMN))}; {_remedy(first)}{_hint(rows) if len(rows) == 1 else ''}"
             )
         kinds.append(is_receipt)
     if len(set(kinds)) > 1:
@@ -363,15 +363,7 @@ def _are_receipts(dataset: OpenDataset) -> bool:
 
 
 def _check_required(rows: Rows, columns: ColumnMap, name: str) -> None:
-    known: dict[str, None] = {}
-    if isinstance(rows, StoredRows):
-        known = dict.fromkeys(rows.columns)
-    elif columns.required:
-        for index in range(min(len(rows), _LOOKED_AT)):
-            try:
-                known |= dict.fromkeys(rows[index])
-            except SampleError:  # it is refused when its turn comes
-                continue
+    known = _names(rows) if columns.required else ()
     if absent := [column for column in columns.required if column not in known]:
         raise ConfigError(
             f"{name} has no column {' and '.join(map(repr, absent))}, which columns= reads as "
@@ -388,6 +380,22 @@ def _hint(rows: Rows) -> str:
     if key is None:
         return ""
     return f". If the samples are the list under its key {key[1].decode(errors='replace')!r}, write that list alone"
+
+
+def _names(rows: Rows) -> Collection[str]:
+    """The columns of a table, or of the first rows of another source."""
+    if isinstance(rows, StoredRows):
+        return rows.columns
+    return dict.fromkeys(name for row in islice(_each(rows), _LOOKED_AT) for name in row)
+
+
+def _each(rows: Rows) -> Iterator[Mapping[str, Any]]:
+    """All rows in their order; one that cannot be read is empty: it is refused when its turn comes."""
+    for at in range(len(rows)):
+        try:
+            yield rows[at]
+        except SampleError:
+            yield {}
 
 
 def _remedy(first: Mapping[str, Any]) -> str:
@@ -410,13 +418,13 @@ def _first_turns(dataset: OpenDataset) -> np.ndarray:
     """
     counts = []
     for rows in dataset.files:
+        each = _each(rows)
         if isinstance(rows, StoredRows):
-            texts = [name for name in rows.columns if dataset.columns.names.get(name, name) not in MEDIA]
-            rows = StoredRows(table=rows.table.select_columns(texts))
-        for at in range(len(rows)):
+            each = rows.batches([name for name in rows.columns if dataset.columns.names.get(name, name) not in MEDIA])
+        for row in each:
             try:
-                counts.append(num_answers(dataset.columns.apply(rows[at])))
-            except ValueError:  # a SampleError is one: the row is refused when its turn comes
+                counts.append(num_answers(dataset.columns.apply(row)))
+            except ValueError:  # the row is refused when its turn comes
                 counts.append(0)
     if not any(counts):
         raise ConfigError(

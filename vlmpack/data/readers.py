@@ -16,7 +16,7 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -66,6 +66,7 @@ class JsonRows:
             SampleError: it is no JSON object, or the file cannot be read any more.
         """
         start, stop = self.spans[index].tolist()
+        text, row = b"", {}
         try:
             with self.path.open("rb") as file:
                 file.seek(start)
@@ -197,6 +198,16 @@ class StoredRows:
         except ValueError as error:
             detail = f"a column of the feature Json cannot be decoded: {error}; write the data set again"
             raise SampleError(detail, index=index, reason="row_unreadable") from error
+
+    def batches(self, columns: Sequence[str], size: int = 1024) -> Iterator[dict[str, Any]]:
+        """These columns of all rows in their order, so many read at a time; one that cannot be decoded is empty."""
+        part = StoredRows(table=self.table.select_columns(list(columns)))
+        for start in range(0, len(self), size):
+            for row in part.table[start : start + size].to_pylist():
+                try:
+                    yield part._decoded(row)
+                except ValueError:
+                    yield {}
 
     def _decoded(self, row: dict[str, Any]) -> dict[str, Any]:
         return {**row, **{name: _from_json(row[name], feature) for name, feature in self._json_columns.items()}}

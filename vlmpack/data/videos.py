@@ -332,7 +332,7 @@ def _opened(source: VideoSource, limits: VideoLimits) -> Iterator[_Video]:
         file.seek(0)
         options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": ""}
         # Titles in other encodings than UTF-8 are no fault of the video; PyAV 19 has no such argument any more.
-        titles = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
+        titles: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
         try:
             with av.open(file, options=options, **titles) as container:
                 yield _Video(container, limits)

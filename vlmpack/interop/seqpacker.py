@@ -31,7 +31,7 @@ from vlmpack.errors import ConfigError, SampleError, check_choice, check_extra
 from vlmpack.plan.lengths import check_seed, checked_capacity
 from vlmpack.plan.packing_buffer import LOOK_AHEAD, ROWS_BUFFERED, PackingBuffer
 from vlmpack.plan.plan import Plan
-from vlmpack.plan.planner import ALIASES, plan_bins, strategy_name
+from vlmpack.plan.planner import STRATEGIES, plan_bins
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,10 @@ FULL_NAMES = {
     "bestfitdecreasing": "bfd", "firstfitshuffle": "ffs", "harmonic": "hk",
 }  # fmt: skip
 """SeqPacker's long names, in small letters -> its short ones."""
+
+BEST_FIT = ("obfd", "obfdp", "bfd", "bf", "ffd", "mffd", "ff", "ffs", "wf")
+ALIASES = {**dict.fromkeys(BEST_FIT, "best_fit_decreasing"), "hk": "rolling_fill", "nf": "next_fit"}
+"""SeqPacker's short name -> ours. Where it has a variant that we have not, ours is the one that needs no more bins."""
 
 Oversize = Literal["error", "drop"]
 """Treatment of samples above the capacity: refuse them, or leave them out."""
@@ -192,7 +196,7 @@ class Packer:
 
     def __post_init__(self) -> None:
         checked_capacity(self.capacity)
-        strategy_name(self._short_name)
+        check_choice("strategy", self._short_name, (*ALIASES, *STRATEGIES))
         check_seed(self.seed)
 
     def pack(self, lengths: Sequence[int] | np.ndarray) -> PackResult:
@@ -221,7 +225,7 @@ class Packer:
             seed = 42 if seed is None else seed
         elif name in ALIASES:
             seed = None
-        return plan_bins(lengths, self.capacity, strategy=name, oversize=oversize, seed=seed)
+        return plan_bins(lengths, self.capacity, strategy=ALIASES.get(name, name), oversize=oversize, seed=seed)
 
     @staticmethod
     def strategies() -> list[tuple[str, str]]:
@@ -230,7 +234,8 @@ class Packer:
 
     @property
     def _short_name(self) -> str:
-        return FULL_NAMES.get(str(self.strategy).lower(), self.strategy)
+        name = str(self.strategy).lower()
+        return FULL_NAMES.get(name, name)
 
 
 def pack_sequences(
@@ -427,8 +432,8 @@ def _vectors(samples: Any, what: str) -> list[np.ndarray]:
         raise ConfigError(
             f"the {what} must be one list, vector or tensor for each sample, got {type(samples).__name__}"
         )
-    samples = samples.to_pylist() if hasattr(samples, "to_pylist") else samples
-    return [_vector(sample, what, index) for index, sample in enumerate(samples)]
+    listed: Any = getattr(samples, "to_pylist", lambda: samples)()
+    return [_vector(sample, what, index) for index, sample in enumerate(listed)]
 
 
 def _vector(values: Any, what: str, index: int) -> np.ndarray:

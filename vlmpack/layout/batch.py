@@ -176,7 +176,7 @@ class PaddedBatch:
     """Metadata on the host; None: lengths are read from the mask, one host-device sync."""
 
     def __repr__(self) -> str:
-        return f"PaddedBatch({shape_of(self.input_ids)}{_tokens(self)}{media_of(self.media)})"
+        return f"PaddedBatch({shape_of(self.input_ids)}{_tokens(self)}{media_in_words(self.media)})"
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PaddedBatch:
         """Move tensors and media to a device; metadata stays on the host."""
@@ -245,7 +245,7 @@ def shape_of(value: Any) -> str:
     return str(list(value.shape)) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
-def media_of(media: Media) -> str:
+def media_in_words(media: Media) -> str:
     """The numbers of images and videos, in words; "" of a text."""
     if not isinstance(media, Media):
         return f", media {shape_of(media)}"

@@ -27,7 +27,7 @@ from vlmpack.layout.batch import (
     host_frames,
     host_grids,
     host_seconds,
-    media_of,
+    media_in_words,
     moved,
     pinned,
     shape_of,
@@ -114,7 +114,7 @@ class PackedRow:
         where = self.segments
         return (
             f"PackedRow({shape_of(self.input_ids)}, {where.num_samples} samples, {where.num_tokens} tokens, "
-            f"{where.fill:.2%} full{media_of(self.media)}"
+            f"{where.fill:.2%} full{media_in_words(self.media)}"
             f"{'' if self.tree is None else f', shared in {self.tree.num_tokens} tokens'})"
         )
 

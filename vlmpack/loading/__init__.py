@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from vlmpack.loading.sampler import PackedBatchSampler
 from vlmpack.loading.stream import PackedStream
-from vlmpack.loading.stream_groups import SharedPrefix
-from vlmpack.loading.stream_packer import RowSettings, StreamPacker
+from vlmpack.loading.stream_packer import RowSettings, SharedPrefix, StreamPacker
 
 __all__ = [
     "PackedBatchSampler",

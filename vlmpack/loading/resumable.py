@@ -1,15 +1,18 @@
-"""Sources with a state of their own, continued where they stopped; sources that every worker reads whole."""
+"""What it takes to continue: sources with a state of their own, sources that are read whole, and checks of states."""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from pathlib import Path
 from typing import Any, Protocol, final, runtime_checkable
 
 import numpy as np
 import torch
+from PIL import Image
 from torch.utils.data import _utils
 
 from vlmpack.errors import ConfigError, SampleError
@@ -150,3 +153,99 @@ def _no_worker() -> Iterator[None]:
         yield
     finally:
         _utils.worker._worker_info = before
+
+
+# ---------------------------------------------------------------------- digests
+
+DEPTH = 99
+"""Lists in lists that a digest looks into."""
+
+
+def digest_of(value: Any) -> str:
+    """Compute the digest of any value of plain data: 32 hexadecimal digits.
+
+    Mappings count in any order and tuples as lists, as loaders hand them back. Of an image its size counts, and of what
+    has no content that could be read, its type.
+    """
+    content = hashlib.blake2b(digest_size=16)
+    _update(content, value, 0)
+    return content.hexdigest()
+
+
+def _update(content: Any, value: Any, depth: int) -> None:
+    if isinstance(value, Mapping | list | tuple | set | frozenset) and depth < DEPTH:
+        kind = "map" if isinstance(value, Mapping) else "set" if isinstance(value, set | frozenset) else "list"
+        content.update(f"{kind} {len(value)}:".encode())
+        for inner in _in_order(value):
+            _update(content, inner, depth + 1)
+    else:
+        leaf = _leaf(value)
+        content.update(f"{len(leaf)}:".encode() + leaf)
+
+
+def _in_order(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return sorted(value.items(), key=lambda item: repr(item[0]))
+    return value if isinstance(value, list | tuple) else sorted(value, key=repr)
+
+
+def _leaf(value: Any) -> bytes:
+    """A single value as bytes."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
+        values = value.detach().cpu().contiguous().reshape(-1)
+        return f"{value.dtype} {tuple(value.shape)}".encode() + values.view(torch.uint8).numpy().tobytes()
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return f"{value.dtype} {value.shape}".encode() + value.tobytes()
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, SampleError):
+        return f"{value.reason} {value.detail}".encode(errors="surrogatepass")
+    if isinstance(value, Image.Image):
+        return f"{value.mode} {value.size}".encode()
+    if value is None or isinstance(value, str | bool | int | float | Path | np.generic):
+        return f"{type(value).__name__} {value}".encode(errors="surrogatepass")
+    return type(value).__qualname__.encode()
+
+
+@final
+class SampleDigests:
+    """Digests of the samples of one state after the other, computed once for each sample while it stays."""
+
+    def __init__(self) -> None:
+        self._computed: dict[int, tuple[Any, str]] = {}
+
+    def of(self, samples: Sequence[Any]) -> list[str]:
+        """The digest of each."""
+        computed = self._computed
+        self._computed = {id(sample): computed.get(id(sample)) or (sample, digest_of(sample)) for sample in samples}
+        return [self._computed[id(sample)][1] for sample in samples]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_computed": {}}
+
+
+# ---------------------------------------------------------------------- states
+
+SEAL = "seal"
+"""Field of a state: a digest of the others."""
+LOAD_ANOTHER = "load another state, or begin the epoch anew"
+"""The remedy where a state is refused."""
+
+
+def check_seal(state: Mapping[str, Any], seal: Callable[[Mapping[str, Any]], str], *, of: str) -> None:
+    """Refuse anything but a state whose fields are what they were when it was made.
+
+    Args:
+        state: as it was loaded.
+        seal: computes the digest of its fields.
+        of: whose state it is.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    try:
+        is_whole = state[SEAL] == seal(state)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        is_whole = False
+    if not is_whole:
+        raise ConfigError(f"this is no state of a {of}, or one that was changed since it was made; {LOAD_ANOTHER}")

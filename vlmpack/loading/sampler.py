@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, Literal, final, get_args
 
 import numpy as np
 from torch.utils.data import Sampler
 
-from vlmpack.errors import ConfigError, check_choice, check_kind
-from vlmpack.loading.state import checked_fields, whole
+from vlmpack.errors import ConfigError, check_choice, check_kind, check_whole_number
+from vlmpack.loading.resumable import LOAD_ANOTHER
 from vlmpack.plan.balance import EMPTY, Schedule, balance_rows
 from vlmpack.plan.lengths import check_seed, checked_capacity
 from vlmpack.plan.plan import Plan
@@ -170,10 +170,14 @@ class PackedBatchSampler(Sampler[list[int]]):
         Raises:
             ConfigError: the state is of another plan, was dealt in another way, or is damaged.
         """
-        checked_fields(state, ("epoch", "rows", "of"), of="PackedBatchSampler")
+        if not isinstance(state, Mapping) or state.keys() != {"epoch", "rows", "of"}:
+            raise ConfigError(f"this is no state of a PackedBatchSampler, a dict of epoch, rows and of; {LOAD_ANOTHER}")
         if state["of"] != self._identity:
             raise ConfigError(f"the state is of {state['of']}, but this is {self._identity}; plan and deal as before")
-        epoch, rows = whole(state, "epoch"), whole(state, "rows", len(self))
+        epoch, rows = (
+            check_whole_number(f"the state's {name}", state[name], at_least=0, at_most=most, remedy=LOAD_ANOTHER)
+            for name, most in (("epoch", None), ("rows", len(self)))
+        )
         self.epoch, self._done, self._start = epoch, rows, rows
 
 

@@ -8,20 +8,21 @@ from typing import Any, final, get_args
 from torch.utils.data import IterableDataset, get_worker_info
 
 from vlmpack.errors import ConfigError, check_choice, check_kind
-from vlmpack.loading.resumable import END, MapStyle, Place, Resumable, check_samples, sample_at, whole_source
-from vlmpack.loading.sampler import Remainder, checked_rank
-from vlmpack.loading.state import (
-    LOAD_ANOTHER,
+from vlmpack.loading.resumable import (
+    END,
     SEAL,
+    MapStyle,
+    Place,
+    Resumable,
     SampleDigests,
+    check_samples,
     check_seal,
-    checked_fields,
     digest_of,
-    listed,
-    whole,
+    sample_at,
+    whole_source,
 )
-from vlmpack.loading.stream_groups import SharedPrefix
-from vlmpack.loading.stream_packer import Row, RowSettings, Sample, StreamPacker, token_count
+from vlmpack.loading.sampler import Remainder, checked_rank
+from vlmpack.loading.stream_packer import Row, RowSettings, Sample, SharedPrefix, StreamPacker, token_count
 from vlmpack.plan.lengths import checked_capacity
 from vlmpack.plan.planner import middle
 
@@ -57,9 +58,9 @@ class PackedStream(IterableDataset[list[Any]]):
     Args:
         source: the samples; iterated anew every epoch.
         settings: of the rows.
-        length: tokens of a sample; of one that is not tokenised yet, `VLMCollator.length` counts them.
+        length: tokens of a sample; of one that is not tokenized yet, `VLMCollator.length` counts them.
         costs: what else a sample needs, by the names of `settings.limits`.
-        prefix: what a sample begins with, and its neighbours of the same key too: they share a row, and a collator that
+        prefix: what a sample begins with, and its neighbors of the same key too: they share a row, and a collator that
             shares prefixes computes it once. None: samples share nothing.
         ranks: processes that train together.
         rank: this one, which may be left out if there is no other.
@@ -239,6 +240,7 @@ class PackedStream(IterableDataset[list[Any]]):
         `StatefulDataLoader` collects the states of all workers.
         """
         source = self._by_number
+        size = None if source is None else len(source)
         fields = {
             "packer": self._packer.state_dict(),
             "rows": [list(row) for row in self._rows],
@@ -248,10 +250,7 @@ class PackedStream(IterableDataset[list[Any]]):
             "ranks": self.ranks,
             "remainder": self.remainder,
             "source": None if self._place is None else self._place.state_dict(),
-            "data": [
-                source if source is None else len(source),
-                self._last_digest if self._last is END else digest_of(self._last),
-            ],
+            "data": [size, self._last_digest if self._last is END else digest_of(self._last)],
         }
         return {**fields, SEAL: self._seal(fields)}
 
@@ -260,41 +259,44 @@ class PackedStream(IterableDataset[list[Any]]):
 
         Raises:
             ConfigError: the state is of another number of ranks, another remainder, or other settings; of another
-                source, where that shows; or its fields contradict each other or their seal. A source that can only be
-                iterated over is compared as it is read.
+                source, where that shows; or it was changed. A source that can only be iterated over is compared as it
+                is read.
         """
-        fields = checked_fields(state, FIELDS, optional=("data", SEAL), of="PackedStream")
-        ranks, remainder = fields["ranks"], fields["remainder"]
+        check_seal(state, self._seal, of="PackedStream")
+        ranks, remainder = state["ranks"], state["remainder"]
         if (ranks, remainder) != (self.ranks, self.remainder):
             raise ConfigError(
                 f"the state is of {ranks!r:.40} ranks with remainder {remainder!r:.40}, this stream is of "
                 f"{self.ranks} with {self.remainder!r}; deal as before"
             )
         packer = self._new_packer()
-        packer.load_state_dict(fields["packer"])
-        rows = _checked_rows(fields, packer)
-        if (self._place is None) != (fields["source"] is None):
+        packer.load_state_dict(state["packer"])
+        if (self._place is None) != (state["source"] is None):
             kind = "with" if self._place is None else "without"
             raise ConfigError(f"the state is of a source {kind} a state of its own; {USE_SAME_DATA}")
-        if SEAL in fields:
-            check_seal(fields, self._seal(fields))
-        size, last = _checked_data(fields)
-        expected = {at: digest_of(sample) for at, sample in fields["packer"]["buffered"]}
+        size, last = state["data"]
+        expected = {at: digest_of(sample) for at, sample in state["packer"]["buffered"]}
         if last is not None and packer.received:
             expected[packer.received - 1] = last
-        self._check_source(size, packer.received, expected, ended=fields["ended"])
-        self._start()
-        self._packer, self._rows, self._expected, self._last_digest = packer, rows, expected, last
-        self._rounds, self._ended, self._uneven = fields["rounds"], fields["ended"], fields["uneven"]
+        self._expected = expected
+        if (source := self._by_number) is not None:
+            if (size is not None and size != len(source)) or packer.received > len(source):
+                before = packer.received if size is None else size
+                raise _other_data(f"it has {len(source)} samples, and before it had {before}")
+            for at in expected:
+                self._compare(at, sample_at(source, at))
+        self._start(state["rounds"])
+        self._packer, self._expected, self._last_digest = packer, expected, last
+        self._rows = [list(row) for row in state["rows"]]
+        self._ended, self._uneven = state["ended"], state["uneven"]
         if self._place is not None:
-            self._place.load_state_dict(fields["source"])
+            self._place.load_state_dict(state["source"])
         self._resumed = True
 
     def _seal(self, fields: Mapping[str, Any]) -> str:
-        counts = [value for name, value in fields.items() if name not in ("packer", "rows", SEAL)]
-        sizes = [len(row) for row in fields["rows"]]
         samples = self._digests.of([sample for row in fields["rows"] for sample in row])
-        return digest_of([fields["packer"].get(SEAL), sizes, samples, sorted(map(digest_of, counts))])
+        sizes = [len(row) for row in fields["rows"]]
+        return digest_of([fields["packer"][SEAL], sizes, samples, *(fields[name] for name in COUNTED)])
 
     @property
     def _by_number(self) -> MapStyle | None:
@@ -302,43 +304,11 @@ class PackedStream(IterableDataset[list[Any]]):
         has_numbers = isinstance(self.source, MapStyle) and not isinstance(self.source, IterableDataset)
         return self.source if has_numbers and self._place is None else None  # pyright: ignore[reportReturnType]
 
-    def _check_source(self, size: int | None, read: int, expected: Mapping[int, str], *, ended: bool) -> None:
-        """Refuse a source by number unless it is as long as before and has the samples whose digests are expected."""
-        if (source := self._by_number) is None:
-            return
-        if (size is not None and size != len(source)) or read > len(source) or (ended and read < len(source)):
-            raise _other_data(f"it has {len(source)} samples, and before it had {read if size is None else size}")
-        self._expected = dict(expected)
-        for at in expected:
-            self._compare(at, sample_at(source, at))
 
-
-FIELDS = ("packer", "rows", "rounds", "ended", "uneven", "ranks", "remainder", "source")
-"""Of a state."""
+COUNTED = ("rounds", "ended", "uneven", "ranks", "remainder", "source", "data")
+"""Fields of a state besides its rows and its packer."""
 USE_SAME_DATA = "give the data set of the run that is continued"
 
 
 def _other_data(fault: str) -> ConfigError:
     return ConfigError(f"the state is of another source: {fault}; {USE_SAME_DATA}, read anew with the same samples")
-
-
-def _checked_rows(fields: Mapping[str, Any], packer: StreamPacker) -> list[list[Any]]:
-    """The rows that were not yielded yet; a ConfigError unless they and the counts agree."""
-    rows, ended = listed(fields, "rows"), fields["ended"]
-    whole(fields, "rounds")
-    in_rows = sum(len(listed({"rows": row}, "rows")) for row in rows)
-    most = packer.received - packer.dropped - packer.left_out - len(packer)
-    if not isinstance(ended, bool) or in_rows + whole(fields, "uneven") > most or (ended and len(packer)):
-        raise ConfigError(
-            f"the state has {in_rows} samples in rows and {fields['uneven']} left out, of {most} that may be, with "
-            f"ended={ended!r:.40} and {len(packer)} buffered; {LOAD_ANOTHER}"
-        )
-    return [list(row) for row in rows]
-
-
-def _checked_data(fields: Mapping[str, Any]) -> tuple[int | None, str | None]:
-    """(samples of the source, digest of the last one read), each None where it is not known."""
-    data = listed(fields, "data") if "data" in fields else [None, None]
-    if len(data) != 2 or not isinstance(data[1], str | None):
-        raise ConfigError(f"the state has data={data!r:.40}, and that is a size and a digest; {LOAD_ANOTHER}")
-    return None if data[0] is None else whole({"data": data[0]}, "data"), data[1]

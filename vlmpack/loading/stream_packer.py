@@ -1,29 +1,25 @@
-"""StreamPacker: samples in, one after the other; rows of samples out."""
+"""StreamPacker: samples in, one after the other; rows of samples out.
+
+Neighbors that share a prefix are buffered as one item, and share a row:
+
+samples    a1 a2 a3 b1 c1 c2            letters: keys of their prefixes
+arriving   a1 a2 a3                     until b1 comes
+items               [a1 a2 a3]   [b1]   c1 c2 are arriving
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 
 from vlmpack.errors import ConfigError, SampleError, check_choice, check_kind
-from vlmpack.loading.state import (
-    LOAD_ANOTHER,
-    SEAL,
-    SampleDigests,
-    check_seal,
-    checked_fields,
-    digest_of,
-    listed,
-    whole,
-)
-from vlmpack.loading.stream_groups import ArrivingGroup, Item, Member, Needs, SharedPrefix, sum_of
+from vlmpack.loading.resumable import SEAL, SampleDigests, check_seal, digest_of
 from vlmpack.plan.lengths import OVERSIZE, Oversize, checked_capacity
 from vlmpack.plan.packing_buffer import ROWS_BUFFERED, PackingBuffer, whole_needs
+from vlmpack.plan.planner import cut_group
 
 
 @final
@@ -109,21 +105,90 @@ def _shape(ids: Any) -> tuple[int, ...]:
     return tuple(np.shape(ids))
 
 
+# ---------------------------------------------------------------------- groups that arrive
+
+Needs = tuple[int, ...]
+"""Tokens, and what else is limited."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SharedPrefix:
+    """The beginning of a sample, which its neighbors of the same key have too."""
+
+    key: Hashable
+    """Equal for samples with this prefix, such as the number of a prompt; other keys are other prefixes."""
+    tokens: int
+    """Tokens of it."""
+    costs: Mapping[str, int] = field(default_factory=dict)
+    """Its further needs, by the names of the limits; others count in full for every sample."""
+
+    def needs(self, limits: Mapping[str, int]) -> Needs:
+        """Return (tokens, and what else is limited) of the prefix.
+
+        Raises:
+            SampleError: one of them is no whole number.
+        """
+        return whole_needs((self.tokens, *(self.costs.get(name, 0) for name in limits)))
+
+
+@dataclass
+class _Group:
+    """Samples that share a prefix: those of one key that are arriving, until another key comes; or those of an item."""
+
+    key: Hashable = None
+    prefix: Needs = ()
+    members: dict[int, Needs] = field(default_factory=dict)
+    """Needs of the whole samples, by their numbers in the stream."""
+
+    @property
+    def needs(self) -> Needs:
+        """Of all of them, their prefix counted once."""
+        columns = zip(*self.members.values(), strict=True)
+        repeats = len(self.members) - 1
+        return tuple(sum(column) - repeats * shared for column, shared in zip(columns, self.prefix, strict=True))
+
+    @property
+    def tokens(self) -> int:
+        return self.needs[0] if self.members else 0
+
+    def add(self, number: int, needs: Needs, key: Hashable, prefix: Needs) -> None:
+        """Take a sample in.
+
+        Raises:
+            SampleError: its prefix is another one than that of the group, or longer than the sample.
+        """
+        first = self.prefix if self.members else prefix
+        short = any(need < shared for need, shared in zip(needs, prefix, strict=True))
+        if prefix != first or short or min(prefix) < 0:
+            raise SampleError(
+                f"needs {list(needs)} (tokens first), and the prefix of its key {key!r:.60} {list(prefix)}; that of "
+                f"its group is {list(first)}. Prefixes of one key are equal, and no longer than their samples",
+                index=number,
+                reason="bad_group",
+            )
+        self.key, self.prefix = key, prefix
+        self.members[number] = needs
+
+
+# ---------------------------------------------------------------------- the packer
+
+
 @final
 class StreamPacker(Generic[Sample]):
     """Keep a few samples buffered and make rows of them, each around the oldest and filled exactly.
 
     Samples stay whole, are never read, and come out once. No randomness: the same samples give the same rows.
-    Neighbours that share a prefix share a row, which counts it once; a group too large for a row is cut into several.
+    Neighbors that share a prefix share a row, which counts it once; a group too large for a row is cut into several.
 
     Two ways to use it. Sample by sample: `add`, and `rows` after each; at the end `flush`. Call by call, as for
     rollouts in a trainer: `pack` takes all there is and returns rows that are full enough; the rest stays buffered.
 
     Args:
         settings: of the rows.
-        length: tokens of a sample; of one that is not tokenised yet, `VLMCollator.length` counts them.
+        length: tokens of a sample; of one that is not tokenized yet, `VLMCollator.length` counts them.
         costs: what else a sample needs, by the names of `settings.limits`.
-        prefix: what a sample begins with, and its neighbours of the same key too; None: nothing that they share. The
+        prefix: what a sample begins with, and its neighbors of the same key too; None: nothing that they share. The
             rows are for a collator that shares prefixes.
 
     Raises:
@@ -153,7 +218,7 @@ class StreamPacker(Generic[Sample]):
         self._samples: dict[int, Sample] = {}
         self._items: dict[int, tuple[int, ...]] = {}
         """Numbers of the samples of each item of several, by the first of them, under which it is buffered."""
-        self._arriving = self._no_group()
+        self._arriving = _Group()
         self._alone: list[Row] = []
         self._carried = 0
         self._digests = SampleDigests()
@@ -194,24 +259,27 @@ class StreamPacker(Generic[Sample]):
             self._samples[at] = sample
 
     def _join(self, at: int, needs: Needs, prefix: SharedPrefix | None) -> None:
-        """Buffer a sample by itself, or let it wait for the others of its group."""
-        if self._arriving.ends_before(None if prefix is None else prefix.key):
+        """Buffer a sample by itself, or let it wait for the others of its group, up to some rows' worth of them."""
+        key, most = prefix and prefix.key, max(self.settings.enough_buffered, ROWS_BUFFERED * self.settings.capacity)
+        if key != self._arriving.key or self._arriving.tokens >= most:
             self._close_group()
         if prefix is None or needs[0] < 1:  # of no tokens: the buffer refuses it
             self._room.add(at, *needs)
         else:
-            self._arriving.add(Member(at, needs), prefix.key, prefix.needs(self.settings.limits))
+            self._arriving.add(at, needs, key, prefix.needs(self.settings.limits))
 
     def _close_group(self) -> None:
-        """Buffer what has arrived of a group as an item, or as several."""
-        for item in self._arriving.take():
-            self._buffer(item)
-
-    def _buffer(self, item: Item) -> None:
-        first = item.numbers[0]
-        self._room.add(first, *item.needs)
-        if len(item.numbers) > 1:
-            self._items[first] = item.numbers
+        """Buffer what has arrived of a group as an item, or as several that fit a row each and repeat the prefix."""
+        group, self._arriving = self._arriving, _Group()
+        if not group.members:
+            return
+        numbers = list(group.members)
+        for piece in cut_group(list(group.members.values()), group.prefix, self._room.limits):
+            item = replace(group, members={numbers[at]: group.members[numbers[at]] for at in piece})
+            first = next(iter(item.members))
+            self._room.add(first, *item.needs)
+            if len(piece) > 1:
+                self._items[first] = tuple(item.members)
 
     def _prefix_of(self, at: int, sample: Sample) -> SharedPrefix | None:
         """The prefix of a sample; None: it shares nothing, or could not be read."""
@@ -226,10 +294,6 @@ class StreamPacker(Generic[Sample]):
                 f"the prefix of sample {at} has the key None; return None for a sample that shares nothing"
             )
         return prefix
-
-    def _no_group(self) -> ArrivingGroup:
-        most = max(self.settings.enough_buffered, ROWS_BUFFERED * self.settings.capacity)
-        return ArrivingGroup((self.settings.capacity, *self.settings.limits.values()), most)
 
     def rows(self) -> Iterator[Row]:
         """Rows that can be made while enough tokens are buffered."""
@@ -249,7 +313,11 @@ class StreamPacker(Generic[Sample]):
         """
         if isinstance(samples, Mapping | str):
             raise ConfigError(f"pack takes a list of samples, got a {type(samples).__name__}; of one give [sample]")
-        before, buffered, groups = self._fields(), self._room.buffered, (dict(self._items), copy(self._arriving))
+        before, buffered, groups = (
+            self._fields(),
+            self._room.buffered,
+            (dict(self._items), replace(self._arriving, members=dict(self._arriving.members))),
+        )
         try:
             for sample in samples:
                 self.add(sample)
@@ -325,60 +393,46 @@ class StreamPacker(Generic[Sample]):
         """Continue where `state_dict` was called, with the same settings.
 
         Raises:
-            ConfigError: the state is of other settings, a buffered sample has another length here, or its fields
-                contradict each other or their seal. The packer is then as it was.
+            ConfigError: the state is of other settings, a buffered sample has another length here, or it was changed.
+                The packer is then as it was.
         """
-        fields = checked_fields(state, FIELDS, optional=(GROUPS, SEAL), of="StreamPacker")
-        if fields["of"] != repr(self.settings):
-            raise ConfigError(f"the state is of {fields['of']!s:.300}, these are {self.settings!r}; pack as before")
-        received, buffered, alone = whole(fields, "seen"), listed(fields, "buffered"), listed(fields, "alone")
-        out = whole(fields, "dropped", received) + whole(fields, "left_out", received)
-        whole(fields, "carried", received)
-        _check_buffered(buffered, alone, received - out)
-        check_seal(state, self._seal(fields))
-        self._check_groups(fields, [at for at, _ in buffered])
+        check_seal(state, self._seal, of="StreamPacker")
+        if state["of"] != repr(self.settings):
+            raise ConfigError(f"the state is of {state['of']!s:.300}, these are {self.settings!r}; pack as before")
+        if (GROUPS in state) != (self._prefix is not None):
+            has, gives = ("no ", "one was") if self._prefix is not None else ("", "none was")
+            raise ConfigError(f"the state is of a packer with {has}prefix=, and {gives} given here; pack as before")
         try:
-            self._set(fields, *self._restored(fields, buffered))
+            self._set(state, *self._restored(state))
         except SampleError as error:
             raise ConfigError(f"the state is of samples that are measured otherwise: {error}") from error
 
-    def _check_groups(self, fields: Mapping[str, Any], numbers: Sequence[int]) -> None:
-        """Raise a ConfigError unless the groups of a state are of buffered samples, and this packer has groups too."""
-        if (GROUPS in fields) != (self._prefix is not None):
-            has, gives = ("no ", "one was") if self._prefix is not None else ("", "none was")
-            raise ConfigError(f"the state is of a packer with {has}prefix=, and {gives} given here; pack as before")
-        grouped = [at for name in ("items", "arriving") for at in _flat(fields.get(GROUPS), name)]
-        if len(set(grouped)) != len(grouped) or not set(grouped) <= set(numbers):
-            raise ConfigError(
-                f"the state has groups of the samples {sorted(grouped)!s:.60}, each of which has to be buffered, and "
-                f"in one group; {LOAD_ANOTHER}"
-            )
-
-    def _restored(
-        self, fields: Mapping[str, Any], buffered: Sequence[tuple[int, Sample]]
-    ) -> tuple[list[tuple[int, ...]], dict[int, tuple[int, ...]], ArrivingGroup]:
+    def _restored(self, fields: Mapping[str, Any]) -> tuple[list[tuple[int, ...]], dict[int, tuple[int, ...]], _Group]:
         """Return what the buffer holds, the items of several samples, and the group that is arriving, of a state."""
-        samples = dict(buffered)
-        needs = {at: self._named_needs(at, sample) for at, sample in buffered}
-        groups = fields.get(GROUPS) or {"items": [], "arriving": []}
-        items, arriving = {numbers[0]: tuple(numbers) for numbers in groups["items"]}, self._no_group()
-        parts = [*items.values(), *([tuple(groups["arriving"])] if groups["arriving"] else [])]
-        inside = {at for numbers in parts for at in numbers}
-        entries = {at: (at, *each) for at, each in needs.items() if at not in inside}
-        for numbers in parts:
-            group = self._no_group()
+        samples = dict(fields["buffered"])
+        needs = {at: self._named_needs(at, sample) for at, sample in samples.items()}
+        entries = {at: (at, *each) for at, each in needs.items()}
+
+        def group_of(numbers: Sequence[int]) -> _Group:
+            group = _Group()
             for at in numbers:
                 prefix = self._prefix_of(at, samples[at])
                 if prefix is None or (group.members and prefix.key != group.key):
                     raise SampleError("has another prefix than before", index=at, reason="bad_group")
-                group.add(Member(at, needs[at]), prefix.key, prefix.needs(self.settings.limits))
-            if numbers in items.values():
-                entries[numbers[0]] = (numbers[0], *sum_of(group.members, group.prefix))
-            else:
-                arriving = group
+                group.add(at, needs[at], prefix.key, prefix.needs(self.settings.limits))
+                del entries[at]
+            return group
+
+        groups = fields.get(GROUPS) or {"items": [], "arriving": []}
+        items = {numbers[0]: tuple(numbers) for numbers in groups["items"]}
+        for first, numbers in items.items():
+            entries[first] = (first, *group_of(numbers).needs)
+        arriving = group_of(groups["arriving"])
         return [entries[at] for at in sorted(entries)], items, arriving
 
     def _fields(self) -> dict[str, Any]:
+        items = [list(numbers) for numbers in self._items.values()]
+        groups = {"items": items, "arriving": list(self._arriving.members)}
         return {
             "buffered": [[at, sample] for at, sample in self._samples.items()],
             "alone": [list(row) for row in self._alone],
@@ -387,25 +441,21 @@ class StreamPacker(Generic[Sample]):
             "left_out": self.left_out,
             "carried": self._carried,
             "of": repr(self.settings),
-            **({} if self._prefix is None else {GROUPS: self._group_fields()}),
+            **({} if self._prefix is None else {GROUPS: groups}),
         }
 
-    def _group_fields(self) -> dict[str, list[Any]]:
-        arriving = [member.number for member in self._arriving.members]
-        return {"items": [list(numbers) for numbers in self._items.values()], "arriving": arriving}
-
     def _seal(self, fields: Mapping[str, Any]) -> str:
-        samples = [sample for _, sample in fields["buffered"]] + [sample for row in fields["alone"] for sample in row]
-        counts = [fields[name] for name in ("seen", "dropped", "left_out", "carried", "of")]
-        groups = [fields[GROUPS]] if GROUPS in fields else []
-        return digest_of([[at for at, _ in fields["buffered"]], self._digests.of(samples), counts, *groups])
+        buffered, alone = fields["buffered"], fields["alone"]
+        digests = self._digests.of([sample for _, sample in buffered] + [sample for row in alone for sample in row])
+        sizes = [[at for at, _ in buffered], [len(row) for row in alone]]
+        return digest_of([sizes, digests, [fields[name] for name in COUNTS], fields["of"], fields.get(GROUPS)])
 
     def _set(
         self,
         fields: Mapping[str, Any],
         buffered: Iterable[tuple[int, ...]],
         items: dict[int, tuple[int, ...]],
-        arriving: ArrivingGroup,
+        arriving: _Group,
     ) -> None:
         """Take over checked fields, (number, *needs) of the buffered items, and groups."""
         room = PackingBuffer(self.settings.capacity, list(self.settings.limits.values()))
@@ -414,41 +464,9 @@ class StreamPacker(Generic[Sample]):
         self._room, self._samples = room, dict(fields["buffered"])
         self._items, self._arriving = items, arriving
         self._alone = [list(row) for row in fields["alone"]]
-        self.received, self.dropped, self.left_out = (int(fields[name]) for name in COUNTS)
-        self._carried = int(fields["carried"])
+        self.received, self.dropped, self.left_out, self._carried = (int(fields[name]) for name in COUNTS)
 
 
-COUNTS = ("seen", "dropped", "left_out")
-FIELDS = ("buffered", "alone", *COUNTS, "carried", "of")
-"""Of a state."""
+COUNTS = ("seen", "dropped", "left_out", "carried")
 GROUPS = "groups"
 """Of the state of a packer with `prefix`: numbers of the samples of each item, and of the group that is arriving."""
-
-
-def _flat(groups: Any, name: str) -> list[int]:
-    """The numbers of the samples in the groups of a state; a ConfigError where they are none."""
-    if groups is None:
-        return []
-    lots: Any = groups.get(name) if isinstance(groups, Mapping) else None
-    lots = [lots] if name == "arriving" else lots
-    if isinstance(lots, list | tuple) and all(isinstance(lot, list | tuple) for lot in lots):
-        numbers = [at for lot in lots for at in lot]
-        if all(type(at) is int for at in numbers) and (name == "arriving" or all(len(lot) > 1 for lot in lots)):
-            return numbers
-    raise ConfigError(
-        f"the state has {GROUPS}={groups!r:.60}, and that is a dict of items, two numbers or more each, and of numbers "
-        f"that are arriving; {LOAD_ANOTHER}"
-    )
-
-
-def _check_buffered(buffered: Sequence[Any], alone: Sequence[Any], most: int) -> None:
-    """Raise a ConfigError unless there are numbered samples, rising, and rows of one sample, at most so many."""
-    pairs = all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in buffered)
-    numbers = [at for at, _ in buffered] if pairs else []
-    rise = all(type(at) is int and at >= 0 for at in numbers) and all(a < b for a, b in pairwise(numbers))
-    rows = all(isinstance(row, list | tuple) and len(row) == 1 for row in alone)
-    if not (pairs and rise and rows and len(buffered) + len(alone) <= most):
-        raise ConfigError(
-            f"the state has {len(buffered)} buffered samples and {len(alone)} with a row of their own, of {most} that "
-            f"were read and not left out; each buffered one is [number, sample], numbers rising; {LOAD_ANOTHER}"
-        )

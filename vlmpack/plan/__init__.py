@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from vlmpack.plan.balance import Schedule, balance_rows
-from vlmpack.plan.cost import CostModel
+from vlmpack.plan.balance import CostModel, Schedule, balance_rows
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import Budget
 from vlmpack.plan.packing_buffer import PackingBuffer

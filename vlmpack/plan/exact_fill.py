@@ -1,22 +1,170 @@
-"""Exact fill: the longest sample left, and the subset of the others that fills its row to the last token."""
+"""Placing algorithms: exact fill, best fit decreasing over runs of equal bins, and a lower bound.
+
+A *run* is a stretch of neighboring bins with the same room left. Samples of one length go to a whole run at once, so
+that the work depends on how many lengths and runs there are, hardly on how many samples.
+
+Exact fill takes the longest sample left, and the subset of the others that fills its row to the last token.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from heapq import heappop, heappush
+from itertools import pairwise
 from operator import index as as_int
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 
-from vlmpack.plan.algorithms import (
-    Placements,
-    best_fit_decreasing,
-    least_room,
-    longest_first,
-    lower_bound,
-    place_sorted,
-)
+from vlmpack.plan.lengths import divided_up
+
+
+class Run(NamedTuple):
+    """Neighboring bins with the same room left; those with the least room, and the first of them, are used first."""
+
+    room: int
+    """Tokens that each of them still holds."""
+    first_bin: int
+    bins: int
+    """Their number."""
+
+
+def place_sorted(sorted_lengths: np.ndarray, capacity: int) -> Placements:
+    """Place lengths that fall by best fit: each in the open bin with the least room that is enough, or in a new one."""
+    fitting: list[Run] = []
+    """Heap of the runs with room for the current length."""
+    fuller: list[tuple[int, Run]] = []
+    """Heap of (-room, run) of the others."""
+    placements, at = Placements(), 0
+
+    def put(run: Run, length: int) -> None:
+        if run.bins and run.room >= length:
+            heappush(fitting, run)
+        elif run.bins:
+            heappush(fuller, (-run.room, run))
+
+    edges = np.flatnonzero(np.diff(sorted_lengths, prepend=-1, append=-1)).tolist()
+    for start, end in pairwise(edges):
+        length = int(sorted_lengths[start])
+        while fuller and -fuller[0][0] >= length:
+            heappush(fitting, heappop(fuller)[1])
+        while at < end:
+            new = Run(capacity, placements.bins, divided_up(end - at, capacity // length))
+            room, first, bins = heappop(fitting) if fitting else new
+            each = room // length
+            full = min(bins, (end - at) // each)
+            over = end - at - full * each if full < bins else 0  # too few to fill a bin: they all go to the next one
+            for first_bin, number, samples in ((first, full, each), (first + full, min(over, 1), over)):
+                if number:
+                    placements.add(at, first_bin=first_bin, per_bin=samples, bins=number)
+                    put(Run(room - samples * length, first_bin, number), length)
+                    at += number * samples
+            used = full + (over > 0)
+            put(Run(room, first + used, bins - used), length)
+    return placements
+
+
+@final
+class Placements:
+    """Stretches of sorted samples and the bins they went to."""
+
+    def __init__(self) -> None:
+        self.bins = 0
+        """Bins that hold something."""
+        self._rows: list[tuple[int, int, int, int]] = []
+
+    def add(self, at: int, *, first_bin: int, per_bin: int, bins: int) -> None:
+        """The sorted samples from `at` on go to `bins` neighboring bins, `per_bin` to each."""
+        self._rows.append((at, first_bin, per_bin, per_bin * bins))
+        self.bins = max(self.bins, first_bin + bins)
+
+    def assign(self, order: np.ndarray) -> np.ndarray:
+        """int64 [N]: the bin of each sample where `order` holds the sorted samples; -1 for one that was not placed."""
+        bin_of = np.full(len(order), -1)
+        if self._rows:
+            at, first_bin, per_bin, count = np.asarray(self._rows).T
+            within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+            samples = order[np.repeat(at, count) + within]
+            bin_of[samples] = np.repeat(first_bin, count) + within // np.repeat(per_bin, count)
+        return bin_of
+
+
+def longest_first(lengths: np.ndarray) -> np.ndarray:
+    """int64 [N]: indices that sort `lengths` from long to short, equal ones in the order given.
+
+    Length and index share one int64, which numpy sorts several times as fast as it sorts indices.
+    """
+    bits = len(lengths).bit_length()
+    keys = (lengths.max() - lengths << bits) | np.arange(len(lengths))
+    keys.sort()
+    return keys & ((1 << bits) - 1)
+
+
+def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Place samples by best-fit-decreasing: at most 11/9 of the fewest bins possible, plus one.
+
+    Args:
+        lengths: int64 [N], each from 1 to `capacity` tokens.
+        capacity: of a bin, in tokens.
+
+    Returns:
+        int64 [N]: the bin of each sample, from 0.
+    """
+    order = longest_first(lengths)
+    return place_sorted(lengths[order], capacity).assign(order)
+
+
+def next_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Cut the samples, in the order given, into bins.
+
+    Where each bin would end is looked up for all possible starts at once; then only the starts that occur are walked.
+
+    Args:
+        lengths: int64 [N], each from 1 to `capacity` tokens.
+        capacity: of a bin, in tokens.
+
+    Returns:
+        int64 [N]: the bin of each sample, from 0, never falling.
+    """
+    ends = np.cumsum(lengths)
+    following = np.searchsorted(ends, ends - lengths + capacity, side="right").tolist()
+    starts, at = [], 0
+    while at < len(following):
+        starts.append(at)
+        at = following[at]
+    opens = np.zeros(len(lengths), np.int64)
+    opens[starts] = 1
+    return np.cumsum(opens) - 1
+
+
+def lower_bound(sizes: np.ndarray, capacity: int) -> int:
+    """The bound L2 of Martello and Toth (1990): no packing at all needs fewer bins.
+
+    For a threshold t, samples above `capacity - t` can share with none of size t or more; those above half the capacity
+    need a bin each; what the others of size t or more have over after filling these bins needs bins of its own. The
+    best of all thresholds counts, t = 0 (everything together over the capacity) included.
+
+    Args:
+        sizes: int64 [N], each from 0 to `capacity`; zeros need nothing.
+        capacity: of a bin, in the same unit.
+    """
+    rising = np.sort(sizes[sizes > 0])
+    if not len(rising):
+        return 0
+    sums = np.concatenate([[0], np.cumsum(rising)])
+    half = int(np.searchsorted(rising, capacity // 2, side="right"))
+    small = np.unique(rising[:half])
+    thresholds = np.concatenate([[0], small])
+    first = np.searchsorted(rising, thresholds, side="left")
+    alone = np.searchsorted(rising, capacity - thresholds, side="right")
+    big = len(rising) - half
+    room = (alone - half) * capacity - (sums[alone] - sums[half])
+    over = np.maximum(sums[half] - sums[first] - room, 0)
+    return int((big + divided_up(over, capacity)).max())
+
+
+# ---------------------------------------------------------------------- exact fill
 
 
 def best_subset(lengths: Iterable[int], room: int) -> list[int]:
@@ -94,7 +242,7 @@ def exact_fill(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """
     order = longest_first(lengths)
     sorted_lengths = lengths[order]
-    best_fit = place_sorted(sorted_lengths, capacity, least_room)
+    best_fit = place_sorted(sorted_lengths, capacity)
     if best_fit.bins - lower_bound(lengths, capacity) <= best_fit.bins // NEGLIGIBLE:
         return best_fit.assign(order)
     exact = _fill_rows(sorted_lengths, capacity)

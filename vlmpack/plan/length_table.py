@@ -5,7 +5,6 @@
     text         12   20    7
     image         0  256   64
     tokens       12  276   71             text + image + video
-    group        -1   -1   -1             none of them begin alike; see `prefix_groups.py`
 
     by_place(tokens)   12   0  276   71   as `plan_bins(table, ...)` plans them: by their places in the data set
 
@@ -14,21 +13,19 @@ N samples that can be used.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import count, pairwise
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
 from vlmpack.errors import ConfigError
-from vlmpack.plan import archive
 from vlmpack.plan.lengths import Budget
-from vlmpack.plan.prefix_groups import ALONE, NOTHING, PrefixGroups
+from vlmpack.plan.plan import read_archive, write_archive
+from vlmpack.plan.prefix_groups import ALONE, PrefixGroups
 
 ROUND = (1, 2, 5)
 """Widths of bins, times a power of ten."""
@@ -50,7 +47,7 @@ class Summary:
 
 
 def summary(values: np.ndarray) -> Summary:
-    """Summarise int64 [N]; without samples, everything is 0."""
+    """Summarize int64 [N]; without samples, everything is 0."""
     values = values if len(values) else np.zeros(1, np.int64)
     median, p95, p99 = np.percentile(values, (50, 95, 99)).tolist()
     mean, most, total = float(values.mean()), int(values.max()), int(values.sum())
@@ -135,7 +132,7 @@ class LengthTable:
     patches: np.ndarray
     """int64 [N]: patches that go into the vision tower."""
     targets: np.ndarray
-    """int64 [N]: tokens that are learnt."""
+    """int64 [N]: tokens that are trained on."""
     refused: tuple[Refused, ...] = ()
     """Samples that cannot be used, by their places."""
     groups: PrefixGroups | None = None
@@ -143,7 +140,8 @@ class LengthTable:
 
     def __post_init__(self) -> None:
         if self.groups is not None:
-            self._check_groups(self.groups)
+            media = ("images", self.images + self.videos, self.groups.images)
+            self.groups.check_samples(self.tokens, [("patches", self.patches, self.groups.patches), media])
         for name, column in self._columns().items():
             if np.shape(column) != (len(self),):
                 raise ConfigError(
@@ -155,10 +153,6 @@ class LengthTable:
         """Samples N that can be used."""
         return len(self.sample_ids)
 
-    def _check_groups(self, groups: PrefixGroups) -> None:
-        patches = "patches", self.patches, groups.patches
-        groups.check_samples(self.tokens, [patches, ("images", self.images + self.videos, groups.images)])
-
     @classmethod
     def from_rows(
         cls, rows: Iterable[Mapping[str, int]], refused: Iterable[Refused] = (), groups: PrefixGroups | None = None
@@ -168,48 +162,10 @@ class LengthTable:
         table = np.array(entries, np.int64).reshape(-1, len(COLUMNS))
         return cls(**dict(zip(COLUMNS, table.T.copy(), strict=True)), refused=tuple(refused), groups=groups)
 
-    @classmethod
-    def concatenate(cls, tables: Sequence[LengthTable]) -> LengthTable:
-        """Put tables behind each other, in whose `sample_ids` places rise from one to the next.
-
-        Groups stay as they are: none has samples of two tables. If only some tables have groups, the samples of the
-        others share nothing.
-        """
-        columns = {name: np.concatenate([NOTHING, *(table._columns()[name] for table in tables)]) for name in COLUMNS}
-        groups = None
-        if any(table.groups is not None for table in tables):
-            groups = PrefixGroups.concatenate([table.groups or PrefixGroups.none(len(table)) for table in tables])
-        return cls(**columns, refused=tuple(refusal for table in tables for refusal in table.refused), groups=groups)
-
-    def select(self, entries: np.ndarray) -> LengthTable:
-        """Return the table of some entries, in their order, which has to rise; refused samples stay.
-
-        Args:
-            entries: int64 of numbers below N, or bool [N].
-        """
-        columns = {name: column[entries] for name, column in self._columns().items()}
-        groups = None if self.groups is None else self.groups.select(entries)
-        return LengthTable(**columns, refused=self.refused, groups=groups)
-
     @property
     def tokens(self) -> np.ndarray:
         """int64 [N]: the length of each sample."""
         return self.text_tokens + self.image_tokens + self.video_tokens
-
-    @property
-    def group(self) -> np.ndarray:
-        """int64 [N]: the innermost group of each sample; -1: it shares nothing."""
-        return np.full(len(self), ALONE) if self.groups is None else self.groups.of_samples
-
-    @property
-    def shared_tokens(self) -> np.ndarray:
-        """int64 [N]: tokens that each sample shares with its innermost group."""
-        return np.zeros(len(self), np.int64) if self.groups is None else self.groups.shared(self.groups.tokens)
-
-    @property
-    def shared_patches(self) -> np.ndarray:
-        """int64 [N]: patches that each sample shares with its innermost group."""
-        return np.zeros(len(self), np.int64) if self.groups is None else self.groups.shared(self.groups.patches)
 
     def by_place(self, values: np.ndarray) -> np.ndarray:
         """Something that each sample of the table has, [N], by the places in the data set: 0 for those refused."""
@@ -224,7 +180,9 @@ class LengthTable:
             ConfigError: they are of another number of samples.
         """
         groups.check_samples(self.tokens)
-        return groups.spread(self.sample_ids, self._places)
+        of_samples = np.full(self._places, ALONE)
+        of_samples[self.sample_ids] = groups.of_samples
+        return replace(groups, of_samples=of_samples)
 
     @property
     def _places(self) -> int:
@@ -259,7 +217,9 @@ class LengthTable:
 
     def save(self, path: str | Path) -> None:
         """Write the table to one file, whole or not at all; the same table gives the same bytes."""
-        archive.write(path, self._manifest(), self._arrays(), kind=FORMAT)
+        groups = {} if self.groups is None else self.groups.arrays()
+        content = {"samples": len(self), "refused": [asdict(sample) for sample in self.refused]}
+        write_archive(path, content, {**self._columns(), **groups}, kind=FORMAT)
 
     @classmethod
     def load(cls, path: str | Path) -> LengthTable:
@@ -269,24 +229,13 @@ class LengthTable:
             ConfigError: there is no such file, it is no table, or it is of another version.
             LayoutError: it was changed since it was written.
         """
-        manifest, arrays = archive.read(path, kind=FORMAT)
-        with archive.damaged(path):
+        with read_archive(path, kind=FORMAT) as (manifest, arrays):
             refused = tuple(Refused(**fields) for fields in manifest["refused"])
             groups = PrefixGroups.of_arrays(arrays)
-            table = cls(**{name: arrays[name] for name in COLUMNS}, refused=refused, groups=groups)
-            archive.check_unchanged(path, manifest, arrays, table._manifest(), table._arrays())
-        return table
+            return cls(**{name: arrays[name] for name in COLUMNS}, refused=refused, groups=groups)
 
     def _columns(self) -> dict[str, np.ndarray]:
-        return dict(zip(COLUMNS, attrgetter(*COLUMNS)(self), strict=True))
-
-    def _arrays(self) -> dict[str, np.ndarray]:
-        return {**self._columns(), **({} if self.groups is None else self.groups.arrays())}
-
-    def _manifest(self) -> dict[str, Any]:
-        """Everything besides the columns, and the SHA-256 of both."""
-        content = {"samples": len(self), "refused": [asdict(sample) for sample in self.refused]}
-        return {**content, "digest": archive.digest(json.dumps(content), self._arrays())}
+        return {name: getattr(self, name) for name in COLUMNS}
 
     # ------------------------------------------------------------------ in words
 

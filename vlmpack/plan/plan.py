@@ -13,8 +13,13 @@ N samples, D of them dropped; G rows.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -23,12 +28,11 @@ from typing import Any, final
 
 import numpy as np
 
-from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.plan import archive
-from vlmpack.plan.algorithms import lower_bound
-from vlmpack.plan.group_items import group_bound
+from vlmpack.errors import ConfigError, LayoutError, VlmpackError
+from vlmpack.files import atomic_file, unreadable, writing
+from vlmpack.plan.exact_fill import lower_bound
 from vlmpack.plan.lengths import Budget, Oversize, too_large
-from vlmpack.plan.prefix_groups import PrefixGroups, attended_pairs
+from vlmpack.plan.prefix_groups import PrefixGroups, attended_pairs, group_bound
 
 NO_SAMPLES = np.zeros(0, np.int64)
 
@@ -181,16 +185,17 @@ class Plan:
         kept = np.ones(len(self.lengths), bool)
         kept[self.dropped] = False
         alone = too_large(self.lengths, self.capacity, self.budgets) & kept
-        shared = kept & ~alone
-        limits = [(self.lengths, self.capacity, None), *((b.costs, b.limit, b) for b in self.budgets)]
-        if self.groups is None:
-            return int(alone.sum()) + max(lower_bound(sizes[shared], limit) for sizes, limit, _ in limits)
-        samples, shares = np.flatnonzero(shared), [self.groups.tokens]
-        shares += [budget.of_groups(len(self.groups)) for budget in self.budgets]
-        bounds = (
-            group_bound(self.groups, samples, sizes, of_groups, limit)
-            for (sizes, limit, _), of_groups in zip(limits, shares, strict=True)
-        )
+        shared = np.flatnonzero(kept & ~alone)
+        groups, bounds = self.groups, []
+        for costs, limit, budget in (
+            (self.lengths, self.capacity, None),
+            *((b.costs, b.limit, b) for b in self.budgets),
+        ):
+            if groups is None:
+                bounds.append(lower_bound(costs[shared], limit))
+            else:
+                of_groups = groups.tokens if budget is None else budget.of_groups(len(groups))
+                bounds.append(group_bound(groups, shared, costs, of_groups, limit))
         return int(alone.sum()) + max(bounds)
 
     def check(self) -> Plan:
@@ -199,51 +204,32 @@ class Plan:
         Raises:
             LayoutError: a sample is missing, twice there or unknown; a row is empty or holds more than it may.
         """
-        self._check_bounds()
-        self._check_samples()
-        if self.groups is not None:
-            self.groups.check_samples(self.lengths)
-        may_exceed = np.diff(self.bounds) == 1 if self.oversize == "own_row" else np.zeros(len(self), bool)
-        for name, held, limit in self._held():
-            if (over := (held > limit) & ~may_exceed).any():
-                row = int(over.argmax())
-                raise LayoutError(
-                    f"row {row}: {held[row]} {name} in samples {self[row].tolist()}, at most {limit} may be; plan again"
-                )
-        return self
-
-    def _held(self) -> Iterator[tuple[str, np.ndarray, int]]:
-        """(name, [G] held by each row, limit) of tokens and budgets."""
+        times = Counter([*self.sample_ids.tolist(), *self.dropped.tolist()])
+        if wrong := sorted(times.keys() ^ set(range(len(self.lengths)))) or [at for at in times if times[at] > 1]:
+            raise LayoutError(f"sample {wrong[0]} is planned {times[wrong[0]]} times; plan again")
+        sizes = np.diff(self.bounds)
+        if self.bounds[:1].tolist() != [0] or self.bounds[-1] != len(self.sample_ids) or (sizes < 1).any():
+            raise LayoutError(f"rows {self.bounds[:9].tolist()} must rise from 0 to {len(self.sample_ids)}; plan again")
         groups = self.groups
-        yield "tokens", self.tree_tokens, self.capacity
+        if groups is not None:
+            groups.check_samples(self.lengths)
+        held = [("tokens", self.tree_tokens, self.capacity)]
         for budget in self.budgets:
             of_groups = None if groups is None else budget.of_groups(len(groups))
-            yield budget.name, self.sums(budget.costs, of_groups), budget.limit
-
-    def _check_bounds(self) -> None:
-        ends = self.bounds[[0, -1]].tolist() if len(self.bounds) else None
-        if ends != [0, len(self.sample_ids)]:
-            raise LayoutError(f"rows must run from 0 to {len(self.sample_ids)} samples, not from {ends}; plan again")
-        if (empty := np.diff(self.bounds) < 1).any():
-            raise LayoutError(f"row {int(empty.argmax())} holds no sample; plan again")
-
-    def _check_samples(self) -> None:
-        ids = np.concatenate([self.sample_ids, self.dropped])
-        if len(ids) and not 0 <= ids.min() <= ids.max() < len(self.lengths):
-            raise LayoutError(
-                f"samples run from {ids.min()} to {ids.max()}, not to {len(self.lengths) - 1}; plan again"
-            )
-        times = np.bincount(ids, minlength=len(self.lengths))
-        if (wrong := times != 1).any():
-            at = int(wrong.argmax())
-            raise LayoutError(f"sample {at} is planned {times[at]} times instead of once; plan again")
+            held.append((budget.name, self.sums(budget.costs, of_groups), budget.limit))
+        for name, needs, limit in held:
+            if (over := (needs > limit) & ((sizes > 1) | (self.oversize != "own_row"))).any():
+                row = int(over.argmax())
+                raise LayoutError(f"row {row} holds {needs[row]} {name}, and at most {limit} may be; plan again")
+        return self
 
     # ------------------------------------------------------------------ on disk
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Summarise the plan without its rows, as JSON has it."""
-        segments = np.diff(self.bounds)
+        """Summarize the plan without its rows, as JSON has it."""
+        segments, tree_tokens = np.diff(self.bounds), self.tree_tokens
+        trees = {"tree_tokens": int(tree_tokens.sum()), "longest_tree": int(tree_tokens.max(initial=0))}
         return {
             "rows": len(self),
             "samples": len(self.lengths),
@@ -259,18 +245,13 @@ class Plan:
             "strategy": self.strategy,
             "oversize": self.oversize,
             "seed": self.seed,
-            **({} if self.groups is None else self._tree_manifest),
+            **({} if self.groups is None else trees),
         }
-
-    @property
-    def _tree_manifest(self) -> dict[str, int]:
-        tree_tokens = self.tree_tokens
-        return {"tree_tokens": int(tree_tokens.sum()), "longest_tree": int(tree_tokens.max(initial=0))}
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the rows, lengths and settings: equal plans have equal digests, on every machine."""
-        return archive.digest(json.dumps(self.manifest, sort_keys=True), self._arrays())
+        return digest_of_archive(self.manifest, self._arrays())
 
     def save(self, path: str | Path) -> None:
         """Write the plan to one file: there is all of it or none, whenever the process dies.
@@ -278,7 +259,7 @@ class Plan:
         The file is a zip of `manifest.json`, for people and other programs, and one `.npy` an array. The same plan
         gives the same bytes.
         """
-        archive.write(path, {**self.manifest, "digest": self.digest}, self._arrays())
+        write_archive(path, self.manifest, self._arrays(), kind=FORMAT)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -288,19 +269,16 @@ class Plan:
             ConfigError: there is no such file, it is not a plan, or it is of another version.
             LayoutError: it was changed since it was written.
         """
-        manifest, arrays = archive.read(path)
-        with archive.damaged(path):
-            limits = manifest["budgets"].items()
-            plan = cls(
+        with read_archive(path, kind=FORMAT) as (manifest, arrays):
+            return cls(
                 **{name: arrays[name] for name in ("sample_ids", "bounds", "lengths", "dropped")},
                 **{name: manifest[name] for name in ("capacity", "oversize", "strategy", "seed")},
-                budgets=tuple(_budget(arrays, name, limit) for name, limit in limits),
+                budgets=tuple(
+                    Budget(name=name, costs=arrays[f"budget.{name}"], limit=most, shared=arrays.get(f"shared.{name}"))
+                    for name, most in manifest["budgets"].items()
+                ),
                 groups=PrefixGroups.of_arrays(arrays),
             )
-            plan.check()
-            expected = {**plan.manifest, "digest": plan.digest}
-            archive.check_unchanged(path, manifest, arrays, expected, plan._arrays())
-        return plan
 
     def _arrays(self) -> dict[str, np.ndarray]:
         named = {f"budget.{budget.name}": budget.costs for budget in self.budgets}
@@ -324,10 +302,6 @@ class Plan:
         )
 
 
-def _budget(arrays: Mapping[str, np.ndarray], name: str, limit: int) -> Budget:
-    return Budget(name=name, costs=arrays[f"budget.{name}"], limit=limit, shared=arrays.get(f"shared.{name}"))
-
-
 def _rows(bin_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(samples row after row, bounds): bins in the order of their first samples, samples rising within each.
 
@@ -346,3 +320,70 @@ def _rows(bin_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     keys.sort()
     bounds = np.concatenate([[0], np.cumsum(np.bincount(row_of))])
     return keys & ((1 << bits) - 1), bounds
+
+
+# ---------------------------------------------------------------------- archives
+
+FORMAT, VERSION = "vlmpack.plan", 2
+MANIFEST = "manifest.json"
+FIRST_DATE = (1980, 1, 1, 0, 0, 0)
+"""The date of every file in an archive, so that its bytes are the same every time."""
+
+
+def write_archive(path: str | Path, content: Mapping[str, Any], arrays: Mapping[str, np.ndarray], *, kind: str) -> None:
+    """Write a zip of `manifest.json`, with a digest of all of it, and one `.npy` an array; whole, or not at all.
+
+    Raises:
+        ConfigError: it cannot be written: rights, a full disk, a file where a folder should be.
+    """
+    path = Path(path)
+    manifest = {"format": kind, "version": VERSION, **content, "digest": digest_of_archive(content, arrays)}
+    with atomic_file(path) as temporary, writing(path), zipfile.ZipFile(temporary, "w") as members:
+        members.writestr(zipfile.ZipInfo(MANIFEST, FIRST_DATE), json.dumps(manifest, indent=2) + "\n")
+        for name, array in arrays.items():
+            with members.open(zipfile.ZipInfo(f"{name}.npy", FIRST_DATE), "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array.astype("<i8"), version=(1, 0), allow_pickle=False)
+
+
+@contextmanager
+def read_archive(path: str | Path, *, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
+    """Yield (manifest, arrays) of a file that `write_archive` made; what fails in the block is damage too.
+
+    Raises:
+        ConfigError: there is no such file, it cannot be read, it is not of this kind, or it is of another version.
+        LayoutError: it is damaged.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise ConfigError(f"there is no file {path}; write it first, or name another one") from None
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if not zipfile.is_zipfile(io.BytesIO(content)):
+        raise ConfigError(f"{path} is no {kind}, which is a zip file. Write it again, or name another file")
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as members:
+            manifest = json.loads(members.read(MANIFEST)) if MANIFEST in members.namelist() else {}
+            stored = manifest.pop("format", None), manifest.pop("version", None)
+            if stored != (kind, VERSION):
+                raise ConfigError(
+                    f"{path} is no {kind} of version {VERSION}: its manifest has {stored}; write it again"
+                )
+            names = [name for name in members.namelist() if name != MANIFEST]
+            arrays = {name.removesuffix(".npy"): np.load(io.BytesIO(members.read(name))) for name in names}
+        if manifest.pop("digest") != digest_of_archive(manifest, arrays):
+            raise ValueError("it does not match its digest")
+        yield manifest, arrays
+    except VlmpackError:
+        raise
+    except Exception as error:  # zipfile, json, numpy and what is made of their results: errors of every kind
+        fault = f"it has no {error}" if type(error) is KeyError else str(error) or type(error).__name__
+        raise LayoutError(f"{path} is damaged ({fault:.200}); write it again") from error
+
+
+def digest_of_archive(content: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of a manifest and of arrays with their names."""
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
+    for name, array in arrays.items():
+        digest.update(f"{name} {array.dtype} {array.shape} ".encode() + array.tobytes())
+    return digest.hexdigest()

@@ -9,9 +9,7 @@ from functools import partial
 import numpy as np
 
 from vlmpack.errors import ConfigError, check_choice
-from vlmpack.plan.algorithms import best_fit_decreasing, first_fit_decreasing, next_fit, worst_fit_decreasing
-from vlmpack.plan.exact_fill import exact_fill
-from vlmpack.plan.group_items import Needs, make_items
+from vlmpack.plan.exact_fill import best_fit_decreasing, exact_fill, next_fit
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import (
     LARGEST,
@@ -26,48 +24,15 @@ from vlmpack.plan.lengths import (
 )
 from vlmpack.plan.packing_buffer import rolling_fill
 from vlmpack.plan.plan import Plan
-from vlmpack.plan.prefix_groups import ALONE, PrefixGroups
+from vlmpack.plan.prefix_groups import ALONE, Needs, PrefixGroups, make_items
 
 STRATEGIES: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "exact_fill": exact_fill,
     "best_fit_decreasing": best_fit_decreasing,
-    "first_fit_decreasing": first_fit_decreasing,
-    "worst_fit_decreasing": worst_fit_decreasing,
     "rolling_fill": rolling_fill,
     "next_fit": next_fit,
 }
 """name -> a function from lengths int64 [N] and a capacity to the bin of each sample, int64 [N]."""
-
-ALIASES: Mapping[str, str] = {
-    "obfd": "best_fit_decreasing",
-    "obfdp": "best_fit_decreasing",
-    "bfd": "best_fit_decreasing",
-    "bf": "best_fit_decreasing",
-    "ffd": "first_fit_decreasing",
-    "mffd": "first_fit_decreasing",
-    "ff": "first_fit_decreasing",
-    "ffs": "first_fit_decreasing",
-    "wf": "worst_fit_decreasing",
-    "hk": "rolling_fill",
-    "nf": "next_fit",
-}
-"""SeqPacker's short name -> ours. Where it has a variant that we have not, ours is the one that needs no more bins."""
-
-
-def strategy_name(name: str) -> str:
-    """Return our name for a strategy, from ours or a short one, in any case.
-
-    Raises:
-        ConfigError: there is no such strategy.
-    """
-    small = str(name).lower()
-    strategy = ALIASES.get(small, small)
-    if strategy not in STRATEGIES:
-        raise ConfigError(
-            f"there is no strategy {name!r}; choose from {', '.join(STRATEGIES)}, or by a short name from "
-            f"{', '.join(ALIASES)}"
-        )
-    return strategy
 
 
 def split_rows(plan: Plan, multiple: int) -> Plan:
@@ -122,7 +87,7 @@ def plan_bins(
         lengths: N whole numbers, tokens of each sample, at least 1; or the table of a data set of N samples, whose
             places there are then the sample ids of the plan. Samples that the table refuses are dropped.
         capacity: tokens that a row may hold.
-        strategy: one of `STRATEGIES`, or one of SeqPacker's short names; the default makes the fewest rows.
+        strategy: one of `STRATEGIES`; the default makes no more rows than best fit.
         budgets: what else a row may hold only so much of; with a table, `table.budgets(...)`.
         oversize: what to do with a sample that exceeds a row by itself: refuse to plan, leave it out, or give it a row
             of its own.
@@ -137,9 +102,9 @@ def plan_bins(
             or, with `oversize="error"`, samples that are too long; names the first, and lists those that are too long.
         ConfigError: no samples, a capacity that is no whole number of at least 1, or a setting that does not exist.
     """
-    capacity, name = checked_capacity(capacity), strategy_name(strategy)
+    capacity = checked_capacity(capacity)
     sizes = checked_lengths(lengths.tokens if isinstance(lengths, LengthTable) else lengths)
-    _check_settings(len(sizes), name, budgets, oversize, seed)
+    _check_settings(len(sizes), strategy, budgets, oversize, seed)
     if isinstance(lengths, LengthTable):
         sizes = lengths.by_place(sizes)
         budgets = [replace(budget, costs=lengths.by_place(budget.costs)) for budget in budgets]
@@ -154,12 +119,12 @@ def plan_bins(
     bin_of = np.full(len(sizes), -1)
     if len(fitting := order[(usable & ~over)[order]]):
         if needs is None:
-            bin_of[fitting] = _place(sizes, capacity, name, budgets, fitting)
+            bin_of[fitting] = _place(sizes, capacity, strategy, budgets, fitting)
         else:
-            bin_of[fitting] = _place_groups(needs, name, fitting)
+            bin_of[fitting] = _place_groups(needs, strategy, fitting)
     if oversize == "own_row":
         bin_of[over] = bin_of.max(initial=-1) + 1 + np.arange(over.sum())
-    settings = {"capacity": capacity, "budgets": tuple(budgets), "oversize": oversize, "strategy": name}
+    settings = {"capacity": capacity, "budgets": tuple(budgets), "oversize": oversize, "strategy": strategy}
     settings["groups"] = groups
     settings["seed"] = None if seed is None else int(seed)  # JSON has no numbers of numpy's
     plan = Plan.from_assignment(bin_of, order, lengths=sizes, **settings)
@@ -238,6 +203,7 @@ def _check_settings(
 ) -> None:
     if samples > LARGEST:
         raise ConfigError(f"a plan holds at most {LARGEST} samples, got {samples}; plan in parts")
+    check_choice("strategy", strategy, STRATEGIES)
     check_choice("oversize", oversize, OVERSIZE)
     check_seed(seed)
     if budgets and strategy not in WITH_BUDGETS:

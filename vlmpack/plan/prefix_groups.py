@@ -11,21 +11,41 @@
     of samples 0 and 3              40 + 60 + a + d
 
 Whatever grows with tokens is counted so, attended pairs too: a node costs what its end costs less what its start costs.
-N samples, K groups, G rows.
+
+A group is placed as a whole, or in pieces that each repeat its prefix:
+
+    capacity 10, a prefix P of 4 tokens, branches of 5, 3, 2 and 1 tokens
+    the group                P 5 3 2 1          15 tokens: too many
+    room for branches        10 - 4 = 6         packed as samples are: 5 1 | 3 2
+    its pieces               P 5 1    P 3 2     10 and 9 tokens
+
+A group in a group is one branch of it; one that is too large is cut first, and its pieces are branches.
+
+Groups are found by marks, hashes of what samples begin with, without keeping their tokens:
+
+    symbols    a b c d I I I e f g h            token ids; I: a number of the content of an image
+    ends           3       7   9                some places: every few tokens, after media, around targets
+    hashes       abc  ..IIIe ..fg               of all symbols before each end
+
+Samples that have a hash in common begin with the same symbols. A prefix is found to its last token where it ends beside
+a medium or a turn, and else to within 16 tokens or 1/16 of its length, never beyond its end.
+
+N samples, K groups, G rows, M marks; U units, D things that a row may hold only so much of, tokens first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from operator import attrgetter
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.plan.lengths import Whole, whole_numbers
+from vlmpack.plan.exact_fill import lower_bound
+from vlmpack.plan.lengths import Whole, divided_up, whole_numbers
 
 ALONE = -1
 """The group of a sample that shares nothing, and the parent of a group that lies in no other."""
@@ -54,32 +74,29 @@ class PrefixGroups:
             is_default = values is NOTHING and name in ("patches", "images")
             checked = np.zeros(len(self), np.int64) if is_default else whole_numbers(values, f"{name} of groups")
             object.__setattr__(self, name, checked)
-        self._check_numbers("of_samples", self.of_samples, np.full(len(self.of_samples), len(self)))
-        self._check_numbers("parents", self.parents, np.arange(len(self)))
-        self._check_prefixes("tokens", self.tokens, least=1)
-        self._check_prefixes("patches", self.patches, least=0)
-        self._check_prefixes("images", self.images, least=0)
-
-    def _check_numbers(self, name: str, values: np.ndarray, below: np.ndarray) -> None:
-        """Raise a ConfigError unless all are `ALONE` or the numbers of groups below a limit."""
-        if (wrong := (values < ALONE) | (values >= below)).any():
-            at = int(wrong.argmax())
-            raise ConfigError(
-                f"{name}[{at}] is {values[at]}, and has to be {ALONE} or a group below {below[at]}: groups are "
-                "numbered from 0, each behind its parent"
-            )
-
-    def _check_prefixes(self, name: str, values: np.ndarray, *, least: int) -> None:
-        """Raise a ConfigError unless there is a number a group, which does not fall from a parent to its children."""
-        if len(values) != len(self):
-            raise ConfigError(f"{name} has {len(values)} entries for {len(self)} groups; give one a group")
-        if (wrong := self.added(values) < least).any():
-            at = int(wrong.argmax())
-            parent = int(self.parents[at])
-            around = f", and that of its parent {parent} has {values[parent]}" if parent >= 0 else ""
-            raise ConfigError(
-                f"the prefix of group {at} has {values[at]} {name}{around}: a group adds {least} or more to its parent"
-            )
+        count = len(self)
+        for name, values, below in (
+            ("of_samples", self.of_samples, count),
+            ("parents", self.parents, np.arange(count)),
+        ):
+            if (wrong := (values < ALONE) | (values >= below)).any():
+                at = int(wrong.argmax())
+                raise ConfigError(
+                    f"{name}[{at}] is {values[at]}: it has to be {ALONE} or the number of a group, and parents stand "
+                    "before their children"
+                )
+        for name, values, least in (
+            ("tokens", self.tokens, 1),
+            ("patches", self.patches, 0),
+            ("images", self.images, 0),
+        ):
+            if len(values) != count:
+                raise ConfigError(f"{name} has {len(values)} entries for {count} groups; give one a group")
+            if (wrong := self.added(values) < least).any():
+                at = int(wrong.argmax())
+                raise ConfigError(
+                    f"the prefix of group {at} has {values[at]} {name}: a group adds {least} or more to its parent"
+                )
 
     @classmethod
     def none(cls, samples: int) -> PrefixGroups:
@@ -205,31 +222,6 @@ class PrefixGroups:
         pairs = np.unique(np.concatenate(levels))
         return pairs // count, pairs % count
 
-    # ------------------------------------------------------------------ parts and wholes
-
-    def select(self, samples: np.ndarray) -> PrefixGroups:
-        """Return the groups of some samples, in their order; all K groups stay.
-
-        Args:
-            samples: int64, or bool [N].
-        """
-        return replace(self, of_samples=self.of_samples[samples])
-
-    def spread(self, places: np.ndarray, count: int) -> PrefixGroups:
-        """Return the groups with sample i at `places[i]` of `count`; the other places share nothing."""
-        of_samples = np.full(count, ALONE)
-        of_samples[places] = self.of_samples
-        return replace(self, of_samples=of_samples)
-
-    @classmethod
-    def concatenate(cls, parts: Sequence[PrefixGroups]) -> PrefixGroups:
-        """Put groups of several lots of samples behind each other; none is shared between two lots."""
-        columns = {name: [part._columns()[name] for part in parts] for name in NAMES}
-        starts = np.cumsum([0, *map(len, parts)]).tolist()
-        for name in ("of_samples", "parents"):
-            columns[name] = [np.where(c < 0, c, c + start) for c, start in zip(columns[name], starts, strict=False)]
-        return cls(**{name: np.concatenate([NOTHING, *values]) for name, values in columns.items()})
-
     # ------------------------------------------------------------------ on disk
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -244,7 +236,7 @@ class PrefixGroups:
         return cls(**{name: arrays[f"{IN_ARCHIVES}{name}"] for name in NAMES})
 
     def _columns(self) -> dict[str, np.ndarray]:
-        return dict(zip(NAMES, attrgetter(*NAMES)(self), strict=True))
+        return {name: getattr(self, name) for name in NAMES}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PrefixGroups):
@@ -264,3 +256,312 @@ IN_ARCHIVES = "groups."
 def attended_pairs(tokens: Whole) -> Whole:
     """Pairs of a query and a key in a sample by itself, or in each of N, under the causal mask: n (n + 1) / 2."""
     return tokens * (tokens + 1) // 2
+
+
+# ---------------------------------------------------------------------- items of a plan
+
+Place = Callable[[np.ndarray, np.ndarray], np.ndarray]
+"""Assigns units with the costs int64 [U, D] to bins of the limits int64 [D]: the bin of each, int64 [U]."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Needs:
+    """Costs of samples and of the prefixes of their groups."""
+
+    groups: PrefixGroups
+    """Of N samples."""
+    of_samples: np.ndarray
+    """int64 [N, D]: what each sample needs alone."""
+    of_groups: np.ndarray
+    """int64 [K, D]: what each prefix needs, from the start of a sample."""
+    limits: np.ndarray
+    """int64 [D]: what a row may hold; no sample exceeds it alone."""
+
+    def sums(self, samples: np.ndarray, item_of: np.ndarray) -> np.ndarray:
+        """int64 [items, D]: what each item needs, every prefix in it counted once."""
+        things = zip(self.of_samples.T, self.of_groups.T, strict=True)
+        return np.stack([self.groups.row_sums(samples, item_of, *needs) for needs in things], axis=1)
+
+
+def make_items(needs: Needs, samples: np.ndarray, place: Place) -> np.ndarray:
+    """Join the samples of each outermost group to an item; one that exceeds a row is cut.
+
+    Args:
+        needs: of all samples.
+        samples: int64 [M], in the order in which they are planned.
+        place: packs the branches of a group that is cut.
+
+    Returns:
+        int64 [M]: the item of each sample; items are numbered in the order of their first samples.
+    """
+    item_of = _by_first(_outermost(needs.groups, samples))
+    over = np.any(needs.sums(samples, item_of) > needs.limits, axis=1)
+    if not over.any():
+        return item_of
+    cut = np.flatnonzero(over[item_of])
+    bounds = np.flatnonzero(np.diff(item_of[cut := cut[np.argsort(item_of[cut], kind="stable")]], prepend=-1))
+    pieces, first = item_of.copy(), len(over)
+    for members in np.split(cut, bounds[1:]):
+        pieces[members] = first + _cut(needs, samples[members], place)
+        first += len(members)
+    return _by_first(pieces)
+
+
+def _outermost(groups: PrefixGroups, samples: np.ndarray) -> np.ndarray:
+    """int64 [M]: the outermost group of each sample, or a number of its own behind those of the groups."""
+    group = groups.of_samples[samples]
+    return np.where(group < 0, len(groups) + np.arange(len(samples)), np.append(groups.roots, 0)[group])
+
+
+def _by_first(numbers: np.ndarray) -> np.ndarray:
+    """int64 [M]: the same partition, numbered from 0 in the order of first entries."""
+    _, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return rank[inverse.reshape(-1)]
+
+
+def _cut(needs: Needs, samples: np.ndarray, place: Place) -> np.ndarray:
+    """Cut the samples of one outermost group into pieces that fit a row each, the innermost groups first.
+
+    Returns:
+        int64 [M]: the piece of each sample, any numbers below M.
+    """
+    groups = needs.groups
+    of_groups = np.append(needs.of_groups, np.zeros_like(needs.limits)[None], axis=0)
+    added = of_groups[:-1] - of_groups[groups.parents]
+    innermost = groups.of_samples[samples]
+    beyond = needs.of_samples[samples] - of_groups[innermost]
+    units: defaultdict[int, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
+    """(members that stand for their units, costs of the units) in each group that is not cut yet."""
+    order = np.argsort(innermost, kind="stable")
+    for members in np.split(order, np.flatnonzero(np.diff(innermost[order])) + 1):
+        units[int(innermost[members[0]])].append((members, beyond[members]))
+    piece_of = np.arange(len(samples))
+    """The member that stands for the unit of each; followed to its end when all groups are cut."""
+    for group in reversed(_with_ancestors(groups, list(units))):  # children have higher numbers than their parents
+        members = np.concatenate([ids for ids, _ in units[group]])
+        costs = np.concatenate([each for _, each in units.pop(group)])
+        order = np.argsort(members)
+        members, costs = members[order], costs[order]
+        room = needs.limits - of_groups[group]
+        bin_of = np.zeros(len(members), np.int64) if (costs.sum(0) <= room).all() else place(costs, room)
+        _, first, bin_of = np.unique(bin_of, return_index=True, return_inverse=True)
+        sums = np.zeros((len(first), len(needs.limits)), np.int64)
+        np.add.at(sums, bin_of.reshape(-1), costs)
+        stand_in = members[first]
+        piece_of[members] = stand_in[bin_of.reshape(-1)]
+        units[int(groups.parents[group])].append((stand_in, sums + added[group]))
+    while (piece_of != (further := piece_of[piece_of])).any():
+        piece_of = further
+    return piece_of
+
+
+def _with_ancestors(groups: PrefixGroups, inner: list[int]) -> list[int]:
+    """These groups and all around them, rising."""
+    found: set[int] = set()
+    for group in inner:
+        while group != ALONE and group not in found:
+            found.add(group)
+            group = int(groups.parents[group])
+    return sorted(found)
+
+
+def group_bound(groups: PrefixGroups, samples: np.ndarray, sizes: np.ndarray, of_groups: np.ndarray, limit: int) -> int:
+    """Rows that samples need at the very least, however groups are cut.
+
+    The best of three bounds: everything over the limit, prefixes counted once; all branches without their prefixes; and
+    one sample of each outermost group, the largest, as two of them share nothing.
+
+    Args:
+        groups: of N samples.
+        samples: int64 [M]: those in rows.
+        sizes: int64 [N]: what each needs alone, at most `limit`.
+        of_groups: int64 [K]: what each prefix needs.
+        limit: of a row.
+    """
+    if not len(samples):
+        return 0
+    together = groups.row_sums(samples, np.zeros(len(samples), np.int64), sizes, of_groups)
+    branches = sizes[samples] - groups.shared(of_groups)[samples]
+    item_of = _by_first(_outermost(groups, samples))
+    largest = np.zeros(int(item_of.max()) + 1, np.int64)
+    np.maximum.at(largest, item_of, sizes[samples])
+    return max(divided_up(int(together[0]), limit), lower_bound(branches, limit), lower_bound(largest, limit))
+
+
+# ---------------------------------------------------------------------- marks of prefixes
+
+FINEST = 16
+"""Tokens between two marks, in prefixes of less than 512 tokens ..."""
+OCTAVE = 32
+"""... and how many marks there are from each power of two to the next, in longer ones."""
+LONGEST = 2**31
+
+
+def _regular_ends() -> np.ndarray:
+    ends = [FINEST]
+    while ends[-1] < LONGEST:
+        ends.append(ends[-1] + _spacing(ends[-1]))
+    return np.array(ends)
+
+
+def _spacing(end: int) -> int:
+    return max(FINEST, (1 << end.bit_length() - 1) // OCTAVE)
+
+
+REGULAR = _regular_ends()
+"""Ends that every sample has, as far as it goes."""
+
+
+class PrefixMarks(NamedTuple):
+    """Marks of one sample."""
+
+    ends: np.ndarray
+    """int64 [m]: tokens before each mark, rising."""
+    hashes: np.ndarray
+    """int64 [m]: of the symbols before it."""
+    media_ends: np.ndarray
+    """int64 [v]: where each image and video ends, rising."""
+    media_patches: np.ndarray
+    """int64 [v]: patches of each."""
+
+    @classmethod
+    def of(
+        cls, symbols: np.ndarray, turn_ends: np.ndarray, media_ends: np.ndarray, media_patches: np.ndarray
+    ) -> PrefixMarks:
+        """Mark a sample.
+
+        Args:
+            symbols: int64 [n]: token ids; in the place of each placeholder, a number of its medium's content.
+            turn_ends: int64 [any] in 0 to n: where something begins or ends that many samples may share.
+            media_ends: int64 [v] in 1 to n, rising.
+            media_patches: int64 [v].
+        """
+        n = len(symbols)
+        regular = REGULAR[: int(np.searchsorted(REGULAR, n, side="right"))]
+        ends = np.unique(np.concatenate([regular, turn_ends, media_ends, [n]]))
+        ends = ends[ends > 0]
+        return cls(ends, prefix_hashes(symbols)[ends - 1], media_ends, media_patches)
+
+    def to_bytes(self) -> bytes:
+        """Return all four columns as bytes."""
+        return np.concatenate([[len(self.media_ends)], *self[2:], *self[:2]]).astype("<i8").tobytes()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> PrefixMarks:
+        """Read what `to_bytes` made."""
+        values = np.frombuffer(content, "<i8").astype(np.int64)
+        media = int(values[0])
+        media_ends, media_patches = np.split(values[1 : 1 + 2 * media], 2)
+        ends, hashes = np.split(values[1 + 2 * media :], 2)
+        return cls(ends, hashes, media_ends, media_patches)
+
+
+def prefix_hashes(symbols: np.ndarray) -> np.ndarray:
+    """int64 [n]: a hash of the first 1, 2, ... symbols: the sum of what splitmix64 makes of each symbol and place.
+
+    Args:
+        symbols: int64 [n].
+    """
+    places = np.arange(1, len(symbols) + 1, dtype=np.uint64)
+    return np.cumsum(_mixed(_mixed(symbols.astype(np.uint64)) + places)).view(np.int64)
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """uint64 [n]: Vigna's splitmix64, which wraps around."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def groups_of_marks(samples: Sequence[PrefixMarks], *, min_shared: int) -> PrefixGroups:
+    """Find the groups of N samples.
+
+    A group in another one begins where two samples of the outer one go different ways, and goes on for at least
+    `min_shared` tokens, and as many more as the end of the outer one is uncertain by: the tree of a row shares as much.
+
+    Args:
+        samples: marks of each.
+        min_shared: tokens of the shortest prefix that is worth sharing, counted from the end of the one before it.
+    """
+    counts = np.array([len(marks.ends) for marks in samples], np.int64)
+    sample = np.repeat(np.arange(len(samples)), counts)
+    ends = np.concatenate([NOTHING, *(marks.ends for marks in samples)])
+    _, first, node, times = np.unique(
+        np.concatenate([NOTHING, *(marks.hashes for marks in samples)]),
+        return_index=True,
+        return_inverse=True,
+        return_counts=True,
+    )
+    node = node.reshape(-1)
+    is_shared = (times[node] > 1) & (ends >= min_shared)
+    sample, node = sample[is_shared], node[is_shared]
+    used = np.unique(node)
+    number = np.full(len(first), ALONE)
+    number[used] = np.arange(len(used))
+    parents, of_samples = _chains(sample, number[node], len(samples), len(used))
+    tokens = ends[first[used]]
+    holder = np.repeat(np.arange(len(samples)), counts)[first[used]]
+    order = np.lexsort((tokens, holder))  # by first sample; a parent before its children
+    parents, of_samples, kept = _branching(parents, of_samples, tokens, order.tolist(), min_shared)
+    patches, images = _media(samples, holder[kept], tokens[kept])
+    return PrefixGroups(of_samples=of_samples, parents=parents, tokens=tokens[kept], patches=patches, images=images)
+
+
+def _chains(sample: np.ndarray, node: np.ndarray, samples: int, nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    """(parent of each node, last node of each sample): a sample's nodes are a chain, its marks rise.
+
+    Args:
+        sample: int64 [M'] of each shared mark, rising.
+        node: int64 [M'].
+        samples: N.
+        nodes: how many there are.
+    """
+    begins = np.diff(sample, prepend=-1) > 0
+    before = np.where(begins, ALONE, np.concatenate([[ALONE], node[:-1]])[: len(node)])
+    parents = np.full(nodes, ALONE)
+    parents[node[::-1]] = before[::-1]  # of the first sample that has the node
+    of_samples = np.full(samples, ALONE)
+    of_samples[sample] = node  # the last of its marks
+    return parents, of_samples
+
+
+def _branching(
+    parents: np.ndarray, of_samples: np.ndarray, tokens: np.ndarray, order: Sequence[int], min_shared: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(parents, of_samples, kept): nodes where samples end or go different ways, and that are long enough.
+
+    Returns:
+        Parents int64 [K] and groups of samples int64 [N] by their new numbers, and int64 [K] nodes of `parents`.
+    """
+    children = np.bincount(parents[parents >= 0], minlength=len(parents))
+    ends = np.bincount(of_samples[of_samples >= 0], minlength=len(parents))
+    splits = ((children > 1) | (ends > 0)).tolist()
+    around, kept = np.full(len(parents), ALONE), []
+    """The nearest node that is kept, itself included."""
+    of_parent, lengths = parents.tolist(), tokens.tolist()
+    for node in order:
+        outer = int(around[of_parent[node]]) if of_parent[node] >= 0 else ALONE
+        start = lengths[outer] if outer >= 0 else 0
+        least = min_shared + (_spacing(start) if outer >= 0 else 0)
+        is_kept = splits[node] and lengths[node] - start >= least
+        around[node] = node if is_kept else outer
+        kept += [node] * is_kept
+    nodes = np.array(kept, np.int64)
+    number = np.full(len(parents) + 1, ALONE)  # the last one: of no node
+    number[nodes] = np.arange(len(nodes))
+    nearest = np.append(around, ALONE)
+    return number[nearest[parents[nodes]]], number[nearest[of_samples]], nodes
+
+
+def _media(samples: Sequence[PrefixMarks], holders: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(patches, images): of the media in prefixes of so many tokens, each of a sample that has it."""
+    patches, images = np.zeros((2, len(tokens)), np.int64)
+    for at, (holder, end) in enumerate(zip(holders.tolist(), tokens.tolist(), strict=True)):
+        marks = samples[holder]
+        images[at] = np.searchsorted(marks.media_ends, end, side="right")
+        patches[at] = marks.media_patches[: images[at]].sum()
+    return patches, images

@@ -88,7 +88,7 @@ class PaddedRecipe:
         return divided_up(divided_up(samples, self.world_size * self.per_device_batch), self.accumulation)
 
     def padding(self, lengths: np.ndarray, *, to: PadTo = "longest") -> Padding:
-        """Count the tokens that an epoch computes, in batches of neighbouring samples.
+        """Count the tokens that an epoch computes, in batches of neighboring samples.
 
         Args:
             lengths: int64 [N] tokens of each sample, in the order of training.

@@ -1,37 +1,224 @@
-"""Compute the reference: each sample by itself through the unmodified model.
+"""The reference: each sample by itself through the unmodified model; and the choices of experts that are held to it.
 
 A model that is not deterministic says nothing about packing. So each sample goes through it twice, in eval mode and in
 train mode; where these differ, each is run again.
+
+A router sends a token to the k experts of the highest scores. Where the k-th and the next score are equal but for
+rounding, the last bit of a hidden state chooses the expert. It depends on the processor and on the number of rows in a
+product, and it is not continuous: the token's hidden state, and gradients of the router and the experts, jump by a
+tenth of their size. Such a jump is neither rounding, for which limits allow, nor a leak.
+
+So choices are recorded of each sample alone, in float32, and held in every pass that is compared with them: the plain
+pass in low precision, which sets the limits, the padded batch, and the packed row. What is left between two passes is
+continuous in their rounding. That needs no wider limit in low precision, and makes limits that are earned narrower: the
+plain pass contains no jumps either.
+
+A choice is held only where the scores of that very pass leave it open: those of the held experts lie at most a part of
+the spread of the token's scores below those that it would choose (`OPEN`). Any other choice stays as it is, and the
+logits then differ. Scores, weights and hidden states are always those of the pass, so a leak into a router's input
+shows in them as before.
+
+Where samples are exchanged and all others watched, every choice is held. Experts multiply the tokens of all samples at
+once, and how a product rounds depends on its number of rows. With the same choices each expert gets as many tokens, so
+the others are the same bit for bit unless something leaks.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar, final
+from functools import partial
+from typing import Any, TypeVar, final
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments
 from vlmpack.model.engine import StepConfig
+from vlmpack.probing.difference import AloneCalls, record_alone
 from vlmpack.probing.forward_passes import (
     AUTOCAST,
     CIRCUMSTANCES,
     GAPS,
     ROW,
     Circumstance,
+    ForwardPass,
+    PackedPass,
     PlainPaddedPass,
     ProbedModel,
     segments_of,
 )
-from vlmpack.probing.losses import RouterLosses, reference_router_losses
-from vlmpack.probing.mechanisms import Features, Rotary, feature_error, features_of, rotary_of
-from vlmpack.probing.routing import Choices, HeldChoices, held_choices, open_share, routing
-from vlmpack.probing.trace import recorded_calls, submodules
+from vlmpack.probing.mechanisms import RouterLosses, reference_router_losses
 from vlmpack.testing.comparison import LOW_PRECISION_FACTOR, Errors, Limits, Outcome, compare, distance, run_alone
 from vlmpack.testing.samples import Sample
+
+Choices = dict[str, list[torch.Tensor]]
+"""int64 [N, k] of each top-k of each block with experts: the experts of the N tokens that it routes, in their order."""
+
+OPEN = {"float32": 1e-3, "low": 0.125}
+"""The most that scores of held experts lie below the chosen ones, as a part of the spread of a token's scores.
+
+Hidden states differ by about 1e-6 in float32, and in bfloat16 by 1 % to 3 % after some layers; a single token by more.
+"""
+HOLD_ALL = torch.inf
+"""Share of choices that are held whatever the scores are."""
+
+
+def open_share(*, is_low: bool) -> float:
+    """Return the share for a pass that is compared with the samples alone."""
+    return OPEN["low" if is_low else "float32"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class HeldChoices:
+    """The choices of samples alone, and the places of their tokens in a pass."""
+
+    samples: Sequence[Choices]
+    """Of each sample."""
+    token_indices: Sequence[torch.Tensor]
+    """int64 [L] of each sample: its tokens in the pass, whose rows are laid one after the other."""
+    share: float
+    """The most that scores of held experts may lie below those chosen, as a part of the spread of a token's scores."""
+
+    def for_rows(self, block: str, call: int, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return (index, experts) of the tokens in a top-k of so many rows; None: it does not route these samples.
+
+        A block routes the tokens of the samples alone, one sample after the other, or every token of the pass.
+        """
+        by_sample = [choices.get(block, [])[call : call + 1] for choices in self.samples]
+        experts = [chosen[0] for chosen in by_sample if chosen]
+        if not experts or any(chosen.shape[-1] != k for chosen in experts):
+            return None
+        if sum(map(len, experts)) == rows:
+            return torch.arange(rows), torch.cat(experts)
+        is_whole = [len(chosen) for chosen in experts] == [*map(len, self.token_indices)]
+        if is_whole and max(int(index.max()) for index in self.token_indices) < rows:
+            return torch.cat([*self.token_indices]), torch.cat(experts)
+        return None
+
+
+@final
+@dataclass(kw_only=True)
+class RoutingRecord:
+    """The routing of one pass."""
+
+    choices: Choices
+    """As they were computed with."""
+    held: int = 0
+    """Choices that would have been others by rounding, over all layers."""
+
+
+def held_choices(
+    forward: ForwardPass, samples: Sequence[Sample], choices: Sequence[Choices], *, share: float
+) -> HeldChoices:
+    """Place the choices of samples alone in a pass that computes them together; `share`: of `HeldChoices`."""
+    return HeldChoices(samples=choices, token_indices=token_indices_of(forward, samples), share=share)
+
+
+def token_indices_of(forward: ForwardPass, samples: Sequence[Sample]) -> list[torch.Tensor]:
+    """int64 [L] of each sample: its tokens in a pass, in a tree's sequence along its path."""
+    tree = forward.row(samples).tree if isinstance(forward, PackedPass) and forward.circumstance.shares else None
+    return [torch.arange(*span) for span in forward.segments(samples).spans] if tree is None else _paths(tree)
+
+
+def _paths(tree: PrefixTree) -> list[torch.Tensor]:
+    """int64 [L] of each sample: its tokens in the tree's sequence, node after node."""
+    stops = torch.tensor(tree.lengths).cumsum(0).tolist()
+    spans = [torch.arange(stop - length, stop) for stop, length in zip(stops, tree.lengths, strict=True)]
+
+    def path(node: int) -> list[torch.Tensor]:
+        return [] if node < 0 else [*path(tree.parents[node]), spans[node]]
+
+    return [torch.cat(path(leaf)) for leaf in tree.leaves]
+
+
+@contextmanager
+def routing(probed: ProbedModel, held: HeldChoices | None = None) -> Iterator[RoutingRecord]:
+    """Record the experts that each token is sent to, and hold them to other choices if there are any.
+
+    Nothing of the model is changed; a model without experts is computed as it is.
+    """
+    record = RoutingRecord(choices={})
+    blocks = _blocks(probed)
+    if not blocks:
+        yield record
+        return
+    mode = _TopK(record, held)
+    with ExitStack() as stack:
+        for name, block in blocks.items():
+            stack.callback(block.register_forward_pre_hook(partial(mode.enter, name)).remove)
+            stack.callback(block.register_forward_hook(mode.leave, always_call=True).remove)
+        with mode:
+            yield record
+
+
+def _blocks(probed: ProbedModel) -> dict[str, nn.Module]:
+    """The modules of the text model that route tokens: those that contain experts."""
+    text = probed.family.language_model(probed.core)
+    return {
+        name: module
+        for name, module in text.named_modules()
+        if any(child == "experts" for child, _ in module.named_children())
+    }
+
+
+@final
+class _TopK(TorchFunctionMode):
+    """Top-k inside a block with experts."""
+
+    def __init__(self, record: RoutingRecord, held: HeldChoices | None) -> None:
+        super().__init__()
+        self._record, self._held, self._block = record, held, ""
+
+    def enter(self, name: str, *_: Any) -> None:
+        self._block = name
+        self._record.choices[name] = []
+
+    def leave(self, *_: Any) -> None:
+        self._block = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._block or func not in (torch.topk, torch.Tensor.topk):
+            return result
+        scores = args[0] if args else kwargs["input"]
+        if result[1].shape[:-1] != scores.shape[:-1] or not scores.is_floating_point():
+            return result  # not over the experts, which are the last dimension
+        calls = self._record.choices[self._block]
+        if self._held is not None:
+            result = self._hold(self._held, scores, result, len(calls))
+        calls.append(result[1].detach().flatten(0, -2))
+        return result
+
+    def _hold(self, held: HeldChoices, scores: torch.Tensor, result: Any, call: int) -> Any:
+        """Return the held experts with the scores of this pass, for tokens whose scores leave the choice open."""
+        own = result[1].flatten(0, -2)
+        wanted = held.for_rows(self._block, call, *own.shape)
+        if wanted is None:
+            return result
+        token_indices, experts = (x.to(own.device) for x in wanted)
+        indices = own.index_copy(0, token_indices, experts)
+        flat = scores.detach().float().flatten(0, -2)
+        finite = flat.isfinite()
+        highest = flat.masked_fill(~finite, -torch.inf).amax(-1)
+        spread = highest - flat.masked_fill(~finite, torch.inf).amin(-1)
+        behind = flat.gather(-1, own).amin(-1) - flat.gather(-1, indices).amin(-1)
+        is_open = torch.full_like(behind, True, dtype=torch.bool)
+        if held.share != HOLD_ALL:
+            is_open = behind <= held.share * spread
+        differs = (own.sort(-1).values != indices.sort(-1).values).any(-1)
+        self._record.held += int((differs & is_open).sum())
+        chosen = torch.where((differs & is_open)[:, None], indices, own).view_as(result[1])
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+
+
+# ---------------------------------------------------------------------- each sample alone
+
 
 STEADY = 5e-2
 """The most that logits may differ from one run to the next, as a part of the largest: kernels that add up in another
@@ -76,14 +263,6 @@ class Reference:
     """Of the samples alone, in float32."""
     limits: Limits
     """Of the packed samples' errors."""
-    rotary: Sequence[Rotary]
-    """cos and sin that reached attention, of each sample alone."""
-    features: Sequence[Features]
-    """Features of the vision tower, of each sample alone."""
-    audio: Sequence[torch.Tensor | None]
-    """[tokens, D] of the audio tower, of each sample alone; None: it has no audio."""
-    feature_error: float
-    """Error of plain transformers' features, computed for all images at once, against those."""
     choices: Sequence[Choices]
     """Experts of the tokens of each sample alone, in float32."""
 
@@ -173,48 +352,38 @@ class _AloneRun:
     """Each sample alone in some circumstance."""
 
     outcome: Outcome
-    rotary: list[Rotary]
-    features: list[Features]
-    audio: list[torch.Tensor | None]
     choices: list[Choices]
 
 
 def _run_alone(setup: ProbeSetup, circumstance: Circumstance, choices: Sequence[Choices] | None = None) -> _AloneRun:
     """Run each sample alone in the mode and precision of a circumstance, with gradients; `choices` are held."""
     probed = setup.probed
-    layer = next(iter(submodules(probed.family.language_model(probed.core), "self_attn").values()))
-    tower = probed.family.vision_tower(probed.core)
-    audio_tower = probed.family.audio_tower(probed.core)
-    modules = [module for module in (layer, tower, audio_tower) if module is not None]
-    rotary: list[Rotary] = []
-    features: list[Features] = []
-    audio: list[torch.Tensor | None] = []
     chosen: list[Choices] = []
 
     @contextmanager
     def recording() -> Iterator[None]:
-        held = None if choices is None else _held_alone(setup, choices, len(chosen))
-        with (
-            setup.computing(circumstance),
-            torch.enable_grad(),
-            recorded_calls(modules) as calls,
-            routing(probed, held) as routed,
-        ):
+        held = None if choices is None else held_alone(setup, choices, len(chosen), share=open_share(is_low=True))
+        with setup.computing(circumstance), torch.enable_grad(), routing(probed, held) as routed:
             yield
         chosen.append(routed.choices)
-        rotary.append(rotary_of(calls[layer][0]))
-        features.append([] if tower is None else features_of(calls[tower]))
-        of_audio = [] if audio_tower is None else calls[audio_tower]
-        audio.append(of_audio[0].output[0].detach() if of_audio else None)
 
     outcome = run_alone(probed.model, setup.samples, forward_context=recording)
-    return _AloneRun(outcome=outcome, rotary=rotary, features=features, audio=audio, choices=chosen)
+    return _AloneRun(outcome=outcome, choices=chosen)
 
 
-def _held_alone(setup: ProbeSetup, choices: Sequence[Choices], sample: int) -> HeldChoices:
-    """Hold the choices of one sample in low precision, alone."""
-    places = [torch.arange(len(setup.samples[sample]["input_ids"]))]
-    return HeldChoices(samples=[choices[sample]], places=places, share=open_share(is_low=True))
+def record_references(setup: ProbeSetup, circumstance: Circumstance, choices: Sequence[Choices]) -> list[AloneCalls]:
+    """Record every module of each sample alone, in the mode and precision of a circumstance; choices are held."""
+    references = []
+    for at, sample in enumerate(setup.samples):
+        with setup.computing(circumstance), routing(setup.probed, held_alone(setup, choices, at, share=HOLD_ALL)):
+            references.append(record_alone(setup.probed, sample))
+    return references
+
+
+def held_alone(setup: ProbeSetup, choices: Sequence[Choices], sample: int, *, share: float) -> HeldChoices:
+    """Hold the choices of one sample, alone."""
+    token_indices = [torch.arange(len(setup.samples[sample]["input_ids"]))]
+    return HeldChoices(samples=[choices[sample]], token_indices=token_indices, share=share)
 
 
 def _run_in_float32(setup: ProbeSetup, circumstance: Circumstance) -> _AloneRun:
@@ -222,50 +391,31 @@ def _run_in_float32(setup: ProbeSetup, circumstance: Circumstance) -> _AloneRun:
     return _run_alone(replace(setup, probed=exact, samples=exact.with_its_pixels(setup.samples)), circumstance)
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class _Comparison:
-    """Each sample alone in some precision, beside itself in float32: what a reference is made of."""
+def _reference(
+    setup: ProbeSetup,
+    circumstance: Circumstance,
+    alone: _AloneRun,
+    truth: Outcome,
+    choices: Sequence[Choices],
+    *,
+    low: bool,
+) -> Reference:
+    """Compare each sample alone with itself in float32: limits are beyond its errors, and beyond those of plain
+    transformers' padded batch; a batch that raises widens no limit."""
+    errors, probed = compare(alone.outcome, truth, low=low), setup.probed
 
-    setup: ProbeSetup
-    circumstance: Circumstance
-    alone: _AloneRun
-    truth: Outcome
-    choices: Sequence[Choices]
-    low: bool
+    def of_batch() -> Errors:
+        forward = PlainPaddedPass(probed=probed)
+        held = held_choices(forward, setup.samples, choices, share=open_share(is_low=low))
+        with setup.computing(circumstance), torch.enable_grad(), routing(probed, held):
+            result = forward(setup.samples)
+        return compare(result.outcome(probed.model, setup.samples), truth, low=low)
 
-    def reference(self) -> Reference:
-        """Set the limits beyond the errors of the samples alone, and of plain transformers' padded batch."""
-        errors = compare(self.alone.outcome, self.truth, low=self.low)
-        padded, error_of_features = self._padded_errors() or (errors, 0.0)
-        return Reference(
-            outcome=self.truth,
-            limits=Limits.beyond(errors, padded, factor=LOW_PRECISION_FACTOR if self.low else 2.0),
-            rotary=self.alone.rotary,
-            features=self.alone.features,
-            audio=self.alone.audio,
-            feature_error=error_of_features,
-            choices=self.choices,
-        )
-
-    def _padded_errors(self) -> tuple[Errors, float] | None:
-        """Errors of plain transformers' padded batch, and of its features; None: it raises, and so widens no limit."""
-        probed, samples = self.setup.probed, self.setup.samples
-        tower = probed.family.vision_tower(probed.core)
-        try:
-            forward = PlainPaddedPass(probed=probed)
-            held = held_choices(forward, samples, self.choices, share=open_share(is_low=self.low))
-            with (
-                self.setup.computing(self.circumstance),
-                torch.enable_grad(),
-                recorded_calls([] if tower is None else [tower]) as calls,
-                routing(probed, held),
-            ):
-                result = forward(samples)
-            errors = compare(result.outcome(probed.model, samples), self.truth, low=self.low)
-            return errors, 0.0 if tower is None else feature_error(calls[tower], samples, self.alone.features)
-        except Exception:
-            return None
+    padded = value_or_error(of_batch)
+    limits = Limits.beyond(
+        errors, errors if isinstance(padded, Exception) else padded, factor=LOW_PRECISION_FACTOR if low else 2.0
+    )
+    return Reference(outcome=truth, limits=limits, choices=choices)
 
 
 def _exact_reference(setup: ProbeSetup, circumstance: Circumstance, alone: _AloneRun) -> Reference:
@@ -276,9 +426,7 @@ def _exact_reference(setup: ProbeSetup, circumstance: Circumstance, alone: _Alon
         _check_finite(outcome)
     if low and any(exact.choices):
         alone = _run_alone(setup, circumstance, choices=exact.choices)
-    return _Comparison(
-        setup=setup, circumstance=circumstance, alone=alone, truth=exact.outcome, choices=exact.choices, low=low
-    ).reference()
+    return _reference(setup, circumstance, alone, exact.outcome, exact.choices, low=low)
 
 
 def _train_reference(setup: ProbeSetup, alone: _AloneRun, in_eval: Reference) -> Reference | None:
@@ -298,14 +446,7 @@ def _train_reference(setup: ProbeSetup, alone: _AloneRun, in_eval: Reference) ->
     if not steady(_run_alone(setup, ROW), trained):
         return None
     exact = _run_in_float32(setup, ROW) if setup.probed.is_low else trained
-    return replace(
-        in_eval,
-        outcome=exact.outcome,
-        rotary=trained.rotary,
-        features=trained.features,
-        audio=trained.audio,
-        choices=exact.choices,
-    )
+    return replace(in_eval, outcome=exact.outcome, choices=exact.choices)
 
 
 def _autocast_reference(setup: ProbeSetup, in_train: Reference) -> Reference | None:
@@ -318,9 +459,7 @@ def _autocast_reference(setup: ProbeSetup, in_train: Reference) -> Reference | N
         return None
     if any(in_train.choices):
         alone = _run_alone(setup, AUTOCAST, choices=in_train.choices)
-    return _Comparison(
-        setup=setup, circumstance=AUTOCAST, alone=alone, truth=in_train.outcome, choices=in_train.choices, low=True
-    ).reference()
+    return _reference(setup, AUTOCAST, alone, in_train.outcome, in_train.choices, low=True)
 
 
 def _check_finite(outcome: Outcome) -> None:

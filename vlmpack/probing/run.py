@@ -19,16 +19,24 @@ from vlmpack.model.enable import disable_packing, enable_packing, is_packing
 from vlmpack.model.engine import StepConfig, packing_state
 from vlmpack.model.plain import find_model
 from vlmpack.model.step import PackedStep
-from vlmpack.probing.audio import check_audio
-from vlmpack.probing.forward_passes import TREE, PlainPaddedPass, PlainRowPass, ProbedModel
-from vlmpack.probing.losses import check_loss_count
-from vlmpack.probing.mechanisms import check_delta, check_mask, check_positions, check_vision
-from vlmpack.probing.packed_checks import Progress, caught, count_pairs, leak, not_deterministic, packed_checks
-from vlmpack.probing.reference import ProbeSetup, Reference, UnsteadyError, compute_references
+from vlmpack.probing.checks import Progress, caught, leak, not_deterministic, packed_checks, tree_checks
+from vlmpack.probing.difference import LEAK, AloneCalls, Difference, compare_modules
+from vlmpack.probing.forward_passes import GAPS, TREE, PlainPaddedPass, PlainRowPass, ProbedModel
+from vlmpack.probing.mechanisms import check_loss_count, module_checks
+from vlmpack.probing.reference import (
+    HOLD_ALL,
+    ProbeSetup,
+    Reference,
+    UnsteadyError,
+    compute_references,
+    held_choices,
+    open_share,
+    record_references,
+    routing,
+    token_indices_of,
+)
 from vlmpack.probing.report import Baseline, Check, Report, causes_of, one_line
-from vlmpack.probing.routing import held_choices, open_share, routing
-from vlmpack.probing.trace import LEAK, trace
-from vlmpack.probing.tree_checks import tree_checks
+from vlmpack.probing.work import count_pairs
 from vlmpack.testing.branching import branches_of
 from vlmpack.testing.comparison import FLOOR, distance, relative, to_host
 from vlmpack.testing.samples import (
@@ -228,17 +236,20 @@ def _baselines(setup: ProbeSetup, reference: Reference) -> list[Baseline]:
     """Run the row with each kind of positions that the model takes, and the padded batch."""
     rows = (3, 4) if setup.probed.family.positions_rule.axes == 3 else (1,)
     passes = [*(PlainRowPass(probed=setup.probed, rows=n) for n in rows), PlainPaddedPass(probed=setup.probed)]
+    alone = record_references(setup, GAPS, reference.choices)
     baselines = []
     for forward in passes:
         try:
-            baselines.append(_baseline(forward, setup, reference))
+            baselines.append(_baseline(forward, setup, reference, alone))
         except Exception as error:
             baselines.append(Baseline(name=forward.name, verdict="fails", detail=one_line(error)))
     return baselines
 
 
 @torch.no_grad()
-def _baseline(forward: PlainRowPass | PlainPaddedPass, setup: ProbeSetup, reference: Reference) -> Baseline:
+def _baseline(
+    forward: PlainRowPass | PlainPaddedPass, setup: ProbeSetup, reference: Reference, alone: Sequence[AloneCalls]
+) -> Baseline:
     samples, limits = setup.samples, reference.limits
     moved = leak(forward, setup.probed, samples)
     share = open_share(is_low=setup.probed.is_low)
@@ -252,16 +263,13 @@ def _baseline(forward: PlainRowPass | PlainPaddedPass, setup: ProbeSetup, refere
     equal = logits <= max(limits.logits, FLOOR.logits) and loss <= limits.loss
     causes = ()
     if isinstance(forward, PlainRowPass):
-        traced = trace(forward, setup.probed, samples)
-        checks = [
-            check_positions(traced, reference.rotary),
-            _mask_or_cache(check_mask(traced), forward, setup),
-            *check_delta(traced),
-            check_vision(traced, reference.features, plain_error=reference.feature_error),
-            check_audio(traced, reference.audio),
-            check_loss_count(result, samples),
-        ]
-        causes = causes_of(checks)
+        checks = _plain_checks(forward, setup, reference, alone)
+        if any(check.name == "mask" and check.is_bad for check in checks):
+            # transformers ignores packed positions where it has a cache
+            without = _plain_checks(replace(forward, use_cache=False), setup, reference, alone)
+            if not any(check.name == "mask" and check.is_bad for check in without):
+                checks = [replace(check, cause="cache") if check.name == "mask" else check for check in checks]
+        causes = causes_of([*checks, check_loss_count(result, samples)])
     return Baseline(
         name=forward.name,
         verdict="leaks" if leaks else "exact" if equal and not causes else "differs",
@@ -273,13 +281,15 @@ def _baseline(forward: PlainRowPass | PlainPaddedPass, setup: ProbeSetup, refere
     )
 
 
-def _mask_or_cache(mask: Check, forward: PlainRowPass, setup: ProbeSetup) -> Check:
-    """Name the cache if samples stay apart without it: transformers ignores packed positions where it has a cache."""
-    if not mask.is_bad:
-        return mask
-    without = check_mask(trace(replace(forward, use_cache=False), setup.probed, setup.samples))
-    cause = "mask" if without.is_bad else "cache"
-    return Check(part="mechanism", name=cause, finding="leaks", cause=cause)
+def _plain_checks(
+    forward: PlainRowPass, setup: ProbeSetup, reference: Reference, alone: Sequence[AloneCalls]
+) -> list[Check]:
+    """Check what separates samples in a plain row; padding and caches harm nobody there by themselves."""
+    found, token_indices = Difference(), token_indices_of(forward, setup.samples)
+    with routing(setup.probed, held_choices(forward, setup.samples, reference.choices, share=HOLD_ALL)):
+        compare_modules(forward, setup.probed, setup.samples, alone, token_indices, found=found)
+    checks = module_checks(found, setup.probed, token_indices, low=setup.probed.is_low, leaks=True)
+    return [check for check in checks if check.name not in ("cache", "router", "other modules")]
 
 
 # ---------------------------------------------------------------------- the state of the model

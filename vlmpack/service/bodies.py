@@ -27,15 +27,20 @@ WINDOW_BYTES = 2**27
 
 
 @final
-class BodyError(Exception):
-    """A body that is refused."""
+class HTTPError(Exception):
+    """An answer with an error status."""
 
-    def __init__(self, status: int, detail: str, *, beginning: bytes = b"") -> None:
-        """Keep the status, the text, and the beginning of the body, decompressed, as far as it was received."""
+    def __init__(self, status: int, detail: str, *, retry_after: float | None = None, beginning: bytes = b"") -> None:
+        """Say why a request is refused.
+
+        Args:
+            status: of the answer.
+            detail: what was seen and the remedy.
+            retry_after: seconds until the client should try again, of 429 and 503.
+            beginning: of its body, decompressed, as far as it was received.
+        """
         super().__init__(detail)
-        self.status = status
-        self.detail = detail
-        self.beginning = beginning
+        self.status, self.retry_after, self.beginning = status, retry_after, beginning
 
 
 @final
@@ -60,15 +65,17 @@ class BodyReader:
             decoded: bytes after decompression; None: as many.
 
         Raises:
-            BodyError: 408 too slow, 413 too large, 415 unknown compression, 400 damaged, 429 too many at one time.
+            HTTPError: 408 too slow, 413 too large, 415 unknown compression, 400 damaged, 429 too many at one time.
         """
-        new_decompressor(encoding)
+        is_plain = encoding in ("", "identity")
+        if not is_plain:
+            new_decompressor(encoding)  # refuses an unknown one at once
         try:
             with anyio.fail_after(self.limits.body_seconds):
                 body = await self._receive(pieces, encoding, most)
         except TimeoutError as error:
-            raise BodyError(408, f"the body did not arrive within {self.limits.body_seconds:g} s") from error
-        if encoding in ("", "identity"):
+            raise HTTPError(408, f"the body did not arrive within {self.limits.body_seconds:g} s") from error
+        if is_plain:
             return body
         return await anyio.to_thread.run_sync(decompress, body, encoding, decoded or most)
 
@@ -82,9 +89,9 @@ class BodyReader:
                 if size > most:
                     await _discard(pieces)
                     detail = f"a body of more than {most:,} bytes: send smaller or fewer datums in a request"
-                    raise BodyError(413, detail, beginning=_beginning(b"".join(parts) + piece, encoding))
+                    raise HTTPError(413, detail, beginning=_beginning(b"".join(parts) + piece, encoding))
                 if self.held > self.limits.bodies_bytes:
-                    raise BodyError(429, "too many requests are being received: try again")
+                    raise HTTPError(429, "too many requests are being received: try again", retry_after=1)
                 parts.append(piece)
         finally:
             self.held -= size
@@ -106,10 +113,10 @@ def new_decompressor(encoding: str) -> Any:
     """Return an object with `decompress(data)` and `eof`.
 
     Raises:
-        BodyError: 415, an encoding that is not one of zstd, gzip, deflate and identity.
+        HTTPError: 415, an encoding that is not one of zstd, gzip, deflate and identity.
     """
     if encoding not in DECOMPRESSORS:
-        raise BodyError(415, f"Content-Encoding {encoding!r}: send {', '.join(sorted(DECOMPRESSORS)[1:])}")
+        raise HTTPError(415, f"Content-Encoding {encoding!r}: send {', '.join(sorted([*DECOMPRESSORS, 'identity']))}")
     return DECOMPRESSORS[encoding]()
 
 
@@ -117,12 +124,8 @@ def decompress(body: bytes, encoding: str, most: int) -> bytes:
     """Decompress a body, which may say nothing or something false about its size.
 
     Raises:
-        BodyError: 413 larger than `most`, 400 damaged, cut off, or followed by something else.
+        HTTPError: 413 larger than `most`, 400 damaged, cut off, or followed by something else.
     """
-    return b"".join(_pieces(body, encoding, most))
-
-
-def _pieces(body: bytes, encoding: str, most: int) -> list[bytes]:
     decompressor = new_decompressor(encoding)
     pieces: list[bytes] = []
     size = 0
@@ -130,19 +133,19 @@ def _pieces(body: bytes, encoding: str, most: int) -> list[bytes]:
         try:
             pieces.append(decompressor.decompress(body[start : start + PIECE_BYTES]))
         except Exception as error:  # each library has errors of its own
-            raise BodyError(400, f"the body is not {encoding} ({error}): send it again") from error
+            raise HTTPError(400, f"the body is not {encoding} ({error}): send it again") from error
         size += len(pieces[-1])
         if size > most:
             beginning = b"".join(pieces)[:BEGINNING_BYTES]
             detail = (
                 f"a body of more than {most:,} bytes after decompression: send smaller or fewer datums in a request"
             )
-            raise BodyError(413, detail, beginning=beginning)
+            raise HTTPError(413, detail, beginning=beginning)
         if decompressor.eof:
             if start + PIECE_BYTES < len(body) or decompressor.unused_data:
-                raise BodyError(400, f"the {encoding} body has something after its end: send it again")
-            return pieces
-    raise BodyError(400, f"the {encoding} body is cut off: send it again, whole")
+                raise HTTPError(400, f"the {encoding} body has something after its end: send it again")
+            return b"".join(pieces)
+    raise HTTPError(400, f"the {encoding} body is cut off: send it again, whole")
 
 
 def _beginning(body: bytes, encoding: str) -> bytes:
@@ -161,16 +164,7 @@ def _zstd() -> Any:
     return zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES).decompressobj()
 
 
-@final
-class _Identity:
-    """No compression, for bodies that say so."""
-
-    eof = False
-
-
 DECOMPRESSORS: dict[str, Callable[[], Any]] = {
-    "": _Identity,
-    "identity": _Identity,
     "zstd": _zstd,
     "gzip": lambda: zlib.decompressobj(wbits=31),
     "deflate": lambda: zlib.decompressobj(),

@@ -76,12 +76,11 @@ def check_cache(cache: Any) -> None:
     Raises:
         FamilyError: it is of another kind; names it.
     """
-    layers = vars(cache).get("layers") if cache is not None else None
-    names = [type(cache).__name__] if layers is None else [type(layer).__name__ for layer in layers]
-    if layers is None or (others := sorted(set(names) - _LAYERS)):
-        held = names[0] if layers is None else ", ".join(others)  # pyright: ignore[reportPossiblyUnboundVariable]
+    layers = getattr(cache, "layers", None)
+    held = {type(cache).__name__} if layers is None else {type(layer).__name__ for layer in layers} - _LAYERS
+    if held:
         raise FamilyError(
-            f"this model caches in {held}, of which sequences cannot leave one by one; sample from it with vLLM"
+            f"this model caches in {', '.join(sorted(held))}, whose sequences cannot leave one by one; sample with vLLM"
         )
 
 

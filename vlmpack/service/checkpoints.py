@@ -25,14 +25,14 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal, final
 from uuid import uuid4
 
 from vlmpack.errors import ConfigError, RequestError
 from vlmpack.files import unwritable, writing
-from vlmpack.service.records import CheckpointRow
+from vlmpack.service.journal import CheckpointRow
 
 log = logging.getLogger("vlmpack.service")
 
@@ -52,24 +52,8 @@ ABOUT = "vlmpack_checkpoint.json"
 """File in the folder of a checkpoint, written by `describe`."""
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class CheckpointPath:
-    """The parts of `tinker://MODEL/KIND/NAME`."""
-
-    model: str
-    """Id of the model."""
-    kind: Kind
-    """A training checkpoint, or a snapshot to sample from."""
-    name: str
-    """Of the checkpoint."""
-
-    def __str__(self) -> str:
-        return f"{SCHEME}{self.model}/{self.kind}/{self.name}"
-
-
-def parse_path(path: str) -> CheckpointPath:
-    """Return the parts of the path of a checkpoint.
+def parse_path(path: str) -> tuple[str, str, str]:
+    """Return model, kind and name of the path of a checkpoint.
 
     Raises:
         RequestError: it is no such path.
@@ -80,7 +64,7 @@ def parse_path(path: str) -> CheckpointPath:
             f"{path!r:.200} is no path of a checkpoint: use one that a save returned, "
             "tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME"
         )
-    return CheckpointPath(model=model, kind="weights" if rest[0] == "weights" else "sampler_weights", name=rest[1])
+    return model, rest[0], rest[1]
 
 
 def check_name(name: str) -> str:

@@ -79,7 +79,7 @@ def choose(
     sure_B = torch.ones_like(error_B, dtype=torch.bool)
     limits: dict[int, torch.Tensor] = {}
     for row, draw in enumerate(draws):
-        if draw.params.temperature and is_limited(draw.params):
+        if draw.params.temperature and (draw.params.top_k > 0 or draw.params.top_p < 1):
             sure_V, perhaps_V = kept(exact_BV[row], draw.params, error=float(error_B[row]))
             scores_BV[row].masked_fill_(~perhaps_V, -torch.inf)
             limits[row] = sure_V
@@ -94,11 +94,6 @@ def choose(
     logprob_B = logprobs_BV.gather(1, token_B[:, None])[:, 0]
     columns = torch.stack((token_B.double(), logprob_B.double(), sure_B.double())).tolist()  # one host-device sync
     return [Choice(token=int(t), logprob=p, is_sure=bool(s)) for t, p, s in zip(*columns, strict=True)]
-
-
-def is_limited(params: SamplingParams) -> bool:
-    """Return whether top-k or top-p leave tokens out."""
-    return params.top_k > 0 or params.top_p < 1
 
 
 # ---------------------------------------------------------------------- what top-k and top-p leave

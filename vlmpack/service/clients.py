@@ -1,4 +1,10 @@
-"""A client's model: its weights, accumulated gradient, AdamW, and the files it is saved in.
+"""Models of clients over one frozen base model: LoRA adapters or all weights, gradients, AdamW, and their files.
+
+    y = W x + 32 / rank * B A x          A [rank, in], B [out, rank], in float32 whatever the base model is in
+
+(Hu et al., 2021, LoRA.) Forward hooks add adapters to linear layers: no layer is wrapped, and without an adapter in use
+the base model computes what it did. An adapter is in use for the time of `Adapters.applied`, backward pass included:
+gradient checkpointing computes layers again there.
 
     FOLDER/adapter_model.safetensors, adapter_config.json     an adapter, as PEFT writes it
     FOLDER/model.safetensors                                  all weights of a model that is trained as a whole
@@ -12,19 +18,242 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-import numpy as np
 import torch
-from safetensors.torch import save_file
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from vlmpack.errors import RequestError
-from vlmpack.service.adapters import Adapter, copy_into, read_tensors
+from vlmpack.families.family import Family
 from vlmpack.service.messages import AdamParams, LoraConfig, OptimStepResult
+
+ALPHA = 32
+"""LoRA alpha, of every adapter."""
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+_ATTENTION = ("self_attn", "linear_attn", "conv")
+_MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """Linear layers of a model that adapters can adapt, by their names in it."""
+
+    attention: tuple[str, ...]
+    """Projections of attention, of gated delta layers and of short convolutions."""
+    mlp: tuple[str, ...]
+    """Projections of MLPs, of shared experts where there are experts."""
+    unembed: str
+    """The head."""
+
+    def chosen(self, lora: LoraConfig) -> tuple[str, ...]:
+        """The targets of an adapter.
+
+        Raises:
+            RequestError: there are none, or `train_mlp` has nothing to adapt.
+        """
+        if lora.train_mlp and not self.mlp:
+            raise RequestError(
+                "train_mlp: this model's MLPs are routed experts with fused weights, which LoRA does not adapt here; "
+                "send train_mlp=False"
+            )
+        names = (
+            *(self.attention if lora.train_attn else ()),
+            *(self.mlp if lora.train_mlp else ()),
+            *((self.unembed,) if lora.train_unembed else ()),
+        )
+        if not names:
+            raise RequestError("the adapter would train nothing; set train_attn, train_mlp or train_unembed")
+        return names
+
+
+def find_targets(model: nn.Module, family: Family) -> Targets:
+    """The linear layers of a model that adapters can adapt: those of its text part, and its head."""
+    attention, mlp = [], []
+    text = family.language_model(model)
+    prefix = f"{family.text_path}.layers"
+    for name, module in text.get_submodule("layers").named_modules():
+        _, _, place = name.partition(".")
+        parts = place.split(".")
+        if not isinstance(module, nn.Linear):
+            continue
+        if len(parts) == 2 and parts[0] in _ATTENTION:
+            attention.append(f"{prefix}.{name}")
+        elif parts[0] in ("mlp", "feed_forward") and parts[-1] in _MLP and "experts" not in parts:
+            mlp.append(f"{prefix}.{name}")
+    return Targets(attention=tuple(attention), mlp=tuple(mlp), unembed=family.head_path)
+
+
+# ---------------------------------------------------------------------- one adapter
+
+
+@final
+class Adapter:
+    """The weights of one adapter."""
+
+    def __init__(self, lora: LoraConfig, weights: Mapping[str, tuple[nn.Parameter, nn.Parameter]]) -> None:
+        self.lora = lora
+        """Its settings."""
+        self.weights = dict(weights)
+        """(A [rank, in], B [out, rank]) of each target, by its name."""
+        self.scale = ALPHA / lora.rank
+        """The factor of B A x."""
+
+    def added(self, y: torch.Tensor, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Return `y` [..., out], the output of a target for `x` [..., in], with what the adapter adds, in y's type.
+
+        The factor is applied where a token has `rank` numbers, and product and sum are one call: on a CPU passes over
+        [..., out] cost more than the products.
+        """
+        a, b = self.weights[name]
+        low = F.linear(x.to(a.dtype), a) * self.scale
+        if y.dtype != b.dtype:
+            return (y + F.linear(low, b)).to(y.dtype)
+        return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), b.t()).view_as(y)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Its parameters, as PEFT names them."""
+        named: dict[str, nn.Parameter] = {}
+        for name, (a, b) in self.weights.items():
+            named[f"base_model.model.{name}.lora_A.weight"] = a
+            named[f"base_model.model.{name}.lora_B.weight"] = b
+        return named
+
+    def save(self, folder: Path, *, base_name: str) -> None:
+        """Write it as PEFT does."""
+        tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in self.named_parameters().items()}
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        config = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base_name,
+            "r": self.lora.rank,
+            "lora_alpha": ALPHA,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "target_modules": sorted(self.weights),
+            "inference_mode": True,
+        }
+        (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        """Read weights of the same rank and targets.
+
+        Raises:
+            RequestError: they are missing, damaged, or of another rank or of other targets.
+        """
+        copy_into(self.named_parameters(), read_tensors(folder / WEIGHTS), what="the checkpoint's adapter")
+
+
+def new_adapter(lora: LoraConfig, names: Sequence[str], model: nn.Module) -> Adapter:
+    """A new adapter: A uniform in +-1 / sqrt(in), as PEFT draws it, B zero. The same seed gives the same one, whatever
+    else exists: numbers are drawn on the CPU, from a generator of its own.
+
+    Args:
+        lora: its settings; without a seed it is random.
+        names: of its targets.
+        model: that has them.
+    """
+    generator = torch.Generator(device="cpu")
+    if lora.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(lora.seed)
+    weights: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+    for name in names:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        device = linear.weight.device
+        a = torch.empty(lora.rank, linear.in_features, device="cpu")
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+        b = torch.zeros(linear.out_features, lora.rank, device=device)
+        weights[name] = (nn.Parameter(a.to(device)), nn.Parameter(b))
+    return Adapter(lora, weights)
+
+
+# ---------------------------------------------------------------------- in use
+
+
+@final
+class Adapters:
+    """The hooks on one base model, and the adapter in use."""
+
+    def __init__(self, model: nn.Module, family: Family) -> None:
+        self.targets = find_targets(model, family)
+        """Modules that adapters can adapt."""
+        self._adapter: Adapter | None = None
+        for name in (*self.targets.attention, *self.targets.mlp, self.targets.unembed):
+            model.get_submodule(name).register_forward_hook(partial(self._adapted, name))
+
+    @contextmanager
+    def applied(self, adapter: Adapter | None) -> Iterator[None]:
+        """Let the base model compute with an adapter; None: by itself."""
+        before, self._adapter = self._adapter, adapter
+        try:
+            yield
+        finally:
+            self._adapter = before
+
+    def _adapted(self, name: str, module: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        """The output of a target with what the adapter in use adds to it."""
+        if self._adapter is None or name not in self._adapter.weights:
+            return output
+        return self._adapter.added(output, name, args[0])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Adapters:
+        """Not copied with a model: a copy is trained as a whole."""
+        return self
+
+
+# ---------------------------------------------------------------------- files of tensors
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read a file of tensors, which holds no code.
+
+    Raises:
+        RequestError: it is missing or damaged.
+    """
+    try:
+        return load_file(path, device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise RequestError(f"the checkpoint's {path.name} cannot be read: {error}; save it again") from error
+
+
+def copy_into(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], *, what: str) -> None:
+    """Copy tensors into parameters of the same names and shapes; all of them, or none.
+
+    Raises:
+        RequestError: names or shapes differ.
+    """
+    if different := sorted(parameters.keys() ^ tensors.keys()):
+        raise RequestError(
+            f"{what} has other targets than this model (such as {different[0]}); create the model with the "
+            "checkpoint's train_attn, train_mlp and train_unembed"
+        )
+    for name, parameter in parameters.items():
+        if parameter.shape != tensors[name].shape:
+            raise RequestError(
+                f"{what} has {name} of shape {list(tensors[name].shape)}, but this model has "
+                f"{list(parameter.shape)}; create the model with the checkpoint's rank"
+            )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+
+
+# ---------------------------------------------------------------------- a client's model
+
 
 MODEL, OPTIMIZER, SETTINGS = "model.safetensors", "optimizer.safetensors", "engine.json"
 _STEP, _MOMENTS = "step", ("exp_avg", "exp_avg_sq")
@@ -78,9 +307,8 @@ class ClientModel:
         """Take a step of torch's AdamW with the accumulated gradient, and clear it.
 
         Raises:
-            RequestError: settings out of range; a gradient that is not finite, which is dropped.
+            RequestError: a gradient that is not finite, which is dropped.
         """
-        _check_adam(adam)
         if self.gradients is None:
             return OptimStepResult(metrics={"grad_norm:mean": 0.0, "no_gradient:sum": 1.0})
         gradients, self.gradients = self.gradients, None
@@ -120,7 +348,9 @@ class ClientModel:
     def save(self, folder: Path, *, optimizer: bool, base_name: str, model_type: str) -> None:
         """Write weights, and moments if asked for, into an empty folder."""
         if self.adapter is None:
-            save_file(self._tensors(), folder / MODEL, metadata={"format": "pt"})
+            weights = zip(self.names, self.parameters, strict=True)
+            tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in weights}
+            save_file(tensors, folder / MODEL, metadata={"format": "pt"})
         else:
             self.adapter.save(folder, base_name=base_name)
         if optimizer:
@@ -147,10 +377,6 @@ class ClientModel:
                 step = state[f"{_STEP}.{name}"]
                 on = parameter.device if parameter.is_cuda else step.device
                 self._optimizer.state[parameter] = {_STEP: step.to(on), **moments}
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        parameters = zip(self.names, self.parameters, strict=True)
-        return {name: parameter.detach().cpu().contiguous() for name, parameter in parameters}
 
     def _state(self) -> dict[str, torch.Tensor]:
         """Moments and step count of each parameter that has taken a step."""
@@ -186,18 +412,3 @@ def read_settings(folder: Path, *, model_type: str) -> LoraConfig | None:
     if saved_type != model_type:
         raise RequestError(f"the checkpoint is of a {saved_type} model, and this server has a {model_type}")
     return None if lora is None else LoraConfig(**lora)
-
-
-def _check_adam(adam: AdamParams) -> None:
-    for name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"):
-        value = vars(adam)[name]
-        if not math.isfinite(value) or value < 0:
-            raise RequestError(f"adam_params: {name} is {value!r}; it has to be a finite number of at least 0")
-    for name in ("beta1", "beta2"):
-        if vars(adam)[name] >= 1:
-            raise RequestError(f"adam_params: {name} is {vars(adam)[name]}; it has to be below 1")
-    if np.float32(adam.eps) == 0:
-        raise RequestError(
-            f"adam_params: eps is {adam.eps}, which is 0 in float32, so that a step without a gradient would be 0 / 0; "
-            "send 1e-12 or more"
-        )

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -33,6 +33,7 @@ ONGOING = 8192
 LAST_SECONDS = 30.0
 """Beside the time to drain: until Serve ends a replica that is to stop."""
 KEY_VARIABLE = "VLMPACK_API_KEY"
+WORDS = {"true": True, "false": False}
 
 
 @final
@@ -74,12 +75,20 @@ class ClusterSettings:
         Raises:
             ConfigError: an unknown or missing argument, or a value that cannot be.
         """
-        known = {field.name: field for field in fields(cls)}
-        if unknown := sorted(arguments.keys() - known.keys()):
-            raise ConfigError(f"there is no argument {unknown[0]!r}; those of the service are {', '.join(known)}")
+        kinds = {field.name: str(field.type) for field in fields(cls)}
+        if unknown := sorted(arguments.keys() - kinds.keys()):
+            raise ConfigError(f"there is no argument {unknown[0]!r}; those of the service are {', '.join(kinds)}")
         if missing := sorted({"model", "state"} - arguments.keys()):
             raise ConfigError(f"the argument {missing[0]!r} is missing; name the model and its state folder")
-        settings = cls(**{name: _parsed(name, value, str(known[name].type)) for name, value in arguments.items()})
+        read: Mapping[str, Any] = {"int": int, "str": str, "bool": lambda value: WORDS[str(value).lower()]}
+        given = {}
+        for name, value in arguments.items():
+            try:
+                given[name] = read[kinds[name]](value)
+            except (ValueError, KeyError) as error:
+                kind = "a number" if kinds[name] == "int" else kinds[name]
+                raise ConfigError(f"the argument {name} is {value!r}; it is {kind}") from error
+        settings = cls(**given)
         if settings.workers < 1 or settings.gpus not in (0, 1) or settings.sampler not in ("exact", "fast"):
             raise ConfigError("workers is 1 or more, gpus is 0 or 1, sampler is exact or fast; set it so")
         return settings
@@ -104,23 +113,12 @@ class ClusterSettings:
         return ServiceSettings(
             state=Path(self.state),
             key=key,
-            limits=replace(ServiceLimits(), row_tokens=self.row_tokens, models=self.max_models),
+            limits=ServiceLimits(row_tokens=self.row_tokens, models=self.max_models),
             lora_only=self.lora_only,
             gradient_checkpointing=self.gradient_checkpointing,
             shard_on=self.device if self.shard else None,
             sampler=self.sampler,
         )
-
-
-def _parsed(name: str, value: Any, kind: str) -> Any:
-    """A value of the type of its field."""
-    words = {"true": True, "false": False}
-    try:
-        if kind == "bool":
-            return value if isinstance(value, bool) else words[str(value).lower()]
-        return int(value) if kind == "int" else str(value)
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"the argument {name} is {value!r}; it is {'a number' if kind == 'int' else kind}") from error
 
 
 def app(arguments: Mapping[str, Any]) -> Any:
@@ -178,7 +176,7 @@ def _start_others(settings: ClusterSettings) -> Ranks:
     import ray
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    from vlmpack.service.processes import join_at
+    from vlmpack.service.ranks import join_at
 
     address = ray.util.get_node_ip_address()
     store = TCPStore(address, 0, settings.workers, is_master=True, wait_for_workers=False)
@@ -217,7 +215,7 @@ class EngineActor:
         """
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-        from vlmpack.service.processes import join_at
+        from vlmpack.service.ranks import join_at
         from vlmpack.service.server import follow_rank_0
 
         store = TCPStore(address, port, settings.workers, is_master=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from math import prod
@@ -23,12 +23,10 @@ import torch
 from vlmpack.data.images import ImageError, ImageLimits, load_image, read_size
 from vlmpack.errors import RequestError
 from vlmpack.families.family import Family
-from vlmpack.layout.batch import IMAGE, TEXT, Grid, HostMetadata, Media
-from vlmpack.layout.row import IGNORE, PackedRow
-from vlmpack.layout.segments import Segments
+from vlmpack.layout.batch import Grid
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.losses import TARGETS, BoundLoss, bind_loss, check_inputs
-from vlmpack.service.messages import Chunk, Datum, ForwardBackward, ImageChunk, Sample, TextChunk
+from vlmpack.service.messages import Chunk, ForwardBackward, ImageChunk, Sample, TextChunk
 
 FORMATS = ("png", "jpeg")
 """Image formats of the API; the content of the bytes decides which one it is."""
@@ -122,39 +120,12 @@ class EncodedRequest:
 
     model_id: str
     """Of the model."""
-    seq_id: int
-    """Place among the operations of its model."""
     data: tuple[EncodedDatum, ...]
     """Its datums."""
     loss: BoundLoss
     """Its loss."""
     forward_only: bool = False
     """Log-probabilities and loss alone, without a gradient."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class ModelLimits:
-    """Limits of what a model takes."""
-
-    family: Family
-    """Its family."""
-    config: Any = field(repr=False)
-    """Its configuration."""
-    context: int
-    """Most tokens of a datum."""
-
-    @cached_property
-    def vocabulary(self) -> int:
-        """Ids are below this."""
-        return self.family.text_config(self.config).vocab_size
-
-    @cached_property
-    def placeholders(self) -> dict[int, str]:
-        """Ids that stand for media, which text cannot have, and what each stands for."""
-        if not self.family.has_vision:
-            return {}
-        return {self.config.image_token_id: "an image", self.config.video_token_id: "a video"}
 
 
 @final
@@ -175,11 +146,25 @@ class MeasuredSize:
 class Encoder:
     """Checks and encodes requests for one model; several threads may call it."""
 
-    def __init__(self, model: ModelLimits, image_processor: Any, limits: ServiceLimits) -> None:
-        self.model = model
-        """Limits of what the model takes."""
-        self.limits = limits
-        """Limits of the service."""
+    def __init__(
+        self, family: Family, config: Any, image_processor: Any, *, context: int, limits: ServiceLimits
+    ) -> None:
+        """Take what requests are checked against.
+
+        Args:
+            family: of the model.
+            config: of the model.
+            image_processor: of the model; None: a text model.
+            context: most tokens of a datum.
+            limits: of the service.
+        """
+        self.family, self.config, self.context, self.limits = family, config, context, limits
+        self.vocabulary: int = family.text_config(config).vocab_size
+        """Ids are below this."""
+        self.placeholders: dict[int, str] = {}
+        """Ids that stand for media, which text cannot have, and what each stands for."""
+        if family.has_vision:
+            self.placeholders = {config.image_token_id: "an image", config.video_token_id: "a video"}
         self._image_processor = image_processor
         self._image_limits = ImageLimits(
             max_pixels=limits.image_pixels,
@@ -193,18 +178,23 @@ class Encoder:
         Raises:
             RequestError: of the request, or of a datum, which it names.
         """
-        loss = bind_loss(request.loss_fn, request.loss_config)
-        if not request.data:
-            raise RequestError("the request has no datums; send at least one")
-        patches = 0
+        loss, patches, checked = bind_loss(request.loss_fn, request.loss_config), 0, []
         for at, datum in enumerate(request.data):  # everything that headers say, before any image is decoded
-            patches += self._named(at, self._check_datum, datum, loss)
+            with _named(f"datum {at}"):
+                size = self._check_chunks(datum.chunks)
+                inputs = check_inputs(loss.name, datum.inputs, size.tokens)
+                self._check_ids(TARGETS, inputs[TARGETS])
+            checked.append((size, inputs))
+            patches += size.patches
             self._check_patches(patches)
-        data = tuple(self._named(at, self._encode_datum, datum, loss) for at, datum in enumerate(request.data))
+        data = []
+        for at, (size, inputs) in enumerate(checked):
+            with _named(f"datum {at}"):
+                sequence = self._encode_chunks(request.data[at].chunks, size)
+            data.append(EncodedDatum(sequence=sequence, inputs=inputs))
         return EncodedRequest(
             model_id=request.model_id,
-            seq_id=request.seq_id,
-            data=data,
+            data=tuple(data),
             loss=loss,
             forward_only=request.forward_only,
         )
@@ -215,10 +205,8 @@ class Encoder:
         Raises:
             RequestError: it cannot be used.
         """
-        try:
+        with _named("prompt"):
             return self.encode_chunks(request.prompt)
-        except RequestError as error:
-            raise RequestError(f"prompt: {error}") from error
 
     def encode_chunks(self, chunks: Sequence[Chunk]) -> EncodedSequence:
         """Check and encode text and images.
@@ -226,47 +214,25 @@ class Encoder:
         Raises:
             RequestError: they cannot be used.
         """
-        self._check_patches(self._check_chunks(chunks).patches)
-        return self._encode_chunks(chunks)
-
-    # ------------------------------------------------------------------ one datum
-
-    def _named(self, at: int, step: Any, *args: Any) -> Any:
-        try:
-            return step(*args)
-        except RequestError as error:
-            raise RequestError(f"datum {at}: {error}") from error
-
-    def _check_datum(self, datum: Datum, loss: BoundLoss) -> int:
-        """Whatever can be checked before images are decoded; returns the patches of the datum's images."""
-        size = self._check_chunks(datum.chunks)
-        self._check_inputs(datum, loss, size.tokens)
-        return size.patches
+        size = self._check_chunks(chunks)
+        self._check_patches(size.patches)
+        return self._encode_chunks(chunks, size)
 
     def _check_patches(self, patches: int) -> None:
-        size = 4 * patches * self.model.family.patch_channels(self.model.config) if patches else 0
+        size = 4 * patches * self.family.patch_channels(self.config) if patches else 0
         if size > self.limits.pixel_bytes:
             raise RequestError(
                 f"the images take {size} bytes as patches, more than {self.limits.pixel_bytes}; send smaller or fewer "
                 "images at a time"
             )
 
-    def _encode_datum(self, datum: Datum, loss: BoundLoss) -> EncodedDatum:
-        sequence = self._encode_chunks(datum.chunks)
-        return EncodedDatum(sequence=sequence, inputs=self._check_inputs(datum, loss, sequence.length))
-
-    def _check_inputs(self, datum: Datum, loss: BoundLoss, length: int) -> Mapping[str, np.ndarray]:
-        inputs = check_inputs(loss.name, datum.inputs, length)
-        self._check_ids(TARGETS, inputs[TARGETS])
-        return inputs
-
     def _check_ids(self, name: str, ids: np.ndarray) -> None:
-        outside = (ids < 0) | (ids >= self.model.vocabulary)
+        outside = (ids < 0) | (ids >= self.vocabulary)
         if outside.any():
             at = int(np.flatnonzero(outside)[0])
             raise RequestError(
                 f"{name} holds the id {ids[at]} at place {at}, outside the model's vocabulary of "
-                f"{self.model.vocabulary}; use ids from 0 to {self.model.vocabulary - 1} (a target that does not count "
+                f"{self.vocabulary}; use ids from 0 to {self.vocabulary - 1} (a target that does not count "
                 "is 0 with weight 0)"
             )
 
@@ -292,19 +258,15 @@ class Encoder:
         return size
 
     def _check_length(self, length: int) -> None:
-        if not length:
-            raise RequestError("it has no tokens; send at least one")
-        if length > self.model.context:
-            raise RequestError(
-                f"it has {length} tokens, but the context here is {self.model.context}; shorten or split it"
-            )
+        if length > self.context:
+            raise RequestError(f"it has {length} tokens, but the context here is {self.context}; shorten or split it")
 
     def _check_text(self, at: int, chunk: TextChunk) -> None:
         name = f"chunk {at}"
         if chunk.tokens.ndim != 1 or chunk.tokens.dtype.kind not in "iu":
             raise RequestError(f"{name}: tokens are {chunk.tokens.dtype} {list(chunk.tokens.shape)}; send int32 [n]")
         self._check_ids(name, chunk.tokens)
-        for token, meaning in self.model.placeholders.items():
+        for token, meaning in self.placeholders.items():
             if (chunk.tokens == token).any():
                 raise RequestError(
                     f"{name} has the id {token} at place {int(np.flatnonzero(chunk.tokens == token)[0])}, the "
@@ -313,8 +275,8 @@ class Encoder:
 
     def _measure(self, at: int, chunk: ImageChunk) -> MeasuredSize:
         """The size of an image as patches, from its header."""
-        if not self.model.family.has_vision:
-            raise RequestError(f"chunk {at} is an image, but {self.model.family.model_type} is a text model")
+        if not self.family.has_vision:
+            raise RequestError(f"chunk {at} is an image, but {self.family.model_type} is a text model")
         if chunk.format not in FORMATS:
             raise RequestError(
                 f"chunk {at} is an image of format {chunk.format!r:.40}; send {' or '.join(FORMATS)} bytes"
@@ -322,42 +284,46 @@ class Encoder:
         with _named_chunk(at):
             height, width = read_size(chunk.data, limits=self._image_limits)
             patches = self._image_processor.get_number_of_image_patches(height, width)
-        tokens = patches // self.model.family.merge(self.model.config) ** 2
-        self._check_expected(at, chunk, tokens)
-        return MeasuredSize(tokens=tokens, patches=patches)
-
-    def _check_expected(self, at: int, chunk: ImageChunk, tokens: int) -> None:
+        tokens = patches // self.family.merge(self.config) ** 2
         if chunk.expected_tokens is not None and chunk.expected_tokens != tokens:
             raise RequestError(
                 f"chunk {at} is an image of {tokens} tokens by the model's own processor, but expected_tokens is "
                 f"{chunk.expected_tokens}; count with the processor of the model, or leave expected_tokens out"
             )
+        return MeasuredSize(tokens=tokens, patches=patches)
 
-    def _encode_chunks(self, chunks: Sequence[Chunk]) -> EncodedSequence:
+    def _encode_chunks(self, chunks: Sequence[Chunk], size: MeasuredSize) -> EncodedSequence:
+        """Decode images and cut them into patches; `size` is what their headers say."""
+        family, config = self.family, self.config
         ids: list[np.ndarray] = []
         images: list[EncodedImage] = []
         for at, chunk in enumerate(chunks):
             if isinstance(chunk, TextChunk):
                 ids.append(chunk.tokens.astype(np.int64))
                 continue
-            images.append(image := self._cut(at, chunk))
-            tokens = self._tokens_of(image)
-            self._check_expected(at, chunk, tokens)
-            ids.append(np.full(tokens, self.model.config.image_token_id, np.int64))
+            with _named_chunk(at):
+                image = load_image(chunk.data, limits=self._image_limits)
+                patches = self._image_processor(images=[image], return_tensors="pt")
+            t, h, w = (int(n) for n in patches["image_grid_thw"][0])
+            images.append(EncodedImage(pixel_values=patches["pixel_values"], grid=(t, h, w)))
+            tokens = family.tokens_per_image(images[-1].grid, family.merge(config))
+            ids.append(np.full(tokens, config.image_token_id, np.int64))
         sequence = EncodedSequence(input_ids=np.concatenate(ids), images=tuple(images))
-        self._check_length(sequence.length)
+        if sequence.length != size.tokens:
+            raise RequestError(
+                f"its images decode to {sequence.length} tokens with the text, but their headers say {size.tokens}; "
+                "save them again"
+            )
         return sequence
 
-    def _tokens_of(self, image: EncodedImage) -> int:
-        return self.model.family.tokens_per_image(image.grid, self.model.family.merge(self.model.config))
 
-    def _cut(self, at: int, chunk: ImageChunk) -> EncodedImage:
-        """Decode an image and cut it into patches."""
-        with _named_chunk(at):
-            image = load_image(chunk.data, limits=self._image_limits)
-            patches = self._image_processor(images=[image], return_tensors="pt")
-        t, h, w = (int(n) for n in patches["image_grid_thw"][0])
-        return EncodedImage(pixel_values=patches["pixel_values"], grid=(t, h, w))
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Name what a refusal is about."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"{name}: {error}") from error
 
 
 @contextmanager
@@ -369,44 +335,3 @@ def _named_chunk(at: int) -> Iterator[None]:
         raise RequestError(f"chunk {at}: {error}") from error
     except (ValueError, TypeError, ArithmeticError, OSError) as error:
         raise RequestError(f"chunk {at}: the model's image processor refused it: {error}") from error
-
-
-# ---------------------------------------------------------------------- rows
-
-
-def row_of(sequences: Sequence[EncodedSequence], family: Family, config: Any) -> PackedRow:
-    """Lay sequences one after the other into a packed row without gaps; no token has a label.
-
-    Args:
-        sequences: at least one.
-        family: of the model.
-        config: of the model.
-    """
-    ids = torch.from_numpy(np.concatenate([sequence.input_ids for sequence in sequences]))[None]
-    images = [image for sequence in sequences for image in sequence.images]
-    lengths = tuple(sequence.length for sequence in sequences)
-    types = None
-    if family.has_vision:
-        types = torch.where(ids == config.image_token_id, IMAGE, TEXT)
-    return PackedRow(
-        input_ids=ids,
-        segments=Segments.from_lengths(lengths),
-        shift_labels=torch.full_like(ids, IGNORE),
-        mm_token_type_ids=types,
-        media=_media_of(images),
-        metadata=HostMetadata(
-            lengths=lengths,
-            image_grids=tuple(image.grid for image in images),
-            images_per_sample=tuple(len(sequence.images) for sequence in sequences) if images else (),
-            num_targets=0,
-        ),
-    )
-
-
-def _media_of(images: Sequence[EncodedImage]) -> Media:
-    if not images:
-        return Media()
-    return Media(
-        pixel_values=torch.cat([image.pixel_values for image in images]),
-        image_grid_thw=torch.tensor([image.grid for image in images]),
-    )

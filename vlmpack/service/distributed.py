@@ -18,38 +18,32 @@ import secrets
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, final
 
 from vlmpack.errors import RequestError
 from vlmpack.service.datums import EncodedRequest, EncodedSequence
-from vlmpack.service.engine import BaseModel, Engine, EngineConfig, Weights
-from vlmpack.service.messages import (
-    AdamParams,
-    Failure,
-    ForwardBackward,
-    ForwardBackwardResult,
-    LoraConfig,
-    OptimStepResult,
-    Sample,
-)
+from vlmpack.service.engine import Engine
+from vlmpack.service.messages import LoraConfig, Sample
 from vlmpack.service.ranks import Ranks
-from vlmpack.service.row_work import RowWork
-from vlmpack.service.rows import WorkCount
-from vlmpack.service.sampling import BatchedSampling, Finished, SamplingEngine
-
-# ---------------------------------------------------------------------- commands
+from vlmpack.service.rows import RowWork
+from vlmpack.service.sampling import BatchedSampling
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Command:
-    """A call of the engine that every rank makes."""
+    """A call that every rank makes."""
 
-    method: str
-    """Its name: a method of `Engine`, of its sampling engine or of a work; or "stop"."""
-    arguments: dict[str, Any]
-    """Its arguments by name; of a work's methods `work`, its number."""
+    of: str
+    """Whose method: "engine", "sampler", or "work"; "stop" ends the ranks."""
+    method: str = ""
+    """Its name."""
+    arguments: tuple[Any, ...] = ()
+    """Its arguments."""
+    settings: dict[str, Any] | None = None
+    """Its arguments by name."""
+    work: int = -1
+    """Number of the work that it is a method of, or that it begins."""
 
 
 @final
@@ -71,38 +65,13 @@ class Rank:
         return self.ranks.together(lambda: self._call(command), name=command.method)
 
     def _call(self, command: Command) -> Any:
-        engine, given = self.engine, command.arguments
-        match command.method:
-            case "create":
-                return engine.create(**given)
-            case "create_from":
-                return engine.create_from(**given)
-            case "free":
-                return engine.free(**given)
-            case "load":
-                return engine.load(**given)
-            case "optim_step":
-                return engine.optim_step(**given)
-            case "forward_backward":
-                self.works[given["work"]] = work = engine.forward_backward(given["requests"])
-                return work
-            case "run_row":
-                (work := self.works[given["work"]]).run_row()
-                if not work.rows_left:
-                    del self.works[given["work"]]
-                return None
-            case "cancel":
-                return self.works.pop(given["work"]).cancel()
-            case "open_sampling":
-                return engine.sampler.open(**given)
-            case "close_sampling":
-                return engine.sampler.close(**given)
-            case "add_sample":
-                return engine.sampler.add(**given)
-            case "step_sampling":
-                return engine.sampler.step()
-            case other:
-                raise AssertionError(other)
+        of = {"engine": self.engine, "sampler": self.engine.sampler, "work": self.works.get(command.work)}[command.of]
+        result = getattr(of, command.method)(*command.arguments, **(command.settings or {}))
+        if isinstance(result, RowWork):
+            self.works[command.work] = result
+        elif isinstance(of, RowWork) and not of.rows_left:
+            del self.works[command.work]
+        return result
 
 
 def follow(engine: Engine, ranks: Ranks) -> None:
@@ -116,7 +85,7 @@ def follow(engine: Engine, ranks: Ranks) -> None:
     rank = Rank(engine, ranks)
     while True:
         command: Command = ranks.receive()
-        if command.method == "stop":
+        if command.of == "stop":
             return
         try:
             rank.run(command)
@@ -127,151 +96,89 @@ def follow(engine: Engine, ranks: Ranks) -> None:
 # ---------------------------------------------------------------------- rank 0
 
 
+class _Mirror:
+    """An object of rank 0 of which some methods are called on every rank; everything else is its own."""
+
+    _on_all: tuple[str, ...]
+
+    def __init__(self, lead: DistributedEngine, of: str, own: Any) -> None:
+        self._lead, self._of, self._own = lead, of, own
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._on_all:
+            return getattr(self._own, name)
+        return lambda *arguments, **settings: self._lead.call(
+            Command(of=self._of, method=name, arguments=arguments, settings=settings)
+        )
+
+
+@final
+class DistributedSampling(_Mirror):
+    """Sampling from a sharded base model: every rank makes the same passes, rank 0's choices count."""
+
+    _on_all = ("open", "close", "step")
+
+    def add(self, key: str, session_id: str, prompt: EncodedSequence, request: Sample) -> None:
+        """Call `BatchedSampling.add` on every rank; a random seed is drawn once."""
+        if request.params.seed is None:
+            request = replace(request, params=replace(request.params, seed=secrets.randbits(63)))
+        self._lead.call(Command(of=self._of, method="add", arguments=(key, session_id, prompt, request)))
+
+
 @final
 class DistributedWork:
     """A work whose rows are dealt to the ranks."""
 
-    def __init__(self, engine: DistributedEngine, number: int, work: RowWork) -> None:
-        self._engine, self._number, self._work = engine, number, work
+    def __init__(self, lead: DistributedEngine, number: int, work: RowWork) -> None:
+        self._lead, self._number, self._work = lead, number, work
+        self.results = work.results
 
     @property
     def rows_left(self) -> int:
         """Rows that have not run."""
         return self._work.rows_left
 
-    @property
-    def work(self) -> WorkCount:
-        """Counts of computed rows."""
-        return self._work.work
-
     def run_row(self) -> None:
         """Compute the next rows, one on each rank."""
-        self._engine.call("run_row", work=self._number)
+        self._lead.call(Command(of="work", method="run_row", work=self._number))
 
     def cancel(self) -> None:
         """Forget everything: no model has changed."""
         if self._work.rows_left:
-            self._engine.call("cancel", work=self._number)
-
-    def results(self) -> list[ForwardBackwardResult | Failure]:
-        """One for each request, in order."""
-        return self._work.results()
+            self._lead.call(Command(of="work", method="cancel", work=self._number))
 
 
 @final
-class DistributedSampling:
-    """Sampling from a sharded base model: every rank makes the same passes, rank 0's choices count."""
-
-    def __init__(self, engine: DistributedEngine, sampler: SamplingEngine) -> None:
-        self._engine, self._sampler = engine, sampler
-
-    @property
-    def sampled_tokens(self) -> int:
-        """Tokens sampled so far."""
-        return self._sampler.sampled_tokens
-
-    @property
-    def is_idle(self) -> bool:
-        """Return whether there is nothing to do and nothing to return."""
-        return self._sampler.is_idle
-
-    def open(self, session_id: str, folder: Path | None) -> None:
-        """Call `SamplingEngine.open` on every rank."""
-        self._engine.call("open_sampling", session_id=session_id, folder=folder)
-
-    def close(self, session_id: str) -> None:
-        """Call `SamplingEngine.close` on every rank."""
-        self._engine.call("close_sampling", session_id=session_id)
-
-    def add(self, key: str, session_id: str, prompt: EncodedSequence, request: Sample) -> None:
-        """Call `SamplingEngine.add` on every rank; a random seed is drawn once."""
-        if request.params.seed is None:
-            request = replace(request, params=replace(request.params, seed=secrets.randbits(63)))
-        self._engine.call("add_sample", key=key, session_id=session_id, prompt=prompt, request=request)
-
-    def step(self) -> list[Finished]:
-        """Call `SamplingEngine.step` on every rank."""
-        return self._engine.call("step_sampling")
-
-
-@final
-class DistributedEngine:
+class DistributedEngine(_Mirror):
     """`Engine` for the queue of rank 0: what changes a model is done by every rank."""
+
+    _on_all = ("create_from", "free", "load", "optim_step")
 
     def __init__(self, engine: Engine, ranks: Ranks) -> None:
         """Lead the other ranks, which call `follow`."""
-        self._rank, self._ranks, self._engine = Rank(engine, ranks), ranks, engine
-        self._numbers = 0
-        self.base: BaseModel = engine.base
-        """The base model, as clients see it."""
-        self.config: EngineConfig = engine.config
-        """Settings."""
+        super().__init__(self, "engine", engine)
+        self._rank, self._numbers = Rank(engine, ranks), 0
         runs_on_all = engine.sharding is not None and isinstance(engine.sampler, BatchedSampling)
-        self.sampler: SamplingEngine = DistributedSampling(self, engine.sampler) if runs_on_all else engine.sampler
+        self.sampler: Any = DistributedSampling(self, "sampler", engine.sampler) if runs_on_all else engine.sampler
         """The sampling engine: of this rank; of all ranks if it computes with a sharded base model."""
 
-    @property
-    def counts(self) -> WorkCount:
-        """Counts of the rows computed on all ranks since the engine began."""
-        return self._engine.counts
-
-    def call(self, method: str, **arguments: Any) -> Any:
+    def call(self, command: Command) -> Any:
         """Make a call on every rank; returns this rank's result."""
-        command = Command(method=method, arguments=arguments)
-        self._ranks.send(command)
+        self._rank.ranks.send(command)
         return self._rank.run(command)
 
     def stop(self) -> None:
         """Let the other ranks end."""
-        self._ranks.send(Command(method="stop", arguments={}))
-
-    # ------------------------------------------------------------------ this rank's own
-
-    def encode(self, request: ForwardBackward) -> EncodedRequest:
-        """Call `Engine.encode` on this rank; any thread."""
-        return self._engine.encode(request)
-
-    def encode_prompt(self, request: Sample) -> EncodedSequence:
-        """Call `Engine.encode_prompt` on this rank; any thread."""
-        return self._engine.encode_prompt(request)
-
-    def models(self) -> tuple[str, ...]:
-        """Ids of the client models."""
-        return self._engine.models()
-
-    def save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
-        """Call `Engine.save` on this rank: all ranks have the same weights and moments."""
-        self._engine.save(model_id, folder, optimizer=optimizer)
-
-    def open_weights(self, folder: Path | None) -> Weights:
-        """Call `Engine.open_weights` on this rank."""
-        return self._engine.open_weights(folder)
-
-    # ------------------------------------------------------------------ every rank's
+        self._rank.ranks.send(Command(of="stop"))
 
     def create(self, model_id: str, lora: LoraConfig | None) -> None:
         """Call `Engine.create` on every rank; a random seed is drawn once."""
         if lora is not None and lora.seed is None:
             lora = replace(lora, seed=secrets.randbits(63))
-        self.call("create", model_id=model_id, lora=lora)
-
-    def create_from(self, model_id: str, folder: Path, *, optimizer: bool) -> LoraConfig | None:
-        """Call `Engine.create_from` on every rank."""
-        return self.call("create_from", model_id=model_id, folder=folder, optimizer=optimizer)
-
-    def free(self, model_id: str) -> None:
-        """Call `Engine.free` on every rank."""
-        self.call("free", model_id=model_id)
-
-    def load(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
-        """Call `Engine.load` on every rank."""
-        self.call("load", model_id=model_id, folder=folder, optimizer=optimizer)
+        self.call(Command(of="engine", method="create", arguments=(model_id, lora)))
 
     def forward_backward(self, requests: Sequence[EncodedRequest]) -> DistributedWork:
         """Call `Engine.forward_backward` on every rank."""
         number, self._numbers = self._numbers, self._numbers + 1
-        return DistributedWork(self, number, self.call("forward_backward", work=number, requests=list(requests)))
-
-    def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResult:
-        """Call `Engine.optim_step` on every rank."""
-        return self.call("optim_step", model_id=model_id, adam=adam)
+        command = Command(of="engine", method="forward_backward", arguments=(list(requests),), work=number)
+        return DistributedWork(self, number, self.call(command))

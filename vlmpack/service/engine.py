@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 
@@ -23,23 +23,19 @@ from vlmpack.errors import ConfigError, FamilyError, RequestError
 from vlmpack.families.registry import family_of
 from vlmpack.layout.sharing import MIN_SHARED
 from vlmpack.model.enable import enable_packing
-from vlmpack.service import shared_rows
-from vlmpack.service.adapters import Adapter, Adapters, Span, new_adapter
-from vlmpack.service.clients import ClientModel, read_settings
-from vlmpack.service.datums import EncodedRequest, EncodedSequence, Encoder, ModelLimits, not_served
+from vlmpack.service.clients import Adapter, Adapters, ClientModel, new_adapter, read_settings
+from vlmpack.service.datums import EncodedRequest, Encoder, not_served
 from vlmpack.service.generation import itself
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.messages import AdamParams, Chunk, ForwardBackward, LoraConfig, OptimStepResult, Sample
-from vlmpack.service.ranks import Ranks
-from vlmpack.service.row_plans import RowSettings
-from vlmpack.service.row_work import RowWork, SharedRows
-from vlmpack.service.rows import WorkCount
-from vlmpack.service.sampling import BatchedSampling, SamplingEngine, SamplingSettings
-from vlmpack.service.sampling_jobs import SampledModel
-from vlmpack.service.sharding import Sharding
+from vlmpack.service.messages import AdamParams, LoraConfig, OptimStepResult
+from vlmpack.service.ranks import Ranks, Sharding
+from vlmpack.service.rows import RowSettings, RowWork, WorkCount
+from vlmpack.service.sampling import BatchedSampling, SampledModel, SamplingSettings
+
+if TYPE_CHECKING:
+    from vlmpack.service.vllm import VllmSampling
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of an engine."""
@@ -50,8 +46,6 @@ class EngineConfig:
     """Refuse models that are trained as a whole."""
     gradient_checkpointing: bool = False
     """Compute layers again in the backward pass instead of keeping what they computed."""
-    share_rows: bool = False
-    """Let datums of several adapters share rows, each segment through its own adapter."""
     min_shared: int | None = MIN_SHARED
     """Tokens from which a beginning that datums of a row have in common is computed once (prefix tree); None: each
     computes its own, as with a sharded base model."""
@@ -96,7 +90,7 @@ class Weights:
     def applied(self) -> Iterator[nn.Module]:
         """Yield the module; calls inside the block, of whatever shape, compute with these weights."""
         passes = nullcontext() if self.sharding is None else self.sharding.passes()
-        with passes, self.adapters.applied(Span(adapter=self.adapter, length=0)):
+        with passes, self.adapters.applied(self.adapter):
             yield self.model
 
 
@@ -126,14 +120,15 @@ class Engine:
 
         Raises:
             FamilyError: the model's family cannot be packed exactly.
-            ConfigError: rows cannot be shared in this family, or on several ranks; sharding on one rank.
+            ConfigError: sharding on one rank.
         """
         self.config = config or EngineConfig()
         family = family_of(model)
         if (reason := not_served(family)) is not None:
             raise FamilyError(f"{family.model_type}: {reason}")
-        self._check_ranks(ranks)
         is_sharded = self.config.shard_on is not None
+        if is_sharded and ranks is None:
+            raise ConfigError("--shard: a base model is sharded over several ranks; add --workers or use torchrun")
         self.model: Any = enable_packing(model, parallel=Parallel() if is_sharded else None)
         """The base model."""
         self.family = family_of(self.model)
@@ -141,7 +136,6 @@ class Engine:
         self._freeze()
         self.adapters = Adapters(self.model, self.family)
         """The hooks on the base model."""
-        self._shared = SharedRows() if self.config.share_rows else None
         self.ranks = ranks
         """Ranks that compute rows together with this one; None: there are none."""
         self.sharding: Sharding | None = None
@@ -150,57 +144,30 @@ class Engine:
             self.sharding = Sharding(self.model, self.family, ranks, device=self.config.shard_on)
         self.counts = WorkCount()
         """Counts of the rows computed since the engine began."""
-        self._check_sharing()
-        if self.config.share_rows:
-            shared_rows.attach(self.adapters, self.model, self.family)
         self._clients: dict[str, ClientModel] = {}
         text, limits = self.family.text_config(self.model.config), self.config.limits
         context = min(limits.context or text.max_position_embeddings, text.max_position_embeddings)
+        parts = parts_of(processor)
         self.base = BaseModel(
             name=name,
             arch=self.family.model_type,
             tokenizer_id=tokenizer_id,
             max_context=context,
             is_vision=self.family.has_vision,
-            eos=_eos(self.model, parts_of(processor).tokenizer),
+            eos=_eos(self.model, parts.tokenizer),
         )
-        tokenizer = parts_of(processor).tokenizer
         self.sampled = SampledModel(
             max_context=context,
             eos_token_ids=self.base.eos,
-            decode=partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+            decode=partial(parts.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         )
         """The model as sampling engines know it."""
-        self.sampler: SamplingEngine = self.new_sampling(SamplingSettings())
+        self.sampler: BatchedSampling | VllmSampling = self.new_sampling(SamplingSettings())
         """The sampling engine; another may be set in its place."""
-        limited = ModelLimits(family=self.family, config=self.model.config, context=context)
-        self._encoder = Encoder(limited, parts_of(processor).image_processor, limits)
-
-    # ------------------------------------------------------------------ any thread
-
-    def encode(self, request: ForwardBackward) -> EncodedRequest:
-        """Check all datums of a training request, and cut their images into patches.
-
-        Raises:
-            RequestError: names the datum, what was seen, and the remedy.
-        """
-        return self._encoder.encode(request)
-
-    def encode_prompt(self, request: Sample) -> EncodedSequence:
-        """Check a prompt, and cut its images into patches.
-
-        Raises:
-            RequestError: it cannot be used.
-        """
-        return self._encoder.encode_prompt(request)
-
-    def encode_chunks(self, chunks: Sequence[Chunk]) -> EncodedSequence:
-        """Check and encode the chunks of a datum or a prompt.
-
-        Raises:
-            RequestError: they cannot be used.
-        """
-        return self._encoder.encode_chunks(chunks)
+        encoder = Encoder(self.family, self.model.config, parts.image_processor, context=context, limits=limits)
+        self.encode, self.encode_prompt = encoder.encode, encoder.encode_prompt
+        self.encode_chunks = encoder.encode_chunks
+        """Check what clients send and cut images into patches; for any thread."""
 
     # ------------------------------------------------------------------ models
 
@@ -284,7 +251,6 @@ class Engine:
             self.adapters,
             settings,
             count=self._count,
-            shared=self._shared,
             ranks=self.ranks,
             sharding=self.sharding,
         )
@@ -293,7 +259,7 @@ class Engine:
         """Take a step with the accumulated gradient and clear it; without one nothing changes, as the metrics say.
 
         Raises:
-            RequestError: settings out of range; a gradient that is not finite, which is dropped.
+            RequestError: a gradient that is not finite, which is dropped.
         """
         return self.client(model_id).step(adam)
 
@@ -337,12 +303,17 @@ class Engine:
             if self.config.lora_only:
                 raise RequestError("this server trains LoRA adapters only; send a lora_config")
             return self._whole()
-        return self._adapted(_checked(lora, self.config.limits.rank))
+        if not 1 <= lora.rank <= self.config.limits.rank:
+            raise RequestError(f"lora_config: rank is {lora.rank}; it is a number from 1 to {self.config.limits.rank}")
+        return self._adapted(lora)
 
     def _whole(self) -> ClientModel:
         """A copy of the base model, trained as a whole."""
         if self.sharding is not None:
-            self.sharding.refuse_whole()
+            raise RequestError(
+                "the base model of this server is sharded over several ranks, so that it trains LoRA adapters only; "
+                "send a lora_config"
+            )
         return ClientModel(copy.deepcopy(self.model).requires_grad_(True), None)
 
     def _adapted(self, lora: LoraConfig) -> ClientModel:
@@ -361,27 +332,6 @@ class Engine:
                 warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable", category=FutureWarning)
                 self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             self.model.disable_input_require_grads()  # or the vision tower would have a backward pass, for nothing
-
-    def _check_ranks(self, ranks: Ranks | None) -> None:
-        if ranks is not None and self.config.share_rows:
-            raise ConfigError("share_rows: adapters share rows on one rank only; leave it out, or use one worker")
-        if ranks is None and self.config.shard_on is not None:
-            raise ConfigError("--shard: a base model is sharded over several ranks; add --workers or use torchrun")
-
-    def _check_sharing(self) -> None:
-        if self.config.share_rows and self.family.has("per_sample"):
-            raise ConfigError(
-                f"share_rows: {self.family.model_type} has layers that compute each sample by itself, for which "
-                "adapters cannot share rows; leave it out"
-            )
-
-
-def _checked(lora: LoraConfig, most: int) -> LoraConfig:
-    if not 1 <= lora.rank <= most:
-        raise RequestError(f"lora_config: rank is {lora.rank}; it is a number from 1 to {most}")
-    if lora.seed is not None and not -(2**63) <= lora.seed < 2**64:
-        raise RequestError(f"lora_config: seed is {lora.seed}; it has to fit 64 bits")
-    return lora
 
 
 def _eos(model: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -12,38 +12,155 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, cast, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 from vlmpack.errors import RequestError, VlmpackError
 from vlmpack.service.checkpoints import StateFolder
-from vlmpack.service.journal import JournalError
+from vlmpack.service.journal import JournalError, State
 from vlmpack.service.ledger import Entry, Lane, Ledger
-from vlmpack.service.messages import (
-    CreateFromCheckpoint,
-    CreateModel,
-    Failure,
-    ForwardBackward,
-    LoadWeights,
-    OptimStep,
-    Outcome,
-    Sample,
-)
+from vlmpack.service.messages import Failure, ForwardBackward, Outcome, Reply, Sample
 from vlmpack.service.operations import Done, Operations, describe_failure
-from vlmpack.service.protocols import Codec, ModelEngine
-from vlmpack.service.records import StoredReply
-from vlmpack.service.samples import SampleLane
+
+if TYPE_CHECKING:
+    from vlmpack.service.distributed import DistributedEngine
+    from vlmpack.service.engine import Engine
+
+    ServedEngine = Engine | DistributedEngine
 
 TIDY_SECONDS = 0.5
 """Time between two looks at what has run out."""
-CREATIONS = (CreateModel.__name__, CreateFromCheckpoint.__name__)
-CHANGES = (OptimStep.__name__, LoadWeights.__name__)
+CREATIONS = ("CreateModel", "CreateFromCheckpoint")
+CHANGES = ("OptimStep", "LoadWeights")
 """Operations that leave a model undefined when the engine fails in them."""
+BASE = "base"
+"""Key of the base model in the sampling engine; names of folders are longer."""
 
 log = logging.getLogger("vlmpack.service")
+
+
+@final
+class SampleLane:
+    """Hands samples to the sampling engine and takes its results, one slice of work at a time.
+
+    Args:
+        sampler: the sampling engine: `BatchedSampling`, `VllmSampling` or a mirror of one on all ranks.
+        ledger: all that was accepted.
+        state: where the snapshots lie.
+        parse: parses a request out of the journal.
+        finish: commits outcomes.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        ledger: Ledger,
+        state: StateFolder,
+        *,
+        parse: Callable[[Entry], Sample],
+        finish: Callable[[list[tuple[Entry, Outcome]]], None],
+    ) -> None:
+        self._sampler, self._ledger, self._state, self._parse, self._finish = sampler, ledger, state, parse, finish
+        self._open: OrderedDict[str, int] = OrderedDict()
+        """Keys of the sampling engine, least recently used first, with their running samples."""
+        self._running: dict[str, tuple[str, Entry]] = {}
+        """Key and request by the name in the engine."""
+        self._count = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether a slice would do anything."""
+        return bool(self._running) or any(_is_encoded(entry) for entry in self._ledger.new_samples)
+
+    @property
+    def folders_in_use(self) -> set[str]:
+        """Folders that running samples were opened from."""
+        return {key for key, _ in self._running.values()}
+
+    def run_slice(self) -> None:
+        """Enter the samples that are encoded, and do one slice of work."""
+        with self._ledger.lock:
+            ready = [(entry, entry.encoded) for entry in self._ledger.new_samples if _is_encoded(entry)]
+            left = {id(entry) for entry, _ in ready}
+            self._ledger.new_samples = [entry for entry in self._ledger.new_samples if id(entry) not in left]
+        for entry, prompt in ready:
+            if not entry.is_done:
+                self._enter(entry, cast("Future[Any]", prompt))
+        if self._running:
+            self._step()
+
+    def _enter(self, entry: Entry, encoded: Future[Any]) -> None:
+        try:
+            prompt = encoded.result()
+            request = self._parse(entry)
+            key = self._opened(entry)
+            self._count += 1
+            name = f"{entry.row.owner}:{entry.row.seq}#{self._count}"
+            self._sampler.add(name, key, prompt, request)
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                log.exception("a sample could not be begun")
+            self._finish([(entry, _failure(error))])
+        else:
+            self._open[key] += 1
+            self._running[name] = (key, entry)
+
+    def _opened(self, entry: Entry) -> str:
+        with self._ledger.lock:
+            sampler = self._ledger.samplers.get(entry.row.owner)
+        if sampler is None:
+            raise RequestError(f"the sampling session {entry.row.owner} has ended")
+        folder = sampler.row.folder
+        key = folder or BASE
+        if key not in self._open:
+            idle = [name for name, running in self._open.items() if running == 0]
+            self._close(idle[: max(len(self._open) - self._ledger.limits.samplers_open + 1, 0)])
+            self._sampler.open(key, None if folder is None else self._state.folder(folder))
+            self._open[key] = 0
+        self._open.move_to_end(key)
+        return key
+
+    def close_unwanted(self, wanted: set[str]) -> None:
+        """Close the snapshots that nothing refers to any more."""
+        self._close([key for key, running in self._open.items() if running == 0 and key not in {*wanted, BASE}])
+
+    def _close(self, keys: list[str]) -> None:
+        for key in keys:
+            del self._open[key]
+            self._sampler.close(key)
+
+    def _step(self) -> None:
+        try:
+            finished = self._sampler.step()
+        except Exception as error:
+            log.exception("the sampling engine failed")
+            self._fail_all(describe_failure(error))
+            return
+        outcomes: list[tuple[Entry, Outcome]] = []
+        for name, outcome in finished:
+            if name in self._running:  # else of a snapshot that was closed when the engine failed
+                key, entry = self._running.pop(name)
+                self._open[key] -= 1
+                outcomes.append((entry, outcome))
+        if outcomes:
+            self._finish(outcomes)
+
+    def _fail_all(self, message: str) -> None:
+        running, self._running = self._running, {}
+        keys, self._open = self._open, OrderedDict()
+        for key in keys:
+            try:
+                self._sampler.close(key)
+            except Exception:
+                log.exception("a snapshot could not be closed")
+        self._finish([(entry, Failure(message=message, category="server")) for _, entry in running.values()])
+
+
+def _is_encoded(entry: Entry) -> bool:
+    return entry.encoded is not None and entry.encoded.done()
 
 
 @final
@@ -58,32 +175,18 @@ class EngineThread:
     Args:
         engine: computes; belongs to this thread from `start` on.
         ledger: what was accepted.
-        codec: parses bodies and encodes replies.
         state: where states of models lie.
-        operations: carries out what is no forward_backward.
+        codec: parses bodies and encodes replies.
         tidy: called about twice a second.
     """
 
     def __init__(
-        self,
-        *,
-        engine: ModelEngine,
-        ledger: Ledger,
-        codec: Codec,
-        state: StateFolder,
-        operations: Operations,
-        tidy: Callable[[], None],
+        self, engine: ServedEngine, ledger: Ledger, state: StateFolder, *, codec: Any, tidy: Callable[[], None]
     ) -> None:
-        self._engine = engine
-        self._ledger = ledger
-        self._codec = codec
-        self._state = state
-        self._operations = operations
-        self._tidy = tidy
-        self._pool = ThreadPoolExecutor(ledger.settings.encode_threads, "vlmpack-encode")
-        self._samples = SampleLane(
-            sampler=engine.sampler, ledger=ledger, state=state, parse=self._sample_of, finish=self._finish_samples
-        )
+        self._engine, self._ledger, self._state, self._codec, self._tidy = engine, ledger, state, codec, tidy
+        self._operations = Operations(engine, ledger, state, codec=codec)
+        self._pool = ThreadPoolExecutor(ledger.limits.encode_threads, "vlmpack-encode")
+        self._samples = SampleLane(engine.sampler, ledger, state, parse=self._sample_of, finish=self._finish)
         self._thread = threading.Thread(target=self._main, name="vlmpack-engine", daemon=True)
         self._turn = 0
         self._tidied = 0.0
@@ -200,7 +303,7 @@ class EngineThread:
             lane.failure = f"{lane.id} was not created: its creation failed"
         if lane.failure is not None:
             message = lane.failure
-            return lambda: self._finish(lane, [(head, Failure(message=message, category="server"))])
+            return lambda: self._finish([(head, Failure(message=message, category="server"))])
         if not head.is_forward_backward:
             return lambda: self._operate(lane, head)
         group = self.encode_ahead(lane)
@@ -235,12 +338,12 @@ class EngineThread:
 
     def encode_ahead(self, lane: Lane) -> list[Entry]:
         """Return the forward_backwards that go through the model next, and begin to encode them; under the lock."""
-        settings = self._ledger.settings
+        limits = self._ledger.limits
         group: list[Entry] = []
         size = 0
         for entry in lane.waiting():
             size += entry.row.size
-            full = size > settings.group_bytes or len(group) >= (1 if lane.alone else settings.group_requests)
+            full = size > limits.group_bytes or len(group) >= (1 if lane.alone else limits.group_requests)
             if not entry.is_forward_backward or (group and full):
                 break
             group.append(entry)
@@ -294,7 +397,7 @@ class EngineThread:
         errors = [future.exception() for future in encoded]
         bad = [(entry, _failure(error)) for entry, error in zip(group, errors, strict=True) if error is not None]
         if bad:
-            self._finish(lane, [*bad])
+            self._finish(bad)
         lane.group = [entry for entry, error in zip(group, errors, strict=True) if error is None]
         if lane.group:
             requests = [future.result() for future, error in zip(encoded, errors, strict=True) if error is None]
@@ -324,7 +427,7 @@ class EngineThread:
         lane.has_gradients |= adds
         if adds:
             lane.replayed_bytes += sum(entry.row.size for entry in group)
-        self._finish(lane, [*zip(group, outcomes, strict=True)], group=group[0].row.seq if adds else None)
+        self._finish([*zip(group, outcomes, strict=True)], group=group[0].row.seq if adds else None)
 
     def _break_group(self, lane: Lane, error: Exception) -> None:
         """Take a group back whose rows failed; its requests run again one by one, so that one fails alone."""
@@ -341,7 +444,7 @@ class EngineThread:
         if len(group) > 1:
             lane.alone = len(group)
         else:
-            self._finish(lane, [(entry, _failure(error)) for entry in group])
+            self._finish([(entry, _failure(error)) for entry in group])
 
     # ------------------------------------------------------------------ other operations
 
@@ -356,12 +459,12 @@ class EngineThread:
         self.seconds["training"] += time.perf_counter() - begin
         if done.is_replayed:
             lane.replayed_bytes += entry.row.size
-        self._finish(lane, [(entry, done.outcome)], done=done)
+        self._finish([(entry, done.outcome)], done=done)
         if entry.row.kind in CREATIONS:
             if isinstance(done.outcome, Failure):
                 lane.failure = f"{lane.id} was not created: {done.outcome.message}"
-        elif done.is_replayed:
-            self._snapshot_if_due(lane)
+        elif done.is_replayed and not lane.is_closed and self._operations.snapshot_is_due(lane):
+            self._snapshot(lane)
         self._ledger.is_swept = False
 
     def _clean_up(self, lane: Lane, entry: Entry, error: Exception) -> None:
@@ -371,10 +474,6 @@ class EngineThread:
             self._engine.free(lane.id)
         elif entry.row.kind in CHANGES and not isinstance(error, RequestError):
             self._restore(lane)
-
-    def _snapshot_if_due(self, lane: Lane) -> None:
-        if not lane.is_closed and self._operations.snapshot_is_due(lane):
-            self._snapshot(lane)
 
     def _snapshot(self, lane: Lane) -> None:
         try:
@@ -411,20 +510,19 @@ class EngineThread:
     # ------------------------------------------------------------------ commit
 
     def _finish(
-        self, lane: Lane, outcomes: list[tuple[Entry, Any]], *, group: int | None = None, done: Done | None = None
+        self, outcomes: Sequence[tuple[Entry, Outcome]], *, group: int | None = None, done: Done | None = None
     ) -> None:
-        if lane.is_closed:
+        """Commit replies, and what is done with them, together; requests of ended sessions are done already."""
+        replies = [self._encoded(entry, outcome) for entry, outcome in outcomes if not entry.is_done]
+        if not replies:
             return
         is_replayed = group is not None if done is None else done.is_replayed
-        replies = [self._encoded(entry, outcome) for entry, outcome in outcomes]
 
         def write() -> None:
-            for entry, outcome, reply in replies:
-                is_good = not isinstance(outcome, Failure)
+            for entry, state, reply in replies:
                 self._ledger.journal.finish_request(
-                    entry.row.owner, entry.row.seq, state="done" if is_good else "failed", reply=reply,
-                    group=group, keep_body=is_replayed,
-                )  # fmt: skip
+                    entry.row.owner, entry.row.seq, state=state, reply=reply, group=group, keep_body=is_replayed
+                )
             if done is not None and done.write is not None:
                 done.write()
 
@@ -432,35 +530,18 @@ class EngineThread:
         if done is not None and done.take_in is not None:
             with self._ledger.lock:
                 done.take_in()
-        self._take_in(replies, group)
+        for entry, state, reply in replies:
+            self.counts[f"{entry.row.kind}.{state}"] += 1
+            self._ledger.done(entry, state, reply, group=group)
 
-    def _finish_samples(self, outcomes: list[tuple[Entry, Outcome]]) -> None:
-        replies = [self._encoded(entry, outcome) for entry, outcome in outcomes if not entry.is_done]
-
-        def write() -> None:
-            for entry, outcome, reply in replies:
-                state = "failed" if isinstance(outcome, Failure) else "done"
-                self._ledger.journal.finish_request(
-                    entry.row.owner, entry.row.seq, state=state, reply=reply, keep_body=False
-                )
-
-        self._commit(write)
-        self._take_in(replies, None)
-
-    def _encoded(self, entry: Entry, outcome: Outcome) -> tuple[Entry, Outcome, StoredReply]:
+    def _encoded(self, entry: Entry, outcome: Outcome) -> tuple[Entry, State, Reply]:
         try:
             reply = self._codec.encode(outcome)
         except Exception as error:  # a number that the wire has no form for
             log.exception("a reply could not be encoded")
-            outcome = Failure(message=describe_failure(error), category="server")
+            outcome = _failure(error)
             reply = self._codec.encode(outcome)
-        return entry, outcome, StoredReply(content_type=reply.content_type, body=reply.body)
-
-    def _take_in(self, replies: list[tuple[Entry, Any, StoredReply]], group: int | None) -> None:
-        for entry, outcome, reply in replies:
-            failed = isinstance(outcome, Failure)
-            self.counts[f"{entry.row.kind}.{'failed' if failed else 'done'}"] += 1
-            self._ledger.done(entry, "failed" if failed else "done", reply, group=group)
+        return entry, "failed" if isinstance(outcome, Failure) else "done", reply
 
     def _commit(self, write: Callable[[], None]) -> None:
         """Commit, however long the disk is full: what the engine did cannot be taken back, nor told before."""
@@ -481,8 +562,6 @@ class EngineThread:
 
 
 def _failure(error: BaseException) -> Failure:
-    if isinstance(error, RequestError):
-        return Failure(message=str(error), category="user")
     if isinstance(error, VlmpackError):
-        return Failure(message=str(error), category="server")
+        return Failure(message=str(error), category="user" if isinstance(error, RequestError) else "server")
     return Failure(message=describe_failure(error), category="server")

@@ -20,7 +20,7 @@ B sequences, S cached tokens with padding, N tokens of a prompt, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any, final
 
@@ -83,41 +83,32 @@ class Ending:
 
 
 @final
+@dataclass(kw_only=True, eq=False)
 class Growing:
     """One sequence that is being sampled."""
 
-    def __init__(
-        self,
-        prompt: EncodedSequence,
-        params: SamplingParams,
-        ending: Ending,
-        *,
-        seed: int,
-        key: str = "",
-        is_alone: bool = False,
-    ) -> None:
-        self.key = key
-        """Of its request."""
-        self.is_alone = is_alone
-        """True if it runs with sequences of its own request only."""
-        self.prompt = prompt
-        """Its prompt."""
-        self.params = params
-        """Its settings."""
-        self.ending = ending
-        """When it ends."""
-        self.seed = seed
-        """Its own seed."""
-        self.tokens: list[int] = []
-        """Tokens sampled so far."""
-        self.logprobs: list[float] = []
-        """Their log-probabilities."""
-        self.unsure: list[Draw] = []
-        """Draws that rounding could change, and that are not checked."""
-        self.stop_reason: StopReason | None = None
-        """Why it ended; None: it goes on."""
-        self.error: str | None = None
-        """Why it failed; None: it did not."""
+    prompt: EncodedSequence
+    """Its prompt."""
+    params: SamplingParams
+    """Its settings."""
+    ending: Ending
+    """When it ends."""
+    seed: int
+    """Its own seed."""
+    key: str = ""
+    """Of its request."""
+    is_alone: bool = False
+    """True if it runs with sequences of its own request only."""
+    tokens: list[int] = field(default_factory=list)
+    """Tokens sampled so far."""
+    logprobs: list[float] = field(default_factory=list)
+    """Their log-probabilities."""
+    unsure: list[Draw] = field(default_factory=list)
+    """Draws that rounding could change, and that are not checked."""
+    stop_reason: StopReason | None = None
+    """Why it ended; None: it goes on."""
+    error: str | None = None
+    """Why it failed; None: it did not."""
 
     @property
     def reserved(self) -> int:
@@ -335,11 +326,6 @@ class Batch:
         self.forgotten = 0
         """Tokens that checks have taken back."""
 
-    @property
-    def is_settled(self) -> bool:
-        """Return whether no choice is open."""
-        return not self.open
-
     def take(self, logits_BV: torch.Tensor, reader: Reader) -> None:
         """Choose the next token of each sequence."""
         choices = reader.choose(logits_BV, [sequence.draw for sequence in self.sequences])
@@ -420,7 +406,7 @@ class Batch:
 
     def can_join(self, other: Batch) -> bool:
         """Return whether both are settled, and padding would be at most half of what they cache together."""
-        if self.cache is None or other.cache is None or not (self.is_settled and other.is_settled):
+        if self.cache is None or other.cache is None or self.open or other.open:
             return False
         if any(sequence.is_alone for sequence in (*self.sequences, *other.sequences)):
             return False

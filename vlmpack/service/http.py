@@ -1,4 +1,4 @@
-"""The HTTP face of the service: an ASGI app that reads requests, hands them to the queue, and serves results.
+"""The HTTP API of the service: an ASGI app that reads requests, hands them to the queue, and serves results and lists.
 
     POST ──key──▶ body under caps ──wire──▶ request ──queue.submit──▶ its id
                                        └─ refused: the id of a future that fails, so that its number is used up
@@ -9,25 +9,49 @@ Handlers only enqueue. What takes time (parsing, the journal) runs in threads, n
 
 from __future__ import annotations
 
+import hmac
+import logging
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar, final
+from datetime import datetime, timezone
+from functools import partial
+from typing import TYPE_CHECKING, Any, final
 
+from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from vlmpack.errors import RequestError
 from vlmpack.service import messages, protobuf, wire
-from vlmpack.service.bodies import BodyError, BodyReader
+from vlmpack.service.bodies import BodyReader, HTTPError
+from vlmpack.service.journal import CheckpointRow
+from vlmpack.service.ledger import Rejected
 from vlmpack.service.limits import ServiceLimits, check
-from vlmpack.service.queue import Pending, Rejected, RequestQueue, Submitted
-from vlmpack.service.wire import INT64, JSON, PROTOBUF, Fields, to_json
+from vlmpack.service.queue import ModelInfo, Pending, RequestQueue, Submitted
+from vlmpack.service.wire import INT32, INT64, JSON, PROTOBUF, Fields, to_json
 
+if TYPE_CHECKING:
+    from vlmpack.service.engine import BaseModel
+
+log = logging.getLogger("vlmpack.service")
+
+OPEN_PATHS = ("/", "/metrics", "/healthz", "/api/v1/healthz")
+"""Served without the key."""
+UNREAD_BYTES = 4 * 2**20
+"""Bytes of a body that are read and thrown away when the key is wrong, so that the client sees the answer."""
+LOGGED = 120
+"""Most characters of a path in the log."""
+OWNER = "vlmpack"
+"""Owner of every training run: a service has one key."""
+PAGE = 100
+"""Entries of a list whose request names no number."""
 OLDEST_CLIENT = (0, 25)
 """Clients before it send training requests in JSON."""
 NAMED_SAMPLES = 65_536
@@ -53,50 +77,33 @@ NOT_SERVED = {
 }
 """Remedies for endpoints that clients try and that this service does not have, by the last part of their paths."""
 
-T = TypeVar("T")
-
-
-@final
-class HTTPError(Exception):
-    """An answer with an error status."""
-
-    def __init__(self, status: int, detail: str, *, retry_after: float | None = None) -> None:
-        """Keep the status, the text and, for 429 and 503, the seconds until the client should try again."""
-        super().__init__(detail)
-        self.status = status
-        self.detail = detail
-        self.retry_after = retry_after
-
-    def response(self) -> Response:
-        """Make the answer."""
-        headers = {} if self.retry_after is None else {"Retry-After": f"{max(self.retry_after, 0.1):g}"}
-        return answer({"detail": self.detail}, status=self.status, headers=headers)
-
 
 def answer(value: Mapping[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Make an answer in JSON."""
     return Response(to_json(value), status_code=status, media_type=JSON, headers=dict(headers or {}))
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    """The base model that the service serves."""
+def error_response(error: Exception) -> Response | None:
+    """Return the answer for an error that a client caused; None: the error is ours."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=400)
+    if isinstance(error, HTTPError | Rejected):
+        headers = {} if error.retry_after is None else {"Retry-After": f"{max(error.retry_after, 0.1):g}"}
+        return answer({"detail": str(error)}, status=error.status, headers=headers)
+    return answer({"detail": str(error)}, status=400) if isinstance(error, RequestError) else None
 
-    name: str
-    """Of the base model, as clients have to name it."""
-    context: int
-    """Tokens of a datum, or of a prompt with what is sampled."""
+
+# ---------------------------------------------------------------------- the endpoints
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Endpoints:
-    """The endpoints of clients that train and sample; lists and deletions are in `rest.py`."""
+    """The endpoints of clients."""
 
     queue: RequestQueue
     """Takes every request."""
-    served: Served
+    base: BaseModel
     """The base model."""
     limits: ServiceLimits
     """Of the service."""
@@ -107,6 +114,7 @@ class Endpoints:
 
     def routes(self) -> list[Route]:
         """Return the route of each endpoint."""
+        run = "training_runs/{model_id}"
         posts = {
             "client/config": self.client_config,
             "client/dynamic_config": self.dynamic_config,
@@ -114,21 +122,33 @@ class Endpoints:
             "session_heartbeat": self.heartbeat,
             "sessions/{session_id}/finish": self.finish,
             "telemetry": self.telemetry,
-            "create_model": self.create_model,
+            "create_model": partial(self.enqueue, partial(self._submit_creation, "CreateModel")),
             "get_info": self.get_info,
             "forward_backward": self.forward_backward,
-            "optim_step": self.optim_step,
-            "save_weights": self.save_weights,
-            "save_weights_for_sampler": self.save_for_sampler,
-            "load_weights": self.load_weights,
+            "optim_step": partial(self.enqueue, partial(self._submit_operation, "OptimStep")),
+            "save_weights": partial(self.enqueue, partial(self._submit_operation, "SaveWeights")),
+            "save_weights_for_sampler": partial(self.enqueue, partial(self._submit_operation, "SaveForSampler")),
+            "load_weights": partial(self.enqueue, self._submit_load),
             "create_sampling_session": self.create_sampling_session,
-            "asample": self.asample,
+            "asample": partial(self.enqueue, self._submit_sample),
             "retrieve_future": self.retrieve_future,
+            "weights_info": self.weights_info,
         }
-        gets = {"get_server_capabilities": self.capabilities, "healthz": self.health}
+        gets = {
+            "get_server_capabilities": self.capabilities,
+            "healthz": self.health,
+            "training_runs": self.training_runs,
+            run: self.training_run,
+            f"{run}/checkpoints": self.checkpoints_of_run,
+            "checkpoints": self.checkpoints,
+            "sessions": self.sessions,
+            "sessions/{session_id}": self.session,
+            "samplers/{sampler_id}": self.sampler,
+        }
         return [
             *(Route(f"/api/v1/{path}", endpoint, methods=["POST"]) for path, endpoint in posts.items()),
             *(Route(f"/api/v1/{path}", endpoint, methods=["GET"]) for path, endpoint in gets.items()),
+            Route(f"/api/v1/{run}/checkpoints/{{kind}}/{{name}}", self.delete_checkpoint, methods=["DELETE"]),
             Route("/healthz", self.health, methods=["GET"]),
         ]
 
@@ -188,8 +208,8 @@ class Endpoints:
 
     async def capabilities(self, request: Request) -> Response:
         """Return the base model."""
-        context = {"max_context_length": self.served.context, "trainable": True, "sampleable": True}
-        return answer({"supported_models": [{"model_name": self.served.name, **context}]})
+        context = {"max_context_length": self.base.max_context, "trainable": True, "sampleable": True}
+        return answer({"supported_models": [{"model_name": self.base.name, **context}]})
 
     async def create_session(self, request: Request) -> Response:
         """Open a session."""
@@ -221,56 +241,66 @@ class Endpoints:
         await self.body(request, most=self.limits.json_bytes)
         return answer({"status": "accepted"})
 
-    # ------------------------------------------------------------------ models
+    # ------------------------------------------------------------------ requests
 
-    async def create_model(self, request: Request) -> Response:
-        """Enqueue the creation of a model."""
+    async def enqueue(self, submit: Callable[[bytes], Response], request: Request) -> Response:
+        """Receive a request in JSON and submit it."""
         self._refuse_if_draining()
         body = await self.body(request, most=self.limits.sample_bytes)
-        return await run_in_threadpool(self._submit_creation, "CreateModel", body)
+        return await run_in_threadpool(submit, body)
 
-    async def load_weights(self, request: Request) -> Response:
-        """Enqueue going back to a checkpoint, or the creation of a model from one."""
-        self._refuse_if_draining()
-        body = await self.body(request, most=self.limits.sample_bytes)
-        fields = await run_in_threadpool(Fields.parse, body)
-        if "model_id" in fields and "session_id" in fields:
-            raise RequestError("model_id and session_id: send one of them, for a model that exists or for a new one")
-        submit, kind = self._submit_operation, "LoadWeights"
-        if "session_id" in fields:
-            submit, kind = self._submit_creation, "CreateFromCheckpoint"
-        return await run_in_threadpool(submit, kind, body)
-
-    def _submit_creation(self, kind: str, body: bytes) -> Response:
-        fields = Fields.parse(body)
-        session_id, number = fields.text("session_id"), fields.integer("model_seq_id")
+    def _submit(
+        self, owner: str, seq: int, body: bytes, read: Callable[[], messages.Request], **refusal: Any
+    ) -> Submitted:
+        """Read a request and submit it; one that is refused fails in its future, as its number is used up then, and
+        those after it do not wait for it.
+        """
         try:
-            request = self._read(kind, fields, body)
-            assert isinstance(request, messages.CreateModel | messages.CreateFromCheckpoint)
-            self._check_base(request.base_model)
+            request = read()
+            check(request, self.limits)
         except RequestError as error:
-            return answer({"request_id": self.queue.refuse_creation(session_id, number, str(error))})
-        return answer({"request_id": self.queue.submit(request, body, JSON).request_id})
+            return self.queue.refuse(owner, seq, str(error), **refusal)
+        return self.queue.submit(request, body)
 
     def _read(self, kind: str, fields: Fields, body: bytes) -> messages.Request:
         if len(body) > self.limits.json_bytes:
             raise RequestError(f"a body of {len(body):,} bytes: at most {self.limits.json_bytes:,}, so send less in it")
         return wire.READERS[kind](fields)
 
-    def _check_base(self, name: str | None) -> None:
-        if name is not None and name != self.served.name:
-            raise RequestError(f"base_model {name!r}: this service has {self.served.name!r} alone")
+    def _submit_creation(self, kind: str, body: bytes) -> Response:
+        fields = Fields.parse(body)
+        session_id, number = fields.text("session_id"), fields.integer("model_seq_id")
 
-    async def get_info(self, request: Request) -> Response:
-        """Return a model's settings."""
-        fields = await self.fields(request)
-        info = await run_in_threadpool(self.queue.get_info, fields.text("model_id"))
-        model = {"arch": info.arch, "model_name": info.base_model, "tokenizer_id": info.tokenizer_id}
-        rank = {"is_lora": info.lora is not None, "lora_rank": None if info.lora is None else info.lora.rank}
-        plain = {"type": "get_info", "model_id": info.model_id, "model_name": info.base_model, "model_data": model}
-        return answer({**plain, **rank})
+        def read() -> messages.Request:
+            request = self._read(kind, fields, body)
+            assert isinstance(request, messages.Creation)
+            self._check_base(request.base_model)
+            return request
 
-    # ------------------------------------------------------------------ operations
+        submitted = self._submit(f"{session_id}:train:{number}", 0, body, read, is_creation=True)
+        return answer({"request_id": submitted.request_id})
+
+    def _submit_operation(self, kind: str, body: bytes) -> Response:
+        fields = Fields.parse(body)
+        model_id, seq_id = fields.text("model_id"), fields.integer("seq_id", low=1)
+        submitted = self._submit(model_id, seq_id, body, lambda: self._read(kind, fields, body))
+        return answer({"request_id": submitted.request_id, "model_id": model_id})
+
+    def _submit_load(self, body: bytes) -> Response:
+        """Go back to a checkpoint, or create a model from one."""
+        fields = Fields.parse(body)
+        if "model_id" in fields and "session_id" in fields:
+            raise RequestError("model_id and session_id: send one of them, for a model that exists or for a new one")
+        if "session_id" in fields:
+            return self._submit_creation("CreateFromCheckpoint", body)
+        return self._submit_operation("LoadWeights", body)
+
+    def _submit_sample(self, body: bytes) -> Response:
+        fields = Fields.parse(body)
+        session_id, seq_id = fields.text("sampling_session_id"), fields.integer("seq_id", high=INT64)
+        count = fields.integer("num_samples", 1, low=1, high=NAMED_SAMPLES)
+        submitted = self._submit(session_id, seq_id, body, lambda: wire.READERS["Sample"](fields), samples=count)
+        return answer({"request_id": submitted.request_id, "sample_sequence_ids": list(submitted.sequence_ids)})
 
     async def forward_backward(self, request: Request) -> Response:
         """Enqueue a training request."""
@@ -282,57 +312,29 @@ class Endpoints:
         with ExitStack() as under_way:
             try:
                 body = await self.body(request, most=most, decoded=decoded, under_way=under_way)
-            except BodyError as error:
+            except HTTPError as error:
                 try:
                     identity = protobuf.identify(error.beginning)
                 except RequestError:
                     raise error from None
-                return await run_in_threadpool(self._refuse, identity.model_id, identity.seq_id, error.detail)
+                return await run_in_threadpool(self._refuse, identity.model_id, identity.seq_id, str(error))
             return await run_in_threadpool(self._submit_training, body)
 
     def _submit_training(self, body: bytes) -> Response:
         identity = protobuf.identify(body)
-        try:
+
+        def read() -> messages.Request:
             protobuf.check_fields(body, most=self.limits.fields)
             request = protobuf.decode_forward_backward(body)
             if (request.model_id, request.seq_id) != (identity.model_id, identity.seq_id):
                 raise RequestError("model_id or seq_id twice in one request: send them once")
-            check(request, self.limits)
-        except RequestError as error:
-            return self._refuse(identity.model_id, identity.seq_id, str(error))
-        return answer(
-            {"request_id": self.queue.submit(request, body, PROTOBUF).request_id, "model_id": identity.model_id}
-        )
+            return request
+
+        submitted = self._submit(identity.model_id, identity.seq_id, body, read)
+        return answer({"request_id": submitted.request_id, "model_id": identity.model_id})
 
     def _refuse(self, model_id: str, seq_id: int, detail: str) -> Response:
-        """Let an operation fail in its future: its number is used up, and those after it do not wait for it."""
-        return answer({"request_id": self.queue.refuse(model_id, seq_id, detail), "model_id": model_id})
-
-    async def optim_step(self, request: Request) -> Response:
-        """Enqueue a step of the optimiser."""
-        return await self._operation("OptimStep", request)
-
-    async def save_weights(self, request: Request) -> Response:
-        """Enqueue a training checkpoint."""
-        return await self._operation("SaveWeights", request)
-
-    async def save_for_sampler(self, request: Request) -> Response:
-        """Enqueue a snapshot to sample from."""
-        return await self._operation("SaveForSampler", request)
-
-    async def _operation(self, kind: str, request: Request) -> Response:
-        self._refuse_if_draining()
-        body = await self.body(request, most=self.limits.sample_bytes)
-        return await run_in_threadpool(self._submit_operation, kind, body)
-
-    def _submit_operation(self, kind: str, body: bytes) -> Response:
-        fields = Fields.parse(body)
-        model_id, seq_id = fields.text("model_id"), fields.integer("seq_id", low=1)
-        try:
-            request = self._read(kind, fields, body)
-        except RequestError as error:
-            return self._refuse(model_id, seq_id, str(error))
-        return answer({"request_id": self.queue.submit(request, body, JSON).request_id})
+        return answer({"request_id": self.queue.refuse(model_id, seq_id, detail).request_id, "model_id": model_id})
 
     async def not_found(self, request: Request, error: HTTPException) -> Response:
         """Answer for an endpoint that is not here. An operation of a model, whatever its name, fails in its future."""
@@ -352,12 +354,24 @@ class Endpoints:
         try:
             fields = await self.fields(request, most=self.limits.sample_bytes)
             model_id, seq_id = fields.text("model_id"), fields.integer("seq_id", low=1)
-        except (BodyError, RequestError):
+        except (HTTPError, RequestError):
             raise refusal from None
         self._refuse_if_draining()
-        return await run_in_threadpool(self._refuse, model_id, seq_id, refusal.detail)
+        return await run_in_threadpool(self._refuse, model_id, seq_id, str(refusal))
 
-    # ------------------------------------------------------------------ sampling
+    # ------------------------------------------------------------------ models and samplers
+
+    async def get_info(self, request: Request) -> Response:
+        """Return a model's settings."""
+        fields = await self.fields(request)
+        row = (await run_in_threadpool(self.queue.get_info, fields.text("model_id"))).row
+        model = {"arch": self.base.arch, "model_name": row.base_model, "tokenizer_id": self.base.tokenizer_id}
+        plain = {"type": "get_info", "model_id": row.id, "model_name": row.base_model, "model_data": model}
+        return answer({**plain, **_rank(row.lora)})
+
+    def _check_base(self, name: str | None) -> None:
+        if name is not None and name != self.base.name:
+            raise RequestError(f"base_model {name!r}: this service has {self.base.name!r} alone")
 
     async def create_sampling_session(self, request: Request) -> Response:
         """Open a sampling session on a snapshot or on the base model."""
@@ -372,25 +386,6 @@ class Endpoints:
             self.queue.create_sampling_session, session_id, number, path=path, base_model=base
         )
         return answer({"type": "create_sampling_session", "sampling_session_id": sampler})
-
-    async def asample(self, request: Request) -> Response:
-        """Enqueue a sampling request."""
-        self._refuse_if_draining()
-        body = await self.body(request, most=self.limits.sample_bytes)
-        return await run_in_threadpool(self._submit_sample, body)
-
-    def _submit_sample(self, body: bytes) -> Response:
-        fields = Fields.parse(body)
-        session_id, seq_id = fields.text("sampling_session_id"), fields.integer("seq_id", high=INT64)
-        count = fields.integer("num_samples", 1, low=1, high=NAMED_SAMPLES)
-        try:
-            request = wire.READERS["Sample"](fields)
-            check(request, self.limits)
-        except RequestError as error:
-            submitted: Submitted = self.queue.refuse_sample(session_id, seq_id, count, str(error))
-        else:
-            submitted = self.queue.submit(request, body, JSON)
-        return answer({"request_id": submitted.request_id, "sample_sequence_ids": list(submitted.sequence_ids)})
 
     # ------------------------------------------------------------------ results
 
@@ -407,6 +402,64 @@ class Endpoints:
             reason = {} if reply.reason is None else {"queue_state_reason": reply.reason}
             return answer({**pending, **reason}, status=408)
         return Response(reply.body, media_type=reply.content_type)
+
+    # ------------------------------------------------------------------ lists
+
+    async def training_runs(self, request: Request) -> Response:
+        """List models, the newest first."""
+        models = await run_in_threadpool(self.queue.models)
+        page, cursor = _page(request, models)
+        return answer({"training_runs": [_training_run(model) for model in page], "cursor": cursor})
+
+    async def training_run(self, request: Request) -> Response:
+        """Return one model."""
+        info = await run_in_threadpool(self.queue.get_info, request.path_params["model_id"])
+        return answer(_training_run(info))
+
+    async def checkpoints_of_run(self, request: Request) -> Response:
+        """List the checkpoints of a model."""
+        found = await run_in_threadpool(self.queue.checkpoints, request.path_params["model_id"])
+        return answer({"checkpoints": [_checkpoint(one) for one in found]})
+
+    async def checkpoints(self, request: Request) -> Response:
+        """List all checkpoints."""
+        page, cursor = _page(request, await run_in_threadpool(self.queue.checkpoints))
+        return answer({"checkpoints": [_checkpoint(one) for one in page], "cursor": cursor})
+
+    async def delete_checkpoint(self, request: Request) -> Response:
+        """Delete a checkpoint."""
+        names = request.path_params
+        path = f"tinker://{names['model_id']}/{names['kind']}/{names['name']}"
+        await run_in_threadpool(self.queue.delete_checkpoint, path)
+        return Response(status_code=204)
+
+    async def weights_info(self, request: Request) -> Response:
+        """Return what a model is created with from a checkpoint."""
+        fields = await self.fields(request)
+        found = await run_in_threadpool(self.queue.checkpoint, fields.text("tinker_path"))
+        lora = found.lora
+        info: dict[str, Any] = {"base_model": found.base_model, "is_lora": lora is not None}
+        if lora is not None:
+            targets = {"train_unembed": lora.train_unembed, "train_mlp": lora.train_mlp, "train_attn": lora.train_attn}
+            info |= {"lora_rank": lora.rank, **targets}
+        return answer(info)
+
+    async def sessions(self, request: Request) -> Response:
+        """List sessions."""
+        page, _ = _page(request, await run_in_threadpool(self.queue.sessions))
+        return answer({"sessions": page})
+
+    async def session(self, request: Request) -> Response:
+        """Return the models and samplers of a session."""
+        info = await run_in_threadpool(self.queue.session, request.path_params["session_id"])
+        ids = {"training_run_ids": list(info.model_ids), "sampler_ids": list(info.sampler_ids)}
+        return answer({**ids, "user_metadata": dict(info.row.user_metadata), "display_name": info.row.display_name})
+
+    async def sampler(self, request: Request) -> Response:
+        """Return what a sampling session samples from."""
+        row = await run_in_threadpool(self.queue.sampler, request.path_params["sampler_id"])
+        path = {} if row.path is None else {"model_path": row.path}
+        return answer({"sampler_id": row.id, "base_model": self.base.name, **path})
 
 
 def _lost(request_id: str) -> Response:
@@ -437,17 +490,140 @@ def _version(numbers: tuple[int, int]) -> str:
     return ".".join(map(str, numbers))
 
 
-def error_response(error: Exception) -> Response | None:
-    """Return the answer for an error that a client caused; None: the error is ours."""
-    match error:
-        case HTTPError():
-            return error.response()
-        case BodyError():
-            return HTTPError(error.status, error.detail, retry_after=1 if error.status == 429 else None).response()
-        case Rejected():
-            return HTTPError(error.status, str(error), retry_after=error.retry_after).response()
-        case RequestError():
-            return HTTPError(400, str(error)).response()
-        case ClientDisconnect():
-            return Response(status_code=400)
-    return None
+def _page(request: Request, entries: Sequence[Any]) -> tuple[list[Any], Mapping[str, int]]:
+    """Return (the entries asked for, where they stand in the whole list)."""
+    limit, offset = _number(request, "limit", PAGE), _number(request, "offset", 0)
+    cursor = {"offset": offset, "limit": limit, "total_count": len(entries)}
+    return list(entries[offset : offset + limit]), cursor
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) <= INT32):
+        raise RequestError(f"{name}: {text[:40]!r}; a whole number from 0 to {INT32} is needed")
+    return int(text)
+
+
+def _training_run(info: ModelInfo) -> dict[str, Any]:
+    row = info.row
+    return {
+        "training_run_id": row.id,
+        "base_model": row.base_model,
+        "model_owner": OWNER,
+        **_rank(row.lora),
+        "last_request_time": _iso(info.last_request),
+        "last_checkpoint": _checkpoint(info.last_checkpoint),
+        "last_sampler_checkpoint": _checkpoint(info.last_sampler_checkpoint),
+        "corrupted": info.is_corrupted,
+        "user_metadata": dict(row.user_metadata),
+    }
+
+
+def _rank(lora: messages.LoraConfig | None) -> dict[str, Any]:
+    return {"is_lora": lora is not None, "lora_rank": None if lora is None else lora.rank}
+
+
+def _checkpoint(row: CheckpointRow | None) -> dict[str, Any] | None:
+    if row is None:
+        return None
+    return {
+        "checkpoint_id": f"{row.kind}/{row.name}",
+        "checkpoint_type": "training" if row.kind == "weights" else "sampler",
+        "time": _iso(row.created),
+        "tinker_path": row.path,
+        "size_bytes": row.size,
+        "public": False,
+        "user_metadata": dict(row.user_metadata),
+    }
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, tz=timezone.utc).isoformat()
+
+
+# ---------------------------------------------------------------------- the app
+
+
+def make_app(
+    routes: Sequence[BaseRoute], *, key: str, endpoints: Endpoints, lifespan: Lifespan[Any] | None = None
+) -> ASGIApp:
+    """Put routes, the key and errors together.
+
+    Args:
+        routes: of the service.
+        key: clients send it as X-API-Key, or as Authorization: Bearer.
+        endpoints: answers for a path or method that is not among the routes.
+        lifespan: of the app.
+    """
+
+    def answer_error(request: Request, error: Exception) -> Response:
+        ours = answer({"detail": "an error of the service, which its log has"}, status=500)
+        return error_response(error) or ours
+
+    handlers: Mapping[Any, Any] = {
+        **dict.fromkeys((HTTPError, RequestError, ClientDisconnect, Exception), answer_error),
+        404: endpoints.not_found,
+        405: endpoints.not_found,
+    }
+    return Gate(Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan), key=key)
+
+
+@final
+class Gate:
+    """Lets requests with the key through, logs each one, and answers for errors of ours."""
+
+    def __init__(self, app: ASGIApp, *, key: str) -> None:
+        """Keep the app behind it and the key."""
+        self._app = app
+        self._key = key.encode("utf-8")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, seen = time.perf_counter(), {"status": 0, "bytes": 0}
+
+        async def send_and_count(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                seen["status"] = message["status"]
+            else:
+                seen["bytes"] += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            if self._is_allowed(scope):
+                await self._app(scope, receive, send_and_count)
+            else:
+                await _discard(receive)
+                detail = "the key (X-API-Key) is not this service's; it stands in the service's key file"
+                await answer({"detail": detail}, status=401)(scope, receive, send_and_count)
+        except Exception as error:  # that no handler took
+            response = error_response(error)
+            if response is None:
+                log.error("%s %s failed", scope["method"], ascii(scope["path"][:LOGGED])[1:-1], exc_info=error)
+            elif not seen["status"]:  # no answer is under way
+                await response(scope, receive, send_and_count)
+        finally:
+            milliseconds = (time.perf_counter() - start) * 1000
+            path = ascii(scope["path"][:LOGGED])[1:-1]
+            sizes = f"{seen['status']} {milliseconds:.1f} ms {seen['bytes']} bytes"
+            log.info("%s %s %s", scope["method"], path, sizes)
+
+    def _is_allowed(self, scope: Scope) -> bool:
+        if scope["path"] in OPEN_PATHS:
+            return True
+        headers = dict(reversed(scope["headers"]))  # of one sent twice the first
+        sent = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        return hmac.compare_digest(sent, self._key)
+
+
+async def _discard(receive: Receive) -> None:
+    left = UNREAD_BYTES
+    while left > 0:
+        message = await receive()
+        left -= len(message.get("body", b""))
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            return

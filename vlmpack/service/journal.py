@@ -17,15 +17,14 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, TypeVar, final
 
 from vlmpack.errors import ConfigError, VlmpackError
-from vlmpack.service.messages import LoraConfig
-from vlmpack.service.records import CheckpointRow, ModelRow, RequestRow, SamplingRow, SessionRow, State, StoredReply
+from vlmpack.service.messages import LoraConfig, Reply
 
 APPLICATION = 0x766C6D70
 """Marks a SQLite file as ours."""
@@ -66,12 +65,156 @@ MIGRATIONS = {1: (BODIES, BODIES_OF_REQUESTS), 2: (DISPLAY_NAMES,)}
 """Statements that bring tables to the next version. 1 had bodies in the table of requests, 2 no display names."""
 
 
+T = TypeVar("T")
+
+State = Literal["queued", "done", "failed"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SessionRow:
+    """A session of a client."""
+
+    id: str
+    """Of the session."""
+    created: float
+    """Unix seconds."""
+    ended: float | None = None
+    """Unix seconds; None: it lasts."""
+    tags: Sequence[str] = ()
+    """The client's."""
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    """The client's own notes."""
+    sdk_version: str = ""
+    """Of the client."""
+    display_name: str | None = None
+    """The client's name for it; None: it gave none."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ModelRow:
+    """A model that was created, and where its state lies."""
+
+    id: str
+    """`{session}:train:{n}`."""
+    session: str
+    """Of the client that made it."""
+    created: float
+    """Unix seconds."""
+    last_request: float
+    """Unix seconds."""
+    base_model: str
+    """Name of the base model."""
+    lora: LoraConfig | None
+    """Its adapter, with the seed that was drawn; None: all weights are trained."""
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    """The client's own notes."""
+    snapshot: str | None = None
+    """Name of the folder of its last snapshot; None: none yet, or the session ended."""
+    covered: int = 0
+    """Last operation that the snapshot covers; 0: the creation."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SamplingRow:
+    """A sampling session."""
+
+    id: str
+    """`{session}:sample:{n}`."""
+    session: str
+    """Of the client."""
+    created: float
+    """Unix seconds."""
+    model: str | None = None
+    """Id of the model whose unnamed save it is; None: it samples from a path or the base model."""
+    path: str | None = None
+    """`tinker://` of the snapshot, if it has a name."""
+    folder: str | None = None
+    """Name of the folder of the snapshot; None: the base model."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRow:
+    """A training checkpoint, or a snapshot to sample from, that has a name."""
+
+    model: str
+    """Id of the model it is from."""
+    kind: Literal["weights", "sampler_weights"]
+    """A training checkpoint, or a snapshot to sample from."""
+    name: str
+    """The client's name for it."""
+    folder: str
+    """Name of its folder."""
+    created: float
+    """Unix seconds."""
+    size: int
+    """Bytes of its files."""
+    base_model: str
+    """Name of the base model."""
+    lora: LoraConfig | None
+    """Adapter of the model; None: all weights."""
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    """The client's own notes."""
+
+    @property
+    def path(self) -> str:
+        """`tinker://MODEL/KIND/NAME`."""
+        return f"tinker://{self.model}/{self.kind}/{self.name}"
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestRow:
+    """A request without its body and reply."""
+
+    owner: str
+    """Id of its model or sampling session."""
+    seq: int
+    """Number within the owner; 0 of a model: its creation."""
+    session: str
+    """Of the client."""
+    kind: str
+    """Class name of the request; "Refused": it could not be read; "Missing": it never arrived."""
+    digest: bytes
+    """Of the parsed content."""
+    seed: int | None = None
+    """The seed drawn for a request without one."""
+    state: State = "queued"
+    """True if it was carried out."""
+    group: int | None = None
+    """First number of the requests that went through the model together with it."""
+    retrieved: float | None = None
+    """When its reply was first fetched, in Unix seconds."""
+    size: int = 0
+    """Bytes of the body that the journal has."""
+
+    @property
+    def is_replayed(self) -> bool:
+        """Return whether a restart has to carry it out again: those that it does not, have lost their body."""
+        return self.state != "queued" and self.size > 0
+
+
+# ---------------------------------------------------------------------- the file
+
+
+TABLES: dict[type, str] = {
+    SessionRow: "sessions ORDER BY created",
+    SamplingRow: "sampling_sessions ORDER BY created",
+    ModelRow: "models ORDER BY created DESC, id",
+    CheckpointRow: "checkpoints ORDER BY created DESC, model, kind, name",
+}
+"""The table of each kind of row, and their order."""
+
+
 @final
 class JournalError(VlmpackError):
     """The journal cannot be written now, as on a full disk; nothing of the transaction was."""
 
 
-REQUEST_COLUMNS = "owner, seq, session, kind, digest, seed, state, grp, retrieved, length(body)"
+REQUEST_COLUMNS = "owner, seq, session, kind, digest, seed, state, grp, retrieved, coalesce(length(body), 0)"
 REQUEST_ROWS = f"SELECT {REQUEST_COLUMNS} FROM requests LEFT JOIN bodies USING (owner, seq)"
 
 
@@ -188,15 +331,19 @@ class Journal:
             self._reader.close()
             self._writer.close()
 
-    # ------------------------------------------------------------------ sessions
+    # ------------------------------------------------------------------ sessions, models, checkpoints
 
-    def add_session(self, row: SessionRow) -> None:
-        """Begin a session."""
-        self._write(
-            "INSERT INTO sessions VALUES (?, ?, NULL, ?, ?, ?, ?)",
-            row.id, row.created, json.dumps(list(row.tags)), json.dumps(dict(row.user_metadata)), row.sdk_version,
-            row.display_name,
-        )  # fmt: skip
+    def put(self, row: SessionRow | ModelRow | SamplingRow | CheckpointRow) -> None:
+        """Enter a row, in the place of one of its name; its fields are the columns, lists and mappings as JSON."""
+        values = {name: _to_sql(value) for name, value in asdict(row).items()}
+        table, marks = TABLES[type(row)].partition(" ")[0], ", ".join("?" * len(values))
+        self._write(f"INSERT OR REPLACE INTO {table} ({', '.join(values)}) VALUES ({marks})", *values.values())
+
+    def rows(self, kind: type[T]) -> list[T]:
+        """All rows of a kind: sessions and sampling sessions from the oldest on, models and checkpoints the newest."""
+        names = [column.name for column in fields(kind)]  # type: ignore[arg-type]
+        found = self._read(f"SELECT {', '.join(names)} FROM {TABLES[kind]}")
+        return [kind(**{name: _from_sql(name, value) for name, value in zip(names, row, strict=True)}) for row in found]
 
     def end_session(self, session: str, *, now: float) -> None:
         """End a session: its requests, replies, sampling sessions and states of models go; checkpoints stay."""
@@ -213,63 +360,11 @@ class Journal:
             for table in ("requests", "sampling_sessions"):
                 self._write(f"DELETE FROM {table} WHERE session NOT IN (SELECT id FROM sessions WHERE ended IS NULL)")
 
-    def sessions(self) -> list[SessionRow]:
-        """All sessions, oldest first."""
-        rows = self._read(
-            "SELECT id, created, ended, tags, user_metadata, sdk_version, display_name FROM sessions ORDER BY created"
-        )
-        return [
-            SessionRow(
-                id=row[0], created=row[1], ended=row[2], tags=json.loads(row[3]),
-                user_metadata=json.loads(row[4]), sdk_version=row[5], display_name=row[6],
-            )
-            for row in rows
-        ]  # fmt: skip
-
-    def add_sampling_session(self, row: SamplingRow) -> None:
-        """Begin a sampling session."""
-        self._write(
-            "INSERT OR REPLACE INTO sampling_sessions VALUES (?, ?, ?, ?, ?, ?)",
-            row.id, row.session, row.created, row.model, row.path, row.folder,
-        )  # fmt: skip
-
     def drop_sampling_session(self, sampling_session: str) -> None:
         """Forget a sampling session and its samples."""
         with self.transaction():
             self._write("DELETE FROM sampling_sessions WHERE id = ?", sampling_session)
             self._write("DELETE FROM requests WHERE owner = ?", sampling_session)
-
-    def sampling_sessions(self) -> list[SamplingRow]:
-        """All sampling sessions."""
-        rows = self._read("SELECT id, session, created, model, path, folder FROM sampling_sessions ORDER BY created")
-        return [
-            SamplingRow(id=row[0], session=row[1], created=row[2], model=row[3], path=row[4], folder=row[5])
-            for row in rows
-        ]
-
-    # ------------------------------------------------------------------ models and checkpoints
-
-    def add_model(self, row: ModelRow) -> None:
-        """Enter a model that was created."""
-        self._write(
-            "INSERT OR REPLACE INTO models VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            row.id, row.session, row.created, row.last_request, row.base_model, _lora_text(row.lora),
-            json.dumps(dict(row.user_metadata)), row.snapshot, row.covered,
-        )  # fmt: skip
-
-    def models(self) -> list[ModelRow]:
-        """All models, newest first."""
-        rows = self._read(
-            "SELECT id, session, created, last_request, base_model, lora, user_metadata, snapshot, covered "
-            "FROM models ORDER BY created DESC, id"
-        )
-        return [
-            ModelRow(
-                id=row[0], session=row[1], created=row[2], last_request=row[3], base_model=row[4],
-                lora=_lora(row[5]), user_metadata=json.loads(row[6]), snapshot=row[7], covered=row[8],
-            )
-            for row in rows
-        ]  # fmt: skip
 
     def cover(self, model: str, *, snapshot: str, covered: int) -> None:
         """Make a folder the state of a model up to an operation; bodies up to it are not needed any more."""
@@ -277,34 +372,12 @@ class Journal:
             self._write("UPDATE models SET snapshot = ?, covered = ? WHERE id = ?", snapshot, covered, model)
             self._write("DELETE FROM bodies WHERE owner = ? AND seq <= ?", model, covered)
 
-    def put_checkpoint(self, row: CheckpointRow) -> None:
-        """Enter a checkpoint, in the place of one of this name."""
-        self._write(
-            "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            row.model, row.kind, row.name, row.folder, row.created, row.size, row.base_model, _lora_text(row.lora),
-            json.dumps(dict(row.user_metadata)),
-        )  # fmt: skip
-
     def drop_checkpoint(self, row: CheckpointRow) -> None:
         """Forget a checkpoint; one that has taken its place stays."""
         self._write(
             "DELETE FROM checkpoints WHERE model = ? AND kind = ? AND name = ? AND folder = ?",
             row.model, row.kind, row.name, row.folder,
         )  # fmt: skip
-
-    def checkpoints(self) -> list[CheckpointRow]:
-        """All checkpoints, newest first."""
-        rows = self._read(
-            "SELECT model, kind, name, folder, created, size, base_model, lora, user_metadata FROM checkpoints "
-            "ORDER BY created DESC, model, kind, name"
-        )
-        return [
-            CheckpointRow(
-                model=row[0], kind=row[1], name=row[2], folder=row[3], created=row[4], size=row[5], base_model=row[6],
-                lora=_lora(row[7]), user_metadata=json.loads(row[8]),
-            )
-            for row in rows
-        ]  # fmt: skip
 
     def folders(self) -> set[str]:
         """Names of the folders that something refers to."""
@@ -329,7 +402,7 @@ class Journal:
             self._write("UPDATE models SET last_request = ? WHERE id = ?", now, row.owner)
 
     def finish_request(
-        self, owner: str, seq: int, *, state: State, reply: StoredReply, group: int | None = None, keep_body: bool
+        self, owner: str, seq: int, *, state: State, reply: Reply, group: int | None = None, keep_body: bool
     ) -> None:
         """Enter what came of a request.
 
@@ -355,13 +428,8 @@ class Journal:
             rows = self._read(f"{REQUEST_ROWS} ORDER BY owner, seq")
         else:
             rows = self._read(f"{REQUEST_ROWS} WHERE owner = ? AND seq > ? ORDER BY seq", owner, after)
-        return [
-            RequestRow(
-                owner=row[0], seq=row[1], session=row[2], kind=row[3], digest=row[4], seed=row[5], state=row[6],
-                group=row[7], retrieved=row[8], size=row[9] or 0,
-            )
-            for row in rows
-        ]  # fmt: skip
+        names = [column.name for column in fields(RequestRow)]
+        return [RequestRow(**dict(zip(names, row, strict=True))) for row in rows]
 
     def body(self, owner: str, seq: int) -> bytes:
         """Body of a request that is waiting or may be replayed."""
@@ -369,23 +437,19 @@ class Journal:
         assert rows, f"the body of {owner}:{seq} is gone"
         return rows[0][0]
 
-    def reply(self, owner: str, seq: int) -> StoredReply | None:
+    def reply(self, owner: str, seq: int) -> Reply | None:
         """Reply of a request; None: there is none (any more)."""
         rows = self._read("SELECT reply_type, reply FROM requests WHERE owner = ? AND seq = ?", owner, seq)
         if not rows or rows[0][1] is None:
             return None
-        return StoredReply(content_type=rows[0][0], body=rows[0][1])
+        return Reply(content_type=rows[0][0], body=rows[0][1])
 
     def note_retrieved(self, keys: Sequence[tuple[str, int]], *, now: float) -> None:
         """Note that replies were fetched."""
         with self.transaction():
             for owner, seq in keys:
-                self._write(
-                    "UPDATE requests SET retrieved = ? WHERE owner = ? AND seq = ? AND retrieved IS NULL",
-                    now,
-                    owner,
-                    seq,
-                )
+                statement = "UPDATE requests SET retrieved = ? WHERE owner = ? AND seq = ? AND retrieved IS NULL"
+                self._write(statement, now, owner, seq)
 
     def drop_requests(self, keys: Sequence[tuple[str, int]]) -> None:
         """Delete requests whose numbers may be used again: samples, which change nothing."""
@@ -400,9 +464,12 @@ class Journal:
                 self._write("UPDATE requests SET reply = NULL WHERE owner = ? AND seq = ?", owner, seq)
 
 
-def _lora_text(lora: LoraConfig | None) -> str | None:
-    return None if lora is None else json.dumps(asdict(lora))
+def _to_sql(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, Mapping | list | tuple) else value
 
 
-def _lora(text: str | None) -> LoraConfig | None:
-    return None if text is None else LoraConfig(**json.loads(text))
+def _from_sql(name: str, value: Any) -> Any:
+    if value is None or name not in ("tags", "user_metadata", "lora"):
+        return value
+    parsed = json.loads(value)
+    return LoraConfig(**parsed) if name == "lora" else parsed

@@ -23,20 +23,36 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from vlmpack.service.journal import Journal
-from vlmpack.service.messages import (
-    CreateFromCheckpoint,
-    CreateModel,
-    ForwardBackward,
-    Request,
-    Sample,
-)
-from vlmpack.service.protocols import QueueSettings, RowWork
-from vlmpack.service.records import CheckpointRow, ModelRow, RequestRow, SamplingRow, SessionRow, State, StoredReply
+from vlmpack.errors import RequestError
+from vlmpack.service.checkpoints import parse_path
+from vlmpack.service.journal import CheckpointRow, Journal, ModelRow, Reply, RequestRow, SamplingRow, SessionRow, State
+from vlmpack.service.limits import ServiceLimits
+from vlmpack.service.messages import Creation, ForwardBackward, Request, Sample
+
+if TYPE_CHECKING:
+    from vlmpack.service.distributed import DistributedWork
+    from vlmpack.service.rows import RowWork
+
+
+@final
+class Rejected(RequestError):  # noqa: N818 (an answer, not an accident)
+    """A POST or GET is answered with a status instead of a result.
+
+    Args:
+        message: what was seen and the remedy.
+        status: 400, 404, 410 or 429.
+        retry_after: seconds after which to try again.
+    """
+
+    def __init__(self, message: str, *, status: int, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+
 
 NOT_CONTENT = ("sampling_session_seq_id",)
 """Fields that an honest repetition changes: after a lost reply the client draws the next number."""
@@ -44,7 +60,7 @@ NOT_CONTENT = ("sampling_session_seq_id",)
 
 def owner_of(request: Request) -> tuple[str, int]:
     """Return the id of the model or sampling session, and the number within it."""
-    if isinstance(request, CreateModel | CreateFromCheckpoint):
+    if isinstance(request, Creation):
         return f"{request.session_id}:train:{request.model_seq_id}", 0
     if isinstance(request, Sample):
         return request.sampling_session_id, request.seq_id
@@ -155,14 +171,14 @@ class Lane:
     next: int = 0
     """First number that is not done."""
     gap: int | None = None
-    """First missing number while later ones wait for it, as `Expiry` last saw it."""
+    """First missing number while later ones wait for it, as it was last looked at."""
     gap_seconds: float = 0.0
     """Time that they have waited, less that in which a request of the model was being received."""
     receiving: int = 0
     """Its requests that are being received now."""
     group: list[Entry] = field(default_factory=list)
     """Requests that are in rows now."""
-    work: RowWork | None = None
+    work: RowWork | DistributedWork | None = None
     """Their rows."""
     failure: str | None = None
     """Why the model is of no use."""
@@ -231,6 +247,14 @@ class SamplingSession:
     entries: dict[int, Entry] = field(default_factory=dict)
     """By number."""
 
+    def add(self, entry: Entry) -> None:
+        """Take a sample in."""
+        self.entries[entry.row.seq] = entry
+
+    def remove(self, entry: Entry) -> None:
+        """Give the number of a sample back that was not accepted."""
+        self.entries.pop(entry.row.seq, None)
+
     @property
     def is_busy(self) -> bool:
         """Return whether samples wait."""
@@ -256,9 +280,9 @@ class Session:
 class Ledger:
     """See the top of the file."""
 
-    def __init__(self, journal: Journal, settings: QueueSettings) -> None:
+    def __init__(self, journal: Journal, limits: ServiceLimits) -> None:
         self.journal = journal
-        self.settings = settings
+        self.limits = limits
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.sessions: dict[str, Session] = {}
@@ -285,7 +309,7 @@ class Ledger:
         """Replies that were fetched, and when (Unix seconds)."""
         self.retrieved_now: list[tuple[str, int]] = []
         """Return entries that are not in the journal."""
-        self._replies: OrderedDict[tuple[str, int], StoredReply] = OrderedDict()
+        self._replies: OrderedDict[tuple[str, int], Reply] = OrderedDict()
         self._reply_bytes = 0
         self._read()
 
@@ -294,14 +318,14 @@ class Ledger:
     def _read(self) -> None:
         now = time.monotonic()
         self.journal.forget_ended()
-        for row in self.journal.sessions():
+        for row in self.journal.rows(SessionRow):
             if row.ended is None:
                 self.sessions[row.id] = Session(row=row, last_seen=now)
             else:
                 self.ended.add(row.id)
-        self.models = {row.id: row for row in reversed(self.journal.models())}
-        self.checkpoints = {(row.model, row.kind, row.name): row for row in self.journal.checkpoints()}
-        for row in self.journal.sampling_sessions():
+        self.models = {row.id: row for row in reversed(self.journal.rows(ModelRow))}
+        self.checkpoints = {(row.model, row.kind, row.name): row for row in self.journal.rows(CheckpointRow)}
+        for row in self.journal.rows(SamplingRow):
             if row.session in self.sessions:
                 self.add_sampler(row)
         for row in self.journal.requests():
@@ -360,7 +384,7 @@ class Ledger:
         entry.journaled = ARRIVED
         self.changed.notify_all()
 
-    def done(self, entry: Entry, state: State, reply: StoredReply, *, group: int | None = None) -> None:
+    def done(self, entry: Entry, state: State, reply: Reply, *, group: int | None = None) -> None:
         """Take the reply of a request in, which the journal has."""
         with self.lock:
             if not entry.is_done:
@@ -404,7 +428,7 @@ class Ledger:
     def has_room_for(self, size: int, *, samples: bool) -> bool:
         """Return whether bodies of this size may be encoded now."""
         used = self.encoded_bytes[samples]
-        return used == 0 or used + size <= self.settings.encoded_bytes
+        return used == 0 or used + size <= self.limits.encoded_bytes
 
     def note_encoded(self, entry: Entry, encoded: Future[Any] | None) -> None:
         """Take in that a request is being encoded."""
@@ -430,17 +454,28 @@ class Ledger:
         lane = self.lanes.get(owner) or self.samplers.get(owner)
         return None if lane is None else lane.entries.get(seq)
 
+    def checkpoint(self, path: str) -> CheckpointRow:
+        """Look up a checkpoint.
+
+        Raises:
+            RequestError: it is no path. Rejected: 404: there is none.
+        """
+        row = self.checkpoints.get(parse_path(path))
+        if row is None:
+            raise Rejected(f"there is no checkpoint {path}: it was never saved here, or deleted", status=404)
+        return row
+
     # ------------------------------------------------------------------ replies
 
-    def cached(self, key: tuple[str, int]) -> StoredReply | None:
+    def cached(self, key: tuple[str, int]) -> Reply | None:
         """Reply in memory."""
         return self._replies.get(key)
 
-    def _cache(self, key: tuple[str, int], reply: StoredReply) -> None:
+    def _cache(self, key: tuple[str, int], reply: Reply) -> None:
         self.uncache(key)
         self._replies[key] = reply
         self._reply_bytes += len(reply.body)
-        while self._reply_bytes > self.settings.replies_cached and len(self._replies) > 1:
+        while self._reply_bytes > self.limits.replies_cached and len(self._replies) > 1:
             self.uncache(next(iter(self._replies)))
 
     def uncache(self, key: tuple[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""The limits of a service, and the checks that need nothing but the request itself.
+"""The limits and times of a service, and the checks that need nothing but the request itself.
 
 Each is a number that the operator can change. What goes past one is refused: a body with status 413, a request by a
 failed future that names the datum, too many requests with status 429.
@@ -17,7 +17,7 @@ from vlmpack.service.messages import Chunk, ForwardBackward, ImageChunk, Request
 @final
 @dataclass(frozen=True, kw_only=True)
 class ServiceLimits:
-    """Limits of a service."""
+    """Limits and times of a service."""
 
     body_bytes: int = 128 * 2**20
     """Largest body of a training request as it arrives, compressed or not."""
@@ -63,6 +63,12 @@ class ServiceLimits:
     """Requests that wait, over all models; further ones get status 429."""
     queued_bytes: int = 2 * 2**30
     """Bytes of the bodies of requests that wait; further ones get status 429."""
+    queued_samples: int = 4096
+    """Samples that wait."""
+    samplers_kept: int = 1024
+    """Sampling sessions of a session that are kept; the oldest idle ones go."""
+    unnamed_saves: int = 64
+    """Unnamed saves of a model to sample from that are kept; the oldest go, with their sampling sessions."""
     numbers_ahead: int = 8192
     """Most that a request's number may be ahead of the first that has not arrived."""
 
@@ -76,6 +82,27 @@ class ServiceLimits:
     """A session without heartbeats is finished after this time, and its models are freed."""
     result_seconds: float = 600.0
     """Seconds that a result is kept after it was fetched."""
+
+    retry_seconds: float = 1.0
+    """Seconds after which a client that is refused for want of room should try again."""
+
+    group_bytes: int = 16 * 2**20
+    """Bytes of bodies of one model that go through the model together."""
+    group_requests: int = 1024
+    """Requests of one model that go through the model together."""
+    encoded_bytes: int = 64 * 2**20
+    """Bytes of bodies of all models, and as many of samples, that are encoded at one time: decoded images take many
+    times the bytes of their files."""
+    encode_threads: int = 2
+    """Threads that check requests and decode images."""
+    samplers_open: int = 16
+    """Snapshots that the sampling engine holds at once while it has a choice."""
+    snapshot_share: float = 0.1
+    """Share of the time of a model's operations that writing its state may take."""
+    replayed_bytes: int = 512 * 2**20
+    """Bytes of bodies kept for a model's replay, after which its state is written whatever the time."""
+    replies_cached: int = 128 * 2**20
+    """Bytes of replies kept in memory; the others are read from the journal."""
 
     chunk_bytes: int = 64_000_000
     """Size at which the client cuts a call into several requests."""
@@ -94,35 +121,26 @@ def check(request: Request, limits: ServiceLimits) -> None:
     Raises:
         RequestError: one is past its limit; the message names the datum.
     """
+    parts: dict[str, Sequence[Chunk]] = {}
     if isinstance(request, ForwardBackward):
         if not request.data:
             raise RequestError("a request without datums: send one at least")
         if len(request.data) > limits.datums:
             raise RequestError(f"{len(request.data)} datums in a request: send at most {limits.datums}")
-        for index, datum in enumerate(request.data):
-            _check_chunks(f"datum {index}", datum.chunks, limits)
-        _check_images(sum(_count_images(datum.chunks) for datum in request.data), limits)
+        parts = {f"datum {index}": datum.chunks for index, datum in enumerate(request.data)}
     elif isinstance(request, Sample):
         if request.num_samples > limits.samples:
             raise RequestError(f"num_samples {request.num_samples}: at most {limits.samples}")
-        _check_chunks("prompt", request.prompt, limits)
-        _check_images(_count_images(request.prompt), limits)
-
-
-def _count_images(chunks: Sequence[Chunk]) -> int:
-    return sum(isinstance(chunk, ImageChunk) for chunk in chunks)
-
-
-def _check_images(count: int, limits: ServiceLimits) -> None:
+        parts = {"prompt": request.prompt}
+    count = 0
+    for name, chunks in parts.items():
+        if not any(len(chunk.tokens) if isinstance(chunk, TextChunk) else 1 for chunk in chunks):
+            raise RequestError(f"{name}: no tokens; every datum and prompt needs one at least")
+        images = [chunk for chunk in chunks if isinstance(chunk, ImageChunk)]
+        count += len(images)
+        if (size := max((len(image.data) for image in images), default=0)) > limits.image_bytes:
+            raise RequestError(
+                f"{name}: an image of {size:,} bytes; at most {limits.image_bytes:,}, so make it smaller"
+            )
     if count > limits.images:
         raise RequestError(f"{count} images in a request: send at most {limits.images}")
-
-
-def _check_chunks(name: str, chunks: Sequence[Chunk], limits: ServiceLimits) -> None:
-    if not any(len(chunk.tokens) if isinstance(chunk, TextChunk) else 1 for chunk in chunks):
-        raise RequestError(f"{name}: no tokens; every datum and prompt needs one at least")
-    for chunk in chunks:
-        if isinstance(chunk, ImageChunk) and len(chunk.data) > limits.image_bytes:
-            raise RequestError(
-                f"{name}: an image of {len(chunk.data):,} bytes; at most {limits.image_bytes:,}, so make it smaller"
-            )

@@ -1,4 +1,4 @@
-"""Requests of clients and their results, as every file of this room sees them; numpy, never torch.
+"""Requests of clients and their results, as every part of the service has them; numpy, never torch.
 
     operations of a model, in the order of their seq_id        a model's first operation, without one
     ├─ ForwardBackward   gradients, or log-probabilities alone  ├─ CreateModel
@@ -260,9 +260,8 @@ class Sample:
     """Also return the log-probability of each token of the prompt."""
 
 
-Operation = ForwardBackward | OptimStep | SaveWeights | SaveForSampler | LoadWeights
 Creation = CreateModel | CreateFromCheckpoint
-Request = Operation | Creation | Sample
+Request = ForwardBackward | OptimStep | SaveWeights | SaveForSampler | LoadWeights | Creation | Sample
 
 # ---------------------------------------------------------------------- results
 
@@ -379,3 +378,14 @@ class Failure:
 
 
 Outcome = Result | Failure
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """An outcome as it goes over the wire."""
+
+    content_type: str
+    """JSON, or protobuf for results of training and sampling."""
+    body: bytes
+    """Encoded."""

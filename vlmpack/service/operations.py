@@ -17,41 +17,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, Any, final
 
 from vlmpack.errors import RequestError
-from vlmpack.service.checkpoints import (
-    CheckpointPath,
-    Kind,
-    StateFolder,
-    check_name,
-    describe,
-    label_of,
-    parse_path,
-    size_of,
-)
-from vlmpack.service.journal import Journal
+from vlmpack.service import messages
+from vlmpack.service.checkpoints import SCHEME, Kind, StateFolder, check_name, describe, label_of, size_of
+from vlmpack.service.journal import CheckpointRow, ModelRow, RequestRow, SamplingRow
 from vlmpack.service.ledger import Entry, Lane, Ledger
-from vlmpack.service.messages import (
-    CreatedModel,
-    CreateFromCheckpoint,
-    CreateModel,
-    Failure,
-    ForwardBackward,
-    LoadedWeights,
-    LoadWeights,
-    LoraConfig,
-    OptimStep,
-    Outcome,
-    Request,
-    Sample,
-    SavedForSampler,
-    SavedWeights,
-    SaveForSampler,
-    SaveWeights,
-)
-from vlmpack.service.protocols import Codec, ModelEngine
-from vlmpack.service.records import CheckpointRow, ModelRow, RequestRow, SamplingRow
+
+if TYPE_CHECKING:
+    from vlmpack.service.engine_thread import ServedEngine
 
 
 @final
@@ -59,7 +34,7 @@ from vlmpack.service.records import CheckpointRow, ModelRow, RequestRow, Samplin
 class Done:
     """The outcome of an operation, before it is committed."""
 
-    outcome: Outcome
+    outcome: messages.Outcome
     """For the client."""
     write: Callable[[], None] | None = None
     """Goes into the journal with the reply."""
@@ -73,18 +48,11 @@ class Done:
 class Operations:
     """Carries out one operation at a time, in the engine thread."""
 
-    def __init__(self, *, engine: ModelEngine, ledger: Ledger, codec: Codec, state: StateFolder) -> None:
-        self._engine = engine
-        self._ledger = ledger
-        self._codec = codec
-        self._state = state
-        self._base_model = engine.base.name
+    def __init__(self, engine: ServedEngine, ledger: Ledger, state: StateFolder, *, codec: Any) -> None:
+        self._engine, self._ledger, self._state, self._codec = engine, ledger, state, codec
+        self._journal, self._base_model = ledger.journal, engine.base.name
 
-    @property
-    def _journal(self) -> Journal:
-        return self._ledger.journal
-
-    def parse(self, row: RequestRow) -> Request:
+    def parse(self, row: RequestRow) -> messages.Request:
         """Parse a request out of the journal, with the seed that was drawn for it."""
         return with_seed(self._codec.decode(row.kind, self._journal.body(row.owner, row.seq)), row.seed)
 
@@ -97,78 +65,70 @@ class Operations:
         """
         request = entry.request or self.parse(entry.row)
         match request:
-            case CreateModel():
+            case messages.CreateModel():
                 return self._create(lane, request)
-            case CreateFromCheckpoint():
+            case messages.CreateFromCheckpoint():
                 return self._create_from(lane, request)
-            case OptimStep():
+            case messages.OptimStep():
                 return self._step(lane, request)
-            case SaveWeights():
+            case messages.SaveWeights():
                 return self._save(lane, request, "weights", request.name)
-            case SaveForSampler(name=None):
+            case messages.SaveForSampler(name=None):
                 return self._save_unnamed(lane, request)
-            case SaveForSampler():
+            case messages.SaveForSampler():
                 return self._save(lane, request, "sampler_weights", request.name or "")
-            case LoadWeights():
+            case messages.LoadWeights():
                 return self._load(lane, entry, request)
             case _:
                 raise RequestError(f"{type(request).__name__} is no operation of a model")
 
-    def _step(self, lane: Lane, request: OptimStep) -> Done:
+    def _step(self, lane: Lane, request: messages.OptimStep) -> Done:
         try:
             outcome = self._engine.optim_step(lane.id, request.adam)
         except RequestError as error:  # the gradient is dropped, which a replay has to do too
-            outcome = Failure(message=str(error), category="user")
+            outcome = messages.Failure(message=str(error), category="user")
         lane.has_gradients = False
         return Done(outcome=outcome, is_replayed=True)
 
     # ------------------------------------------------------------------ new models
 
-    def _create(self, lane: Lane, request: CreateModel) -> Done:
+    def _create(self, lane: Lane, request: messages.CreateModel) -> Done:
         if request.base_model != self._base_model:
             raise RequestError(f"this server has the base model {self._base_model!r}, not {request.base_model!r}")
         self._engine.create(lane.id, request.lora)
-        row = self._model_row(lane, request, request.lora)
-        return self._created(row, CreatedModel(model_id=lane.id))
+        return self._created(lane, request, messages.CreatedModel(model_id=lane.id), lora=request.lora)
 
-    def _create_from(self, lane: Lane, request: CreateFromCheckpoint) -> Done:
-        checkpoint = self.checkpoint(request.path)
+    def _create_from(self, lane: Lane, request: messages.CreateFromCheckpoint) -> Done:
+        checkpoint = self._checkpoint(request.path)
         if request.base_model not in (None, checkpoint.base_model):
             raise RequestError(
                 f"{request.path} is of the base model {checkpoint.base_model!r}, not {request.base_model!r}"
             )
         folder = self._training_folder(checkpoint, optimizer=request.optimizer)
         lora = self._engine.create_from(lane.id, folder, optimizer=request.optimizer)
-        row = replace(self._model_row(lane, request, lora), snapshot=self._write_state(lane))
-        return self._created(row, LoadedWeights(path=request.path, model_id=lane.id))
+        outcome = messages.LoadedWeights(path=request.path, model_id=lane.id)
+        return self._created(lane, request, outcome, lora=lora, snapshot=self._write_state(lane))
 
-    def _model_row(self, lane: Lane, request: CreateModel | CreateFromCheckpoint, lora: LoraConfig | None) -> ModelRow:
+    def _created(
+        self, lane: Lane, request: messages.Creation, outcome: messages.Outcome, *, lora: messages.LoraConfig | None,
+        snapshot: str | None = None,
+    ) -> Done:  # fmt: skip
         now = time.time()
-        return ModelRow(
+        row = ModelRow(
             id=lane.id, session=lane.session, created=now, last_request=now, base_model=self._base_model, lora=lora,
-            user_metadata=request.user_metadata,
+            user_metadata=request.user_metadata, snapshot=snapshot,
         )  # fmt: skip
 
-    def _created(self, row: ModelRow, outcome: Outcome) -> Done:
         def take_in() -> None:
             self._ledger.models[row.id] = row
 
-        return Done(outcome=outcome, write=lambda: self._journal.add_model(row), take_in=take_in)
+        return Done(outcome=outcome, write=lambda: self._journal.put(row), take_in=take_in)
 
     # ------------------------------------------------------------------ checkpoints
 
-    def checkpoint(self, path: str) -> CheckpointRow:
-        """Look up a checkpoint.
-
-        Raises:
-            RequestError: there is none of this path.
-        """
-        parts = parse_path(path)
+    def _checkpoint(self, path: str) -> CheckpointRow:
         with self._ledger.lock:
-            row = self._ledger.checkpoints.get((parts.model, parts.kind, parts.name))
-        if row is None:
-            raise RequestError(f"there is no checkpoint {path}: it was never saved here, or deleted")
-        return row
+            return self._ledger.checkpoint(path)
 
     def _training_folder(self, checkpoint: CheckpointRow, *, optimizer: bool) -> Path:
         if optimizer and checkpoint.kind != "weights":
@@ -178,11 +138,11 @@ class Operations:
             )
         return self._state.folder(checkpoint.folder)
 
-    def _save(self, lane: Lane, request: SaveWeights | SaveForSampler, kind: Kind, name: str) -> Done:
-        path = CheckpointPath(model=lane.id, kind=kind, name=check_name(name))
+    def _save(self, lane: Lane, request: messages.SaveWeights | messages.SaveForSampler, kind: Kind, name: str) -> Done:
+        path = f"{SCHEME}{lane.id}/{kind}/{check_name(name)}"
         with self._ledger.lock:
             exists = (lane.id, kind, name) in self._ledger.checkpoints
-        if exists and not (isinstance(request, SaveWeights) and request.overwrite):
+        if exists and not (isinstance(request, messages.SaveWeights) and request.overwrite):
             raise RequestError(f"{path} exists: choose another name, or delete it first")
         with self._state.new(label_of(lane.id, name)) as folder:
             self._engine.save(lane.id, folder, optimizer=kind == "weights")
@@ -197,10 +157,10 @@ class Operations:
         def take_in() -> None:
             self._ledger.checkpoints[lane.id, kind, name] = row
 
-        outcome = SavedWeights(path=str(path)) if kind == "weights" else SavedForSampler(path=str(path))
-        return Done(outcome=outcome, write=lambda: self._journal.put_checkpoint(row), take_in=take_in)
+        outcome = messages.SavedWeights(path=path) if kind == "weights" else messages.SavedForSampler(path=path)
+        return Done(outcome=outcome, write=lambda: self._journal.put(row), take_in=take_in)
 
-    def _save_unnamed(self, lane: Lane, request: SaveForSampler) -> Done:
+    def _save_unnamed(self, lane: Lane, request: messages.SaveForSampler) -> Done:
         sampler = f"{lane.session}:sample:{request.sampling_session_seq_id}"
         with self._ledger.lock:
             if sampler in self._ledger.samplers:
@@ -212,11 +172,11 @@ class Operations:
         )
         with self._ledger.lock:
             unnamed = [other for other in self._ledger.samplers.values() if other.row.model == lane.id]
-        kept = self._ledger.settings.unnamed_saves - 1
+        kept = self._ledger.limits.unnamed_saves - 1
         dropped = [old.row.id for old in unnamed[: max(len(unnamed) - kept, 0)] if not old.is_busy]
 
         def write() -> None:
-            self._journal.add_sampling_session(row)
+            self._journal.put(row)
             for old in dropped:
                 self._journal.drop_sampling_session(old)
 
@@ -226,16 +186,16 @@ class Operations:
             if not lane.is_closed:
                 self._ledger.add_sampler(row)
 
-        return Done(outcome=SavedForSampler(sampling_session_id=sampler), write=write, take_in=take_in)
+        return Done(outcome=messages.SavedForSampler(sampling_session_id=sampler), write=write, take_in=take_in)
 
-    def _load(self, lane: Lane, entry: Entry, request: LoadWeights) -> Done:
-        checkpoint = self.checkpoint(request.path)
+    def _load(self, lane: Lane, entry: Entry, request: messages.LoadWeights) -> Done:
+        checkpoint = self._checkpoint(request.path)
         folder = self._training_folder(checkpoint, optimizer=request.optimizer)
         self._engine.load(lane.id, folder, optimizer=request.optimizer)
         lane.has_gradients = False
         snapshot = self._write_state(lane)  # the checkpoint may be gone when a replay would need it
         return Done(
-            outcome=LoadedWeights(path=request.path),
+            outcome=messages.LoadedWeights(path=request.path),
             write=lambda: self._journal.cover(lane.id, snapshot=snapshot, covered=entry.row.seq),
         )
 
@@ -252,12 +212,12 @@ class Operations:
 
     def snapshot_is_due(self, lane: Lane) -> bool:
         """Return whether a snapshot can be taken, and is worth the time."""
-        settings = self._ledger.settings
+        limits = self._ledger.limits
         if lane.failure is not None or lane.seconds == 0:
             return False
-        if lane.snapshot_seconds is None or lane.replayed_bytes > settings.replayed_bytes:
+        if lane.snapshot_seconds is None or lane.replayed_bytes > limits.replayed_bytes:
             return True
-        return lane.seconds * settings.snapshot_share >= lane.snapshot_seconds
+        return lane.seconds * limits.snapshot_share >= lane.snapshot_seconds
 
     def snapshot(self, lane: Lane) -> None:
         """Write the state of a model after its last operation, which no replay has to go back beyond.
@@ -276,7 +236,7 @@ class Operations:
         """
         if lane.id in self._engine.models():
             self._engine.free(lane.id)
-        (row,) = [row for row in self._journal.models() if row.id == lane.id]
+        (row,) = [row for row in self._journal.rows(ModelRow) if row.id == lane.id]
         if row.snapshot is None:
             self._engine.create(lane.id, row.lora)
         else:
@@ -292,11 +252,11 @@ class Operations:
         requests = [self.parse(row) for row in rows]
         lane.replayed_bytes += sum(row.size for row in rows)
         match requests[0]:
-            case OptimStep(adam=adam):
+            case messages.OptimStep(adam=adam):
                 with suppress(RequestError):  # as when it was carried out
                     self._engine.optim_step(lane.id, adam)
                 lane.has_gradients = False
-            case ForwardBackward():
+            case messages.ForwardBackward():
                 work = self._engine.forward_backward([self._engine.encode(request) for request in requests])  # type: ignore
                 while work.rows_left:
                     work.run_row()
@@ -306,25 +266,25 @@ class Operations:
                 raise AssertionError(f"operation {group} of {lane.id} is a {type(other).__name__}, and has a body")
 
 
-def with_seed(request: Request, seed: int | None) -> Request:
+def with_seed(request: messages.Request, seed: int | None) -> messages.Request:
     """Return a request with the seed that was drawn for it; None: it has its own."""
     if seed is None:
         return request
     match request:
-        case CreateModel(lora=LoraConfig() as lora):
+        case messages.CreateModel(lora=messages.LoraConfig() as lora):
             return replace(request, lora=replace(lora, seed=seed))
-        case Sample():
+        case messages.Sample():
             return replace(request, params=replace(request.params, seed=seed))
         case _:
             return request
 
 
-def lacks_seed(request: Request) -> bool:
+def lacks_seed(request: messages.Request) -> bool:
     """Return whether a seed has to be drawn for a request."""
     match request:
-        case CreateModel(lora=LoraConfig(seed=None)):
+        case messages.CreateModel(lora=messages.LoraConfig(seed=None)):
             return True
-        case Sample(params=params):
+        case messages.Sample(params=params):
             return params.seed is None
         case _:
             return False

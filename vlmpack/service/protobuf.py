@@ -24,7 +24,6 @@ from vlmpack.service.messages import (
     ForwardBackward,
     ForwardBackwardResult,
     ImageChunk,
-    SampledSequence,
     SampleResult,
     TextChunk,
 )
@@ -326,7 +325,20 @@ def _array(name: str, data: bytes, dtype: str) -> np.ndarray:
 
 def encode_result(result: ForwardBackwardResult | SampleResult) -> bytes:
     """Encode the result of a training or sampling request."""
-    return _output(result) if isinstance(result, ForwardBackwardResult) else _response(result)
+    if isinstance(result, ForwardBackwardResult):
+        return _output(result)
+    sequences = [
+        message("SampledSequence")(
+            stop_reason=STOP_REASONS[sequence.stop_reason],
+            tokens=np.asarray(sequence.tokens, dtype="<i4").tobytes(),
+            logprobs=np.asarray(sequence.logprobs, dtype="<f4").tobytes(),
+        )
+        for sequence in result.sequences
+    ]
+    response = message("SampleResponse")(sequences=sequences, prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
+    if result.prompt_logprobs is not None:
+        response.prompt_logprobs = np.asarray(result.prompt_logprobs, dtype="<f4").tobytes()
+    return response.SerializeToString()
 
 
 def _output(result: ForwardBackwardResult) -> bytes:
@@ -340,19 +352,3 @@ def _output(result: ForwardBackwardResult) -> bytes:
     for name, value in sorted(result.metrics.items()):
         output.metrics.add(key=name, value=value)
     return output.SerializeToString()
-
-
-def _response(result: SampleResult) -> bytes:
-    sequences = [_sequence(sequence) for sequence in result.sequences]
-    response = message("SampleResponse")(sequences=sequences, prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
-    if result.prompt_logprobs is not None:
-        response.prompt_logprobs = np.asarray(result.prompt_logprobs, dtype="<f4").tobytes()
-    return response.SerializeToString()
-
-
-def _sequence(sequence: SampledSequence) -> Any:
-    return message("SampledSequence")(
-        stop_reason=STOP_REASONS[sequence.stop_reason],
-        tokens=np.asarray(sequence.tokens, dtype="<i4").tobytes(),
-        logprobs=np.asarray(sequence.logprobs, dtype="<f4").tobytes(),
-    )

@@ -3,6 +3,8 @@
     submit ──▶ journal ──▶ ledger ──▶ engine thread ──▶ journal ──▶ reply
     (any thread)                       (owns the engine)             (asyncio)
 
+    numbers   1 2 3 . 5 6     4 is missing for `gap_seconds`: 5 and 6 fail, 4 is used up, 7 is next
+
 A number that was accepted once is never carried out twice: its repetition gets the same id, other content under it is
 refused. What can be read is refused in its future, so that its number is used up.
 """
@@ -10,47 +12,65 @@ refused. What can be read is refused in its future, so that its number is used u
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, final
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, final
 
+from vlmpack.service import wire
 from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.engine_thread import EngineThread
-from vlmpack.service.expiry import MISSING, Expiry, failed_reply
-from vlmpack.service.journal import Journal, JournalError
-from vlmpack.service.ledger import Entry, Lane, Ledger, SamplingSession, content_digest, owner_of
-from vlmpack.service.messages import (
-    CreateFromCheckpoint,
-    CreateModel,
-    ForwardBackward,
-    Request,
-    Sample,
-)
-from vlmpack.service.operations import Operations, lacks_seed, with_seed
-from vlmpack.service.protocols import Codec, ModelEngine, QueueSettings
-from vlmpack.service.records import RequestRow, StoredReply
-from vlmpack.service.sessions import CheckpointInfo, ModelInfo, Rejected, SamplerInfo, SessionInfo, Sessions
+from vlmpack.service.journal import CheckpointRow, Journal, JournalError, ModelRow, RequestRow, SamplingRow, SessionRow
+from vlmpack.service.ledger import Entry, Lane, Ledger, Rejected, SamplingSession, Session, content_digest, owner_of
+from vlmpack.service.limits import ServiceLimits
+from vlmpack.service.messages import Creation, Failure, ForwardBackward, Reply, Request, Sample
+from vlmpack.service.operations import lacks_seed, with_seed
 
-__all__ = [
-    "CheckpointInfo",
-    "ModelInfo",
-    "Pending",
-    "QueueSettings",
-    "QueueStats",
-    "Rejected",
-    "Reply",
-    "RequestQueue",
-    "SamplerInfo",
-    "SessionInfo",
-    "Submitted",
-]
+if TYPE_CHECKING:
+    from vlmpack.service.engine_thread import ServedEngine
 
 REFUSED = "Refused"
 """Kind of a request that could not be read."""
+MISSING = "Missing"
+"""Kind of a number whose request never arrived in time."""
+
+log = logging.getLogger("vlmpack.service")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """A model of a client."""
+
+    row: ModelRow
+    """What it was created with."""
+    last_request: float
+    """Unix seconds."""
+    last_checkpoint: CheckpointRow | None = None
+    """Its newest training checkpoint."""
+    last_sampler_checkpoint: CheckpointRow | None = None
+    """Its newest snapshot to sample from that has a name."""
+    is_corrupted: bool = False
+    """True if it is of no use, as its state could not be restored."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SessionInfo:
+    """A session of a client."""
+
+    row: SessionRow
+    """What the client said of it."""
+    model_ids: tuple[str, ...]
+    """Its models, in the order of their numbers; those whose creation failed are not among them."""
+    sampler_ids: tuple[str, ...]
+    """Its sampling sessions."""
 
 
 @final
@@ -75,9 +95,6 @@ class Pending:
     """Why it is paused."""
 
 
-Reply = StoredReply
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class QueueStats:
@@ -97,8 +114,6 @@ class QueueStats:
     """Sampling sessions."""
     checkpoints: int
     """Checkpoints."""
-    rows: int
-    """Rows run since the start."""
     snapshots: int
     """Snapshots written since the start."""
     requests_done: dict[str, int]
@@ -118,14 +133,14 @@ class QueueStats:
 
 
 @final
-class RequestQueue(Sessions):
+class RequestQueue:
     """See the top of the file. Thread-safe.
 
     Args:
         engine: computes; belongs to the queue's thread from `start` on, but for its `encode` methods.
         state: the state folder.
-        codec: parses bodies and encodes replies.
-        settings: limits and times.
+        limits: limits and times.
+        codec: parses bodies and encodes replies (`decode` and `encode`).
 
     Raises:
         ConfigError: the state folder is used by another server, damaged, foreign, or of another base model.
@@ -133,11 +148,11 @@ class RequestQueue(Sessions):
 
     def __init__(
         self,
-        engine: ModelEngine,
+        engine: ServedEngine,
         state: Path,
         *,
-        codec: Codec,
-        settings: QueueSettings = QueueSettings(),  # noqa: B008 (frozen)
+        limits: ServiceLimits = ServiceLimits(),  # noqa: B008 (frozen)
+        codec: ModuleType | Any = wire,
     ) -> None:
         folder = StateFolder(state)
         try:
@@ -146,54 +161,278 @@ class RequestQueue(Sessions):
         except BaseException:
             folder.close()
             raise
-        super().__init__(Ledger(journal, settings), folder, engine.base)
-        self._codec = codec
+        self._ledger, self._state, self._codec = Ledger(journal, limits), folder, codec
+        self._base_name = engine.base.name
+        self._changing = threading.Lock()
+        """Held while a sampling session is begun or a checkpoint deleted, one at a time, over the journal's commit."""
         self._is_draining = False
         self._is_closed = False
-        self._began = time.monotonic()
-        operations = Operations(engine=engine, ledger=self._ledger, codec=codec, state=folder)
-        self._expiry = Expiry(ledger=self._ledger, codec=codec, finish=self.finish)
-        self._thread = EngineThread(
-            engine=engine, ledger=self._ledger, codec=codec, state=folder, operations=operations, tidy=self._expiry.tidy
-        )
+        self._began = self._looked = time.monotonic()
+        self._thread = EngineThread(engine, self._ledger, folder, codec=codec, tidy=self._tidy)
 
     def start(self) -> None:
         """Start the engine thread, which restores the models of the journal first; requests are accepted meanwhile."""
         self._thread.start()
 
-    def drain(self, timeout: float) -> None:
-        """Finish the groups that run, write snapshots and close; long polls return at once, what waits is kept."""
-        self._end_polls()
-        self._thread.stop(drain=timeout)
-        self._close_files()
+    def close(self, *, drain: float | None = None) -> None:
+        """End after the unit of work that runs; nothing that was accepted is lost, and long polls return at once.
 
-    def close(self) -> None:
-        """End after the unit of work that runs; nothing that was accepted is lost."""
-        self._end_polls()
-        self._thread.stop()
-        self._close_files()
-
-    def _end_polls(self) -> None:
+        Args:
+            drain: seconds for the groups that run, after which snapshots are written; None: end at once.
+        """
         with self._ledger.lock:
             self._is_draining = True
             for owner in (*self._ledger.lanes.values(), *self._ledger.samplers.values()):
                 for entry in owner.entries.values():
                     entry.wake()
+        self._thread.stop(drain=drain)
+        if not self._is_closed:
+            self._is_closed = True
+            with suppress(JournalError):
+                self._note_retrieved()
+            self._ledger.journal.close()
+            self._state.close()
 
-    def _close_files(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        with suppress(JournalError):
-            self._expiry.note_retrieved()
-        self._ledger.journal.close()
-        self._state.close()
+    # ------------------------------------------------------------------ sessions
+
+    def create_session(
+        self,
+        *,
+        tags: Sequence[str] = (),
+        user_metadata: Mapping[str, str] | None = None,
+        sdk_version: str = "",
+        display_name: str | None = None,
+    ) -> str:
+        """Begin a session; return its id.
+
+        Raises:
+            Rejected: 429: there are too many, or the disk is full.
+        """
+        row = SessionRow(
+            id=f"s{secrets.token_hex(6)}", created=time.time(), tags=tuple(tags),
+            user_metadata=dict(user_metadata or {}), sdk_version=ascii(sdk_version)[1:-1], display_name=display_name,
+        )  # fmt: skip
+        with self._ledger.lock:
+            if len(self._ledger.sessions) >= self._ledger.limits.sessions:
+                raise self._busy(f"{len(self._ledger.sessions)} sessions are open: finish one, or try again later")
+        self._written(lambda: self._ledger.journal.put(row))
+        with self._ledger.lock:
+            self._ledger.sessions[row.id] = Session(row=row, last_seen=time.monotonic())
+        return row.id
+
+    def heartbeat(self, session_id: str) -> None:
+        """Keep a session.
+
+        Raises:
+            Rejected: 404: there is none; 410: it has ended.
+        """
+        with self._ledger.lock:
+            self._check_session(session_id)
+            self._touch(session_id)
+
+    def finish(self, session_id: str) -> None:
+        """End a session: its models, replies and unnamed saves go, its checkpoints stay. A second time does nothing.
+
+        Raises:
+            Rejected: 404: there is none; 429: the disk is full.
+        """
+        with self._ledger.lock:
+            if session_id in self._ledger.ended:
+                return
+            self._check_session(session_id)
+        self._written(lambda: self._ledger.journal.end_session(session_id, now=time.time()))
+        with self._ledger.lock:
+            if (session := self._ledger.sessions.get(session_id)) is not None:
+                self._ledger.end(session)
+
+    def sessions(self) -> list[str]:
+        """Return the ids of the open sessions, newest first."""
+        with self._ledger.lock:
+            return [*reversed(self._ledger.sessions)]
+
+    def session(self, session_id: str) -> SessionInfo:
+        """Look up an open session.
+
+        Raises:
+            Rejected: 404: there is none; 410: it has ended.
+        """
+        with self._ledger.lock:
+            session = self._check_session(session_id)
+            return SessionInfo(
+                row=session.row,
+                model_ids=tuple(lane.id for lane in session.lanes if lane.id in self._ledger.models),
+                sampler_ids=tuple(sampler.row.id for sampler in session.samplers),
+            )
+
+    def _check_session(self, session_id: str) -> Session:
+        if session_id in self._ledger.ended:
+            raise Rejected(f"the session {session_id} has ended: begin another", status=410)
+        if session_id not in self._ledger.sessions:
+            raise Rejected(f"there is no session {session_id}: begin one", status=404)
+        return self._ledger.sessions[session_id]
+
+    def _touch(self, session_id: str) -> None:
+        if (session := self._ledger.sessions.get(session_id)) is not None:
+            session.last_seen = time.monotonic()
+
+    # ------------------------------------------------------------------ sampling sessions
+
+    def create_sampling_session(
+        self, session_id: str, sampling_session_seq_id: int, *, path: str | None, base_model: str | None
+    ) -> str:
+        """Begin a sampling session from a checkpoint or the base model; return its id. A repetition returns it again.
+
+        Raises:
+            Rejected: 400: neither or a wrong one is given, or the number is used; 404: there is no such checkpoint or
+                session; 410: the session has ended; 429: the disk is full.
+        """
+        name = f"{session_id}:sample:{sampling_session_seq_id}"
+        with self._changing:
+            with self._ledger.lock:
+                self._touch(session_id)
+                samplers = self._check_session(session_id).samplers
+                known = self._ledger.samplers.get(name)
+                if known is not None and (known.row.path != path or known.row.model is not None):
+                    raise Rejected(f"the sampling session {name} was begun with another model", status=400)
+                if known is not None:
+                    return name
+                if path is not None:
+                    self._ledger.checkpoint(path)
+                elif base_model != self._base_name:
+                    message = f"this server has the base model {self._base_name!r}, not {base_model!r}"
+                    raise Rejected(message, status=400)
+                count = max(len(samplers) - self._ledger.limits.samplers_kept + 1, 0)
+                dropped = [old.row.id for old in samplers[:count] if not old.is_busy]
+                for old in dropped:
+                    self._ledger.drop_sampler(old)
+            while not self._add_sampling_session(name, session_id, path, dropped):
+                pass
+        return name
+
+    def _add_sampling_session(self, name: str, session_id: str, path: str | None, dropped: Sequence[str]) -> bool:
+        """Enter a sampling session in the place of others; return False if a save replaced its checkpoint meanwhile."""
+        ledger = self._ledger
+        with ledger.lock:
+            folder = None if path is None else ledger.checkpoint(path).folder
+        row = SamplingRow(id=name, session=session_id, created=time.time(), path=path, folder=folder)
+
+        def write() -> None:
+            with ledger.journal.transaction():
+                for old in dropped:
+                    ledger.journal.drop_sampling_session(old)
+                ledger.journal.put(row)
+
+        self._written(write)  # without the lock, which the event loop takes: a disk may be slow
+        with ledger.lock:
+            self._check_session(session_id)
+            if path is not None and ledger.checkpoint(path).folder != folder:
+                return False
+            if name not in ledger.samplers:
+                ledger.add_sampler(row)
+        return True
+
+    def sampler(self, sampling_session_id: str) -> SamplingRow:
+        """Look up a sampling session.
+
+        Raises:
+            Rejected: 404: there is none.
+        """
+        with self._ledger.lock:
+            sampler = self._ledger.samplers.get(sampling_session_id)
+            if sampler is None:
+                raise Rejected(f"there is no sampling session {sampling_session_id}", status=404)
+            return sampler.row
+
+    # ------------------------------------------------------------------ models and checkpoints
+
+    def get_info(self, model_id: str) -> ModelInfo:
+        """Look up a model.
+
+        Raises:
+            Rejected: 404: there is none (yet).
+        """
+        with self._ledger.lock:
+            row = self._ledger.models.get(model_id)
+            if row is None:
+                raise Rejected(f"there is no model {model_id}: wait for its creation, or create it", status=404)
+            return self._info(row, self._last_checkpoints())
+
+    def models(self) -> list[ModelInfo]:
+        """Return the models of open sessions and those that have checkpoints, newest first."""
+        with self._ledger.lock:
+            last = self._last_checkpoints()
+            kept = {model for model, _ in last}
+            rows = [
+                row for row in self._ledger.models.values() if row.session in self._ledger.sessions or row.id in kept
+            ]
+            return [self._info(row, last) for row in reversed(rows)]
+
+    def _last_checkpoints(self) -> dict[tuple[str, str], CheckpointRow]:
+        """The newest checkpoint of each model and kind."""
+        rows = sorted(self._ledger.checkpoints.values(), key=lambda row: row.created)
+        return {(row.model, row.kind): row for row in rows}
+
+    def _info(self, row: ModelRow, last: Mapping[tuple[str, str], CheckpointRow]) -> ModelInfo:
+        lane = self._ledger.lanes.get(row.id)
+        return ModelInfo(
+            row=row,
+            last_request=self._ledger.last_requests.get(row.id, row.last_request),
+            last_checkpoint=last.get((row.id, "weights")),
+            last_sampler_checkpoint=last.get((row.id, "sampler_weights")),
+            is_corrupted=lane is not None and lane.failure is not None,
+        )
+
+    def checkpoints(self, model_id: str | None = None) -> list[CheckpointRow]:
+        """Return the checkpoints of a model, or all, newest first.
+
+        Raises:
+            Rejected: 404: there is no such model.
+        """
+        with self._ledger.lock:
+            if model_id is not None and model_id not in self._ledger.models:
+                raise Rejected(f"there is no model {model_id}", status=404)
+            rows = [row for row in self._ledger.checkpoints.values() if model_id in (None, row.model)]
+        return sorted(rows, key=lambda row: (-row.created, row.name))
+
+    def checkpoint(self, path: str) -> CheckpointRow:
+        """Look up a checkpoint.
+
+        Raises:
+            Rejected: 400: it is no path; 404: there is none.
+        """
+        with self._ledger.lock:
+            return self._ledger.checkpoint(path)
+
+    def delete_checkpoint(self, path: str) -> None:
+        """Delete a checkpoint. Sampling sessions that were begun from it go on.
+
+        Raises:
+            Rejected: 400: it is no path; 404: there is none; 429: the disk fails.
+        """
+        with self._changing:
+            with self._ledger.lock:
+                row = self._ledger.checkpoint(path)
+            self._written(lambda: self._ledger.journal.drop_checkpoint(row))
+            with self._ledger.lock:
+                key = (row.model, row.kind, row.name)
+                if self._ledger.checkpoints.get(key) is row:  # no save has taken its place meanwhile
+                    del self._ledger.checkpoints[key]
+                self._ledger.is_swept = False
+
+    def _busy(self, message: str) -> Rejected:
+        return Rejected(message, status=429, retry_after=self._ledger.limits.retry_seconds)
+
+    def _written(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except JournalError as error:
+            raise self._busy(str(error)) from error
 
     # ------------------------------------------------------------------ POSTs
 
     @contextmanager
     def receiving(self, model_id: str) -> Iterator[None]:
-        """Stop the clock of a model's gaps while one of its requests is being received, see `Expiry`."""
+        """Stop the clock of a model's gaps while one of its requests is being received, see the top of the file."""
         with self._ledger.lock:
             lane = self._ledger.lanes.get(model_id, Lane(id=model_id, session=""))  # one that nobody knows
             lane.receiving += 1
@@ -203,13 +442,12 @@ class RequestQueue(Sessions):
             with self._ledger.lock:
                 lane.receiving -= 1
 
-    def submit(self, request: Request, body: bytes, content_type: str = "") -> Submitted:
+    def submit(self, request: Request, body: bytes) -> Submitted:
         """Accept a request; it is on the disk when this returns.
 
         Args:
             request: parsed.
-            body: what it was parsed from, decompressed, for `Codec.decode`.
-            content_type: of the body; its kind says it already.
+            body: what it was parsed from, decompressed, for the codec's `decode`.
 
         Raises:
             Rejected: 400: its number is used by other content; 404, 410: no such model or session (any more); 429: no
@@ -224,31 +462,26 @@ class RequestQueue(Sessions):
         )  # fmt: skip
         forward_only = isinstance(request, ForwardBackward) and request.forward_only
         entry = Entry(row=row, request=with_seed(request, seed), forward_only=forward_only)
-        self._accept(entry, body, is_creation=isinstance(request, CreateModel | CreateFromCheckpoint))
+        self._accept(entry, body, is_creation=isinstance(request, Creation))
         count = request.num_samples if isinstance(request, Sample) else 0
         return _submitted(owner, seq, count)
 
-    def refuse(self, model_id: str, seq_id: int, message: str) -> str:
-        """Use up the number of an operation that could not be read; return the id of a future that fails.
+    def refuse(self, owner: str, seq: int, message: str, *, is_creation: bool = False, samples: int = 0) -> Submitted:
+        """Use up the number of a request that could not be read; its future fails.
+
+        Args:
+            owner: id of its model, or sampling session.
+            seq: its number, 0 of a creation.
+            message: what was seen and the remedy.
+            is_creation: whether it would have created the model.
+            samples: sequences that it asked for.
 
         Raises:
             Rejected: as `submit`; 400: the number was accepted before, with what could be read.
         """
-        return self._refuse(model_id, seq_id, message).request_id
-
-    def refuse_creation(self, session_id: str, model_seq_id: int, message: str) -> str:
-        """Use up the number of a creation, see `refuse`."""
-        return self._refuse(f"{session_id}:train:{model_seq_id}", 0, message, is_creation=True).request_id
-
-    def refuse_sample(self, sampling_session_id: str, seq_id: int, num_samples: int, message: str) -> Submitted:
-        """Use up the number of a sample, see `refuse`."""
-        self._refuse(sampling_session_id, seq_id, message)
-        return _submitted(sampling_session_id, seq_id, num_samples)
-
-    def _refuse(self, owner: str, seq: int, message: str, *, is_creation: bool = False) -> Submitted:
         row = RequestRow(owner=owner, seq=seq, session=_session_of(owner), kind=REFUSED, digest=b"", state="failed")
         self._accept(Entry(row=row), None, is_creation=is_creation, failure=message)
-        return _submitted(owner, seq, 0)
+        return _submitted(owner, seq, samples)
 
     def _accept(self, entry: Entry, body: bytes | None, *, is_creation: bool, failure: str | None = None) -> None:
         with self._ledger.lock:
@@ -257,7 +490,7 @@ class RequestQueue(Sessions):
             known = holder.entries.get(entry.row.seq)
             if known is None:
                 self._check_room(entry.row, holder)
-                _add(holder, entry)
+                holder.add(entry)
         if known is not None:
             self._repeat(known, entry, body, is_creation=is_creation, failure=failure)
             return
@@ -265,16 +498,16 @@ class RequestQueue(Sessions):
             self._enter(entry, body, failure)
         except BaseException as error:
             with self._ledger.lock:
-                _remove(holder, entry)
+                holder.remove(entry)
             if isinstance(error, JournalError):
-                raise Rejected(str(error), status=429, retry_after=self._ledger.settings.retry_after) from error
+                raise self._busy(str(error)) from error
             raise
         finally:
             entry.journaled.set()
 
     def _enter(self, entry: Entry, body: bytes | None, failure: str | None) -> None:
         key = (entry.row.owner, entry.row.seq)
-        reply = None if failure is None else failed_reply(self._codec, failure)
+        reply = None if failure is None else self._failed(failure)
         with self._ledger.journal.transaction():
             self._ledger.journal.add_request(entry.row, body=body, now=time.time())
             if reply is not None:
@@ -312,30 +545,26 @@ class RequestQueue(Sessions):
             return self._ledger.add_lane(row.owner, row.session)
         raise Rejected(
             f"there is no model or sampling session {row.owner}: it was never made, or, if an unnamed save, "
-            f"{self._ledger.settings.unnamed_saves} later ones of its model took its place (save under a name)",
+            f"{self._ledger.limits.unnamed_saves} later ones of its model took its place (save under a name)",
             status=404,
         )
 
     def _check_room(self, row: RequestRow, holder: Lane | SamplingSession) -> None:
-        ledger, settings = self._ledger, self._ledger.settings
+        ledger, limits = self._ledger, self._ledger.limits
         if self._is_draining:
-            raise Rejected("the server is going down", status=429, retry_after=settings.retry_after)
+            raise self._busy("the server is going down")
         if not 0 <= row.seq < 2**63:
             raise Rejected(f"request {row.seq} of {row.owner}: numbers count from 0", status=400)
         if isinstance(holder, Lane):
             if row.seq == holder.missing:
                 return  # others wait for it: to refuse it would be to wait for a request that is not let in
-            if row.seq > holder.missing + settings.numbers_ahead:
+            if row.seq > holder.missing + limits.numbers_ahead:
                 raise Rejected(f"request {row.seq} of {row.owner}, which is at {holder.missing}", status=400)
-        full = ledger.waiting >= settings.queued_requests or ledger.waiting_bytes + row.size > settings.queued_bytes
+        full = ledger.waiting >= limits.queued_requests or ledger.waiting_bytes + row.size > limits.queued_bytes
         if row.kind == Sample.__name__:
-            full |= ledger.waiting_samples >= settings.queued_samples
+            full |= ledger.waiting_samples >= limits.queued_samples
         if full and row.kind != REFUSED:
-            raise Rejected(
-                f"{ledger.waiting} requests wait ({ledger.waiting_bytes >> 20} MiB): try again later",
-                status=429,
-                retry_after=settings.retry_after,
-            )
+            raise self._busy(f"{ledger.waiting} requests wait ({ledger.waiting_bytes >> 20} MiB): try again later")
 
     # ------------------------------------------------------------------ futures
 
@@ -396,11 +625,116 @@ class RequestQueue(Sessions):
             return QueueStats(
                 queued=ledger.waiting, queued_bytes=ledger.waiting_bytes, samples_waiting=ledger.waiting_samples,
                 sessions=len(ledger.sessions), models=len(ledger.lanes), samplers=len(ledger.samplers),
-                checkpoints=len(ledger.checkpoints), rows=counts.get("rows", 0), snapshots=counts.get("snapshots", 0),
+                checkpoints=len(ledger.checkpoints), snapshots=counts.get("snapshots", 0),
                 requests_done=_by_kind(counts, ".done"), requests_failed=_by_kind(counts, ".failed"),
                 seconds=dict(thread.seconds), uptime=time.monotonic() - self._began, paused=thread.paused,
                 fault=thread.fault, is_restored=thread.is_restored,
             )  # fmt: skip
+
+    # ------------------------------------------------------------------ what runs out, in the engine thread
+
+    def _failed(self, message: str) -> Reply:
+        """The reply of a request that its client has got wrong."""
+        return self._codec.encode(Failure(message=message, category="user"))
+
+    def _tidy(self) -> None:
+        """Look at what has run out; called in the engine thread about twice a second."""
+        try:
+            self._fail_gaps()
+            self._end_silent_sessions()
+            self._note_retrieved()
+            self._drop_replies()
+        except (JournalError, Rejected):
+            log.exception("the journal cannot be written; tried again")
+
+    def _fail_gaps(self) -> None:
+        gaps = []
+        with self._ledger.lock:
+            now = time.monotonic()
+            elapsed, self._looked = now - self._looked, now
+            for lane in self._ledger.lanes.values():
+                early = lane.early() if lane.open else []
+                missing = lane.missing if early else None
+                if missing != lane.gap:
+                    lane.gap, lane.gap_seconds = missing, 0.0
+                elif missing is not None and not lane.receiving:  # a call in chunks is sent with the first one last
+                    lane.gap_seconds += elapsed
+                if missing is not None and lane.gap_seconds >= self._ledger.limits.gap_seconds:
+                    gaps.append((lane, missing, early))
+        for lane, missing, early in gaps:
+            self._fail_gap(lane, missing, early)
+
+    def _fail_gap(self, lane: Lane, missing: int, early: list[Entry]) -> None:
+        message = f"request {missing} of {lane.id} never arrived: this one, which comes after it, was not carried out"
+        reply, absent = self._failed(message), []
+        given_up = self._failed(f"this request of {lane.id} arrived after those behind it had been given up")
+        with self._ledger.lock:
+            for number in range(missing, early[-1].row.seq):
+                if number not in lane.entries:
+                    row = RequestRow(
+                        owner=lane.id, seq=number, session=lane.session, kind=MISSING, digest=b"", state="failed"
+                    )
+                    absent.append(Entry(row=row))
+                    lane.add(absent[-1])  # one that arrives now is a repetition
+        try:
+            self._commit_gap(absent, early, given_up, reply)
+        except BaseException:
+            with self._ledger.lock:
+                for entry in absent:
+                    lane.remove(entry)
+            raise
+        finally:
+            for entry in absent:
+                entry.journaled.set()
+        with self._ledger.lock:
+            for entry in absent:
+                self._ledger.arrive(entry)
+                self._ledger.done(entry, "failed", given_up)
+            for entry in early:
+                self._ledger.done(entry, "failed", reply)
+
+    def _commit_gap(self, absent: list[Entry], early: list[Entry], given_up: Reply, reply: Reply) -> None:
+        journal = self._ledger.journal
+        with journal.transaction():
+            for entry in absent:
+                journal.add_request(entry.row, body=None, now=time.time())
+                journal.finish_request(entry.row.owner, entry.row.seq, state="failed", reply=given_up, keep_body=False)
+            for entry in early:
+                journal.finish_request(entry.row.owner, entry.row.seq, state="failed", reply=reply, keep_body=False)
+
+    def _end_silent_sessions(self) -> None:
+        late = time.monotonic() - self._ledger.limits.idle_seconds
+        with self._ledger.lock:
+            silent = [session.row.id for session in self._ledger.sessions.values() if session.last_seen < late]
+        for session in silent:
+            log.info("the session %s ended: its client fell silent", session)
+            self.finish(session)
+
+    def _note_retrieved(self) -> None:
+        """Enter in the journal which replies were fetched."""
+        with self._ledger.lock:
+            keys = [*self._ledger.retrieved_now]
+        if keys:
+            self._ledger.journal.note_retrieved(keys, now=time.time())
+            with self._ledger.lock:
+                del self._ledger.retrieved_now[: len(keys)]
+
+    def _drop_replies(self) -> None:
+        old = time.time() - self._ledger.limits.result_seconds
+        with self._ledger.lock:
+            keys = [key for key, when in self._ledger.retrieved.items() if when < old]
+        if keys:
+            samples = [key for key in keys if key[0] in self._ledger.samplers]
+            with self._ledger.journal.transaction():
+                self._ledger.journal.drop_requests(samples)
+                self._ledger.journal.drop_replies(keys)
+            with self._ledger.lock:
+                for key in keys:
+                    self._ledger.uncache(key)
+                    self._ledger.retrieved.pop(key, None)
+                for owner, seq in samples:
+                    if (sampler := self._ledger.samplers.get(owner)) is not None:
+                        sampler.entries.pop(seq, None)
 
 
 def _by_kind(counts: dict[str, int], suffix: str) -> dict[str, int]:
@@ -414,17 +748,3 @@ def _session_of(owner: str) -> str:
 def _submitted(owner: str, seq: int, samples: int) -> Submitted:
     name = f"{owner}:{seq}"
     return Submitted(request_id=name, sequence_ids=tuple(f"{name}:{number}" for number in range(samples)))
-
-
-def _add(holder: Lane | SamplingSession, entry: Entry) -> None:
-    if isinstance(holder, Lane):
-        holder.add(entry)
-    else:
-        holder.entries[entry.row.seq] = entry
-
-
-def _remove(holder: Lane | SamplingSession, entry: Entry) -> None:
-    if isinstance(holder, Lane):
-        holder.remove(entry)
-    else:
-        holder.entries.pop(entry.row.seq, None)

@@ -1,23 +1,44 @@
-"""Ranks that compute rows of one work: every rank has the same plan, each computes its rows, gradients are summed.
+"""The ranks of a service: their processes, what they compute together, and a base model sharded over them (FSDP2).
 
     rank 0   row 0   row 2   row 4 ┐
     rank 1   row 1   row 3         ┘ one sum of the gradients, when the last row has run; results go to all ranks
 
-All of it goes over a process group of its own: gloo for objects, whatever the devices.
+Every rank has the same plan and computes its rows. Objects go over a process group of its own: gloo, whatever the
+devices.
+
+    rank 0 ──stdin──▶ rank 1      its end of the pipe closes with rank 0, however that ends: then rank 1 ends too
+           ◀──exit──              a rank that fails ends rank 0, whose state is on the disk
+
+Rank 0 starts the others of its machine, or torchrun starts all, whose agent does the same: none outlives another.
+
+Of a sharded base model each rank keeps its part of every layer; a rank that computes a layer gathers it first, and
+frees it after. So all ranks run the same passes in the same order: forward, and backward if every rank has one. A rank
+without a row runs an idle one, of one token that does not count. Adapters are not sharded: they are small. An error in
+the midst of a pass leaves the others waiting for the rank that raised it, so that the service ends; its state is on the
+disk.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar, final
 
 import torch
 from torch import distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from vlmpack.errors import ConfigError, VlmpackError
+from vlmpack.families.family import Family
 from vlmpack.service.clients import Gradients
 
 IDLE = timedelta(days=3650)
@@ -130,3 +151,160 @@ def end(status: int) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     os._exit(status)
+
+
+# ---------------------------------------------------------------------- processes
+
+
+log = logging.getLogger("vlmpack.service")
+
+LAUNCHED = "VLMPACK_LAUNCHED"
+"""Variable of processes that `launch` started, whose standard input is a pipe from rank 0."""
+LAST_SECONDS = 10.0
+"""Time that ranks which rank 0 stopped have to end."""
+
+
+@final
+class Launched:
+    """The other ranks of this machine, which this process started; it ends if one of them fails."""
+
+    def __init__(self, workers: int, arguments: Sequence[str]) -> None:
+        """Start them; this process goes on as rank 0.
+
+        Args:
+            workers: ranks, this one included.
+            arguments: of the `vlmpack` command that the others run too, such as `sys.argv[1:]`.
+        """
+        self.store = TCPStore("127.0.0.1", 0, workers, is_master=True, wait_for_workers=False)
+        """Where the ranks find each other."""
+        threads = str(max(1, (os.cpu_count() or 1) // workers))
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(int(threads))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port), "WORLD_SIZE": str(workers)}
+        environment = {"OMP_NUM_THREADS": threads, **os.environ, **shared, LAUNCHED: "1"}
+        self._watches = []
+        for rank in range(1, workers):
+            # a session of its own: Ctrl-C is for rank 0, which stops the others
+            other = subprocess.Popen(
+                [sys.executable, "-m", "vlmpack.cli", *arguments],
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
+            watch = threading.Thread(target=_end_with, args=(rank, other), name=f"vlmpack-rank-{rank}", daemon=True)
+            watch.start()
+            self._watches.append(watch)
+        os.environ.update(shared, RANK="0", LOCAL_RANK="0")
+
+    def wait(self) -> None:
+        """Wait until they have ended; rank 0 has stopped them."""
+        for watch in self._watches:
+            watch.join(LAST_SECONDS)
+
+
+def join(launched: Launched | None = None) -> Ranks | None:
+    """Join the other ranks, if this process launched them, or was launched by one or by torchrun; None: it is alone.
+
+    A GPU is chosen by the local rank.
+
+    Args:
+        launched: the others, if this process started them.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return None
+    store = None if launched is None else launched.store
+    if LAUNCHED in os.environ:
+        threading.Thread(target=_end_with_rank_0, name="vlmpack-rank-0", daemon=True).start()
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
+    return join_at(store, rank=int(os.environ["RANK"]), size=size, gpu=int(os.environ["LOCAL_RANK"]))
+
+
+def join_at(store: TCPStore | None, *, rank: int, size: int, gpu: int) -> Ranks:
+    """Join the other ranks.
+
+    Args:
+        store: where they find each other; None: where the variables of torchrun say.
+        rank: of this process.
+        size: number of ranks.
+        gpu: number of this rank's GPU, if there are any.
+    """
+    has_gpus = torch.cuda.is_available()
+    if has_gpus:
+        torch.cuda.set_device(gpu)
+    place: dict[str, Any] = {} if store is None else {"store": store, "rank": rank}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", world_size=size, **place)
+    return Ranks()
+
+
+def _end_with(rank: int, other: subprocess.Popen[bytes]) -> None:
+    """End this process if another rank fails; one that rank 0 stopped ends with 0."""
+    if status := other.wait():
+        log.error("rank %d ended with status %d, so the service ends; its state is kept: start it again", rank, status)
+        end(FAILED)
+
+
+def _end_with_rank_0() -> None:
+    """End this process when rank 0 is gone, whose end of the pipe closes then."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    end(FAILED)
+
+
+# ---------------------------------------------------------------------- a sharded base model
+
+
+LEAST_TORCH = (2, 13)
+"""The first PyTorch whose FSDP2 can forget a forward pass without a backward pass."""
+
+
+@final
+class Sharding:
+    """The sharded base model of this rank."""
+
+    def __init__(self, model: Any, family: Family, ranks: Ranks, *, device: str) -> None:
+        """Shard a model in place, layer by layer, and move it to its device.
+
+        Args:
+            model: frozen, with packing enabled for several ranks.
+            family: of the model.
+            ranks: over which it is sharded.
+            device: type of the ranks' devices.
+
+        Raises:
+            ConfigError: PyTorch is too old.
+        """
+        if tuple(int(part) for part in torch.__version__.split(".")[:2]) < LEAST_TORCH:
+            least = ".".join(map(str, LEAST_TORCH))
+            raise ConfigError(f"--shard needs PyTorch {least} or newer, not {torch.__version__}; leave it out")
+        # in-place changes of a pass's outputs would be wrong; nothing here makes any
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
+        self._model, self._ranks = model, ranks
+        mesh = init_device_mesh(device, (ranks.size,))
+        for part in (*_blocks(model, family), model):
+            fully_shard(part, mesh=mesh)
+
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """Passes that all ranks run alike; what FSDP2 keeps of a forward pass without a backward pass is freed.
+
+        An error other than of the library's own, which every rank raises before its passes, ends the process.
+        """
+        try:
+            yield
+        except VlmpackError:
+            raise
+        except Exception:
+            log.exception("rank %d failed amid a pass that all ranks run, so the service ends", self._ranks.rank)
+            end(FAILED)
+        self._model.reset_iter_state()
+
+    def all_agree(self, value: bool) -> bool:
+        """Return whether `value` is true on every rank."""
+        return all(self._ranks.gather(value))
+
+
+def _blocks(model: Any, family: Family) -> Iterator[Any]:
+    """Layers of the text model, and blocks of the vision tower."""
+    yield from family.language_model(model).get_submodule("layers").children()
+    yield from family.vision_blocks(model)

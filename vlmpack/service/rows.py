@@ -1,18 +1,28 @@
-"""One row of datums: which share it, its forward and backward pass, results split by datum again.
+"""Training requests that run together: planned into rows, run a row at a time, results split by request again.
 
-    datums    a, b of one adapter, c of another        spans: 2 of them
-    row       a a a b b | c c c c                      hidden states of the whole row in one pass
-    head      a a a b b   c c c c                      log-probabilities, each span by its own head
-    losses    -> slopes: dL / dlogprob of each token   the backward pass begins there
+    requests of one model     [a b c] [d e]        plan: rows by two budgets, tokens and patches
+    row 0   a a a d d         forward, backward
+    row 1   b b c e e e       forward, backward    after the last one the gradient reaches the model, all of it
+    results [a b c] [d e]
 
-The losses see log-probabilities alone. What routers of experts would add (a load-balancing loss) is not computed: a
-gradient is that of the datums' losses, summed, and so the same in whatever rows they are.
+    datums  P a   P b   P c   d        P: a prompt with an image, a to c: its completions
+    row     P a b c | d                tokens that are computed; the budget limits these
+
+Rows depend on the requests alone. Requests that want no gradient have rows of their own, computed without one: half of
+what a row costs, and more, is its backward pass.
+
+The losses see log-probabilities alone: `slopes`, dL / dlogprob of each token, are where the backward pass begins. What
+routers of experts would add (a load-balancing loss) is not computed: a gradient is that of the datums' losses, summed,
+and so the same in whatever rows they are.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, final
@@ -20,16 +30,46 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from vlmpack.families.family import Family
+from vlmpack.layout.batch import IMAGE, TEXT, HostMetadata, Media
+from vlmpack.layout.media_units import content_numbers
 from vlmpack.layout.prefix_tree import PrefixTree
-from vlmpack.layout.row import PackedRow
-from vlmpack.layout.sharing import share
+from vlmpack.layout.row import IGNORE, PackedRow
+from vlmpack.layout.segments import Segments
+from vlmpack.layout.sharing import find_prefix_tree, share
 from vlmpack.model.engine import packing_state
 from vlmpack.model.head import target_logprobs
 from vlmpack.model.step import PackedStep
-from vlmpack.service.adapters import Adapters, Span
-from vlmpack.service.clients import ClientModel
-from vlmpack.service.datums import EncodedDatum, EncodedSequence, row_of
-from vlmpack.service.losses import BoundLoss
+from vlmpack.plan.lengths import Budget
+from vlmpack.plan.planner import plan_bins
+from vlmpack.plan.prefix_groups import ALONE, PrefixGroups
+from vlmpack.service.clients import Adapters, ClientModel, Gradients
+from vlmpack.service.datums import EncodedDatum, EncodedRequest, EncodedSequence
+from vlmpack.service.losses import TARGETS, BoundLoss, bind_loss
+from vlmpack.service.messages import Failure, ForwardBackwardResult
+from vlmpack.service.ranks import Ranks, Sharding
+
+log = logging.getLogger(__name__)
+
+SLACK = (1.01, 1.03, 1.1, 1.2, 1.4)
+"""Budgets that are tried for rows of like size, as parts of their mean."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RowSettings:
+    """Budgets of a row, and how it is computed. A datum beyond a budget has a row of its own."""
+
+    tokens: int
+    """Most tokens that are computed."""
+    patches: int
+    """Most patches of images."""
+    recomputes: bool = False
+    """True if layers are computed again in the backward pass (gradient checkpointing)."""
+    min_shared: int | None = None
+    """Tokens from which a beginning that datums have in common is computed once; None: each computes its own."""
+    image_token: int | None = None
+    """Placeholder of images; None: the model takes none."""
 
 
 @final
@@ -51,7 +91,138 @@ class WorkCount:
     """Patches that went through the vision tower."""
 
     def __add__(self, other: WorkCount) -> WorkCount:
-        return WorkCount(**{name: value + vars(other)[name] for name, value in vars(self).items()})
+        return WorkCount(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+
+# ---------------------------------------------------------------------- which datums share a row
+
+
+def plan_rows(sequences: Sequence[EncodedSequence], settings: RowSettings, *, ranks: int = 1) -> list[list[int]]:
+    """Numbers of the sequences that share each row, in the order of the rows; inside a row they keep their order.
+
+    The rows are as few as the budgets allow, rounded up to a multiple of the ranks, and of like size: ranks wait for
+    the largest one, and a row that is nearly empty costs more than it computes.
+
+    Args:
+        sequences: of one model.
+        settings: the budgets.
+        ranks: that compute rows at the same time.
+    """
+    lengths = np.array([sequence.length for sequence in sequences])
+    patches = np.array([sequence.patches for sequence in sequences])
+    tree = None
+    if settings.min_shared is not None:  # of all sequences, as one row would have it
+        images = content_numbers([image.pixel_values for sequence in sequences for image in sequence.images])
+        row = _tokens_row(sequences, settings.image_token)
+        tree = find_prefix_tree(row, images=images, min_shared=settings.min_shared)
+    groups = None if tree is None else _groups_of(tree)
+    shared = None if groups is None else _patches_of(sequences, groups, settings.image_token)
+    limits = [Budget(name="patches", costs=patches, limit=settings.patches, shared=shared)] if patches.any() else []
+
+    def bins(tokens: int) -> list[list[int]]:
+        plan = plan_bins(lengths, tokens, budgets=limits, oversize="own_row", groups=groups)
+        return [sorted(int(at) for at in row) for row in plan]
+
+    rows = bins(settings.tokens)
+    count = ranks * math.ceil(len(rows) / ranks)
+    if count == 1:
+        return rows
+    total = lengths.sum() if tree is None else tree.num_tokens
+    for slack in SLACK:
+        tokens = max(int(lengths.max()), math.ceil(slack * total / count))
+        if tokens < settings.tokens and len(even := bins(tokens)) <= count:
+            return even
+    return rows
+
+
+def _groups_of(tree: PrefixTree) -> PrefixGroups:
+    """Nodes of a tree that several samples have in common, as groups of samples."""
+    samples_of = np.zeros(len(tree.parents), np.int64)
+    for leaf in tree.leaves:
+        samples_of[list(tree.path(leaf))] += 1
+    number_of = np.where(samples_of > 1, np.cumsum(samples_of > 1) - 1, ALONE)
+    shared = np.flatnonzero(samples_of > 1)
+    inner = [max((node for node in tree.path(leaf) if samples_of[node] > 1), default=ALONE) for leaf in tree.leaves]
+    parents = np.array(tree.parents)[shared]
+    return PrefixGroups(
+        of_samples=np.array([ALONE if node == ALONE else number_of[node] for node in inner]),
+        parents=np.where(parents == ALONE, ALONE, number_of[parents]),
+        tokens=np.array([sum(tree.lengths[on] for on in tree.path(int(node))) for node in shared], np.int64),
+    )
+
+
+def _patches_of(sequences: Sequence[EncodedSequence], groups: PrefixGroups, image_token: int | None) -> np.ndarray:
+    """int64 [K]: patches of the images in each prefix, which holds them whole."""
+    found = np.zeros(len(groups), np.int64)
+    for sequence, innermost in zip(sequences, groups.of_samples, strict=True):
+        if sequence.images:
+            is_image = sequence.input_ids == image_token
+            patches_a_token = sequence.patches // np.count_nonzero(is_image)
+            group = int(innermost)
+            while group != ALONE:
+                found[group] = patches_a_token * np.count_nonzero(is_image[: groups.tokens[group]])
+                group = int(groups.parents[group])
+    return found
+
+
+# ---------------------------------------------------------------------- one row
+
+
+def _tokens_row(sequences: Sequence[EncodedSequence], image_token: int | None) -> PackedRow:
+    """Sequences one after the other as a row without gaps, its images' grids but not their pixels."""
+    ids = torch.from_numpy(np.concatenate([sequence.input_ids for sequence in sequences]))[None]
+    images = [image for sequence in sequences for image in sequence.images]
+    lengths = tuple(sequence.length for sequence in sequences)
+    return PackedRow(
+        input_ids=ids,
+        segments=Segments.from_lengths(lengths),
+        mm_token_type_ids=None if image_token is None else torch.where(ids == image_token, IMAGE, TEXT),
+        metadata=HostMetadata(
+            lengths=lengths,
+            image_grids=tuple(image.grid for image in images),
+            images_per_sample=tuple(len(sequence.images) for sequence in sequences) if images else (),
+        ),
+    )
+
+
+def row_of(sequences: Sequence[EncodedSequence], family: Family, config: Any) -> PackedRow:
+    """The same with pixels, for a model of this family and configuration; no token has a label."""
+    row = _tokens_row(sequences, config.image_token_id if family.has_vision else None)
+    assert row.metadata is not None
+    images, media = [image for sequence in sequences for image in sequence.images], Media()
+    if images:
+        pixel_values = torch.cat([image.pixel_values for image in images])
+        media = Media(pixel_values=pixel_values, image_grid_thw=torch.tensor([image.grid for image in images]))
+    labels, metadata = torch.full_like(row.input_ids, IGNORE), replace(row.metadata, num_targets=0)
+    return replace(row, shift_labels=labels, media=media, metadata=metadata)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowItem:
+    """A datum in a row."""
+
+    request: int
+    """Number of its request in the work."""
+    number: int
+    """Its number in that request."""
+    datum: EncodedDatum
+    """The datum."""
+    loss: BoundLoss
+    """Its loss."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Row:
+    """A planned row: datums of one model."""
+
+    client: ClientModel
+    """The model."""
+    items: tuple[RowItem, ...]
+    """Its datums in order."""
+    backward: bool
+    """True if its gradient is wanted."""
 
 
 @final
@@ -67,22 +238,6 @@ class DatumResult:
     """True if the loss and its derivatives are."""
 
 
-# ---------------------------------------------------------------------- one row
-
-
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RowItem:
-    """A segment of a row."""
-
-    client: ClientModel
-    """Its model."""
-    datum: EncodedDatum
-    """The datum."""
-    loss: BoundLoss
-    """Its loss."""
-
-
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ComputedRow:
@@ -95,48 +250,40 @@ class ComputedRow:
 
 
 def compute_row(
-    items: Sequence[RowItem],
+    row: Row,
     adapters: Adapters,
     *,
-    backward: bool,
     recomputes: bool = False,
     min_shared: int | None = None,
     agree: Callable[[bool], bool] = bool,
 ) -> ComputedRow:
-    """Compute one row; with `backward`, gradients are added to `.grad` of the clients' parameters.
+    """Compute one row; if its gradient is wanted, it is added to `.grad` of the model's parameters.
 
     If a loss is not finite, there is no backward pass.
 
     Args:
-        items: segments in order; those of one client stand together.
+        row: the row.
         adapters: the hooks on the base model.
-        backward: whether to compute gradients.
-        recomputes: whether layers are computed again for them.
-        min_shared: tokens from which a beginning that datums of one client share is computed once; None: it is not.
+        recomputes: whether layers are computed again in the backward pass.
+        min_shared: tokens from which a beginning that datums share is computed once; None: it is not.
         agree: whether a backward pass that this row can have is made, because those of other ranks can have theirs.
     """
-    spans = [
-        Span(adapter=client.adapter, length=sum(item.datum.sequence.length for item in group))
-        for client, group in _runs(items, lambda item: item.client)
-    ]
-    model = items[0].client.model
+    model, items = row.client.model, row.items
     if recomputes:
-        _set_recomputing(model, recomputes=backward)
-    state = packing_state(model)
-    row = row_of([item.datum.sequence for item in items], state.family, model.config)
-    if min_shared is not None and len(spans) == 1:
-        row = share(row, min_shared=min_shared)
-    with torch.set_grad_enabled(backward), adapters.applied(*spans):
-        hidden = _hidden_of(model, row)
+        _set_recomputing(model, recomputes=row.backward)
+    packed = row_of([item.datum.sequence for item in items], packing_state(model).family, model.config)
+    if min_shared is not None:
+        packed = share(packed, min_shared=min_shared)
+    with torch.set_grad_enabled(row.backward), adapters.applied(row.client.adapter):
         targets = np.concatenate([item.datum.targets for item in items])
-        logprobs = _row_logprobs(model, hidden, targets, row.tree, spans, adapters)
-        leaf = logprobs.detach().requires_grad_(backward)
+        logprobs = _logprobs(model, _hidden_of(model, packed), targets, packed.tree)
+        leaf = logprobs.detach().requires_grad_(row.backward)
         losses = _token_losses(leaf, items)
-        slopes = torch.autograd.grad(losses.sum(), leaf)[0] if backward else torch.zeros_like(leaf)
+        slopes = torch.autograd.grad(losses.sum(), leaf)[0] if row.backward else torch.zeros_like(leaf)
         results = _split(leaf, losses, slopes, items)
-        if backward and agree(all(result.is_finite for result in results)):
+        if row.backward and agree(all(result.is_finite for result in results)):
             torch.autograd.backward(logprobs, slopes)
-    return ComputedRow(results=results, tokens=len(targets) if row.tree is None else row.tree.num_tokens)
+    return ComputedRow(results=results, tokens=len(targets) if packed.tree is None else packed.tree.num_tokens)
 
 
 def _set_recomputing(model: Any, *, recomputes: bool) -> None:
@@ -158,48 +305,24 @@ def _hidden_of(model: Any, row: PackedRow) -> torch.Tensor:
     return step.row_last_hidden[0]
 
 
-def _row_logprobs(
-    model: Any,
-    hidden_TD: torch.Tensor,
-    targets_T: np.ndarray,
-    tree: PrefixTree | None,
-    spans: Sequence[Span],
-    adapters: Adapters,
-) -> torch.Tensor:
+def _logprobs(model: Any, hidden_TD: torch.Tensor, targets_T: np.ndarray, tree: PrefixTree | None) -> torch.Tensor:
     """float32 [T]: log-probability of every target; what datums share, targets too, goes through the head once."""
+    state = packing_state(model)
+    head, chunk, device = state.family.to_logits(model), state.config.head_chunk, hidden_TD.device
     if tree is None:
-        return span_logprobs(model, hidden_TD, torch.from_numpy(targets_T).to(hidden_TD.device), spans, adapters)
+        return target_logprobs(hidden_TD, torch.from_numpy(targets_T).to(device), head, chunk=chunk)
     pairs_2T = np.stack([tree.place("cpu").numpy(), targets_T])
     _, first, entry = np.unique(pairs_2T, axis=1, return_index=True, return_inverse=True)
-    distinct, of_row = (torch.from_numpy(places.reshape(-1)).to(hidden_TD.device) for places in (first, entry))
-    targets = torch.from_numpy(targets_T[first]).to(hidden_TD.device)
-    (span,) = spans
-    one = [replace(span, length=len(first))]
-    return span_logprobs(model, hidden_TD.index_select(0, distinct), targets, one, adapters).index_select(0, of_row)
-
-
-def span_logprobs(
-    model: Any, hidden_TD: torch.Tensor, targets_T: torch.Tensor, spans: Sequence[Span], adapters: Adapters
-) -> torch.Tensor:
-    """float32 [T]: log-probability of every target, each span by the head with its own adapter."""
-    state = packing_state(model)
-    family, text_config = state.family, state.family.text_config(model.config)
-    head, name, lengths = family.head(model), family.head_path, [span.length for span in spans]
-
-    def head_of(span: Span) -> Callable[[torch.Tensor], torch.Tensor]:
-        # `forward`, not a call: the hook on the head belongs to the whole row
-        return lambda hidden: family.logits(adapters.added(head.forward(hidden), hidden, span, name), text_config)
-
-    parts = zip(hidden_TD.split(lengths), targets_T.split(lengths), spans, strict=True)
-    chunk = state.config.head_chunk
-    return torch.cat([target_logprobs(hidden, ids, head_of(span), chunk=chunk) for hidden, ids, span in parts])
+    distinct, of_row = (torch.from_numpy(places.reshape(-1)).to(device) for places in (first, entry))
+    targets = torch.from_numpy(targets_T[first]).to(device)
+    return target_logprobs(hidden_TD.index_select(0, distinct), targets, head, chunk=chunk).index_select(0, of_row)
 
 
 def _token_losses(logprobs: torch.Tensor, items: Sequence[RowItem]) -> torch.Tensor:
-    """float32 [T]: what each token adds."""
-    lengths = [item.datum.sequence.length for item in items]
-    parts, pieces = [], iter(logprobs.split(lengths))
-    for loss, group in _runs(items, lambda item: item.loss):
+    """float32 [T]: what each token adds; neighbors with the same loss are computed together."""
+    parts, pieces = [], iter(logprobs.split([item.datum.sequence.length for item in items]))
+    for loss, same in groupby(items, lambda item: item.loss):
+        group = list(same)
         inputs = {
             name: torch.from_numpy(np.concatenate([item.datum.inputs[name] for item in group])).to(logprobs.device)
             for name in group[0].datum.floats
@@ -214,16 +337,192 @@ def _split(
     """By datum, on the host."""
     bounds = np.cumsum([item.datum.sequence.length for item in items])[:-1]
     columns = torch.stack([logprobs.detach(), losses.detach(), slopes]).cpu().numpy()
-    return [_datum_result(part) for part in np.split(columns, bounds, axis=1)]
+    results = []
+    for part in np.split(columns, bounds, axis=1):
+        is_finite = bool(np.isfinite(part).all())
+        loss = float(part[1].sum(dtype=np.float64)) if is_finite else math.nan
+        results.append(DatumResult(logprobs=part[0].copy(), loss=loss, is_finite=is_finite))
+    return results
 
 
-def _datum_result(columns: np.ndarray) -> DatumResult:
-    """Of float32 [3, N]: log-probabilities, losses and derivatives."""
-    is_finite = bool(np.isfinite(columns).all())
-    loss = float(columns[1].sum(dtype=np.float64)) if is_finite else math.nan
-    return DatumResult(logprobs=columns[0].copy(), loss=loss, is_finite=is_finite)
+# ---------------------------------------------------------------------- the rows of some requests
 
 
-def _runs(items: Sequence[RowItem], key: Callable[[RowItem], Any]) -> list[tuple[Any, list[RowItem]]]:
-    """Neighbours with the same key."""
-    return [(value, list(group)) for value, group in groupby(items, key)]
+@final
+class RowWork:
+    """Training requests that run together. Their models change when the last row has run."""
+
+    def __init__(
+        self,
+        requests: Sequence[EncodedRequest],
+        clients: Mapping[str, ClientModel],
+        adapters: Adapters,
+        settings: RowSettings,
+        *,
+        count: Callable[[WorkCount], None],
+        ranks: Ranks | None = None,
+        sharding: Sharding | None = None,
+    ) -> None:
+        """Plan the rows.
+
+        Args:
+            requests: that run together.
+            clients: their models by id.
+            adapters: the hooks on the base model.
+            settings: what a row may hold.
+            count: is called with what each row computed.
+            ranks: that each compute some of the rows; None: this process computes all.
+            sharding: of the base model over these ranks; None: each has all of it.
+        """
+        self._requests, self._clients, self._adapters, self._settings = list(requests), clients, adapters, settings
+        self._count, self._ranks, self._sharding = count, ranks, sharding
+        self._rows: deque[Row] = deque()
+        self._failures: dict[int, Failure] = {}
+        self._results: dict[tuple[int, int], DatumResult] = {}
+        self._gradients: dict[ClientModel, Gradients] = {}
+        self._plan()
+
+    @property
+    def rows_left(self) -> int:
+        """Rows that have not run."""
+        return len(self._rows)
+
+    def run_row(self) -> None:
+        """Compute the next row; with several ranks the next rows, one on each.
+
+        Raises:
+            Exception: whatever the model raises. Nothing has changed then, and `cancel` ends the work.
+        """
+        if self._ranks is None:
+            row = self._rows[0]
+            self._take(row, self._compute(row))
+        else:
+            self._run_on(self._ranks)
+
+    def cancel(self) -> None:
+        """Forget everything: no model has changed."""
+        self._rows.clear()
+        self._gradients.clear()
+
+    def results(self) -> list[ForwardBackwardResult | Failure]:
+        """One for each request, in order; all rows have to have run."""
+        assert not self._rows
+        return [self._failures.get(at) or self._result(at, request) for at, request in enumerate(self._requests)]
+
+    # ------------------------------------------------------------------ rows
+
+    def _plan(self) -> None:
+        groups: dict[tuple[str, bool], list[RowItem]] = {}
+        for at, request in enumerate(self._requests):
+            if at not in self._failures:
+                data = enumerate(request.data)
+                items = [RowItem(request=at, number=number, datum=d, loss=request.loss) for number, d in data]
+                groups.setdefault((request.model_id, request.forward_only), []).extend(items)
+        ranks = 1 if self._ranks is None else self._ranks.size
+        for (model_id, forward_only), group in groups.items():
+            for numbers in plan_rows([item.datum.sequence for item in group], self._settings, ranks=ranks):
+                items = tuple(group[number] for number in numbers)
+                self._rows.append(Row(client=self._clients[model_id], items=items, backward=not forward_only))
+
+    def _compute(self, row: Row) -> ComputedRow:
+        settings = self._settings
+        with self._lent(row.client) if row.backward else nullcontext():
+            return compute_row(row, self._adapters, recomputes=settings.recomputes, min_shared=settings.min_shared)
+
+    def _compute_alike(self, rows: Sequence[Row], rank: int, sharding: Sharding) -> ComputedRow | None:
+        """Compute this rank's row, or an idle one, as all ranks run the same passes."""
+        row, is_idle = rows[min(rank, len(rows) - 1)], rank >= len(rows)
+        if is_idle:
+            row = replace(row, items=(_idle_item(),))
+        with sharding.passes(), self._lent(row.client) if row.backward else nullcontext():
+            computed = compute_row(row, self._adapters, recomputes=self._settings.recomputes, agree=sharding.all_agree)
+        return None if is_idle else computed
+
+    def _run_on(self, ranks: Ranks) -> None:
+        """Compute a row on each rank; every rank gets all results, and so the same state but for gradients."""
+        rows = [self._rows[at] for at in range(min(ranks.size, len(self._rows)))]
+        if self._sharding is not None:
+            rows = [row for row in rows if row.backward == rows[0].backward]
+        outcome: ComputedRow | str | None = None
+        try:
+            if self._sharding is not None:
+                outcome = self._compute_alike(rows, ranks.rank, self._sharding)
+            elif ranks.rank < len(rows):
+                outcome = self._compute(rows[ranks.rank])
+        except Exception as error:  # the other ranks wait for what this one says
+            log.exception("rank %d failed in a row", ranks.rank)
+            outcome = f"rank {ranks.rank}: {type(error).__name__}: {error}"
+        outcomes = ranks.gather(outcome)
+        if errors := [of_rank for of_rank in outcomes if isinstance(of_rank, str)]:
+            raise RuntimeError("; ".join(errors))
+        for row, computed in zip(rows, outcomes, strict=False):
+            self._take(row, computed)
+
+    def _take(self, row: Row, computed: ComputedRow) -> None:
+        """Count a row and keep its results; without the requests whose datums are not finite, the work begins again."""
+        sequences = [item.datum.sequence for item in row.items]
+        self._count(
+            WorkCount(
+                rows=1,
+                datums=len(sequences),
+                tokens=sum(sequence.length for sequence in sequences),
+                computed=computed.tokens,
+                capacity=max(computed.tokens, self._settings.tokens),
+                patches=sum(sequence.patches for sequence in sequences),
+            )
+        )
+        if row not in self._rows:  # of another rank, and the work has begun again
+            return
+        results = list(zip(row.items, computed.results, strict=True))
+        if bad := [item for item, result in results if not result.is_finite]:
+            for item in bad:
+                message = (
+                    f"datum {item.number}: its loss or gradient is not finite; look at its logprobs, which may be far "
+                    "from those of the model, and at its weights and advantages"
+                )
+                self._failures.setdefault(item.request, Failure(message=message, category="user"))
+            self.cancel()
+            self._results.clear()
+            self._plan()
+        else:
+            self._rows.remove(row)
+            self._results |= {(item.request, item.number): result for item, result in results}
+        if not self._rows:
+            self._finish()
+
+    def _finish(self) -> None:
+        for client in dict.fromkeys(self._clients.values()):
+            gradients = self._gradients.get(client)
+            if self._ranks is not None:
+                gradients = self._ranks.sum(gradients, client.parameters)
+            if gradients is not None:
+                client.add(gradients)
+        self._gradients.clear()
+
+    @contextmanager
+    def _lent(self, client: ClientModel) -> Iterator[None]:
+        """Lay what the work has accumulated where a backward pass adds to it, and take it up again."""
+        gradients = self._gradients.get(client) or [None] * len(client.parameters)
+        for parameter, gradient in zip(client.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        try:
+            yield
+            self._gradients[client] = [parameter.grad for parameter in client.parameters]
+        finally:
+            for parameter in client.parameters:
+                parameter.grad = None
+
+    def _result(self, at: int, request: EncodedRequest) -> ForwardBackwardResult:
+        results = [self._results[at, number] for number in range(len(request.data))]
+        metrics = {
+            "loss:sum": sum(result.loss for result in results),
+            "tokens:sum": float(sum(datum.sequence.length for datum in request.data)),
+        }
+        return ForwardBackwardResult(logprobs=tuple(result.logprobs for result in results), metrics=metrics)
+
+
+def _idle_item() -> RowItem:
+    """The only item of a row that computes nothing that counts."""
+    inputs = {TARGETS: np.zeros(1, np.int64), "weights": np.zeros(1, np.float32)}
+    datum = EncodedDatum(sequence=EncodedSequence(input_ids=np.zeros(1, np.int64)), inputs=inputs)
+    return RowItem(request=0, number=0, datum=datum, loss=bind_loss("cross_entropy", {}))

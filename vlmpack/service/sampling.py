@@ -1,4 +1,4 @@
-"""Sampling as the queue sees it: an interface for engines, and the built-in one, which batches continuously.
+"""The built-in sampling engine, which batches continuously on the model that is trained.
 
     add ──▶ waiting requests of each snapshot ──prefill──▶ running batches ──decode──▶ results
                  └── one slice of work a `step`: some prompts, or a few tokens of one batch ──┘
@@ -11,60 +11,126 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, final
+from secrets import randbits
+from typing import TYPE_CHECKING, final
 
+import numpy as np
 import torch
 from torch import nn
 
 from vlmpack.errors import RequestError, VlmpackError
 from vlmpack.service.datums import EncodedSequence
-from vlmpack.service.generation import Agree, Batch, Growing, Prefilled, Reader, begin, groups_by_length, itself
+from vlmpack.service.generation import Agree, Batch, Ending, Growing, Prefilled, Reader, begin, groups_by_length, itself
 from vlmpack.service.messages import Failure, Sample, SampleResult
-from vlmpack.service.sampling_jobs import Job, SampledModel, ending_of
+
+if TYPE_CHECKING:
+    from vlmpack.service.engine import Weights
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SampledModel:
+    """Properties of the model that the built-in engine needs beside its weights."""
+
+    max_context: int
+    """Longest sequence that the model reads."""
+    eos_token_ids: tuple[int, ...]
+    """Ids that end a sequence, unless a request has an empty list of stops."""
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Token ids to text, special tokens included; None: stop strings are refused."""
+
+
+@final
+@dataclass(kw_only=True, eq=False)
+class Job:
+    """One request and its sequences."""
+
+    key: str
+    """Of the request."""
+    session_id: str
+    """Of its sampling session."""
+    prompt: EncodedSequence
+    """The prompt that it samples after."""
+    request: Sample
+    """The request."""
+    waiting: deque[Growing] = field(default_factory=deque)
+    """Sequences that have not begun."""
+    sequences: tuple[Growing, ...] = ()
+    """All of them, in the order of their seeds."""
+    prompt_logprobs: np.ndarray | None = None
+    """float32 [N]; None: not wanted, or not yet computed."""
+    is_cached: bool = False
+    """True if another request had its prompt computed."""
+    unfinished: int = 0
+    """Sequences that are not done."""
+    is_alone: bool = False
+    """True if it runs by itself, as it failed together with others."""
+
+    @property
+    def needs_scores(self) -> bool:
+        """Return whether the log-probabilities of its prompt are still to be computed."""
+        return self.request.prompt_logprobs and self.prompt_logprobs is None
+
+    @property
+    def ends_at_once(self) -> bool:
+        """Return whether each sequence is one token."""
+        return self.sequences[0].ending.max_tokens == 1
+
+    def begin(self, ending: Ending) -> None:
+        """Make its sequences anew, none of them begun."""
+        params = self.request.params
+        seed = randbits(63) if params.seed is None else params.seed
+        self.sequences = tuple(
+            Growing(
+                prompt=self.prompt, params=params, ending=ending, seed=seed + i, key=self.key, is_alone=self.is_alone
+            )
+            for i in range(self.request.num_samples)
+        )
+        self.waiting = deque(self.sequences)
+        self.unfinished = len(self.sequences)
+
+    def outcome(self) -> SampleResult | Failure:
+        """Its result."""
+        for sequence in self.sequences:
+            if sequence.error is not None:
+                return Failure(message=sequence.error, category="server")
+        results = tuple(sequence.result() for sequence in self.sequences)
+        hits = self.prompt.length if self.is_cached else 0
+        return SampleResult(sequences=results, prompt_logprobs=self.prompt_logprobs, prompt_cache_hit_tokens=hits)
+
+
+def ending_of(prompt: EncodedSequence, request: Sample, model: SampledModel) -> Ending:
+    """Return when sequences of a request end.
+
+    Raises:
+        RequestError: the model's context has no room for it.
+    """
+    params, room = request.params, model.max_context - prompt.length + 1  # the last token is not read again
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {prompt.length} tokens, but the model reads {model.max_context}; shorten it"
+        )
+    if params.max_tokens is not None and params.max_tokens > room:
+        raise RequestError(
+            f"the prompt has {prompt.length} tokens and max_tokens is {params.max_tokens}, but the model reads "
+            f"{model.max_context} tokens; leave max_tokens out, or set it to {room} at most"
+        )
+    if params.stop_strings and model.decode is None:
+        raise RequestError("this server has no tokenizer for stop strings; give the ids of tokens in stop")
+    is_endless = params.stop_tokens == () and not params.stop_strings
+    return Ending(
+        stop_tokens=frozenset(() if is_endless else (*model.eos_token_ids, *(params.stop_tokens or ()))),
+        stop_strings=params.stop_strings,
+        max_tokens=params.max_tokens or max(room - 1, 1),
+        decode=model.decode,
+    )
+
 
 Finished = tuple[str, SampleResult | Failure]
 """Key of a request, and what has become of it."""
-
-
-class SamplingEngine(Protocol):
-    """The interface of engines that sample. One thread calls its methods."""
-
-    @property
-    def sampled_tokens(self) -> int:
-        """Tokens sampled so far; any thread reads it."""
-        ...
-
-    def open(self, session_id: str, folder: Path | None) -> None:
-        """Begin a sampling session on a snapshot; None: on the base model. Nothing is read before its first request."""
-        ...
-
-    def close(self, session_id: str) -> None:
-        """End a sampling session; its requests that are not done fail."""
-        ...
-
-    def add(self, key: str, session_id: str, prompt: EncodedSequence, request: Sample) -> None:
-        """Take up a request. If it cannot be served, the next `step` returns its failure."""
-        ...
-
-    def step(self) -> list[Finished]:
-        """Do one slice of work and return what is finished."""
-        ...
-
-    @property
-    def is_idle(self) -> bool:
-        """Return whether there is nothing to do and nothing to return."""
-        ...
-
-
-class Weights(Protocol):
-    """Weights that the built-in engine samples with, of a snapshot or of the base model; they do not change."""
-
-    def applied(self) -> AbstractContextManager[nn.Module]:
-        """Yield the model, packing enabled, which computes with these weights until the context ends."""
-        ...
 
 
 @final
@@ -227,7 +293,7 @@ class BatchedSampling:
 
     def add(self, key: str, session_id: str, prompt: EncodedSequence, request: Sample) -> None:
         """Take up a request."""
-        job = Job(key, session_id, prompt, request)
+        job = Job(key=key, session_id=session_id, prompt=prompt, request=request)
         try:
             if session_id not in self._folders:
                 raise RequestError(f"sampling session {session_id!r} is not open; create one")
@@ -332,7 +398,7 @@ class BatchedSampling:
     def _started(self, lane: _Lane, batch: Batch, reader: Reader) -> None:
         lane.batches.append(batch)
         self.sampled_tokens += len(batch.sequences)
-        if batch.is_settled:
+        if not batch.open:
             self._settle(lane, batch, reader)
 
     def _decode(self, lane: _Lane, batch: Batch, reader: Reader) -> None:
@@ -340,12 +406,12 @@ class BatchedSampling:
         lane.batches.rotate(-1)
         used, budget = 0, self._settings.prefill_tokens
         for _ in range(self._settings.decode_steps):
-            if batch.is_settled:
+            if not batch.open:
                 self._join(lane, batch)
                 batch.take(batch.step(reader), reader)
                 self.sampled_tokens += len(batch.sequences)
             used += self._settle(lane, batch, reader, tokens=budget - used)
-            if not batch.sequences or not batch.is_settled or used >= budget:
+            if not batch.sequences or batch.open or used >= budget:
                 return
 
     @staticmethod
@@ -362,7 +428,7 @@ class BatchedSampling:
         used = batch.settle(reader, tokens=tokens)
         self.canonical_tokens += used
         self.forgotten_tokens += batch.forgotten - before
-        if not batch.is_settled:
+        if batch.open:
             return used
         for sequence in batch.leave():
             job = self._jobs[sequence.key]

@@ -25,19 +25,14 @@ from starlette.types import ASGIApp
 from vlmpack.data.processor import load_processor
 from vlmpack.errors import ConfigError
 from vlmpack.families.registry import family_named
-from vlmpack.layout.sharing import MIN_SHARED
-from vlmpack.service import wire
-from vlmpack.service.app import make_app
 from vlmpack.service.bodies import BodyReader
 from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.distributed import DistributedEngine, follow
 from vlmpack.service.engine import Engine, EngineConfig
-from vlmpack.service.http import Endpoints, Served
+from vlmpack.service.http import Endpoints, make_app
 from vlmpack.service.journal import Journal
-from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.queue import QueueSettings, RequestQueue
+from vlmpack.service.queue import RequestQueue
 from vlmpack.service.ranks import Ranks
-from vlmpack.service.rest import Lists
 from vlmpack.service.status import INTERVAL, Metric, Snapshot, Status
 from vlmpack.service.vllm import set_sampler
 
@@ -67,28 +62,20 @@ class Base:
     processor: Any
     """Its processor; of a text model its tokenizer."""
 
+    def engine(self, config: EngineConfig, ranks: Ranks | None) -> Engine:
+        """Make the engine of one process, which is one of `ranks`."""
+        return Engine(self.model, self.processor, name=self.name, tokenizer_id=self.source, config=config, ranks=ranks)
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class ServiceSettings:
+class ServiceSettings(EngineConfig):
     """Settings of a service."""
 
     state: Path
     """The state folder."""
     key: str
     """Clients send it with each request."""
-    limits: ServiceLimits = ServiceLimits()  # noqa: RUF009 (frozen)
-    """Of requests."""
-    lora_only: bool = False
-    """Refuse models that are trained as a whole."""
-    gradient_checkpointing: bool = False
-    """Compute layers again in the backward pass instead of keeping what they computed."""
-    share_rows: bool = False
-    """Let datums of several adapters share rows."""
-    share_prefixes: bool = True
-    """Compute once what datums of a row begin with alike."""
-    shard_on: str | None = None
-    """Shard the base model over the ranks, on devices of this type; None: each has all of it."""
     sampler: str = "exact"
     """One of `SAMPLERS` of vllm.py."""
     drain_seconds: float = 60.0
@@ -179,23 +166,6 @@ def check_key(key: str, place: str) -> str:
 # ---------------------------------------------------------------------- the service
 
 
-def make_engine(base: Base, settings: ServiceSettings, ranks: Ranks | None = None) -> Engine:
-    """Make the engine of one process, which is one of `ranks`.
-
-    Raises:
-        ConfigError: settings that the model's family does not have. FamilyError: it cannot be packed exactly.
-    """
-    config = EngineConfig(
-        limits=settings.limits,
-        lora_only=settings.lora_only,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        share_rows=settings.share_rows,
-        min_shared=MIN_SHARED if settings.share_prefixes else None,
-        shard_on=settings.shard_on,
-    )
-    return Engine(base.model, base.processor, name=base.name, tokenizer_id=base.source, config=config, ranks=ranks)
-
-
 @final
 class Service:
     """Engine, queue and app of one base model.
@@ -211,39 +181,31 @@ class Service:
 
     def __init__(self, base: Base, settings: ServiceSettings, *, ranks: Ranks | None = None) -> None:
         self.settings = settings
-        limits = settings.limits
-        engine = make_engine(base, settings, ranks)
+        engine = base.engine(settings, ranks)
         set_sampler(engine, settings.sampler, source=base.source)
         if settings.sampler == "exact" and base.model.dtype.itemsize < 4:
             log.info("exact sampling in 16 bits: each block of tokens is checked in a pass of its own; --sampler fast")
         self.engine = engine if ranks is None else DistributedEngine(engine, ranks)
         """Computes."""
-        self.queue = RequestQueue(self.engine, settings.state, codec=wire, settings=_queue_settings(limits))
+        self.queue = RequestQueue(self.engine, settings.state, limits=settings.limits)
         """Orders and remembers."""
         self.status = Status(snapshot=self._snapshot)
         """Shows."""
         self._draining = threading.Event()
         self._drainer: threading.Thread | None = None
 
-    @property
-    def is_draining(self) -> bool:
-        """Return whether the service is about to stop."""
-        return self._draining.is_set()
-
     def app(self) -> ASGIApp:
         """Make the ASGI app; it starts the queue with itself, and stops it."""
-        served = Served(name=self.engine.base.name, context=self.engine.base.max_context)
         limits = self.settings.limits
         endpoints = Endpoints(
             queue=self.queue,
-            served=served,
+            base=self.engine.base,
             limits=limits,
             bodies=BodyReader(limits=limits),
             is_draining=self._draining.is_set,
         )
-        lists = Lists(queue=self.queue, endpoints=endpoints)
-        routes: list[BaseRoute] = [*endpoints.routes(), *lists.routes(), *self.status.routes()]
-        return make_app(routes, key=self.settings.key, not_found=endpoints.not_found, lifespan=self._lifespan)
+        routes: list[BaseRoute] = [*endpoints.routes(), *self.status.routes()]
+        return make_app(routes, key=self.settings.key, endpoints=endpoints, lifespan=self._lifespan)
 
     @asynccontextmanager
     async def _lifespan(self, app: Any) -> AsyncIterator[None]:
@@ -272,7 +234,7 @@ class Service:
 
     def _drain(self) -> None:
         log.info("stopping: work under way has %g s", self.settings.drain_seconds)
-        self.queue.drain(self.settings.drain_seconds)
+        self.queue.close(drain=self.settings.drain_seconds)
         if isinstance(self.engine, DistributedEngine):
             self.engine.stop()
         log.info("stopped")
@@ -327,18 +289,6 @@ class Service:
         return Snapshot(title=self.engine.base.name, metrics=metrics, tokens=tokens, fault=fault)
 
 
-def _queue_settings(limits: ServiceLimits) -> QueueSettings:
-    return QueueSettings(
-        gap_timeout=limits.gap_seconds,
-        session_timeout=limits.idle_seconds,
-        reply_kept=limits.result_seconds,
-        queued_requests=limits.queued_requests,
-        queued_bytes=limits.queued_bytes,
-        numbers_ahead=limits.numbers_ahead,
-        sessions=limits.sessions,
-    )
-
-
 # ---------------------------------------------------------------------- the process
 
 
@@ -348,7 +298,7 @@ def follow_rank_0(base: Base, settings: ServiceSettings, ranks: Ranks) -> None:
     Raises:
         ConnectionError: rank 0 is gone.
     """
-    engine = make_engine(base, settings, ranks)
+    engine = base.engine(settings, ranks)
     if settings.sampler != "vllm":  # which rank 0 runs by itself
         set_sampler(engine, settings.sampler, source=base.source)
     follow(engine, ranks)

@@ -27,7 +27,6 @@ SECONDS_A_DAY = 86_400
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
     "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
 }
 TYPES = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -118,11 +117,7 @@ class Status:
 
     async def page(self, request: Request) -> Response:
         """Return the status page."""
-        headers = {
-            "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
-            "Cache-Control": "no-store",
-        }
-        return Response(render(self.snapshot(), list(self._speeds)), media_type="text/html", headers=headers)
+        return Response(render(self.snapshot(), list(self._speeds)), media_type="text/html", headers=HEADERS)
 
 
 def render(state: Snapshot, speeds: Sequence[float]) -> str:

@@ -24,8 +24,7 @@ from vlmpack.errors import RequestError, VlmpackError, check_extra
 from vlmpack.service.datums import EncodedSequence
 from vlmpack.service.generation import Ending
 from vlmpack.service.messages import Failure, ImageChunk, Sample, SampledSequence, SampleResult, TextChunk
-from vlmpack.service.sampling import Finished, SamplingSettings
-from vlmpack.service.sampling_jobs import SampledModel, ending_of
+from vlmpack.service.sampling import Finished, SampledModel, SamplingSettings, ending_of
 
 if TYPE_CHECKING:
     from vlmpack.service.engine import Engine
@@ -97,12 +96,11 @@ def set_sampler(engine: Engine, kind: str, *, source: str) -> None:
         ConfigError: vLLM is not installed.
     """
     config, base, family = engine.model.config, engine.base, engine.family
-    model = engine.sampled
     if kind == "vllm":
         llm = open_vllm(source, VllmSettings(max_context=base.max_context))
         placeholders = (config.image_token_id, config.video_token_id) if family.has_vision else ()
         image_token_id = config.image_token_id if family.has_vision else None
-        engine.sampler = VllmSampling(llm, model, image_token_id=image_token_id, forbidden=placeholders)
+        engine.sampler = VllmSampling(llm, engine.sampled, image_token_id=image_token_id, forbidden=placeholders)
     else:
         rounding = None if kind == "exact" else 0.0
         engine.sampler = engine.new_sampling(SamplingSettings(rounding=rounding))

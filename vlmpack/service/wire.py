@@ -18,36 +18,10 @@ from typing import Any, final
 import numpy as np
 
 from vlmpack.errors import RequestError
-from vlmpack.service import protobuf
-from vlmpack.service.messages import (
-    AdamParams,
-    Chunk,
-    CreatedModel,
-    CreateFromCheckpoint,
-    CreateModel,
-    Failure,
-    ForwardBackwardResult,
-    ImageChunk,
-    LoadedWeights,
-    LoadWeights,
-    LoraConfig,
-    OptimStep,
-    OptimStepResult,
-    Outcome,
-    Request,
-    Sample,
-    SampleResult,
-    SamplingParams,
-    SavedForSampler,
-    SavedWeights,
-    SaveForSampler,
-    SaveWeights,
-    TextChunk,
-)
+from vlmpack.service import messages, protobuf
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 INT32, INT64 = 2**31 - 1, 2**63 - 1
-LARGEST = sys.float_info.max
 METADATA_CHARACTERS = 16_384
 """Most characters of the notes that a client attaches to a session, model or checkpoint."""
 
@@ -61,20 +35,15 @@ ADAM_DEFAULTS = {
 }
 """The client's own."""
 
-NOT_SAMPLED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
-NOT_SCORED = ("prompt_logprobs_last_n", "record_stability_info")
+NOT_SAMPLED = (
+    "topk_prompt_logprobs",
+    "topk_sample_logprobs",
+    "target_prompt_logprobs",
+    "prompt_alt_tokens_k",
+    "prompt_logprobs_last_n",
+    "record_stability_info",
+)
 """Settings of a sampling request that this service does not have."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Encoded:
-    """An outcome as it goes over the wire."""
-
-    content_type: str
-    """JSON, or protobuf for results of training and sampling."""
-    body: bytes
-    """The bytes."""
 
 
 # ---------------------------------------------------------------------- fields of a JSON object
@@ -143,7 +112,9 @@ class Fields:
         """Return a finite number between bounds."""
         value = self._get(name, default if nullable or name not in self.nulls else ...)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not -LARGEST <= value <= LARGEST:  # compares whole numbers that no float can hold, too
+        if (
+            not is_number or not -sys.float_info.max <= value <= sys.float_info.max
+        ):  # compares whole numbers that no float can hold, too
             raise RequestError(f"{self.place}{name}: {_shown(value)}; a finite number is needed")
         if not low <= value <= high:
             raise RequestError(f"{self.place}{name}: {value}; a number from {low} to {high} is needed")
@@ -213,7 +184,7 @@ def _shown(value: Any) -> str:
 # ---------------------------------------------------------------------- requests
 
 
-def decode(kind: str, body: bytes) -> Request:
+def decode(kind: str, body: bytes) -> messages.Request:
     """Parse a body that was accepted before.
 
     Args:
@@ -228,7 +199,12 @@ def decode(kind: str, body: bytes) -> Request:
     return READERS[kind](Fields.parse(body))
 
 
-def _optim_step(fields: Fields) -> OptimStep:
+def _numbered(fields: Fields) -> dict[str, Any]:
+    """Fields that every operation of a model has."""
+    return {"model_id": fields.text("model_id"), "seq_id": fields.integer("seq_id", low=1)}
+
+
+def _optim_step(fields: Fields) -> messages.OptimStep:
     if "optimizer_params" in fields:
         raise RequestError(
             f"optimizer_params {_shown(fields.values['optimizer_params'])}: this service has AdamW alone"
@@ -242,23 +218,25 @@ def _optim_step(fields: Fields) -> OptimStep:
     for name in ("beta1", "beta2"):
         if numbers[name] >= 1:
             raise RequestError(f"adam_params.{name}: {numbers[name]}; a number below 1 is needed")
+    if np.float32(numbers["eps"]) == 0:
+        raise RequestError(
+            f"adam_params: eps is {numbers['eps']}, which is 0 in float32, so that a step without a gradient would be "
+            "0 / 0; send 1e-12 or more"
+        )
     numbers["grad_clip_norm"] = max(numbers["grad_clip_norm"], 0.0)  # the client's documents: not above 0 is off
-    return OptimStep(
-        model_id=fields.text("model_id"), seq_id=fields.integer("seq_id", low=1), adam=AdamParams(**numbers)
-    )
+    return messages.OptimStep(**_numbered(fields), adam=messages.AdamParams(**numbers))
 
 
-def _save_weights(fields: Fields) -> SaveWeights:
-    return SaveWeights(
-        model_id=fields.text("model_id"),
-        seq_id=fields.integer("seq_id", low=1),
+def _save_weights(fields: Fields) -> messages.SaveWeights:
+    return messages.SaveWeights(
+        **_numbered(fields),
         name=fields.text("path"),
         overwrite=fields.flag("overwrite", False),
         user_metadata=fields.metadata(),
     )
 
 
-def _save_for_sampler(fields: Fields) -> SaveForSampler:
+def _save_for_sampler(fields: Fields) -> messages.SaveForSampler:
     name = fields.text("path", None)
     kind = fields.text("kind", "snapshot")
     if kind not in ("snapshot", "inflight"):
@@ -266,19 +244,17 @@ def _save_for_sampler(fields: Fields) -> SaveForSampler:
     number = fields.integer("sampling_session_seq_id", None, high=INT64)
     if name is None and number is None:
         raise RequestError("neither path nor sampling_session_seq_id: send the name of the snapshot as path")
-    return SaveForSampler(
-        model_id=fields.text("model_id"),
-        seq_id=fields.integer("seq_id", low=1),
+    return messages.SaveForSampler(
+        **_numbered(fields),
         name=name,
         sampling_session_seq_id=number if name is None else None,
         user_metadata=fields.metadata(),
     )
 
 
-def _load_weights(fields: Fields) -> LoadWeights:
-    return LoadWeights(
-        model_id=fields.text("model_id"),
-        seq_id=fields.integer("seq_id", low=1),
+def _load_weights(fields: Fields) -> messages.LoadWeights:
+    return messages.LoadWeights(
+        **_numbered(fields),
         path=fields.text("path"),
         optimizer=fields.flag("optimizer"),
     )
@@ -289,9 +265,9 @@ def _refuse_other_optimizers(fields: Fields) -> None:
         raise RequestError(f"optimizer_config.type {_shown(kind)}: this service has adamw alone")
 
 
-def _create_model(fields: Fields) -> CreateModel:
+def _create_model(fields: Fields) -> messages.CreateModel:
     _refuse_other_optimizers(fields)
-    return CreateModel(
+    return messages.CreateModel(
         session_id=fields.text("session_id"),
         model_seq_id=fields.integer("model_seq_id"),
         base_model=fields.text("base_model"),
@@ -300,20 +276,20 @@ def _create_model(fields: Fields) -> CreateModel:
     )
 
 
-def _lora(fields: Fields) -> LoraConfig:
+def _lora(fields: Fields) -> messages.LoraConfig:
     targets = ("train_unembed", "train_mlp", "train_attn")
     fields.refuse_others(("rank", "seed", *targets))
     chosen = {name: fields.flag(name, True) for name in targets}
     if not any(chosen.values()):
         raise RequestError("lora_config: no part of the model is trained; set one of " + ", ".join(targets))
-    return LoraConfig(
+    return messages.LoraConfig(
         rank=fields.integer("rank", low=1), seed=fields.integer("seed", None, low=-INT64 - 1, high=INT64), **chosen
     )
 
 
-def _create_from_checkpoint(fields: Fields) -> CreateFromCheckpoint:
+def _create_from_checkpoint(fields: Fields) -> messages.CreateFromCheckpoint:
     _refuse_other_optimizers(fields)
-    return CreateFromCheckpoint(
+    return messages.CreateFromCheckpoint(
         session_id=fields.text("session_id"),
         model_seq_id=fields.integer("model_seq_id"),
         path=fields.text("path"),
@@ -323,11 +299,11 @@ def _create_from_checkpoint(fields: Fields) -> CreateFromCheckpoint:
     )
 
 
-def _sample(fields: Fields) -> Sample:
-    for name in (*NOT_SAMPLED, *NOT_SCORED):
+def _sample(fields: Fields) -> messages.Sample:
+    for name in NOT_SAMPLED:
         if fields.values.get(name, 0) not in (0, False):
             raise RequestError(f"{name} {_shown(fields.values[name])}: this service does not compute it")
-    return Sample(
+    return messages.Sample(
         sampling_session_id=fields.text("sampling_session_id"),
         seq_id=fields.integer("seq_id", high=INT64),
         prompt=tuple(
@@ -340,26 +316,26 @@ def _sample(fields: Fields) -> Sample:
     )
 
 
-def _chunk(fields: Fields) -> Chunk:
+def _chunk(fields: Fields) -> messages.Chunk:
     kind = fields.text("type")
     if kind == "encoded_text":
         tokens = fields.array("tokens")
         if not all(type(token) is int and abs(token) <= INT32 for token in tokens):
             raise RequestError(f"{fields.place}tokens: something else than token ids, which are whole numbers")
-        return TextChunk(tokens=np.array(tokens, dtype=np.int32))
+        return messages.TextChunk(tokens=np.array(tokens, dtype=np.int32))
     if kind == "image":
         try:
             data = base64.b64decode(fields.text("data"), validate=True)
         except (binascii.Error, ValueError) as error:
             raise RequestError(f"{fields.place}data: not base64 ({error})") from error
         expected = fields.integer("expected_tokens", None)
-        return ImageChunk(data=data, format=fields.text("format"), expected_tokens=expected)
+        return messages.ImageChunk(data=data, format=fields.text("format"), expected_tokens=expected)
     if kind == "image_asset_pointer":
         raise RequestError(f"{fields.place}location: this service fetches nothing; send the image's bytes (ImageChunk)")
     raise RequestError(f"{fields.place}type {_shown(kind)}: this service takes text and images")
 
 
-def _sampling_params(fields: Fields) -> SamplingParams:
+def _sampling_params(fields: Fields) -> messages.SamplingParams:
     fields.refuse_others(("max_tokens", "seed", "stop", "temperature", "top_k", "top_p"))
     top_k = fields.integer("top_k", -1, low=-1)
     if (top_p := fields.number("top_p", 1.0, low=0.0, high=1.0)) == 0:
@@ -374,7 +350,7 @@ def _sampling_params(fields: Fields) -> SamplingParams:
         ids = []
     if any(not check_text(text, "sampling_params.stop") for text in texts):
         raise RequestError("sampling_params.stop: an empty text stops everything")
-    return SamplingParams(
+    return messages.SamplingParams(
         max_tokens=fields.integer("max_tokens", None, low=1),
         seed=fields.integer("seed", None, low=-INT64 - 1, high=INT64),
         temperature=fields.number("temperature", 1.0, low=0.0),
@@ -385,7 +361,7 @@ def _sampling_params(fields: Fields) -> SamplingParams:
     )
 
 
-READERS: Mapping[str, Callable[[Fields], Request]] = {
+READERS: Mapping[str, Callable[[Fields], messages.Request]] = {
     "OptimStep": _optim_step,
     "SaveWeights": _save_weights,
     "SaveForSampler": _save_for_sampler,
@@ -400,29 +376,29 @@ READERS: Mapping[str, Callable[[Fields], Request]] = {
 # ---------------------------------------------------------------------- outcomes
 
 
-def encode(outcome: Outcome) -> Encoded:
+def encode(outcome: messages.Outcome) -> messages.Reply:
     """Encode a result or a failure as the client expects it."""
-    if isinstance(outcome, ForwardBackwardResult | SampleResult):
-        return Encoded(content_type=PROTOBUF, body=protobuf.encode_result(outcome))
-    return Encoded(content_type=JSON, body=to_json(_plain(outcome)))
+    if isinstance(outcome, messages.ForwardBackwardResult | messages.SampleResult):
+        return messages.Reply(content_type=PROTOBUF, body=protobuf.encode_result(outcome))
+    return messages.Reply(content_type=JSON, body=to_json(_plain(outcome)))
 
 
-def _plain(outcome: Outcome) -> dict[str, Any]:
+def _plain(outcome: messages.Outcome) -> dict[str, Any]:
     match outcome:
-        case Failure():
+        case messages.Failure():
             return {"error": outcome.message, "category": outcome.category}
-        case OptimStepResult():
+        case messages.OptimStepResult():
             metrics = {name: value for name, value in outcome.metrics.items() if isfinite(value)}
             return {"metrics": metrics, "type": "optim_step"}
-        case CreatedModel():
+        case messages.CreatedModel():
             return {"model_id": outcome.model_id, "type": "create_model"}
-        case SavedWeights():
+        case messages.SavedWeights():
             return {"path": outcome.path, "type": "save_weights"}
-        case SavedForSampler():
+        case messages.SavedForSampler():
             session = outcome.sampling_session_id
             extra = {} if session is None else {"sampling_session_id": session}
             return {"path": outcome.path, **extra, "type": "save_weights_for_sampler"}
-        case LoadedWeights():
+        case messages.LoadedWeights():
             extra = {} if outcome.model_id is None else {"model_id": outcome.model_id}
             return {"path": outcome.path, **extra, "type": "load_weights"}
     raise AssertionError(f"{type(outcome).__name__} is encoded as protobuf")

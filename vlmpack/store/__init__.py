@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from vlmpack.store.cache import LengthCache
-from vlmpack.store.measure import measure_lengths
-from vlmpack.store.planning import StoreSettings
+from vlmpack.store.measure import LengthCache, measure_lengths
 from vlmpack.store.read import PackedDataset
-from vlmpack.store.write import write_rows
+from vlmpack.store.write import StoreSettings, write_rows
 
 __all__ = [
     "LengthCache",

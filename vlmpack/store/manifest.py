@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, final
 
 from vlmpack.collate.collator import VLMCollator
 from vlmpack.collate.processor_metadata import AUDIO_FIELDS, TEMPLATE_FIELDS, ProcessorMetadata, parts_of, pixel_bounds
-from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.errors import ConfigError
 from vlmpack.files import unreadable
-from vlmpack.plan.length_table import LengthTable
-from vlmpack.plan.plan import Plan
 
-FORMAT, VERSION = "vlmpack.rows", 3
+FORMAT, VERSION = "vlmpack.rows", 4
 NAME, PLAN, LENGTHS, LEFT_OUT = "manifest.json", "plan.zip", "lengths.zip", "left_out.jsonl"
 """Files of a store, besides its shards."""
+WORK = ".work"
+"""Folder in a store that is not finished."""
 
 
 @final
@@ -39,8 +38,8 @@ class Shard:
     """Its size."""
     sha256: str
     """Of the file."""
-    footer: str
-    """SHA-256 of its footer, which has the offsets of all columns and a checksum of each row."""
+    samples: str
+    """Digest of the digests of its samples, which its footer has too: no file of another store is taken for it."""
 
 
 @final
@@ -61,7 +60,7 @@ class Counts:
     tokens: int
     """Tokens of all samples."""
     targets: int
-    """Tokens that are learnt."""
+    """Tokens that are trained on."""
     images: int
     """Images."""
     videos: int
@@ -148,23 +147,18 @@ class Manifest:
                     f"{path} is {content['format']} of version {content['version']}, and this vlmpack reads {FORMAT} "
                     f"of version {VERSION}; pack again"
                 )
-            manifest = cls._from_json(content)
-            if json.loads(json.dumps(manifest.to_json())) != content:
+            if content.pop("digest") != _digest(content):
                 raise ValueError("it was changed since it was written: its digest is another one")
-            _check_shards(manifest)
+            counts, sizes = Counts(**content["counts"]), FixedSizes(**content["sizes"])
+            shards = tuple(Shard(**shard) for shard in content["shards"])
+            parts = {"counts": counts, "sizes": sizes, "shards": shards}
+            return cls(**{**{field.name: content[field.name] for field in fields(cls)}, **parts})
         except ConfigError:
             raise
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"{path} is damaged ({error!r:.200}); restore it, or remove the folder and pack again"
             ) from error
-        return manifest
-
-    @classmethod
-    def _from_json(cls, content: Mapping[str, Any]) -> Manifest:
-        shards = tuple(Shard(**shard) for shard in content["shards"])
-        parts = {"counts": Counts(**content["counts"]), "sizes": FixedSizes(**content["sizes"]), "shards": shards}
-        return cls(**{**{field.name: content[field.name] for field in fields(cls)}, **parts})
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -177,16 +171,6 @@ def shard_name(number: int, files: int) -> str:
     return f"rows-{number:05d}-of-{files:05d}.parquet"
 
 
-def _check_shards(manifest: Manifest) -> None:
-    """Raise a ValueError unless files lie in the folder, each once and in order, and have the rows that are counted."""
-    names = [shard.file for shard in manifest.shards]
-    for number, name in enumerate(names):
-        if name != (expected := shard_name(number, len(names))):
-            raise ValueError(f"it names {name!r} where {expected} belongs")
-    if (rows := sum(shard.rows for shard in manifest.shards)) != manifest.counts.rows:
-        raise ValueError(f"its files have {rows} rows, and it counts {manifest.counts.rows}")
-
-
 # ---------------------------------------------------------------------- the folder
 
 
@@ -195,63 +179,38 @@ def is_store(folder: str | Path) -> bool:
     return (Path(folder) / NAME).is_file()
 
 
-def check_shard_files(folder: Path, manifest: Manifest, *, verify: bool = False) -> None:
-    """Refuse a store whose files of rows are missing or have another size; with `verify` also another SHA-256.
+def is_unfinished_store(folder: str | Path) -> bool:
+    """Return whether a store was begun in a folder and not finished."""
+    return not is_store(folder) and (Path(folder) / WORK).is_dir()
+
+
+def check_files(folder: Path, manifest: Manifest, *, others: Sequence[str] = (), verify: bool = False) -> None:
+    """Refuse a store that has lost a file of rows, or whose files have another size; with `verify` another SHA-256.
+
+    Args:
+        folder: of the store.
+        manifest: of the store.
+        others: files besides those of rows that have to be there.
+        verify: read all files of rows.
 
     Raises:
-        ConfigError: one does; names it.
+        ConfigError: it has; names the file.
     """
-    for shard in manifest.shards:
-        path = folder / shard.file
+    expected = {**dict.fromkeys(others), **{shard.file: shard for shard in manifest.shards}}
+    for name, shard in expected.items():
+        path, fault = folder / name, ""
         try:
             size = path.stat().st_size if path.is_file() else None
         except OSError as error:
             raise unreadable(path, error) from error
         if size is None:
-            raise _lost(path, f"is not there, and {NAME} lists it with {shard.bytes} bytes")
-        if size != shard.bytes:
-            raise _lost(path, f"has {size} bytes, and {NAME} lists it with {shard.bytes}")
-        if verify and sha256_of(path) != shard.sha256:
-            raise _lost(path, f"is damaged: its SHA-256 is not that of {NAME}")
-
-
-def check_other_files(folder: Path, manifest: Manifest) -> None:
-    """Refuse a store whose plan, lengths or list of samples left out are missing, damaged or of another store.
-
-    Raises:
-        ConfigError: one is; names it.
-    """
-    try:
-        plan, table = Plan.load(folder / PLAN), LengthTable.load(folder / LENGTHS)
-    except (ConfigError, LayoutError) as error:
-        raise _lost(folder, f"lacks a file ({error})") from error
-    if plan.digest != manifest.plan:
-        raise _lost(folder / PLAN, "is the plan of other rows")
-    if (table.measured, len(table.refused)) != (manifest.counts.total, manifest.counts.refused):
-        raise _lost(folder / LENGTHS, "holds the lengths of other samples")
-    if Counter(entry["reason"] for entry in read_left_out(folder)) != Counter(manifest.reasons):
-        raise _lost(folder / LEFT_OUT, f"does not list the samples that {NAME} counts")
-
-
-def read_left_out(folder: Path) -> list[dict[str, Any]]:
-    """Read the list of samples in no row, by their places; empty where there is no list.
-
-    Raises:
-        ConfigError: it is damaged.
-    """
-    path = folder / LEFT_OUT
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []  # texts may hold U+2028
-        return [
-            {**entry, "index": int(entry["index"]), "reason": str(entry["reason"]), "digest": str(entry["digest"])}
-            for entry in map(json.loads, lines)
-        ]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _lost(path, f"is damaged ({error!r:.200})") from error
-
-
-def _lost(path: Path, fault: str) -> ConfigError:
-    return ConfigError(f"{path} {fault}; restore it, or remove the folder and pack again")
+            fault = "is not there"
+        elif shard is not None and size != shard.bytes:
+            fault = f"has {size} bytes, and {NAME} lists it with {shard.bytes}"
+        elif shard is not None and verify and sha256_of(path) != shard.sha256:
+            fault = f"is damaged: its SHA-256 is not that of {NAME}"
+        if fault:
+            raise ConfigError(f"{path} {fault}; restore it, or remove the folder and pack again")
 
 
 def sha256_of(path: Path) -> str:
@@ -279,7 +238,7 @@ _SIZES = ("patch_size", "merge_size", "temporal_patch_size")
 NOT_TOKENS = {"assistant_ids", "newline_ids", *_SIZES, *TEMPLATE_FIELDS, *AUDIO_FIELDS}
 """Fields of `ProcessorMetadata` that vocabulary, template and image settings decide."""
 PROBE = "The total is 75,000 Rp.\n\n  Größe 3½\u3000合計：１２３円 👍🏽 <|im_start|>user\nfoo_bar\t\\n 1e-5"
-"""A text on whose tokens tokenizers of one vocabulary may still differ: merges, numbers, spaces, normalisation."""
+"""A text on whose tokens tokenizers of one vocabulary may still differ: merges, numbers, spaces, normalization."""
 
 
 def fingerprint(collator: VLMCollator) -> dict[str, Any]:

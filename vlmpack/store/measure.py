@@ -7,33 +7,31 @@ dataset ──▶ part of 32 samples ──key──▶ in the cache? ──yes�
 
 from __future__ import annotations
 
+import sqlite3
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import IterableDataset
 
 from vlmpack.collate.collator import VLMCollator, sample_id_of
 from vlmpack.collate.encoded import Encoded
 from vlmpack.data.readers import StoredRows
 from vlmpack.errors import ConfigError, Refusal, SampleError, SkippedWarning, check_kind, check_whole_number
-from vlmpack.files import atomic_file, writing
 from vlmpack.loading.resumable import MapStyle, check_samples, sample_at
 from vlmpack.plan.length_table import LengthTable, Refused
 from vlmpack.plan.lengths import divided_up
-from vlmpack.plan.prefix_marks import PrefixMarks, groups_of_marks
-from vlmpack.store.cache import Entry, LengthCache, sample_key, settings_key
-from vlmpack.store.executors import Start, in_order, in_order_on_ray
-from vlmpack.store.folder import WorkFolder
-from vlmpack.store.symbols import check_marks, marks_of, num_patches
+from vlmpack.plan.prefix_groups import PrefixMarks, groups_of_marks
+from vlmpack.store.content import marks_of, num_patches, sample_key, settings_key, why_no_marks
+from vlmpack.store.executors import InOrder, Start, in_order
 
 SampleProgress = Callable[[int, int | None], None]
 """Is called with the number of samples that are measured and the number of all; None: the data set has no length."""
@@ -42,10 +40,10 @@ PART = 32
 """Samples that go to a worker at a time."""
 LISTED = 3
 """Refused samples that a warning names."""
-RAY_PART = 2048
-"""Samples of a Ray task; a kill costs the work on those that were under way."""
 WRITE_EVERY = 2.0
 """Seconds after which new entries are written to the cache: at most this much is lost."""
+BUSY_SECONDS = 60.0
+"""Time for which another process may be writing to the cache before an access fails."""
 NO_COLUMNS = "no_columns"
 """Reason of a row without known columns: a bad sample, unless all rows are so."""
 _UNREADABLE = "row_unreadable"
@@ -59,13 +57,12 @@ def measure_lengths(
     workers: int = 0,
     cache: str | Path | None = None,
     progress: SampleProgress | None = None,
-    estimate: bool = False,
     min_shared: int | None = None,
     start: Start | None = None,
 ) -> LengthTable:
     """Measure all samples exactly as `collator.collate` will make them, in a small part of the time.
 
-    Text is rendered and tokenised; of an image the header is read, and the processor's resize rule gives its tokens.
+    Text is rendered and tokenized; of an image the header is read, and the processor's resize rule gives its tokens.
     `max_length` and `overlength` of the collator apply. Its log and limit of skipped samples do not: samples that
     cannot be used are listed in `LengthTable.refused`, the too long ones among them; a `SkippedWarning` names the first
     of them, but for those that `overlength="drop"` leaves out. Damage behind a header is not found.
@@ -79,9 +76,7 @@ def measure_lengths(
         workers: processes; 0: this one alone.
         cache: a file that keeps lengths between calls, see `LengthCache`; None: none.
         progress: is called with (samples done, samples in all or None) now and then.
-        estimate: one token for each square of an image's pixels, begun ones included (ceil(H/32) * ceil(W/32) for
-            Qwen3-VL), whatever the processor's bounds and rule are.
-        min_shared: find samples that begin alike with so many tokens or more, `LengthTable.groups`; images and videos
+        min_shared: find samples that share a prefix of so many tokens or more, `LengthTable.groups`; images and videos
             are compared by their bytes, which are read whole. None: groups are not looked for.
         start: how processes are started; None: Python's default on this system.
 
@@ -93,33 +88,41 @@ def measure_lengths(
             without a known column; the collator shares only longer prefixes than `min_shared`; the workers or the
             cache fail.
     """
+    return measure_with(
+        partial(in_order, workers=workers, start=start),
+        dataset,
+        collator,
+        cache=cache,
+        progress=progress,
+        min_shared=min_shared,
+    )
+
+
+def measure_with(
+    in_parts: InOrder,
+    dataset: Any,
+    collator: VLMCollator,
+    *,
+    cache: str | Path | None = None,
+    progress: SampleProgress | None = None,
+    min_shared: int | None = None,
+) -> LengthTable:
+    """Measure as `measure_lengths` does, parts of a map-style data set by an executor."""
     check_samples(dataset)
     check_kind("collator", collator, VLMCollator, "VLMCollator(processor)")
     if min_shared is not None:
-        check_whole_number("min_shared", min_shared, remedy="or None to look for no shared prefixes")
-        check_marks(collator)
-        if collator.share_prefixes is not None and min_shared < (least := collator.share_prefixes.min_shared):
-            raise ConfigError(
-                f"min_shared is {min_shared}, but the collator repeats shared prefixes of less than {least} tokens, so "
-                f"planned rows would be too long: give min_shared={least}, or the collator SharePrefixes(min_shared="
-                f"{min_shared})"
-            )
-    entries = None if cache is None else LengthCache(cache)
-    has_marks = min_shared is not None
-    measurer = Measurer(
+        _check_min_shared(min_shared, collator)
+    entries, has_marks = None if cache is None else LengthCache(cache), min_shared is not None
+    measurer = _Measurer(
         dataset=undecoded(dataset),
         collator=collator,
-        estimate=estimate,
         has_marks=has_marks,
         cache=entries,
-        settings=b"" if entries is None else settings_key(collator, estimate=estimate, has_marks=has_marks),
+        settings=b"" if entries is None else settings_key(collator, has_marks=has_marks),
     )
     total = None if isinstance(dataset, IterableDataset) or not isinstance(dataset, MapStyle) else len(dataset)
-    if total is None:
-        parts = _streamed(dataset, measurer)
-    else:
-        parts = in_order(measurer, divided_up(total, PART), workers=workers, start=start)
-    samples: list[Measured] = []
+    parts = _streamed(dataset, measurer) if total is None else in_parts(measurer, divided_up(total, PART))
+    samples: list[_Measured] = []
     with closing(parts), closing(parts if entries is None else _saved(parts, entries)) as measured:
         for part in measured:
             samples += part
@@ -128,11 +131,26 @@ def measure_lengths(
     table = _table_of(samples, min_shared)
     _check_columns(table, collator)
     if refused := [each for each in table.refused if not collator.leaves_out(each.reason)]:
-        warnings.warn(_about_refused(refused, table.measured), SkippedWarning, stacklevel=2)
+        warnings.warn(_about_refused(refused, table.measured), SkippedWarning, stacklevel=3)
     return table
 
 
-def _table_of(samples: Sequence[Measured], min_shared: int | None) -> LengthTable:
+def _check_min_shared(min_shared: int, collator: VLMCollator) -> None:
+    check_whole_number("min_shared", min_shared, remedy="or None to look for no shared prefixes")
+    if without := why_no_marks(collator):
+        raise ConfigError(
+            f"min_shared finds what samples share by the content of their images, but {without}; leave it out: "
+            "VLMCollator(share_prefixes=True) shares prefixes within a row all the same"
+        )
+    if collator.share_prefixes is not None and min_shared < (least := collator.share_prefixes.min_shared):
+        raise ConfigError(
+            f"min_shared is {min_shared}, but the collator repeats shared prefixes of less than {least} tokens, so "
+            f"planned rows would be too long: give min_shared={least}, or the collator SharePrefixes(min_shared="
+            f"{min_shared})"
+        )
+
+
+def _table_of(samples: Sequence[_Measured], min_shared: int | None) -> LengthTable:
     rows, refused = [], []
     for index, (entry, sample_id, _) in enumerate(samples):
         if entry.reason is None:
@@ -188,77 +206,74 @@ def lengths_of(sample: Encoded) -> Entry:
 # ---------------------------------------------------------------------- one part
 
 
-class Measured(NamedTuple):
+class _Measured(NamedTuple):
     """One sample, measured or read from the cache."""
 
     entry: Entry
-    """Its lengths, or why it was refused."""
     sample_id: int | str | None
-    """Its `id` or `sample_id`, where it has one."""
     new_key: bytes | None = None
     """Key under which it is to be cached; None: it has no key, or is in the cache already."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Measurer:
+class _Measurer:
     """Measures parts of a data set; pickles to workers."""
 
     dataset: Any
     """Samples by place, or a stream of them."""
     collator: VLMCollator
-    """Measures the samples."""
-    estimate: bool
-    """Images are estimated only."""
     has_marks: bool
     """Entries have marks of what samples begin with."""
     cache: LengthCache | None
     """Is read here and written by the caller."""
     settings: bytes
     """Of `settings_key`; empty without a cache."""
-    first: int = 0
-    """Place of the first sample in the whole data set, for errors: not 0 where `dataset` is a part of it."""
 
-    def __call__(self, part: int) -> list[Measured]:
+    def __call__(self, part: int) -> list[_Measured]:
         """Measure one part of a map-style data set."""
         places = range(part * PART, min((part + 1) * PART, len(self.dataset)))
         return self.measure([sample_at(self.dataset, place) for place in places], places.start)
 
-    def measure(self, samples: Sequence[Any], start: int) -> list[Measured]:
+    def measure(self, samples: Sequence[Any], start: int) -> list[_Measured]:
         """Measure samples, or the refusals that a data set raised in their place; `start`: place of the first."""
-        places = range(self.first + start, self.first + start + len(samples))
-        if self.cache is None:
-            return [self._measured(sample, place, None, {}) for sample, place in zip(samples, places, strict=True)]
-        keys = [sample_key(sample, self.settings, self.collator, has_marks=self.has_marks) for sample in samples]
-        cached = self.cache.get([key for key in keys if key is not None])
-        return [self._measured(*each, cached) for each in zip(samples, places, keys, strict=True)]
+        keys: list[bytes | None] = [None] * len(samples)
+        cached: Mapping[bytes, Entry] = {}
+        if self.cache is not None:
+            keys = [sample_key(sample, self.settings, self.collator, has_marks=self.has_marks) for sample in samples]
+            cached = self.cache.get([key for key in keys if key is not None])
+        found = []
+        for place, (sample, key) in enumerate(zip(samples, keys, strict=True), start):
+            if isinstance(sample, SampleError):
+                found.append(_Measured(_refusal(sample), sample.sample_id))
+            elif key is not None and key in cached:
+                found.append(_Measured(cached[key], sample_id_of(sample)))
+            else:
+                found.append(_Measured(self._entry(sample, place), sample_id_of(sample), key))
+        return found
 
-    def _measured(self, sample: Any, place: int, key: bytes | None, cached: Mapping[bytes, Entry]) -> Measured:
-        if isinstance(sample, SampleError):
-            return Measured(_refusal(sample), sample.sample_id)
-        if key is not None and key in cached:
-            return Measured(cached[key], sample_id_of(sample))
+    def _entry(self, sample: Any, place: int) -> Entry:
         try:
-            measured = self.collator.measure(sample, place, estimate=self.estimate)
+            measured = self.collator.measure(sample, place)
             entry = lengths_of(measured)
             if self.has_marks:
                 marks = marks_of(measured, self.collator.metadata, self.collator.limits)
                 entry = entry._replace(marks=marks.to_bytes())
         except SampleError as error:
-            entry = _refusal(error)
+            return _refusal(error)
         except ConfigError as error:
             refusal = error.__cause__
             if not isinstance(refusal, Refusal) or refusal.reason != NO_COLUMNS:
                 raise
-            entry = Entry(reason=refusal.reason, detail=refusal.message)  # other rows may have columns
-        return Measured(entry, sample_id_of(sample), key)
+            return Entry(reason=refusal.reason, detail=refusal.message)  # other rows may have columns
+        return entry
 
 
 def _refusal(error: SampleError) -> Entry:
     return Entry(reason=error.reason, detail=error.detail)
 
 
-def _streamed(dataset: Any, measurer: Measurer) -> Generator[list[Measured]]:
+def _streamed(dataset: Any, measurer: _Measurer) -> Generator[list[_Measured]]:
     """Measure a data set without places, some samples at a time."""
     samples, start = iter(dataset), 0
     while part := list(islice(samples, PART)):
@@ -274,7 +289,114 @@ def undecoded(dataset: Any) -> Any:
     return StoredRows(table=dataset.with_format("arrow", columns=dataset.format["columns"]))
 
 
-def _saved(parts: Iterable[list[Measured]], cache: LengthCache) -> Generator[list[Measured]]:
+# ---------------------------------------------------------------------- the cache
+
+
+class Entry(NamedTuple):
+    """The lengths of one sample, a row of a `LengthTable`, or a refusal."""
+
+    text_tokens: int = 0
+    image_tokens: int = 0
+    video_tokens: int = 0
+    images: int = 0
+    videos: int = 0
+    patches: int = 0
+    targets: int = 0
+    reason: str | None = None
+    """The slug of its refusal; None: it can be used."""
+    detail: str | None = None
+    """The fault, and the remedy."""
+    marks: bytes | None = None
+    """Of `PrefixMarks.to_bytes`; None: shared prefixes are not looked for."""
+
+
+_TABLE = "lengths_4"
+"""Its number is raised with every change of `Entry`; a file may have tables of several versions."""
+
+
+@final
+class LengthCache:
+    """Lengths that were measured before, by key, in one SQLite file that several processes may use at a time.
+
+    Connections are opened when they are needed, by each process for itself, and closed by `close` or at the end of a
+    `with` block. The file can be deleted at any time.
+
+    Args:
+        path: the file, made with its folders if it is not there.
+
+    Raises:
+        ConfigError: the file is damaged, no such file at all, or cannot be written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._connection: sqlite3.Connection | None = None
+        columns = ", ".join(Entry._fields)
+        try:
+            with self._errors():
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._open().execute(f"CREATE TABLE IF NOT EXISTS {_TABLE} (key BLOB PRIMARY KEY, {columns})")
+        finally:
+            self.close()  # a fork must not inherit an open one
+
+    def get(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
+        """Read the entries that are there, by key."""
+        if not keys:
+            return {}
+        with self._errors():
+            query = f"SELECT * FROM {_TABLE} WHERE key IN ({', '.join('?' * len(keys))})"
+            return {key: Entry(*values) for key, *values in self._open().execute(query, keys)}
+
+    def put(self, entries: Mapping[bytes, Entry]) -> None:
+        """Write entries, all or none of them; a process that is killed meanwhile leaves the file as it was."""
+        if not entries:
+            return
+        with self._errors():
+            connection = self._open()
+            connection.execute("BEGIN IMMEDIATE")
+            with connection:  # commits, or rolls back
+                values = ", ".join("?" * (1 + len(Entry._fields)))
+                rows = ((key, *entry) for key, entry in entries.items())
+                connection.executemany(f"INSERT OR REPLACE INTO {_TABLE} VALUES ({values})", rows)
+
+    def __len__(self) -> int:
+        with self._errors():
+            return self._open().execute(f"SELECT COUNT(*) FROM {_TABLE}").fetchone()[0]
+
+    def __enter__(self) -> LengthCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close this process's connection; the next use opens another one."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "_connection": None}
+
+    def _open(self) -> sqlite3.Connection:
+        if self._connection is None:
+            self._connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
+        return self._connection
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raise SQLite's errors as a ConfigError that names the file."""
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            self.close()
+            fault, remedy = "cannot be used", "see to its folder (rights, room, locks), or name another file"
+            if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+                fault, remedy = "is damaged, or no cache of lengths", "delete it, if it is one: it will be made again"
+            raise ConfigError(f"the cache of lengths {self.path} {fault}: {error}; {remedy}") from error
+
+
+def _saved(parts: Iterable[list[_Measured]], cache: LengthCache) -> Generator[list[_Measured]]:
     """Yield parts, and write their new entries every few seconds, at the end, and before an error leaves."""
     pending, due = {}, time.monotonic() + WRITE_EVERY
     with cache:
@@ -287,71 +409,3 @@ def _saved(parts: Iterable[list[Measured]], cache: LengthCache) -> Generator[lis
                 yield part
         finally:
             cache.put(pending)
-
-
-# ---------------------------------------------------------------------- on Ray
-
-
-def measure_on_ray(
-    dataset: MapStyle,
-    collator: VLMCollator,
-    *,
-    folder: WorkFolder,
-    progress: SampleProgress,
-    min_shared: int | None = None,
-) -> LengthTable:
-    """Measure a map-style data set by Ray tasks, in parts that lie in the work folder until all are there."""
-    total = len(dataset)
-    parts = [range(start, min(start + RAY_PART, total)) for start in range(0, total, RAY_PART)]
-    files = {folder.path / f"lengths-{part.start:09d}.zip": part for part in parts}
-    missing = {path: part for path, part in files.items() if not path.is_file()}
-    work = partial(_measure_places, dataset, collator, tuple(missing.values()), min_shared is not None)
-    with closing(in_order_on_ray(work, len(missing))) as measured:
-        for (path, part), (table, marks) in zip(missing.items(), measured, strict=True):
-            if min_shared is not None:
-                _save_marks(_marks_file(path), marks)
-            table.save(path)
-            progress(part.stop, total)
-    table = LengthTable.concatenate([LengthTable.load(path) for path in files])
-    _check_columns(table, collator)
-    if min_shared is None:
-        return table
-    marks = [sample for path in files for sample in _load_marks(_marks_file(path))]
-    return replace(table, groups=groups_of_marks(marks, min_shared=min_shared))
-
-
-def _measure_places(
-    dataset: MapStyle, collator: VLMCollator, parts: Sequence[range], has_marks: bool, part: int
-) -> tuple[LengthTable, list[bytes]]:
-    """Measure one part of a data set, and mark its samples; places count from the start of the whole data set."""
-    places = parts[part]
-    measurer = Measurer(
-        dataset=undecoded(Subset(dataset, places)),  # pyright: ignore[reportArgumentType]
-        collator=collator,
-        estimate=False,
-        has_marks=has_marks,
-        cache=None,
-        settings=b"",
-        first=places.start,
-    )
-    samples = [sample for at in range(divided_up(len(places), PART)) for sample in measurer(at)]
-    table = _table_of(samples, None)
-    refused = tuple(replace(refusal, index=refusal.index + places.start) for refusal in table.refused)
-    marks = [entry.marks for entry, _, _ in samples if entry.marks is not None]
-    return replace(table, sample_ids=table.sample_ids + places.start, refused=refused), marks
-
-
-def _marks_file(path: Path) -> Path:
-    return path.with_suffix(".marks.npz")
-
-
-def _save_marks(path: Path, marks: Sequence[bytes]) -> None:
-    """Write the marks of a part, whole or not at all."""
-    with atomic_file(path) as temporary, writing(path), temporary.open("wb") as file:
-        np.savez(file, sizes=[len(each) for each in marks], content=np.frombuffer(b"".join(marks), np.uint8))
-
-
-def _load_marks(path: Path) -> list[PrefixMarks]:
-    with np.load(path, allow_pickle=False) as arrays:
-        content, ends = arrays["content"].tobytes(), np.cumsum(arrays["sizes"]).tolist()
-    return [PrefixMarks.from_bytes(content[start:end]) for start, end in pairwise([0, *ends])]

@@ -2,17 +2,18 @@
 
     pad_to_max_length    every row is as wide as the capacity
     pad_cu_seqlens       every row has as many boundaries: the last one is repeated
-    pad_seq_to_mult      samples start at multiples of it; decided when packing, because the plan has to count it
 
-Names and rules of the three are those of Megatron-Bridge's offline packing. There, real lengths end before a final
-end-of-text token; here they are stored, so that a token that is learnt counts whatever its id is.
+Names and rules of the two are those of Megatron-Bridge's offline packing. There, real lengths end before a final
+end-of-text token; here they are stored, so that a target counts whatever its id is.
 """
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
@@ -27,23 +28,26 @@ from vlmpack.collate.assemble import SharePrefixes
 from vlmpack.collate.collator import VLMCollator
 from vlmpack.collate.encoded import Encoded
 from vlmpack.collate.frame_sampling import FrameSampling
-from vlmpack.data.images import DEFAULT_LIMITS, ImageLimits
-from vlmpack.data.videos import DEFAULT_VIDEO_LIMITS
-from vlmpack.errors import ConfigError, LayoutError, SampleError, check_whole_number
+from vlmpack.data.images import DEFAULT_LIMITS
+from vlmpack.errors import ConfigError, LayoutError, SampleError
+from vlmpack.files import unreadable
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments, SlotRule
 from vlmpack.plan.plan import Plan
-from vlmpack.store.manifest import PLAN, Manifest, check_shard_files, differences, fingerprint
-from vlmpack.store.records import MEDIA, samples_of
-from vlmpack.store.shards import ShardFiles
-from vlmpack.store.symbols import tree_of
+from vlmpack.store.content import tree_of
+from vlmpack.store.manifest import NAME, PLAN, Manifest, Shard, check_files, differences, fingerprint
+from vlmpack.store.records import MEDIA, pyarrow, samples_of
 
 DECIDED = (
     *("layout", "slots", "share_prefixes", "max_length", "overlength", "train_on", "markers", "vocab_size"),
     *("sampling", "add_stop", "ignored_keys"),
 )
 """Settings of a collator that were decided when the rows were packed."""
+SAMPLES = "vlmpack.samples"
+"""Key of a file's footer: the digest of its samples."""
+MOST_OPEN = 64
+"""Files that are open at a time, of those used last: a store may have more than a process may open."""
 
 
 @final
@@ -60,9 +64,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
             and not be trained on.
         pad_to_max_length: make every row as wide as the capacity.
         pad_cu_seqlens: give every row as many boundaries; needs `pad_to_max_length`.
-        pad_seq_to_mult: what samples are rounded up to; None: as packed. Others have to divide that.
         verify: compare the SHA-256 of every file now, which reads all of them. Without it, sizes are compared now, and
-            footers and rows by their checksums when they are read first.
+            pages by their checksums when a row is read.
         settings: further settings of `VLMCollator`: `on_bad`, `skip_log`, `skip_limit`, `limits`, `pixel_dtype`, ...
 
     Raises:
@@ -77,21 +80,25 @@ class PackedDataset(Dataset[dict[str, Any]]):
         *,
         pad_to_max_length: bool = False,
         pad_cu_seqlens: bool = False,
-        pad_seq_to_mult: int | None = None,
         verify: bool = False,
         **settings: Any,
     ) -> None:
-        _check_kinds(path, processor)
+        if not isinstance(path, str | os.PathLike):
+            raise ConfigError(f"path has to be the folder that write_rows wrote, got a {type(path).__name__}")
+        if isinstance(processor, VLMCollator):
+            raise ConfigError(
+                "a store makes its collator, and needs the processor only: give PackedDataset(path, "
+                "collator.processor), and further settings by name, such as on_bad='skip'"
+            )
         self.path = Path(path).absolute()
         self.manifest = Manifest.load(path)
         """Counts, and the fixed sizes that CUDA graphs need."""
-        self.share_prefixes = sharing_of(self.manifest, has_fixed_sizes=pad_to_max_length or pad_cu_seqlens)
+        sharing = self.manifest.settings["collator"]["share_prefixes"]
+        self.share_prefixes = None if sharing is None else SharePrefixes(**sharing)
         """Settings by which samples of a row share prefixes; None: they share nothing."""
-        self.slots = slot_rule(
-            self.manifest, pad_to_max_length=pad_to_max_length, pad_cu_seqlens=pad_cu_seqlens, multiple=pad_seq_to_mult
-        )
+        self.slots = _slot_rule(self.manifest, pad_to_max_length=pad_to_max_length, pad_cu_seqlens=pad_cu_seqlens)
         """The rule by which samples lie in the rows."""
-        check_shard_files(self.path, self.manifest, verify=verify)
+        check_files(self.path, self.manifest, verify=verify)
         self.collator = None if processor is None else self._collator(processor, settings)
         """Cuts images into patches, and counts samples in its log of skipped samples; None: without a processor."""
         self._files = ShardFiles(self.path, self.manifest.shards)
@@ -163,7 +170,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         """
         if self.share_prefixes is None:
             return None
-        samples, limits = [sample for _, sample in self._read(row)], self._limits
+        limits = DEFAULT_LIMITS if self.collator is None else self.collator.limits
+        samples = [sample for _, sample in self._read(row)]
         return tree_of(samples, limits=limits, min_shared=self.share_prefixes.min_shared)
 
     def collate(self, rows: Sequence[dict[str, Any]] | dict[str, Any]) -> dict[str, Any]:
@@ -194,6 +202,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
         A row is as long as what it computes, shared prefixes once.
         """
         rows, packed = len(self), Plan.load(self.path / PLAN)
+        if packed.digest != self.manifest.plan:
+            raise ConfigError(
+                f"{self.path / PLAN} is the plan of other rows; restore it, or remove the folder and pack again"
+            )
         lengths = packed.tree_tokens
         return Plan(
             sample_ids=np.arange(rows),
@@ -209,8 +221,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             raise ConfigError(f"{', '.join(wrong)}: decided when the rows were packed; pack again to change that")
         vocab_size = self.manifest.processor["tokens"]["vocab_size"]
         decided = {"layout": "packed", "slots": self.slots, "share_prefixes": self.share_prefixes or False}
-        if (sampling := self.manifest.settings["collator"].get("sampling")) is not None:
-            decided["sampling"] = FrameSampling(**sampling)
+        decided["sampling"] = FrameSampling(**self.manifest.settings["collator"]["sampling"])
         collator = VLMCollator(processor, **decided, vocab_size=vocab_size, **settings)
         if lines := list(differences(self.manifest.processor, fingerprint(collator))):
             raise ConfigError(
@@ -222,20 +233,24 @@ class PackedDataset(Dataset[dict[str, Any]]):
         """Return (place in the data set, sample) of every sample of a row."""
         file, at = self._where(row)
         tokens = self.manifest.processor["tokens"]
-        video_limits = DEFAULT_VIDEO_LIMITS if self.collator is None else self.collator.file_rules.limits
+        table = self._files.read(file, at, without=without)
         try:
-            table = self._files.read(file, at, without=without)
-            return samples_of(table, (tokens["image_token_id"], tokens["video_token_id"]), self._limits, video_limits)
-        except LayoutError as error:
+            return samples_of(table, (tokens["image_token_id"], tokens["video_token_id"]))
+        except (LayoutError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"row {at} of {self.path / file} contradicts itself: {error}") from error
-
-    @property
-    def _limits(self) -> ImageLimits:
-        return DEFAULT_LIMITS if self.collator is None else self.collator.limits
 
     def _where(self, row: SupportsIndex) -> tuple[str, int]:
         """Return the file of a row, and its number in there."""
-        at = _number(row, len(self))
+        try:
+            at = index(row)
+        except TypeError:
+            raise TypeError(
+                f"rows of a store have numbers, got the {type(row).__name__} {row!r:.40}; a row is dataset[0], and a "
+                'column of it dataset[0]["input_ids"]'
+            ) from None
+        if not -len(self) <= at < len(self):
+            raise IndexError(f"row {at} of {len(self)}")
+        at %= len(self)
         shard = bisect_right(self._starts, at) - 1
         return self.manifest.shards[shard].file, at - self._starts[shard]
 
@@ -247,61 +262,17 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return SampleError(detail, index=place, reason=error.reason, sample_id=error.sample_id)
 
 
-def _number(row: SupportsIndex, rows: int) -> int:
-    """Return the number of a row, counted from the start."""
-    try:
-        at = index(row)
-    except TypeError:
-        raise TypeError(
-            f"rows of a store have numbers, got the {type(row).__name__} {row!r:.40}; a row is dataset[0], and a "
-            'column of it dataset[0]["input_ids"]'
-        ) from None
-    if not -rows <= at < rows:
-        raise IndexError(f"row {at} of {rows}")
-    return at % rows
-
-
-def _check_kinds(path: object, processor: object) -> None:
-    if not isinstance(path, str | os.PathLike):
-        raise ConfigError(f"path has to be the folder that write_rows wrote, got a {type(path).__name__}")
-    if isinstance(processor, VLMCollator):
-        raise ConfigError(
-            "a store makes its collator, and needs the processor only: give PackedDataset(path, "
-            "collator.processor), and further settings by name, such as on_bad='skip'"
-        )
-
-
-# ---------------------------------------------------------------------- fixed sizes
-
-
-def sharing_of(manifest: Manifest, *, has_fixed_sizes: bool) -> SharePrefixes | None:
-    """Return the settings by which the rows of a store share prefixes; None: they share nothing.
-
-    Raises:
-        ConfigError: rows that share are to have a fixed size.
-    """
-    settings = manifest.settings["collator"].get("share_prefixes")
-    if settings is not None and has_fixed_sizes:
-        raise ConfigError(
-            "the rows share prefixes: what they compute is shorter than they are, and has no fixed size. Leave "
-            "pad_to_max_length and pad_cu_seqlens out, or pack without share_prefixes"
-        )
-    return None if settings is None else SharePrefixes(**settings)
-
-
-def slot_rule(manifest: Manifest, *, pad_to_max_length: bool, pad_cu_seqlens: bool, multiple: int | None) -> SlotRule:
+def _slot_rule(manifest: Manifest, *, pad_to_max_length: bool, pad_cu_seqlens: bool) -> SlotRule:
     """Return the rule by which samples lie in the rows.
 
     Raises:
         ConfigError: the settings contradict each other, or what the rows were planned for.
     """
     slots = SlotRule(**manifest.settings["slots"])
-    multiple = slots.multiple if multiple is None else check_whole_number("pad_seq_to_mult", multiple)
-    if slots.multiple % multiple:
+    if manifest.settings["collator"]["share_prefixes"] is not None and (pad_to_max_length or pad_cu_seqlens):
         raise ConfigError(
-            f"pad_seq_to_mult={multiple}, but the rows were planned for samples rounded up to {slots.multiple}: with "
-            f"another multiple they may not fit. Pack again with SlotRule(multiple={multiple}) (vlmpack pack "
-            f"--pad-seq-to-mult {multiple}), or give a divisor of {slots.multiple}"
+            "the rows share prefixes: what they compute is shorter than they are, and has no fixed size. Leave "
+            "pad_to_max_length and pad_cu_seqlens out, or pack without share_prefixes"
         )
     if pad_cu_seqlens and not pad_to_max_length:
         raise ConfigError(
@@ -316,7 +287,77 @@ def slot_rule(manifest: Manifest, *, pad_to_max_length: bool, pad_cu_seqlens: bo
         )
     return replace(
         slots,
-        multiple=multiple,
         pad_to=manifest.capacity if pad_to_max_length else None,
         max_segments=manifest.sizes.most_segments if pad_cu_seqlens else None,
     )
+
+
+@final
+class ShardFiles:
+    """Rows by file and number. Pickles as a path; after a fork, the child opens files anew.
+
+    Args:
+        folder: of the store.
+        shards: its files.
+    """
+
+    def __init__(self, folder: Path, shards: Iterable[Shard]) -> None:
+        self.folder = folder
+        self._shards = {shard.file: shard for shard in shards}
+        self._open: OrderedDict[str, Any] = OrderedDict()
+        self._process = os.getpid()
+
+    def read(self, name: str, row: int, *, without: Collection[str] = ()) -> Any:
+        """Read one row as a pyarrow table.
+
+        Args:
+            name: of the file.
+            row: its number in the file.
+            without: columns of media that are not read.
+
+        Raises:
+            ConfigError: the file is missing, damaged, or another one than was written.
+        """
+        with _reading(f"row {row} of {self.folder / name}"):
+            file = self._file(name)
+            columns = [column for column in file.schema_arrow.names if column not in without]
+            return file.read_row_group(row, columns=columns, use_threads=False)
+
+    def digests(self, name: str) -> Sequence[tuple[int, str]]:
+        """Return (place in the data set, digest) of every sample of a file; raises as `read`."""
+        pairs = []
+        for row in range(self._shards[name].rows):
+            table = self.read(name, row, without=MEDIA)
+            pairs += zip(table["places"][0].as_py(), table["digests"][0].as_py(), strict=True)
+        return pairs
+
+    def _file(self, name: str) -> Any:
+        if self._process != os.getpid():
+            self._open, self._process = OrderedDict(), os.getpid()
+        if name not in self._open:
+            file = pyarrow().parquet.ParquetFile(self.folder / name, page_checksum_verification=True)
+            if file.metadata.metadata.get(SAMPLES.encode()) != self._shards[name].samples.encode():
+                raise ValueError(f"it holds other samples than {NAME} lists")
+            self._open[name] = file
+            if len(self._open) > MOST_OPEN:
+                self._open.popitem(last=False)[1].close()
+        self._open.move_to_end(name)
+        return self._open[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": OrderedDict()}
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Raise any error of a damaged file as a ConfigError, and a missing right to read it as another."""
+    try:
+        yield
+    except (FileNotFoundError, PermissionError) as error:
+        raise unreadable(name, error) from error
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as error:  # on damaged bytes pyarrow raises errors of every kind; OSError: a page's checksum
+        raise ConfigError(
+            f"{name} cannot be read: {error}. The file is damaged: restore it, or remove the folder and pack again"
+        ) from error

@@ -3,58 +3,122 @@
     samples ──measure──▶ lengths.zip ──plan──▶ plan.zip, left_out.jsonl ──write──▶ rows-*.parquet ──▶ manifest.json
 
 Every arrow ends in files that are there whole or not at all. A run that was killed is started again, goes on behind the
-last of them, and ends with the same bytes.
+last of them, and ends with the same bytes. A sample's digest is stored with its row, and compared when a store is
+continued or asked for again: samples of two data sets that are equally long do not share a store.
+
+OUT/.work/lock             held by the one process that writes; the system frees it when that process dies
+OUT/.work/settings.json    settings of the store that is being made, so that no other is continued into it
+OUT/.work/unfinished/      files that are being written; those that a killed run left are removed by the next one
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
+import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
+from math import lcm
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from vlmpack.collate.assemble import SharePrefixes
-from vlmpack.collate.collator import VLMCollator
-from vlmpack.collate.frame_sampling import FrameSampling
-from vlmpack.data.images import ImageError
-from vlmpack.errors import ConfigError, SampleError, check_kind, skipped_are_reported
-from vlmpack.files import atomic_file, write_text, writing
+from vlmpack.collate.collator import VLMCollator, sample_id_of
+from vlmpack.collate.encoded import Encoded
+from vlmpack.collate.skipped import SkipLog
+from vlmpack.errors import (
+    ConfigError,
+    SampleError,
+    check_choice,
+    check_kind,
+    check_whole_number,
+    skipped_are_reported,
+)
+from vlmpack.files import FULL, atomic_file, unreadable, unwritable, write_text, writing
+from vlmpack.layout.segments import SlotRule
 from vlmpack.loading.resumable import MapStyle, check_samples, sample_at
 from vlmpack.plan.length_table import LengthTable
-from vlmpack.plan.lengths import divided_up
+from vlmpack.plan.lengths import (
+    OVERSIZE,
+    Budget,
+    Oversize,
+    check_seed,
+    divided_up,
+    refuse_too_large,
+    round_up,
+    too_large,
+)
 from vlmpack.plan.plan import Plan
-from vlmpack.store import planning
+from vlmpack.plan.planner import STRATEGIES, plan_bins, split_rows
+from vlmpack.store.content import check_storable, sample_digest
 from vlmpack.store.executors import Executor, InOrder, executor_of
-from vlmpack.store.folder import WorkFolder, check_differences, check_free, claim, locked
 from vlmpack.store.manifest import (
     LEFT_OUT,
     LENGTHS,
     NAME,
     PLAN,
+    WORK,
+    Counts,
+    FixedSizes,
     Manifest,
     Shard,
-    check_other_files,
-    check_shard_files,
+    check_files,
+    differences,
     fingerprint,
     is_store,
+    sha256_of,
     shard_name,
 )
-from vlmpack.store.measure import measure_lengths, measure_on_ray, undecoded
-from vlmpack.store.planning import StoreSettings
-from vlmpack.store.records import json_text, stored_image
-from vlmpack.store.shards import PlannedSample, ShardJob, ShardWriter, check_unchanged, finished_shard, sample_digest
+from vlmpack.store.measure import measure_with, undecoded
+from vlmpack.store.read import SAMPLES, ShardFiles
+from vlmpack.store.records import COMPRESSION, each_medium_once, json_text, pyarrow, record_of, schema
 
 Progress = Callable[[str, int, int | None], None]
 """Is called with the stage ("measure" samples, "compare" or "write" files), how many are done, and of how many."""
 
-TRIED = 8
-"""Samples whose images must lie in files, before all are measured for a store of references."""
+PLANNED = "vlmpack.plan"
+"""Key of a file's footer: the digest of the plan."""
+NAMED = 5
+"""Changed samples that a refusal lists."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StoreSettings:
+    """Settings of the plan and of the files of a store."""
+
+    capacity: int
+    """Tokens that a row may hold."""
+    max_patches: int | None = None
+    """Most patches of the vision tower in a row; None: no limit."""
+    max_images: int | None = None
+    """Most images and videos in a row; None: no limit."""
+    strategy: str = "exact_fill"
+    """Placement of samples: see `plan_bins`."""
+    oversize: Oversize = "error"
+    """Treatment of a sample that exceeds a row by itself: "error", "drop" (listed) or "own_row"."""
+    seed: int | None = None
+    """Shuffles samples and rows; None: samples keep their order."""
+    rows_multiple: int = 1
+    """Rows of many samples are cut in two until the number of rows is a multiple of this: ranks times accumulation."""
+    shard_rows: int = 128
+    """Rows of a file. A kill costs the work on one file."""
+
+    def __post_init__(self) -> None:
+        for name in ("capacity", "max_patches", "max_images", "rows_multiple", "shard_rows"):
+            value = getattr(self, name)
+            if value is not None or name not in ("max_patches", "max_images"):
+                object.__setattr__(self, name, check_whole_number(f"StoreSettings.{name}", value))
+        check_seed(self.seed)
+        object.__setattr__(self, "seed", None if self.seed is None else int(self.seed))
+        check_choice("strategy", self.strategy, STRATEGIES)
+        check_choice("oversize", self.oversize, OVERSIZE)
 
 
 def write_rows(
@@ -68,7 +132,7 @@ def write_rows(
     cache: str | Path | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> Manifest:
-    """Plan the rows of a data set and write them to a folder, images encoded or by reference, never as pixels.
+    """Plan the rows of a data set and write them to a folder, images encoded, never as pixels.
 
     What was written before by the same call is kept: run it again after it was interrupted. The files do not depend
     on `workers`, `executor` or interruptions.
@@ -77,11 +141,11 @@ def write_rows(
         dataset: map-style, of samples that the collator takes.
         out: the folder; what is in it must be of the same call.
         collator: with `layout="packed"`. Its `slots` decide what samples are rounded up to, which the plan counts. With
-            `share_prefixes` samples that begin alike share rows, and each image of a row is written once.
+            `share_prefixes` samples with a common prefix share rows, and each image of a row is written once.
         settings: of the plan and the files.
         workers: processes that measure and write; 0: this one alone.
         executor: "ray" measures and writes as Ray tasks, on machines that all see `out`, instead of by `workers`.
-        cache: file that keeps lengths between calls; None: as long as this one is not finished.
+        cache: file that keeps lengths between calls; None: as long as this one is not finished (on Ray: none).
         progress: is called as the work goes on.
 
     Returns:
@@ -97,26 +161,34 @@ def write_rows(
     in_order = executor_of(executor, workers)
     check_kind("collator", collator, VLMCollator, 'VLMCollator(processor, layout="packed")')
     check_kind("settings", settings, StoreSettings, "StoreSettings(capacity=4096)")
-    planning.check_collator(collator, settings)
+    _check_collator(collator, settings)
     dataset, folder = _with_places(dataset), WorkFolder(out=Path(out))
-    _check_references(dataset, collator, settings)
+    sharing = collator.share_prefixes
+    measure = partial(
+        measure_with,
+        in_order,
+        cache=folder.path / "lengths.sqlite" if cache is None and executor == "local" else cache,
+        progress=partial(progress, "measure"),
+        min_shared=None if sharing is None else sharing.min_shared,
+    )
     run = _Run(
         dataset=dataset,
         collator=collator,
         settings=settings,
         folder=folder,
         in_order=in_order,
-        measure=_measurer(executor, folder, workers, cache, progress, collator.share_prefixes),
+        measure=measure,
         progress=progress,
+        description=_description(dataset, collator, settings),
     )
-    description = _description(dataset, collator, settings)
-    manifest = run.finished(description)
+    manifest = run.finished()
     if manifest is None:
-        check_free(folder)
+        folder.check_free()
     if manifest is None or folder.path.exists():  # a run may have been killed just before it removed its work folder
-        with locked(folder):
-            manifest = manifest or run.finished(description) or run.write(description)
-            folder.remove()
+        with folder.locked():
+            manifest = manifest or run.finished() or run.write()
+            with writing(folder.path):
+                shutil.rmtree(folder.path)
     return manifest
 
 
@@ -137,36 +209,134 @@ def _with_places(dataset: Any) -> MapStyle:
     return undecoded(dataset)
 
 
-def _check_references(dataset: MapStyle, collator: VLMCollator, settings: StoreSettings) -> None:
-    """Raise unless references can be stored: the images of the first samples have to lie in files.
-
-    Bad samples are refused later, with all others.
+def _check_collator(collator: VLMCollator, settings: StoreSettings) -> None:
+    """Refuse the collator unless its rows can be stored.
 
     Raises:
-        ConfigError: one of them lies in none.
+        ConfigError: its samples have more than a row can hold; it pads, fixes sizes that are fixed when rows are read,
+            or has slots that do not fit the capacity.
     """
-    for place in range(min(TRIED, len(dataset)) if settings.images == "reference" else 0):
+    check_storable(collator)
+    slots = collator.slots
+    if collator.layout != "packed":
+        raise ConfigError("rows are stored by VLMCollator(layout='packed'); this one has layout='padded'")
+    if slots.pad_to is not None:
+        raise ConfigError(
+            f"slots.pad_to={slots.pad_to}: rows are stored without padding, and get a fixed width when they are read, "
+            "by PackedDataset(pad_to_max_length=True); leave it out"
+        )
+    unit = lcm(slots.multiple, slots.row_multiple)
+    if settings.capacity % unit:
+        raise ConfigError(
+            f"a capacity of {settings.capacity} tokens is no multiple of {unit}, which slots and rows are rounded up "
+            f"to (multiple={slots.multiple}, row_multiple={slots.row_multiple}); choose "
+            f"{settings.capacity // unit * unit or unit} or {(settings.capacity // unit + 1) * unit}"
+        )
+
+
+# ---------------------------------------------------------------------- the folder
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class WorkFolder:
+    """The folder of a store, and the folder in it that is deleted when the store is complete."""
+
+    out: Path
+
+    @property
+    def path(self) -> Path:
+        return self.out / WORK
+
+    @property
+    def unfinished(self) -> Path:
+        return self.path / "unfinished"
+
+    @property
+    def begun(self) -> Path:
+        return self.path / "settings.json"
+
+    def write_json(self, path: Path, content: Mapping[str, Any]) -> None:
+        write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n", folder=self.unfinished)
+
+    def check_free(self) -> None:
+        """Refuse a folder that is a file, or holds something that is no part of a store."""
+        if self.out.exists() and not self.out.is_dir():
+            raise ConfigError(f"{self.out} is a file, and a store is a folder; name one that is empty or not there yet")
+        if self.out.is_dir() and not self.begun.is_file():
+            self._check_empty()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make and lock the work folder for this process, and remove unfinished files of a killed run.
+
+        Not by `flock`, which a forked worker would go on holding.
+
+        Raises:
+            ConfigError: another process writes the same store, or there can be no such folder.
+        """
+        import fcntl  # not on every system, and needed for writing only
+
         try:
-            for visual in collator.measure(dataset[place], place).images:
-                if visual.source is not None:
-                    stored_image(visual.source.source, "reference", collator.limits)
-        except (SampleError, ImageError):
-            continue
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / "lock").open("a")
+        except OSError as error:
+            if error.errno in FULL:
+                raise unwritable(self.out, error) from error
+            raise ConfigError(f"{self.out} cannot be made a folder of rows: {error}; name another one") from error
+        with lock:
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                fault = "another process is writing to"
+                raise ConfigError(f"{fault} {self.out}; wait for it, or choose another folder") from error
+            except OSError as error:
+                raise ConfigError(f"{lock.name} cannot be locked: {error}; choose a folder on another disk") from error
+            with writing(self.unfinished):
+                shutil.rmtree(self.unfinished, ignore_errors=True)
+                self.unfinished.mkdir(parents=True, exist_ok=True)
+            yield
+
+    def claim(self, description: Mapping[str, Any]) -> None:
+        """Refuse a folder with parts of another store, and note the settings of this one.
+
+        Until there is a plan, settings and samples may change: lengths are then measured again, out of their cache.
+        """
+        stored = self._stored()
+        if stored and (self.out / PLAN).is_file():
+            _check_same(stored, description, self.out)
+        elif stored != description:
+            self._check_empty()
+            with writing(self.out / LENGTHS):
+                (self.out / LENGTHS).unlink(missing_ok=True)
+            self.write_json(self.begun, description)
+
+    def _stored(self) -> dict[str, Any]:
+        """Read the description with which a store was begun; empty: there is none."""
+        try:
+            stored = json.loads(self.begun.read_text(encoding="utf-8")) if self.begun.is_file() else {}
+            return {**stored}
+        except OSError as error:
+            raise unreadable(self.begun, error) from error
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{self.begun} is damaged ({error}); remove {self.out} and pack again") from error
+
+    def _check_empty(self) -> None:
+        try:
+            others = sorted(path.name for path in self.out.iterdir() if path.name not in (WORK, LENGTHS))
+        except OSError as error:
+            raise unreadable(self.out, error) from error
+        if others:
+            raise ConfigError(f"{self.out} is no store and not empty ({', '.join(others[:5])}); choose another folder")
 
 
-def _measurer(
-    executor: Executor,
-    folder: WorkFolder,
-    workers: int,
-    cache: str | Path | None,
-    progress: Progress,
-    sharing: SharePrefixes | None,
-) -> Callable[[MapStyle, VLMCollator], LengthTable]:
-    measured, min_shared = partial(progress, "measure"), None if sharing is None else sharing.min_shared
-    if executor == "ray":
-        return partial(measure_on_ray, folder=folder, progress=measured, min_shared=min_shared)
-    kept = folder.path / "lengths.sqlite" if cache is None else cache
-    return partial(measure_lengths, workers=workers, cache=kept, progress=measured, min_shared=min_shared)
+def _check_same(stored: Mapping[str, Any], current: Mapping[str, Any], out: Path) -> None:
+    """Refuse a description of a store that differs from the one it was begun or finished with."""
+    if lines := list(differences(stored, current)):
+        raise ConfigError(
+            f"{out} holds rows that were made otherwise: {'; '.join(lines)}. Pack into another folder, or remove this "
+            "one"
+        )
 
 
 # ---------------------------------------------------------------------- one run
@@ -184,8 +354,9 @@ class _Run:
     in_order: InOrder
     measure: Callable[[MapStyle, VLMCollator], LengthTable]
     progress: Progress
+    description: Mapping[str, Any]
 
-    def finished(self, description: Mapping[str, Any]) -> Manifest | None:
+    def finished(self) -> Manifest | None:
         """Return the manifest of a folder in which this very store was finished before; None: there is none.
 
         Raises:
@@ -195,36 +366,37 @@ class _Run:
         if not is_store(out):
             return None
         manifest = Manifest.load(out)
-        check_differences({"settings": manifest.settings, "processor": manifest.processor}, description, out)
-        check_shard_files(out, manifest)
-        check_other_files(out, manifest)
+        _check_same({"settings": manifest.settings, "processor": manifest.processor}, self.description, out)
+        check_files(out, manifest, others=(PLAN, LENGTHS, LEFT_OUT))
         self._compare(manifest.shards)
         return manifest
 
-    def write(self, description: dict[str, Any]) -> Manifest:
+    def write(self) -> Manifest:
         """Write whatever is not written yet."""
-        claim(self.folder, description)
+        out = self.folder.out
+        self.folder.claim(self.description)
         table, plan = self._planned()
         jobs = _jobs(table, plan, self.settings.shard_rows)
-        noted = [finished_shard(self.folder, job.file, plan.digest) for job in jobs]
-        shards = {shard.file: shard for shard in noted if shard is not None}
+        shards = {job.file: shard for job in jobs if (shard := _finished_shard(out / job.file, plan.digest))}
         self._compare(list(shards.values()))
-        entries = planning.left_out(table, plan, self.dataset)
+        entries = _left_out(table, plan, self.dataset)
         for entry in entries:
             entry["digest"] = sample_digest(sample_at(self.dataset, entry["index"]), self.collator)
         lines = "".join(json_text(entry) + "\n" for entry in entries)
-        write_text(self.folder.out / LEFT_OUT, lines, folder=self.folder.unfinished)
+        write_text(out / LEFT_OUT, lines, folder=self.folder.unfinished)
+        self._write_shards(jobs, shards, table, plan)
+        tokens = plan.sums(table.tokens, None if table.groups is None else table.groups.tokens)
         manifest = Manifest(
-            settings=description["settings"],
-            processor=description["processor"],
+            settings=self.description["settings"],
+            processor=self.description["processor"],
             plan=plan.digest,
-            counts=planning.count(table, plan),
+            counts=_count(table, plan),
             reasons=dict(Counter(entry["reason"] for entry in entries).most_common()),
-            fill_ratio=round(planning.fill_ratio(table, plan), 6),
-            sizes=planning.fixed_sizes(table, plan, self.collator.slots),
-            shards=self._shards(jobs, shards, table, plan),
+            fill_ratio=round(float(tokens.sum() / np.maximum(plan.tree_tokens, plan.capacity).sum()), 6),
+            sizes=_fixed_sizes(table, plan, self.collator.slots),
+            shards=tuple(shards[job.file] for job in jobs),
         )
-        self.folder.write_json(self.folder.out / NAME, manifest.to_json())
+        self.folder.write_json(out / NAME, manifest.to_json())
         return manifest
 
     def _planned(self) -> tuple[LengthTable, Plan]:
@@ -237,8 +409,8 @@ class _Run:
         is_planned = lengths.is_file() and planned.is_file()
         with skipped_are_reported():  # by an error, or in the list of samples in no row
             table = LengthTable.load(lengths) if is_planned else self.measure(self.dataset, self.collator)
-        planning.check_refused(table, self.collator)
-        plan = planning.plan_rows(table, self.settings, self.collator.slots, self.dataset)
+        _check_refused(table, self.collator)
+        plan = _plan_rows(table, self.settings, self.collator.slots, self.dataset)
         if is_planned and Plan.load(planned).digest != plan.digest:
             raise ConfigError(f"{planned} is not the plan of {lengths}; remove {self.folder.out} and pack again")
         for path, content in () if is_planned else ((lengths, table), (planned, plan)):
@@ -246,19 +418,14 @@ class _Run:
                 content.save(temporary)
         return table, plan
 
-    def _compare(self, shards: Sequence[Shard]) -> None:
-        compared = partial(self.progress, "compare")
-        check_unchanged(self.dataset, self.collator, self.folder.out, shards, self.in_order, compared)
-
-    def _shards(
-        self, jobs: Sequence[ShardJob], finished: Mapping[str, Shard], table: LengthTable, plan: Plan
-    ) -> tuple[Shard, ...]:
-        shards = dict(finished)
-        writer = ShardWriter(
+    def _write_shards(
+        self, jobs: Sequence[_ShardJob], shards: dict[str, Shard], table: LengthTable, plan: Plan
+    ) -> None:
+        """Write the files that are missing in `shards`, and put them there."""
+        writer = _ShardWriter(
             dataset=self.dataset,
             collator=self.collator,
             folder=self.folder,
-            images=self.settings.images,
             has_media=bool((table.images + table.videos).any()),
             jobs=tuple(job for job in jobs if job.file not in shards),
             plan=plan.digest,
@@ -268,38 +435,337 @@ class _Run:
             for shard in written:
                 shards[shard.file] = shard
                 self.progress("write", len(shards), len(jobs))
-        return tuple(shards[job.file] for job in jobs)
+
+    def _compare(self, shards: Sequence[Shard]) -> None:
+        """Compare the samples that a store holds, or lists as left out, with the data set.
+
+        Raises:
+            ConfigError: a sample was changed; lists places. A file is damaged.
+        """
+        out, names = self.folder.out, tuple(shard.file for shard in shards)
+        listed = _listed_digests(out / LEFT_OUT)
+        work = partial(_changed, self.dataset, self.collator, ShardFiles(out, shards), names, listed)
+        total, changed = len(names) + bool(listed), []
+        with closing(self.in_order(work, total)) as parts:
+            for done, part in enumerate(parts, 1):
+                changed += part
+                self.progress("compare", done, total)
+        if changed:
+            places = ", ".join(map(str, sorted(changed)[:NAMED]))
+            raise ConfigError(
+                f"{out} holds other samples than the data set: {len(changed)} were changed since they were packed (at "
+                f"{places}{', ...' * (len(changed) > NAMED)}). Pack into another folder, or remove this one"
+            )
 
 
-def _jobs(table: LengthTable, plan: Plan, shard_rows: int) -> list[ShardJob]:
-    columns = (column.tolist() for column in (table.sample_ids, table.tokens, table.targets))
-    samples = list(map(PlannedSample, *columns))
-    rows = [tuple(samples[at] for at in row) for row in plan]
-    files = divided_up(len(rows), shard_rows)
+def _listed_digests(path: Path) -> list[tuple[int, str]]:
+    """Read (place, digest) of the samples in no row; empty where there is no list."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []  # texts may hold U+2028
+        return [(int(entry["index"]), str(entry["digest"])) for entry in map(json.loads, lines)]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is damaged ({error!r:.200}); restore it, or remove the folder and pack again"
+        ) from error
+
+
+def _changed(
+    dataset: MapStyle,
+    collator: VLMCollator,
+    files: ShardFiles,
+    names: Sequence[str],
+    listed: Sequence[tuple[int, str]],
+    part: int,
+) -> list[int]:
+    """The places of samples of a file, or of those left out, that differ from the data set."""
+    stored = files.digests(names[part]) if part < len(names) else listed
     return [
-        ShardJob(file=shard_name(number, files), rows=tuple(rows[number * shard_rows : (number + 1) * shard_rows]))
-        for number in range(files)
+        place
+        for place, digest in stored
+        if not 0 <= place < len(dataset) or sample_digest(sample_at(dataset, place), collator) != digest
     ]
 
 
 def _description(dataset: MapStyle, collator: VLMCollator, settings: StoreSettings) -> dict[str, Any]:
     """Describe everything besides the samples that decides the bytes of a store, as JSON has it."""
-    slots = {name: value for name, value in asdict(collator.slots).items() if name != "pad_to"}
-    decided = {"max_length": collator.max_length, "overlength": collator.overlength, "train_on": collator.train_on}
-    decided |= {} if collator.share_prefixes is None else {"share_prefixes": asdict(collator.share_prefixes)}
-    decided |= {} if collator.markers == "auto" else {"markers": collator.markers}
-    decided |= {} if collator.add_stop is None else {"add_stop": collator.add_stop}
-    decided |= {"ignored_keys": sorted(collator.ignored_keys)} if collator.ignored_keys else {}
-    sampling = collator.file_rules.sampling
-    decided |= {} if sampling == FrameSampling() else {"sampling": asdict(sampling)}
-    limits = {**asdict(collator.limits), "formats": list(collator.limits.formats)}
+    sharing, slots = collator.share_prefixes, asdict(collator.slots)
+    del slots["pad_to"]
+    names = ("max_length", "overlength", "train_on", "on_bad", "markers", "add_stop")
+    decided = {
+        **{name: getattr(collator, name) for name in names},
+        "ignored_keys": sorted(collator.ignored_keys),
+        "share_prefixes": None if sharing is None else asdict(sharing),
+        "sampling": asdict(collator.file_rules.sampling),
+        "limits": asdict(collator.limits),
+    }
+    data = {"samples": len(dataset)}
     description = {
-        "settings": {
-            **asdict(settings),
-            "slots": slots,
-            "collator": {**decided, "on_bad": collator.on_bad, "limits": limits},
-            "data": {"samples": len(dataset)},
-        },
+        "settings": {**asdict(settings), "slots": slots, "collator": decided, "data": data},
         "processor": fingerprint(collator),
     }
-    return json.loads(json.dumps(description, default=np.generic.item))
+    return json.loads(json.dumps(description, default=_json_value))
+
+
+def _json_value(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set | frozenset) else value.item()
+
+
+# ---------------------------------------------------------------------- the plan
+
+
+def _check_refused(table: LengthTable, collator: VLMCollator) -> None:
+    """Raise unless the collator would go on with the samples that are left.
+
+    Raises:
+        SampleError: a sample was refused, and `on_bad` is "raise".
+        ConfigError: more were refused than the collator's limit of skipped samples allows, or all.
+    """
+    skip_log = SkipLog(limit=collator.skip_log.limit)
+    refused = {refusal.index: refusal for refusal in table.refused}
+    with skip_log.at_once():
+        for before, place in pairwise([-1, *sorted(refused), table.measured]):
+            if place - before > 1:
+                skip_log.use(place - before - 1)
+            if place == table.measured:
+                break
+            refusal = refused[place]
+            error = SampleError(refusal.detail, index=place, reason=refusal.reason, sample_id=refusal.sample_id)
+            if collator.leaves_out(error.reason):
+                skip_log.note(error)
+            elif collator.on_bad == "skip":
+                skip_log.refuse(error)
+            else:
+                remedy = "on_bad='skip' (--on-bad skip) leaves them out and lists them"
+                count = f"{len(refused)} sample(s) cannot be used in all; {remedy}"
+                raise SampleError(
+                    f"{error.detail}. {count}", index=place, reason=error.reason, sample_id=error.sample_id
+                )
+    if not len(table):
+        raise ConfigError(f"none of {table.measured} samples can be packed: {table.reasons or 'the data set is empty'}")
+
+
+def _plan_rows(table: LengthTable, settings: StoreSettings, slots: SlotRule, dataset: MapStyle) -> Plan:
+    """Plan which samples share a row; a sample's id in the plan is its place in the table.
+
+    Samples count as long as their slots are, and prefixes that a table has groups of once a row. The data set is read
+    for the id of a sample that is refused.
+
+    Raises:
+        SampleError: samples exceed a row by themselves, and `oversize` is "error"; lists their places.
+        ConfigError: there are too few samples for `rows_multiple`.
+    """
+    lengths = round_up(table.tokens, slots.multiple)
+    budgets = table.budgets(patches=settings.max_patches, images=settings.max_images)
+    if slots.max_segments is not None:
+        budgets = (*budgets, Budget(name="samples", costs=np.ones_like(lengths), limit=slots.max_segments))
+    if settings.oversize == "error":
+        _refuse_too_large(table, lengths, settings.capacity, budgets, dataset)
+    plan = plan_bins(
+        lengths,
+        settings.capacity,
+        strategy=settings.strategy,
+        budgets=budgets,
+        oversize=settings.oversize,
+        seed=settings.seed,
+        groups=table.groups,
+    )
+    if not len(plan):
+        raise ConfigError(f"all {len(table)} samples exceed a row of {settings.capacity} tokens; raise the capacity")
+    return split_rows(plan, settings.rows_multiple)
+
+
+def _refuse_too_large(
+    table: LengthTable, lengths: np.ndarray, capacity: int, budgets: tuple[Budget, ...], dataset: MapStyle
+) -> None:
+    """Refuse samples as `plan_bins` does, by their places in the data set instead of those in the table."""
+    by_place = [dataclasses.replace(budget, costs=table.by_place(budget.costs)) for budget in budgets]
+    lengths = table.by_place(lengths)
+    try:
+        refuse_too_large(too_large(lengths, capacity, by_place), lengths, capacity, by_place)
+    except SampleError as error:
+        name = None if error.index is None else sample_id_of(sample_at(dataset, error.index))
+        raise SampleError(error.detail, index=error.index, reason=error.reason, sample_id=name) from None
+
+
+# ---------------------------------------------------------------------- samples in no row, and totals
+
+
+def _left_out(table: LengthTable, plan: Plan, dataset: MapStyle) -> list[dict[str, Any]]:
+    """List the samples that are in no row, by their places.
+
+    Args:
+        table: with the refused ones.
+        plan: with those that exceed a row.
+        dataset: of which the ids of the latter are read.
+    """
+    entries = [*(dataclasses.asdict(refusal) for refusal in table.refused), *_dropped(table, plan, dataset)]
+    return sorted(entries, key=lambda entry: entry["index"])
+
+
+def _dropped(table: LengthTable, plan: Plan, dataset: MapStyle) -> Iterator[dict[str, Any]]:
+    limits = [("tokens", plan.lengths, plan.capacity), *((b.name, b.costs, b.limit) for b in plan.budgets)]
+    for at in plan.dropped.tolist():
+        over = ", ".join(f"{costs[at]} {name} (a row holds {most})" for name, costs, most in limits if costs[at] > most)
+        place = int(table.sample_ids[at])
+        yield {
+            "index": place,
+            "sample_id": sample_id_of(sample_at(dataset, place)),
+            "reason": "oversize",
+            "detail": f"it exceeds a row by itself: {over}; raise the limit, or choose oversize='own_row'",
+        }
+
+
+def _count(table: LengthTable, plan: Plan) -> Counts:
+    """Count samples, rows and what is in them."""
+    packed = plan.sample_ids
+    return Counts(
+        total=table.measured,
+        refused=len(table.refused),
+        dropped=len(plan.dropped),
+        samples=len(packed),
+        rows=len(plan),
+        tokens=int(table.tokens[packed].sum()),
+        targets=int(table.targets[packed].sum()),
+        images=int(table.images[packed].sum()),
+        videos=int(table.videos[packed].sum()),
+        patches=int(_media_sums(table, plan)["patches"].sum()),
+    )
+
+
+def _media_sums(table: LengthTable, plan: Plan) -> dict[str, np.ndarray]:
+    """int64 [G] each: patches and media that each row computes, those of shared prefixes once."""
+    groups = table.groups
+    needs = {"patches": (table.patches, None), "media": (table.images + table.videos, None)}
+    if groups is not None:
+        needs = {"patches": (table.patches, groups.patches), "media": (needs["media"][0], groups.images)}
+    return {name: plan.sums(*values) for name, values in needs.items()}
+
+
+def _fixed_sizes(table: LengthTable, plan: Plan, slots: SlotRule) -> FixedSizes:
+    """Return the largest sizes of any row."""
+    widths, media = round_up(plan.tokens, slots.row_multiple), _media_sums(table, plan)
+    return FixedSizes(
+        longest_row=int(widths.max()),
+        longest_segment=int(table.tokens[plan.sample_ids].max()),
+        most_segments=int(np.diff(plan.bounds).max()),
+        most_images=int(media["media"].max()),
+        most_patches=int(media["patches"].max()),
+    )
+
+
+# ---------------------------------------------------------------------- one file
+
+
+class _PlannedSample(NamedTuple):
+    """One sample of a planned row, as it was measured for the plan."""
+
+    place: int
+    tokens: int
+    targets: int
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _ShardJob:
+    """Which rows go into a file."""
+
+    file: str
+    rows: tuple[tuple[_PlannedSample, ...], ...]
+
+
+def _jobs(table: LengthTable, plan: Plan, shard_rows: int) -> list[_ShardJob]:
+    columns = (column.tolist() for column in (table.sample_ids, table.tokens, table.targets))
+    samples = list(map(_PlannedSample, *columns))
+    rows = [tuple(samples[at] for at in row) for row in plan]
+    files = divided_up(len(rows), shard_rows)
+    return [
+        _ShardJob(file=shard_name(number, files), rows=tuple(rows[number * shard_rows : (number + 1) * shard_rows]))
+        for number in range(files)
+    ]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _ShardWriter:
+    """Writes files of rows; pickles to workers."""
+
+    dataset: MapStyle
+    collator: VLMCollator
+    folder: WorkFolder
+    has_media: bool
+    """Some sample has images or videos."""
+    jobs: tuple[_ShardJob, ...]
+    plan: str
+    """Digest of the plan; a file of another one is not continued."""
+
+    def __call__(self, at: int) -> Shard:
+        """Write the file of one job.
+
+        Raises:
+            SampleError: a sample is not what was measured, or its image cannot be read; names its place.
+            ConfigError: a sample cannot be stored, or the disk is full.
+        """
+        job = self.jobs[at]
+        with atomic_file(self.folder.out / job.file, folder=self.folder.unfinished) as path:
+            self._write(job, path)
+            shard = _shard_of(path)
+        return dataclasses.replace(shard, file=job.file)
+
+    def _write(self, job: _ShardJob, path: Path) -> None:
+        """Write the rows one by one, each as a row group; an error that the data set raises is no error of the file."""
+        columns = schema(
+            has_media=self.has_media,
+            is_shared=self.collator.share_prefixes is not None,
+            has_runs=self.collator.metadata.by_processor,
+        )
+        samples = hashlib.sha256()
+        options = {"compression": COMPRESSION, "use_dictionary": False, "write_statistics": False}
+        with pyarrow().parquet.ParquetWriter(path, columns, write_page_checksum=True, **options) as writer:
+            for planned in job.rows:
+                record = self._record(planned)
+                samples.update(json.dumps([record["places"], record["digests"]]).encode())
+                row = pyarrow().Table.from_pylist([{name: record[name] for name in columns.names}], schema=columns)
+                with writing(self.folder.out / job.file):
+                    writer.write_table(row)
+            writer.add_key_value_metadata({PLANNED: self.plan, SAMPLES: samples.hexdigest()})
+
+    def _record(self, planned: Sequence[_PlannedSample]) -> dict[str, Any]:
+        features = [self.dataset[sample.place] for sample in planned]
+        record = record_of(
+            [self._measured(feature, sample) for feature, sample in zip(features, planned, strict=True)],
+            [sample.place for sample in planned],
+            [sample_digest(feature, self.collator) for feature in features],
+            self.collator.limits,
+            self.collator.file_rules.limits,
+        )
+        return record if self.collator.share_prefixes is None else each_medium_once(record)
+
+    def _measured(self, feature: Any, planned: _PlannedSample) -> Encoded:
+        sample = self.collator.measure(feature, planned.place)
+        if (sample.num_tokens, sample.num_targets) != (planned.tokens, planned.targets):
+            raise SampleError(
+                f"it has {sample.num_tokens} tokens and {sample.num_targets} targets, and had {planned.tokens} tokens "
+                f"and {planned.targets} targets when it was measured: the data set was changed meanwhile; pack into "
+                "another folder",
+                index=planned.place,
+                reason="changed",
+                sample_id=sample.sample_id,
+            )
+        return sample
+
+
+def _shard_of(path: Path) -> Shard:
+    """Describe a file that is whole."""
+    metadata = pyarrow().parquet.read_metadata(path)
+    samples = metadata.metadata[SAMPLES.encode()].decode()
+    size = path.stat().st_size
+    return Shard(file=path.name, rows=metadata.num_rows, bytes=size, sha256=sha256_of(path), samples=samples)
+
+
+def _finished_shard(path: Path, plan: str) -> Shard | None:
+    """Describe a file that an interrupted run has finished, for the same plan; None: there is none."""
+    try:
+        stored = pyarrow().parquet.read_metadata(path).metadata
+    except (OSError, ValueError):  # not there, or damaged: it is written anew
+        return None
+    return _shard_of(path) if stored.get(PLANNED.encode()) == plan.encode() else None

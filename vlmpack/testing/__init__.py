@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from vlmpack.testing.branching import Branches, branches_of, joined
-from vlmpack.testing.measures import field_f1, nted_accuracy
 from vlmpack.testing.models import TinySizes, tiny_config, tiny_model
 from vlmpack.testing.processors import tiny_processor
 from vlmpack.testing.receipts import SyntheticReceipts, receipt_conversations
@@ -25,10 +24,8 @@ __all__ = [
     "alone",
     "branches_of",
     "build_sample",
-    "field_f1",
     "joined",
     "mixed_samples",
-    "nted_accuracy",
     "padded",
     "processed_samples",
     "receipt_conversations",

@@ -23,8 +23,8 @@ from vlmpack.layout.batch import AUDIO, IMAGE, VIDEO, Media
 from vlmpack.layout.media_units import MediaUnits, RowMedia
 from vlmpack.layout.packing import pack
 from vlmpack.layout.row import IGNORE
+from vlmpack.testing.media import Sample, sample_like
 from vlmpack.testing.samples import build_sample, padded, perturbed
-from vlmpack.testing.tiles import Sample, sample_like
 
 Span = tuple[int, int]
 

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.testing import audio, texts, towers
-from vlmpack.testing.family_processors import tile_sizes
+from vlmpack.testing.recipes import RECIPES, Recipe, layer_types, patch_blocks
 
 DEFAULT_FAMILY = "qwen3_vl"
 """Of tiny models and processors."""
@@ -167,12 +166,15 @@ def tiny_config(family: str = DEFAULT_FAMILY, *, processor: Any = None, **sizes:
 
 # ---------------------------------------------------------------------- sizes from a processor, and their checks
 
+PROCESSOR_SIZES: dict[str, Callable[[Any], dict[str, Any]]] = {}
+"""How to read the sizes off a processor beyond Qwen-VL's, by the name of its class."""
+
 
 def _processor_sizes(processor: Any) -> dict[str, Any]:
     """Read token ids, vocabulary and patch sizes off a tiny processor, or a Qwen processor."""
     tokenizer, images = processor.tokenizer, processor.image_processor
-    if (sizes := tile_sizes(processor) or audio.omni_sizes(processor)) is not None:
-        return sizes
+    if (read := PROCESSOR_SIZES.get(type(processor).__name__)) is not None:
+        return read(processor)
     tokens = {"vision_start": "vision_start", "vision_end": "vision_end", "image": "image_pad", "video": "video_pad"}
     sizes = {"vocab_size": len(tokenizer), "patch_size": images.patch_size, "merge": images.merge_size}
     for name, token in tokens.items():
@@ -183,7 +185,7 @@ def _processor_sizes(processor: Any) -> dict[str, Any]:
     return {**sizes, **ids, "temporal_patch_size": images.temporal_patch_size}
 
 
-def _check(sizes: TinySizes, recipe: _Recipe, family: str) -> None:
+def _check(sizes: TinySizes, recipe: Recipe, family: str) -> None:
     width = sizes.head_width
     if sizes.heads % sizes.kv_heads:
         raise ConfigError(f"heads={sizes.heads} is not a multiple of kv_heads={sizes.kv_heads}")
@@ -248,36 +250,6 @@ def _forget_slowly(log_rate: torch.Tensor, generator: torch.Generator) -> None:
 # ---------------------------------------------------------------------- configurations
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class _Recipe:
-    """The parts of a family's configuration."""
-
-    vision: Callable[[TinySizes], dict[str, Any]] | None = None
-    """Settings of its vision tower; None: a text model."""
-    text_type: str | None = None
-    """`model_type` of its text part, where the family takes any; None: it has one of its own."""
-    mrope: bool = True
-    """The text part of a family with vision has multimodal rotary positions."""
-    whole: Callable[[TinySizes], dict[str, Any]] | None = None
-    """Settings of the whole model that no other family has; None: its images are patches with a grid each, and its
-    tower has the settings of Qwen's."""
-    since_qwen3: bool = True
-    """Heads of any width, interleaved MRoPE sections, patches of 16 pixels."""
-    hybrid: bool = False
-    """Three of four layers are gated delta layers."""
-    experts: bool = False
-    """Every layer has experts; in hybrid models one of them is shared by all tokens."""
-    dense: bool = True
-    """The configuration has the width of a dense MLP."""
-    more: Callable[[TinySizes], dict[str, Any]] | None = None
-    """Settings of the text model that no other family has."""
-    patch_size: int | None = None
-    """Side of a patch, where it is neither Qwen2's nor Qwen3's."""
-    sdpa: bool = True
-    """transformers has sdpa attention for it, not only eager."""
-
-
 @functools.lru_cache(maxsize=64)
 def _config(sizes: TinySizes, family: str) -> Any:
     """transformers checks every setting, which takes longer than a copy."""
@@ -292,12 +264,12 @@ def _config(sizes: TinySizes, family: str) -> Any:
     if recipe.whole is not None:
         vision, whole = recipe.vision(sizes), sizes.media_tokens | recipe.whole(sizes)
         return AutoConfig.for_model(family, text_config=text, vision_config=vision, **whole)
-    vision = towers.patch_blocks(sizes) | recipe.vision(sizes)
+    vision = patch_blocks(sizes) | recipe.vision(sizes)
     return AutoConfig.for_model(family, text_config=text, vision_config=vision, **sizes.media_tokens)
 
 
-def _text(sizes: TinySizes, recipe: _Recipe) -> dict[str, Any]:
-    settings = {
+def _text(sizes: TinySizes, recipe: Recipe) -> dict[str, Any]:
+    text = {
         "vocab_size": sizes.vocab_size,
         "hidden_size": sizes.hidden,
         "num_hidden_layers": sizes.layers,
@@ -310,24 +282,24 @@ def _text(sizes: TinySizes, recipe: _Recipe) -> dict[str, Any]:
         "pad_token_id": sizes.pad_token_id,
     }
     if recipe.since_qwen3:
-        settings["head_dim"] = sizes.head_width
+        text["head_dim"] = sizes.head_width
     if recipe.dense:
-        settings["intermediate_size"] = sizes.intermediate or 2 * sizes.hidden
+        text["intermediate_size"] = sizes.intermediate or 2 * sizes.hidden
     if recipe.experts:
-        settings["num_experts"] = sizes.experts
-        settings["num_experts_per_tok"] = sizes.experts_per_token
-        settings["moe_intermediate_size"] = 32
+        text["num_experts"] = sizes.experts
+        text["num_experts_per_tok"] = sizes.experts_per_token
+        text["moe_intermediate_size"] = 32
         if recipe.hybrid:
-            settings["shared_expert_intermediate_size"] = 32
+            text["shared_expert_intermediate_size"] = 32
     if recipe.hybrid:  # value heads share key heads
-        settings["layer_types"] = texts.layer_types(sizes)
-        settings["linear_num_key_heads"] = sizes.kv_heads
-        settings["linear_num_value_heads"] = sizes.heads
-        settings["linear_key_head_dim"] = settings["linear_value_head_dim"] = sizes.head_width
-    return {**settings, **(recipe.more(sizes) if recipe.more else {})}
+        text["layer_types"] = layer_types(sizes)
+        text["linear_num_key_heads"] = sizes.kv_heads
+        text["linear_num_value_heads"] = sizes.heads
+        text["linear_key_head_dim"] = text["linear_value_head_dim"] = sizes.head_width
+    return {**text, **(recipe.more(sizes) if recipe.more else {})}
 
 
-def _rope(sizes: TinySizes, recipe: _Recipe) -> dict[str, Any]:
+def _rope(sizes: TinySizes, recipe: Recipe) -> dict[str, Any]:
     """Rotary settings: height and width get a third of the frequencies each, time the rest.
 
     In hybrid models half of a head rotates (the released ones rotate a quarter of 256 channels).
@@ -341,115 +313,3 @@ def _rope(sizes: TinySizes, recipe: _Recipe) -> dict[str, Any]:
         if recipe.since_qwen3:
             rope["mrope_interleaved"] = True
     return rope
-
-
-TILED: dict[str, Any] = {"mrope": False, "since_qwen3": False, "patch_size": 6}
-"""Parts of recipes of families whose images are tiles."""
-GEMMA: dict[str, Any] = TILED | {"since_qwen3": True}
-GLM: dict[str, Any] = {"vision": towers.glm_vision, "whole": towers.video_ends, "since_qwen3": False}
-
-RECIPES = {
-    "qwen2_vl": _Recipe(vision=towers.qwen2_vision, since_qwen3=False),
-    "qwen2_5_vl": _Recipe(vision=towers.windowed_vision, since_qwen3=False),
-    "qwen3_vl": _Recipe(vision=towers.deepstack_vision),
-    "qwen3_vl_moe": _Recipe(vision=towers.deepstack_vision, experts=True),
-    "qwen3_5": _Recipe(vision=towers.qwen3_vision, hybrid=True),
-    "qwen3_5_moe": _Recipe(vision=towers.qwen3_vision, hybrid=True, experts=True, dense=False),
-    "qwen4_exp": _Recipe(vision=towers.qwen3_vision, hybrid=True, experts=True, dense=False, more=texts.qwen4_text),
-    "qwen2_5_omni_thinker": _Recipe(vision=audio.omni_windowed_vision, whole=audio.pooled_audio, since_qwen3=False),
-    "qwen3_omni_moe_thinker": _Recipe(vision=audio.omni_deepstack_vision, whole=audio.convolved_audio, experts=True),
-    "qwen3": _Recipe(),
-    "qwen3_next": _Recipe(hybrid=True, experts=True),
-    "glm4v": _Recipe(**GLM),
-    "glm46v": _Recipe(text_type="glm4v_text", **GLM),
-    "glm4v_moe": _Recipe(experts=True, more=texts.glm_moe_text, **GLM),
-    "glm_ocr": _Recipe(more=lambda sizes: {"head_dim": sizes.head_width}, **GLM),
-    "paddleocr_vl": _Recipe(
-        vision=towers.paddle_vision,
-        since_qwen3=False,
-        whole=lambda _: {},
-        more=lambda sizes: {"head_dim": sizes.head_width},
-    ),
-    "ernie4_5_vl_moe": _Recipe(
-        vision=towers.ernie_vision,
-        since_qwen3=False,
-        experts=True,
-        more=texts.ernie_text,
-        whole=towers.ernie_settings,
-    ),
-    "kimi_k25": _Recipe(
-        vision=towers.kimi_vision,
-        text_type="deepseek_v3",
-        mrope=False,
-        since_qwen3=False,
-        experts=True,
-        more=texts.deepseek_text,
-        whole=towers.kimi_settings,
-    ),
-    "minicpmv4_6": _Recipe(
-        vision=towers.minicpm_tower,
-        text_type="qwen3_5_text",
-        hybrid=True,
-        whole=lambda _: {"insert_layer_id": 0},
-        patch_size=6,
-    ),
-    "lfm2_vl": _Recipe(
-        vision=towers.siglip2_tower, text_type="lfm2", more=texts.lfm2_text, whole=towers.lfm2_settings, **TILED
-    ),
-    "deepseek_ocr2": _Recipe(
-        vision=towers.deepseek_ocr2_tower, experts=True, more=texts.deepseek_ocr2_text, whole=lambda _: {}, **TILED
-    ),
-    "cohere2_vision": _Recipe(
-        vision=towers.siglip_tower,
-        text_type="cohere2",
-        more=texts.cohere2_text,
-        whole=lambda sizes: {"alignment_intermediate_size": 2 * sizes.vision_hidden},
-        **TILED,
-    ),
-    "aya_vision": _Recipe(
-        vision=towers.siglip_tower, text_type="cohere2", more=texts.cohere2_text, whole=towers.llava_settings, **TILED
-    ),
-    "internvl": _Recipe(vision=towers.internvl_tower, text_type="qwen2", whole=towers.internvl_settings, **TILED),
-    "llava": _Recipe(vision=towers.clip_tower, text_type="llama", whole=towers.llava_settings, **TILED),
-    "llava_next": _Recipe(vision=towers.clip_tower, text_type="llama", whole=towers.anyres_settings, **TILED),
-    "llava_onevision": _Recipe(vision=towers.siglip_tower, text_type="qwen2", whole=towers.anyres_settings, **TILED),
-    "smolvlm": _Recipe(vision=towers.tile_tower, text_type="llama", whole=lambda _: {}, **TILED),
-    "idefics3": _Recipe(vision=towers.tile_tower, text_type="llama", whole=lambda _: {}, **TILED),
-    "mistral3": _Recipe(vision=towers.pixtral_tower, text_type="mistral", whole=towers.llava_settings, **TILED),
-    "gemma3": _Recipe(vision=towers.gemma3_tower, more=texts.gemma3_text, whole=towers.gemma3_settings, **GEMMA),
-    "gemma4": _Recipe(
-        vision=towers.gemma4_tower, more=texts.gemma4_text, whole=towers.gemma4_settings, experts=True, **GEMMA
-    ),
-    "gemma4_unified": _Recipe(
-        vision=towers.merged_patches, more=texts.gemma4_unified_text, whole=towers.gemma4_settings, **GEMMA
-    ),
-    "paligemma": _Recipe(
-        vision=towers.paligemma_tower,
-        text_type="gemma2",
-        more=texts.gemma2_text,
-        whole=towers.paligemma_settings,
-        sdpa=False,
-        **GEMMA,
-    ),
-    "llama4": _Recipe(
-        vision=towers.llama4_tower, more=texts.llama4_text, whole=towers.llama4_settings, experts=True, **GEMMA
-    ),
-    "llama4_text": _Recipe(experts=True, more=texts.llama4_text),
-    "llama": _Recipe(),
-    "mistral": _Recipe(more=lambda _: {"sliding_window": texts.WINDOW}),
-    "qwen2": _Recipe(since_qwen3=False),
-    "qwen3_moe": _Recipe(experts=True),
-    "gemma2": _Recipe(sdpa=False, more=texts.gemma2_text),
-    "gemma3_text": _Recipe(more=texts.gemma3_text),
-    "phi3": _Recipe(since_qwen3=False, more=lambda _: {"sliding_window": texts.WINDOW}),
-    "olmo3": _Recipe(more=texts.two_ropes),
-    "granite": _Recipe(since_qwen3=False, more=texts.granite_text),
-    "cohere2": _Recipe(more=texts.cohere2_text),
-    "smollm3": _Recipe(since_qwen3=False, more=lambda _: {"no_rope_layer_interval": 2}),
-    "glm4_moe": _Recipe(experts=True, more=texts.routed),
-    "deepseek_v3": _Recipe(since_qwen3=False, experts=True, more=texts.deepseek_text),
-    "lfm2": _Recipe(since_qwen3=False, more=texts.lfm2_text),
-    "lfm2_moe": _Recipe(since_qwen3=False, experts=True, more=texts.lfm2_moe_text),
-    "gpt_oss": _Recipe(sdpa=False, experts=True, more=texts.gpt_oss_text),
-}
-"""By `config.model_type`."""

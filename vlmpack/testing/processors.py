@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
 from vlmpack.data.processor import without_parts
 from vlmpack.errors import ConfigError
 from vlmpack.families.registry import FAMILIES
-from vlmpack.testing.audio import OMNI_TOKENS, omni_template, tiny_extractor
-from vlmpack.testing.family_processors import RECIPES, build_processor
-from vlmpack.testing.models import DEFAULT_FAMILY
+from vlmpack.testing.models import DEFAULT_FAMILY, PROCESSOR_SIZES
+from vlmpack.testing.recipes import MEL_BINS
 
 
 def _split(words: str) -> tuple[str, ...]:
@@ -43,6 +42,9 @@ SPECIAL_TOKENS = _split(
 )
 """Qwen's special tokens, in Qwen's order."""
 
+BUILDERS: dict[str, Callable[[int], Any]] = {}
+"""Builders of processors beyond Qwen's, by family, from a number of entries of the vocabulary; empty until some are
+added, as `tests/fixtures` does."""
 MERGE_SIZE = 2
 TEMPORAL_PATCH_SIZE = 2
 QWEN3_5_TOKENIZER = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
@@ -66,7 +68,7 @@ def tiny_processor(
     video processor (`vlmpack.collate` prepares videos itself). Its `save_pretrained` is `save_processor`.
 
     Args:
-        family: a vision-language family, such as "qwen2_vl", "qwen2_5_vl", "qwen3_vl" or "qwen3_5".
+        family: a family of Qwen, such as "qwen2_5_vl", "qwen3_vl", "qwen3_5" or "qwen3_omni_moe_thinker".
         min_pixels: smallest area an image is resized to, in pixels, of Qwen's; None: 4 image tokens.
         max_pixels: largest area an image is resized to, in pixels, of Qwen's; None: 256 image tokens.
         vocab_size: entries of the trained vocabulary, before the special tokens; at least 256, one for each byte.
@@ -75,13 +77,12 @@ def tiny_processor(
     Raises:
         ConfigError: an unknown family, or a vocabulary without room for every byte.
     """
-    if family in RECIPES:
-        processor = build_processor(family, vocab_size, _trained_vocabulary)
+    if family in BUILDERS:
+        processor = BUILDERS[family](vocab_size)
         if chat_template is not None:
             processor.chat_template = chat_template
         return processor
-    names = [name for name, one in FAMILIES.items() if name in RECIPES or (one.has_grids and one.has_videos)]
-    if family not in names:
+    if family not in (names := processor_families()):
         raise ConfigError(f"no processor for family {family!r}; use one of {', '.join(names)}")
     if vocab_size < 256:
         raise ConfigError(f"vocab_size={vocab_size} has no room for the 256 bytes; use at least 256")
@@ -103,6 +104,11 @@ def tiny_processor(
     )
 
 
+def processor_families() -> list[str]:
+    """List the families of which there is a tiny processor."""
+    return [name for name, one in FAMILIES.items() if name in BUILDERS or (one.has_grids and one.has_videos)]
+
+
 def _image_processor(family: str, *, min_pixels: int, max_pixels: int) -> Any:
     """Normalised as the shipped class of the family does it: Qwen3-VL's has a video processor that maps to -1 ... 1."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -122,7 +128,7 @@ def _tokenizer(family: str, vocab_size: int) -> Any:
     """A new tokenizer object each time (users add tokens to theirs) around the vocabulary trained once a process."""
     from transformers import Qwen2Tokenizer, Qwen3_5Tokenizer
 
-    vocab, merges = json.loads(_trained_vocabulary(vocab_size))
+    vocab, merges = json.loads(trained_vocabulary(vocab_size))
     named: dict[str, Any] = {"extra_special_tokens": OMNI_TOKENS[family]} if family in OMNI_TOKENS else {}
     tokenizer = (Qwen3_5Tokenizer if family in QWEN3_5_TOKENIZER else Qwen2Tokenizer)(
         vocab=vocab,
@@ -136,7 +142,7 @@ def _tokenizer(family: str, vocab_size: int) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _trained_vocabulary(vocab_size: int) -> str:
+def trained_vocabulary(vocab_size: int) -> str:
     """The vocabulary and merges as JSON: immutable, so that the cache cannot be changed by its users."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
@@ -157,6 +163,76 @@ def _trained_vocabulary(vocab_size: int) -> str:
     model = json.loads(bpe.to_str())["model"]
     return json.dumps([model["vocab"], model["merges"]])
 
+
+# ---------------------------------------------------------------------- processors that take audio
+
+_MEDIA = ("image", "video", "audio")
+OMNI_TOKENS = {
+    "qwen2_5_omni_thinker": {
+        **{f"{kind}_token": f"<|{kind.upper()}|>" for kind in _MEDIA},
+        **{f"{kind}_{end}_token": f"<|{kind}_{end}|>" for kind in ("vision", "audio") for end in ("bos", "eos")},
+    },
+    "qwen3_omni_moe_thinker": {
+        **{f"{kind}_token": f"<|{kind}_pad|>" for kind in _MEDIA},
+        **{
+            f"{kind}_{end}_token": f"<|{kind}_{name}|>"
+            for kind in ("vision", "audio")
+            for end, name in (("bos", "start"), ("eos", "end"))
+        },
+    },
+}
+"""Special tokens by the names that their tokenizers give them."""
+
+
+def omni_template(family: str) -> str:
+    """ChatML in which a medium is one placeholder between the tokens that mark its ends, as in released models."""
+    tokens = OMNI_TOKENS[family]
+    written = {
+        kind: tokens[f"{around}_bos_token"] + tokens[f"{kind}_token"] + tokens[f"{around}_eos_token"]
+        for kind, around in (("image", "vision"), ("video", "vision"), ("audio", "audio"))
+    }
+    parts = "".join(f"{{%- elif part['type'] == '{kind}' -%}}{{{{- '{text}' -}}}}" for kind, text in written.items())
+    return (
+        "{%- for message in messages -%}{{- '<|im_start|>' + message['role'] + '\n' -}}"
+        "{%- if message['content'] is string -%}{{- message['content'] -}}"
+        "{%- else -%}{%- for part in message['content'] -%}"
+        "{%- if part['type'] == 'text' -%}{{- part['text'] -}}" + parts + "{%- endif -%}"
+        "{%- endfor -%}{%- endif -%}{{- '<|im_end|>\n' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+    )
+
+
+def tiny_extractor() -> Any:
+    """A real feature extractor of as many log-mel bins as tiny models take, for audio of 8 s at most."""
+    from transformers import WhisperFeatureExtractor
+
+    return WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=8, return_attention_mask=True)
+
+
+def omni_sizes(processor: Any) -> dict[str, Any]:
+    """Token ids, vocabulary and patch sizes of a processor that takes audio."""
+    tokenizer, images = processor.tokenizer, processor.image_processor
+    names = {
+        "image_token_id": processor.image_token,
+        "video_token_id": processor.video_token,
+        "audio_token_id": processor.audio_token,
+        "vision_start_token_id": processor.vision_bos_token,
+        "vision_end_token_id": processor.vision_eos_token,
+        "audio_start_token_id": processor.audio_bos_token,
+        "audio_end_token_id": processor.audio_eos_token,
+    }
+    return {
+        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()},
+        "vocab_size": len(tokenizer),
+        "patch_size": images.patch_size,
+        "merge": images.merge_size,
+        "temporal_patch_size": images.temporal_patch_size,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+
+
+PROCESSOR_SIZES.update({str(FAMILIES[name].processor): omni_sizes for name in OMNI_TOKENS if name in FAMILIES})
 
 # ---------------------------------------------------------------------- what the vocabulary is trained on
 

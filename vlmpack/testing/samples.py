@@ -34,9 +34,19 @@ from vlmpack.families.spans import TypeRuns, media_runs, type_runs
 from vlmpack.families.tiles import Join
 from vlmpack.layout.batch import MEDIA_KEYS, Grid, HostMetadata, Media, PaddedBatch
 from vlmpack.layout.row import IGNORE
-from vlmpack.testing.audio import audio_tensors, audio_tokens, frames_in, frames_of, noises
+from vlmpack.testing.media import (
+    Sample,
+    TiledImage,
+    audio_tensors,
+    audio_tokens,
+    frames_in,
+    frames_of,
+    noises,
+    sample_like,
+    tiled_image,
+    tiled_video,
+)
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts
-from vlmpack.testing.tiles import Sample, TiledImage, sample_like, tiled_image, tiled_video
 
 Kind = Literal["text", "image", "images", "video", "images_and_video", "audio", "everything"]
 

@@ -1,0 +1,447 @@
+"""One line of vlmpack broken on purpose, in whole probes: what the report says of it, and nothing that is not at fault.
+
+`test_every_family.py` breaks every mechanism of every family.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import breakages
+import pytest
+import torch
+from breakages import BREAKAGES, Patch
+from cases import slow
+
+from vlmpack.attention.backends import SdpaSegments
+from vlmpack.families import family_named
+from vlmpack.families.media import MediaItems
+from vlmpack.layout import Segments
+from vlmpack.model import engine, head, result
+from vlmpack.model.mechanisms import experts
+from vlmpack.model.mechanisms.gated_delta import GatedDelta
+from vlmpack.model.mechanisms.recurrent_rows import Buckets
+from vlmpack.model.mechanisms.vision import VisionRow
+from vlmpack.model.result import StepResult
+from vlmpack.model.row import RowContext
+from vlmpack.probing import Report, probe
+from vlmpack.testing import tiny_model
+
+pytestmark = pytest.mark.usefixtures("shared_references")
+Break = Callable[[Any, Patch], None]
+packing = sys.modules["vlmpack.layout.packing"]
+
+
+def probed(model: Any) -> Report:
+    return probe(model, plain=False, share_prefixes=False)
+
+
+def bad(report: Report, *parts: str) -> list[str]:
+    return [check.name for check in report.checks if check.part in parts and check.is_bad]
+
+
+def wrapped(owner: Any, name: str, change: Callable[..., Any]) -> Break:
+    """`owner.name(...)` gives `change(what it gave, ...)`."""
+
+    def break_it(model: Any, patch: Patch) -> None:
+        own = getattr(owner, name)
+        patch.setattr(owner, name, lambda *args, **metadata: change(own(*args, **metadata), *args, **metadata))
+
+    return break_it
+
+
+def in_its_family(breaks: Callable[[str, Patch], None]) -> Break:
+    return lambda model, patch: breaks(model.config.model_type, patch)
+
+
+def attended(**settings: Callable[[Any], Any]) -> Break:
+    """The attention back-end of the text model is called with other settings, or with other keys."""
+
+    def break_it(model: Any, patch: Patch) -> None:
+        own = SdpaSegments.__call__
+
+        def call(self: Any, q: Any, k: Any, v: Any, segments: Segments, *, causal: bool, **metadata: Any) -> Any:
+            given = {"k": k, "causal": causal, **metadata}
+            if causal:
+                given |= {name: change(given[name]) for name, change in settings.items()}
+            return own(self, q, given.pop("k"), v, segments, **given)
+
+        patch.setattr(SdpaSegments, "__call__", call)
+
+    return break_it
+
+
+def joined(when: Callable[[Segments, Any], bool]) -> Break:
+    """Text attention takes rows for one sample, in some circumstances."""
+
+    def break_it(model: Any, patch: Patch) -> None:
+        def context(**metadata: Any) -> RowContext:
+            segments: Segments = metadata["segments"]
+            whole = Segments.from_lengths([segments.total]) if when(segments, model) else segments
+            return RowContext(**{**metadata, "segments": whole})
+
+        patch.setattr(engine, "RowContext", context)
+
+    return break_it
+
+
+def last_two_together(segments: Segments) -> Segments:
+    *lengths, one, other = segments.lengths
+    return segments if segments.has_gaps else Segments.from_lengths([*lengths, one + other])
+
+
+def two_samples_for_delta_layers(model: Any, patch: Patch) -> None:
+    """To gated delta layers the last two samples are one."""
+    buckets = partial(Buckets.cheapest, call_cost=16)
+    patch.setattr(GatedDelta, "prepare", lambda self, setup: buckets(last_two_together(setup.row.segments)))
+
+
+def no_offsets(model: Any, patch: Patch) -> None:
+    """A left-padded batch is read from its first column on."""
+    own = packing._Take.__init__
+
+    def read(self: Any, segments: Segments, offsets: Any, *, width: int) -> None:
+        own(self, segments, [0] * len(offsets), width=width)
+
+    patch.setattr(packing._Take, "__init__", read)
+
+
+def mixing(name: str, share: float = 0.1) -> Break:
+    """A module mixes the tokens of its output."""
+
+    def break_it(model: Any, patch: Patch) -> None:
+        module = model.get_submodule(name)
+        module.register_forward_hook(lambda module, args, output: output + share * output.mean(1, keepdim=True))
+
+    return break_it
+
+
+def without_gaps(change: Callable[[Any], Any], name: str = "_segments") -> Callable[..., Any]:
+    return lambda x, self, *args: x if getattr(self, name).has_gaps else change(x)
+
+
+def shifted_chunks(model: Any, patch: Patch) -> None:
+    """Where labelled positions go through the head in several chunks, targets are one place off."""
+    own = head.target_logprobs
+
+    def logprobs(hidden: torch.Tensor, targets: torch.Tensor, head: Any, *, chunk: int) -> torch.Tensor:
+        return own(hidden, targets if len(targets) <= chunk else targets.roll(1), head, chunk=chunk)
+
+    patch.setattr(head, "target_logprobs", logprobs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken:
+    """A line that is broken, and what the probe has to say."""
+
+    breaks: Break
+    causes: tuple[str, ...]
+    family: str = "qwen3"
+    verdicts: tuple[str, ...] = ("differs",)
+    shown: frozenset[str] = frozenset()
+    """Some of the checks that are bad."""
+    mechanism: list[str] | None = None
+    """The checks of mechanisms that are bad."""
+    silent: tuple[str, ...] = ()
+    """Parts in which none is."""
+
+
+def of_table(what: str, family: str = "qwen3", **says: Any) -> Broken:
+    each = BREAKAGES[what]
+    return Broken(breaks=in_its_family(each.breaks), causes=each.causes, family=family, **says)
+
+
+LEAKS, RAISES = ("leaks",), ("differs", "fails")
+"""Our own checks refuse some of what is made."""
+LOSSES = frozenset({"row: loss", "padded: loss"})
+LOGITS = frozenset({"row: logits", "padded: logits"})
+MASK: dict[str, Any] = {"causes": ("mask",), "mechanism": ["mask"], "verdicts": LEAKS}
+
+FAST = {
+    "mask": of_table(
+        "mask", "qwen3_next", verdicts=LEAKS, shown=LOGITS | LOSSES | {"attended pairs"}, mechanism=["mask"]
+    ),
+    "images": of_table(
+        "images", "qwen2_5_vl", verdicts=LEAKS, shown=frozenset({"row: gradient of visual.patch_embed.proj"})
+    ),
+    "a pad for a token": of_table("a pad for a token", "qwen3_next", mechanism=["router"]),
+    "targets": of_table("targets", shown=frozenset({"gaps: loss", "padded: loss"}), silent=("isolation",)),
+    "divisor": of_table("divisor", shown=LOSSES),
+    "positions' pace": of_table("positions' pace", shown=LOGITS, silent=("isolation",)),
+    "positions run on": of_table("positions run on", mechanism=["positions"]),
+    "cache": of_table("cache", "qwen3_vl", silent=("isolation", "equality")),
+    "gated delta layers": of_table(
+        "gated delta layers", "qwen3_next", verdicts=LEAKS, shown=frozenset({"row: logits"})
+    ),
+    "conv taps": of_table("conv taps", "qwen3_next", verdicts=LEAKS, shown=frozenset({"row: logits"})),
+    "recurrent state": of_table("recurrent state", "qwen3_next", verdicts=LEAKS, shown=frozenset({"row: logits"})),
+    "short convolutions": of_table("short convolutions", "lfm2", verdicts=LEAKS),
+    "windows": of_table("windows", "mistral"),
+    "head": of_table("head"),
+    "sample results": of_table("sample results"),
+    "router losses": of_table("router losses", "qwen3_next"),
+    "padding in the work alone": Broken(
+        breaks=in_its_family(breakages.slots_for_samples),
+        causes=("mask",),
+        family="qwen3_vl",
+        shown=frozenset({"attended pairs"}),
+        silent=("isolation", "equality", "mechanism"),
+    ),
+    "two faults": Broken(
+        breaks=lambda model, patch: [
+            each(model.config.model_type, patch) for each in (breakages.one_mask, breakages.one_picture)
+        ],  # pyright: ignore
+        causes=("mask", "vision"),
+        family="qwen2_5_vl",
+        verdicts=LEAKS,
+    ),
+    "a module that mixes": Broken(
+        breaks=mixing("model.language_model.norm"), causes=("unknown",), family="qwen3_vl", verdicts=LEAKS
+    ),
+    "a leak of a ten-thousandth": Broken(breaks=mixing("model.norm", 1e-4), causes=("unknown",), verdicts=LEAKS),
+    "joined without gaps": Broken(breaks=joined(lambda segments, model: not segments.has_gaps), **MASK),
+    "joined from five samples on": Broken(breaks=joined(lambda segments, model: segments.num_samples > 4), **MASK),
+    "joined from 128 tokens on": Broken(breaks=joined(lambda segments, model: segments.max_length >= 128), **MASK),
+    "joined in train mode": Broken(breaks=joined(lambda segments, model: model.training), **MASK),
+    "joined in eval mode": Broken(breaks=joined(lambda segments, model: not model.training), **MASK),
+    "joined with a graph": Broken(breaks=joined(lambda segments, model: torch.is_grad_enabled()), **MASK),
+    "joined under autocast": Broken(breaks=joined(lambda *_: torch.is_autocast_enabled("cpu")), **MASK),
+    "targets of a row one place late": Broken(
+        breaks=wrapped(packing._Take, "targets", without_gaps(lambda row: row.roll(1, -1))),
+        causes=("loss count",),
+        verdicts=RAISES,
+        shown=frozenset({"left: loss"}),
+    ),
+    "targets across samples": Broken(
+        breaks=lambda model, patch: patch.setattr(
+            packing._Take, "targets", lambda self, labels: self(labels, -100).roll(-1, -1)
+        ),
+        causes=("loss count",),
+        verdicts=RAISES,
+    ),
+    "no offsets": Broken(breaks=no_offsets, causes=("packing",), verdicts=RAISES, shown=frozenset({"left: logits"})),
+    "logits on the left": Broken(
+        breaks=lambda model, patch: patch.setattr(
+            result,
+            "unpack",
+            lambda row, segments, *, width, offsets, own=result.unpack: own(row, segments, width=width),
+        ),
+        causes=("sample results",),
+        shown=frozenset({"left: logits"}),
+        silent=("isolation",),
+    ),
+    "num_items_in_batch ignored": Broken(
+        breaks=wrapped(engine, "divisor", lambda x, given, targets: targets), causes=("loss count",), shown=LOSSES
+    ),
+    "losses of each other": Broken(
+        breaks=wrapped(engine, "sums_by_sample", lambda x, *_, **__: tuple(each.flip(0) for each in x)),
+        causes=("sample results",),
+        shown=frozenset({"gaps: sample losses", "row: sample losses"}),
+    ),
+    "sums of each other": Broken(
+        breaks=wrapped(engine, "sums_by_sample", lambda x, *_, **__: (x[0].flip(0), *x[1:])),
+        causes=("sample results",),
+        shown=frozenset({"gaps: sample losses", "row: sample losses"}),
+    ),
+    "shifted chunks": Broken(
+        breaks=shifted_chunks, causes=("head",), shown=frozenset({"row: loss", "left: loss"}), silent=("isolation",)
+    ),
+    "twice the coefficient": Broken(
+        breaks=wrapped(experts, "coefficient", lambda x, *_: 2 * x),
+        causes=("router",),
+        family="qwen3_next",
+        shown=frozenset({"row: routers' part of the loss"}),
+    ),
+    "keys of another head": Broken(breaks=attended(k=lambda k: k.roll(1, 1)), causes=("mask",)),
+    "seconds of videos": Broken(
+        breaks=wrapped(
+            type(family_named("qwen2_5_vl")), "_videos", lambda x, *_, **__: replace(x, interval=x.interval / 2)
+        ),
+        causes=("positions",),
+        family="qwen2_5_vl",
+    ),
+    "a loss without gradient": Broken(
+        breaks=wrapped(head, "target_logprobs", lambda x, *_, **__: x.detach() + 0.5 * (x - x.detach())),
+        causes=("unknown",),
+    ),
+}
+SLOW = {
+    "positions start at 1": Broken(
+        breaks=wrapped(Segments, "_position", lambda x, self: x + 1), causes=("positions",), verdicts=RAISES
+    ),
+    "height for width": Broken(
+        breaks=wrapped(MediaItems, "table", lambda x, self: x[torch.tensor([0, 2, 1, 3])]),
+        causes=("positions",),
+        family="qwen3_vl",
+    ),
+    "time for height": Broken(
+        breaks=wrapped(type(family_named("qwen2_vl")), "rotary_ids", lambda x, *_: x.flip(0)),
+        causes=("positions",),
+        family="qwen2_vl",
+    ),
+    "windows of two sizes exchanged": Broken(
+        breaks=wrapped(VisionRow, "find", lambda x, *_: Segments.from_lengths(x.lengths[::-1])),
+        causes=("vision",),
+        family="qwen2_5_vl",
+        verdicts=("leaks", "differs", "fails"),
+    ),
+    "another scale": Broken(breaks=attended(scale=lambda x: 1.001 * x), causes=("mask",)),
+    "not causal": Broken(breaks=attended(causal=lambda x: False), causes=("mask",)),
+    "the last two samples are one to delta layers": Broken(
+        breaks=two_samples_for_delta_layers,
+        causes=("conv taps", "recurrent state"),
+        family="qwen3_next",
+        verdicts=LEAKS,
+    ),
+    "samples of a bucket exchanged": Broken(
+        breaks=wrapped(Buckets, "_order", without_gaps(lambda x: x[::-1].copy(), "segments")),
+        causes=("conv taps", "recurrent state"),
+        family="qwen3_next",
+        verdicts=("leaks", "differs", "fails"),
+    ),
+    "padding is computed by experts": Broken(
+        breaks=wrapped(experts.Gate, "restore", lambda x, *_, **__: None if x is None else x + 1e-3),
+        causes=("router",),
+        family="qwen3_next",
+    ),
+    "log-probabilities one place off": Broken(
+        breaks=lambda model, patch: patch.setattr(
+            StepResult, "logprobs", property(lambda self, own=StepResult.logprobs: own.fget(self).roll(1, 1))
+        ),
+        causes=("sample results",),
+    ),
+    "a balance without gradient": Broken(
+        breaks=wrapped(experts, "balance", lambda x, *_: x.detach()), causes=("router",), family="qwen3_next"
+    ),
+    "n-grams": of_table("n-grams", "qwen4_exp", verdicts=LEAKS),
+    "kinds of tokens": of_table("kinds of tokens", "ernie4_5_vl_moe"),
+}
+
+
+@pytest.mark.parametrize("what", [*FAST, *slow(*SLOW)])
+def test_what_is_broken_is_named_and_nothing_else(what: str, monkeypatch: Patch) -> None:
+    broken = {**FAST, **SLOW}[what]
+    model = tiny_model(broken.family)
+    broken.breaks(model, monkeypatch)
+    monkeypatch.setattr(sys.modules["vlmpack.model.enable"], "check_rope_index", lambda model: None)  # it would notice
+    report = probed(model)
+    assert report.verdict in broken.verdicts, report
+    assert report.causes == broken.causes, report
+    assert {*bad(report, "equality", "work")} >= broken.shown
+    assert broken.mechanism in (None, bad(report, "mechanism"))
+    assert bad(report, *broken.silent) == []
+
+
+def test_images_that_see_each_other_move_the_samples_with_images(monkeypatch: Patch) -> None:
+    breakages.one_picture("qwen2_5_vl", monkeypatch)
+    names = bad(probed(tiny_model("qwen2_5_vl")), "isolation")
+    assert [name for name in names if "sample" in name] == [
+        "change sample 0 (image)", "change sample 1 (image)", "change sample 4 (2 images)",
+    ]  # fmt: skip
+
+
+def test_padding_that_reaches_experts_changes_no_logit(monkeypatch: Patch) -> None:
+    """A comparison of outputs alone would never see it."""
+    breakages.pads_to_experts("qwen3_next", monkeypatch)
+    report = probed(tiny_model("qwen3_next"))
+    assert (report.causes, bad(report, "mechanism"), bad(report, "isolation")) == (("router",), ["router"], [])
+    (refused,) = [check for check in report.checks if check.part == "equality" and check.is_bad]
+    assert re.search(r"routers saw \[\d+.*\] tokens of a row with \d+ real ones", refused.detail), refused
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.mlp.up_proj",
+        *slow("model.embed_tokens", "model.layers.0.input_layernorm", "model.layers.1.self_attn.o_proj", "lm_head"),
+    ],
+)
+def test_the_module_is_named_in_whose_output_a_leak_is_first_seen(name: str, monkeypatch: Patch) -> None:
+    model = tiny_model("qwen3")
+    mixing(name)(model, monkeypatch)
+    leaks = [check for check in probed(model).checks if check.part == "isolation" and check.is_bad]
+    assert len(leaks) > 5
+    assert all(check.detail.endswith(f" of their size, first in the output of {name}") for check in leaks)
+
+
+def test_the_module_of_a_broken_mask_is_named(monkeypatch: Patch) -> None:
+    breakages.no_windows("mistral", monkeypatch)
+    (mask,) = [check for check in probed(tiny_model("mistral")).checks if check.name == "mask"]
+    assert mask.detail.startswith("model.layers.0.self_attn.o_proj gives other numbers of a sample than alone"), mask
+
+
+def test_what_raises_is_a_finding(monkeypatch: Patch) -> None:
+    def broken(**metadata: Any) -> RowContext:
+        raise TypeError("this transformers hands over something else")
+
+    monkeypatch.setattr(engine, "RowContext", broken)
+    report = probed(tiny_model("qwen3_vl"))
+    assert report.verdict == "fails"
+    failed = [check for check in report.checks if check.finding == "fails"]
+    assert failed
+    assert all(check.detail == "TypeError: this transformers hands over something else" for check in failed)
+
+
+# ---------------------------------------------------------------------- below rounding, and without any packing
+
+
+@pytest.mark.parametrize("family", ["qwen3", *slow("qwen3_next")])
+def test_a_leak_far_below_rounding_shows_in_low_precision(family: str, monkeypatch: Patch) -> None:
+    """The same row again is the same bit for bit, so whatever moves with another sample is a leak."""
+    model = tiny_model(family, dtype=torch.bfloat16)
+    mixing("model.norm", 0.003)(model, monkeypatch)
+    report = probed(model)
+    assert (report.verdict, report.causes) == ("leaks", ("unknown",)), report
+    assert bad(report, "equality") == []
+
+
+def random_numbers(when: Callable[[torch.nn.Module], bool]) -> Callable[..., torch.Tensor | None]:
+    def hook(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        return output + torch.randn_like(output) if when(module) else None
+
+    return hook
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_is_random_leaks_nothing_and_proves_nothing(dtype: torch.dtype) -> None:
+    model = tiny_model("qwen3", dtype=dtype)
+    model.model.norm.register_forward_hook(random_numbers(lambda module: True))
+    report = probe(model)
+    (check,) = report.checks
+    assert (report.verdict, report.causes) == ("not deterministic", ("not deterministic",))
+    assert "set its dropout probabilities to 0" in check.detail
+
+
+def test_a_model_that_is_random_in_train_mode_is_proved_in_eval_mode() -> None:
+    model = tiny_model("qwen3")
+    model.model.norm.register_forward_hook(random_numbers(lambda module: module.training))
+    report = probed(model)
+    assert (report.verdict, report.causes) == ("not deterministic", ("not deterministic",))
+    assert [check.name for check in report.checks if check.is_bad] == [
+        f"{way}: each sample alone" for way in ("row", "padded", "autocast")
+    ]
+    assert {"gaps: logits", "left: logits"} <= {check.name for check in report.checks if check.finding == "ok"}
+
+
+def test_dropout_is_off_and_hides_no_leak(monkeypatch: Patch) -> None:
+    model = tiny_model("qwen3")
+    model.model.norm = torch.nn.Sequential(model.model.norm, torch.nn.Dropout(0.5))
+    assert probed(model).verdict == "exact"
+    joined(lambda segments, model: model.training)(model, monkeypatch)
+    assert probed(model).causes == ("mask",)
+
+
+def test_a_model_that_is_another_in_train_mode_is_compared_with_itself() -> None:
+    model = tiny_model("qwen3")
+
+    def louder(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        return 1.5 * output if module.training else None
+
+    model.model.norm.register_forward_hook(louder)
+    report = probed(model)
+    assert report.verdict == "exact", report

@@ -1,0 +1,105 @@
+"""A probe of every family as it is: exact in every circumstance, where plain transformers is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from cases import families, slow
+
+from vlmpack.families.registry import FAMILIES
+from vlmpack.probing import Report, probe, small_copy
+from vlmpack.probing.report import Baseline
+from vlmpack.testing import tiny_config, tiny_model
+
+ROWS = {True: ["one row, [3, 1, T] positions", "one row, [4, 1, T] positions"], False: ["one row, [1, T] positions"]}
+PADDED = "a padded batch, 2D mask"
+
+
+pytestmark = pytest.mark.every_family
+
+
+def plain_of(report: Report) -> dict[str, Baseline]:
+    return {one.name: one for one in report.plain}
+
+
+def names(report: Report, finding: str) -> set[str]:
+    return {check.name for check in report.checks if check.finding == finding}
+
+
+@pytest.mark.parametrize("family", families())
+def test_packed_samples_are_exact_and_a_plain_row_leaks(family: str) -> None:
+    kind, report = FAMILIES[family], probe(tiny_model(family, seed=1))
+    assert (report.verdict, report.causes) == ("exact", ()), report
+    mechanisms = {
+        "conv taps": kind.has("gated_delta") or kind.has("short_conv"),
+        "recurrent state": kind.has("gated_delta"),
+        "router": kind.has("experts"),
+        "vision": kind.has_vision,
+    }
+    ok = names(report, "ok")
+    for where in ("", "tree: "):
+        assert {what for what in mechanisms if where + what in ok} == {what for what, has in mechanisms.items() if has}
+        assert ok >= {where + what for what in ("packing", "positions", "mask", "loss count", "head")}
+    assert ok >= {f"tree: {what}" for what in ("logits", "loss", "sample losses", "tokens")}
+    assert len([name for name in ok if name.startswith("tree: exchange")]) == 6
+    if family.startswith("qwen"):
+        check_plain(family, report)
+
+
+def check_plain(family: str, report: Report) -> None:
+    """A row by hand leaks, and the padded batch does not; in other families it may."""
+    kind = FAMILIES[family]
+    plain, rows = plain_of(report), ROWS[kind.positions_rule.axes == 3]
+    assert list(plain) == [*rows, PADDED]
+    delta = ("conv taps", "recurrent state") if kind.has("gated_delta") else ()
+    for name in rows:
+        first = "mask" if "3" in name else "cache"
+        assert (plain[name].verdict, plain[name].causes) == ("leaks", (first, *delta, "loss count"))
+        assert plain[name].leak is not None
+        assert plain[name].leak > 0.1
+    assert (plain[PADDED].verdict, plain[PADDED].causes) == ("exact", ())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "verdict", "causes"),
+    [
+        ("qwen2_5_vl", "differs", ("loss count",)),
+        ("qwen3", "differs", ("loss count",)),
+        ("qwen3_5", "leaks", ("conv taps", "recurrent state", "loss count")),
+    ],
+)
+def test_without_a_cache_four_rows_keep_samples_apart(family: str, verdict: str, causes: tuple[str, ...]) -> None:
+    """Not in gated delta layers; and the first label of each sample is learnt from the sample before all the same."""
+    model = tiny_model(family)
+    model.config.get_text_config().use_cache = False
+    row = plain_of(probe(model, share_prefixes=False))[ROWS[FAMILIES[family].has_vision][-1]]
+    assert (row.verdict, row.causes) == (verdict, causes)
+    assert (row.leak == 0) == (verdict == "differs")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen2_5_vl", "qwen3_vl_moe"])
+def test_leaks_show_at_a_models_own_initialisation_too(family: str, tmp_path: Path) -> None:
+    """Weights of 0.02 leak little; the modules tell."""
+    tiny_config(family).save_pretrained(tmp_path)
+    row = plain_of(probe(small_copy(str(tmp_path)), share_prefixes=False))[ROWS[FAMILIES[family].has_vision][0]]
+    delta = {"conv taps", "recurrent state"} if FAMILIES[family].has("gated_delta") else set()
+    assert row.verdict == "leaks"
+    assert set(row.causes) >= delta | ({"mask"} if FAMILIES[family].has_vision else {"cache"})
+
+
+@pytest.mark.parametrize("family", slow("qwen3_moe", "gpt_oss", "gemma4", "glm4_moe", "llama4_text"))
+def test_families_whose_random_weights_have_near_ties_are_exact(family: str) -> None:
+    """With bfloat16 products, rounding decides which expert a token goes to."""
+    attention = "eager_mask" if family == "qwen3_moe" else None
+    report = probe(tiny_model(family), attention=attention, plain=False)
+    assert report.verdict == "exact", report
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3", torch.float16), ("llama4_text", torch.float64)])
+def test_weights_of_other_types_are_probed_too(family: str, dtype: torch.dtype) -> None:
+    report = probe(tiny_model(family, dtype=dtype), plain=False, share_prefixes=False)
+    assert report.verdict == "exact", report

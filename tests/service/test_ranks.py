@@ -1,0 +1,215 @@
+"""A sharded base model on one rank, and an engine on two gloo processes: equal to one that has all of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+import torch
+from cases import slow
+from service.two_ranks import scenario
+from step_service import (
+    gradients,
+    largest_difference,
+    lora,
+    request,
+    run,
+    served,
+    set_adapter,
+    some_data,
+    tiny_engine,
+    weights,
+)
+from step_service import tiny_engine as engine_of
+from torch import distributed as dist
+
+from vlmpack.errors import ConfigError, RequestError
+from vlmpack.service import ranks as sharding
+from vlmpack.service.engine import Engine
+from vlmpack.service.messages import Sample, SampleResult, SamplingParams, TextChunk
+from vlmpack.service.ranks import Ranks
+
+LIMITS = {"row_tokens": 24}
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """One rank, which is all of them."""
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield Ranks()
+    dist.destroy_process_group()
+
+
+def sharded(ranks: Ranks, family: str = "qwen3_vl", **settings: Any) -> Engine:
+    return engine_of(family, limits=LIMITS, ranks=ranks, shard_on="cpu", **settings)
+
+
+def trained(engine: Engine, family: str = "qwen3_vl") -> tuple[Any, dict[str, Any]]:
+    """Result and gradient of several rows."""
+    engine.create("a", lora(family))
+    set_adapter(engine)
+    (result,) = run(engine, request(some_data(engine)))
+    return result, gradients(engine)
+
+
+@pytest.mark.parametrize("family", served("qwen3_vl"))
+@pytest.mark.parametrize("recomputes", [False, *slow(True)])
+def test_training_is_that_of_a_whole_model(ranks: Ranks, family: str, recomputes: bool) -> None:
+    result, ours = trained(sharded(ranks, family, gradient_checkpointing=recomputes), family)
+    expected, theirs = trained(engine_of(family, limits=LIMITS, gradient_checkpointing=recomputes), family)
+    for logprobs, others in zip(result.logprobs, expected.logprobs, strict=True):
+        np.testing.assert_allclose(logprobs, others, atol=1e-5)
+    assert largest_difference(ours, theirs) < 1e-5
+
+
+def sampled(engine: Engine) -> np.ndarray:
+    """Tokens after a prompt."""
+    request = Sample(
+        sampling_session_id="s",
+        seq_id=0,
+        prompt=(TextChunk(tokens=np.arange(20, 26, dtype=np.int32)),),
+        num_samples=1,
+        params=SamplingParams(seed=3, max_tokens=5, stop_tokens=()),
+    )
+    engine.sampler.open("s", None)
+    engine.sampler.add("key", "s", engine.encode_prompt(request), request)
+    while not (finished := engine.sampler.step()):
+        pass
+    ((_, result),) = finished
+    assert isinstance(result, SampleResult)
+    return result.sequences[0].tokens
+
+
+def test_sampling_is_that_of_a_whole_model(ranks: Ranks) -> None:
+    assert sampled(sharded(ranks)).tolist() == sampled(engine_of()).tolist()
+
+
+def test_a_pass_without_a_backward_pass_leaves_nothing_behind(ranks: Ranks) -> None:
+    """FSDP2 keeps an entry of each layer's forward pass until there is a backward pass."""
+    engine = sharded(ranks)
+    sampled(engine)
+    assert not engine.model._get_fsdp_state()._comm_ctx.post_forward_order
+
+
+def test_a_model_that_is_trained_as_a_whole_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    whole = engine_of()
+    whole.create("a", None)
+    whole.save("a", tmp_path, optimizer=False)
+    engine = sharded(ranks)
+    for call in (
+        lambda: engine.create("a", None),
+        lambda: engine.create_from("a", tmp_path, optimizer=False),
+        lambda: engine.open_weights(tmp_path),
+    ):
+        with pytest.raises(RequestError, match="LoRA adapters only"):
+            call()
+    assert not engine.models()
+
+
+def test_an_error_amid_a_pass_ends_the_process(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait for this one in the same pass; errors of the library come on all ranks, before passes."""
+
+    class Ended(BaseException):
+        pass
+
+    def end(status: int) -> NoReturn:
+        assert status == 1
+        raise Ended
+
+    monkeypatch.setattr(sharding, "end", end)
+    engine = sharded(ranks)
+    engine.create("a", lora())
+    work = engine.forward_backward([engine.encode(request(some_data(engine)))])
+
+    def fails(*_: Any) -> NoReturn:
+        raise RuntimeError("out of memory")
+
+    layer = engine.model.model.language_model.layers[0]
+    hook = layer.mlp.register_forward_hook(fails)
+    with pytest.raises(Ended):
+        work.run_row()
+    hook.remove()
+    assert engine.sharding is not None
+    with pytest.raises(RequestError), engine.sharding.passes():
+        raise RequestError("a request's own fault")
+
+
+def test_a_model_is_not_sharded_on_one_rank() -> None:
+    with pytest.raises(ConfigError, match="add --workers"):
+        engine_of(shard_on="cpu")
+
+
+def on_two_ranks(test: Any) -> Any:
+    """Started by torchrun."""
+    for mark in (pytest.mark.dist, pytest.mark.slow, pytest.mark.full):
+        test = mark(test)
+    return test
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where both ranks left what they saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    script = Path(__file__).with_name("two_ranks.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*launch, str(script), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path) -> dict[str, Any]:
+    """What rank 0 saw."""
+    return json.loads((folder / "seen.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+    """The same calls of one engine: what came of them, and its weights."""
+    engine = tiny_engine(limits=LIMITS)
+    found = scenario(engine, engine, tmp_path_factory.mktemp("alone"))
+    return found, {name: weights(engine, name) for name in engine.models()}
+
+
+@on_two_ranks
+def test_there_are_rows_for_both_ranks(seen: dict[str, Any]) -> None:
+    assert seen["rows"] > 2
+
+
+@on_two_ranks
+def test_two_ranks_see_what_one_sees(seen: dict[str, Any], alone: tuple) -> None:
+    expected, _ = alone
+    for name in ("losses", "norms"):
+        assert seen.pop(name) == pytest.approx(expected[name], rel=1e-5)
+    for ours, theirs in zip(seen.pop("logprobs"), expected["logprobs"], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+    assert {name: seen[name] for name in expected if name in seen} == {
+        name: value for name, value in expected.items() if name in seen
+    }
+    assert {"rows", "failure", "nothing", "refused", "cancelled", "models"} <= seen.keys()
+
+
+@on_two_ranks
+def test_both_ranks_have_the_same_weights_as_one(folder: Path, alone: tuple) -> None:
+    first, second = (torch.load(folder / f"weights{rank}.pt") for rank in (0, 1))
+    _, expected = alone
+    assert first.keys() == second.keys() == expected.keys()
+    for model, tensors in expected.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(first[model][name], second[model][name])
+            torch.testing.assert_close(first[model][name], tensor, rtol=1e-4, atol=1e-4)

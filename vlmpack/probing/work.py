@@ -1,0 +1,260 @@
+"""Count the work of a pass: pairs of query and key, by the arguments of attention kernels, and host-device syncs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vlmpack.layout.row import PackedRow
+from vlmpack.model.mechanisms import ModelParts
+from vlmpack.model.mechanisms.attention import layer_reaches, spans_in
+from vlmpack.probing.forward_passes import PackedPass, ProbedModel
+from vlmpack.probing.host_syncs import recorded_syncs
+from vlmpack.probing.reference import ProbeSetup
+from vlmpack.probing.report import Cause, Check
+from vlmpack.testing.branching import distinct_prefixes
+from vlmpack.testing.comparison import backward
+
+# ---------------------------------------------------------------------- pairs of query and key
+
+_VARLEN = {"torch_attn::_varlen_attn": (3, 4), "flash_attn::_flash_attn_varlen_forward": (3, 4)}
+"""Varlen kernels, and the places of cu_seqlens of queries and keys among their arguments."""
+
+
+@final
+@dataclass(kw_only=True)
+class PairCount:
+    """Pairs of query and key of the text model's attention, read off the arguments of its kernels."""
+
+    computed: int = 0
+    """Per head, over all calls; causal attention counts both halves."""
+    dense: int = 0
+    """Of these, those of a dense score matrix, where a mask hides most."""
+    calls: int = 0
+    """Calls of attention layers."""
+    depth: int = 0
+    """Attention layers that are running."""
+
+    @property
+    def per_layer(self) -> int | None:
+        """Pairs that one layer computes; None: no kernel showed any."""
+        return self.computed // self.calls if self.calls and self.computed else None
+
+
+@contextmanager
+def counted_pairs(attention: Iterable[nn.Module]) -> Iterator[PairCount]:
+    """Count while these attention layers run, forward passes only."""
+    pairs = PairCount()
+
+    def enter(*_: Any) -> None:
+        pairs.depth += 1
+        pairs.calls += 1
+
+    def leave(*_: Any) -> None:
+        pairs.depth -= 1
+
+    handles = []
+    for layer in attention:
+        handles += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave, always_call=True)]
+    try:
+        with _KernelPairs(pairs), _FunctionPairs(pairs):
+            yield pairs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@final
+class _FunctionPairs(TorchFunctionMode):
+    """PyTorch's attention, and softmax over a score matrix that the model's code computed."""
+
+    def __init__(self, pairs: PairCount) -> None:
+        super().__init__()
+        self._pairs = pairs
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._pairs.depth:
+            if func is F.scaled_dot_product_attention:
+                query, key = args[0], args[1]
+                self._pairs.computed += query.shape[0] * query.shape[-2] * key.shape[-2]
+            elif func in (F.softmax, torch.softmax, torch.Tensor.softmax):
+                *batch, _, queries, keys = args[0].shape
+                self._pairs.computed += (batch[0] if batch else 1) * queries * keys
+                self._pairs.dense += (batch[0] if batch else 1) * queries * keys
+        return func(*args, **(kwargs or {}))
+
+
+@final
+class _KernelPairs(TorchDispatchMode):
+    """Varlen kernels."""
+
+    def __init__(self, pairs: PairCount) -> None:
+        super().__init__()
+        self._pairs = pairs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._pairs.depth and (places := _VARLEN.get(func._schema.name)):
+            queries, keys = (args[i].diff().long() for i in places)
+            self._pairs.computed += int((queries * keys).sum())
+        return func(*args, **(kwargs or {}))
+
+
+# ---------------------------------------------------------------------- host-device syncs
+
+PACKAGE = Path(__file__).parent.parent
+PROBING = (PACKAGE / "probing", PACKAGE / "testing")
+"""Code that calls `backward`: every operation of that pass is below this line, so it is not counted."""
+
+
+@final
+@dataclass(kw_only=True)
+class SyncCount:
+    """Moments in which the host blocks on the device, or would."""
+
+    package: list[str] = field(default_factory=list)
+    """Syncs in vlmpack's code: the operation and the file."""
+    others: int = 0
+    """Number of those in the model's code."""
+
+
+@contextmanager
+def counted_syncs(device: torch.device) -> Iterator[SyncCount]:
+    """Count while something runs: on CUDA PyTorch itself reports syncs; on a CPU, operations that would need one."""
+    syncs = SyncCount()
+    with recorded_syncs(device) as recorded:
+        try:
+            yield syncs
+        finally:
+            for sync in recorded:
+                file = Path(sync.file)
+                if file.is_relative_to(PACKAGE) and not any(map(file.is_relative_to, PROBING)):
+                    syncs.package.append(f"{sync.operation} in {file.relative_to(PACKAGE)}")
+                else:
+                    syncs.others += 1
+
+
+# ---------------------------------------------------------------------- against what the samples need
+
+
+def submodules(text: nn.Module, name: str) -> list[nn.Module]:
+    """List the submodule of this name of each decoder layer that has one."""
+    layers = text.get_submodule("layers").children()
+    return [module for layer in layers if (module := dict(layer.named_children()).get(name)) is not None]
+
+
+def count_pairs(forward: Callable[[], object], probed: ProbedModel) -> tuple[int | None, bool]:
+    """(pairs that one layer of the text model computes, whether in a dense matrix); None: no kernel showed any."""
+    layers = submodules(probed.family.language_model(probed.core), "self_attn")
+    with counted_pairs(layers) as pairs:
+        forward()
+    return pairs.per_layer, pairs.dense > 0
+
+
+def check_pairs(setup: ProbeSetup, packed: PackedPass) -> Check:
+    with torch.no_grad():
+        computed, dense = count_pairs(lambda: packed(setup.samples), setup.probed)
+        probed, sparse = setup.probed, setup.probed.family.has("per_sample")
+        parts = ModelParts(family=probed.family, core=probed.core)
+        local = not sparse and any(reach.is_local for reach in layer_reaches(parts).values())
+    needed = sum(len(sample["input_ids"]) ** 2 for sample in setup.samples)
+    # Varlen kernels must write every token of a row, so they attend inside each gap as well.
+    with_gaps = sum((stop - start) ** 2 for start, stop in pairwise(packed.segments(setup.samples).kernel))
+    if spans_in(parts) is not None:  # their queries and all keys up to their ends go through a second call
+        of_spans = sum((stop - start) * stop for sample in setup.samples for start, stop in probed.runs_of(sample))
+        needed, with_gaps = needed + of_spans, with_gaps + of_spans
+    check = Check(part="work", name="attended pairs", finding="ok", value=computed, allowed=needed)
+    if computed is None:
+        return replace(check, finding="not counted", detail="no known kernel ran")
+    if computed == needed:
+        return check
+    if computed == with_gaps:
+        return replace(check, allowed=with_gaps, detail=f"{with_gaps - needed} of them inside gaps")
+    if local and computed < with_gaps:
+        most = needed if computed < needed else with_gaps
+        return replace(check, allowed=most, detail=f"{most - computed} pairs less than without windows and chunks")
+    if dense and computed > needed:
+        detail = f"a dense mask: {computed} pairs are computed, {needed} are of the same sample"
+        return replace(check, finding="not counted", detail=detail)
+    detail = f"a layer computes {computed} pairs, the sum of length² is {needed}"
+    return replace(check, finding="differs", cause="mask", detail=detail)
+
+
+def check_syncs(setup: ProbeSetup, packed: PackedPass) -> Check:
+    """Count the host-device syncs of a step in vlmpack's code."""
+    inputs = packed.inputs(setup.samples)
+
+    def step() -> None:
+        backward(packed.step(inputs).loss)
+        setup.probed.model.zero_grad(set_to_none=True)
+
+    step()  # the first step of a kind may fill caches of tensors
+    with counted_syncs(setup.probed.device) as syncs:
+        step()
+    of_model = f"the model's code syncs {syncs.others} times" if syncs.others else "none in the model's code either"
+    detail = of_model if not syncs.package else f"{', '.join(sorted(set(syncs.package)))}; {of_model}"
+    return Check(
+        part="work",
+        name="host-device syncs",
+        finding="syncs" if syncs.package else "ok",
+        value=len(syncs.package),
+        allowed=0,
+        detail=detail,
+    )
+
+
+# ---------------------------------------------------------------------- of a row whose samples share prefixes
+
+
+def tree_work(setup: ProbeSetup, packed: PackedPass) -> Iterator[Check]:
+    """Compare what was computed with the distinct beginnings of the samples."""
+    row, least = packed.row(setup.samples), distinct_prefixes(setup.samples, setup.probed.config)
+    assert row.tree is not None
+    with torch.no_grad():
+        work = packed.step(packed.inputs(setup.samples)).work
+        computed, dense = count_pairs(lambda: packed(setup.samples), setup.probed)
+        probed, sparse = setup.probed, setup.probed.family.has("per_sample")
+        parts = ModelParts(family=probed.family, core=probed.core)
+        reaches = {} if sparse else layer_reaches(parts)
+        local = any(reach.is_local for reach in reaches.values())
+    counts: dict[str, tuple[int, int, Cause]] = {
+        "tokens": (work.physical_tokens, least.tokens, "packing"),
+        "patches": (work.vision_patches, least.patches, "vision"),
+        **({} if sparse or local else {"pairs": (work.attended_pairs, least.pairs, "mask")}),
+    }
+    # kernels are given each node's queries and all keys of its path; layers that run sample by sample, each whole path
+    needed = sum(n * k for n, k in zip(row.tree.lengths, row.tree.keys.lengths, strict=True))
+    if sparse:
+        needed = sum(length**2 for length in row.segments.lengths)
+    if spans_in(parts) is not None:  # their queries and all keys up to their ends go through a second call
+        needed += _pairs_of_spans(row, setup)
+    if computed is not None and not dense:
+        counts["attended pairs"] = computed, min(computed, needed) if local else needed, "mask"
+    for name, (value, expected, cause) in counts.items():
+        check = Check(part="work", name=name, finding="ok", value=value, allowed=expected)
+        detail = f"{value} {name} are computed, and the samples' distinct beginnings have {expected}"
+        yield check if value == expected else replace(check, finding="differs", cause=cause, detail=detail)
+    if "attended pairs" not in counts:
+        why = "no known kernel ran" if computed is None else "a dense mask"
+        yield Check(part="work", name="attended pairs", finding="not counted", allowed=needed, detail=why)
+
+
+def _pairs_of_spans(row: PackedRow, setup: ProbeSetup) -> int:
+    """Queries of the distinct runs of tokens that see each other, times the keys up to the end of each."""
+    assert row.tree is not None
+    place = row.tree.place().tolist()
+    runs = {
+        place[first + start]: (stop - start) * stop
+        for (first, _), sample in zip(row.segments.spans, setup.samples, strict=True)
+        for start, stop in setup.probed.runs_of(sample)
+    }
+    return sum(runs.values())

@@ -1,0 +1,606 @@
+"""Recipes of tiny models: settings of text parts, of vision and audio towers, and of what joins them, by family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+if TYPE_CHECKING:
+    from vlmpack.testing.models import TinySizes
+
+MEL_BINS = 6
+"""Log-mel bins of tiny models."""
+
+
+# ---------------------------------------------------------------------- text
+
+
+def layer_types(sizes: TinySizes) -> list[str]:
+    """Attention in every fourth layer, and in the last one, so that no model is without."""
+    full = {*range(3, sizes.layers, 4), sizes.layers - 1}
+    return ["full_attention" if i in full else "linear_attention" for i in range(sizes.layers)]
+
+
+def qwen4_text(sizes: TinySizes) -> dict[str, Any]:
+    """Sparse blocks so small and few that samples of a few tokens have to choose; n-grams with few, small tables."""
+    return {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": sizes.head_width,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "ple_layer_ids": [i for i, kind in enumerate(layer_types(sizes), start=1) if kind == "linear_attention"],
+        "ngram_size": 3,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 97,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 1,
+        "hc_count": 2,
+        "hc_lowrank": 8,
+    }
+
+
+WINDOW = 5
+"""Sliding windows so short that samples of a few tokens are longer."""
+
+
+def windows(sizes: TinySizes) -> dict[str, Any]:
+    """A window in every other layer, from the first on."""
+    kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(sizes.layers)]
+    return {"sliding_window": WINDOW, "layer_types": kinds}
+
+
+def gemma2_text(sizes: TinySizes) -> dict[str, Any]:
+    """Softcaps so low that scores and logits of order 1 reach them."""
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    return {**windows(sizes), **caps, "query_pre_attn_scalar": sizes.head_width}
+
+
+def two_ropes(sizes: TinySizes) -> dict[str, Any]:
+    """Other frequencies in layers with a window."""
+    thetas = {"sliding_attention": 100.0, "full_attention": 10000.0}
+    rope = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}
+    return {**windows(sizes), "rope_parameters": rope}
+
+
+def gemma3_text(sizes: TinySizes) -> dict[str, Any]:
+    return {**two_ropes(sizes), "query_pre_attn_scalar": sizes.head_width}
+
+
+def granite_text(sizes: TinySizes) -> dict[str, Any]:
+    return {
+        "logits_scaling": 3.0,
+        "embedding_multiplier": 1.5,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": sizes.head_width**-0.5,
+    }
+
+
+def cohere2_text(sizes: TinySizes) -> dict[str, Any]:
+    return {**windows(sizes), "logit_scale": 0.25}
+
+
+def routed(sizes: TinySizes) -> dict[str, Any]:
+    """Experts in two groups, if they can be halved, of which a token chooses one."""
+    groups = {"n_group": 1 if sizes.experts % 2 else 2, "topk_group": 1, "n_shared_experts": 1}
+    return {"n_routed_experts": sizes.experts, "first_k_dense_replace": 0, **groups}
+
+
+def deepseek_text(sizes: TinySizes) -> dict[str, Any]:
+    """Multi-head latent attention, with values narrower than keys."""
+    half = sizes.head_width // 2
+    return {
+        **routed(sizes),
+        "num_key_value_heads": sizes.heads,
+        "kv_lora_rank": sizes.head_width,
+        "q_lora_rank": sizes.hidden // 2,
+        "qk_rope_head_dim": 2 * (half // 2),
+        "qk_nope_head_dim": half,
+        "v_head_dim": half + 4,
+    }
+
+
+def deepseek_ocr2_text(sizes: TinySizes) -> dict[str, Any]:
+    shared = {"n_routed_experts": sizes.experts, "n_shared_experts": 1}
+    return {**shared, "mlp_layer_types": ["sparse"] * sizes.layers}
+
+
+def ernie_text(sizes: TinySizes) -> dict[str, Any]:
+    """Experts of text wider than those of images, with shared ones; a dense first layer before two or more others."""
+    dense, third = int(sizes.layers > 2), sizes.head_width // 6
+    sections = [third, third, sizes.head_width // 2 - 2 * third]
+    return {
+        "moe_num_experts": sizes.experts,
+        "moe_k": sizes.experts_per_token,
+        "moe_intermediate_size": [32, 16],
+        "moe_num_shared_experts": 1,
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (sizes.layers - dense),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections},
+    }
+
+
+def lfm2_text(sizes: TinySizes) -> dict[str, Any]:
+    """Attention in every fourth layer and the last one, short convolutions in the others."""
+    kinds = ["conv" if kind == "linear_attention" else kind for kind in layer_types(sizes)]
+    return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
+
+
+def lfm2_moe_text(sizes: TinySizes) -> dict[str, Any]:
+    return {**lfm2_text(sizes), "num_dense_layers": 0}
+
+
+def gpt_oss_text(sizes: TinySizes) -> dict[str, Any]:
+    return {**windows(sizes), "num_local_experts": sizes.experts}
+
+
+def gemma4_unified_text(sizes: TinySizes) -> dict[str, Any]:
+    """Wider heads without a window; keys that are values; from 4 layers on the last two share keys and values of those
+    before."""
+    windows, half = gemma3_text(sizes), {"partial_rotary_factor": 0.5, "rope_type": "proportional"}
+    windows["rope_parameters"]["full_attention"] |= half
+    windows["layer_types"][-1] = "full_attention"
+    return {
+        **windows,
+        "final_logit_softcapping": 3.0,
+        "use_bidirectional_attention": "vision",
+        "global_head_dim": 2 * sizes.head_width,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 2 if sizes.layers > 3 else 0,
+    }
+
+
+def gemma4_text(sizes: TinySizes) -> dict[str, Any]:
+    """All that its models have, in one: experts and embeddings for each layer beside what the unified one has."""
+    return {
+        **gemma4_unified_text(sizes),
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": sizes.vocab_size,
+        "enable_moe_block": True,
+        "top_k_experts": sizes.experts_per_token,
+    }
+
+
+CHUNK = 7
+"""Chunks so short that samples of a few tokens have several."""
+
+
+def llama4_text(sizes: TinySizes) -> dict[str, Any]:
+    """Chunks and rotary positions in every other layer, from the first on; in the others queries are scaled from the
+    third token on. Experts in all."""
+    rotary = [1 - i % 2 for i in range(sizes.layers)]
+    return {
+        "attention_chunk_size": CHUNK,
+        "no_rope_layers": rotary if sizes.layers > 1 else [1],
+        "layer_types": ["chunked_attention" if here else "full_attention" for here in rotary],
+        "num_local_experts": sizes.experts,
+        "num_experts_per_tok": sizes.experts_per_token,
+        "intermediate_size_mlp": 2 * sizes.hidden,
+        "floor_scale": 3,
+        "attn_scale": 0.7,
+    }
+
+
+def glm_moe_text(sizes: TinySizes) -> dict[str, Any]:
+    """Half of a head rotates."""
+    quarter = sizes.head_width // 4
+    sections = [quarter - 2 * (quarter // 3), quarter // 3, quarter // 3]
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": sections}
+    return {**routed(sizes), "rope_parameters": rope}
+
+
+# ---------------------------------------------------------------------- images as patches with a grid
+
+
+def patch_blocks(sizes: TinySizes) -> dict[str, Any]:
+    """Sizes of a tower whose images are patches with a grid each."""
+    assert sizes.patch_size is not None
+    return {
+        "depth": sizes.vision_depth,
+        "num_heads": sizes.vision_heads,
+        "in_channels": 3,
+        "patch_size": sizes.patch_size,
+        "spatial_merge_size": sizes.merge,
+        "temporal_patch_size": sizes.temporal_patch_size,
+    }
+
+
+def qwen2_vision(sizes: TinySizes) -> dict[str, Any]:
+    return {"embed_dim": sizes.vision_hidden, "hidden_size": sizes.hidden, "mlp_ratio": 2}
+
+
+def vision_settings(sizes: TinySizes) -> dict[str, Any]:
+    return {
+        "hidden_size": sizes.vision_hidden,
+        "intermediate_size": 2 * sizes.vision_hidden,
+        "out_hidden_size": sizes.hidden,
+    }
+
+
+def windowed_vision(sizes: TinySizes) -> dict[str, Any]:
+    """Windows of 4 x 4 tokens as in the released models; the last block sees whole images."""
+    assert sizes.patch_size is not None
+    return {
+        **vision_settings(sizes),
+        "window_size": 4 * sizes.merge * sizes.patch_size,
+        "fullatt_block_indexes": [sizes.vision_depth - 1],
+        "tokens_per_second": 2,
+    }
+
+
+def qwen3_vision(sizes: TinySizes) -> dict[str, Any]:
+    return {**vision_settings(sizes), "num_position_embeddings": 64}
+
+
+def deepstack_vision(sizes: TinySizes) -> dict[str, Any]:
+    """Deepstack: one text layer for each feature, which is added to the first layers' outputs."""
+    deepstack = list(range(min(sizes.vision_depth, sizes.layers)))[:3]
+    return {**qwen3_vision(sizes), "deepstack_visual_indexes": deepstack}
+
+
+# ---------------------------------------------------------------------- images as rows of a batch, and tiles
+
+TILE_PATCHES = 4
+"""Patches along the side of a tile."""
+
+
+def tile_tower(sizes: TinySizes) -> dict[str, Any]:
+    assert sizes.patch_size is not None
+    return {
+        "hidden_size": sizes.vision_hidden,
+        "intermediate_size": 2 * sizes.vision_hidden,
+        "num_hidden_layers": sizes.vision_depth,
+        "num_attention_heads": sizes.vision_heads,
+        "patch_size": sizes.patch_size,
+        "image_size": TILE_PATCHES * sizes.patch_size,
+    }
+
+
+def internvl_tower(sizes: TinySizes) -> dict[str, Any]:
+    tower = tile_tower(sizes)
+    return {**tower, "patch_size": [tower["patch_size"]] * 2, "image_size": [tower["image_size"]] * 2}
+
+
+def internvl_settings(sizes: TinySizes) -> dict[str, Any]:
+    return {"image_seq_length": TILE_PATCHES**2 // 4}  # pixels are shuffled two by two
+
+
+def clip_tower(sizes: TinySizes) -> dict[str, Any]:
+    return {**tile_tower(sizes), "model_type": "clip_vision_model", "projection_dim": sizes.vision_hidden}
+
+
+def siglip_tower(sizes: TinySizes) -> dict[str, Any]:
+    return {**tile_tower(sizes), "model_type": "siglip_vision_model", "vision_use_head": False}
+
+
+def pixtral_tower(sizes: TinySizes) -> dict[str, Any]:
+    """Images of any form within four tiles a side."""
+    tower = {**tile_tower(sizes), "model_type": "pixtral", "head_dim": sizes.vision_hidden // sizes.vision_heads}
+    return {**tower, "image_size": 4 * tower["image_size"]}
+
+
+def llava_settings(sizes: TinySizes) -> dict[str, Any]:
+    return {"image_token_index": sizes.image_token_id, "vision_feature_layer": -1}
+
+
+def anyres_settings(sizes: TinySizes) -> dict[str, Any]:
+    side = tile_tower(sizes)["image_size"]
+    grids = [[rows * side, columns * side] for rows, columns in ((1, 2), (2, 1), (2, 2), (1, 3), (3, 1))]
+    return {**llava_settings(sizes), "video_token_index": sizes.video_token_id, "image_grid_pinpoints": grids}
+
+
+def glm_vision(sizes: TinySizes) -> dict[str, Any]:
+    side = 4 * sizes.merge * (sizes.patch_size or 1)
+    return {
+        **patch_blocks(sizes),
+        **vision_settings(sizes),
+        "intermediate_size": 2 * sizes.vision_hidden,
+        "image_size": side,
+    }
+
+
+def paddle_vision(sizes: TinySizes) -> dict[str, Any]:
+    return {**tile_tower(sizes), "spatial_merge_size": sizes.merge}
+
+
+def ernie_vision(sizes: TinySizes) -> dict[str, Any]:
+    return {
+        "hidden_size": sizes.vision_hidden,
+        "intermediate_size": 2 * sizes.vision_hidden,
+        "depth": sizes.vision_depth,
+        "num_heads": sizes.vision_heads,
+        "patch_size": sizes.patch_size,
+        "spatial_merge_size": sizes.merge,
+    }
+
+
+def video_ends(sizes: TinySizes) -> dict[str, Any]:
+    """Tokens that start and end a video: the last two of the vocabulary."""
+    return {"video_start_token_id": sizes.vocab_size - 2, "video_end_token_id": sizes.vocab_size - 1}
+
+
+def ernie_settings(sizes: TinySizes) -> dict[str, Any]:
+    image = {"image_start_token_id": sizes.vision_start_token_id, "image_end_token_id": sizes.vision_end_token_id}
+    return image | video_ends(sizes)
+
+
+def kimi_vision(sizes: TinySizes) -> dict[str, Any]:
+    """Places of 4 x 4 patches, which are stretched to the form of each image."""
+    places = {"pos_emb_height": TILE_PATCHES, "pos_emb_width": TILE_PATCHES}
+    return {**tile_tower(sizes), **places, "merge_kernel_size": [sizes.merge] * 2}
+
+
+def kimi_settings(sizes: TinySizes) -> dict[str, Any]:
+    return {"projection_hidden_size": sizes.vision_hidden, "tie_word_embeddings": False}
+
+
+def minicpm_tower(sizes: TinySizes) -> dict[str, Any]:
+    return {**tile_tower(sizes), "insert_layer_id": 0}
+
+
+def siglip2_tower(sizes: TinySizes) -> dict[str, Any]:
+    """Places of 4 x 4 patches, which are stretched to the form of each image."""
+    tower = {**tile_tower(sizes), "model_type": "siglip2_vision_model", "vision_use_head": False}
+    return {**tower, "num_patches": TILE_PATCHES**2}
+
+
+def deepseek_ocr2_tower(sizes: TinySizes) -> dict[str, Any]:
+    """Whole images of two tiles a side, windows in all blocks but the last; an encoder as deep, 144 queries a view.
+
+    A tile is halved twice. Smaller ones would be of one feature before: of its convolution PyTorch's gradient in
+    bfloat16 on a CPU is not written.
+    """
+    tower = tile_tower(sizes)
+    tower["image_size"] *= 2
+    shared = {"num_hidden_layers": sizes.vision_depth, "num_attention_heads": sizes.vision_heads}
+    blocks = {"window_size": TILE_PATCHES - 1, "global_attn_indexes": [sizes.vision_depth - 1]}
+    widths = {"output_channels": sizes.vision_hidden, "downsample_channels": [sizes.vision_hidden] * 2}
+    encoder = {"num_key_value_heads": sizes.vision_heads, "intermediate_size": tower["intermediate_size"]}
+    return {
+        "sam_config": {**tower, **blocks, **widths, "mlp_dim": tower["intermediate_size"]},
+        "encoder_config": {**shared, **encoder, "hidden_size": sizes.vision_hidden, "vocab_size": 1},
+    }
+
+
+def lfm2_settings(sizes: TinySizes) -> dict[str, Any]:
+    return {"downsample_factor": sizes.merge, "projector_hidden_size": 2 * sizes.vision_hidden}
+
+
+def llama4_tower(sizes: TinySizes) -> dict[str, Any]:
+    """Patches are shuffled two by two, projected twice."""
+    width = 2 * sizes.vision_hidden
+    tower = {**tile_tower(sizes), "intermediate_size": 4 * sizes.vision_hidden}
+    return {**tower, "vision_output_dim": width, "projector_input_dim": width, "projector_output_dim": width}
+
+
+def llama4_settings(sizes: TinySizes) -> dict[str, Any]:
+    return {
+        "image_token_index": sizes.image_token_id,
+        "boi_token_index": sizes.vision_start_token_id,
+        "eoi_token_index": sizes.vision_end_token_id,
+    }
+
+
+def gemma3_tower(sizes: TinySizes) -> dict[str, Any]:
+    tower = tile_tower(sizes)
+    return {**tower, "image_size": 6 * tower["patch_size"]}
+
+
+def gemma3_settings(sizes: TinySizes) -> dict[str, Any]:
+    """Images of more tokens than the window: 6 x 6 patches, pooled two by two."""
+    ends = {"boi_token_index": sizes.vision_start_token_id, "eoi_token_index": sizes.vision_end_token_id}
+    return {"mm_tokens_per_image": 9, "image_token_index": sizes.image_token_id, **ends}
+
+
+def paligemma_tower(sizes: TinySizes) -> dict[str, Any]:
+    return {**siglip_tower(sizes), "projection_dim": sizes.hidden}
+
+
+def paligemma_settings(sizes: TinySizes) -> dict[str, Any]:
+    return {
+        "image_token_index": sizes.image_token_id,
+        "projection_dim": sizes.hidden,
+        "hidden_size": sizes.hidden,
+        "vocab_size": sizes.vocab_size,
+    }
+
+
+def gemma4_tower(sizes: TinySizes) -> dict[str, Any]:
+    heads = {"num_attention_heads": sizes.vision_heads, "num_key_value_heads": sizes.vision_heads}
+    return {
+        **tile_tower(sizes),
+        **heads,
+        "head_dim": sizes.vision_hidden // sizes.vision_heads,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 64,
+    }
+
+
+def merged_patches(sizes: TinySizes) -> dict[str, Any]:
+    """No tower: patches of two by two are embedded as they are."""
+    widths = {"mm_embed_dim": sizes.vision_hidden, "output_proj_dims": sizes.vision_hidden}
+    return {**widths, "patch_size": sizes.patch_size, "pooling_kernel_size": 2, "mm_posemb_size": 64}
+
+
+def gemma4_settings(sizes: TinySizes) -> dict[str, Any]:
+    return {"boi_token_id": sizes.vision_start_token_id, "eoi_token_id": sizes.vision_end_token_id}
+
+
+# ---------------------------------------------------------------------- audio
+
+
+def omni_windowed_vision(sizes: TinySizes) -> dict[str, Any]:
+    """Windows of 4 x 4 tokens as in the released models; the last block sees whole images."""
+    assert sizes.patch_size is not None
+    windows = {"window_size": 4 * sizes.merge * sizes.patch_size, "fullatt_block_indexes": [sizes.vision_depth - 1]}
+    return {**patch_blocks(sizes), **vision_settings(sizes), **windows}
+
+
+def omni_deepstack_vision(sizes: TinySizes) -> dict[str, Any]:
+    """Deepstack features of images, as in Qwen3-VL."""
+    return {**patch_blocks(sizes), **deepstack_vision(sizes)}
+
+
+def _audio(sizes: TinySizes) -> dict[str, Any]:
+    return {
+        "num_mel_bins": MEL_BINS,
+        "encoder_layers": 2,
+        "encoder_attention_heads": sizes.vision_heads,
+        "encoder_ffn_dim": 2 * sizes.vision_hidden,
+        "d_model": sizes.vision_hidden,
+        "max_source_positions": 64,
+        "output_dim": sizes.hidden,
+    }
+
+
+def pooled_audio(sizes: TinySizes) -> dict[str, Any]:
+    """Qwen2.5-Omni's: chunks of 8 frames, 2 tokens each."""
+    return sizes.audio_tokens | {"audio_config": _audio(sizes) | {"n_window": 4}}
+
+
+def convolved_audio(sizes: TinySizes) -> dict[str, Any]:
+    """Qwen3-Omni's: chunks of 100 frames, as transformers counts 13 tokens for each, and windows of two chunks."""
+    tower = _audio(sizes) | {"n_window": 50, "n_window_infer": 200, "downsample_hidden_size": 4}
+    return sizes.audio_tokens | {"audio_config": tower}
+
+
+# ---------------------------------------------------------------------- the families
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The parts of a family's configuration."""
+
+    vision: Callable[[TinySizes], dict[str, Any]] | None = None
+    """Settings of its vision tower; None: a text model."""
+    text_type: str | None = None
+    """`model_type` of its text part, where the family takes any; None: it has one of its own."""
+    mrope: bool = True
+    """The text part of a family with vision has multimodal rotary positions."""
+    whole: Callable[[TinySizes], dict[str, Any]] | None = None
+    """Settings of the whole model that no other family has; None: its images are patches with a grid each, and its
+    tower has the settings of Qwen's."""
+    since_qwen3: bool = True
+    """Heads of any width, interleaved MRoPE sections, patches of 16 pixels."""
+    hybrid: bool = False
+    """Three of four layers are gated delta layers."""
+    experts: bool = False
+    """Every layer has experts; in hybrid models one of them is shared by all tokens."""
+    dense: bool = True
+    """The configuration has the width of a dense MLP."""
+    more: Callable[[TinySizes], dict[str, Any]] | None = None
+    """Settings of the text model that no other family has."""
+    patch_size: int | None = None
+    """Side of a patch, where it is neither Qwen2's nor Qwen3's."""
+    sdpa: bool = True
+    """transformers has sdpa attention for it, not only eager."""
+
+
+TILED: dict[str, Any] = {"mrope": False, "since_qwen3": False, "patch_size": 6}
+"""Parts of recipes of families whose images are tiles."""
+GEMMA: dict[str, Any] = TILED | {"since_qwen3": True}
+GLM: dict[str, Any] = {"vision": glm_vision, "whole": video_ends, "since_qwen3": False}
+
+RECIPES = {
+    "qwen2_vl": Recipe(vision=qwen2_vision, since_qwen3=False),
+    "qwen2_5_vl": Recipe(vision=windowed_vision, since_qwen3=False),
+    "qwen3_vl": Recipe(vision=deepstack_vision),
+    "qwen3_vl_moe": Recipe(vision=deepstack_vision, experts=True),
+    "qwen3_5": Recipe(vision=qwen3_vision, hybrid=True),
+    "qwen3_5_moe": Recipe(vision=qwen3_vision, hybrid=True, experts=True, dense=False),
+    "qwen4_exp": Recipe(vision=qwen3_vision, hybrid=True, experts=True, dense=False, more=qwen4_text),
+    "qwen2_5_omni_thinker": Recipe(vision=omni_windowed_vision, whole=pooled_audio, since_qwen3=False),
+    "qwen3_omni_moe_thinker": Recipe(vision=omni_deepstack_vision, whole=convolved_audio, experts=True),
+    "qwen3": Recipe(),
+    "qwen3_next": Recipe(hybrid=True, experts=True),
+    "glm4v": Recipe(**GLM),
+    "glm46v": Recipe(text_type="glm4v_text", **GLM),
+    "glm4v_moe": Recipe(experts=True, more=glm_moe_text, **GLM),
+    "glm_ocr": Recipe(more=lambda sizes: {"head_dim": sizes.head_width}, **GLM),
+    "paddleocr_vl": Recipe(
+        vision=paddle_vision,
+        since_qwen3=False,
+        whole=lambda _: {},
+        more=lambda sizes: {"head_dim": sizes.head_width},
+    ),
+    "ernie4_5_vl_moe": Recipe(
+        vision=ernie_vision,
+        since_qwen3=False,
+        experts=True,
+        more=ernie_text,
+        whole=ernie_settings,
+    ),
+    "kimi_k25": Recipe(
+        vision=kimi_vision,
+        text_type="deepseek_v3",
+        mrope=False,
+        since_qwen3=False,
+        experts=True,
+        more=deepseek_text,
+        whole=kimi_settings,
+    ),
+    "minicpmv4_6": Recipe(
+        vision=minicpm_tower,
+        text_type="qwen3_5_text",
+        hybrid=True,
+        whole=lambda _: {"insert_layer_id": 0},
+        patch_size=6,
+    ),
+    "lfm2_vl": Recipe(vision=siglip2_tower, text_type="lfm2", more=lfm2_text, whole=lfm2_settings, **TILED),
+    "deepseek_ocr2": Recipe(
+        vision=deepseek_ocr2_tower, experts=True, more=deepseek_ocr2_text, whole=lambda _: {}, **TILED
+    ),
+    "cohere2_vision": Recipe(
+        vision=siglip_tower,
+        text_type="cohere2",
+        more=cohere2_text,
+        whole=lambda sizes: {"alignment_intermediate_size": 2 * sizes.vision_hidden},
+        **TILED,
+    ),
+    "aya_vision": Recipe(
+        vision=siglip_tower,
+        text_type="cohere2",
+        more=cohere2_text,
+        whole=llava_settings,
+        **TILED,
+    ),
+    "internvl": Recipe(vision=internvl_tower, text_type="qwen2", whole=internvl_settings, **TILED),
+    "llava": Recipe(vision=clip_tower, text_type="llama", whole=llava_settings, **TILED),
+    "llava_next": Recipe(vision=clip_tower, text_type="llama", whole=anyres_settings, **TILED),
+    "llava_onevision": Recipe(vision=siglip_tower, text_type="qwen2", whole=anyres_settings, **TILED),
+    "smolvlm": Recipe(vision=tile_tower, text_type="llama", whole=lambda _: {}, **TILED),
+    "idefics3": Recipe(vision=tile_tower, text_type="llama", whole=lambda _: {}, **TILED),
+    "mistral3": Recipe(vision=pixtral_tower, text_type="mistral", whole=llava_settings, **TILED),
+    "gemma3": Recipe(vision=gemma3_tower, more=gemma3_text, whole=gemma3_settings, **GEMMA),
+    "gemma4": Recipe(vision=gemma4_tower, more=gemma4_text, whole=gemma4_settings, experts=True, **GEMMA),
+    "gemma4_unified": Recipe(vision=merged_patches, more=gemma4_unified_text, whole=gemma4_settings, **GEMMA),
+    "paligemma": Recipe(
+        vision=paligemma_tower,
+        text_type="gemma2",
+        more=gemma2_text,
+        whole=paligemma_settings,
+        sdpa=False,
+        **GEMMA,
+    ),
+    "llama4": Recipe(vision=llama4_tower, more=llama4_text, whole=llama4_settings, experts=True, **GEMMA),
+    "llama4_text": Recipe(experts=True, more=llama4_text),
+    "llama": Recipe(),
+    "mistral": Recipe(more=lambda _: {"sliding_window": WINDOW}),
+    "qwen2": Recipe(since_qwen3=False),
+    "qwen3_moe": Recipe(experts=True),
+    "gemma2": Recipe(sdpa=False, more=gemma2_text),
+    "gemma3_text": Recipe(more=gemma3_text),
+    "phi3": Recipe(since_qwen3=False, more=lambda _: {"sliding_window": WINDOW}),
+    "olmo3": Recipe(more=two_ropes),
+    "granite": Recipe(since_qwen3=False, more=granite_text),
+    "cohere2": Recipe(more=cohere2_text),
+    "smollm3": Recipe(since_qwen3=False, more=lambda _: {"no_rope_layer_interval": 2}),
+    "glm4_moe": Recipe(experts=True, more=routed),
+    "deepseek_v3": Recipe(since_qwen3=False, experts=True, more=deepseek_text),
+    "lfm2": Recipe(since_qwen3=False, more=lfm2_text),
+    "lfm2_moe": Recipe(since_qwen3=False, experts=True, more=lfm2_moe_text),
+    "gpt_oss": Recipe(sdpa=False, experts=True, more=gpt_oss_text),
+}
+"""By `config.model_type`."""
