@@ -20,6 +20,7 @@ from equality import (
     gradients,
     kinds_in,
     poisoned,
+    tower_errors,
 )
 
 from benchmarks.gpu import with_patch_products
@@ -30,7 +31,7 @@ from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.testing import mixed_samples, padded, tiny_model
-from vlmpack.testing.comparison import distance, rms_distance, tower_errors
+from vlmpack.testing.comparison import distance, rms_distance
 from vlmpack.testing.samples import sample_like
 
 EXACT = Limits(logits=1e-12, loss=1e-6, gradient=1e-12, cosine=1e-12)
