@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from cases import families, slow
-from moe import EXPERTS, LAYERS, MOE, TOP_K, before_experts, decoder_layers, fresh, rule_for, samples_of
+from moe import EXPERTS, LAYERS, MOE, TOP_K, before_experts, block_of, decoder_layers, fresh, rule_for, samples_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import distance, gradients, loss_sums
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -47,7 +47,7 @@ def dispatched(model):
     """A list that grows by the number of tokens of every call of experts."""
     calls = []
     for layer in decoder_layers(model):
-        layer.mlp.experts.register_forward_pre_hook(lambda module, args: calls.append(args[1].numel()))
+        block_of(layer).experts.register_forward_pre_hook(lambda module, args: calls.append(args[1].numel()))
     return calls
 
 
