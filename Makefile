@@ -66,7 +66,7 @@ lint: $(VENV)/.dev ## Check style, types (a user's script too), who imports whom
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/python -m pip check
 
-format: $(VENV)/.dev ## Rewrite the files in the house style
+format: $(VENV)/.dev ## Rewrite the files in the project's style
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
@@ -88,7 +88,7 @@ dist: $(VENV)/.torch
 	rm -rf dist
 	$(VENV)/bin/python -m build --no-isolation --outdir dist . > /dev/null
 
-test-oldest: $(OLDEST)/.test ## Run the core rooms' tests with the oldest supported transformers
+test-oldest: $(OLDEST)/.test ## Run the core tests with the oldest supported transformers
 	$(OLDEST)/bin/python -m pytest $(PYTEST) $(CORE_TESTS) $(ARGS)
 
 test-newest: $(VENV)/.torch ## Run them with the newest transformers that pip finds, unless it is the pinned one

@@ -21,15 +21,17 @@ ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 FENCE = re.compile(r"^(```python)[^\n]*$", re.MULTILINE)
 
-ROOMS = sorted(path.parent.name for path in (ROOT / "vlmpack").glob("*/__init__.py"))
+PACKAGES = sorted(path.parent.name for path in (ROOT / "vlmpack").glob("*/__init__.py"))
+MODULES = {"interop": ("megatron", "seqpacker")}
+"""Modules that users import from, of packages that export nothing themselves."""
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill the parts of the navigation that list rooms and examples."""
+    """Fill the parts of the navigation that list packages and examples."""
     listed = {
-        "reference": [{"vlmpack": "reference/vlmpack.md"}, *({room: f"reference/{room}.md"} for room in ROOMS)],
-        "inside": [{room: f"inside/{room}.md"} for room in (*ROOMS, "benchmarks")],
+        "reference": [{"vlmpack": "reference/vlmpack.md"}, *({name: f"reference/{name}.md"} for name in _documented())],
+        "inside": [{name: f"inside/{name}.md"} for name in (*PACKAGES, "benchmarks")],
         "examples": [{name: f"examples/{Path(name).stem}.md"} for name in EXAMPLES],
     }
     config.nav = [
@@ -57,7 +59,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 # ---------------------------------------------------------------------- pages and the files that they are made from
 
 _SOURCES = {
-    **{f"inside/{room}.md": f"vlmpack/{room}/README.md" for room in ROOMS},
+    **{f"inside/{name}.md": f"vlmpack/{name}/README.md" for name in PACKAGES},
     **{f"examples/{Path(name).stem}.md": f"examples/{name}" for name in EXAMPLES},
     "inside/benchmarks.md": "benchmarks/README.md",
     "changelog.md": "CHANGELOG.md",
@@ -74,16 +76,23 @@ def _made_pages() -> dict[str, str]:
         uri = f"examples/{Path(name).stem}.md"
         made[uri] = f"# {name}\n\n```python\n{made[uri]}```\n"
     made["reference/vlmpack.md"] = _reference("vlmpack")
-    made |= {f"reference/{room}.md": _reference(f"vlmpack.{room}") for room in ROOMS}
+    made |= {f"reference/{name}.md": _reference(f"vlmpack.{name}") for name in _documented()}
     made["troubleshooting.md"] = troubleshooting()
     return made
 
 
+def _documented() -> list[str]:
+    """Packages that users import from."""
+    return [name for name in PACKAGES if name in MODULES or _exported(f"vlmpack.{name}")]
+
+
 def _reference(module: str) -> str:
-    """Every name on the face of a room: what has a docstring in full, plain constants by their values."""
-    face = ROOT.joinpath(*module.split("."), "__init__.py")
-    constants = {name: value for path in face.parent.glob("*.py") for name, value in _bare_constants(path).items()}
-    names = _face(face)
+    """Every public name of a package: what has a docstring in full, plain constants by their values."""
+    folder, name = ROOT.joinpath(*module.split(".")), module.rpartition(".")[2]
+    if name in MODULES:
+        return "\n\n".join(f"# {module}.{part}\n\n::: {module}.{part}" for part in MODULES[name]) + "\n"
+    constants = {name: value for path in folder.glob("*.py") for name, value in _bare_constants(path).items()}
+    names = _exported(module)
     blocks = [
         f"::: {module}.{name}\n    options: {{show_root_heading: true}}" for name in names if name not in constants
     ]
@@ -91,9 +100,10 @@ def _reference(module: str) -> str:
     return "\n\n".join([f"# {module}", *blocks, *(["## Constants", "\n".join(lines)] if lines else [])]) + "\n"
 
 
-def _face(path: Path) -> list[str]:
+def _exported(module: str) -> list[str]:
+    path = ROOT.joinpath(*module.split("."), "__init__.py")
     lists = [value for names, value in _assignments(path) if names == ["__all__"]]
-    return ast.literal_eval(lists[0])
+    return ast.literal_eval(lists[0]) if lists else []
 
 
 def _bare_constants(path: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ BENCHMARKS = ROOT / "benchmarks"
 FILES = sorted([*PACKAGE.rglob("*.py"), *BENCHMARKS.rglob("*.py")])
 
 CONTRACTS = (
-    "the house: upper rooms import lower ones, siblings never",
+    "upper packages import lower ones, siblings never",
     "model works on a hand-made row: it never imports collate",
     "layout is pure index maths",
     "plan plans with numpy alone",
