@@ -39,7 +39,7 @@ def families(where: Callable[[Family], bool] = lambda family: True, always: Iter
     fast = {*EIGHT, *always}
     chosen = [name for name, family in FAMILIES.items() if where(family)]
     assert chosen, "no family has what the test is about"
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in chosen]
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in chosen]
 
 
 def slow(*values: Any) -> list[Any]:

@@ -40,7 +40,7 @@ from vlmpack.testing.samples import (
 every_family = pytest.mark.parametrize("name", families(lambda family: family.model_type in QWEN, ["qwen3"]))
 
 
-@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("name", [name for name in VISION if name in QWEN])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_grids_and_pixels_of_a_sample_agree(name: str, kind: Kind) -> None:
     config = tiny_config(name, patch_size=4)
@@ -142,7 +142,7 @@ def test_a_processor_makes_the_same_small_samples_every_time(family: str) -> Non
         assert len(sample["input_ids"]) < 120
 
 
-@pytest.mark.parametrize("family", VISION)
+@pytest.mark.parametrize("family", [name for name in VISION if name in QWEN])
 def test_processed_samples_go_through_the_model(family: str) -> None:
     processor = tiny_processor(family)
     model = tiny_model(family, processor=processor)
