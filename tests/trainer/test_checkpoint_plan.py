@@ -62,7 +62,7 @@ def of_another_seed(samples):
     ],
 )
 def test_other_rows_are_refused_and_what_differs_is_said(stopped, other, what):
-    with pytest.raises(ConfigError, match=what + "some samples would be .* Plan and deal as before .*, or begin a new"):
+    with pytest.raises(ConfigError, match=what + "some samples would be .* Plan and deal as before, or begin a new"):
         resume(stopped, **other)
 
 

@@ -115,7 +115,7 @@ def test_a_plan_is_a_plan(plan, tmp_path):
 def test_a_stream_of_samples_has_no_plan(tmp_path):
     model, samples = scene()
     run = PackedTrainer(model, arguments(tmp_path), collator("packed"), Stream(samples), plan=plan_of(samples))
-    with pytest.raises(ConfigError, match="those of a Stream have no numbers: leave plan= out"):
+    with pytest.raises(ConfigError, match="samples of a Stream have no numbers: leave plan= out"):
         run.get_train_dataloader()
 
 
@@ -189,7 +189,7 @@ def test_a_checkpoint_that_does_not_know_the_place_is_refused(tmp_path):
 @torchdata_on_new_torch
 def test_a_place_of_other_workers_is_refused(tmp_path):
     streamed(tmp_path, save_strategy="steps", save_steps=4, max_steps=4).train()
-    with pytest.raises(ConfigError, match=r"stream with dataloader_num_workers=0, .* but now there are 2: resume with"):
+    with pytest.raises(ConfigError, match=r"stream with dataloader_num_workers=0, but now there are 2: resume with"):
         streamed(tmp_path, dataloader_num_workers=2).train(resume_from_checkpoint=True)
 
 
