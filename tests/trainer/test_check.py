@@ -426,6 +426,7 @@ class SFTArguments(TrainingArguments):
     packing: bool = False
     eval_packing: bool | None = None
     padding_free: bool = False
+    pad_to_multiple_of: int | str | None = None
     shuffle_dataset: bool = False
 
 

@@ -365,7 +365,7 @@ ITS_OWN_PACKING = [
     ({"packing": True, "packing_strategy": "bfd_split"}, "packing=True has TRL lay samples out in rows"),
     ({"padding_free": True, "max_length": None}, "padding_free=True has TRL lay samples out in rows"),
     ({"packing": True, "packing_strategy": "wrapped"}, "packing_strategy='wrapped' cuts samples in two"),
-    ({"eval_packing": True}, "eval_packing=True evaluates what shares a row as one sample"),
+    ({"eval_packing": True}, "eval_packing=True evaluates each row as one sample"),
 ]
 
 
@@ -397,7 +397,7 @@ def test_rows_that_were_packed_before_need_a_collator_that_keeps_their_samples_a
             "SFT", PackedSFTTrainer, tiny_model("qwen3", vocab_size=2000), tmp_path, **settings, extras=extras
         )
 
-    with pytest.raises(ConfigError, match=r"makes one sample of each: data_collator=RowCollator\(\)"):
+    with pytest.raises(ConfigError, match=r"use data_collator=RowCollator\(\)"):
         check_trainer(run())
     apart = run(data_collator=RowCollator())
     check_trainer(apart)

@@ -267,7 +267,7 @@ def _settings_of_trl(trainer: Trainer) -> Iterator[str]:
             trains_on = (collator.train_on == "assistant", f" (the collator has train_on={collator.train_on!r})")
             read = dict.fromkeys(("completion_only_loss", "assistant_only_loss"), trains_on)
             read["max_length"] = (collator.max_length, f" (the collator's is {collator.max_length})")
-        defaults = {field.name: field.default for field in fields(args)}
+        defaults = {field.name: None if field.default == "auto" else field.default for field in fields(args)}
         for name in [name for name in OF_TRL if name in defaults]:
             value, (agreeing, instead) = getattr(args, name), read.get(name, (defaults[name], ""))
             if value not in (defaults[name], agreeing):
