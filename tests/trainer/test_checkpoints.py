@@ -97,9 +97,12 @@ def test_who_skips_nothing_may_take_other_rows(stopped):
     assert len(run.data_collator.rows) == run.state.global_step - STOP > 0
 
 
+@torchdata_on_new_torch
 def test_checkpoints_without_rows_to_continue_have_no_file_of_ours(tmp_path):
     """Those of the model alone, and those of a trainer without a plan."""
-    planned(tmp_path / "alone", save_strategy="steps", save_steps=1, max_steps=1, save_only_model=True).train()
+    for make in (planned, streamed):
+        make(tmp_path / make.__name__, save_strategy="steps", save_steps=1, max_steps=1, save_only_model=True).train()
+        assert (tmp_path / make.__name__ / "checkpoint-1" / "model.safetensors").exists()
     model, samples = scene()
     args = arguments(tmp_path / "no plan", save_strategy="steps", save_steps=1, max_steps=1)
     PackedTrainer(model, args, Noting(), Samples(samples)).train()
