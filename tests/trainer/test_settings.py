@@ -330,15 +330,17 @@ def test_an_adapter_that_is_activated_by_tokens_is_refused(first):
             model(**collator("packed")(receipts(model)[:2]))
 
 
+def ten_steps(model, samples, folder, layout):
+    run = train(model, samples, folder, layout, per_device_train_batch_size=4, max_steps=10)
+    assert len(run.losses) == 10
+    return run
+
+
 @pytest.mark.parametrize("kind", [{}, *slow({"use_dora": True}, {"use_rslora": True})], ids=["lora", "dora", "rslora"])
 def test_ten_steps_equal_the_padded_run_and_survive_saving_and_merging(kind, tmp_path):
     reference, model = lora(tiny_model(), LANGUAGE, **kind), enable_packing(lora(tiny_model(), LANGUAGE, **kind))
     samples = receipts(model.get_base_model())[:4]
-    batch = {"per_device_train_batch_size": 4, "max_steps": 10}
-    padded, packed = (
-        train(each, samples, tmp_path, layout, **batch) for each, layout in ((reference, "padded"), (model, "packed"))
-    )
-    assert len(padded.losses) == 10
+    padded, packed = ten_steps(reference, samples, tmp_path, "padded"), ten_steps(model, samples, tmp_path, "packed")
     assert packed.losses == pytest.approx(padded.losses, rel=1e-5)
     assert distance(weights(reference), weights(model)) < 1e-4
     row = collator("packed")(samples)
@@ -375,11 +377,7 @@ def test_ten_steps_over_quantised_layers(tmp_path):
     assert any("language_model" in name for name in quantised_parts)
     assert not any("visual" in name for name in quantised_parts)
     samples = receipts(model.get_base_model())[:4]
-    batch = {"per_device_train_batch_size": 4, "max_steps": 10}
-    padded, packed = (
-        train(each, samples, tmp_path, layout, **batch) for each, layout in ((reference, "padded"), (model, "packed"))
-    )
-    assert len(padded.losses) == 10
+    padded, packed = ten_steps(reference, samples, tmp_path, "padded"), ten_steps(model, samples, tmp_path, "packed")
     assert padded.losses[-1] < padded.losses[0]
     assert packed.losses == pytest.approx(padded.losses, rel=1e-6)
     assert distance(padded.gradients[0], packed.gradients[0]) < 1e-5

@@ -209,10 +209,9 @@ def check_sharing(plan: Plan, collator: object) -> None:
     computed = plan.sums(plan.lengths, plan.groups.tokens_shared(least))
     if (wrong := computed > np.maximum(plan.tree_tokens, plan.capacity)).any():
         raise ConfigError(
-            f"the rows of this plan share prefixes of less than {least} tokens, which this collator repeats: row "
-            f"{int(wrong.argmax())} would compute {int(computed[wrong][0])} tokens, for a capacity of {plan.capacity}. "
-            f"Find the groups with min_shared={least}, or collate with share_prefixes=SharePrefixes(min_shared="
-            f"{int(plan.groups.added(plan.groups.tokens).min())})"
+            f"rows share prefixes of less than {least} tokens, which this collator repeats: row {int(wrong.argmax())} "
+            f"would compute {int(computed[wrong][0])} tokens, for a capacity of {plan.capacity}. Find the groups with "
+            f"min_shared={least}, or collate with min_shared={int(plan.groups.added(plan.groups.tokens).min())}"
         )
 
 
