@@ -394,6 +394,6 @@ def heads_use_the_keys_of_the_first_head(original, num_heads, num_kv_heads, rank
     return [0] * len(original(num_heads, num_kv_heads, ranks))
 
 
-@breaks("vlmpack.trainer.metrics.losses_of_set", tests="oracle/test_trainers.py trainer/test_metrics.py")
+@breaks("vlmpack.trainer.evaluation.losses_of_set", tests="oracle/test_trainers.py trainer/test_metrics.py")
 def the_loss_of_an_evaluation_set_is_a_mean_over_samples(original, losses, targets):
     return original(losses, np.minimum(targets, 1))

@@ -1,4 +1,4 @@
-"""What each of two gloo ranks runs, started by test_grpo_two_ranks.py: python -m torch.distributed.run ... FOLDER.
+"""What each of two gloo ranks runs, started by test_two_ranks.py: python -m torch.distributed.run ... FOLDER.
 
 Both trainers, one after the other, under DDP. Rank 0 writes losses and weights to FOLDER/TRAINER.pt.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from trl_runs import finish, grpo, saved, trl
+from trl_runs import finish, run_of, saved, trl
 
 from vlmpack.trainer import PackedGRPOTrainer
 
@@ -25,7 +25,7 @@ def main(folder: Path) -> None:
     own = folder / os.environ["RANK"]  # each rank has a policy of its own on disk, of equal weights
     own.mkdir()
     for trainer in (trl.GRPOTrainer, PackedGRPOTrainer):
-        run = grpo(trainer, saved(own), own, **SETTINGS)
+        run = run_of("GRPO", trainer, saved(own), own, **SETTINGS)
         found, weights = finish(run)
         assert run.model_wrapped is not run.model
         if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""What test_liger.py runs in a process of its own, since Liger replaces functions of transformers' modules.
+"""What test_libraries.py runs in a process of its own, since Liger replaces functions of transformers' modules.
 
     python liger_runs.py compare FAMILY before|after|class    packed against alone, both with Liger's kernels
     python liger_runs.py refuse FAMILY before|after|class     the refusals of its fused loss

@@ -1,26 +1,30 @@
-"""check_trainer names every setting under which a packed row is not its samples alone, with the remedy."""
+"""Settings under which a packed row is not its samples alone: named by check_trainer, refused by the run itself."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from accelerate.utils import concatenate, slice_tensors
 from chats import chat, processor_of
+from datasets import Dataset
 from trainer.packed_runs import planned, streamed
-from training import Samples, Stream, arguments, collator, receipts, trainer
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+from training import LAYOUTS, Samples, Stream, arguments, collator, descend, receipts, trainer
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 import vlmpack.trainer
 from vlmpack.collate import VLMCollator
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.interop.seqpacker import RowCollator, pack_dataset
 from vlmpack.model import enable_packing
 from vlmpack.model.engine import packing_state
+from vlmpack.store import PackedDataset, StoreSettings, write_rows
 from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer, check_trainer, loss_metrics
-from vlmpack.trainer.check_trl import DEFAULTS
+from vlmpack.trainer.check import OF_TRL
 
 
 def refusal(run) -> str:
@@ -29,37 +33,116 @@ def refusal(run) -> str:
     return str(error.value)
 
 
-def enabled():
-    return enable_packing(tiny_model(hidden=16, heads=2, layers=1, vision_depth=1))
+def enabled(**settings):
+    return enable_packing(tiny_model(hidden=16, heads=2, layers=1, vision_depth=1, **settings))
 
 
-def test_defaults_are_fine(tmp_path):
+def test_defaults_are_fine_and_all_problems_are_told_at_once(tmp_path):
     model = enabled()
     check_trainer(trainer(model, receipts(model), tmp_path))
+    settings = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0}
+    assert refusal(trainer(model, receipts(model), tmp_path, **settings)).count("\n- ") == 2
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("settings", "seen", "remedy"),
+    ("settings", "told", "call", "refused"),
     [
-        ({"label_smoothing_factor": 0.1}, "does not shift the labels", "set it to 0"),
-        ({"neftune_noise_alpha": 5.0}, "by the width of the row", "leave it out"),
         (
-            {"accelerator_config": {"dispatch_batches": True}},
-            "concatenate collated batches and cut them again",
-            "accelerator_config={'dispatch_batches': False}",
+            {"label_smoothing_factor": 0.1},
+            "does not shift the labels of Qwen-VL: set it to 0",
+            ("train", "evaluate"),
+            r"labels were kept back.*label_smoothing_factor.*set it to 0",
         ),
         (
-            {"train_sampling_strategy": "group_by_length", "remove_unused_columns": True},
-            "drops 'length' before group_by_length",
-            "remove_unused_columns=False",
+            {"neftune_noise_alpha": 5.0},
+            "by the width of the row, so a packed sample gets less: leave it out",
+            ("train",),
+            r"neftune_noise_alpha .* a packed sample would get less .* leave it out",
         ),
+        ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config={'dispatch_batches': False}", (), ""),
+        ({"average_tokens_across_devices": False}, None, (), ""),  # matters to several ranks
     ],
 )
-def test_a_setting_that_changes_results(settings, seen, remedy, tmp_path):
+def test_a_setting_that_changes_results_is_named_and_refused(settings, told, call, refused, layout, tmp_path):
     model = enabled()
-    message = refusal(trainer(model, receipts(model), tmp_path, **settings))
-    assert seen in message
-    assert remedy in message
+    run = trainer(model, receipts(model), tmp_path, layout, **settings)
+    if told is None:
+        check_trainer(run)
+    else:
+        assert told in refusal(run)
+    for name in call:
+        with pytest.raises(ConfigError, match=refused):
+            getattr(run, name)()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_stream_under_accelerates_default(layout, tmp_path):
+    """Accelerate cuts every batch to as many rows as its first tensor has: one, for a packed row with its images."""
+    samples = receipts(tiny_model())
+    for dispatch in (None, False):
+        config = {"accelerator_config": {"dispatch_batches": dispatch}, "per_device_train_batch_size": 3}
+        run = Trainer(enable_packing(tiny_model()), arguments(tmp_path, **config), collator(layout), Stream(samples))
+        if dispatch is None:
+            assert "accelerate would cut collated batches up" in refusal(run)
+            with pytest.raises(LayoutError, match=r"was the batch split.*dispatch_batches=False"):
+                run.train()
+        else:
+            check_trainer(run)
+            run.train()
+            expected = descend(tiny_model(), samples, size=3, steps=2)
+            losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+            assert losses == pytest.approx(expected.losses, rel=1e-6)
+
+
+# ---------------------------------------------------------------------- batches, ranks and losses
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_batch_cut_for_two_ranks(layout, rank):
+    """What DataLoaderDispatcher and nn.DataParallel do to a batch of four samples: rows cut in two, metadata kept."""
+    model = enabled()
+    batch = collator(layout)(receipts(model)[:4])
+    half = max(len(batch["input_ids"]) // 2, 1)
+    with pytest.raises(LayoutError, match="dispatch_batches=False"):
+        model(**slice_tensors(batch, slice(rank * half, (rank + 1) * half)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batches_of_two_ranks_concatenated(layout):
+    """With host metadata accelerate itself stops; without, two rows of one width become one batch of two rows."""
+    model = enabled()
+    batches = [collator(layout)(receipts(model)[:3]) for _ in range(2)]
+    with pytest.raises(TypeError, match="HostMetadata"):
+        concatenate(batches)
+    bare = [{name: x for name, x in batch.items() if isinstance(x, torch.Tensor)} for batch in batches]
+    if layout == "packed":
+        with pytest.raises(LayoutError, match="dispatch_batches=False"):
+            model(**concatenate(bare))
+    else:  # a padded batch of twice as many rows is a padded batch
+        once = model(**batches[0]).loss
+        torch.testing.assert_close(model(**concatenate(bare)).loss, once)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_loss_function_of_ones_own_has_to_ask_for_logits(layout, tmp_path):
+    def loss_func(outputs, labels, num_items_in_batch=None):
+        logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return F.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+    model = enable_packing(tiny_model())
+    samples = receipts(model)
+    expected = descend(tiny_model(), samples, size=4, steps=1)
+    for more, is_refused in (({}, True), ({"output_logits": True}, False)):
+        args = arguments(tmp_path, max_steps=1, gradient_accumulation_steps=2, train_sampling_strategy="sequential")
+        run = Trainer(model, args, collator(layout, **more), Samples(samples), compute_loss_func=loss_func)
+        if is_refused:
+            with pytest.raises(ConfigError, match=r"compute_loss_func.*output_logits=True"):
+                run.train()
+        else:
+            run.train()
+            assert run.state.log_history[0]["loss"] == pytest.approx(expected.losses[0], rel=1e-6)
 
 
 def test_liger_without_its_fused_loss_is_fine(tmp_path):
@@ -71,24 +154,12 @@ def test_liger_without_its_fused_loss_is_fine(tmp_path):
     check_trainer(run)
 
 
-def test_a_stream_with_accelerates_defaults(tmp_path):
-    model = enabled()
-    stream = Stream(receipts(model))
-    for dispatch, is_refused in ((None, True), (False, False)):
-        config = {"accelerator_config": {"dispatch_batches": dispatch}}
-        run = Trainer(model, arguments(tmp_path, **config), collator("packed"), stream)
-        if is_refused:
-            assert "its default for an IterableDataset" in refusal(run)
-        else:
-            check_trainer(run)
-
-
 def test_ranks_that_share_rows_are_given_different_ones(tmp_path, monkeypatch):
     model = enabled()
     run, state = trainer(model, receipts(model), tmp_path), packing_state(model)
     monkeypatch.setattr("vlmpack.model.mechanisms.ClassMechanism.problem", lambda *args, **settings: None)
     vars(model)["_vlmpack_state"] = replace(state, parallel=SimpleNamespace(ranks=2))
-    assert "gives every rank a batch of its own: write a loop of your own" in refusal(run)
+    assert "a Trainer gives each its own: see examples/train_shared_rows.py" in refusal(run)
     vars(model)["_vlmpack_state"] = replace(state, parallel=SimpleNamespace(ranks=1))
     check_trainer(run)
 
@@ -107,7 +178,7 @@ def test_metrics_of_packed_rows(tmp_path, monkeypatch):
     check_trainer(run)
     assert run.evaluate()["eval_num_samples"] == 6
     monkeypatch.setattr(type(run.args), "world_size", 2)
-    assert "or end where ranks have other numbers of samples" in refusal(run)
+    assert "(3 rows, 3 at a time on 2 ranks)" in refusal(run)
 
 
 def test_an_evaluation_that_skips_samples(tmp_path, monkeypatch):
@@ -132,12 +203,12 @@ def test_rows_that_are_made_ahead_need_a_trainer_for_them(tmp_path):
     run = planned(tmp_path, **settings)
     check_trainer(run)
     run.eval_packing = False
-    assert "concatenate collated batches" in refusal(run)
+    assert "cut collated batches up" in refusal(run)
     run = streamed(tmp_path)
     check_trainer(run)
     theirs = Trainer(run.model, run.args, collator("packed"), run.train_dataset)
     assert "use vlmpack's PackedTrainer" in refusal(theirs)
-    assert "for an IterableDataset" not in refusal(theirs)
+    assert "cut collated batches up" not in refusal(theirs)
 
 
 def test_a_resumed_epoch_of_planned_rows_that_would_start_anew(tmp_path):
@@ -168,7 +239,7 @@ def test_ranks_that_would_train_apart_after_an_evaluation(tmp_path, monkeypatch)
         if of_ours:
             check_trainer(run)
         else:
-            assert "every rank trains a model of its own: evaluate afterwards" in refusal(run)
+            assert "leave out DDP: evaluate after it, or use PackedTrainer" in refusal(run)
         monkeypatch.undo()
 
 
@@ -190,11 +261,11 @@ def test_an_evaluation_whose_loss_is_not_replaced(tmp_path):
     run.compute_metrics = loss_metrics(model)
     check_trainer(run)
     run.args.prediction_loss_only = True
-    assert "is not called (prediction_loss_only" in refusal(run)
+    assert "is not called, and eval_loss not exact (prediction_loss_only" in refusal(run)
     run.args.prediction_loss_only = False
     for metrics in (None, loss_metrics(enabled())):
         run.compute_metrics = metrics
-        assert "compute_metrics is missing or of another model" in refusal(run)
+        assert "missing or of another model" in refusal(run)
     run.eval_dataset = None
     check_trainer(run)
 
@@ -210,125 +281,7 @@ def test_an_evaluation_that_generates(tmp_path):
     check_trainer(run)
 
 
-# ---------------------------------------------------------------------- TRL's trainers, and settings of theirs
-
-
-def of_trl(name):
-    """A trainer as TRL makes them: a loss of its own, in its own module."""
-
-    def compute_loss(self, *args, **kwargs):
-        raise AssertionError("nothing is computed here")
-
-    compute_loss.__module__ = "trl.trainer"
-    return type(name, (Trainer,), {"compute_loss": compute_loss})
-
-
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        ("SFTTrainer", "from vlmpack.trainer.trl import PackedSFTTrainer, which takes the same arguments"),
-        ("GRPOTrainer", "from vlmpack.trainer.trl import PackedGRPOTrainer"),
-        ("CPOTrainer", "nothing of it is packed, so leave enable_packing out"),
-    ],
-)
-def test_a_loss_that_goes_past_the_packed_forward(name, remedy, layout, tmp_path):
-    trl_trainer = of_trl(name)
-    model = enabled()
-    message = refusal(trl_trainer(model, arguments(tmp_path), collator(layout), receipts(model)))
-    assert f"TRL's {name} computes the loss itself" in message
-    assert "padded batches are computed with all their padding" in message
-    assert remedy in message
-
-    class Counting(trl_trainer):
-        def compute_loss(self, *args, **kwargs):
-            return super().compute_loss(*args, **kwargs)
-
-    class Plain(trl_trainer):
-        compute_loss = Trainer.compute_loss
-
-    class PlainAndCounting(Plain):
-        def compute_loss(self, *args, **kwargs):
-            return super().compute_loss(*args, **kwargs)
-
-    assert f"TRL's {name} computes" in refusal(Counting(model, arguments(tmp_path), collator(layout), receipts(model)))
-    for klass in (Plain, PlainAndCounting):
-        check_trainer(klass(model, arguments(tmp_path), collator(layout), receipts(model)))
-
-
-@pytest.mark.parametrize(
-    ("settings", "seen"),
-    [
-        ({"max_length": 60}, "max_length=60 (the collator's is None)"),
-        ({"loss_type": "dft"}, "loss_type='dft' (the model's own loss is computed, cross-entropy)"),
-        ({"completion_only_loss": False}, "completion_only_loss=False (the collator has train_on='assistant')"),
-        ({"padding_free": True, "shuffle_dataset": True}, "padding_free=True; shuffle_dataset=True"),
-        ({"packing": True, "eval_packing": True}, "packing=True; eval_packing=True"),
-        ({"truncation_mode": "keep_end"}, "truncation_mode='keep_end'"),
-    ],
-)
-def test_settings_that_nothing_reads_are_named(settings, seen, tmp_path):
-    model = enable_packing(tiny_model(processor=processor_of(), hidden=16, heads=2, layers=1, vision_depth=1))
-    collate = VLMCollator(processor_of(), layout="packed")
-    run = Trainer(model, arguments(tmp_path, remove_unused_columns=False), collate, [chat()])
-    defaults = {"max_length": 1024, "loss_type": "nll", "completion_only_loss": None, "assistant_only_loss": False}
-    vars(run.args).update(defaults)
-    check_trainer(run)
-    vars(run.args).update(settings)
-    assert f"it has settings that nothing reads: {seen}: leave them out" in refusal(run)
-    if "loss_type" not in settings:
-        vars(run)["_skip_prepare_dataset"] = False  # TRL read them when it made tokens of text
-        check_trainer(run)
-
-
-@pytest.mark.parametrize(
-    ("settings", "flattened", "seen"),
-    [
-        ({"packing": True, "packing_strategy": "bfd"}, True, "packing=True has TRL lay samples out in rows"),
-        ({"padding_free": True}, True, "padding_free=True has TRL lay samples out in rows"),
-        ({"packing": True, "packing_strategy": "wrapped"}, False, "packing_strategy='wrapped' cuts samples in two"),
-        ({"eval_packing": True}, False, "eval_packing=True evaluates what shares a row as one sample"),
-        ({}, False, "its rows hold several samples (seq_lengths), and TRL's collator makes one sample of each"),
-    ],
-)
-def test_rows_of_text_that_trl_packs_itself(settings, flattened, seen, tmp_path):
-    row = {"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8], **({} if settings else {"seq_lengths": [2, 2]})}
-    run = Trainer(enabled(), arguments(tmp_path, remove_unused_columns=False), lambda rows: rows, [row])
-    vars(run)["_skip_prepare_dataset"] = False  # TRL makes tokens of text
-    vars(run)["padding_free"] = flattened
-    vars(run.args).update(settings)
-    assert seen in refusal(run)
-    run.data_collator = RowCollator()
-    check_trainer(run)
-
-
-def test_settings_that_say_what_the_collator_does(tmp_path):
-    model = enable_packing(tiny_model(processor=processor_of(), hidden=16, heads=2, layers=1, vision_depth=1))
-    for learnt, is_answers in (("assistant", True), ("all", False)):
-        collate = VLMCollator(processor_of(), layout="packed", max_length=60, train_on=learnt)
-        run = Trainer(model, arguments(tmp_path, remove_unused_columns=False), collate, [chat()])
-        vars(run.args).update(max_length=60, completion_only_loss=is_answers, assistant_only_loss=is_answers)
-        check_trainer(run)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_trls_trainers_are_known_by_their_modules(tmp_path):
-    trl = pytest.importorskip("trl", reason="needs TRL: pip install trl")
-    for trl_trainer in (trl.SFTTrainer, trl.DPOTrainer, trl.GRPOTrainer):
-        assert trl_trainer.compute_loss.__module__.startswith("trl.")
-    fields = vars(trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False))
-    assert {name: fields[name] for name in DEFAULTS} == DEFAULTS
-    assert fields["loss_type"] == "nll"
-
-
-def test_a_machine_without_trl(monkeypatch):
-    monkeypatch.setattr("vlmpack.errors.find_spec", lambda package: None)
-    with pytest.raises(
-        ConfigError, match=r"PackedGRPOTrainer needs trl, not installed here: pip install 'vlmpack\[rl\]'"
-    ):
-        vlmpack.trainer.__getattr__("PackedGRPOTrainer")
-    with pytest.raises(AttributeError, match="it has Evaluation, PackedGRPOTrainer, PackedTrainer"):
-        vlmpack.trainer.__getattr__("PackedPPOTrainer")
+# ---------------------------------------------------------------------- columns and collators
 
 
 def test_columns_that_trainer_removes_before_a_collator_reads_them(tmp_path):
@@ -339,11 +292,58 @@ def test_columns_that_trainer_removes_before_a_collator_reads_them(tmp_path):
         (vlm, {**tokens, "assistant_masks": [0, 1, 1]}, "'assistant_masks'"),
         (RowCollator(), {**tokens, "position_ids": [0, 1, 0], "completion_mask": [0, 1, 0]}, "'completion_mask'"),
     ):
-        model = enable_packing(tiny_model(processor=processor_of(), hidden=16, heads=2, layers=1, vision_depth=1))
+        model = enabled(processor=processor_of())
         seen = f"remove_unused_columns drops {lost} before {type(collate).__name__} reads it: set remove_unused_columns"
-        assert seen in refusal(Trainer(model, arguments(tmp_path, remove_unused_columns=True), collate, [sample]))
+        run = Trainer(model, arguments(tmp_path, remove_unused_columns=True), collate, [sample])
+        assert seen in refusal(run)
+        if "messages" in lost:
+            with pytest.raises(ConfigError, match=r"it has: none at all.*remove_unused_columns=False"):
+                run.train()
         check_trainer(Trainer(model, arguments(tmp_path, remove_unused_columns=False), collate, [sample]))
     check_trainer(Trainer(model, arguments(tmp_path, remove_unused_columns=True), vlm, [tokens]))
+
+
+def test_columns_of_a_hub_dataset_are_trainers_own_refusal(tmp_path):
+    model = enable_packing(tiny_model(processor=processor_of()))
+    rows = Dataset.from_dict({"image": ["a.png", "b.png"], "messages": ["a", "b"]})
+    args = arguments(tmp_path, remove_unused_columns=True)
+    with pytest.raises(ValueError, match="remove_unused_columns=False"):
+        Trainer(model, args, VLMCollator(processor_of(), layout="packed"), rows).train()
+
+
+def test_rows_written_before_keep_their_boundaries_under_trainers_default(tmp_path):
+    collate = VLMCollator(processor_of(), layout="packed")
+    samples = [chat(answer=f"The total is {n}", id=n) for n in range(4)]
+    write_rows(samples, tmp_path / "rows", collate, StoreSettings(capacity=60))
+    rows = PackedDataset(tmp_path / "rows", processor_of())
+    model = enable_packing(tiny_model(processor=processor_of()))
+    run = Trainer(model, arguments(tmp_path, per_device_train_batch_size=1), rows.collate, rows)
+    assert run.args.remove_unused_columns
+    batch = next(iter(run.get_train_dataloader()))
+    at = next(at for at in range(len(rows)) if torch.equal(rows[at]["input_ids"], batch["input_ids"]))
+    assert len(rows) > 1 and rows.segments(at).num_samples > 1
+    assert model(**batch).loss == model(**rows[at]).loss
+
+
+@pytest.mark.parametrize(
+    "name", ["cu_seq_lens_q", "max_length_q", "cu_seqlens", "seq_idx", "rope_cu_seqlens", "moe_padding_mask"]
+)
+def test_boundaries_under_a_name_that_would_be_ignored(name):
+    model = enabled()
+    row = collator("packed")(receipts(model)[:3])
+    boundaries = row["cu_seqlens_q"]
+    stock = {key: row[key] for key in ("input_ids", "labels", "mm_token_type_ids", "pixel_values", "image_grid_thw")}
+    with pytest.raises(ConfigError, match=f"{name} would be ignored and the samples of the row mixed.*cu_seqlens_q"):
+        model(**stock, **{name: boundaries})
+    torch.testing.assert_close(model(**stock, cu_seqlens_q=boundaries).loss, model(**row).loss)
+
+
+def test_a_padded_batch_that_lost_its_mask():
+    model = enabled()
+    batch = collator("padded")(receipts(model)[:3])
+    batch.pop("attention_mask")
+    with pytest.raises(LayoutError, match=r"without its attention_mask.*keep the 2D mask"):
+        model(**batch)
 
 
 def test_a_processor_of_another_model(tmp_path):
@@ -368,7 +368,135 @@ def test_a_model_that_was_enabled_too_late_or_never(tmp_path):
     assert "enable packing before the Trainer is made" in refusal(run)
 
 
-def test_all_problems_are_told_at_once(tmp_path):
-    model = enabled()
-    settings = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0}
-    assert refusal(trainer(model, receipts(model), tmp_path, **settings)).count("\n- ") == 2
+# ---------------------------------------------------------------------- TRL's trainers, and settings of theirs
+
+
+def of_trl(name):
+    """A trainer as TRL makes them: a loss of its own, in its own module."""
+
+    def compute_loss(self, *args, **kwargs):
+        raise AssertionError("nothing is computed here")
+
+    compute_loss.__module__ = "trl.trainer"
+    return type(name, (Trainer,), {"compute_loss": compute_loss})
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("SFTTrainer", "from vlmpack.trainer.trl import PackedSFTTrainer"),
+        ("GRPOTrainer", "from vlmpack.trainer.trl import PackedGRPOTrainer"),
+        ("CPOTrainer", "leave enable_packing out"),
+    ],
+)
+def test_a_loss_that_goes_past_the_packed_forward(name, remedy, tmp_path):
+    model, trl_trainer = enabled(), of_trl(name)
+
+    def counted(self, *args, **kwargs):
+        return super(type(self), self).compute_loss(*args, **kwargs)
+
+    counting = type("Counting", (trl_trainer,), {"compute_loss": counted})
+    plain = type("Plain", (trl_trainer,), {"compute_loss": Trainer.compute_loss})
+    plain_and_counting = type("PlainAndCounting", (plain,), {"compute_loss": counted})
+    for layout in LAYOUTS:
+        settings = (model, arguments(tmp_path), collator(layout), receipts(model))
+        for klass in (trl_trainer, counting):
+            message = refusal(klass(*settings))
+            assert f"TRL's {name} computes the loss itself" in message
+            assert remedy in message
+        for klass in (plain, plain_and_counting):
+            check_trainer(klass(*settings))
+
+
+@dataclass
+class SFTArguments(TrainingArguments):
+    """With TRL's settings, and their defaults."""
+
+    max_length: int | None = 1024
+    loss_type: str = "nll"
+    completion_only_loss: bool | None = None
+    assistant_only_loss: bool = False
+    truncation_mode: str = "keep_start"
+    packing: bool = False
+    eval_packing: bool | None = None
+    padding_free: bool = False
+    pad_to_multiple_of: int | str | None = None
+    shuffle_dataset: bool = False
+
+
+def sft_arguments(folder, **settings):
+    return SFTArguments(str(folder), use_cpu=True, report_to=[], remove_unused_columns=False, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "seen"),
+    [
+        ({"max_length": 60}, "max_length=60 (the collator's is None)"),
+        ({"loss_type": "dft"}, "loss_type='dft' (the model's own loss is computed, cross-entropy)"),
+        ({"completion_only_loss": False}, "completion_only_loss=False (the collator has train_on='assistant')"),
+        ({"padding_free": True, "shuffle_dataset": True}, "padding_free=True; shuffle_dataset=True"),
+        ({"packing": True, "eval_packing": True}, "packing=True; eval_packing=True"),
+        ({"truncation_mode": "keep_end"}, "truncation_mode='keep_end'"),
+    ],
+)
+def test_settings_that_nothing_reads_are_named(settings, seen, tmp_path):
+    args = sft_arguments(tmp_path)
+    collate = VLMCollator(processor_of(), layout="packed")
+    run = Trainer(enabled(processor=processor_of()), args, collate, [chat()])
+    check_trainer(run)
+    vars(run.args).update(settings)
+    assert f"it has settings that nothing reads: {seen}: set them on the collator" in refusal(run)
+    if "loss_type" not in settings:
+        vars(run)["_skip_prepare_dataset"] = False  # TRL read them when it made tokens of text
+        check_trainer(run)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flattened", "seen"),
+    [
+        ({"packing": True, "packing_strategy": "bfd"}, True, "packing=True has TRL lay samples out in rows"),
+        ({"padding_free": True}, True, "padding_free=True has TRL lay samples out in rows"),
+        ({"packing": True, "packing_strategy": "wrapped"}, False, "packing_strategy='wrapped' cuts samples in two"),
+        ({"eval_packing": True}, False, "eval_packing=True evaluates each row as one sample"),
+        ({}, False, "rows hold several samples (seq_lengths): use data_collator=RowCollator()"),
+    ],
+)
+def test_rows_of_text_that_trl_packs_itself(settings, flattened, seen, tmp_path):
+    row = {"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8], **({} if settings else {"seq_lengths": [2, 2]})}
+    run = Trainer(enabled(), arguments(tmp_path, remove_unused_columns=False), lambda rows: rows, [row])
+    vars(run)["_skip_prepare_dataset"] = False  # TRL makes tokens of text
+    vars(run)["padding_free"] = flattened
+    vars(run.args).update(settings)
+    assert seen in refusal(run)
+    run.data_collator = RowCollator()
+    check_trainer(run)
+
+
+def test_settings_that_say_what_the_collator_does(tmp_path):
+    for learnt, is_answers in (("assistant", True), ("all", False)):
+        collate = VLMCollator(processor_of(), layout="packed", max_length=60, train_on=learnt)
+        settings = {"max_length": 60, "completion_only_loss": is_answers, "assistant_only_loss": is_answers}
+        args = sft_arguments(tmp_path, **settings)
+        check_trainer(Trainer(enabled(processor=processor_of()), args, collate, [chat()]))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_trls_trainers_are_known_by_their_modules(tmp_path):
+    trl = pytest.importorskip("trl", reason="needs TRL: pip install trl")
+    for trl_trainer in (trl.SFTTrainer, trl.DPOTrainer, trl.GRPOTrainer):
+        assert trl_trainer.compute_loss.__module__.startswith("trl.")
+    config = trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False)
+    ours = SFTArguments(str(tmp_path), use_cpu=True)
+    assert all(name in vars(config) for name in OF_TRL)
+    names = {*SFTArguments.__annotations__}
+    assert {name: getattr(config, name) for name in names} == {name: getattr(ours, name) for name in names}
+
+
+def test_a_machine_without_trl(monkeypatch):
+    monkeypatch.setattr("vlmpack.errors.find_spec", lambda package: None)
+    with pytest.raises(
+        ConfigError, match=r"PackedGRPOTrainer needs trl, not installed here: pip install 'vlmpack\[rl\]'"
+    ):
+        vlmpack.trainer.__getattr__("PackedGRPOTrainer")
+    with pytest.raises(AttributeError, match="it has Evaluation, PackedGRPOTrainer, PackedTrainer"):
+        vlmpack.trainer.__getattr__("PackedPPOTrainer")

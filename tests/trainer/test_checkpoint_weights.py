@@ -16,7 +16,7 @@ from vlmpack.errors import ConfigError
 from vlmpack.model import disable_packing, enable_packing, is_packing
 from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer
-from vlmpack.trainer.checkpoint_weights import load_renamed, stored_names
+from vlmpack.trainer.checkpoints import load_renamed, stored_names
 
 RENAMED = "qwen2_5_vl"
 """A family whose files have the names of its first release."""

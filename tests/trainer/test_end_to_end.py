@@ -31,19 +31,6 @@ PROMPTED = tuple(family for family in ("deepseek_ocr2",) if family in DESCRIPTOR
 SETTINGS = {"remove_unused_columns": False, "train_sampling_strategy": "sequential"}
 
 
-class Rows(torch.utils.data.Dataset):
-    """A map-style dataset of rows."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
-
-
 @lru_cache
 def small_receipts():
     """Six receipts as conversations, their pictures made small so that a tiny model has little to look at."""
@@ -90,8 +77,8 @@ def test_training_on_receipts(family, layout, tmp_path):
         model=model,
         args=arguments(tmp_path, gradient_accumulation_steps=3, max_steps=3, **SETTINGS),
         data_collator=VLMCollator(processor, layout=layout, **AS_WEIGHTS),
-        train_dataset=Rows(rows),
-        eval_dataset=Rows(rows),
+        train_dataset=rows,
+        eval_dataset=rows,
         compute_metrics=loss_metrics(model),
     )
     check_trainer(run)
@@ -105,49 +92,39 @@ def test_training_on_receipts(family, layout, tmp_path):
     assert run.evaluate()["eval_token_loss"] < before["eval_token_loss"] - 0.1
 
 
-@pytest.mark.parametrize("family", slow(*BEYOND, *PROMPTED))
-def test_planned_rows_of_other_families_are_trained_and_evaluated_as_alone(family, tmp_path):
-    processor, rows = processor_of(family), prompts() if family in PROMPTED else small_receipts()
+def trained_and_evaluated_as_alone(family, processor, rows, room, tmp_path):
+    """One step over planned rows of `room` times the longest sample sees all of them."""
     model, collate = tiny_model(family, processor=processor), VLMCollator(processor, layout="packed", **AS_WEIGHTS)
     sums, counts = alone(model, VLMCollator(processor, **AS_WEIGHTS), rows)
     exact = float(sums.sum() / counts.sum())
     table = measure_lengths(rows, collate)
-    plan = plan_bins(table, (1 if family in PROMPTED else 2) * max(table.tokens))
+    plan = plan_bins(table, room * max(table.tokens))
     assert len(plan) > 1
     steps = {"gradient_accumulation_steps": len(plan), "max_steps": 1}
     args = arguments(tmp_path, dataloader_pin_memory=False, **steps, **SETTINGS)
-    data = {"train_dataset": Rows(rows), "eval_dataset": Rows(rows), "plan": plan}
-    run = PackedTrainer(enable_packing(model), args, collate, **data)
+    run = PackedTrainer(enable_packing(model), args, collate, train_dataset=rows, eval_dataset=rows, plan=plan)
     assert run.evaluate()["eval_loss"] == pytest.approx(exact, rel=1e-6)
     assert run.evaluation.sample_losses == pytest.approx((sums / counts).numpy(), rel=2e-6)
     run.train()
-    assert logged(run) == [pytest.approx(exact, rel=1e-6)]  # one step sees all six
+    assert logged(run) == [pytest.approx(exact, rel=1e-6)]
     assert run.evaluate()["eval_loss"] < exact - 0.1
+
+
+@pytest.mark.parametrize("family", slow(*BEYOND, *PROMPTED))
+def test_planned_rows_of_other_families_are_trained_and_evaluated_as_alone(family, tmp_path):
+    rows, room = (prompts(), 1) if family in PROMPTED else (small_receipts(), 2)
+    trained_and_evaluated_as_alone(family, processor_of(family), rows, room, tmp_path)
 
 
 @pytest.mark.parametrize("family", slow("qwen3_omni_moe_thinker", "qwen2_5_omni_thinker"))
 def test_planned_rows_with_audio_are_trained_and_evaluated_as_alone(family, tmp_path):
-    processor, noise = tiny_processor(family), np.random.default_rng(0)
-    rows = small_receipts()[:2]
+    noise, rows = np.random.default_rng(0), small_receipts()[:2]
     for at, samples in enumerate((9_000, 33_000, 20_000, 5_000)):
         sound = noise.normal(scale=0.1, size=samples).astype(np.float32)
         question = [{"type": "audio", "audio": sound}, {"type": "text", "text": "What is it?"}]
         answer = {"role": "assistant", "content": "coffee " * (at + 1)}
         rows.append({"messages": [{"role": "user", "content": question}, answer]})
-    model, collate = tiny_model(family, processor=processor), VLMCollator(processor, layout="packed")
-    sums, counts = alone(model, VLMCollator(processor), rows)
-    exact = float(sums.sum() / counts.sum())
-    table = measure_lengths(rows, collate)
-    plan = plan_bins(table, max(table.tokens))
-    assert len(plan) > 1
-    steps = {"gradient_accumulation_steps": len(plan), "max_steps": 1}
-    args = arguments(tmp_path, dataloader_pin_memory=False, **steps, **SETTINGS)
-    data = {"train_dataset": Rows(rows), "eval_dataset": Rows(rows), "plan": plan}
-    run = PackedTrainer(enable_packing(model), args, collate, **data)
-    assert run.evaluate()["eval_loss"] == pytest.approx(exact, rel=1e-6)
-    run.train()
-    assert logged(run) == [pytest.approx(exact, rel=1e-6)]  # one step sees all six
-    assert run.evaluate()["eval_loss"] < exact - 0.1
+    trained_and_evaluated_as_alone(family, tiny_processor(family), rows, 1, tmp_path)
 
 
 def test_worker_processes_bring_the_same_batches(tmp_path):
@@ -155,7 +132,7 @@ def test_worker_processes_bring_the_same_batches(tmp_path):
     for workers in (0, 2):
         model = enable_packing(tiny_model(processor=processor_of()))
         args = arguments(tmp_path, dataloader_num_workers=workers, **SETTINGS)
-        run = Trainer(model, args, VLMCollator(processor_of(), layout="packed"), Rows(small_receipts()))
+        run = Trainer(model, args, VLMCollator(processor_of(), layout="packed"), small_receipts())
         run.train()
         losses.append(logged(run))
     assert losses[0] == losses[1]
@@ -191,7 +168,7 @@ def test_a_batch_whose_samples_were_all_refused_costs_a_step_of_nothing(layout, 
         collate = VLMCollator(processor, layout=layout, **skip)
         model = enable_packing(tiny_model(processor=processor))
         args = arguments(tmp_path, gradient_accumulation_steps=accumulate, max_steps=1, **SETTINGS)
-        run = Trainer(model, args, collate, Rows(rows))
+        run = Trainer(model, args, collate, rows)
         run.train()
         losses += logged(run)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)

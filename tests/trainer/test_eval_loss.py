@@ -1,15 +1,18 @@
-"""HF Trainer's own evaluation on one rank: exact by `loss_metrics(model)`, or refused before its first batch."""
+"""Evaluation in HF Trainer's batches: exact by `loss_metrics(model)` or PackedTrainer, or refused before the first."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from chats import chat, processor_of
 from torch.nn.parallel import DistributedDataParallel
-from training import LAYOUTS, Samples, arguments, collator, loss_sums, receipts
+from torch.utils.data import IterableDataset
+from training import LAYOUTS, Samples, arguments, collator, loss_sums, receipts, trainer
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from vlmpack.collate import VLMCollator
@@ -17,6 +20,7 @@ from vlmpack.errors import ConfigError
 from vlmpack.model import StepConfig, disable_packing, enable_packing
 from vlmpack.testing import padded, tiny_model
 from vlmpack.trainer import PackedTrainer, check_trainer, evaluate, loss_metrics
+from vlmpack.trainer.evaluation import BatchLosses
 
 REFUSAL = r"averages the mean losses of batches over samples.*PackedTrainer.*compute_metrics=loss_metrics\(model\)"
 
@@ -74,15 +78,22 @@ def test_on_several_ranks_it_is_refused_with_its_metrics_too(monkeypatch):
             begin()
 
 
+@pytest.mark.parametrize("concat", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("batch", [1, 2, 3, 7])
-def test_with_its_metrics_it_is_the_mean_over_targets(layout, batch, tmp_path):
+def test_with_its_metrics_it_is_the_mean_over_targets(layout, batch, concat, tmp_path):
     model = small()
     samples = unlike_samples(model)
-    exact = pytest.approx(exact_loss(model, samples), rel=1e-6)
+    with torch.no_grad():
+        sums, counts = loss_sums(model, samples)
+    exact = pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
     metrics = loss_metrics(enable_packing(model))
-    run = plain(model, samples, tmp_path, layout, metrics, per_device_eval_batch_size=batch)
-    assert run.evaluate()["eval_loss"] == exact
+    settings = {"per_device_eval_batch_size": batch, "eval_do_concat_batches": concat}
+    run = plain(model, samples, tmp_path, layout, metrics, **settings)
+    found = run.evaluate()
+    assert found["eval_loss"] == found["eval_token_loss"] == exact
+    assert found["eval_sample_loss"] == pytest.approx(float((sums / counts).mean()), rel=1e-6)
+    assert (found["eval_num_targets"], found["eval_num_samples"]) == (int(counts.sum()), len(samples))
     assert run.predict(run.eval_dataset).metrics["test_loss"] == exact
     run.compute_metrics = lambda prediction: {**metrics(prediction), "ones": 1}
     assert run.evaluate()["eval_loss"] == exact
@@ -173,15 +184,66 @@ def test_metrics_that_are_bound_but_not_called_end_the_run(without, tmp_path):
     run.train()
 
 
-def test_packed_trainer_needs_no_metrics(tmp_path):
-    model = small()
-    samples = unlike_samples(model)
-    exact = pytest.approx(exact_loss(model, samples), rel=1e-6)
-    settings = {"eval_dataset": Samples(samples), "eval_packing": False}
-    run = PackedTrainer(enable_packing(model), arguments(tmp_path), collator("packed"), **settings)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("batch", [2, 3, 7])
+def test_packed_trainers_batches_give_the_loss_of_the_set(batch, layout, tmp_path):
+    """Also of the best model, and in `predict`; over several ranks, see test_two_ranks.py."""
+    model = tiny_model()
+    samples = receipts(model)
+    with torch.no_grad():
+        sums, counts = loss_sums(model, samples)
+    exact = pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
+    args, data = arguments(tmp_path, per_device_eval_batch_size=batch), Samples(samples)
+    run = PackedTrainer(enable_packing(model), args, collator(layout), data, data, eval_packing=False)
     assert run.evaluate()["eval_loss"] == exact
-    run.compute_metrics = loss_metrics(model)
+    assert run.predict(data).metrics["test_loss"] == exact
+    run.compute_metrics = loss_metrics(run.model)
     assert run.evaluate()["eval_loss"] == exact
+    assert run.evaluation is None
+
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_predictions_are_the_losses_of_the_samples_alone(family, layout, tmp_path):
+    model = tiny_model(family)
+    samples = receipts(model)
+    with torch.no_grad():
+        sums, counts = loss_sums(model, samples)
+
+    run = trainer(enable_packing(model), samples, tmp_path, layout, per_device_eval_batch_size=3)
+    losses, targets = run.predict(Samples(samples)).predictions
+
+    assert targets.tolist() == counts.tolist()
+    torch.testing.assert_close(torch.from_numpy(losses), sums / counts, rtol=1e-6, atol=1e-6)
+
+
+def test_a_cache_that_the_text_model_is_configured_with_does_not_leak(tmp_path):
+    """Gradient checkpointing would hide such a leak while training, never in evaluation."""
+    model = tiny_model()
+    model.config.text_config.use_cache = True
+    samples = receipts(model)
+    with torch.no_grad():
+        sums, counts = loss_sums(model, samples)
+    run = trainer(enable_packing(model), samples, tmp_path, per_device_eval_batch_size=7)
+    losses, _ = run.predict(Samples(samples)).predictions
+    torch.testing.assert_close(torch.from_numpy(losses), sums / counts, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_batch_without_targets_does_not_count_as_a_loss_of_0(layout, tmp_path):
+    """The unmodified model's loss of it is NaN, which Trainer leaves out."""
+    model = tiny_model()
+    samples = receipts(model)
+    for sample in samples[:2]:
+        sample["labels"][:] = -100
+    with torch.no_grad():
+        sums, counts = loss_sums(model, samples)
+    exact = float(sums[2:].sum() / counts[2:].sum())
+    run = trainer(enable_packing(model), samples, tmp_path, layout, per_device_eval_batch_size=2)
+    assert run.evaluate()["eval_loss"] == pytest.approx(exact, rel=1e-6)
 
 
 def generating(model, samples, folder, metrics, **settings):
@@ -232,19 +294,6 @@ def test_with_its_metrics_an_evaluation_that_generates_is_the_mean_over_targets(
     assert run.predict(run.eval_dataset).metrics["test_loss"] == exact
 
 
-def test_a_run_that_generates_chooses_the_best_model_by_the_mean_over_targets(tmp_path):
-    model = small()
-    samples = without_first_labels(unlike_samples(model, seed=26))
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
-    settings |= {"learning_rate": 2.0, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
-    settings |= {"per_device_eval_batch_size": 2, "per_device_train_batch_size": 1}
-    run = generating(model, samples, tmp_path, loss_metrics(enable_packing(model)), **settings)
-    run.train()
-    exact = [exact_loss(small().from_pretrained(tmp_path / f"checkpoint-{step}"), samples) for step in (1, 2, 3)]
-    assert run.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{exact.index(min(exact)) + 1}")
-    assert run.state.best_metric == pytest.approx(min(exact), rel=1e-5)
-
-
 def test_an_evaluation_that_generates_without_labels_has_no_loss_and_passes(tmp_path):
     model = enable_packing(small())
     run = generating(model, receipts(model, kinds=("text",) * 3), tmp_path, None)
@@ -279,3 +328,56 @@ def test_samples_that_the_collator_skips_do_not_count(tmp_path):
         result = run.evaluate()
         assert result["eval_loss"] == pytest.approx(exact, rel=1e-6)
         assert result["eval_num_samples"] == 3
+
+
+# ---------------------------------------------------------------------- several ranks, in words
+
+
+class Others:
+    """accelerate on the first of two ranks. The other one has these losses; its last sample was filled up."""
+
+    num_processes = 2
+
+    def __init__(self, *batches: tuple[list[float], list[int]]) -> None:
+        self._batches = iter(batches)
+
+    def gather_for_metrics(self, losses: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+        theirs = next(self._batches)
+        return [torch.cat([ours, torch.tensor(other)]) for ours, other in zip(losses, theirs, strict=True)]
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield {}
+
+
+def result_of(sums: list[float], targets: list[int]) -> Any:
+    return SimpleNamespace(sample_loss_sums=torch.tensor(sums), sample_targets=torch.tensor(targets))
+
+
+def test_losses_of_all_ranks_weigh_every_target_alike():
+    losses = BatchLosses(Others(([5.0, 1.0], [1, 1]), ([8.0], [4])), 2, Samples([]))
+    losses.add(result_of([3.0, 1.0], [3, 1]))
+    losses.add(result_of([2.0, 4.0], [2, 2]))
+    assert losses.token_loss() == (3 + 1 + 5 + 1 + 2 + 4 + 8) / (3 + 1 + 1 + 1 + 2 + 2 + 4)
+
+
+@pytest.mark.parametrize(("result", "seen"), [(None, "is not packed"), (result_of([3.0], [3]), "has 1 samples, not 2")])
+def test_batches_of_which_samples_may_count_twice_are_refused(result, seen):
+    losses = BatchLosses(Others(), 2, Samples([]))
+    with pytest.raises(ConfigError, match=f"a batch of the evaluation {seen}, so on 2 ranks .*eval_capacity="):
+        losses.add(result)
+
+
+def test_a_set_without_a_length_is_refused():
+    with pytest.raises(ConfigError, match="give the evaluation set a length"):
+        BatchLosses(Others(), 2, Endless())
+
+
+def test_on_one_rank_a_loss_that_is_not_complete_is_none():
+    losses = BatchLosses(SimpleNamespace(gather_for_metrics=None, num_processes=1), 2, Samples([]))
+    losses.add(result_of([3.0], [3]))
+    assert losses.token_loss() == 1.0
+    losses.add(None)
+    assert losses.token_loss() is None

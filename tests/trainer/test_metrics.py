@@ -34,29 +34,28 @@ def test_tokens_and_samples_are_weighted_as_named():
     }
 
 
-def test_samples_without_targets_are_left_out():
-    found = metrics((np.float32([2.0, 0.0]), np.int64([3, 0])))
-    assert (found["token_loss"], found["sample_loss"], found["num_samples"]) == (2.0, 2.0, 1.0)
-
-
-def test_nothing_to_learn_at_all():
-    found = metrics((np.float32([0.0]), np.int64([0])))
-    assert (found["token_loss"], found["sample_loss"], found["num_targets"]) == (0.0, 0.0, 0.0)
-
-
-def test_a_loss_beyond_all_measure_has_an_infinite_perplexity():
-    assert metrics((np.float32([1e4]), np.int64([1])))["perplexity"] == np.inf
-
-
-def test_batches_that_were_kept_apart():
-    pair = np.float32([1.0, 3.0]), np.int64([1, 1])
-    single = np.float32([5.0]), np.int64([2])
-    assert metrics([pair, single])["token_loss"] == pytest.approx((1 + 3 + 2 * 5) / 4)
-
-
-def test_logits_in_front_are_passed_over():
-    logits = np.zeros((2, 5, 13), np.float32)
-    assert metrics((logits, np.float32([1.0, 3.0]), np.int64([1, 1])))["token_loss"] == 2.0
+@pytest.mark.parametrize(
+    ("predictions", "expected"),
+    [
+        ((np.float32([2.0, 0.0]), np.int64([3, 0])), {"token_loss": 2.0, "sample_loss": 2.0, "num_samples": 1.0}),
+        ((np.float32([0.0]), np.int64([0])), {"token_loss": 0.0, "sample_loss": 0.0, "num_targets": 0.0}),
+        ((np.float32([1e4]), np.int64([1])), {"perplexity": np.inf}),
+        (
+            [(np.float32([1.0, 3.0]), np.int64([1, 1])), (np.float32([5.0]), np.int64([2]))],
+            {"token_loss": (1 + 3 + 2 * 5) / 4},
+        ),
+        ((np.zeros((2, 5, 13), np.float32), np.float32([1.0, 3.0]), np.int64([1, 1])), {"token_loss": 2.0}),
+    ],
+    ids=[
+        "a sample without targets",
+        "no target at all",
+        "a loss beyond measure",
+        "batches kept apart",
+        "logits before",
+    ],
+)
+def test_other_predictions(predictions, expected):
+    assert {name: metrics(predictions)[name] for name in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

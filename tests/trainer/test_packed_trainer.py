@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import slow
-from chats import chat, picture, processor_of
+from chats import chat, processor_of
 from trainer.packed_runs import fingerprint, fresh, plan_of, planned, scene, streamed, torchdata_on_new_torch
 from training import Samples, Stream, arguments, collator, lengths_of, loss_sums, receipts
 from transformers import Trainer
@@ -15,7 +15,7 @@ from transformers import Trainer
 from vlmpack.collate import SharePrefixes, VLMCollator
 from vlmpack.errors import ConfigError, SkippedWarning, UnpackedWarning
 from vlmpack.loading import PackedStream, RowSettings
-from vlmpack.model import enable_packing
+from vlmpack.model import disable_packing, enable_packing
 from vlmpack.plan import LengthTable, PrefixGroups, plan_bins
 from vlmpack.store import PackedDataset, StoreSettings, measure_lengths, write_rows
 from vlmpack.testing import tiny_model, tiny_processor
@@ -105,20 +105,6 @@ def test_a_plan_of_other_samples_is_warned_of_once(tmp_path):
     assert len(warned) == 1
 
 
-@pytest.mark.parametrize("plan", [[[0, 1]], LengthTable.from_rows([])])
-def test_a_plan_is_a_plan(plan, tmp_path):
-    model, samples = scene()
-    with pytest.raises(ConfigError, match=r"plan has to be a Plan, such as plan_bins\(table, 8192\), got a"):
-        PackedTrainer(model, arguments(tmp_path), collator("packed"), Samples(samples), plan=plan)
-
-
-def test_a_stream_of_samples_has_no_plan(tmp_path):
-    model, samples = scene()
-    run = PackedTrainer(model, arguments(tmp_path), collator("packed"), Stream(samples), plan=plan_of(samples))
-    with pytest.raises(ConfigError, match="those of a Stream have no numbers: leave plan= out"):
-        run.get_train_dataloader()
-
-
 def test_rows_that_were_written_before_bring_their_collator(tmp_path):
     packed = VLMCollator(processor_of(), layout="packed")
     write_rows([chat(), chat()], tmp_path / "rows", packed, StoreSettings(capacity=200))
@@ -128,13 +114,6 @@ def test_rows_that_were_written_before_bring_their_collator(tmp_path):
     assert run.data_collator == rows.collate
     run.train()
     assert run.state.global_step == 1
-
-
-def test_a_plan_of_another_data_set_is_refused(tmp_path):
-    run = planned(tmp_path)
-    run.train_dataset = Samples(run.train_dataset.samples[1:])
-    with pytest.raises(ConfigError, match="the plan is of 14 samples, but train_dataset has 13; plan this one"):
-        run.train()
 
 
 @pytest.mark.parametrize("make", [planned, streamed])
@@ -178,19 +157,14 @@ def test_the_last_checkpoint_is_found_and_a_finished_run_stays_as_it_is(tmp_path
 
 
 @torchdata_on_new_torch
-def test_a_checkpoint_that_does_not_know_the_place_is_refused(tmp_path):
+def test_a_checkpoint_without_the_state_of_this_stream_is_refused(tmp_path):
     streamed(tmp_path, save_strategy="steps", save_steps=4).train()
-    place = tmp_path / "checkpoint-8" / "packed_stream_0.safetensors"
-    place.unlink()
+    with pytest.raises(ConfigError, match=r"stream with dataloader_num_workers=0, but now there are 2: resume with"):
+        streamed(tmp_path, dataloader_num_workers=2, max_steps=11).train(resume_from_checkpoint=True)
+    state = tmp_path / "checkpoint-8" / "packed_stream_0.safetensors"
+    state.unlink()
     with pytest.raises(ConfigError, match=r"packed_stream_0.safetensors is missing: .*resume from .*checkpoint-9$"):
-        streamed(tmp_path).train(resume_from_checkpoint=str(place.parent))
-
-
-@torchdata_on_new_torch
-def test_a_place_of_other_workers_is_refused(tmp_path):
-    streamed(tmp_path, save_strategy="steps", save_steps=4, max_steps=4).train()
-    with pytest.raises(ConfigError, match=r"stream with dataloader_num_workers=0, .* but now there are 2: resume with"):
-        streamed(tmp_path, dataloader_num_workers=2).train(resume_from_checkpoint=True)
+        streamed(tmp_path).train(resume_from_checkpoint=str(state.parent))
 
 
 @torchdata_on_new_torch
@@ -210,36 +184,6 @@ def test_a_pickled_place_is_not_read(newest, tmp_path):
     with pytest.raises(ConfigError, match=r"packed_stream_0.safetensors is damaged, or is no state that vlmpack wrote"):
         streamed(tmp_path).train(resume_from_checkpoint=newest or str(place.parent))
     assert not (tmp_path / "it ran").exists()
-
-
-@torchdata_on_new_torch
-def test_a_checkpoint_of_the_model_alone_has_no_place(tmp_path):
-    streamed(tmp_path, save_strategy="steps", save_steps=4, save_only_model=True, max_steps=4).train()
-    assert not (tmp_path / "checkpoint-4" / "packed_stream_0.safetensors").exists()
-
-
-@pytest.mark.parametrize(
-    ("stream", "message"),
-    [
-        (
-            {"ranks": 2, "rank": 0, "repeat": True},
-            r"for rank 0 of 2, but this is rank 0 of 1: PackedStream\(..., ranks=",
-        ),
-        ({}, r"counts steps until max_steps, and a stream ends: PackedStream\(..., repeat=True\)"),
-    ],
-)
-def test_a_stream_that_would_not_go_on_together_is_refused(stream, message, tmp_path):
-    model, samples = scene()
-    rows = PackedStream(samples, RowSettings(capacity=200), length=lengths_one, **stream)
-    with pytest.raises(ConfigError, match=message):
-        PackedTrainer(model, arguments(tmp_path), collator("packed"), rows).train()
-
-
-def test_a_stream_and_a_plan_are_refused(tmp_path):
-    run = streamed(tmp_path)
-    run.plan = plan_of(run.train_dataset.source)
-    with pytest.raises(ConfigError, match="a PackedStream packs by itself; leave plan= out"):
-        run.train()
 
 
 def lengths_one(sample):
@@ -284,22 +228,6 @@ def test_evaluation_in_planned_rows_is_that_of_the_samples_alone(layout, tmp_pat
     torch.testing.assert_close(torch.from_numpy(run.evaluation.sample_losses), alone, rtol=1e-6, atol=1e-6)
 
 
-def test_evaluation_without_packing_takes_trainers_batches(tmp_path):
-    model, samples, sums, counts = evaluation_set()
-    run = PackedTrainer(
-        model,
-        arguments(tmp_path),
-        collator("packed"),
-        eval_dataset=Samples(samples),
-        eval_packing=False,
-        compute_metrics=loss_metrics(model),
-    )
-    metrics = run.evaluate()
-    assert run.evaluation is None
-    assert metrics["eval_token_loss"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
-    assert metrics["eval_loss"] == pytest.approx(metrics["eval_token_loss"], rel=1e-6)
-
-
 def test_evaluation_while_training_chooses_the_best_model_and_changes_nothing(tmp_path):
     settings = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "token_loss"}
     settings |= {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
@@ -335,16 +263,26 @@ def test_several_evaluation_sets_are_planned_once_each(tmp_path, monkeypatch):
     assert planned_sets == [(sets["one"], run.plan.capacity), (sets["other"], run.plan.capacity)]
 
 
-def test_evaluation_of_what_cannot_be_planned_is_refused(tmp_path):
-    model, samples, _, _ = evaluation_set()
-    for dataset, settings, message in (
-        (Samples(samples), {}, "needs eval_capacity=, the tokens of a row; or eval_packing=False"),
-        (Stream(samples), {}, "needs a data set with a length, .* set eval_packing=False"),
-    ):
-        rows = {"eval_dataset": dataset, "eval_packing": True}
-        run = PackedTrainer(model, arguments(tmp_path, **settings), collator("packed"), **rows)
-        with pytest.raises(ConfigError, match=message):
-            run.evaluate()
+def test_an_evaluation_set_that_grew_is_planned_anew(tmp_path):
+    model = tiny_model("qwen3_vl", processor=processor_of())
+    samples = [chat("What is it?", f"A receipt of {at},000") for at in range(3)]
+    collate = VLMCollator(processor_of(), layout="packed")
+    run = PackedTrainer(enable_packing(model), arguments(tmp_path), collate, eval_dataset=samples, eval_capacity=90)
+    run.evaluate()
+    assert run.evaluation.sample_ids.tolist() == [0, 1, 2]
+    samples.append(chat("What is it?", "One more"))
+    run.evaluate()
+    assert run.evaluation.sample_ids.tolist() == [0, 1, 2, 3]
+
+
+def test_an_evaluation_set_that_outgrew_its_plan_is_refused(tmp_path):
+    model, samples = scene()
+    growing, plan = Samples(samples[:5]), plan_bins(lengths_of(samples[:5]), 500)
+    run = PackedTrainer(model, arguments(tmp_path), collator("packed"), eval_dataset=growing, eval_plan=plan)
+    run.evaluate()
+    growing.samples.append(samples[5])
+    with pytest.raises(ConfigError, match="the plan is of 5 samples, but the data set has 6"):
+        run.evaluate()
 
 
 def test_without_a_capacity_batches_are_evaluated_with_the_exact_loss(tmp_path):
@@ -357,42 +295,49 @@ def test_without_a_capacity_batches_are_evaluated_with_the_exact_loss(tmp_path):
     assert run.eval_packing
 
 
-def test_evaluation_is_planned_from_headers_with_our_own_collator(tmp_path):
-    model = tiny_model("qwen3_vl", processor=processor_of())
-    samples = [chat("What is it?", f"A receipt of {at},000", picture(40 + 30 * at, 60, seed=at)) for at in range(5)]
-    samples.insert(2, chat("What is it?", "Nobody knows", {"bytes": b"no picture"}))
-    collate = VLMCollator(processor_of(), layout="packed", on_bad="skip")
-    run = PackedTrainer(enable_packing(model), arguments(tmp_path), collate, eval_dataset=samples, eval_capacity=90)
-    metrics = run.evaluate()
-    seen = evaluate(model, samples, collate, capacity=90)
-    assert metrics["eval_token_loss"] == pytest.approx(seen.token_loss, rel=1e-6)
-    assert metrics["eval_num_refused"] == 1
-    assert (run.evaluation.rows, run.evaluation.work) == (seen.rows, seen.work)
-    assert 1 < seen.rows < 5
-
-
-def test_evaluation_of_a_model_without_packing_is_refused(tmp_path):
-    model = fresh()
-    samples = receipts(model)
-    run = PackedTrainer(
-        model,
-        arguments(tmp_path),
-        collator("padded"),
-        eval_dataset=Samples(samples),
-        eval_plan=plan_bins(lengths_of(samples), 500),
-    )
-    with pytest.raises(ConfigError, match="needs PackedTrainer"):
-        run.evaluate()
-
-
 def test_batches_of_a_model_without_packing_are_evaluated_as_trainer_does_with_a_warning(tmp_path):
     model = fresh()
     samples = Samples(receipts(model))
     run = PackedTrainer(model, arguments(tmp_path), collator("padded"), eval_dataset=samples)
-    with pytest.warns(UnpackedWarning, match=r"packing is not enabled on the model .* PackedTrainer\(model="):
+    with pytest.warns(UnpackedWarning, match=r"packing is not enabled on the model, .* PackedTrainer\(model="):
         loss = run.evaluate()["eval_loss"]
     assert run.evaluate()["eval_loss"] == loss  # without a word: warnings are errors
     assert loss == Trainer(model, arguments(tmp_path), collator("padded"), eval_dataset=samples).evaluate()["eval_loss"]
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def test_settings_that_do_not_go_together_are_refused(tmp_path):
+    model, samples = scene()
+    data, plan = Samples(samples), plan_of(samples)
+
+    def stream(**settings):
+        return PackedStream(samples, RowSettings(capacity=200), length=lengths_one, **settings)
+
+    def made(train_dataset=data, **settings):
+        return PackedTrainer(model, arguments(tmp_path), collator("packed"), train_dataset, **settings)
+
+    two_ranks = {"ranks": 2, "rank": 0, "repeat": True}
+    sets, unpacked = {"one": data, "other": data}, enable_packing(fresh())
+    disable_packing(unpacked)
+    for refused, message in (
+        (lambda: made(plan=[[0, 1]]), r"plan has to be a Plan, such as plan_bins\(table, 8192\), got a list"),
+        (lambda: made(plan=LengthTable.from_rows([])), "plan has to be a Plan, .* got a LengthTable"),
+        (lambda: made(Stream(samples), plan=plan).train(), "samples of a Stream have no numbers: leave plan= out"),
+        (lambda: made(Samples(samples[1:]), plan=plan).train(), "the plan is of 14 samples, but train_dataset has 13"),
+        (lambda: made(stream(repeat=True), plan=plan).train(), "a PackedStream packs by itself; leave plan= out"),
+        (lambda: made(stream(**two_ranks)).train(), r"for rank 0 of 2, but this is rank 0 of 1: PackedStream\(..., ra"),
+        (lambda: made(stream()).train(), r"counts steps .* and a stream ends: PackedStream\(..., repeat=True\)"),
+        (lambda: made(eval_packing=True).evaluate(data), "needs eval_capacity=, the tokens of a row; or eval_packing="),
+        (lambda: made(eval_packing=True).evaluate(Stream(samples)), "needs a data set with a length, .* eval_packing="),
+        (lambda: made(eval_dataset=sets, eval_plan=plan), "of one data set, but eval_dataset has 2: one, other; leave"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            refused()
+    run = PackedTrainer(unpacked, arguments(tmp_path), collator("padded"), eval_dataset=data, eval_plan=plan)
+    with pytest.raises(ConfigError, match="needs PackedTrainer"):
+        run.evaluate()
 
 
 # ---------------------------------------------------------------------- beside other subclasses
@@ -448,7 +393,7 @@ def test_rows_that_share_prefixes_need_a_collator_that_does(tmp_path):
     lengths = run.plan.lengths
     groups = PrefixGroups.of_keys(["a"] * len(lengths), [1] * len(lengths))
     run.plan = plan_bins(lengths, max(lengths), groups=groups)
-    with pytest.raises(ConfigError, match=r"the rows of this plan share prefixes, .* share_prefixes=True"):
+    with pytest.raises(ConfigError, match=r"the rows of this plan share prefixes: .* share_prefixes=True"):
         run.train()
     with pytest.raises(ConfigError, match=r"the rows of this plan share prefixes"):
         evaluate(run.model, run.train_dataset, run.data_collator, plan=run.plan)
@@ -460,6 +405,6 @@ def test_rows_whose_short_prefixes_the_collator_repeats_are_refused():
     sharing = [SharePrefixes(min_shared=least) for least in (6, 7)]
     shares = [VLMCollator(tiny_processor(), layout="packed", share_prefixes=settings) for settings in sharing]
     check_sharing(plan, shares[0])
-    with pytest.raises(ConfigError, match=r"row 0 would compute 128 tokens, .* of 110.*min_shared=7, .*min_shared=6\)"):
+    with pytest.raises(ConfigError, match=r"row 0 would compute 128 tokens, .* of 110.*min_shared=7, .*min_shared=6$"):
         check_sharing(plan, shares[1])
     check_sharing(plan_bins([80] * 4, 128, groups=groups), shares[1])

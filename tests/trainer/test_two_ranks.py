@@ -8,27 +8,37 @@ import subprocess
 import sys
 from pathlib import Path
 
+import moe
 import pytest
 import torch
 from trainer.packed_runs import fingerprint, fresh, planned, scene
-from training import descend, lengths_of, loss_sums, receipts
+from training import collator, descend, distance, gradients, lengths_of, loss_sums, receipts
 
-from vlmpack.testing import tiny_model
+from vlmpack.model import enable_packing
+from vlmpack.testing import padded, tiny_model
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+
+def on_two_ranks(script, *arguments):
+    """Run a script of this folder on two gloo ranks, to its end."""
+    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [*launch, str(Path(__file__).with_name(script)), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Where both ranks left what they saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    script = Path(__file__).with_name("two_ranks.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*launch, str(script), str(folder)], capture_output=True, text=True, timeout=300, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_two_ranks("two_ranks.py", folder)
     return folder
 
 
@@ -147,3 +157,71 @@ def test_every_sample_is_evaluated_once_and_every_rank_has_the_whole_answer(pack
     assert one["rows"][0] == one["rows"][1]
     assert (one["rows"][0] == 1) == ("one row" in case)
     assert one["real_tokens"] == sum(lengths_of(samples))
+
+
+# ---------------------------------------------------------------------- experts, TRL, ZeRO
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    """Where rank 0 left the gradients of every model with experts."""
+    folder = tmp_path_factory.mktemp("experts")
+    on_two_ranks("moe_two_ranks.py", folder)
+    return folder
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("family", moe.MOE)
+def test_a_step_of_experts_is_that_of_both_halves_in_one_process(experts, family, wrapper, recomputed):
+    """Of the unmodified model on padded batches. Gradients are the mean over ranks; targets were counted over both."""
+    reference = moe.fresh(family)
+    samples = moe.samples_of(reference)
+    targets = padded(samples).metadata.num_targets
+    for half in (samples[:2], samples[2:]):
+        batch = padded(half)
+        output = reference(**moe.stock(batch), output_router_logits=True, num_items_in_batch=targets)
+        loss = output.loss + 0.25 * moe.naive_z_loss(moe.real_rows(output.router_logits, batch))
+        (loss / 2).backward()
+    found = torch.load(experts / f"{family}-{wrapper}-{recomputed}.pt")
+    assert distance(gradients(reference), found) <= 1e-5
+
+
+def test_steps_of_grpo_are_those_of_the_padded_trainer(tmp_path):
+    pytest.importorskip("trl", reason="needs TRL: pip install trl")
+    on_two_ranks("grpo_two_ranks.py", tmp_path)
+    (losses, reference), (ours, weights) = (
+        torch.load(tmp_path / f"{name}.pt") for name in ("GRPOTrainer", "PackedGRPOTrainer")
+    )
+    assert len(losses) == 3
+    assert ours == pytest.approx(losses, rel=1e-5, abs=1e-6)
+    assert distance(reference, weights) < 1e-5
+
+
+def of_one_process(steps):
+    """The same samples in one row a step: (losses, norms before clipping, weights)."""
+    model = enable_packing(tiny_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    row, losses, norms = collator("packed")(receipts(model)), [], []
+    for _ in range(steps):
+        loss = model(**row).loss
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ten_clipped_accumulated_and_resumed_steps(stage, tmp_path):
+    pytest.importorskip("deepspeed", reason="needs DeepSpeed: pip install deepspeed")
+    on_two_ranks("zero_two_ranks.py", stage, tmp_path)
+    ours = torch.load(tmp_path / f"zero{stage}.pt")
+    losses, norms, weights = of_one_process(10)
+    assert ours["losses"] == pytest.approx(losses, rel=1e-4)
+    assert min(norms) > 0.5  # the guard: gradients were clipped
+    assert ours["norms"] == pytest.approx(norms, rel=1e-3)
+    assert ours["weights"].keys() == weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(ours["weights"][name], weight, rtol=1e-2, atol=2e-4)

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmpack.errors import check_extra
 from vlmpack.trainer.check import check_trainer
-from vlmpack.trainer.evaluation import Evaluation, evaluate
-from vlmpack.trainer.metrics import loss_metrics
+from vlmpack.trainer.evaluation import Evaluation, evaluate, loss_metrics
 from vlmpack.trainer.packed_trainer import PackedTrainer
 
 if TYPE_CHECKING:

@@ -3,15 +3,20 @@
 What would mix samples, or read the wrong labels, is refused while training anyway, whether or not this is called.
 Called after the Trainer is made, it reports everything earlier and at once, with the settings that only change how the
 loss is weighted.
+
+TRL's trainers patch the model's forward with a head of their own, which calls the backbone itself, by their own
+`compute_loss`; those of `vlmpack.trainer.trl` pack these calls. A subclass with Trainer's `compute_loss` leaves the
+model's forward as it was, and TRL's settings of the loss unread. TRL is not imported: its classes are recognised by
+module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Sized
-from typing import Any
+from collections.abc import Iterator, Mapping, Sized
+from dataclasses import fields
+from typing import Any, cast
 
 import torch
-from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, default_data_collator
 
@@ -19,15 +24,14 @@ from vlmpack.collate.collator import VLMCollator
 from vlmpack.collate.columns import CONVERSATION_COLUMNS, MEDIA_COLUMNS
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.data.branches import BRANCH_COLUMN, PAIRS_COLUMN
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, SampleError
 from vlmpack.interop.seqpacker import RowCollator
 from vlmpack.loading.stream import PackedStream
 from vlmpack.model.enable import is_packing
-from vlmpack.model.engine import packing_state
+from vlmpack.model.engine import PackingState, packing_state
 from vlmpack.model.plain import find_model
 from vlmpack.store.read import PackedDataset
-from vlmpack.trainer import check_trl
-from vlmpack.trainer.metrics import LossMetrics
+from vlmpack.trainer.evaluation import LossMetrics
 from vlmpack.trainer.packed_trainer import PackedTrainer
 
 READ = (
@@ -36,6 +40,13 @@ READ = (
     *("completion_mask", "assistant_masks", "loss_mask", "seq_lengths", "id", "sample_id"),
 )
 """Columns that our collators read and no model does."""
+PACKED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
+"""Trainers of TRL that `vlmpack.trainer.trl` has on packed rows."""
+OF_TRL = (
+    *("max_length", "completion_only_loss", "assistant_only_loss", "truncation_mode", "packing", "eval_packing"),
+    *("padding_free", "pad_to_multiple_of", "dataset_text_field", "shuffle_dataset"),
+)
+"""Settings that TRL's collator or its preparation of text would read; images are not prepared."""
 
 
 def check_trainer(trainer: Trainer) -> None:
@@ -44,30 +55,21 @@ def check_trainer(trainer: Trainer) -> None:
     Raises:
         ConfigError: every such setting, what it would do, and the remedy.
     """
-    of_trl = (check_trl.check_loss, check_trl.check_packing, check_trl.check_settings)
-    checks = (_model, _settings, _collator, *of_trl, _ranks, _batches, _rows, _metrics, _evaluation)
+    of_trl = (_loss_of_trl, packing_of_trl, _settings_of_trl)
+    checks = (_settings, _collator, *of_trl, _ranks, _batches, _counted_samples, _evaluation)
     problems = [problem for check in checks for problem in check(trainer)]
     if problems:
         raise ConfigError("this Trainer does not train packed rows as their samples alone:\n- " + "\n- ".join(problems))
 
 
-def _model(trainer: Trainer) -> Iterator[str]:
-    if not _is_enabled(trainer):
-        yield "packing is not enabled on its model: Trainer(model=enable_packing(model), ...)"
-    elif not trainer.model_accepts_loss_kwargs:
-        yield (
-            "it does not hand num_items_in_batch to the model, so gradient accumulation averages averages: enable "
-            "packing before the Trainer is made"
-        )
-
-
 def _settings(trainer: Trainer) -> Iterator[str]:
     args = trainer.args
+    if _state(trainer) is None:
+        yield "packing is not enabled on its model: Trainer(model=enable_packing(model), ...)"
+    elif not trainer.model_accepts_loss_kwargs:
+        yield "it does not count targets over accumulated batches: enable packing before the Trainer is made"
     if args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy") is not False:
-        yield (
-            "use_liger_kernel replaces the model's forward by one that ignores boundaries; vlmpack's head is chunked "
-            "already: liger_kernel_config={'fused_linear_cross_entropy': False} keeps Liger's other kernels"
-        )
+        yield "use_liger_kernel replaces the packed forward: liger_kernel_config={'fused_linear_cross_entropy': False}"
     if args.neftune_noise_alpha is not None:
         yield "neftune_noise_alpha scales noise by the width of the row, so a packed sample gets less: leave it out"
     if args.label_smoothing_factor:
@@ -77,34 +79,25 @@ def _settings(trainer: Trainer) -> Iterator[str]:
 def _collator(trainer: Trainer) -> Iterator[str]:
     collator: Any = trainer.data_collator
     if collator is default_data_collator:
-        if isinstance(trainer.train_dataset, PackedDataset):
-            reason, remedy = " for rows that were packed before", "train_dataset.collate"
-        else:
-            reason, remedy = ", so samples are stacked as they are", "VLMCollator(processor, layout='packed')"
-        yield f"it has no data_collator{reason}: data_collator={remedy}"
-    if isinstance(collator, VLMCollator) and _is_enabled(trainer):
-        yield from _processor(collator.metadata, _core(trainer))
+        is_packed = isinstance(trainer.train_dataset, PackedDataset)
+        remedy = "train_dataset.collate" if is_packed else "VLMCollator(processor, layout='packed')"
+        yield f"it has no data_collator, so samples are stacked as they are: data_collator={remedy}"
+    if isinstance(collator, VLMCollator) and (state := _state(trainer)) is not None:
+        yield from _processor(collator.metadata, state, find_model(cast(Any, trainer.model)).config)
     is_ours = isinstance(collator, VLMCollator | RowCollator)
     if is_ours and trainer.args.remove_unused_columns and not _has_rows(trainer):
-        kept, sample = _kept_columns(trainer), check_trl.first_sample(trainer) or ()
+        before = trainer._signature_columns
+        trainer._set_signature_columns_if_needed()
+        kept, trainer._signature_columns = trainer._signature_columns or (), before  # packing may be enabled later
+        sample = _first_of(trainer.train_dataset) or ()
         if lost := ", ".join(repr(name) for name in READ if name in sample and name not in kept):
             reader = type(collator).__name__
             yield f"remove_unused_columns drops {lost} before {reader} reads it: set remove_unused_columns=False"
 
 
-def _kept_columns(trainer: Trainer) -> Sequence[str]:
-    """Return the columns that remove_unused_columns keeps: those that the model takes, or the trainer's own list."""
-    before = trainer._signature_columns
-    try:
-        trainer._set_signature_columns_if_needed()
-        return trainer._signature_columns or ()
-    finally:
-        trainer._signature_columns = before  # packing may be enabled after this
-
-
-def _processor(metadata: ProcessorMetadata, core: Any) -> Iterator[str]:
+def _processor(metadata: ProcessorMetadata, state: PackingState, config: Any) -> Iterator[str]:
     """Yield what the collator's processor writes and the model reads otherwise."""
-    family, config = packing_state(core).family, core.config
+    family = state.family
     if not (metadata.has_vision and family.has_vision):
         return
     pairs = {"image token": (metadata.image_token_id, config.image_token_id)}
@@ -117,92 +110,77 @@ def _processor(metadata: ProcessorMetadata, core: Any) -> Iterator[str]:
     if metadata.has_audio and family.has_audio:
         pairs["audio token"] = (metadata.audio_token_id, config.audio_token_id)
     differing = [f"{name} {ours}, the model's {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
-    if detail := "; ".join(differing):
+    if differing:
+        detail = "; ".join(differing)
         yield f"its collator's processor belongs to another model ({detail}): load both from the same checkpoint"
 
 
 def _ranks(trainer: Trainer) -> Iterator[str]:
-    args, model = trainer.args, trainer.model
-    parallel = packing_state(_core(trainer)).parallel if _is_enabled(trainer) else None
-    if parallel is not None and parallel.ranks > 1:
-        yield (
-            f"its ranks share rows ({parallel.ranks} of them one), but it gives every rank a batch of its own: write a "
-            "loop of your own, as examples/train_shared_rows.py does, or enable packing without parallel="
-        )
+    args, model, state = trainer.args, trainer.model, _state(trainer)
+    if state is not None:
+        yield from shared_rows(state)
     if args.world_size > 1 and not args.average_tokens_across_devices:
         yield "average_tokens_across_devices=False averages the ranks' averages: set it to True"
     is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    was_evaluated = model is trainer.model_wrapped and "_is_accelerate_prepared" in vars(model)
+    was_evaluated = model is trainer.model_wrapped and hasattr(model, "_is_accelerate_prepared")
     if args.world_size > 1 and was_evaluated and not is_sharded and not isinstance(trainer, PackedTrainer):
-        yield (
-            "it evaluated before it trained, after which accelerate puts no DDP around the model and every rank trains "
-            "a model of its own: evaluate afterwards, or use PackedTrainer of vlmpack.trainer"
-        )
+        yield "an evaluation before training makes accelerate leave out DDP: evaluate after it, or use PackedTrainer"
+
+
+def shared_rows(state: PackingState) -> Iterator[str]:
+    """Yield why a Trainer cannot train a model whose ranks share rows."""
+    if state.parallel is not None and state.parallel.ranks > 1:
+        yield "its ranks share rows, but a Trainer gives each its own: see examples/train_shared_rows.py for a loop"
 
 
 def _batches(trainer: Trainer) -> Iterator[str]:
-    args = trainer.args
+    """Yield what would cut collated batches, batch rows again, or train on samples twice."""
+    args, data = trainer.args, trainer.train_dataset
     if args.n_gpu > 1:
-        yield (
-            f"nn.DataParallel would cut each batch into {args.n_gpu} pieces: start the script with torchrun or "
-            "accelerate launch, or show it one GPU (CUDA_VISIBLE_DEVICES)"
-        )
+        yield f"nn.DataParallel would cut each batch into {args.n_gpu} pieces: use torchrun, or show it one GPU"
     packs_evaluation = isinstance(trainer, PackedTrainer) and trainer.eval_packing
-    sets = (None if _has_rows(trainer) else trainer.train_dataset, None if packs_evaluation else trainer.eval_dataset)
-    dealt = [data for data in sets if data is not None and not isinstance(data, PackedStream)]
+    sets = (None if _has_rows(trainer) else data, None if packs_evaluation else trainer.eval_dataset)
+    dealt = [each for each in sets if each is not None and not isinstance(each, PackedStream)]
     dispatch = trainer.accelerator.dispatch_batches
-    if (dispatch and dealt) or (dispatch is None and any(isinstance(data, IterableDataset) for data in dealt)):
-        yield (
-            "accelerate would concatenate collated batches and cut them again (dispatch_batches, its default for an "
-            "IterableDataset): set accelerator_config={'dispatch_batches': False}"
-        )
+    if (dispatch and dealt) or (dispatch is None and any(isinstance(each, IterableDataset) for each in dealt)):
+        yield "accelerate would cut collated batches up: set accelerator_config={'dispatch_batches': False}"
     by_length = args.train_sampling_strategy == "group_by_length" and not _has_rows(trainer)
     if by_length and args.remove_unused_columns:
         column = args.length_column_name
         yield f"remove_unused_columns drops {column!r} before group_by_length reads it: set remove_unused_columns=False"
-
-
-def _rows(trainer: Trainer) -> Iterator[str]:
-    """Yield settings under which rows that were made ahead are changed, or not continued."""
-    is_stream = isinstance(trainer.train_dataset, PackedStream)
-    if is_stream and not isinstance(trainer, PackedTrainer):
+    if isinstance(data, PackedStream) and not isinstance(trainer, PackedTrainer):
         yield "it would batch the rows of a PackedStream again, and cannot continue one: use vlmpack's PackedTrainer"
-    elif _has_rows(trainer) and trainer.args.ignore_data_skip and not is_stream:
-        yield (
-            "ignore_data_skip=True starts a resumed epoch anew, so samples are trained on twice; planned rows are "
-            "skipped without loading them: set it to False"
-        )
+    elif _has_rows(trainer) and args.ignore_data_skip and not isinstance(data, PackedStream):
+        yield "ignore_data_skip=True starts a resumed epoch anew, so samples are trained on twice: set it to False"
 
 
-def _metrics(trainer: Trainer) -> Iterator[str]:
-    """Yield where accelerate counts places of the data set, and losses are of another number of samples."""
+def _counted_samples(trainer: Trainer) -> Iterator[str]:
+    """Yield where accelerate counts the places of the data set, and losses are of another number of samples."""
     if isinstance(trainer, PackedTrainer) and trainer.eval_packing:
         return
     collator, at_once, ranks = trainer.data_collator, trainer.args.eval_batch_size, trainer.args.world_size
-    has_rows = isinstance(collator, RowCollator) and collator.bare_row == "refuse"
     remedy = "use PackedTrainer of vlmpack.trainer with eval_capacity=, or evaluate of vlmpack"
     if ranks > 1 and trainer.eval_dataset and isinstance(collator, VLMCollator) and collator.on_bad != "raise":
         yield (
             f"samples that the collator skips (on_bad='skip') leave the {ranks} ranks of its evaluation with other "
-            f"numbers of losses, at which it ends: {remedy}, or leave such samples out of the evaluation set"
+            f"numbers of losses, at which it ends: {remedy}"
         )
-    sets: Any = trainer.eval_dataset if trainer.compute_metrics is not None else None
-    for data in sets.values() if isinstance(sets, dict) else [sets]:
+    has_rows = isinstance(collator, RowCollator) and collator.bare_row == "refuse"
+    for data in _evaluation_sets(trainer) if trainer.compute_metrics is not None else ():
         is_packed = (has_rows or isinstance(data, PackedDataset)) and isinstance(data, Sized)
         if is_packed and (ranks > 1 or len(data) % at_once):
             yield (
                 f"accelerate would count each packed row of its evaluation as one sample ({len(data)} rows, {at_once} "
-                f"at a time on {ranks} ranks), so it would cut the last batch of several, or end where ranks have "
-                f"other numbers of samples, and compute_metrics would miss some: {remedy}"
+                f"at a time on {ranks} ranks) and cut real ones off, so compute_metrics would miss some: {remedy}"
             )
 
 
 def _evaluation(trainer: Trainer) -> Iterator[str]:
     """Yield why the model refuses Trainer's own evaluation, or why its eval_loss is not replaced."""
     args, model, metrics = trainer.args, trainer.model, trainer.compute_metrics
-    if trainer.eval_dataset is None or isinstance(trainer, PackedTrainer) or not _is_enabled(trainer):
+    if trainer.eval_dataset is None or isinstance(trainer, PackedTrainer) or _state(trainer) is None:
         return
-    if check_trl.loss_of_trl(trainer) is not None:  # its evaluation computes the same loss
+    if loss_of_trl(trainer) is not None:  # its evaluation computes the same loss
         return
     try:
         with torch.no_grad():
@@ -213,23 +191,116 @@ def _evaluation(trainer: Trainer) -> Iterator[str]:
     is_of_another = isinstance(metrics, LossMetrics) and not metrics.is_bound_to(model)
     if metrics is None or args.prediction_loss_only or is_of_another:
         yield (
-            "its eval_loss is not replaced by that of loss_metrics(model), which is not called (prediction_loss_only, "
-            "or compute_metrics is missing or of another model): compute_metrics=loss_metrics(model) and "
-            "prediction_loss_only=False, or PackedTrainer of vlmpack.trainer"
+            "loss_metrics(model) is not called, and eval_loss not exact (prediction_loss_only, or compute_metrics is "
+            "missing or of another model): set compute_metrics=loss_metrics(model), or use PackedTrainer"
         )
 
 
-def _core(trainer: Trainer) -> nn.Module:
-    model: Any = trainer.model
-    return find_model(model)
+# ---------------------------------------------------------------------- TRL
 
 
-def _is_enabled(trainer: Trainer) -> bool:
+def _loss_of_trl(trainer: Trainer) -> Iterator[str]:
+    """Yield what TRL's own loss does, if the trainer computes it past the packed forward."""
+    if (owner := loss_of_trl(trainer)) is None or packs_backbone(trainer):
+        return
+    packed = [klass.__name__ for klass in type(trainer).__mro__ if klass.__name__ in PACKED]
+    remedy = f"from vlmpack.trainer.trl import Packed{packed[0]}" if packed else "leave enable_packing out"
+    yield (
+        f"TRL's {owner} computes the loss itself, from the model's backbone, past its packed forward: packed rows are "
+        f"refused in the first step, and padded batches are computed with all their padding; {remedy}"
+    )
+
+
+def loss_of_trl(trainer: Trainer) -> str | None:
+    """Return the class of TRL whose `compute_loss` the trainer's calls; None: Trainer's own comes first."""
+    for klass in type(trainer).__mro__:
+        method = vars(klass).get("compute_loss")
+        if method is Trainer.compute_loss:
+            return None
+        if method is not None and method.__module__.partition(".")[0] == "trl":
+            return klass.__name__
+    return None
+
+
+def packs_backbone(trainer: Trainer) -> bool:
+    """Return whether the trainer is one of `vlmpack.trainer.trl`, which packs the backbone's calls."""
+    return any(klass.__module__ == "vlmpack.trainer.trl" for klass in type(trainer).__mro__)
+
+
+def packing_of_trl(trainer: Trainer) -> Iterator[str]:
+    """Yield what becomes of rows that TRL packs itself, of text: they come with other boundaries, or with none."""
+    args = trainer.args
+    has_other_loss = loss_of_trl(trainer) is not None and not packs_backbone(trainer)
+    is_ours = isinstance(trainer.data_collator, VLMCollator | RowCollator)
+    if is_ours or has_other_loss or getattr(trainer, "_skip_prepare_dataset", None) is not False:
+        return
+    packing = getattr(args, "packing", False)
+    if getattr(trainer, "padding_free", False):
+        yield (
+            f"{'packing' if packing else 'padding_free'}=True has TRL lay samples out in rows, which an enabled model "
+            "does itself: leave it out, and each batch of per_device_train_batch_size samples is one packed row"
+        )
+    elif packing and getattr(args, "packing_strategy", None) == "wrapped":
+        yield "packing_strategy='wrapped' cuts samples in two and trains on a row as on one sample: leave packing out"
+    elif getattr(args, "eval_packing", None):
+        yield "eval_packing=True evaluates each row as one sample: set it to False"
+    elif any(
+        len((_first_of(data) or {}).get("seq_lengths") or ()) > 1
+        for data in (trainer.train_dataset, *_evaluation_sets(trainer))
+    ):
+        yield "rows hold several samples (seq_lengths): use data_collator=RowCollator() of vlmpack.interop.seqpacker"
+
+
+def _settings_of_trl(trainer: Trainer) -> Iterator[str]:
+    """Yield the settings of TRL's `SFTConfig` that were set, and that neither the collator nor the loss reads."""
+    args, collator, has_loss_of_trl = trainer.args, trainer.data_collator, loss_of_trl(trainer) is not None
+    if has_loss_of_trl and not packs_backbone(trainer):
+        return
+    unread = []
+    if not has_loss_of_trl and (loss_type := getattr(args, "loss_type", "nll")) != "nll":
+        unread.append(f"loss_type={loss_type!r} (the model's own loss is computed, cross-entropy)")
+    skips = getattr(trainer, "_skip_prepare_dataset", None)  # TRL reads its settings where it prepares: not images
+    is_prepared = "input_ids" in (_first_of(trainer.train_dataset) or ()) if skips is None else not skips
+    if isinstance(collator, VLMCollator | RowCollator) and not is_prepared:
+        read: dict[str, tuple[Any, str]] = {}  # by name: the value that agrees with the collator's own, and that
+        if isinstance(collator, VLMCollator):
+            trains_on = (collator.train_on == "assistant", f" (the collator has train_on={collator.train_on!r})")
+            read = dict.fromkeys(("completion_only_loss", "assistant_only_loss"), trains_on)
+            read["max_length"] = (collator.max_length, f" (the collator's is {collator.max_length})")
+        defaults = {field.name: None if field.default == "auto" else field.default for field in fields(args)}
+        for name in [name for name in OF_TRL if name in defaults]:
+            value, (agreeing, instead) = getattr(args, name), read.get(name, (defaults[name], ""))
+            if value not in (defaults[name], agreeing):
+                unread.append(f"{name}={value!r}{instead}")
+    if unread:
+        yield f"it has settings that nothing reads: {'; '.join(unread)}: set them on the collator instead"
+
+
+# ---------------------------------------------------------------------- what a Trainer has
+
+
+def _state(trainer: Trainer) -> PackingState | None:
+    """Return the packing state of its model; None: packing is not enabled."""
     model: Any = trainer.model
-    return is_packing(model)
+    return packing_state(find_model(model)) if is_packing(model) else None
 
 
 def _has_rows(trainer: Trainer) -> bool:
     """Return whether it trains on rows that accelerate neither makes nor deals."""
     is_stream = isinstance(trainer.train_dataset, PackedStream)
     return isinstance(trainer, PackedTrainer) and (is_stream or trainer.plan is not None)
+
+
+def _evaluation_sets(trainer: Trainer) -> list[Any]:
+    sets = trainer.eval_dataset
+    return [*sets.values()] if isinstance(sets, dict) else [sets]
+
+
+def _first_of(dataset: Any) -> Mapping[str, Any] | None:
+    """Return the first sample; None: there is none, it cannot be used, or it is no mapping."""
+    if isinstance(dataset, IterableDataset) or not dataset:
+        return None
+    try:
+        return sample if isinstance(sample := dataset[0], Mapping) else None
+    except SampleError:
+        return None

@@ -12,26 +12,35 @@ when it is read. A list stays a list; any other value has the name of its kind:
 
 What is written is read back equal and of the same type, with two exceptions: other mappings become dictionaries, and
 images lose the file that they came from.
+
+Weights: `save_pretrained` writes a model of many families under the names of its first release, and `from_pretrained`
+maps them:
+
+    model.language_model.layers.0.mlp.up_proj.weight    of the model
+    language_model.model.layers.0.mlp.up_proj.weight    in the file
+
+Trainer of transformers reads the file with `load_state_dict(strict=False)`, to resume and for the best model. Of such a
+file it takes only the names that are alike, logs the others, and trains on with the weights that the model had.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import TrainerState, TrainingArguments
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.files import atomic_file, write_text, writing
@@ -41,17 +50,9 @@ PLAN_FILE = "packed_plan.json"
 """In a checkpoint: the plan of its steps, and how its rows were dealt to ranks and steps."""
 _STATE_FILE = "trainer_state.json"
 """The last file that Trainer writes by itself."""
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _NEW_RUN = "begin a new run, from its weights (from_pretrained(checkpoint)) if they are there"
 
 # ---------------------------------------------------------------------- complete checkpoints
-
-
-def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path | None:
-    """Return the folder of this step's checkpoint; None: it has weights only, or there is none."""
-    if args.save_only_model or args.output_dir is None:
-        return None
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
 def check_complete(checkpoint: str | Path, last_file: str | None) -> None:
@@ -65,11 +66,10 @@ def check_complete(checkpoint: str | Path, last_file: str | None) -> None:
         ConfigError: a file is missing or was not written to its end; names it, and the checkpoint to resume from.
     """
     folder = Path(checkpoint)
-    if (lack := _lack(folder, last_file)) is None:
-        return
-    complete = [step for step, missing in _lacks(folder.parent, last_file).items() if missing is None]
-    instead = f"resume from {folder.with_name(f'checkpoint-{max(complete)}')}" if complete else _NEW_RUN
-    raise ConfigError(f"{folder} cannot be resumed from: {lack}. Instead, {instead}")
+    if lack := _lack(folder, last_file):
+        complete = [step for step, missing in _lacks(folder.parent, last_file).items() if not missing]
+        instead = f"resume from {folder.with_name(f'checkpoint-{max(complete)}')}" if complete else _NEW_RUN
+        raise ConfigError(f"{folder} cannot be resumed from: {lack}. Instead, {instead}")
 
 
 def newest_complete(output_dir: str | Path, last_file: str | None) -> Path:
@@ -80,29 +80,28 @@ def newest_complete(output_dir: str | Path, last_file: str | None) -> Path:
     """
     folder = Path(output_dir)
     lacks = _lacks(folder, last_file)
-    complete = set.intersection(*gathered({step for step, lack in lacks.items() if lack is None}))
+    complete = set.intersection(*gathered({step for step, lack in lacks.items() if not lack}))
+    newest = max(complete, default=-1)
+    newer = "; ".join(
+        f"in checkpoint-{step} {lacks[step] or 'another rank lacks a file'}" for step in sorted(lacks) if step > newest
+    )
     if not complete:
-        listed = _listed(lacks, sorted(lacks)) or "there is none at all"
-        raise ConfigError(f"{folder} has no checkpoint to resume from ({listed}). Instead, {_NEW_RUN}")
-    newest = max(complete)
-    if newer := sorted(step for step in lacks if step > newest):
-        warnings.warn(f"resuming from checkpoint-{newest}, since {_listed(lacks, newer)}", stacklevel=3)
+        reason = newer or "there is none at all"
+        raise ConfigError(f"{folder} has no checkpoint to resume from ({reason}). Instead, {_NEW_RUN}")
+    if newer:
+        warnings.warn(f"resuming from checkpoint-{newest}, since {newer}", stacklevel=3)
     return folder / f"checkpoint-{newest}"
 
 
-def _listed(lacks: dict[int, str | None], steps: list[int]) -> str:
-    return "; ".join(f"in checkpoint-{step} {lacks[step] or 'another rank lacks a file'}" for step in steps)
-
-
-def _lacks(output_dir: Path, last_file: str | None) -> dict[int, str | None]:
+def _lacks(output_dir: Path, last_file: str | None) -> dict[int, str]:
     """Return what each checkpoint of a run lacks, by its step."""
-    paths = [path for path in output_dir.iterdir() if path.is_dir()] if output_dir.is_dir() else []
-    matches = ((_CHECKPOINT.fullmatch(path.name), path) for path in paths)
-    return {int(match[1]): _lack(path, last_file) for match, path in matches if match}
+    paths = [path for path in output_dir.glob("checkpoint-*") if path.is_dir()]
+    numbered = [(path, path.name.removeprefix("checkpoint-")) for path in paths]
+    return {int(step): _lack(path, last_file) for path, step in numbered if step.isdecimal()}
 
 
-def _lack(checkpoint: Path, last_file: str | None) -> str | None:
-    """Return what a checkpoint lacks, and why; None: nothing."""
+def _lack(checkpoint: Path, last_file: str | None) -> str:
+    """Return what a checkpoint lacks, and why; "": nothing."""
     state, stopped = checkpoint / _STATE_FILE, "the run was stopped while it was written"
     if not state.is_file():
         return f"{_STATE_FILE} is missing: {stopped}"
@@ -111,12 +110,9 @@ def _lack(checkpoint: Path, last_file: str | None) -> str | None:
     except ValueError:
         return f"{_STATE_FILE} ends too early: {stopped}"
     if last_file is None or (checkpoint / last_file).is_file():
-        return None
+        return ""
     if (pickled := (checkpoint / last_file).with_suffix(".pt")).is_file():
-        return (
-            f"{pickled.name} was pickled by an earlier version of vlmpack, and reading a pickle can run any code: end "
-            "the run with that version"
-        )
+        return f"{pickled.name} was pickled by an earlier version of vlmpack: end the run with that version"
     return f"{last_file} is missing: {stopped}, it has weights alone (save_only_model), or another Trainer wrote it"
 
 
@@ -150,8 +146,7 @@ def check_plan(checkpoint: str | Path, dealt: str) -> None:
     was, now = (", ".join(part) for part in zip(*differing, strict=True))
     raise ConfigError(
         f"{checkpoint} was trained on rows of {was}, but these are of {now}: some samples would be trained on twice "
-        "and others never. Plan and deal as before (capacity and seed of the plan, seed, gradient_accumulation_steps, "
-        "ranks, costs, remainder), or begin a new run from its weights: from_pretrained(checkpoint)"
+        f"and others never. Plan and deal as before, or {_NEW_RUN}"
     )
 
 
@@ -180,10 +175,8 @@ def load_stream(file: Path, loader: Any) -> None:
     if not isinstance(state, dict) or state.keys() != {"workers", "loader"}:
         raise ConfigError(f"{file} is no state of a stream; resume from another checkpoint")
     if state["workers"] != loader.num_workers:
-        raise ConfigError(
-            f"{file} is of a stream with dataloader_num_workers={state['workers']}, each of which keeps its part of "
-            f"it, but now there are {loader.num_workers}: resume with as many as before"
-        )
+        workers = f"dataloader_num_workers={state['workers']}, but now there are {loader.num_workers}"
+        raise ConfigError(f"{file} is of a stream with {workers}: resume with as many as before")
     loader.load_state_dict(state["loader"])
 
 
@@ -223,7 +216,7 @@ def read_state(file: Path) -> Any:
     except (SafetensorError, ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
         raise ConfigError(
             f"{file} is damaged, or is no state that vlmpack wrote ({type(error).__name__}: {error}); resume from "
-            "another checkpoint, or begin a new run from the weights of this one: from_pretrained(checkpoint)"
+            f"another checkpoint, or {_NEW_RUN}"
         ) from error
 
 
@@ -234,17 +227,22 @@ def _to_json(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
     if type(value) is list:
         return [_to_json(part, f"{where}[{at}]", tensors) for at, part in enumerate(value)]
     if isinstance(value, Mapping):
-        names = [_to_json(name, where, tensors) for name in value]
-        parts = [_to_json(part, f"{where}[{name!r}]", tensors) for name, part in value.items()]
-        return {"dict": [list(pair) for pair in zip(names, parts, strict=True)]}
+        parts = [
+            [_to_json(name, where, tensors), _to_json(part, f"{where}[{name!r}]", tensors)]
+            for name, part in value.items()
+        ]
+        return {"dict": parts}
     if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided:
         tensors.append(value.detach().cpu().contiguous().clone())
         return {"tensor": len(tensors) - 1}
     if isinstance(value, bytes | bytearray):
         tensors.append(_to_tensor(value))
         return {"bytearray" if isinstance(value, bytearray) else "bytes": len(tensors) - 1}
+    holds_objects = isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in _NUMPY_KINDS
     for name, kind in _KINDS.items():
-        if kind.matches(value) and not _holds_objects(value):
+        if (
+            type(value) is kind.type or (name in _WITH_SUBCLASSES and isinstance(value, kind.type))
+        ) and not holds_objects:
             return {name: _to_json(kind.take_apart(value), where, tensors)}
     raise ConfigError(
         f"{where} is a {type(value).__name__}, which a checkpoint cannot hold without pickle: samples in the buffer of "
@@ -267,10 +265,6 @@ def _from_json(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return data if name == "bytes" else bytearray(data)
     built = _from_json(parts, tensors)
     return dict(built) if name == "dict" else _KINDS[name].build(built)
-
-
-def _holds_objects(value: Any) -> bool:
-    return isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in _NUMPY_KINDS
 
 
 def _array_parts(array: Any) -> list[Any]:
@@ -304,19 +298,12 @@ def _image(parts: list[Any]) -> Image.Image:
     return image
 
 
-@final
-@dataclass(frozen=True)
-class _Kind:
+class _Kind(NamedTuple):
     """A kind of value that is stored by its parts."""
 
     type: type
     take_apart: Callable[[Any], Any]
     build: Callable[[Any], Any]
-    subclasses: bool = False
-    """Values of subclasses are stored too, and come back as `build` makes them."""
-
-    def matches(self, value: Any) -> bool:
-        return isinstance(value, self.type) if self.subclasses else type(value) is self.type
 
 
 _KINDS: Mapping[str, _Kind] = {
@@ -325,16 +312,17 @@ _KINDS: Mapping[str, _Kind] = {
     **{kind.__name__: _Kind(kind, kind.isoformat, kind.fromisoformat) for kind in (datetime, date, time)},
     "decimal": _Kind(Decimal, str, Decimal),
     "path": _Kind(type(Path()), str, Path),
-    "array": _Kind(np.ndarray, _array_parts, _array, subclasses=True),
-    "scalar": _Kind(np.generic, _array_parts, lambda parts: _array(parts)[()], subclasses=True),
-    "image": _Kind(Image.Image, _image_parts, _image, subclasses=True),
+    "array": _Kind(np.ndarray, _array_parts, _array),
+    "scalar": _Kind(np.generic, _array_parts, lambda parts: _array(parts)[()]),
+    "image": _Kind(Image.Image, _image_parts, _image),
     "sample_error": _Kind(
         SampleError,
         lambda error: [error.detail, {"index": error.index, "reason": error.reason, "sample_id": error.sample_id}],
         lambda parts: SampleError(parts[0], **parts[1]),
-        subclasses=True,
     ),
 }
+_WITH_SUBCLASSES = ("array", "scalar", "image", "sample_error")
+"""Kinds whose subclasses are stored too, and come back as `build` makes them."""
 
 
 def _to_tensor(data: bytes | bytearray) -> torch.Tensor:
@@ -344,3 +332,58 @@ def _to_tensor(data: bytes | bytearray) -> torch.Tensor:
 
 def _to_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.numpy().tobytes()
+
+
+# ---------------------------------------------------------------------- weights under other names
+
+
+class RenamedWeights(Trainer):
+    """A Trainer that loads the weights of its checkpoints as `from_pretrained` does, where names differ."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        target = self.model if model is None else model
+        if self._writes_own_names or not load_renamed(target, resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, cast(Any, model))
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if self._writes_own_names or best is None or not load_renamed(self.model, best):
+            super()._load_best_model()
+
+    @property
+    def _writes_own_names(self) -> bool:
+        """True if FSDP or DeepSpeed writes the checkpoints, with the names of the model."""
+        return self.is_fsdp_enabled or self.is_deepspeed_enabled
+
+
+def load_renamed(model: Any, checkpoint: str | Path) -> bool:
+    """Load the weights of a checkpoint whose names are not the model's; False: they are, and nothing was loaded.
+
+    They are read in float32 at least, which holds every value of lower precision, into a second model on the host.
+
+    Args:
+        model: its weights are overwritten in place.
+        checkpoint: the folder that `save_pretrained` wrote.
+
+    Raises:
+        ConfigError: a weight of the model is not in the checkpoint, even as `from_pretrained` names it.
+    """
+    if not isinstance(model, PreTrainedModel) or stored_names(Path(checkpoint)) <= model.state_dict().keys():
+        return False
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    loaded: Any = type(model).from_pretrained(checkpoint, dtype=dtype, output_loading_info=True)
+    stored, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        lost = f"{len(missing)} weights of {type(model).__name__}, {missing[0]} among them"
+        raise ConfigError(f"{checkpoint} lacks {lost}: resume with the model and the transformers that wrote it")
+    model.load_state_dict(stored.state_dict())
+    return True
+
+
+def stored_names(checkpoint: Path) -> set[str]:
+    """Read the names of the weights in a checkpoint's safetensors files; none: it has adapters only, or other files."""
+    index, file = checkpoint / SAFE_WEIGHTS_INDEX_NAME, checkpoint / SAFE_WEIGHTS_NAME
+    if file.is_file():
+        with safe_open(file, framework="pt") as weights:
+            return {*weights.keys()}
+    return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"]) if index.is_file() else set()

@@ -21,21 +21,24 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import EvalPrediction
 
 from vlmpack.collate.collator import VLMCollator, sample_id_of
 from vlmpack.collate.encoded import OVERLENGTH
 from vlmpack.errors import ConfigError, SampleError, skipped_are_reported
 from vlmpack.layout.batch import METADATA_KEY, HostMetadata
 from vlmpack.loading.resumable import MapStyle, check_samples
-from vlmpack.model.enable import disable_packing, is_packing
+from vlmpack.model.enable import bind_loss_metrics, disable_packing, is_packing
+from vlmpack.model.engine import packing_state
+from vlmpack.model.loss_count import LossCount
+from vlmpack.model.plain import find_model
 from vlmpack.model.result import StepResult, Work
 from vlmpack.model.step import PackedStep
 from vlmpack.plan.balance import EMPTY, balance_rows
-from vlmpack.plan.length_table import LengthTable, Refused
+from vlmpack.plan.length_table import Refused
 from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import plan_bins
 from vlmpack.store.measure import measure_lengths
-from vlmpack.trainer.metrics import losses_of_set
 
 Collator = Callable[[Sequence[Any]], Mapping[str, Any]]
 """A list of samples → a padded batch or a packed row, as a dictionary with host metadata."""
@@ -171,34 +174,22 @@ class EvaluationRows:
             raise ConfigError("give capacity=, the tokens of a row, or plan=, the rows themselves")
         if plan is not None:
             if len(plan.lengths) != len(dataset):
-                raise ConfigError(
-                    f"the plan is of {len(plan.lengths)} samples, but the data set has {len(dataset)}; plan this one, "
-                    "or give capacity= alone"
-                )
+                planned = f"the plan is of {len(plan.lengths)} samples"
+                raise ConfigError(f"{planned}, but the data set has {len(dataset)}; plan it, or give capacity= alone")
             check_sharing(plan, collator)
-            dropped = tuple(_dropped(plan, place) for place in plan.dropped.tolist())
-            return cls(rows=plan.bins, tokens=plan.tree_tokens, refused=dropped)
+            return cls(rows=plan.bins, tokens=plan.tree_tokens, refused=_dropped(plan))
         assert capacity is not None
-        table = _measured(dataset, collator, workers)
+        if not isinstance(collator, VLMCollator):
+            raise ConfigError(f"a {type(collator).__name__} cannot measure lengths, as VLMCollator can; give plan=")
+        with skipped_are_reported():  # by an error, or in `Evaluation.refused`
+            table = measure_lengths(dataset, collator, workers=workers)
+        for one in table.refused if collator.on_bad == "raise" else ():
+            if not collator.leaves_out(one.reason):
+                raise SampleError(one.detail, index=one.index, reason=one.reason, sample_id=one.sample_id)
+        if not len(table):
+            raise ConfigError(f"no sample of the evaluation set can be used: {table.reasons or 'it is empty'}")
         planned = plan_bins(table, capacity, oversize="own_row")
         return cls(rows=planned.bins, tokens=planned.tokens, refused=table.refused)
-
-
-def _measured(dataset: MapStyle, collator: Collator, workers: int) -> LengthTable:
-    if not isinstance(collator, VLMCollator):
-        raise ConfigError(
-            f"a {type(collator).__name__} cannot measure lengths, as VLMCollator can; give plan=plan_bins(lengths, "
-            "capacity, oversize='own_row')"
-        )
-    with skipped_are_reported():  # by an error, or in `Evaluation.refused`
-        table = measure_lengths(dataset, collator, workers=workers)
-    for refused in table.refused if collator.on_bad == "raise" else ():
-        if not collator.leaves_out(refused.reason):
-            index, reason, sample_id = refused.index, refused.reason, refused.sample_id
-            raise SampleError(refused.detail, index=index, reason=reason, sample_id=sample_id)
-    if not len(table):
-        raise ConfigError(f"no sample of the evaluation set can be used: {table.reasons or 'it is empty'}")
-    return table
 
 
 def check_sharing(plan: Plan, collator: object) -> None:
@@ -211,26 +202,27 @@ def check_sharing(plan: Plan, collator: object) -> None:
         return
     if not isinstance(collator, VLMCollator) or collator.share_prefixes is None:
         raise ConfigError(
-            f"the rows of this plan share prefixes, and hold up to {int(plan.tokens.max(initial=0))} tokens of samples "
-            f"for a capacity of {plan.capacity}: collate them with VLMCollator(processor, layout='packed', "
+            "the rows of this plan share prefixes: collate them with VLMCollator(processor, layout='packed', "
             "share_prefixes=True), or plan without groups="
         )
     least = collator.share_prefixes.min_shared
     computed = plan.sums(plan.lengths, plan.groups.tokens_shared(least))
     if (wrong := computed > np.maximum(plan.tree_tokens, plan.capacity)).any():
         raise ConfigError(
-            f"the rows of this plan share prefixes of less than {least} tokens, which this collator repeats: row "
-            f"{int(wrong.argmax())} would compute {int(computed[wrong][0])} tokens, for a capacity of {plan.capacity}. "
-            f"Find the groups with min_shared={least}, or collate with share_prefixes=SharePrefixes(min_shared="
-            f"{int(plan.groups.added(plan.groups.tokens).min())})"
+            f"rows share prefixes of less than {least} tokens, which this collator repeats: row {int(wrong.argmax())} "
+            f"would compute {int(computed[wrong][0])} tokens, for a capacity of {plan.capacity}. Find the groups with "
+            f"min_shared={least}, or collate with min_shared={int(plan.groups.added(plan.groups.tokens).min())}"
         )
 
 
-def _dropped(plan: Plan, place: int) -> Refused:
-    reason, detail = "refused_before", "it was refused when its length was measured: LengthTable.refused has the reason"
-    if plan.lengths[place]:
-        reason, detail = OVERLENGTH, f"the plan left it out: it exceeds a row of {plan.capacity} tokens"
-    return Refused(index=place, sample_id=None, reason=reason, detail=detail)
+def _dropped(plan: Plan) -> tuple[Refused, ...]:
+    """Return the samples that are in no row; those without a length were refused when they were measured."""
+    reasons = {
+        True: (OVERLENGTH, f"the plan left it out: it exceeds a row of {plan.capacity} tokens"),
+        False: ("refused_before", "it was refused when its length was measured: LengthTable.refused has the reason"),
+    }
+    found = [(at, *reasons[bool(plan.lengths[at])]) for at in plan.dropped.tolist()]
+    return tuple(Refused(index=at, sample_id=None, reason=reason, detail=detail) for at, reason, detail in found)
 
 
 @final
@@ -304,7 +296,14 @@ class RowLosses:
         row = next(self._rows, None)
         if row is None:
             return
-        present = self._present(row, batch[METADATA_KEY].sample_ids if METADATA_KEY in batch else (), result)
+        named = batch[METADATA_KEY].sample_ids if METADATA_KEY in batch else ()
+        is_named = self._loader.names_samples or bool(named)
+        present = list(named if is_named else row)
+        if not is_named and len(result.sample_targets) != len(row):
+            raise ConfigError(
+                f"of samples {list(row)} there are only {len(result.sample_targets)} in the batch, and it does not "
+                "name them: let the collator do so, in HostMetadata.sample_ids"
+            )
         detail = "the collator left it out of its row; its log of skipped samples has the reason"
         absent = [place for place in row if place not in present]
         self._refused += [Refused(index=at, sample_id=None, reason="left_out", detail=detail) for at in absent]
@@ -314,17 +313,6 @@ class RowLosses:
             self._losses.append(result.sample_losses)
             self._targets.append(result.sample_targets)
 
-    def _present(self, row: Sequence[int], named: Sequence[Any], result: StepResult) -> list[int]:
-        """Return which samples of the row are in the result, in its order."""
-        if self._loader.names_samples or named:
-            return list(named)
-        if len(result.sample_targets) != len(row):
-            raise ConfigError(
-                f"of samples {list(row)} there are only {len(result.sample_targets)} in the batch, and it does not "
-                "name them; let the collator name them in HostMetadata.sample_ids, as VLMCollator does"
-            )
-        return list(row)
-
     def total(self) -> Evaluation:
         """Gather what all ranks have computed; all of them have to call it.
 
@@ -333,8 +321,8 @@ class RowLosses:
         """
         if row := next(self._rows, None):
             raise ConfigError(
-                f"the losses of the row of samples {list(row)} are missing: prediction_step was replaced by one that "
-                "does not call PackedTrainer's; put PackedTrainer first among the bases, or set eval_packing=False"
+                f"the losses of samples {list(row)} are missing: prediction_step was replaced by one that does not "
+                "call PackedTrainer's; put PackedTrainer first among the bases, or set eval_packing=False"
             )
         computed = (self._places, _to_numpy(self._losses), _to_numpy(self._targets), self._refused, self._work)
         places, losses, targets, refused, work = zip(*gathered(computed), strict=True)
@@ -392,8 +380,8 @@ class BatchLosses:
         self._is_complete = True
         if self._ranks > 1 and isinstance(dataset, IterableDataset):
             raise ConfigError(
-                f"over {self._ranks} ranks accelerate fills up the last batch of an IterableDataset with samples that "
-                "were evaluated before, and does not report how many: give the evaluation set a length"
+                f"over {self._ranks} ranks accelerate repeats samples of an IterableDataset, and does not report how "
+                "many: give the evaluation set a length"
             )
 
     def add(self, result: StepResult | SampleLosses | None) -> None:
@@ -405,9 +393,8 @@ class BatchLosses:
         if self._ranks > 1 and (result is None or len(result.sample_targets) != self._size):
             fault = "is not packed" if result is None else f"has {len(result.sample_targets)} samples, not {self._size}"
             raise ConfigError(
-                f"a batch of the evaluation {fault}, so on {self._ranks} ranks samples that count twice cannot be "
-                "told from others (packed rows, samples that the collator skips): evaluate in planned rows, with "
-                "eval_capacity="
+                f"a batch of the evaluation {fault}, so on {self._ranks} ranks some samples may count twice: evaluate "
+                "in planned rows, with eval_capacity="
             )
         if result is None:
             self._is_complete = False
@@ -439,3 +426,114 @@ def gathered(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+# ---------------------------------------------------------------------- metrics of HF Trainer
+
+
+@final
+class LossMetrics:
+    """Compute losses of an evaluation set from HF Trainer's predictions, see `loss_metrics`."""
+
+    def __init__(self, loss_count: LossCount) -> None:
+        self._loss_count = loss_count
+
+    def is_bound_to(self, model: Any) -> bool:
+        """Return whether `loss_metrics` was called with this model, or with a wrapper around it."""
+        return is_packing(model) and packing_state(find_model(model)).loss_count is self._loss_count
+
+    def __call__(self, prediction: EvalPrediction, compute_result: bool | None = None) -> dict[str, float]:
+        """Return the losses by name.
+
+        Args:
+            prediction: what an enabled model's `PackedOutput` becomes in Trainer: `predictions` ends in
+                (sample_losses [B], sample_targets [B]) of the whole set, or is a list of such pairs, one a batch. Where
+                `Seq2SeqTrainer` generated, ids [B, S]: the losses are those that the model kept.
+            compute_result: given by Trainer only with `batch_eval_metrics=True`, which is refused.
+
+        Raises:
+            ConfigError: the predictions are not those of a model with packing enabled, come a batch at a time, or are
+                of fewer samples than were computed.
+        """
+        unread = self._loss_count.take()
+        if compute_result is not None:
+            raise ConfigError(
+                "batch_eval_metrics=True hands over one batch at a time, but loss_metrics needs the whole set: set it "
+                "to False"
+            )
+        computed = [(losses.cpu().numpy(), targets.cpu().numpy()) for losses, targets in unread]
+        batches = prediction.predictions if isinstance(prediction.predictions, list) else [prediction.predictions]
+        generated = bool(computed) and all(_is_generated(batch) for batch in batches)
+        pairs = computed if generated else [_pair(batch) for batch in batches]
+        num_computed = sum(len(losses) for losses, _ in computed)
+        num_given = sum(len(batch) for batch in (batches if generated else [losses for losses, _ in pairs]))
+        if num_computed not in (0, num_given):  # 0: PackedTrainer's evaluation, which is exact by itself
+            raise ConfigError(
+                f"HF Trainer computed {num_computed} losses and handed over {num_given} samples: of packed rows "
+                "accelerate cuts the last batch (use PackedTrainer), or an evaluation was interrupted (evaluate again)"
+            )
+        losses, targets = (np.concatenate(parts).astype(np.float64) for parts in zip(*pairs, strict=True))
+        metrics = losses_of_set(losses, targets)
+        return {"loss": metrics["token_loss"], **metrics}
+
+
+def loss_metrics(model: nn.Module) -> LossMetrics:
+    """Make HF Trainer's evaluation on one rank exact: `Trainer(model, ..., compute_metrics=loss_metrics(model))`.
+
+    Trainer's own `eval_loss` counts for each sample the mean over the targets of its whole batch, so it changes with
+    `per_device_eval_batch_size` and with the order of the samples. An enabled model refuses such an evaluation unless
+    these metrics are bound to it. They do not change with batches, and the first replaces `eval_loss`, also where
+    `Seq2SeqTrainer` generates (`predict_with_generate=True`):
+
+        loss           the same as token_loss; Trainer reports it as `eval_loss`, and chooses the best model by it
+        token_loss     cross-entropy (nats) of all targets / number of targets
+        sample_loss    mean over samples of each sample's mean; samples without targets are left out
+        perplexity     exp(token_loss)
+        num_targets    targets of the whole set
+        num_samples    samples that have any
+
+    Args:
+        model: the model that is evaluated, or a wrapper around it (PEFT, `torch.compile`, DDP), with packing enabled.
+
+    Raises:
+        ConfigError: packing is not enabled on the model.
+    """
+    return LossMetrics(bind_loss_metrics(model))
+
+
+def losses_of_set(losses: np.ndarray, targets: np.ndarray) -> dict[str, float]:
+    """Return the numbers of `loss_metrics` by name, without `loss`.
+
+    Args:
+        losses: float64 [B]: mean loss of each sample.
+        targets: [B]: targets of each sample.
+    """
+    num_targets, learnt = float(targets.sum()), targets > 0
+    token_loss = (losses * targets).sum() / max(num_targets, 1.0)
+    with np.errstate(over="ignore"):
+        perplexity = float(np.exp(token_loss))
+    return {
+        "token_loss": float(token_loss),
+        "sample_loss": float(losses[learnt].mean()) if learnt.any() else 0.0,
+        "perplexity": perplexity,
+        "num_targets": num_targets,
+        "num_samples": float(learnt.sum()),
+    }
+
+
+def _is_generated(batch: Any) -> bool:
+    """Return whether the predictions of a batch are generated ids [B, S], where Seq2SeqTrainer hands over no losses."""
+    return isinstance(batch, np.ndarray) and batch.ndim == 2 and np.issubdtype(batch.dtype, np.integer)
+
+
+def _pair(batch: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the last two entries of a batch's predictions; logits come before them where they were requested."""
+    if isinstance(batch, tuple) and len(batch) >= 2:
+        losses, targets = (np.asarray(values) for values in batch[-2:])
+        if losses.ndim == 1 and losses.shape == targets.shape and np.issubdtype(targets.dtype, np.integer):
+            return losses, targets
+    shapes = [list(np.shape(part)) for part in batch] if isinstance(batch, tuple) else list(np.shape(batch))
+    raise ConfigError(
+        f"loss_metrics needs one loss and one target count a sample, got predictions of shape {shapes}; train with "
+        "Trainer(model=enable_packing(model), ...), and leave preprocess_logits_for_metrics out"
+    )

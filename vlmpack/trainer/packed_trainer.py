@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import EvalPrediction, Trainer, TrainerCallback, default_data_collator
+from transformers import EvalPrediction, TrainerCallback, default_data_collator
 from transformers.trainer_utils import EvalLoopOutput
 
 from vlmpack.collate.collator import VLMCollator
@@ -24,8 +24,7 @@ from vlmpack.model.forward import STEP, StepCall
 from vlmpack.plan.plan import Plan
 from vlmpack.store.read import PackedDataset
 from vlmpack.trainer import checkpoints
-from vlmpack.trainer.checkpoint_weights import RenamedWeights
-from vlmpack.trainer.checkpoints import PLAN_FILE, stream_file
+from vlmpack.trainer.checkpoints import PLAN_FILE, RenamedWeights, stream_file
 from vlmpack.trainer.evaluation import (
     BatchLosses,
     Evaluation,
@@ -36,7 +35,7 @@ from vlmpack.trainer.evaluation import (
 )
 
 
-class PackedTrainer(RenamedWeights, Trainer):
+class PackedTrainer(RenamedWeights):
     """A Trainer whose batches are planned rows, one a step and rank and micro-batch.
 
         PackedTrainer(model=enable_packing(model), ..., train_dataset=rows, plan=plan_bins(lengths, 8192))
@@ -85,20 +84,25 @@ class PackedTrainer(RenamedWeights, Trainer):
         self.plan, self.costs, self.group_costs = plan, costs, group_costs
         self.remainder: Remainder = remainder
         self.eval_plan, self.eval_capacity = eval_plan, eval_capacity
-        self.eval_packing = self._has_eval_capacity if eval_packing is None else eval_packing
+        self.eval_packing = self._row_capacity is not None if eval_packing is None else eval_packing
         """True if an evaluation is in planned rows."""
         self.evaluation: Evaluation | None = None
         """Of the last evaluation in planned rows: the loss of every sample, in the data set's order."""
         self._row_losses: RowLosses | None = None
         self._batch_losses: BatchLosses | None = None
         self._warned_of_means = False
-        self._planned_sets: list[tuple[Any, int, EvaluationRows]] = []
+        self._planned_sets: dict[int, tuple[Any, int, EvaluationRows]] = {}
         self._resumes_from: str | None = None
         self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs)  # its own evaluation is exact
         if isinstance(self.train_dataset, PackedStream):
             self.args.ignore_data_skip = True  # a stream continues by its state, without reading what lies before
             self.add_callback(EpochBySteps)
-        self._check_eval_plan()
+        if eval_plan is not None and isinstance(sets := cast(Any, self.eval_dataset), dict):
+            names = ", ".join(map(str, sets))
+            raise ConfigError(
+                f"eval_plan has the rows of one data set, but eval_dataset has {len(sets)}: {names}; leave eval_plan "
+                "out, and give eval_capacity="
+            )
 
     # ------------------------------------------------------------------ training
 
@@ -130,8 +134,10 @@ class PackedTrainer(RenamedWeights, Trainer):
 
         That of an older checkpoint of this step is removed first, so that no mixture of both looks complete.
         """
-        folder = checkpoints.checkpoint_folder(self.args, self.state)
-        files = [] if folder is None else [folder / PLAN_FILE, folder / stream_file(self.args.process_index)]
+        files: list[Path] = []
+        if self.args.output_dir is not None and not self.args.save_only_model:
+            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            files = [folder / PLAN_FILE, folder / stream_file(self.args.process_index)]
         for last_file in files:
             last_file.unlink(missing_ok=True)
         super()._save_checkpoint(*args, **kwargs)
@@ -155,8 +161,8 @@ class PackedTrainer(RenamedWeights, Trainer):
             return super().get_train_dataloader()
         if (sharing := self.get_tp_size() * self.get_cp_size() * self.get_sp_size()) > 1:
             raise ConfigError(
-                f"{sharing} processes are to compute each batch together (tensor, context or sequence parallelism), "
-                "but each is dealt rows of its own; leave parallelism_config out"
+                f"{sharing} processes are to compute each batch together, but each has its own rows; leave "
+                "parallelism_config out"
             )
         if isinstance(dataset, PackedStream):
             return self._stream_loader(dataset)
@@ -174,17 +180,21 @@ class PackedTrainer(RenamedWeights, Trainer):
     def _sampler(self, dataset: Any) -> PackedBatchSampler:
         assert self.plan is not None
         if not isinstance(dataset, Sized):
-            raise ConfigError(
-                f"a plan numbers the samples that share a row, but those of a {type(dataset).__name__} have no "
-                "numbers: leave plan= out and pack them as they come, with PackedStream"
-            )
+            kind = type(dataset).__name__
+            raise ConfigError(f"samples of a {kind} have no numbers: leave plan= out, and pack them with PackedStream")
         if len(self.plan.lengths) != len(dataset):
             raise ConfigError(
                 f"the plan is of {len(self.plan.lengths)} samples, but train_dataset has {len(dataset)}; plan this "
-                "one: plan_bins(table, capacity) of its LengthTable; table.tokens lacks the refused samples"
+                "one: plan_bins(measure_lengths(dataset, collator), capacity)"
             )
         check_sharing(self.plan, self.data_collator)
-        _warn_of_dropped(self.plan)
+        if count := len(dropped := self.plan.dropped):
+            warnings.warn(
+                f"{count} of the {len(dataset)} samples are in no row of the plan, and are not trained on: "
+                f"{_shown(dropped)} (plan.dropped): they exceed a row, or were refused (table.refused)",
+                SkippedWarning,
+                stacklevel=2,
+            )
         return PackedBatchSampler(
             self.plan,
             ranks=self.args.world_size,
@@ -254,45 +264,32 @@ class PackedTrainer(RenamedWeights, Trainer):
         """Return the rows of a data set, planned at its first evaluation and when its length has changed."""
         if isinstance(dataset, IterableDataset) or self.args.batch_eval_metrics:
             raise ConfigError(
-                "evaluation in planned rows needs a data set with a length, and gives metrics of the whole set, not a "
-                "batch at a time (batch_eval_metrics); set eval_packing=False"
+                "evaluation in planned rows needs a data set with a length, and no batch_eval_metrics; set "
+                "eval_packing=False"
             )
-        self._check_eval_plan()
-        for planned, size, rows in self._planned_sets:
-            if planned is dataset and size == len(dataset):
-                return rows
+        _, size, rows = self._planned_sets.get(id(dataset), (None, None, None))
+        if rows is not None and size == len(dataset):
+            return rows
         plan = self.eval_plan if dataset is self.eval_dataset else None
-        capacity = None if plan is not None else self._eval_capacity()
+        capacity = None if plan is not None else self._row_capacity
+        if plan is None and capacity is None:
+            raise ConfigError(
+                "evaluation in planned rows needs eval_capacity=, the tokens of a row; or eval_packing=False"
+            )
         collate, workers = cast(Any, self.data_collator), self.args.dataloader_num_workers
         rows = EvaluationRows.of(dataset, collate, plan=plan, capacity=capacity, workers=workers)
-        others = [entry for entry in self._planned_sets if entry[0] is not dataset]
-        self._planned_sets = [*others, (dataset, len(dataset), rows)]
+        self._planned_sets[id(dataset)] = (dataset, len(dataset), rows)  # kept, so that no other gets its id
         return rows
 
-    def _check_eval_plan(self) -> None:
-        if self.eval_plan is not None and isinstance(self.eval_dataset, dict):
-            names = ", ".join(map(str, self.eval_dataset))
-            raise ConfigError(
-                f"eval_plan has the rows of one data set, but eval_dataset has {len(self.eval_dataset)}: {names}; "
-                "leave eval_plan out (eval_capacity= is the tokens of a row), or evaluate each by "
-                "vlmpack.trainer.evaluate(..., plan=)"
-            )
-
     @property
-    def _has_eval_capacity(self) -> bool:
-        """Return whether the tokens of a row of evaluation are known."""
-        plans = self.plan, self.eval_plan, self.eval_capacity
-        return isinstance(self.train_dataset, PackedStream) or any(plan is not None for plan in plans)
-
-    def _eval_capacity(self) -> int:
-        """Return the tokens of a row of evaluation."""
+    def _row_capacity(self) -> int | None:
+        """Tokens of a row of evaluation; None: unknown."""
         if self.eval_capacity is not None:
             return self.eval_capacity
         if isinstance(self.train_dataset, PackedStream):
             return self.train_dataset.settings.capacity
-        if (plan := self.plan or self.eval_plan) is not None:
-            return plan.capacity
-        raise ConfigError("evaluation in planned rows needs eval_capacity=, the tokens of a row; or eval_packing=False")
+        plan = self.eval_plan if self.plan is None else self.plan
+        return None if plan is None else plan.capacity
 
     def evaluation_loop(
         self,
@@ -307,12 +304,13 @@ class PackedTrainer(RenamedWeights, Trainer):
         Raises:
             ConfigError: over several ranks, in batches of which some samples may be counted twice.
         """
-        settings = (ignore_keys, metric_key_prefix)
         if isinstance(dataloader, EvaluationLoader):
-            return self._evaluate_rows(dataloader, description, *settings)
+            return self._evaluate_rows(dataloader, description, ignore_keys, metric_key_prefix)
         self._batch_losses = losses = BatchLosses(self.accelerator, self.args.eval_batch_size, dataloader.dataset)
         try:
-            output = super().evaluation_loop(dataloader, description, prediction_loss_only, *settings)
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
         finally:
             self._batch_losses = None
         if output.metrics is not None and (loss := losses.token_loss()) is not None:
@@ -340,19 +338,6 @@ class PackedTrainer(RenamedWeights, Trainer):
             num_samples=len(evaluation.sample_ids),
         )
 
-    def _warn_of_means(self, *, has_loss: bool) -> None:
-        """Warn once that an evaluation without packing has the mean of its batches' means as its loss."""
-        if not has_loss or self._warned_of_means or self._batch_losses is None:
-            return
-        self._warned_of_means = True
-        warnings.warn(
-            "packing is not enabled on the model of this PackedTrainer, so its eval_loss is HF Trainer's: the mean of "
-            "the batches' means, and not that over all targets. PackedTrainer(model=enable_packing(model), ...) gives "
-            "the exact one",
-            UnpackedWarning,
-            stacklevel=2,
-        )
-
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
@@ -370,7 +355,14 @@ class PackedTrainer(RenamedWeights, Trainer):
             return None, None, None
         if self._batch_losses is None or not is_packing(model):
             outputs = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-            self._warn_of_means(has_loss=outputs[0] is not None)
+            if self._batch_losses is not None and outputs[0] is not None and not self._warned_of_means:
+                self._warned_of_means = True
+                warnings.warn(
+                    "packing is not enabled on the model, so eval_loss is HF Trainer's mean of the batches' means. "
+                    "PackedTrainer(model=enable_packing(model), ...) gives the exact one",
+                    UnpackedWarning,
+                    stacklevel=2,
+                )
             return outputs
         outputs = super().prediction_step(model, {**inputs, STEP: call}, prediction_loss_only, ignore_keys)
         if outputs[0] is not None:
@@ -389,9 +381,11 @@ class RowLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The rows; the first one whose samples have other lengths than those of any row of the plan is warned of."""
-        plan, batches = self.batch_sampler.plan, super().__iter__()
-        if not self._keeps_samples:
-            yield from batches
+        plan, collator, batches = self.batch_sampler.plan, cast(Any, self.collate_fn), super().__iter__()
+        if isinstance(self.dataset, PackedDataset) or (
+            isinstance(collator, VLMCollator) and collator.on_bad != "raise"
+        ):
+            yield from batches  # rows may lack samples that were planned for them
             return
         planned = {tuple(sorted(plan.lengths[row].tolist())) for row in plan}
         has_warned = False
@@ -401,37 +395,17 @@ class RowLoader(DataLoader[Any]):
             lengths = () if metadata is None or metadata.num_targets == 0 else metadata.lengths
             if lengths and not has_warned and tuple(sorted(lengths)) not in planned:
                 has_warned = True
-                _warn_of_other_lengths(lengths, plan)
+                warnings.warn(
+                    f"a row has samples of {_shown(lengths)} tokens, and no row of the plan has those (capacity "
+                    f"{plan.capacity}). Plan this data set: plan_bins(measure_lengths(dataset, collator), capacity)",
+                    UserWarning,
+                    stacklevel=2,
+                )
             yield batch
 
-    @property
-    def _keeps_samples(self) -> bool:
-        """Return whether a row has every sample that was planned for it, and nothing else."""
-        collator: Any = self.collate_fn
-        skips = isinstance(collator, VLMCollator) and collator.on_bad != "raise"
-        return not (skips or isinstance(self.dataset, PackedDataset))
 
-
-def _warn_of_other_lengths(lengths: Sequence[int], plan: Plan) -> None:
-    shown = ", ".join(map(str, lengths[:9])) + (", ..." if len(lengths) > 9 else "")
-    warnings.warn(
-        f"a row has samples of {shown} tokens, {sum(lengths)} in all, and no row of the plan has those (capacity "
-        f"{plan.capacity}): the plan is of another data set, of another epoch of a mix, or of other lengths than the "
-        "collator makes. Plan this one: plan_bins(measure_lengths(dataset, collator), capacity)",
-        UserWarning,
-        stacklevel=3,
-    )
-
-
-def _warn_of_dropped(plan: Plan) -> None:
-    if count := len(plan.dropped):
-        shown = ", ".join(map(str, plan.dropped[:9])) + (", ..." if count > 9 else "")
-        warnings.warn(
-            f"{count} of the {len(plan.lengths)} samples are in no row of the plan, and are not trained on: {shown} "
-            "(plan.dropped). They exceed a row, or were refused when lengths were measured (table.refused)",
-            SkippedWarning,
-            stacklevel=3,
-        )
+def _shown(numbers: Sequence[int] | np.ndarray) -> str:
+    return ", ".join(map(str, numbers[:9])) + (", ..." if len(numbers) > 9 else "")
 
 
 class EpochBySteps(TrainerCallback):

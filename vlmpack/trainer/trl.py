@@ -25,14 +25,13 @@ from vlmpack.model.enable import enable_packing, is_packing
 from vlmpack.model.engine import packing_state
 from vlmpack.model.plain import find_model
 from vlmpack.model.result import Work
-from vlmpack.trainer.check_trl import check_packing
-from vlmpack.trainer.checkpoint_weights import RenamedWeights
+from vlmpack.trainer.check import packing_of_trl, shared_rows
+from vlmpack.trainer.checkpoints import RenamedWeights
 from vlmpack.trainer.evaluation import SampleLosses
 from vlmpack.trainer.packed_trainer import PackedTrainer
 
 check_extra("rl", "trl", needed_by="vlmpack.trainer.trl")
 
-import trl  # noqa: E402
 from datasets import Dataset, IterableDataset  # noqa: E402
 from trl.trainer.dpo_trainer import DPOTrainer  # noqa: E402
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
@@ -62,14 +61,15 @@ class _PackedHead(RenamedWeights):
 
     shares_prefixes = False
     """True if beginnings are shared where `share_prefixes` is None."""
+    model: Any
+    _metrics: Any
 
     def __init__(
         self, model: Any, *args: Any, share_prefixes: bool | SharePrefixes | None = None, **kwargs: Any
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigError(
-                f"packing cannot be enabled on {model!r:.60}, which TRL would load: load the model and hand it over, "
-                "AutoModelForImageTextToText.from_pretrained(...)"
+                f"packing cannot be enabled on {model!r:.60}, which TRL would load: load the model yourself"
             )
         if share_prefixes is not None and not isinstance(share_prefixes, bool):
             check_kind("share_prefixes", share_prefixes, SharePrefixes, "SharePrefixes(min_shared=64)")
@@ -80,13 +80,12 @@ class _PackedHead(RenamedWeights):
         self.share_prefixes = SharePrefixes() if share_prefixes is True else share_prefixes or None
         """Rule for sharing beginnings; None: they are not shared."""
         self._packed_calls = 0
-        trainer_of_trl: Any = super()
         unprepared = self._unprepared(kwargs)
-        trainer_of_trl.__init__(model, *args, **{**kwargs, **dict.fromkeys(unprepared, _STAND_IN)})
-        vars(self).update(unprepared)
-        trainer: Any = self
-        _check_settings(trainer.args, model)
-        self._pack(trainer.model)
+        super().__init__(model, *args, **{**kwargs, **dict.fromkeys(unprepared, _STAND_IN)})
+        for name, data in unprepared.items():
+            setattr(self, name, data)
+        self._check_settings()
+        self._pack(self.model)
 
     def _unprepared(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the data sets, by their arguments, that TRL is not to see."""
@@ -100,9 +99,8 @@ class _PackedHead(RenamedWeights):
     @ref_model.setter
     def ref_model(self, model: Any) -> None:
         # Packing is enabled as soon as TRL has loaded it: a moment later TRL replaces its forward.
-        trainer: Any = self
         if isinstance(model, nn.Module) and not is_packing(model):
-            enable_packing(model, packing_state(find_model(trainer.model)).config)
+            enable_packing(model, packing_state(find_model(self.model)).config)
             self._pack(model)
         self._packed_ref_model = model
 
@@ -112,11 +110,10 @@ class _PackedHead(RenamedWeights):
 
     def _count(self, work: Work, tokens: int) -> None:
         """Count a call that was packed."""
-        trainer: Any = self
         self._packed_calls += 1
-        if "_metrics" in vars(self):  # not while references are computed ahead
-            mode = "train" if trainer.model.training else "eval"
-            trainer._metrics[mode]["packing/computed"].append(work.physical_tokens / max(tokens, 1))
+        if hasattr(self, "_metrics"):  # not while references are computed ahead
+            mode = "train" if self.model.training else "eval"
+            self._metrics[mode]["packing/computed"].append(work.physical_tokens / max(tokens, 1))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Train on a micro-batch as TRL does.
@@ -125,37 +122,26 @@ class _PackedHead(RenamedWeights):
             ConfigError: nothing of it was packed.
         """
         before = self._packed_calls
-        trainer: Any = super()
-        loss = trainer.training_step(*args, **kwargs)
+        loss = super().training_step(*args, **kwargs)
         if self._packed_calls == before:
             raise ConfigError(
-                f"{type(self).__name__} packed nothing of a training step: TRL {trl.__version__} computed it past the "
-                "model's backbone, or from embeddings, as prompt tuning does: use LoRA, or TRL's own trainer"
+                f"{type(self).__name__} packed nothing of a training step, which did not call the backbone with tokens "
+                "(prompt tuning): use LoRA, or TRL's own trainer"
             )
         return loss
+
+    def _check_settings(self) -> None:
+        state = packing_state(find_model(self.model))
+        for problem in shared_rows(state):
+            raise ConfigError(problem)
+        if state.config.z_loss_coef:
+            raise ConfigError("TRL's loss has no z-loss of routers: leave z_loss_coef out of StepConfig")
+        if self.args.torch_compile:
+            raise ConfigError("torch_compile=True breaks off at packed rows: hand over compile_layers(model) instead")
 
 
 _STAND_IN = Dataset.from_list([{"input_ids": [0, 0], "labels": [0, 0]}])
 """TRL refuses data sets of others than `datasets`, and tokenises what is not tokenised: it gets this in their place."""
-
-
-def _check_settings(args: Any, model: nn.Module) -> None:
-    state = packing_state(find_model(model))
-    if state.config.z_loss_coef:
-        raise ConfigError(
-            f"z_loss_coef is {state.config.z_loss_coef}, but TRL's loss has no z-loss of routers: leave it out of "
-            "StepConfig (the load-balancing loss is router_aux_loss_coef of TRL's settings)"
-        )
-    if state.parallel is not None and state.parallel.ranks > 1:
-        raise ConfigError(
-            f"{state.parallel.ranks} ranks share each row, but TRL gives every rank samples of its own: enable packing "
-            "without parallel="
-        )
-    if args.torch_compile:
-        raise ConfigError(
-            "torch_compile=True would be broken off at every row that is packed: hand over compile_layers(model) of "
-            "vlmpack.model, and leave it out"
-        )
 
 
 # ---------------------------------------------------------------------- preferences
@@ -181,15 +167,16 @@ class _Sampling(_PackedHead):
     """Samples without video placeholders, as TRL suppresses those of images: a sample of one is no video."""
 
     shares_prefixes = True
+    generation_config: Any
+    generation_kwargs: Any
+    use_vllm: bool
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(model, *args, **kwargs)
-        trainer: Any = self
-        core = find_model(trainer.model)
-        has_videos = packing_state(core).family.has_videos
-        if has_videos and not trainer.use_vllm and trainer.generation_config.suppress_tokens:
-            suppressed = sorted({*trainer.generation_config.suppress_tokens, core.config.video_token_id})
-            trainer.generation_config.suppress_tokens = trainer.generation_kwargs["suppress_tokens"] = suppressed
+        core, config = find_model(self.model), self.generation_config
+        if packing_state(core).family.has_videos and not self.use_vllm and config.suppress_tokens:
+            suppressed = sorted({*config.suppress_tokens, core.config.video_token_id})
+            config.suppress_tokens = self.generation_kwargs["suppress_tokens"] = suppressed
 
 
 class PackedGRPOTrainer(_Sampling, GRPOTrainer):
@@ -209,7 +196,7 @@ class PackedRLOOTrainer(_Sampling, RLOOTrainer):
 # ---------------------------------------------------------------------- supervised fine-tuning
 
 
-class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):
+class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """TRL's SFTTrainer on packed rows: batches of TRL's collator, or rows of a plan, a stream or `VLMCollator`.
 
         PackedSFTTrainer(model, args=SFTConfig(...), train_dataset=chats, processing_class=processor)
@@ -243,18 +230,18 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):
             name, data = next(iter(others.items()))
             raise ConfigError(
                 f"{name} is a {type(data).__name__}, which TRL cannot tokenise: give data_collator=VLMCollator("
-                "processor, layout='packed') and SFTConfig(remove_unused_columns=False), or a data set of `datasets`"
+                "processor, layout='packed') and SFTConfig(remove_unused_columns=False)"
             )
         return others
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does."""
-        _refuse_packing_of_trl(self)
+        self._refuse_packing_of_trl()
         return super().train(*args, **kwargs)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as TRL does, which tokenises data sets of `datasets`; others go to the collator as they are."""
-        _refuse_packing_of_trl(self)
+        self._refuse_packing_of_trl()
         is_of_trl = eval_dataset is None or isinstance(eval_dataset, str) or _is_of_datasets(eval_dataset)
         base: Any = super() if is_of_trl else super(SFTTrainer, self)
         return base.evaluate(eval_dataset, *args, **kwargs)
@@ -283,10 +270,9 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):
         self._batch_losses.add(SampleLosses.of(output.log_probs, output.label_mask, inputs.get(METADATA_KEY)))
         return predictions
 
-
-def _refuse_packing_of_trl(trainer: Trainer) -> None:
-    if problems := list(check_packing(trainer)):
-        raise ConfigError("; ".join(problems))
+    def _refuse_packing_of_trl(self) -> None:
+        if problems := list(packing_of_trl(self)):
+            raise ConfigError("; ".join(problems))
 
 
 def _is_of_datasets(data: Any) -> bool:

@@ -1,0 +1,393 @@
+"""Settings and wrappers of a run: checkpointing, bfloat16, torch.compile, adapters, saving and resuming."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from cases import families, slow
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch._dynamo.utils import counters
+from training import (
+    KINDS,
+    LAYOUTS,
+    Samples,
+    apart,
+    arguments,
+    checkpointing,
+    collator,
+    descend,
+    distance,
+    gradients,
+    logged,
+    loss_sums,
+    receipts,
+    train,
+    trainer,
+    weights,
+)
+from transformers import AutoModelForImageTextToText, Trainer
+
+from vlmpack.errors import ConfigError
+from vlmpack.families.registry import FAMILIES
+from vlmpack.model import disable_packing, enable_packing, is_packing
+from vlmpack.testing import tiny_model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Unsupported layer type.*Conv3d:UserWarning"),
+]
+
+
+def same_steps(expected, run, *, loss=1e-6, gradient=1e-5, measure=distance):
+    assert run.losses == pytest.approx(expected.losses, rel=loss)
+    assert len(run.gradients) == len(expected.gradients) > 0
+    for ours, theirs in zip(run.gradients, expected.gradients, strict=True):
+        assert measure(theirs, ours) < gradient
+
+
+# ---------------------------------------------------------------------- gradient checkpointing
+
+LOSS, GRADIENT = {False: 1e-6, True: 5e-6}, {False: 1e-5, True: 1e-4}
+"""Of a second step, by whether the family is beyond Qwen: some of those norms enlarge what the first one rounded."""
+
+
+@pytest.mark.parametrize("family", families(lambda family: family.has_vision, always=["qwen3_vl"]))
+def test_checkpointed_layers_see_the_row_that_they_saw(family, tmp_path):
+    reentrant = sorted(FAMILIES).index(family) % 2 == 0
+    reference, model = tiny_model(family), enable_packing(tiny_model(family))
+    samples = receipts(model)
+    expected = descend(reference, samples, size=3, steps=2)
+    settings = {"per_device_train_batch_size": 3, "remove_unused_columns": False}
+    settings |= checkpointing(use_reentrant=reentrant)
+    if reentrant and family == "llama4":  # its tower hands hidden states on by keyword, in the unmodified model too
+        with pytest.raises(UserWarning, match="None of the inputs have requires_grad=True"):
+            train(model, samples, tmp_path, **settings)
+        return
+    beyond = not family.startswith("qwen")
+    same_steps(
+        expected,
+        train(model, samples, tmp_path, **settings),
+        loss=LOSS[beyond],
+        gradient=GRADIENT[beyond],
+        measure=apart,
+    )
+
+
+def checkpointed(model, *, reentrant):
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    return model
+
+
+def rows(model):
+    """Two packed rows that have nothing in common, not even their width."""
+    return [collator("packed")(receipts(model, seed=seed)[: 2 + seed]) for seed in (1, 2)]
+
+
+def alone_gradients(model, row):
+    model.zero_grad()
+    model(**row).loss.backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_are_really_computed_twice(layout):
+    model = checkpointed(enable_packing(tiny_model()), reentrant=False)
+    calls = []
+    model.model.language_model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    loss = model(**collator(layout)(receipts(model)[:3])).loss
+    assert len(calls) == 1
+    loss.backward()
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_two_forwards_before_one_backward(reentrant):
+    model = checkpointed(enable_packing(tiny_model()), reentrant=reentrant)
+    first, second = rows(model)
+    plain = enable_packing(tiny_model())
+    expected = [alone_gradients(plain, row) for row in (first, second)]
+
+    model.zero_grad()
+    (model(**first).loss + model(**second).loss).backward()
+
+    both = {name: expected[0][name] + expected[1][name] for name in expected[0]}
+    assert distance(both, gradients(model)) < 1e-5
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_two_models_alive_at_once(reentrant):
+    models = [checkpointed(enable_packing(tiny_model(seed=seed)), reentrant=reentrant) for seed in (1, 2)]
+    inputs = rows(models[0])
+    expected = [alone_gradients(copy.deepcopy(m), row) for m, row in zip(models, inputs, strict=True)]
+
+    losses = [model(**row).loss for model, row in zip(models, inputs, strict=True)]
+    for loss in losses:  # the first model's backward pass comes after the second one's forward pass
+        loss.backward()
+
+    for model, theirs in zip(models, expected, strict=True):
+        assert distance(theirs, gradients(model)) < 1e-6
+
+
+# ---------------------------------------------------------------------- bfloat16 and torch.compile
+
+
+def of_samples_alone(model, samples, *, bf16):
+    """(per-sample losses [B], gradients) of the samples alone through an untouched model."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        sums, counts = loss_sums(model, samples)
+    model.zero_grad()
+    (sums.sum() / counts.sum()).backward()
+    return (sums / counts).detach(), gradients(model)
+
+
+def error(a, b):
+    """Root mean square of all differences between two sets of gradients."""
+    return torch.cat([(a[name] - b[name]).flatten() for name in a]).square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize(("family", "layout"), [("qwen3_vl_moe", "padded"), ("qwen2_5_vl", "packed")])
+def test_the_error_of_bf16_is_that_of_plain_low_precision(family, layout, tmp_path):
+    samples = receipts(tiny_model(family))
+    exact, exact_gradients = of_samples_alone(tiny_model(family), samples, bf16=False)
+    plain, plain_gradients = of_samples_alone(tiny_model(family), samples, bf16=True)
+
+    model = enable_packing(tiny_model(family))
+    settings = {"bf16": True, "max_steps": 1, "per_device_train_batch_size": 7, "per_device_eval_batch_size": 3}
+    losses, _ = trainer(model, samples, tmp_path, layout, **settings).predict(Samples(samples)).predictions
+    ours = train(enable_packing(tiny_model(family)), samples, tmp_path, layout, **settings)
+
+    assert (plain - exact).abs().max() > 1e-4, "autocast did nothing"
+    assert (torch.from_numpy(losses) - exact).abs().max() <= 2 * (plain - exact).abs().max()
+    assert error(ours.gradients[0], exact_gradients) <= 2 * error(plain_gradients, exact_gradients)
+
+
+def test_the_autocast_wrapper_outlives_packing_without_harm(tmp_path):
+    """accelerate leaves its wrapper around forward on the model; what it wraps must still work afterwards."""
+    model = enable_packing(tiny_model())
+    samples = receipts(model)
+    train(model, samples, tmp_path, bf16=True)
+    assert "forward" in vars(model)
+
+    disable_packing(model)
+    untouched = tiny_model()
+    untouched.load_state_dict(model.state_dict())
+    sums, counts = loss_sums(model.float(), samples)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, _ = loss_sums(untouched, samples)
+    torch.testing.assert_close(sums / counts, expected / counts, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_torch_compile(tmp_path):
+    reference, model = (tiny_model(layers=1, vision_depth=1) for _ in range(2))
+    samples = receipts(enable_packing(model), kinds=("image", "text")) * 2
+    expected = descend(reference, samples, size=2, steps=2)
+    run = train(model, samples, tmp_path, torch_compile=True, torch_compile_backend="aot_eager")
+    assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+    same_steps(expected, run)
+
+
+# ---------------------------------------------------------------------- saving and resuming
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe", "qwen3_5"])
+def test_a_saved_model_is_plain_and_the_same(family, tmp_path):
+    model = enable_packing(tiny_model(family))
+    row = collator("packed")(receipts(model))
+    train(model, receipts(model), tmp_path, save_strategy="steps", save_steps=2)
+    saved = tmp_path / "checkpoint-2"
+    reloaded = AutoModelForImageTextToText.from_pretrained(saved).train()
+
+    assert "vlmpack" not in "".join(path.read_text() for path in saved.glob("*.json"))
+    config = json.loads((saved / "config.json").read_text())
+    assert config["architectures"] == [type(tiny_model(family)).__name__]
+    assert type(reloaded) is type(tiny_model(family))
+    assert not is_packing(reloaded)
+    assert all(torch.equal(a, b) for a, b in zip(reloaded.parameters(), model.parameters(), strict=True))
+    assert torch.equal(enable_packing(reloaded)(**row).loss, model(**row).loss)
+
+
+class Remembering:
+    """A collator that writes down which samples each batch was made of."""
+
+    def __init__(self, samples, layout):
+        self.names = {id(sample["input_ids"]): name for name, sample in enumerate(samples)}
+        self.batches = []
+        self.collate = collator(layout)
+
+    def __call__(self, features):
+        self.batches.append([self.names[id(sample["input_ids"])] for sample in features])
+        return self.collate(features)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_resuming_in_mid_epoch_equals_never_having_stopped(layout, tmp_path):
+    """Fourteen samples in pairs, two batches a step: the checkpoint after step 2 lies in the middle of the first
+    epoch; shuffled, with Adam, a decaying rate and dropout, all of which have to be taken up again."""
+
+    def run(folder, **settings):
+        model = enable_packing(tiny_model())
+        model.config.text_config.attention_dropout = 0.1
+        for layer in model.model.language_model.layers:
+            layer.self_attn.attention_dropout = 0.1
+        samples = receipts(model, kinds=KINDS * 2)
+        remember = Remembering(samples, layout)
+        args = arguments(
+            folder,
+            optim="adamw_torch",
+            learning_rate=0.01,
+            lr_scheduler_type="linear",
+            gradient_accumulation_steps=2,
+            max_steps=6,
+            **settings,
+        )
+        return model, Trainer(model, args, remember, Samples(samples)), remember
+
+    model, whole, seen = run(tmp_path / "whole", save_strategy="steps", save_steps=2)
+    whole.train()
+    resumed_model, resumed, seen_again = run(tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+
+    epoch = [name for batch in seen.batches[:7] for name in batch]
+    assert sorted(epoch) == list(range(14)) != epoch, "one epoch, shuffled"
+    assert seen_again.batches == seen.batches[4:]
+    assert len(logged(whole)) == 6
+    assert logged(resumed) == logged(whole)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed_model.parameters(), strict=True))
+
+
+# ---------------------------------------------------------------------- adapters
+
+LANGUAGE = r".*language_model.*\.(q_proj|v_proj|down_proj|in_proj_qkv|in_proj_a)"
+VISION = r".*visual.*\.(qkv|proj)"
+
+
+def lora(model, targets=f"({LANGUAGE})|({VISION})", **settings):
+    """Adapters that change the output from the start: untrained ones are zero, and would hide being left out."""
+    config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **settings)
+    # PEFT draws weights from the global generator; the seed of tiny_model leaves it alone.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return get_peft_model(model, config)
+
+
+def has_gradient(run, part):
+    return any(part in name for name in run.gradients[0])
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "order"),
+    [
+        ("qwen2_5_vl", None, "enable, then adapt"),
+        ("qwen3_vl_moe", "CAUSAL_LM", "adapt, then enable"),
+        ("qwen3_5", "CAUSAL_LM", "enable, then adapt"),
+    ],
+)
+def test_adapters_are_trained_as_by_samples_alone(family, task, order, tmp_path):
+    reference = lora(tiny_model(family), task_type=task)
+    if order == "enable, then adapt":
+        model = lora(enable_packing(tiny_model(family)), task_type=task)
+    else:
+        model = enable_packing(lora(tiny_model(family), task_type=task))
+    samples = receipts(model.get_base_model())
+
+    expected = descend(reference, samples, size=4, steps=2)
+    run = train(model, samples, tmp_path, gradient_accumulation_steps=2)
+
+    same_steps(expected, run)
+    assert has_gradient(run, "visual")
+    assert has_gradient(run, "language_model")
+    assert all("lora_" in name for name in run.gradients[0])
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")  # the frozen tower's
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_frozen_tower_under_checkpointing(reentrant, tmp_path):
+    reference, model = lora(tiny_model(), LANGUAGE), enable_packing(lora(tiny_model(), LANGUAGE))
+    samples = receipts(model.get_base_model())
+    expected = descend(reference, samples, size=2, steps=2)
+    run = train(model, samples, tmp_path, **checkpointing(use_reentrant=reentrant))
+    same_steps(expected, run)
+    assert not has_gradient(run, "visual")
+
+
+@pytest.mark.parametrize("first", ["adapter", "packing"])
+def test_an_adapter_that_is_activated_by_tokens_is_refused(first):
+    settings = LoraConfig(task_type="CAUSAL_LM", target_modules=LANGUAGE, alora_invocation_tokens=[5, 6])
+    with pytest.raises(ConfigError, match=r"'default' is activated by tokens .* one sample alone would have it"):
+        if first == "adapter":
+            enable_packing(get_peft_model(tiny_model(), settings))
+        else:
+            model = get_peft_model(enable_packing(tiny_model()), settings)
+            model(**collator("packed")(receipts(model)[:2]))
+
+
+def ten_steps(model, samples, folder, layout):
+    run = train(model, samples, folder, layout, per_device_train_batch_size=4, max_steps=10)
+    assert len(run.losses) == 10
+    return run
+
+
+@pytest.mark.parametrize("kind", [{}, *slow({"use_dora": True}, {"use_rslora": True})], ids=["lora", "dora", "rslora"])
+def test_ten_steps_equal_the_padded_run_and_survive_saving_and_merging(kind, tmp_path):
+    reference, model = lora(tiny_model(), LANGUAGE, **kind), enable_packing(lora(tiny_model(), LANGUAGE, **kind))
+    samples = receipts(model.get_base_model())[:4]
+    padded, packed = ten_steps(reference, samples, tmp_path, "padded"), ten_steps(model, samples, tmp_path, "packed")
+    assert packed.losses == pytest.approx(padded.losses, rel=1e-5)
+    assert distance(weights(reference), weights(model)) < 1e-4
+    row = collator("packed")(samples)
+    loss = model(**row).loss.item()
+    model.save_pretrained(tmp_path / "adapter")
+    assert "vlmpack" not in (tmp_path / "adapter" / "adapter_config.json").read_text()
+    reloaded = PeftModel.from_pretrained(tiny_model(), tmp_path / "adapter")
+    assert not is_packing(reloaded)
+    for again in (reloaded, model.merge_and_unload()):
+        assert enable_packing(again)(**row).loss.item() == pytest.approx(loss, rel=1e-5)
+    assert weights(disable_packing(again)).keys() == weights(tiny_model()).keys()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_ten_steps_over_quantised_layers(tmp_path):
+    """QLoRA: 4-bit weights under the adapters, packed and padded."""
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install bitsandbytes")
+    from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
+
+    tiny_model(hidden=64).save_pretrained(tmp_path / "plain")
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float32,
+        llm_int8_skip_modules=["model.visual", "lm_head"],
+    )
+
+    def quantised():
+        return AutoModelForImageTextToText.from_pretrained(tmp_path / "plain", quantization_config=settings)
+
+    reference, model = lora(quantised(), LANGUAGE), enable_packing(lora(quantised(), LANGUAGE))
+    quantised_parts = {name for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
+    assert any("language_model" in name for name in quantised_parts)
+    assert not any("visual" in name for name in quantised_parts)
+    samples = receipts(model.get_base_model())[:4]
+    padded, packed = ten_steps(reference, samples, tmp_path, "padded"), ten_steps(model, samples, tmp_path, "packed")
+    assert padded.losses[-1] < padded.losses[0]
+    assert packed.losses == pytest.approx(padded.losses, rel=1e-6)
+    assert distance(padded.gradients[0], packed.gradients[0]) < 1e-5
+    assert distance(adapters(reference), adapters(model)) < 1e-5
+    row = collator("packed")(samples)
+    model.save_pretrained(tmp_path / "adapter")
+    again = enable_packing(PeftModel.from_pretrained(quantised(), tmp_path / "adapter")).train()
+    assert again(**row).loss.item() == pytest.approx(model(**row).loss.item(), rel=1e-6)
+
+
+def adapters(model):
+    """The weights that are trained; those of quantised layers are bytes."""
+    return {name: weight for name, weight in weights(model).items() if "lora_" in name}

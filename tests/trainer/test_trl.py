@@ -1,0 +1,492 @@
+"""TRL's trainers on packed rows against TRL's own, padded: the same losses, metrics, gradients and weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from chats import picture
+from datasets import Dataset
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from test_readme import DOCS, examples
+from trainer.packed_runs import torchdata_on_new_torch
+from training import distance
+from transformers import Trainer
+from trl_runs import (
+    BEYOND_QWEN,
+    arguments,
+    compared,
+    finish,
+    messages,
+    placeholders,
+    preferences,
+    processor_of,
+    prompt_and_completion,
+    prompts,
+    run_of,
+    said,
+    samples,
+    saved,
+    text,
+    trl,
+)
+
+from vlmpack.collate import VLMCollator
+from vlmpack.data import mix_datasets, open_dataset
+from vlmpack.errors import ConfigError, UnpackedWarning
+from vlmpack.families import family_of
+from vlmpack.interop.seqpacker import RowCollator, pack_dataset
+from vlmpack.loading import PackedStream, RowSettings
+from vlmpack.model import StepConfig, enable_packing, is_packing, plain
+from vlmpack.plan import plan_bins
+from vlmpack.store import measure_lengths
+from vlmpack.testing import tiny_model, tiny_processor
+from vlmpack.trainer import PackedGRPOTrainer, check_trainer, evaluate, loss_metrics
+from vlmpack.trainer.trl import PackedDPOTrainer, PackedSFTTrainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*SwigPy:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Unsupported layer type.*Conv3d:UserWarning"),
+    pytest.mark.filterwarnings("ignore:nothing is packed in this training step:UserWarning"),  # of the padded runs
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # processors of GLM
+]
+
+
+class Counting(trl.SFTTrainer):
+    """TRL's own, with targets counted over accumulated batches, where TRL averages averages for these models."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = True
+
+
+class Aligned(trl.GRPOTrainer):
+    """TRL's own, with the kinds of tokens read off the ids: it takes those of a prompt with two first tokens."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        family = family_of(self.model)
+
+        def align(backbone, args, inputs):
+            return args, {**inputs, family.token_types: family.media_types(inputs["input_ids"], self.model.config)}
+
+        for model in (self.model, self.ref_model):
+            family.backbone(model).register_forward_pre_hook(align, with_kwargs=True)
+
+
+RATES = {"temperature": 0.7, "gradient_accumulation_steps": 2, "num_iterations": 2}
+SETTINGS = {
+    "SFT": [
+        {"dataset": samples(prompt_and_completion), "completion_only_loss": False},
+        {"dataset": samples(prompt_and_completion), "completion_only_loss": True},
+        {"dataset": samples(prompt_and_completion), "max_length": 60},
+        {"dataset": samples(prompt_and_completion, images=False)},
+        {"dataset": samples(text), "remove_unused_columns": False},  # TRL removes "text" of samples with images
+        {"loss_type": "dft"},
+        {"max_grad_norm": 0.5, "optim": "adamw_torch", "learning_rate": 1e-4},
+        {"gradient_checkpointing": True},
+        {"pad_to_multiple_of": 16},
+        {"gradient_accumulation_steps": 2, "padded": Counting},
+    ],
+    "DPO": [
+        *({"loss_type": loss_type} for loss_type in ("ipo", "sft", "aot", "bco_pair")),
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+        {"use_weighting": True},
+        {"ld_alpha": 0.5},
+        {"gradient_accumulation_steps": 2},
+        {"sync_ref_model": True, "ref_model_sync_steps": 1},
+        {"gradient_checkpointing": True},
+        {"dataset": preferences().remove_columns("images"), "precompute_ref_log_probs": True},
+    ],
+    "GRPO": [
+        *({"loss_type": loss_type, "beta": 0.3, **RATES} for loss_type in ("dapo", "cispo", "vespo")),
+        {"loss_type": "grpo", "beta": 0.0, **RATES},
+        {"num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
+        {"num_generations": 8, "per_device_train_batch_size": 8},
+        {"steps_per_generation": 3, "beta": 0.1},
+        {"importance_sampling_level": "sequence", "num_iterations": 3},
+        {"top_entropy_quantile": 0.8, "entropy_coef": 0.2},
+        {"mask_truncated_completions": True, "beta": 0.1},
+        {"off_policy_mask_threshold": 0.01, "num_iterations": 2, "delta": 1.5},
+        {"pad_to_multiple_of": 16},
+        {"gradient_checkpointing": True},
+        {"cast_lm_head_to_fp32": True},
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [pytest.param(name, case, id=f"{name}-{at}") for name, cases in SETTINGS.items() for at, case in enumerate(cases)],
+)
+def test_settings(name, settings, tmp_path):
+    compared(name, tmp_path, **{"steps": 4 if name == "SFT" else 3, **settings})
+
+
+SHARE = {"SFT": 1, "DPO": 0.65, "KTO": 0.9, "RLOO": 0.9, "GRPO": 0.5}
+"""The largest part of the batch's tokens that is computed: each prompt once."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("SFT", {}), ("DPO", {}), ("KTO", {}), ("RLOO", {"beta": 0.1}), ("GRPO", {"beta": 0.1, "num_iterations": 2})],
+)
+def test_ten_steps(name, settings, tmp_path):
+    run = compared(name, tmp_path, steps=10, **settings)
+    assert run.state.log_history[0]["packing/computed"] <= SHARE[name]
+    assert name not in ("DPO", "GRPO") or is_packing(run.ref_model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "qwen3_vl_moe", *BEYOND_QWEN])
+@pytest.mark.parametrize("name", ["SFT", "DPO", "GRPO"])
+def test_families(name, family, tmp_path):
+    settings = {"router_aux_loss_coef": 0.1} if family.endswith("moe") else {}
+    settings |= {"dataset": samples(prompt_and_completion)} if name == "SFT" else {}
+    if name == "GRPO":
+        settings |= {"beta": 0.1, "padded": Aligned if family.startswith("gemma") else None}
+    run = compared(name, tmp_path, family, steps=10 if family in BEYOND_QWEN and name != "GRPO" else 3, **settings)
+    assert name == "DPO" or ("aux_loss" in run.state.log_history[0]) == family.endswith("moe")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("SFT", {}), ("DPO", {"learning_rate": 0.1}), ("GRPO", {"beta": 0.3, "num_iterations": 2, "learning_rate": 0.5})],
+)
+def test_an_adapter_that_trl_adds_and_whose_reference_is_the_policy_without_it(name, settings, tmp_path):
+    scale = {} if name == "SFT" else {"lora_alpha": 64}
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights="gaussian", **scale)
+    run = compared(name, tmp_path, extras={"peft_config": adapter}, **settings)
+    assert name == "SFT" or run.ref_model is None
+    assert name != "GRPO" or run.state.log_history[1]["kl"] > 0
+
+
+MARKED = processor_of().chat_template.replace(
+    "{%- if message['content'] is string -%}{{- message['content'] -}}",
+    "{%- if message['role'] == 'assistant' -%}{%- generation -%}{{- message['content'][0]['text'] -}}"
+    "{%- endgeneration -%}{%- elif message['content'] is string -%}{{- message['content'] -}}",
+)
+"""The template with the marks of what assistants say, by which TRL knows it."""
+
+
+@pytest.mark.slow
+def test_what_assistants_say_alone(tmp_path):
+    processor = tiny_processor(max_pixels=16 * 32 * 32)
+    processor.chat_template = MARKED
+    run = compared("SFT", tmp_path, processor=processor, assistant_only_loss=True)
+    labels = next(iter(run.get_train_dataloader()))["labels"]
+    assert 0 < int((labels != -100).sum()) < labels.numel()
+
+
+@pytest.mark.slow
+def test_an_adapter_of_before_whose_reference_is_its_copy(tmp_path):
+    def adapted(model):
+        torch.manual_seed(3)
+        return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+
+    run = compared("GRPO", tmp_path, adapted=adapted, beta=0.3, num_iterations=2, learning_rate=0.1)
+    assert "ref" in run.model.peft_config
+    assert run.state.log_history[1]["kl"] > 0
+
+
+@pytest.mark.slow
+def test_prompts_of_text_alone(tmp_path):
+    questions = [{"prompt": [{"role": "user", "content": "How much is it? " * n}]} for n in (2, 4, 3, 5)]
+    compared("GRPO", tmp_path, dataset=Dataset.from_list(questions), beta=0.1, gradient_accumulation_steps=2)
+
+
+@pytest.mark.slow
+def test_steps_in_bfloat16_are_near_those_of_the_padded_trainer(tmp_path):
+    found = []
+    for trainer in (trl.GRPOTrainer, PackedGRPOTrainer):
+        run = run_of("GRPO", trainer, saved(tmp_path), tmp_path, bf16=True, beta=0.1, num_iterations=2, max_steps=2)
+        found.append(finish(run)[0])
+    assert found[1].losses == pytest.approx(found[0].losses, abs=0.05)
+    cosines = [
+        torch.cosine_similarity(gradient.flatten(), found[1].gradients[0][name].flatten(), 0)
+        for name, gradient in found[0].gradients[0].items()
+        if gradient.abs().max() > 1e-3
+    ]
+    assert len(cosines) > 20
+    assert min(cosines) > 0.98
+
+
+@pytest.mark.slow
+def test_an_evaluation(tmp_path):
+    found = []
+    for trainer in (trl.GRPOTrainer, PackedGRPOTrainer):
+        run = run_of("GRPO", trainer, saved(tmp_path), tmp_path, per_device_eval_batch_size=4)
+        found.append(run.evaluate(prompts()))
+    assert found[1]["eval_loss"] == pytest.approx(found[0]["eval_loss"], abs=1e-6)
+    assert found[1]["eval_entropy"] == pytest.approx(found[0]["eval_entropy"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_processor_that_pads_on_the_right_changes_nothing(tmp_path):
+    """TRL then puts the token types of short prompts beside their tokens; here they are read off the ids."""
+    runs = []
+    for side in ("left", "right"):
+        settings = {"processor": processor_of(side=side), "per_device_train_batch_size": 8, "max_steps": 1}
+        runs.append(finish(run_of("GRPO", PackedGRPOTrainer, saved(tmp_path), tmp_path, **settings)))
+    assert distance(runs[0][1], runs[1][1]) == 0
+
+
+# ---------------------------------------------------------------------- rows of VLMCollator, planned rows, evaluation
+
+
+ROWS = {"remove_unused_columns": False, "max_length": None, "max_steps": 2}
+
+
+def collated(trainer, model, tmp_path, layout, *, extras=None, **settings):
+    """A run over batches of vlmpack's collator, of prompts and completions."""
+    collator = VLMCollator(processor_of(), layout=layout)
+    extras = {"data_collator": collator, "eval_dataset": samples(prompt_and_completion), **(extras or {})}
+    settings = {"dataset": samples(prompt_and_completion), **ROWS, **settings}
+    return run_of("SFT", trainer, model, tmp_path, extras=extras, **settings)
+
+
+def planned(model, tmp_path, **settings):
+    """A run whose steps have all samples, in planned rows."""
+    lengths = measure_lengths(samples(prompt_and_completion), VLMCollator(processor_of(), layout="packed"))
+    plan = plan_bins(lengths, 400)
+    extras, settings = {"plan": plan}, {"gradient_accumulation_steps": len(plan.bins), **settings}
+    return collated(PackedSFTTrainer, model, tmp_path, "packed", extras=extras, **settings)
+
+
+@pytest.mark.slow
+def test_planned_rows_have_the_losses_of_one_big_batch(tmp_path):
+    """The rows of one epoch, accumulated, against TRL's padded trainer on all samples at once."""
+    run = planned(saved(tmp_path), tmp_path)
+    check_trainer(run)
+    assert 1 < len(run.plan.bins) < 8
+    ours, weights = finish(run)
+    big = {"per_device_train_batch_size": 8}
+    padded, reference = finish(collated(trl.SFTTrainer, saved(tmp_path), tmp_path, "padded", **big))
+    assert len(padded.losses) == 2
+    assert ours.losses == pytest.approx(padded.losses, rel=1e-5)
+    assert distance(padded.gradients[0], ours.gradients[0]) < 1e-5
+    assert distance(reference, weights) < 1e-5
+
+
+@pytest.mark.slow
+def test_an_evaluation_in_planned_rows_is_exact_and_has_no_metrics_of_batches(tmp_path):
+    run = planned(saved(tmp_path), tmp_path)
+    seen = run.evaluate()
+    alone = collated(trl.SFTTrainer, saved(tmp_path), tmp_path, "padded", per_device_eval_batch_size=1)
+    each = [alone.evaluate(alone.train_dataset.select([n]))["eval_loss"] for n in range(8)]
+    assert run.evaluation.sample_losses == pytest.approx(each, rel=1e-5)
+    assert seen["eval_loss"] == pytest.approx(run.evaluation.token_loss)
+    assert not {"eval_entropy", "eval_mean_token_accuracy"} & seen.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_an_evaluation_in_batches_is_exact_and_has_the_metrics_of_trl(layout, tmp_path):
+    """TRL's eval_loss is the mean of means of batches; each target weighs the same here."""
+    batches = {"per_device_eval_batch_size": 3}
+    expected = collated(trl.SFTTrainer, saved(tmp_path), tmp_path, "padded", **batches).evaluate()
+    extras = {"eval_packing": False}
+    seen = collated(PackedSFTTrainer, saved(tmp_path), tmp_path, layout, extras=extras, **batches).evaluate()
+    for name in ("eval_entropy", "eval_mean_token_accuracy"):
+        assert seen[name] == pytest.approx(expected[name], rel=1e-4)
+    exact = planned(saved(tmp_path), tmp_path).evaluate()["eval_loss"]
+    assert seen["eval_loss"] == pytest.approx(exact, rel=1e-5)
+    assert abs(expected["eval_loss"] - exact) > 1e-3
+
+
+def written(tmp_path):
+    """The prompts and completions in a file, with their pictures beside it."""
+    rows = samples(prompt_and_completion).to_list()
+    for at, row in enumerate(rows):
+        row["images"] = [f"{at}-{n}.png" for n, image in enumerate(row["images"])]
+    for at, row in enumerate(samples(prompt_and_completion)):
+        for n, image in enumerate(row["images"]):
+            image.save(tmp_path / f"{at}-{n}.png")
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "chats.jsonl"
+
+
+@pytest.mark.slow
+@torchdata_on_new_torch
+def test_data_sets_of_others_than_datasets_are_trained_on_as_they_are(tmp_path):
+    """Opened, mixed and streamed: the losses of the same samples in a data set of `datasets`."""
+    opened = open_dataset(written(tmp_path))
+    expected, weights = finish(collated(PackedSFTTrainer, saved(tmp_path), tmp_path, "packed"))
+    collator = VLMCollator(processor_of(), layout="packed")
+    mix = mix_datasets({"chats": opened}, seed=None)
+    for data in (opened, mix, list(opened)):
+        extras = {"data_collator": collator, "eval_dataset": {"held": data}}
+        run = run_of("SFT", PackedSFTTrainer, saved(tmp_path), tmp_path, dataset=data, extras=extras, **ROWS)
+        assert run.train_dataset is data
+        ours, reached = finish(run)
+        assert ours.losses == expected.losses
+        assert distance(weights, reached) == 0
+        exact = planned(saved(tmp_path), tmp_path).evaluate()["eval_loss"]
+        run.model.load_state_dict(saved(tmp_path).state_dict())
+        assert run.evaluate()["eval_held_loss"] == pytest.approx(exact, rel=1e-5)
+        assert run.evaluate(data)["eval_loss"] == pytest.approx(exact, rel=1e-5)
+    stream = PackedStream(opened, RowSettings(capacity=400), length=lambda sample: 150, ranks=1, rank=0, repeat=True)
+    run = run_of(
+        "SFT", PackedSFTTrainer, saved(tmp_path), tmp_path, dataset=stream, extras={"data_collator": collator}, **ROWS
+    )
+    assert len(finish(run)[0].losses) == 2
+    with pytest.raises(ConfigError, match=r"train_dataset is a OpenDataset, which TRL cannot tokenise: give data_coll"):
+        run_of("SFT", PackedSFTTrainer, saved(tmp_path), tmp_path, dataset=opened)
+
+
+@pytest.mark.slow
+def test_steps_of_another_path_are_refused(tmp_path, monkeypatch):
+    """Prompt tuning puts embeddings in the place of tokens, of which nothing is packed."""
+    monkeypatch.setattr(plain, "_warned", set[str]())  # once a process
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    run = run_of("SFT", PackedSFTTrainer, saved(tmp_path), tmp_path, extras={"peft_config": config})
+    with (
+        pytest.warns(UnpackedWarning),
+        pytest.raises(ConfigError, match="PackedSFTTrainer packed nothing of a training step"),
+    ):
+        run.train()
+
+
+class Plain(trl.SFTTrainer):
+    """Of TRL nothing but the samples: the model's own forward computes the loss."""
+
+    compute_loss = Trainer.compute_loss
+
+
+ITS_OWN_PACKING = [
+    ({"packing": True}, "packing=True has TRL lay samples out in rows"),
+    ({"packing": True, "packing_strategy": "bfd_split"}, "packing=True has TRL lay samples out in rows"),
+    ({"padding_free": True, "max_length": None}, "padding_free=True has TRL lay samples out in rows"),
+    ({"packing": True, "packing_strategy": "wrapped"}, "packing_strategy='wrapped' cuts samples in two"),
+    ({"eval_packing": True}, "eval_packing=True evaluates each row as one sample"),
+]
+
+
+def of_texts(trainer, model, tmp_path, **settings):
+    """TRL packs nothing but text."""
+    texts = samples(messages, images=False)
+    settings = {"max_length": 128, "per_device_train_batch_size": 4, **settings}
+    return run_of("SFT", trainer, model, tmp_path, dataset=texts, extras={"eval_dataset": texts}, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("settings", "seen"), ITS_OWN_PACKING)
+def test_rows_that_trl_packs_itself_are_refused(settings, seen, tmp_path):
+    run = of_texts(PackedSFTTrainer, saved(tmp_path), tmp_path, **settings)
+    for refused in (lambda: check_trainer(run), run.train, run.evaluate):
+        with pytest.raises(ConfigError, match=re.escape(seen)):
+            refused()
+
+
+@pytest.mark.slow
+def test_rows_that_were_packed_before_need_a_collator_that_keeps_their_samples_apart(tmp_path):
+    texts = [[5 + n] * (4 + n) for n in range(6)]
+    rows = Dataset.from_list(list(pack_dataset(texts, 16, seq_lengths=True, pad_to_capacity=False)))
+
+    def run(**more):
+        settings = {"dataset": rows, "processor": processor_of("qwen3_vl").tokenizer, "per_device_eval_batch_size": 1}
+        extras = {"eval_dataset": rows, **more}
+        return run_of(
+            "SFT", PackedSFTTrainer, tiny_model("qwen3", vocab_size=2000), tmp_path, **settings, extras=extras
+        )
+
+    with pytest.raises(ConfigError, match=r"use data_collator=RowCollator\(\)"):
+        check_trainer(run())
+    apart = run(data_collator=RowCollator())
+    check_trainer(apart)
+    plan = plan_bins([*map(len, texts)], 16)
+    alone = evaluate(tiny_model("qwen3", vocab_size=2000), texts, RowCollator(bare_row="one_sample"), plan=plan)
+    assert apart.evaluate()["eval_loss"] == pytest.approx(alone.token_loss, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_without_trls_packing_nothing_is_named(tmp_path):
+    check_trainer(of_texts(PackedSFTTrainer, saved(tmp_path), tmp_path))
+    run = of_texts(Plain, enable_packing(saved(tmp_path)), tmp_path)
+    run.compute_metrics = loss_metrics(run.model)
+    check_trainer(run)
+
+
+# ---------------------------------------------------------------------- what is refused, before the first step
+
+
+def test_a_policy_by_name_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"packing cannot be enabled on 'policy', which TRL would load: load the"):
+        PackedGRPOTrainer("policy", train_dataset=prompts())
+
+
+def test_placeholders_of_videos_are_not_suppressed_where_there_are_none(tmp_path):
+    run = run_of("GRPO", PackedGRPOTrainer, saved(tmp_path, "llava"), tmp_path)
+    assert run.generation_config.suppress_tokens == [run.model.config.image_token_id] == placeholders(run.model)
+
+
+@pytest.mark.slow
+def test_settings_that_another_loss_or_no_packing_would_come_of(tmp_path):
+    moe = enable_packing(saved(tmp_path, "qwen3_vl_moe"), StepConfig(z_loss_coef=0.1))
+    with pytest.raises(ConfigError, match=r"TRL's loss has no z-loss of routers: leave z_loss_coef out"):
+        run_of("GRPO", PackedGRPOTrainer, moe, tmp_path)
+    with pytest.raises(ConfigError, match="torch_compile=True breaks off at packed rows"):
+        run_of("SFT", PackedSFTTrainer, saved(tmp_path), tmp_path, torch_compile=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["GRPO", "DPO"])
+def test_the_check_of_settings_names_the_packed_trainer(name, tmp_path):
+    plain = run_of(name, getattr(trl, f"{name}Trainer"), enable_packing(saved(tmp_path)), tmp_path)
+    with pytest.raises(ConfigError, match=rf"TRL's {name}Trainer computes the loss itself.*import Packed{name}Trainer"):
+        check_trainer(plain)
+
+
+@pytest.mark.slow
+def test_the_reference_is_packed_and_video_placeholders_are_not_sampled(tmp_path):
+    run = run_of("GRPO", PackedGRPOTrainer, saved(tmp_path), tmp_path, beta=0.1, generation_kwargs=None)
+    assert is_packing(run.ref_model)
+    config = run.model.config
+    assert {config.image_token_id, config.video_token_id} <= {*run.generation_config.suppress_tokens}
+
+
+@pytest.mark.slow
+def test_an_enabled_model_in_trls_own_trainer_has_its_losses(tmp_path):
+    """With all its padding: nothing is packed there, and nothing is wrong."""
+    plain, reference = finish(run_of("DPO", trl.DPOTrainer, saved(tmp_path), tmp_path))
+    ours, weights = finish(run_of("DPO", trl.DPOTrainer, enable_packing(saved(tmp_path)), tmp_path))
+    assert ours.losses == plain.losses
+    assert distance(reference, weights) == 0
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = said("user", [{"type": "image", "image": "0.png"}, {"type": "text", "text": "How much?"}])
+    Path("chats.jsonl").write_text(json.dumps({"messages": asked + said("assistant", "75")}) + "\n")
+    spoken = (("human", "<image>How much?"), ("gpt", "75"), ("gpt", "?"))
+    turns = [{"from": name, "value": value} for name, value in spoken]
+    picture(64, 64).save("0.png")
+    ranked = {"conversations": turns[:1], "chosen": turns[1], "rejected": turns[2], "images": ["0.png"]}
+    Path("ranked.jsonl").write_text(f"{json.dumps(ranked)}\n" * 4)
+    names = {"__name__": "page"}
+    for example in examples(DOCS / "trl.md"):
+        exec(example.code, names)
+    assert names["trainer"].state.log_history[0]["packing/computed"] < 0.75  # the prompts of pairs once
+    assert names["opened"].state.log_history[0]["num_tokens"] > 0
+    assert names["planned"].evaluation.token_loss > 0
+    assert names["ranked"][0]["chosen"] == [{"role": "assistant", "content": "75"}]
+    args = arguments("DPOConfig", tmp_path, per_device_train_batch_size=2, max_steps=1)
+    models = [saved(tmp_path) for _ in range(2)]
+    PackedDPOTrainer(*models, args=args, train_dataset=names["ranked"], processing_class=processor_of()).train()
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "page"}
+    for example in examples(DOCS / "reinforcement_learning.md"):
+        exec(example.code, names)
+    assert names["trainer"].state.log_history[0]["packing/computed"] < 0.5
