@@ -29,7 +29,7 @@ import torch
 from PIL import Image
 
 from vlmpack.collate.audio import AudioReader
-from vlmpack.collate.chat_template import AnswerEnd, ChatTemplate, Span, check_characters
+from vlmpack.collate.chat_template import ChatTemplate, Span, check_characters
 from vlmpack.collate.columns import Kind, Markers, check_unread
 from vlmpack.collate.conversation import Conversation, check_answered, read_conversation, unplaced_marker
 from vlmpack.collate.encoded import (
@@ -207,15 +207,13 @@ class Encoder:
         return AudioReader(processor=self.processor, metadata=self.metadata)
 
     @cached_property
-    def _answer_end(self) -> AnswerEnd:
-        return AnswerEnd(token=self.add_stop, is_first=self.is_first)
-
-    @cached_property
     def _template(self) -> ChatTemplate:
         return ChatTemplate(
             processor=self.processor,
             takes_parts=self.metadata.has_vision,
             special_tokens=self.metadata.special_tokens,
+            add_stop=self.add_stop,
+            is_first=self.is_first,
         )
 
     # ------------------------------------------------------------------ a sample
@@ -294,12 +292,12 @@ class Encoder:
             raise Refusal("template_error", f"it is a conversation, but {self._is_of_prefix}", of_all=True)
         text = self._template.render(conversation)
         if not self.metadata.by_processor:
-            tokens = self._tokenise(text + self._answer_end.of(conversation, text, self._template), media)
+            tokens = self._tokenise(text + self._template.end_of(conversation, text), media)
             return self._encoded(tokens.ids, self._spans(tokens.ids, conversation), media)
         flags = conversation.trained_turns
         answers = [] if self.train_on == "all" else self._template.answers(conversation, text)
         answers = [span for at, span in enumerate(answers) if flags is None or flags[at]]
-        if end := self._answer_end.of(conversation, text, self._template, None if self.train_on == "all" else answers):
+        if end := self._template.end_of(conversation, text, None if self.train_on == "all" else answers):
             text += end
             answers[-1:] = [(start, len(text)) for start, _ in answers[-1:]]
         tokens = self._tokenise(self._laid_out(text, len(media["image"]), is_chat=True), media)
