@@ -30,7 +30,7 @@ from PIL import Image
 
 from vlmpack.collate.audio import AudioReader
 from vlmpack.collate.chat_template import ChatTemplate, Span, check_characters
-from vlmpack.collate.columns import Kind, Markers, check_unread
+from vlmpack.collate.columns import KINDS, Kind, Markers, check_unread
 from vlmpack.collate.conversation import Conversation, check_answered, read_conversation, unplaced_marker
 from vlmpack.collate.encoded import (
     Encoded,
@@ -38,7 +38,7 @@ from vlmpack.collate.encoded import (
     Visual,
     assistant_spans,
     check_sample,
-    mask_media,
+    make_labels,
     tokens_of,
 )
 from vlmpack.collate.media import BatchMedia, MediaReader, trial_image
@@ -48,7 +48,6 @@ from vlmpack.collate.video import DEFAULT_RULES, FileRules
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import FamilyError, Refusal
 from vlmpack.families.registry import family_of_processor
-from vlmpack.layout.row import IGNORE
 
 TOKEN_NAMES = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "labels")
 """Outputs of a processor with an entry for each token; all others are an image's."""
@@ -140,13 +139,10 @@ class Encoder:
             ConfigError: no sample can be used with this processor.
         """
 
-        def load(conversation: Conversation) -> Visuals:
-            options = {"batch": batch, "max_tokens": self.max_length}
-            return {
-                "image": self.media.load_each(conversation.images, kind="image", **options),
-                "video": self.media.load_each(conversation.videos, kind="video", **options),
-                "audio": self._audio.load_each(conversation.audios),
-            }
+        def load(conversation: Conversation, kind: Kind) -> Sequence[Visual]:
+            if kind == "audio":
+                return self._audio.load_each(conversation.audios)
+            return self.media.load_each(conversation.media[kind], kind=kind, batch=batch, max_tokens=self.max_length)
 
         return self._encode(feature, load)
 
@@ -158,12 +154,10 @@ class Encoder:
             ConfigError: no sample can be used, or images cannot be measured, with this processor.
         """
 
-        def measure(conversation: Conversation) -> Visuals:
-            return {
-                "image": self.media.measure_each(conversation.images, kind="image"),
-                "video": self.media.measure_each(conversation.videos, kind="video"),
-                "audio": self._audio.measure_each(conversation.audios),
-            }
+        def measure(conversation: Conversation, kind: Kind) -> Sequence[Visual]:
+            if kind == "audio":
+                return self._audio.measure_each(conversation.audios)
+            return self.media.measure_each(conversation.media[kind], kind=kind)
 
         return self._encode(feature, measure)
 
@@ -218,7 +212,7 @@ class Encoder:
 
     # ------------------------------------------------------------------ a sample
 
-    def _encode(self, feature: Any, read: Callable[[Conversation], Visuals]) -> Encoded:
+    def _encode(self, feature: Any, read: Callable[[Conversation, Kind], Sequence[Visual]]) -> Encoded:
         if not isinstance(feature, Mapping):
             raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
         if feature.get("input_ids") is not None:
@@ -268,20 +262,19 @@ class Encoder:
                 stacklevel=2,
             )
 
-    def _encode_conversation(self, conversation: Conversation, read: Callable[[Conversation], Visuals]) -> Encoded:
+    def _encode_conversation(
+        self, conversation: Conversation, read: Callable[[Conversation, Kind], Sequence[Visual]]
+    ) -> Encoded:
         self._check_texts(conversation)
         num_images, num_videos = len(conversation.images), len(conversation.videos)
         if (num_images or num_videos) and not self.metadata.has_vision:
             seen = f"it has {num_images} image(s) and {num_videos} video(s), but a tokenizer reads text only"
             raise Refusal("no_vision", f"{seen}; give VLMCollator the processor of a vision-language model")
         if num_videos and self.metadata.has_audio:
-            raise Refusal(
-                "no_video",
-                f"it has {num_videos} video(s), whose sizes and times a {type(self.processor).__name__} "
-                "sets by rules of its own, which need torchvision: tokenise such samples with the processor itself "
-                "(input_ids, labels, pixel_values_videos, ...), or give frames as images",
-            )
-        media = read(conversation)
+            fault = f"it has {num_videos} video(s), which a {type(self.processor).__name__} samples by rules of its own"
+            remedy = "tokenise it with the processor (input_ids, labels, pixel_values_videos, ...)"
+            raise Refusal("no_video", f"{fault} that need torchvision: {remedy}, or give frames as images")
+        media = {kind: read(conversation, kind) for kind in KINDS}
         if media["image"]:
             assert self._is_confirmed
         encode = self._plain if conversation.plain else self._chat
@@ -336,15 +329,11 @@ class Encoder:
 
         `prefix`: tokens of the prompt; None: all of them.
         """
-        labels = ids.copy() if self.train_on == "all" else np.full_like(ids, IGNORE)
-        for answer in answers:
-            labels[answer] = ids[answer]
-        for medium in around:
-            labels[medium] = IGNORE
+        spans = None if self.train_on == "all" else [(answer.start, answer.stop) for answer in answers]
         types = np.arange(len(ids)) >= (len(ids) if prefix is None else prefix)
         return Encoded(
             input_ids=ids,
-            labels=mask_media(labels, ids, self.metadata),
+            labels=make_labels(ids, self.metadata, spans=spans, untrained=around),
             types=token_types(ids, self.metadata),
             images=tuple(media.get("image", ())),
             videos=tuple(media.get("video", ())),
@@ -361,13 +350,10 @@ class Encoder:
         spans = assistant_spans(ids, self.metadata)
         count = sum(message["role"] == "assistant" for message in conversation.messages)
         if len(spans) != count:
-            raise Refusal(
-                "turn_mismatch",
-                f"the chat template wrote {len(spans) or 'no'} '<|im_start|>assistant' turns for {count} assistant "
-                "messages, so it is not known which tokens to learn; use a ChatML template (every Qwen-VL has one), "
-                "train_on='all', prompt and completion as strings, or tokenised samples with labels",
-                of_all=not spans,
-            )
+            fault = f"the chat template wrote {len(spans) or 'no'} '<|im_start|>assistant' turns for {count} assistant"
+            remedy = "use a ChatML template (every Qwen-VL has one), train_on='all', or tokenised samples with labels"
+            of_all = not spans
+            raise Refusal("turn_mismatch", f"{fault} messages, so answers are not known; {remedy}", of_all=of_all)
         flags = conversation.trained_turns or (True,) * count
         return [slice(*span) for span, is_trained in zip(spans, flags, strict=True) if is_trained]
 
@@ -394,12 +380,8 @@ class Encoder:
         for span in tokens.media:
             hit = tokens.between(span)
             before, after = max(hit.start - len(start), 0), hit.stop + len(end)
-            slices.append(
-                slice(
-                    before if ids[before : hit.start] == start else hit.start,
-                    after if ids[hit.stop : after] == end else hit.stop,
-                )
-            )
+            first = before if ids[before : hit.start] == start else hit.start
+            slices.append(slice(first, after if ids[hit.stop : after] == end else hit.stop))
         return slices
 
     @cached_property
@@ -533,10 +515,9 @@ class Encoder:
         blank = Image.new("RGB", _SMALLEST)
         laid_out = self.processor.prepare_inputs_layout(images=[[blank] * count], text=[text])[1][0]
         if is_chat and laid_out != text:
-            fault = (
-                f"the {type(self.processor).__name__} changes what the chat template writes, so answers are not found"
-            )
-            raise Refusal("template_error", f"{fault}; give prompt and completion as strings", of_all=True)
+            fault = f"the {type(self.processor).__name__} changes what the chat template writes"
+            remedy = "so answers are not found; give prompt and completion as strings"
+            raise Refusal("template_error", f"{fault}, {remedy}", of_all=True)
         return laid_out
 
     # ------------------------------------------------------------------ special tokens in a person's text
