@@ -239,9 +239,16 @@ class SkipLog:
             self._lines.append(json.dumps(record) + "\n")
 
     def _write_down(self) -> None:
+        """One write to a file opened for appending: lines of several workers do not mix."""
         lines, self._lines = self._lines, []
-        if lines and self.path is not None:
-            _append(self.path, "".join(lines))
+        if not lines or self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab", buffering=0) as file:
+                file.write("".join(lines).encode())
+        except OSError as error:
+            raise ConfigError(f"the skip log cannot be written ({error}); give skip_log= another path") from error
 
     def _check_limit(self, error: SampleError, counts: dict[str, Any]) -> None:
         bad, received = counts["refused"] - counts["noted"], counts["used"] + counts["refused"]
@@ -267,17 +274,3 @@ def read_skip_log(path: str | Path) -> list[dict[str, Any]]:
     process had received by then).
     """
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-
-
-def _append(path: Path, lines: str) -> None:
-    """One write to a file opened for appending: lines of several workers do not mix.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab", buffering=0) as file:
-            file.write(lines.encode())
-    except OSError as error:
-        raise ConfigError(f"the skip log cannot be written ({error}); give skip_log= another path") from error
