@@ -26,8 +26,7 @@ from transformers.video_utils import load_video
 
 from vlmpack import PackedStep, VLMCollator
 from vlmpack.collate import FrameSampling
-from vlmpack.collate.frame_sampling import sample_frames
-from vlmpack.collate.video import FileRules, VideoSettings, file_rules_of
+from vlmpack.collate.video import FileRules, VideoSettings, file_rules_of, sample_frames
 from vlmpack.collate.video import load_video as load_clip
 from vlmpack.data import ImageError, VideoLimits, save_processor
 from vlmpack.data.videos import VideoHeader, decode_frames
