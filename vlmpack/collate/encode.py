@@ -255,12 +255,11 @@ class Encoder:
             return
         kind = unplaced_marker(conversation, feature)
         if kind is not None and self.is_first(f"marker of {kind}"):
-            warnings.warn(
-                f"a user's text holds '<{kind}>', but its sample has no column {kind} or {kind}s, so the marker is "
-                f"read as a word: if the column was lost, markers='places' refuses such samples; if it is a word, "
-                "markers='text' says so. Such samples are counted nowhere; this is said once",
-                stacklevel=2,
+            seen = f"a user's text holds '<{kind}>', but its sample has no column {kind} or {kind}s"
+            remedy = (
+                "if the column was lost, markers='places' refuses such samples; if it is a word, markers='text' says"
             )
+            warnings.warn(f"{seen}, so the marker is read as a word: {remedy} so; this is said once", stacklevel=2)
 
     def _encode_conversation(
         self, conversation: Conversation, read: Callable[[Conversation, Kind], Sequence[Visual]]
@@ -410,7 +409,9 @@ class Encoder:
         expanded, places, spans = self._expand(text, media)
         tokenizer = parts_of(self.processor).tokenizer
         begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-        options = {"add_special_tokens": False} if begins or is_continued else self._text_options
+        options = self.media.text_options if self.metadata.has_vision else {}
+        if begins or is_continued:
+            options = {"add_special_tokens": False}
         out = tokenizer(expanded, return_offsets_mapping=self.metadata.by_processor, **options)
         ids = np.asarray(out["input_ids"], np.int64)
         repeats = self._repeats(ids, media)
@@ -419,8 +420,7 @@ class Encoder:
             offsets = np.array(out["offset_mapping"], np.int64).reshape(-1, 2)
             is_empty = offsets[:, 0] >= offsets[:, 1]
             ended = np.maximum.accumulate(np.where(is_empty, 0, offsets[:, 1]))
-            columns |= {"starts": np.where(is_empty, ended, offsets[:, 0])}
-            columns |= {"stops": np.where(is_empty, ended, offsets[:, 1])}
+            columns["starts"], columns["stops"] = (np.where(is_empty, ended, offsets[:, at]) for at in (0, 1))
         repeated = {name: np.repeat(column, repeats) for name, column in columns.items()}
         return Tokens(**repeated, text=expanded, media=spans, places=places)
 
@@ -478,16 +478,8 @@ class Encoder:
     def _placeholders(self) -> tuple[tuple[Kind, str], ...]:
         """The kinds of media that a text may have, and the token that stands for one of them."""
         metadata = self.metadata
-        pairs: tuple[tuple[Kind, str], ...] = (
-            ("image", metadata.image_token),
-            ("video", metadata.video_token),
-            ("audio", metadata.audio_token),
-        )
-        return tuple((kind, token) for kind, token in pairs if token)
-
-    @cached_property
-    def _text_options(self) -> dict[str, Any]:
-        return self.media.text_options if self.metadata.has_vision else {}
+        tokens = (metadata.image_token, metadata.video_token, metadata.audio_token)
+        return tuple((kind, token) for kind, token in zip(KINDS, tokens, strict=True) if token)
 
     def _marked(self, prompt: str, media: Visuals) -> str:
         """A plain prompt with its `<image>`, `<video>` and `<audio>` as placeholders, if it does not hold these."""
@@ -607,11 +599,9 @@ class Encoder:
             if not torch.equal(media[name](parts), whole[name]):
                 problems.append(f"other {name}")
         if problems:
-            raise FamilyError(
-                f"called as a whole, the installed {type(self.processor).__name__} makes {'; '.join(problems)} of a "
-                "sample of two images, so its samples cannot be encoded one image at a time; use a transformers of the "
-                "supported range, and the model's unmodified processor"
-            )
+            fault = f"the installed {type(self.processor).__name__} makes {'; '.join(problems)} of two images together"
+            remedy = "use a transformers of the supported range, and the model's unmodified processor"
+            raise FamilyError(f"{fault} than of one at a time, so its samples cannot be encoded; {remedy}")
         return True
 
 
