@@ -39,23 +39,6 @@ def refusal(feature, **settings):
 # ---------------------------------------------------------------------- equal to the processor
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ids_and_patches_equal_the_processor_s_own(family, count):
-    images = [picture(61 + 40 * i, 143, seed=i) for i in range(count)]
-    feature = chat("Total?", "5", *images)
-    sample = encode(feature, family)
-    processor = processor_of(family)
-    text = processor.apply_chat_template(feature["messages"], tokenize=False)
-    truth = processor(text=text, images=images or None, return_tensors="pt")
-    assert sample.input_ids.tolist() == truth["input_ids"][0].tolist()
-    assert sample.types.tolist() == truth["mm_token_type_ids"][0].tolist()
-    assert len(sample.images) == count
-    if count:
-        assert torch.equal(pixels_of(sample.images), truth["pixel_values"])
-        assert [list(image.grid) for image in sample.images] == truth["image_grid_thw"].tolist()
-
-
 class StubVideoProcessor:
     """Hands back prepared patches, as the real one (which needs torchvision) would; all else is the processor's."""
 
@@ -73,11 +56,7 @@ class StubVideoProcessor:
 
     def __call__(self, videos, **kwargs):
         grid = torch.tensor([self.patches.grid])
-        return {
-            "pixel_values_videos": self.patches.pixels,
-            "video_grid_thw": grid,
-            "video_metadata": [self.metadata],
-        }
+        return {"pixel_values_videos": self.patches.pixels, "video_grid_thw": grid, "video_metadata": [self.metadata]}
 
 
 @pytest.mark.parametrize("sample_fps", [2.0, 3.0])
@@ -134,13 +113,6 @@ def test_keys_beside_an_image_size_it_and_it_alone():
     assert sample.images[0].grid == (1, 4, 6)
     assert sample.images[1].grid == free.images[0].grid
     assert torch.equal(sample.images[1].pixels, free.images[0].pixels)
-
-
-def test_an_image_sized_by_its_keys_is_not_sized_again_by_the_processor():
-    # The processor's own bounds would make it 256 tokens at most.
-    content = [{"type": "image", "image": picture(64, 64), "min_pixels": 400 * 32 * 32}]
-    sample = encode({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "x"}]})
-    assert (sample.types == 1).sum() == 400
 
 
 # ---------------------------------------------------------------------- what is learnt
@@ -366,10 +338,6 @@ def test_an_image_processor_s_own_refusal_is_passed_on():
     with pytest.raises(Refusal, match="image 0: the image processor refused it: `size` dict must contain") as caught:
         encoder(processor).encode(chat("?", "x", picture()))
     assert caught.value.reason == "image_processing"
-
-
-def test_a_sample_that_is_no_mapping_is_refused():
-    assert "must be a mapping of columns, got a list" in str(refusal([1, 2]))
 
 
 def test_a_processor_of_another_kind_is_refused():

@@ -38,10 +38,6 @@ def test_a_mention_of_the_assistant_is_not_a_turn():
     assert said(turns(("user", "assistant\nassistant\n"))) == []
 
 
-def test_an_empty_answer_still_ends():
-    assert said(turns(("assistant", ""))) == ["<|im_end|>"]
-
-
 def test_a_turn_cut_short_runs_to_the_end():
     assert said("<|im_start|>assistant\nhalf an ans") == ["half an ans"]
     assert said("<|im_start|>assistant\n") == [""]

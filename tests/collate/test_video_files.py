@@ -366,17 +366,6 @@ def test_bad_files_are_skipped_and_counted_and_the_others_used(clip: bytes, tmp_
     assert collator.decode([measured]).metadata.sample_ids == ()
 
 
-def test_a_file_that_was_changed_since_it_was_measured_is_refused(clip: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "clip.mp4"
-    path.write_bytes(clip)
-    collator = collator_of()
-    measured = collator.measure(asked(path), 0)
-    path.write_bytes(clip_bytes(num_frames=60))
-    with pytest.raises(SampleError, match="video 0 was measured as 2 x") as caught:
-        collator.decode([measured])
-    assert caught.value.reason == "video_changed"
-
-
 @pytest.mark.parametrize("family", fast_and_slow(FAMILIES, ["qwen3_vl"]))
 def test_packed_equals_alone_in_plain_transformers(family: str, clip: bytes) -> None:
     processor = processor_of(family)

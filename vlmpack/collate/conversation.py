@@ -579,8 +579,5 @@ def branch_of(conversation: Conversation, turn: Any) -> Conversation:
         f"{kind}s": tuple(ref for part, ref in taken if ref is not None and part["type"] == kind) for kind in KINDS
     }
     return replace(
-        conversation,
-        messages=tuple(messages),
-        trained_turns=None if flags is None else (flags[number],),
-        **media,
+        conversation, messages=tuple(messages), trained_turns=None if flags is None else (flags[number],), **media
     )

@@ -32,15 +32,7 @@ from vlmpack.collate.audio import AudioReader
 from vlmpack.collate.chat_template import ChatTemplate, Span, check_characters
 from vlmpack.collate.columns import KINDS, Kind, Markers, check_unread
 from vlmpack.collate.conversation import Conversation, check_answered, read_conversation, unplaced_marker
-from vlmpack.collate.encoded import (
-    Encoded,
-    TrainOn,
-    Visual,
-    assistant_spans,
-    check_sample,
-    make_labels,
-    tokens_of,
-)
+from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, check_sample, make_labels, tokens_of
 from vlmpack.collate.media import BatchMedia, MediaReader, trial_image
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.tokenised import read_tokenised, token_types

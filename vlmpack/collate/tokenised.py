@@ -163,12 +163,7 @@ def _kept(feature: Mapping[str, Any], count: int) -> slice:
 
 
 def _labels(
-    feature: Mapping[str, Any],
-    ids: np.ndarray,
-    count: int,
-    keep: slice,
-    metadata: ProcessorMetadata,
-    train_on: TrainOn,
+    feature: Mapping[str, Any], ids: np.ndarray, count: int, keep: slice, metadata: ProcessorMetadata, train_on: TrainOn
 ) -> np.ndarray:
     values: dict[str, np.ndarray] = {}
     for name in (name for name in LABEL_COLUMNS if feature.get(name) is not None):

@@ -204,10 +204,7 @@ def file_rules_of(
     video_processor = None if metadata.by_processor else parts_of(processor).video_processor
     rules = DEFAULT_RULES if video_processor is None else _rules(video_processor)
     return replace(
-        rules,
-        is_per_clip=metadata.frame_timestamps,
-        sampling=sampling or rules.sampling,
-        limits=limits or rules.limits,
+        rules, is_per_clip=metadata.frame_timestamps, sampling=sampling or rules.sampling, limits=limits or rules.limits
     )
 
 
