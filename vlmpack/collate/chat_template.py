@@ -601,11 +601,10 @@ def _leaves(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -
         shape.append(None if isinstance(content, str) else tuple(part["type"] for part in content))
         shape.append(tuple(leaf.path for leaf in leaves[count:]))
         if len(message) > 2:
-            shape.append(tuple((key, _kind(message[key])) for key in _extra(message)))
+            kinds = {
+                key: message[key] if isinstance(message[key], bool) else type(message[key]) for key in _extra(message)
+            }
+            shape.append(tuple(kinds.items()))
     if options:
         shape.append(tuple((name, bool(value) if name == "tools" else repr(value)) for name, value in options.items()))
     return leaves, tuple(shape)
-
-
-def _kind(value: Any) -> str:
-    return repr(value) if isinstance(value, bool) else type(value).__name__

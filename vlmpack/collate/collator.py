@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Literal, final, get_args
@@ -253,10 +252,12 @@ class VLMCollator:
             return self._typed(to_batch(samples, pad_token_id=self.metadata.pad_token_id, **further))
         except NotFinite:
             for at, sample in usable:
-                media = chain.from_iterable(sample.media.values())
-                if not all(is_finite(values) for medium in media for values in medium.values):
+                broken = {
+                    kind for kind, media in sample.media.items() for x in media if not all(map(is_finite, x.values))
+                }
+                if broken:
                     message = "its pixels hold NaN or infinity; the image is broken or was normalised by 0"
-                    if not all(is_finite(audio.pixels) for audio in sample.audios if audio.pixels is not None):
+                    if "audio" in broken:
                         message = "its input_features hold NaN or infinity; the audio is broken"
                     named = {"index": at, "reason": "pixels_not_finite", "sample_id": sample.sample_id}
                     outcomes[at] = SampleError(message, **named)

@@ -144,24 +144,20 @@ def _is_preference(name: str, value: Any) -> bool:
 
 
 def _looks_like(name: str, value: Any) -> str:
-    """Name the medium that a column seems to hold; "": none."""
+    """Name the medium that a column seems to hold, whatever it is called; "": none."""
     first = value[0] if isinstance(value, list | tuple) else value
     path = first if _FILE_COLUMN.fullmatch(name) and isinstance(first, str) else ""
-    if isinstance(first, Image.Image) or _is_stored_image(first) or _FILE.fullmatch(path):
-        return "image or video"
-    if _NAMED_MEDIA.fullmatch(name) and isinstance(first, str | bytes | Mapping):
+    is_visual = (
+        isinstance(first, Image.Image)
+        or (isinstance(first, Mapping) and {"bytes", "path"} == set(first) and not is_absent(first))
+        or (isinstance(first, str) and first.startswith(("data:image/", "data:video/")))
+        or (isinstance(first, bytes) and first.startswith(_ENCODED))
+        or (_NAMED_MEDIA.fullmatch(name) is not None and isinstance(first, str | bytes | Mapping))
+    )
+    if is_visual or _FILE.fullmatch(path):
         return "image or video"
     is_audio = _NAMED_AUDIO.fullmatch(name) and isinstance(first, str | bytes | Mapping | float)
     return "audio" if is_audio or _AUDIO_FILE.fullmatch(path) else ""
-
-
-def _is_stored_image(value: Any) -> bool:
-    """An image as Arrow stores it, {"bytes", "path"}, or encoded, whatever its column is called."""
-    if isinstance(value, Mapping):
-        return {"bytes", "path"} == set(value) and not is_absent(value)
-    if isinstance(value, str):
-        return value.startswith(("data:image/", "data:video/"))
-    return isinstance(value, bytes) and value.startswith(_ENCODED)
 
 
 def no_columns(feature: Mapping[str, Any]) -> str:

@@ -326,9 +326,7 @@ class Encoder:
             input_ids=ids,
             labels=make_labels(ids, self.metadata, spans=spans, untrained=around),
             types=token_types(ids, self.metadata),
-            images=tuple(media.get("image", ())),
-            videos=tuple(media.get("video", ())),
-            audios=tuple(media.get("audio", ())),
+            **{f"{kind}s": tuple(visuals) for kind, visuals in media.items()},
             columns=dict.fromkeys(self._columns, types.astype(np.int64)),
         )
 

@@ -141,8 +141,7 @@ class SkipLog:
         self._counts = SharedDocument({**counts, "reasons": {}, "unread": [], "warned": []})
         self._lines: list[str] = []
         self._is_open = False
-        self._named: set[str] = set()
-        self._warned: set[str] = set()
+        self._had: dict[str, set[str]] = {"unread": set(), "warned": set()}
 
     def __repr__(self) -> str:
         why = "".join(f", {reason} {count}" for reason, count in self.reasons.most_common())
@@ -212,23 +211,21 @@ class SkipLog:
 
     def name_unread(self, columns: Iterable[str]) -> tuple[str, ...]:
         """Take down columns that nothing reads; returns those that no process has named yet."""
-        if self._named.issuperset(columns := tuple(columns)):
-            return ()
-        self._named.update(columns)
-        with self.at_once() as counts:
-            new = tuple(name for name in columns if name not in counts["unread"])
-            counts["unread"] += new
-            return new
+        return self._first_time("unread", tuple(columns))
 
     def is_first(self, event: str) -> bool:
         """Return whether no process has warned of this event yet, and take it down."""
-        if event in self._warned:
-            return False
-        self._warned.add(event)
+        return bool(self._first_time("warned", (event,)))
+
+    def _first_time(self, group: str, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Those that no process has had in this group; what this one has had, it looks up without the others."""
+        if self._had[group].issuperset(names):
+            return ()
+        self._had[group].update(names)
         with self.at_once() as counts:
-            is_first = event not in counts["warned"]
-            counts["warned"] += [event] * is_first
-            return is_first
+            new = tuple(name for name in names if name not in counts[group])
+            counts[group] += new
+            return new
 
     def _record(self, error: SampleError, counts: dict[str, Any]) -> None:
         counts["refused"] += 1

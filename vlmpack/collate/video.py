@@ -525,28 +525,21 @@ def _file_size(
         final = video_frame_size(element, size, num_frames=num_frames, factor=factor, is_file=True)
         check_enlarged(final, source=size, factor=factor, num_frames=num_frames)
         return final, resize_floats
-    rule = _clip_size if rules.is_per_clip else _frame_size
-    return rule(size, num_frames, rules.bounds, factor, settings.temporal_patch_size, rules), _resize_levels
+    return _sized(size, num_frames, rules.bounds, factor, settings.temporal_patch_size, rules), _resize_levels
 
 
-def _frame_size(
-    size: Size, num_frames: int, bounds: tuple[int, int], factor: int, depth: int, rules: FileRules
-) -> Size:
-    """The rule of `Qwen2VLVideoProcessor.resize`: bounds for each frame."""
+def _sized(size: Size, num_frames: int, bounds: tuple[int, int], factor: int, depth: int, rules: FileRules) -> Size:
+    """The rule of `Qwen2VLVideoProcessor.resize`, bounds for each frame, or of `Qwen3VLVideoProcessor.resize`, bounds
+    for all of them together."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-    low, high = bounds
+    (height, width), (low, high), most = size, bounds, rules.max_tokens * factor * factor
+    if not rules.is_per_clip:
+        if rules.is_capped:
+            high = max(min(high, int(most * 0.9) * depth // num_frames), int(low * 1.05))
+        return smart_resize(height, width, factor, min_pixels=low, max_pixels=high)
     if rules.is_capped:
-        budget = int(rules.max_tokens * factor * factor * 0.9)
-        high = max(min(high, budget * depth // num_frames), int(low * 1.05))
-    return smart_resize(*size, factor, min_pixels=low, max_pixels=high)
-
-
-def _clip_size(size: Size, num_frames: int, bounds: tuple[int, int], factor: int, depth: int, rules: FileRules) -> Size:
-    """The rule of `Qwen3VLVideoProcessor.resize`: bounds for all frames together."""
-    (height, width), (low, high) = size, bounds
-    if rules.is_capped:
-        high = num_frames * max(min(rules.max_tokens * factor * factor, high // num_frames), int(low * 1.05))
+        high = num_frames * max(min(most, high // num_frames), int(low * 1.05))
     if height < factor or width < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
