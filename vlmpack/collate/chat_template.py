@@ -434,7 +434,7 @@ def check_characters(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         context = text[max(error.start - SHOWN, 0) : error.end + SHOWN]
-        fault = f"its text holds {text[error.start]!r}, half of a surrogate pair and no character, in {context!r}"
+        fault = f"its text holds {text[error.start]!r}, half of a surrogate pair, in {context!r}"
         remedy = "remove it, or put '?' in its place with text.encode(errors='replace').decode()"
         raise Refusal("bad_text", f"{fault}; {remedy}") from error
 
@@ -601,10 +601,8 @@ def _leaves(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -
         shape.append(None if isinstance(content, str) else tuple(part["type"] for part in content))
         shape.append(tuple(leaf.path for leaf in leaves[count:]))
         if len(message) > 2:
-            kinds = {
-                key: message[key] if isinstance(message[key], bool) else type(message[key]) for key in _extra(message)
-            }
-            shape.append(tuple(kinds.items()))
+            others = ((key, message[key]) for key in _extra(message))
+            shape.append(tuple((key, repr(x) if isinstance(x, bool) else type(x).__name__) for key, x in others))
     if options:
         shape.append(tuple((name, bool(value) if name == "tools" else repr(value)) for name, value in options.items()))
     return leaves, tuple(shape)
