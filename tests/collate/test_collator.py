@@ -261,31 +261,6 @@ def test_a_long_sample_is_an_error_by_default():
 # ---------------------------------------------------------------------- workers
 
 
-def reprs(batches):
-    return [
-        (b["input_ids"].tolist(), b[METADATA_KEY].sample_ids, float(b["pixel_values"].double().sum())) for b in batches
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("start", "workers"), [("fork", 2), ("spawn", 1)])
-def test_workers_give_the_same_batches_and_share_the_skip_log(start, workers, tmp_path):
-    dataset = [
-        chat(f"{i}?", f"{i}", picture(40 + i, 50, seed=i), id=i) if i % 3 else {**BROKEN, "id": i} for i in range(12)
-    ]
-    settings = {"layout": "packed", "on_bad": "skip"}
-    alone = VLMCollator(processor_of(), **settings)
-    expected = [alone(dataset[i : i + 4]) for i in range(0, 12, 4)]
-    path = tmp_path / "skip_log.jsonl"
-    collator = VLMCollator(processor_of(), skip_log=path, **settings)
-    loader = DataLoader(dataset, batch_size=4, collate_fn=collator, num_workers=workers, multiprocessing_context=start)
-    assert reprs(loader) == reprs(expected)
-    lines = read_skip_log(path)
-    assert sorted(line["id"] for line in lines) == [0, 3, 6, 9]
-    used = sum(len(batch[METADATA_KEY].sample_ids) for batch in expected)
-    assert used + len(lines) == len(dataset)
-
-
 @pytest.mark.slow
 def test_an_error_in_a_worker_still_says_which_sample_and_what_to_do():
     collator = VLMCollator(processor_of())

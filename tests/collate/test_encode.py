@@ -5,13 +5,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from chats import FAMILIES, chat, learnt, picture, processor_of, tokenised
-from transformers.video_utils import VideoMetadata
+from chats import FAMILIES, Frames, chat, learnt, picture, processor_of, tokenised
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.processor_metadata import read_processor
-from vlmpack.collate.video import VideoSettings, load_video
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import ConfigError, FamilyError, Refusal
 from vlmpack.testing import tiny_processor
@@ -39,26 +37,6 @@ def refusal(feature, **settings):
 # ---------------------------------------------------------------------- equal to the processor
 
 
-class StubVideoProcessor:
-    """Hands back prepared patches, as the real one (which needs torchvision) would; all else is the processor's."""
-
-    merge_size = 2
-    temporal_patch_size = 2
-    valid_kwargs = None
-
-    def __init__(self, element, settings):
-        self.patches = load_video(element, settings=settings)
-        count = len(element["video"])
-        fps = element.get("sample_fps", 2.0)
-        self.metadata = VideoMetadata(
-            total_num_frames=count, fps=fps, duration=count / fps, frames_indices=list(range(count))
-        )
-
-    def __call__(self, videos, **kwargs):
-        grid = torch.tensor([self.patches.grid])
-        return {"pixel_values_videos": self.patches.pixels, "video_grid_thw": grid, "video_metadata": [self.metadata]}
-
-
 @pytest.mark.parametrize("sample_fps", [2.0, 3.0])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_video_is_written_as_the_processor_writes_it(family, sample_fps):
@@ -69,8 +47,7 @@ def test_a_video_is_written_as_the_processor_writes_it(family, sample_fps):
     sample = encode({"messages": [*messages, answer]}, family)
 
     processor = tiny_processor(family)
-    settings = VideoSettings.from_processor(processor.image_processor)
-    processor.video_processor = StubVideoProcessor(element, settings)
+    processor.video_processor = Frames(processor, frames, sample_fps)
     holes = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]}, answer]
     text = processor.apply_chat_template(holes, tokenize=False)
     processed, replacements = processor._process_videos([np.stack([np.asarray(f) for f in frames])])

@@ -115,9 +115,7 @@ def test_a_processor_that_writes_images_otherwise_as_a_whole_is_refused(monkeypa
     monkeypatch.setattr(type(processor), "__call__", other)
     with pytest.raises(FamilyError) as caught:
         VLMCollator(processor)([chat("?", "5", picture())])
-    assert "makes image_flags, which is not in its family's media; other pixel_values of two images" in str(
-        caught.value
-    )
+    assert "makes image_flags, which is not in its family's media; other pixel_values of two" in str(caught.value)
     VLMCollator(processor)([chat("?", "5")])  # of a text nothing is asked
 
 
