@@ -426,7 +426,7 @@ def test_without_such_a_column_a_marker_is_a_word_and_warned_of_once(feature: di
         collator.collate([feature])
         collator.measure(feature)
     assert len(said) == 1
-    assert "markers='places' refuses such samples" in str(said[0].message)
+    assert "choose markers='places', which refuses such samples" in str(said[0].message)
     with pytest.raises(SampleError, match=r"but the sample has no|without a source"):
         VLMCollator(processor_of(), markers="places").measure(feature)
     VLMCollator(processor_of(), markers="text").measure(feature)  # a warning would be an error

@@ -83,17 +83,6 @@ def holds_pairs(value: Any) -> bool:
     return isinstance(first, Mapping) and {"user", "assistant"} <= first.keys()
 
 
-def check_columns_filled(feature: Mapping[str, Any]) -> None:
-    """A column that is there but None is this sample's fault; one that is not there at all is the setup's.
-
-    Raises:
-        Refusal: `bad_row`, with the columns that are None.
-    """
-    empty = [name for name in _TEXT_COLUMNS if feature.get(name, "") is None]
-    if empty:
-        raise Refusal("bad_row", f"its {' and '.join(empty)} is None; fill it, or leave the sample out of the data set")
-
-
 def check_one_form(forms: Sequence[str], present: Mapping[str, Any], *, has_audio: bool = False) -> None:
     """Refuse a sample that is written down twice, or has columns that nothing reads with its conversation.
 
@@ -160,12 +149,17 @@ def _looks_like(name: str, value: Any) -> str:
     return "audio" if is_audio or _AUDIO_FILE.fullmatch(path) else ""
 
 
-def no_columns(feature: Mapping[str, Any]) -> str:
-    """The error of a feature with none of the columns that hold a sample's text."""
-    return (
-        f"it has none of the columns input_ids, {', '.join(CONVERSATION_COLUMNS)} (with completion); it has: "
-        f"{_listed(feature) or 'none at all'}. {_remedy(feature)}"
-    )
+def no_columns(feature: Mapping[str, Any]) -> Refusal:
+    """The refusal of a feature with none of the columns that hold a sample's text.
+
+    A column that is there but None is this sample's fault; one that is not there at all is the setup's.
+    """
+    if empty := [name for name in _TEXT_COLUMNS if feature.get(name, "") is None]:
+        fault = f"its {' and '.join(empty)} is None; fill it, or leave the sample out of the data set"
+        return Refusal("bad_row", fault)
+    known = f"input_ids, {', '.join(CONVERSATION_COLUMNS)} (with completion)"
+    seen = f"it has none of the columns {known}; it has: {_listed(feature) or 'none at all'}"
+    return Refusal("no_columns", f"{seen}. {_remedy(feature)}", of_all=True)
 
 
 def also_has(feature: Mapping[str, Any]) -> str:

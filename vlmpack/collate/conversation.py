@@ -31,7 +31,6 @@ from vlmpack.collate.columns import (
     Kind,
     Markers,
     MediaRef,
-    check_columns_filled,
     check_inline_media,
     check_markers,
     check_one_form,
@@ -456,8 +455,7 @@ def _read(
         return _conversation(turns, present, marked)
     if is_pair:
         return _prompt_and_completion(present, marked, has_audio=has_audio)
-    check_columns_filled(feature)
-    raise Refusal("no_columns", no_columns(feature), of_all=True)
+    raise no_columns(feature)
 
 
 def _template_options(present: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.collate.video import DEFAULT_RULES, FileRules
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import FamilyError, Refusal
+from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of_processor
 
 TOKEN_NAMES = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "labels")
@@ -209,7 +210,8 @@ class Encoder:
             raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
         if feature.get("input_ids") is not None:
             sample = self._tokenised(feature)
-            self._check_unread({name: feature[name] for name in feature if name != self._expert_types}, sample)
+            made = self._family.expert_types if self._family else None  # kinds of tokens, by which experts are chosen
+            self._check_unread({name: feature[name] for name in feature if name != made}, sample)
         else:
             conversation = read_conversation(
                 feature,
@@ -248,10 +250,8 @@ class Encoder:
         kind = unplaced_marker(conversation, feature)
         if kind is not None and self.is_first(f"marker of {kind}"):
             seen = f"a user's text holds '<{kind}>', but its sample has no column {kind} or {kind}s"
-            remedy = (
-                "if the column was lost, markers='places' refuses such samples; if it is a word, markers='text' says"
-            )
-            warnings.warn(f"{seen}, so the marker is read as a word: {remedy} so; this is said once", stacklevel=2)
+            remedy = "if its column was lost, choose markers='places', which refuses such samples; else markers='text'"
+            warnings.warn(f"{seen}, so the marker is read as a word: {remedy}. This is said once", stacklevel=2)
 
     def _encode_conversation(
         self, conversation: Conversation, read: Callable[[Conversation, Kind], Sequence[Visual]]
@@ -326,7 +326,9 @@ class Encoder:
             input_ids=ids,
             labels=make_labels(ids, self.metadata, spans=spans, untrained=around),
             types=token_types(ids, self.metadata),
-            **{f"{kind}s": tuple(visuals) for kind, visuals in media.items()},
+            images=tuple(media.get("image", ())),
+            videos=tuple(media.get("video", ())),
+            audios=tuple(media.get("audio", ())),
             columns=dict.fromkeys(self._columns, types.astype(np.int64)),
         )
 
@@ -547,14 +549,13 @@ class Encoder:
     # ------------------------------------------------------------------ the processor as a whole
 
     @cached_property
+    def _family(self) -> Family | None:
+        return family_of_processor(self.processor) if self.metadata.has_vision else None
+
+    @property
     def _columns(self) -> tuple[str, ...]:
         """Names of the columns that the model needs beside ids: that of the prefix, which is the prompt."""
-        return family_of_processor(self.processor).token_columns if self.metadata.has_vision else ()
-
-    @cached_property
-    def _expert_types(self) -> str | None:
-        """Name of the column of kinds of tokens by which experts are chosen; None: the family has none."""
-        return family_of_processor(self.processor).expert_types if self.metadata.has_vision else None
+        return self._family.token_columns if self._family else ()
 
     @property
     def _is_of_prefix(self) -> str:
