@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -97,7 +97,8 @@ def to_packed(
         NotFinite: pixels of a sample are not finite.
     """
     segments = Segments.from_lengths([sample.num_tokens for sample in samples], rule)
-    starts, visuals = segments.stride[: len(samples)], _media_of(samples)
+    starts = segments.stride[: len(samples)]
+    visuals: Visuals = _media_of(samples)
 
     def row(arrays: Sequence[np.ndarray], fill: int) -> torch.Tensor:
         return _write(arrays, starts, segments.total, fill).view(1, -1)
@@ -196,7 +197,7 @@ def _write(arrays: Sequence[np.ndarray], starts: Sequence[int], total: int, fill
 def _metadata(samples: Sequence[Encoded], media: Visuals) -> HostMetadata:
     images, videos, audios = media["image"], media["video"], media["audio"]
     has_tiles = any(image.grid is None for image in images)
-    counts = {
+    counts: dict[str, Any] = {
         f"{kind}s_per_sample": tuple(len(sample.media[kind]) for sample in samples) if visuals else ()
         for kind, visuals in media.items()
     }

@@ -88,7 +88,7 @@ class Turn:
     """False: by its own flag it is only read."""
 
 
-def read_turns(value: Any, column: str, marked: Collection[str] = (), *, has_audio: bool = False) -> list[Turn]:
+def read_turns(value: Any, column: str, marked: Collection[Kind] = (), *, has_audio: bool = False) -> list[Turn]:
     """The turns of a column: messages with role and content, Qwen's turns with from and value, or Cauldron's pairs.
 
     In the texts of the latter, `<image>`, `<video>` and `<audio>` are placeholders of the kinds that are `marked`.
@@ -218,7 +218,7 @@ def _check_no_payload(holder: Mapping[str, Any], where: str, *, but: tuple[str, 
         raise Refusal("bad_row", f"{fault} in the content, or images and videos in columns of these names")
 
 
-def _qwen_turn(turn: Any, where: str, marked: Collection[str]) -> Turn:
+def _qwen_turn(turn: Any, where: str, marked: Collection[Kind]) -> Turn:
     """Read a turn of Qwen's fine-tuning rows: markers of these kinds are placeholders; user text is stripped."""
     if not isinstance(turn, Mapping) or not isinstance(turn.get("value"), str) or not isinstance(turn.get("from"), str):
         raise Refusal("bad_row", f"{where} must have a from and a value, got {short(turn)}")
@@ -372,7 +372,7 @@ def read_conversation(
         check_inline_media(_raw_questions(present))
     marked = marked_kinds(feature, markers if has_vision else "text")
     conversation = _read(present, feature, marked, has_audio=has_audio)
-    missing = [kind for kind in marked if not conversation.media[kind]]
+    missing: list[Kind] = [kind for kind in marked if not conversation.media[kind]]
     check_markers(_questions(conversation), feature, missing=missing)
     turn = present.get(BRANCH_COLUMN)
     return conversation if turn is None else branch_of(conversation, turn)

@@ -265,7 +265,7 @@ class Encoder:
             fault = f"it has {num_videos} video(s), which a {type(self.processor).__name__} samples by rules of its own"
             remedy = "tokenise it with the processor (input_ids, labels, pixel_values_videos, ...)"
             raise Refusal("no_video", f"{fault} that need torchvision: {remedy}, or give frames as images")
-        media = {kind: read(conversation, kind) for kind in KINDS}
+        media: Visuals = {kind: read(conversation, kind) for kind in KINDS}
         if media["image"]:
             assert self._is_confirmed
         encode = self._plain if conversation.plain else self._chat
