@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fixtures.processors import RECIPES, missing_packages
 from PIL import Image
+from transformers.video_utils import VideoMetadata
 
+from vlmpack.collate.video import VideoSettings, load_video
 from vlmpack.families import registry
 from vlmpack.testing import tiny_processor
 
@@ -74,3 +77,20 @@ def of_family(family: str, question: str, answer: str, *images: Any) -> dict[str
     if family in CHATTING:
         return chat(question, answer, *images)
     return {"prompt": "<image>" * len(images) + question, "completion": answer, "images": list(images)}
+
+
+class Frames:
+    """Patches in the place of torchvision's video processor; what is written into the text is the processor's."""
+
+    merge_size, temporal_patch_size, valid_kwargs = 2, 2, None
+
+    def __init__(self, processor: Any, frames: list[Any], fps: float = 2.0) -> None:
+        settings = VideoSettings.from_processor(processor.image_processor)
+        self.patches = load_video({"video": frames, "sample_fps": fps}, settings=settings)
+        count = len(frames) + len(frames) % 2  # as in qwen-vl-utils, a repeated last frame is a frame
+        numbers: dict[str, Any] = {"fps": fps, "duration": count / fps, "frames_indices": [*range(count)]}
+        self.metadata = VideoMetadata(total_num_frames=count, **numbers)
+
+    def __call__(self, videos: Any, **_: Any) -> dict[str, Any]:
+        made = {"pixel_values_videos": self.patches.pixels, "video_grid_thw": torch.tensor([self.patches.grid])}
+        return {**made, "video_metadata": [self.metadata]}

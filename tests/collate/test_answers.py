@@ -113,7 +113,7 @@ def test_a_template_that_writes_a_turn_otherwise_when_others_follow_is_refused_b
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant:' }}{% endif %}"
     )
     message = refusal([ASK, say("4"), ASK, say("5")], forgetful)
-    assert "writes messages[:2] otherwise alone than at the beginning of the whole conversation" in message
+    assert "writes messages[:2] otherwise alone than before other messages" in message
     assert "tokens are the answer of messages[1]" in message
 
 
@@ -130,7 +130,7 @@ def test_a_template_that_marks_other_turns_than_answers_is_refused():
         "{% for message in messages %}{{ message['role'] + ':' }}"
         "{% generation %}{{ message['content'] }}{% endgeneration %}{% endfor %}"
     )
-    assert "marks 2 answers ({% generation %}) of its 1 assistant messages" in refusal([ASK, say("4")], marks_all)
+    assert "marks 2 answers of its 1 assistant messages" in refusal([ASK, say("4")], marks_all)
 
 
 # ---------------------------------------------------------------------- text models without ChatML

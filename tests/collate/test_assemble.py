@@ -5,13 +5,12 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
-from chats import FAMILIES, processor_of
+from chats import processor_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.collate import VLMCollator
 from vlmpack.collate.assemble import to_packed, to_padded
-from vlmpack.collate.encoded import Encoded, Visual, check_ids, check_runs
+from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.errors import LayoutError
 from vlmpack.layout import PackedRow, SlotRule, pack
@@ -124,17 +123,6 @@ def test_the_metadata_are_counted_from_the_samples(samples):
         assert types.tolist() == s.types.tolist()
 
 
-def test_media_lie_in_sample_order():
-    samples = [sample(1, 2, [(1, 1), (2, 1)]), sample(2, 3), sample(3, 2, [(1, 2)], [(1, 1)])]
-    media = to_packed(samples, rule=SlotRule(), pad_token_id=0).media
-    assert media.pixel_values is not None and media.image_grid_thw is not None
-    assert media.image_grid_thw.tolist() == [[1, 2, 2], [1, 4, 2], [1, 2, 4]]
-    assert torch.equal(media.pixel_values[4:12], samples[0].images[1].pixels)
-    assert torch.equal(media.pixel_values[12:], samples[2].images[0].pixels)
-    assert media.second_per_grid_ts is not None
-    assert media.second_per_grid_ts.tolist() == [0.5]
-
-
 def test_without_media_there_are_no_media_tensors():
     batch = to_padded([sample(1, 4), sample(2, 3)], pad_token_id=0)
     assert batch.media.to_hf() == {}
@@ -179,15 +167,3 @@ def test_pixels_of_two_precisions_keep_the_finer_one():
 def test_samples_that_do_not_fit_a_fixed_row_are_an_error():
     with pytest.raises(LayoutError, match="take 12 tokens of row but pad_to=8"):
         to_packed([sample(1, 7), sample(2, 5)], rule=SlotRule(pad_to=8), pad_token_id=0)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_filler_is_a_sound_sample_with_nothing_to_learn(family):
-    metadata = read_processor(processor_of(family))
-    fill = VLMCollator(processor_of(family))._encoder.filler
-    check_ids(fill.input_ids, metadata)
-    check_runs(fill.types, fill.images, metadata, kind="image")
-    assert fill.num_targets == 0
-    (image,) = fill.images
-    assert tuple(image.pixels.shape) == (4, metadata.patch_dim)
-    assert not image.pixels.any()

@@ -176,7 +176,7 @@ REFUSED = {
     "a video": (
         messages({"type": "video", "video": [picture()] * 2}),
         "no_video",
-        "tokenise such samples with the processor itself",
+        "tokenise it with the processor",
     ),
     "a reserved token": (
         messages({"type": "text", "text": "<|AUDIO|>"}),

@@ -19,7 +19,7 @@ from vlmpack.families.registry import FAMILIES
 from vlmpack.testing import tiny_processor
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # transformers' own
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # transformers' own
 ]
 TOKEN_NAMES = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "labels"}
 

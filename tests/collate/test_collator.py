@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader
 
 from vlmpack.collate import SkipLimit, VLMCollator
 from vlmpack.collate.skipped import read_skip_log
-from vlmpack.errors import ConfigError, LayoutError, SampleError
+from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, SlotRule, pack
-from vlmpack.testing import tiny_processor
 
 BROKEN = {"messages": [{"role": "user", "content": "?"}]}
 """Nothing to learn."""
@@ -88,21 +87,6 @@ def test_samples_are_named_by_their_id_or_else_by_their_place():
     metadata = VLMCollator(processor_of())(mixed())[METADATA_KEY]
     assert metadata.sample_ids == ("receipt", 77, 2, 3, 4, 5)
     assert metadata.images_per_sample == (1, 2, 0, 0, 1, 1)
-
-
-def test_a_sample_is_the_same_alone_and_in_company():
-    collator = VLMCollator(processor_of(), layout="packed")
-    row = collator.collate(mixed())
-    assert isinstance(row, PackedRow)
-    pixels = 0
-    for feature, (start, stop) in zip(mixed(), row.segments.spans, strict=True):
-        alone = collator.collate([feature])
-        assert isinstance(alone, PackedRow) and alone.shift_labels is not None and row.shift_labels is not None
-        assert torch.equal(alone.input_ids, row.input_ids[:, start:stop])
-        assert torch.equal(alone.shift_labels, row.shift_labels[:, start:stop])
-        pixels += 0 if alone.media.pixel_values is None else len(alone.media.pixel_values)
-    assert row.media.pixel_values is not None
-    assert pixels == len(row.media.pixel_values) > 0
 
 
 # ---------------------------------------------------------------------- bad samples
@@ -198,14 +182,6 @@ def test_a_batch_without_samples_is_one_smallest_image_with_nothing_to_learn(lay
     assert not batch["pixel_values"].any()
 
 
-def test_too_many_bad_samples_stop_the_run():
-    collator = VLMCollator(processor_of(), on_bad="skip", skip_limit=SkipLimit(max_consecutive_bad=3))
-    with pytest.raises(
-        ConfigError, match=r"3 samples in a row \(max_consecutive_bad=3\) had to be refused: no_targets 3"
-    ):
-        collator([BROKEN] * 5)
-
-
 @pytest.mark.parametrize(
     ("overlength", "reason", "is_left_out"),
     [("drop", "overlength", True), ("error", "overlength", False), ("drop", "no_targets", False)],
@@ -248,11 +224,7 @@ WRONG = {
     "lists in lists": (chat(tools=nested(100_000)), "bad_row", "it is nested too deeply to be read"),
     "a name of lists in lists": (chat(id=nested(100_000)), "bad_row", "it is nested too deeply to be read"),
     "too large": (Broken(MemoryError("no 9 GB")), "out_of_memory", "the memory does not suffice for it (no 9 GB)"),
-    "an error of its own": (
-        Broken(KeyError("shard 3")),
-        "unexpected",
-        "KeyError: 'shard 3' (conversation.py, line ",
-    ),
+    "an error of its own": (Broken(KeyError("shard 3")), "unexpected", "KeyError: 'shard 3' (conversation.py, line "),
 }
 
 
@@ -267,13 +239,6 @@ def test_whatever_is_wrong_with_a_sample_it_is_counted_and_its_reason_kept(featu
         VLMCollator(processor_of())([feature])
 
 
-def test_a_mistake_of_the_setup_is_no_bad_sample():
-    processor = tiny_processor()
-    processor.chat_template = None
-    with pytest.raises(ConfigError, match="has no chat template"):
-        VLMCollator(processor, on_bad="skip")([chat()])
-
-
 @pytest.mark.parametrize("name", ["cu_seqlens_q", "seq_lengths", "seq_idx"])
 def test_rows_that_are_packed_already_stop_the_run_instead_of_becoming_one_sample(name):
     row = VLMCollator(processor_of(), layout="packed")([chat("1", "2", picture()), chat("3", "4")])
@@ -282,17 +247,6 @@ def test_rows_that_are_packed_already_stop_the_run_instead_of_becoming_one_sampl
     assert collator([bare])[METADATA_KEY].sample_ids == (0,)  # nothing says that these are two
     with pytest.raises(ConfigError, match=rf"bring {name}.*packed rows already.*data_collator=dataset.collate"):
         collator([{**bare, name: row["cu_seqlens_q"]}])
-
-
-def test_what_is_skipped_does_not_depend_on_the_run():
-    def run():
-        collator = VLMCollator(processor_of(), on_bad="skip")
-        return collator([*mixed(), BROKEN, {"input_ids": [10**6], "labels": [1]}]), collator.skip_log.reasons
-
-    (first, reasons), (second, again) = run(), run()
-    assert reasons == again == {"no_targets": 1, "id_out_of_range": 1}
-    assert torch.equal(first["input_ids"], second["input_ids"])
-    assert torch.equal(first["pixel_values"], second["pixel_values"])
 
 
 # ---------------------------------------------------------------------- length
@@ -304,44 +258,9 @@ def test_a_long_sample_is_an_error_by_default():
     assert caught.value.reason == "overlength"
 
 
-def test_long_samples_can_be_dropped_and_are_counted():
-    collator = VLMCollator(processor_of(), max_length=20, overlength="drop")
-    batch = collator([chat("word " * 50, "x", id="long"), chat("1", "2", id="short")])
-    assert batch[METADATA_KEY].sample_ids == ("short",)
-    assert collator.skip_log.reasons == {"overlength": 1}
-    assert collator.skip_log.received == 2
-
-
 # ---------------------------------------------------------------------- workers
 
 
-def reprs(batches):
-    return [
-        (b["input_ids"].tolist(), b[METADATA_KEY].sample_ids, float(b["pixel_values"].double().sum())) for b in batches
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.parametrize(("start", "workers"), [("fork", 2), ("spawn", 1)])
-def test_workers_give_the_same_batches_and_share_the_skip_log(start, workers, tmp_path):
-    dataset = [
-        chat(f"{i}?", f"{i}", picture(40 + i, 50, seed=i), id=i) if i % 3 else {**BROKEN, "id": i} for i in range(12)
-    ]
-    settings = {"layout": "packed", "on_bad": "skip"}
-    alone = VLMCollator(processor_of(), **settings)
-    expected = [alone(dataset[i : i + 4]) for i in range(0, 12, 4)]
-    path = tmp_path / "skip_log.jsonl"
-    collator = VLMCollator(processor_of(), skip_log=path, **settings)
-    loader = DataLoader(dataset, batch_size=4, collate_fn=collator, num_workers=workers, multiprocessing_context=start)
-    assert reprs(loader) == reprs(expected)
-    lines = read_skip_log(path)
-    assert sorted(line["id"] for line in lines) == [0, 3, 6, 9]
-    used = sum(len(batch[METADATA_KEY].sample_ids) for batch in expected)
-    assert used + len(lines) == len(dataset)
-
-
-@pytest.mark.slow
 @pytest.mark.slow
 def test_an_error_in_a_worker_still_says_which_sample_and_what_to_do():
     collator = VLMCollator(processor_of())
@@ -394,11 +313,6 @@ def test_settings_without_meaning_are_refused(settings, message):
 def test_one_sample_in_the_place_of_a_list_is_refused():
     with pytest.raises(ConfigError, match=r"a batch of a list of samples, got one sample: give \[sample\]"):
         VLMCollator(processor_of())(chat())
-
-
-def test_a_row_of_fixed_size_that_is_too_small_is_an_error_of_the_batch():
-    with pytest.raises(LayoutError, match="raise pad_to, or put fewer or shorter samples into the batch"):
-        VLMCollator(processor_of(), layout="packed", slots=SlotRule(pad_to=16))(mixed())
 
 
 def test_the_vocabulary_s_size_can_be_told():

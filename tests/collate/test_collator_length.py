@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -48,11 +47,6 @@ def test_a_sample_that_is_left_out_takes_up_one_slot_and_is_counted_by_collate(s
     assert collator.skip_log.received == 0
     collator.collate([sample])
     assert collator.skip_log.refused == 1
-
-
-def test_a_length_can_be_asked_for_in_a_worker_process() -> None:
-    length = packing().length
-    assert pickle.loads(pickle.dumps(length))(SAMPLE) == length(SAMPLE)
 
 
 def test_a_collator_tells_its_settings_and_its_skip_log_in_one_line() -> None:

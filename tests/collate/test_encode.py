@@ -5,13 +5,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from chats import FAMILIES, chat, learnt, picture, processor_of, tokenised
-from transformers.video_utils import VideoMetadata
+from chats import FAMILIES, Frames, chat, learnt, picture, processor_of, tokenised
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.processor_metadata import read_processor
-from vlmpack.collate.video import VideoSettings, load_video
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import ConfigError, FamilyError, Refusal
 from vlmpack.testing import tiny_processor
@@ -39,47 +37,6 @@ def refusal(feature, **settings):
 # ---------------------------------------------------------------------- equal to the processor
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ids_and_patches_equal_the_processor_s_own(family, count):
-    images = [picture(61 + 40 * i, 143, seed=i) for i in range(count)]
-    feature = chat("Total?", "5", *images)
-    sample = encode(feature, family)
-    processor = processor_of(family)
-    text = processor.apply_chat_template(feature["messages"], tokenize=False)
-    truth = processor(text=text, images=images or None, return_tensors="pt")
-    assert sample.input_ids.tolist() == truth["input_ids"][0].tolist()
-    assert sample.types.tolist() == truth["mm_token_type_ids"][0].tolist()
-    assert len(sample.images) == count
-    if count:
-        assert torch.equal(pixels_of(sample.images), truth["pixel_values"])
-        assert [list(image.grid) for image in sample.images] == truth["image_grid_thw"].tolist()
-
-
-class StubVideoProcessor:
-    """Hands back prepared patches, as the real one (which needs torchvision) would; all else is the processor's."""
-
-    merge_size = 2
-    temporal_patch_size = 2
-    valid_kwargs = None
-
-    def __init__(self, element, settings):
-        self.patches = load_video(element, settings=settings)
-        count = len(element["video"])
-        fps = element.get("sample_fps", 2.0)
-        self.metadata = VideoMetadata(
-            total_num_frames=count, fps=fps, duration=count / fps, frames_indices=list(range(count))
-        )
-
-    def __call__(self, videos, **kwargs):
-        grid = torch.tensor([self.patches.grid])
-        return {
-            "pixel_values_videos": self.patches.pixels,
-            "video_grid_thw": grid,
-            "video_metadata": [self.metadata],
-        }
-
-
 @pytest.mark.parametrize("sample_fps", [2.0, 3.0])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_video_is_written_as_the_processor_writes_it(family, sample_fps):
@@ -90,8 +47,7 @@ def test_a_video_is_written_as_the_processor_writes_it(family, sample_fps):
     sample = encode({"messages": [*messages, answer]}, family)
 
     processor = tiny_processor(family)
-    settings = VideoSettings.from_processor(processor.image_processor)
-    processor.video_processor = StubVideoProcessor(element, settings)
+    processor.video_processor = Frames(processor, frames, sample_fps)
     holes = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "What?"}]}, answer]
     text = processor.apply_chat_template(holes, tokenize=False)
     processed, replacements = processor._process_videos([np.stack([np.asarray(f) for f in frames])])
@@ -134,13 +90,6 @@ def test_keys_beside_an_image_size_it_and_it_alone():
     assert sample.images[0].grid == (1, 4, 6)
     assert sample.images[1].grid == free.images[0].grid
     assert torch.equal(sample.images[1].pixels, free.images[0].pixels)
-
-
-def test_an_image_sized_by_its_keys_is_not_sized_again_by_the_processor():
-    # The processor's own bounds would make it 256 tokens at most.
-    content = [{"type": "image", "image": picture(64, 64), "min_pixels": 400 * 32 * 32}]
-    sample = encode({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "x"}]})
-    assert (sample.types == 1).sum() == 400
 
 
 # ---------------------------------------------------------------------- what is learnt
@@ -366,10 +315,6 @@ def test_an_image_processor_s_own_refusal_is_passed_on():
     with pytest.raises(Refusal, match="image 0: the image processor refused it: `size` dict must contain") as caught:
         encoder(processor).encode(chat("?", "x", picture()))
     assert caught.value.reason == "image_processing"
-
-
-def test_a_sample_that_is_no_mapping_is_refused():
-    assert "must be a mapping of columns, got a list" in str(refusal([1, 2]))
 
 
 def test_a_processor_of_another_kind_is_refused():

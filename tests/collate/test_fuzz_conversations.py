@@ -24,11 +24,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers.video_utils import VideoMetadata
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from cases import slow
-from chats import picture
+from chats import Frames, picture
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.video import VideoSettings, load_video
@@ -168,26 +167,6 @@ class Scene:
 
 
 # ---------------------------------------------------------------------- how the processor writes it
-
-
-class Frames:
-    """Patches in the place of torchvision's video processor; what is written into the text is the processor's."""
-
-    merge_size, temporal_patch_size, valid_kwargs = 2, 2, None
-
-    def __init__(self, processor: Any, frames: list[Any]) -> None:
-        self.patches = load_video({"video": frames}, settings=VideoSettings.from_processor(processor.image_processor))
-        count = len(frames) + len(frames) % 2  # as in qwen-vl-utils, a repeated last frame is a frame
-        self.metadata = VideoMetadata(
-            total_num_frames=count, fps=2.0, duration=count / 2, frames_indices=list(range(count))
-        )
-
-    def __call__(self, videos: Any, **_: Any) -> Row:
-        return {
-            "pixel_values_videos": self.patches.pixels,
-            "video_grid_thw": torch.tensor([self.patches.grid]),
-            "video_metadata": [self.metadata],
-        }
 
 
 def truth(processor: Any, scene: Scene, learnt: list[bool]) -> tuple[list[int], list[int], Any]:

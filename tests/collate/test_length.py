@@ -3,7 +3,6 @@
 from functools import lru_cache
 
 import pytest
-import torch
 from chats import FAMILIES, chat, learnt, picture, processor_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,16 +80,6 @@ def test_it_is_cut_after_the_last_message_that_fits():
     assert len(shorter.images) == 3
 
 
-def test_images_that_are_cut_off_take_their_pixels_along():
-    sample, metadata = encoded(dialogue())
-    third = int((sample.input_ids == metadata.vision_start_id).nonzero()[0][2])
-    shorter = truncate(sample, metadata, max_length=third + 3)
-    assert shorter.num_tokens == third
-    assert [image.grid for image in shorter.images] == [image.grid for image in sample.images[:2]]
-    assert torch.equal(shorter.images[1].pixels, sample.images[1].pixels)
-    check_sample(shorter, metadata)
-
-
 def test_nothing_is_cut_between_words():
     sample, metadata = encoded(chat("many words here", "and many words there"))
     assert refusal(lambda: truncate(sample, metadata, max_length=sample.num_tokens - 1))[0] == "truncated_away"
@@ -103,11 +92,6 @@ def test_a_beginning_without_an_answer_is_refused_with_the_remedy():
     assert reason == "truncated_away"
     assert f"of {sample.num_tokens}, the last message or image boundary" in message
     assert f"max_length={first_answer}" in message
-
-
-def test_plain_text_is_never_cut():
-    sample, metadata = encoded({"prompt": "a b c d e", "completion": "f g h"}, train_on="all")
-    assert refusal(lambda: truncate(sample, metadata, max_length=sample.num_tokens - 1))[0] == "truncated_away"
 
 
 @pytest.mark.parametrize("frames", [0, 4])

@@ -210,14 +210,6 @@ def test_a_processor_that_does_not_resize_takes_only_what_it_can_cut(width: int,
         assert caught.value.reason == "image_processing"
 
 
-def test_a_new_size_of_the_processor_counts_at_once() -> None:
-    processor = tiny_processor()
-    reader = reader_of(processor)
-    before = measured(reader, picture(500, 400)).grid
-    processor.image_processor.size = {"shortest_edge": 1024, "longest_edge": 9 * 1024}
-    assert measured(reader, picture(500, 400)).grid == cut(reader, picture(500, 400)).grid != before
-
-
 # ---------------------------------------------------------------------- a processor with a rule of its own
 
 
@@ -248,10 +240,7 @@ def test_a_processor_with_a_rule_of_its_own_is_not_trusted(odd: Any) -> None:
     assert collator.measure(chat("?", "a")).num_tokens
 
 
-BOUNDS_SET_LATER = {
-    "the most": {"max_pixels": 9 * 1024},
-    "both": {"min_pixels": 25 * 1024, "max_pixels": 49 * 1024},
-}
+BOUNDS_SET_LATER = {"the most": {"max_pixels": 9 * 1024}, "both": {"min_pixels": 25 * 1024, "max_pixels": 49 * 1024}}
 
 
 @pytest.mark.filterwarnings("ignore:Passing .min_pixels. and .max_pixels.:FutureWarning")
@@ -316,10 +305,7 @@ def samples(family: str) -> list[dict[str, Any]]:
         chat("2 + 2?", "4", sample_id=77),
         {"prompt": "2 + 3 = ", "completion": "5"},
         {"messages": [{"role": "user", "content": [keyed, "?"]}, {"role": "assistant", "content": "a"}]},
-        {
-            "video": frames,
-            "conversations": [{"from": "human", "value": "<video>?"}, {"from": "gpt", "value": "a cat"}],
-        },
+        {"video": frames, "conversations": [{"from": "human", "value": "<video>?"}, {"from": "gpt", "value": "a cat"}]},
         tokenised(family, text, picture(50, 50, seed=5)),
     ]
 
@@ -334,24 +320,6 @@ def test_what_was_outlined_and_then_cut_is_what_is_collated_at_once(family: str,
     check_equal(batch, collator.collate(samples(family)))
     assert tuple(outline.num_tokens for outline in outlines) == batch.metadata.lengths
     assert sum(outline.num_targets for outline in outlines) == batch.metadata.num_targets
-
-
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_a_truncated_outline_is_the_truncated_sample(layout: Any) -> None:
-    turns = [
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "first?"}]},
-        {"role": "assistant", "content": "one"},
-        {"role": "user", "content": [{"type": "text", "text": "and"}, {"type": "image"}]},
-        {"role": "assistant", "content": "two"},
-    ]
-    images = [picture(90, 60, seed=1), picture(150, 120, seed=2)]
-    sample = {"messages": turns, "images": images}
-    settings: dict[str, Any] = {"layout": layout, "max_length": 40, "overlength": "truncate"}
-    collator = VLMCollator(processor_of(), **settings)
-    outline = collator.measure(sample)
-    assert len(outline.images) == 1
-    assert 0 < outline.num_tokens <= 40 < VLMCollator(processor_of()).measure(sample).num_tokens
-    check_equal(collator.decode([outline]), collator.collate([sample]))
 
 
 def random_part(random: np.random.Generator) -> dict[str, Any]:

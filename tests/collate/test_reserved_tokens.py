@@ -8,7 +8,7 @@ from vlmpack.errors import SampleError
 from vlmpack.testing import tiny_processor
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # transformers' own
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # transformers' own
 ]
 GROUNDING = ("<ref>", "</ref>", "<box>", "</box>")
 ANSWER = "<ref>the dog</ref><box>[[10, 20]]</box>"

@@ -12,7 +12,6 @@ import pytest
 import torch
 from chats import BEYOND, chat, fast_and_slow, of_family, picture, processor_of, tokenised
 
-from vlmpack import PackedStep
 from vlmpack.collate import SharePrefixes, SkipLog, VLMCollator
 from vlmpack.collate.encoded import Visual
 from vlmpack.collate.media import MediaReader
@@ -194,15 +193,6 @@ def test_settings_without_a_place_for_a_tree_are_refused(settings, fault):
 def test_a_beginning_has_at_least_one_token():
     with pytest.raises(ConfigError, match="min_shared"):
         SharePrefixes(min_shared=0)
-
-
-def test_losses_are_those_of_the_plain_row():
-    step = PackedStep(tiny_model("qwen3_vl", processor=processor_of()))
-    shared, plain = (step(collator(share_prefixes=how).collate(mixed())) for how in (LOW, False))
-    torch.testing.assert_close(shared.sample_losses, plain.sample_losses)
-    torch.testing.assert_close(shared.loss_sum, plain.loss_sum)
-    assert shared.work.physical_tokens < plain.work.physical_tokens
-    assert shared.work.vision_patches < plain.work.vision_patches
 
 
 def test_a_model_without_packing_raises_what_the_troubleshooting_page_explains(monkeypatch):

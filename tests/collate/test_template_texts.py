@@ -112,8 +112,7 @@ def test_each_shape_of_conversation_is_tried_once():
 # ---------------------------------------------------------------------- forms of contents
 
 AS_STRINGS = GLM_TEMPLATE.replace(
-    "{% if message['content'] is string %}",
-    "{% if message['content'] is string or message['role'] != 'user' %}",
+    "{% if message['content'] is string %}", "{% if message['content'] is string or message['role'] != 'user' %}"
 )
 """As GLM-4.1V's: a list of parts of anybody but the user is written as Python shows it."""
 

@@ -24,7 +24,7 @@ from vlmpack.store import measure_lengths
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model, tiny_processor
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # transformers' own
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # transformers' own
 ]
 GRIDS = [name for name in ("glm4v", "ernie4_5_vl_moe", "glm46v", "glm4v_moe", "paddleocr_vl") if name in FAMILIES]
 

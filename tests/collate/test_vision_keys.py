@@ -254,31 +254,21 @@ def test_a_key_must_be_a_number(value):
     assert caught.value.reason == "vision_key"
 
 
-@pytest.mark.parametrize("key", ["resized_height", "resized_width"])
-def test_half_a_size_is_refused(key):
-    with pytest.raises(ImageError, match="give both or none"):
-        image_size({key: 280}, height=100, width=100, patch_size=14)
-
-
-def test_bounds_that_exclude_each_other_are_refused():
-    with pytest.raises(ImageError, match=r"max_pixels=100 is below min_pixels=3136 .*set both"):
-        image_size({"max_pixels": 100}, height=100, width=100, patch_size=14)
-
-
-def test_a_size_with_a_side_of_zero_is_refused():
-    with pytest.raises(ImageError, match=r"1 x 199 pixels .* would leave a side of 0; raise max_pixels"):
-        image_size({"max_pixels": 5000}, height=1, width=199, patch_size=14)
-
-
-def test_a_picture_too_thin_is_refused_with_both_sides_named():
-    with pytest.raises(ImageError, match=r"3 x 700 pixels \(height x width\), an aspect ratio of 233.3, more than 200"):
-        smart_resize(3, 700, factor=28)
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
-def test_an_empty_picture_is_refused(shape):
-    with pytest.raises(ImageError, match="there is nothing in it"):
-        smart_resize(*shape, factor=28)
+@pytest.mark.parametrize(
+    ("keys", "shape", "seen"),
+    [
+        ({"resized_height": 280}, (100, 100), "give both or none"),
+        ({"resized_width": 280}, (100, 100), "give both or none"),
+        ({"max_pixels": 100}, (100, 100), "max_pixels=100 is below min_pixels=3136 .*set both"),
+        ({"max_pixels": 5000}, (1, 199), "1 x 199 pixels .* would leave a side of 0; raise max_pixels"),
+        ({}, (3, 700), r"3 x 700 pixels \(height x width\), an aspect ratio of 233.3, more than 200"),
+        ({}, (0, 4), "there is nothing in it"),
+        ({}, (4, 0), "there is nothing in it"),
+    ],
+)
+def test_a_size_that_cannot_be_made_is_refused_with_what_is_wrong(keys, shape, seen):
+    with pytest.raises(ImageError, match=seen):
+        image_size(keys, height=shape[0], width=shape[1], patch_size=14)
 
 
 @pytest.mark.parametrize(

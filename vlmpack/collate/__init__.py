@@ -5,9 +5,9 @@ from __future__ import annotations
 from vlmpack.collate.assemble import SharePrefixes
 from vlmpack.collate.buffers import PixelBuffers
 from vlmpack.collate.collator import BatchLayout, VLMCollator
-from vlmpack.collate.frame_sampling import FrameSampling
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.collate.skipped import SkipLimit, SkipLog
+from vlmpack.collate.video import FrameSampling
 
 __all__ = [
     "BatchLayout",

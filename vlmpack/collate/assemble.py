@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
 
 from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
+from vlmpack.collate.columns import KINDS, Kind
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.errors import check_whole_number
 from vlmpack.families.family import Family
@@ -25,8 +26,8 @@ from vlmpack.layout.sharing import MIN_SHARED, find_prefix_tree, with_tree
 NO_BUFFERS = PixelBuffers(0)
 """New memory for every batch."""
 
-_SECONDS = "video_second_per_grid"
-"""Qwen-Omni's name of the seconds from one grid of each video to the next."""
+_SECONDS, _MASK = "video_second_per_grid", "feature_attention_mask"
+"""Qwen-Omni's names of the seconds from one grid of each video to the next, and of the mask of audio."""
 DEFAULT_SECONDS = 1.0
 """Seconds per video grid where a sample has none: what Qwen2.5-VL's model assumes."""
 
@@ -64,7 +65,8 @@ def to_padded(
     def batch(arrays: Sequence[np.ndarray], fill: int) -> torch.Tensor:
         return _write(arrays, starts, len(samples) * width, fill).view(len(samples), width)
 
-    media = _media(_media_of(samples), pixel_dtype, buffers, family)
+    visuals = _media_of(samples)
+    media = _media(visuals, pixel_dtype, buffers, family)
     return PaddedBatch(
         input_ids=batch([s.input_ids for s in samples], pad_token_id),
         attention_mask=batch([np.ones_like(s.input_ids) for s in samples], 0),
@@ -72,7 +74,7 @@ def to_padded(
         mm_token_type_ids=batch([s.types for s in samples], 0),
         media=media,
         extras={name: batch([s.columns[name] for s in samples], 0) for name in samples[0].columns},
-        metadata=replace(_metadata(samples), media_sizes=media.sizes),
+        metadata=replace(_metadata(samples, visuals), media_sizes=media.sizes),
     )
 
 
@@ -96,6 +98,7 @@ def to_packed(
     """
     segments = Segments.from_lengths([sample.num_tokens for sample in samples], rule)
     starts = segments.stride[: len(samples)]
+    visuals: Visuals = _media_of(samples)
 
     def row(arrays: Sequence[np.ndarray], fill: int) -> torch.Tensor:
         return _write(arrays, starts, segments.total, fill).view(1, -1)
@@ -106,32 +109,25 @@ def to_packed(
         shift_labels=shift_labels(row([s.labels for s in samples], IGNORE), segments),
         mm_token_type_ids=row([s.types for s in samples], 0),
         extras={name: row([s.columns[name] for s in samples], 0) for name in samples[0].columns},
-        metadata=_metadata(samples),
+        metadata=_metadata(samples, visuals),
     )
-    visuals = _media_of(samples)
     tree = None if sharing is None else _tree(packed, samples, visuals, sharing, family)
     if tree is not None:
         packed = with_tree(packed, tree)
-        visuals = _MediaOfRow(
-            images=_counted_in_tree([visuals.images[at] for at in tree.images], _joins(family)),
-            videos=[visuals.videos[at] for at in tree.videos],
-            audios=[visuals.audios[at] for at in tree.audios],
-        )
+        visuals = {
+            "image": _counted_in_tree([visuals["image"][at] for at in tree.images], _joins(family)),
+            "video": [visuals["video"][at] for at in tree.videos],
+            "audio": [visuals["audio"][at] for at in tree.audios],
+        }
     return packed.with_media(_media(visuals, pixel_dtype, buffers, family))
 
 
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _MediaOfRow:
-    """The media of a batch, or of a prefix tree, in order."""
-
-    images: Sequence[Visual]
-    videos: Sequence[Visual]
-    audios: Sequence[Visual]
+Visuals = Mapping[Kind, Sequence[Visual]]
+"""The media of a batch, or of a prefix tree, by kind and in order."""
 
 
-def _media_of(samples: Sequence[Encoded]) -> _MediaOfRow:
-    return _MediaOfRow(images=_images(samples), videos=_videos(samples), audios=_audios(samples))
+def _media_of(samples: Sequence[Encoded]) -> Visuals:
+    return {kind: [visual for sample in samples for visual in sample.media[kind]] for kind in KINDS}
 
 
 def _joins(family: Family | None) -> Mapping[str, Join]:
@@ -139,7 +135,7 @@ def _joins(family: Family | None) -> Mapping[str, Join]:
 
 
 def _tree(
-    row: PackedRow, samples: Sequence[Encoded], media: _MediaOfRow, sharing: SharePrefixes, family: Family | None
+    row: PackedRow, samples: Sequence[Encoded], media: Visuals, sharing: SharePrefixes, family: Family | None
 ) -> PrefixTree | None:
     """The tree of a row without pixels, found before those of its media are joined."""
     longest = None
@@ -148,9 +144,9 @@ def _tree(
         longest = [max(of_sample) for of_sample in frames for _ in of_sample]
     return find_prefix_tree(
         row,
-        images=_numbers(media.images, _joins(family)),
-        videos=_numbers(media.videos, _joins(family)),
-        audios=_numbers(media.audios, _joins(family), longest),
+        images=_numbers(media["image"], _joins(family)),
+        videos=_numbers(media["video"], _joins(family)),
+        audios=_numbers(media["audio"], _joins(family), longest),
         min_shared=sharing.min_shared,
     )
 
@@ -198,71 +194,50 @@ def _write(arrays: Sequence[np.ndarray], starts: Sequence[int], total: int, fill
     return torch.from_numpy(out)
 
 
-def _metadata(samples: Sequence[Encoded]) -> HostMetadata:
-    images = tuple(len(sample.images) for sample in samples)
-    videos = tuple(len(sample.videos) for sample in samples)
-    audios = tuple(len(sample.audios) for sample in samples)
-    has_tiles = any(image.grid is None for image in _images(samples))
+def _metadata(samples: Sequence[Encoded], media: Visuals) -> HostMetadata:
+    images, videos, audios = media["image"], media["video"], media["audio"]
+    has_tiles = any(image.grid is None for image in images)
+    counts: dict[str, Any] = {
+        f"{kind}s_per_sample": tuple(len(sample.media[kind]) for sample in samples) if visuals else ()
+        for kind, visuals in media.items()
+    }
     return HostMetadata(
         lengths=tuple(sample.num_tokens for sample in samples),
         media_runs=tuple(sample.media_runs for sample in samples) if has_tiles or samples[0].columns else (),
-        type_runs=tuple(sample.type_runs for sample in samples) if any(videos) else (),
-        image_grids=_grids(_images(samples)),
-        video_grids=_grids(_videos(samples)),
-        image_tokens=tuple(sum(image.runs) for image in _images(samples) if image.grid is None),
-        images_per_sample=images if any(images) else (),
-        videos_per_sample=videos if any(videos) else (),
-        audio_frames=tuple(0 if a.pixels is None else a.pixels.shape[2] for a in _audios(samples)),
-        audios_per_sample=audios if any(audios) else (),
-        seconds_per_grid=_seconds(_videos(samples)),
+        type_runs=tuple(sample.type_runs for sample in samples) if videos else (),
+        image_grids=_grids(images),
+        video_grids=_grids(videos),
+        image_tokens=tuple(sum(image.runs) for image in images if image.grid is None),
+        audio_frames=tuple(0 if audio.pixels is None else audio.pixels.shape[2] for audio in audios),
+        seconds_per_grid=_seconds(videos),
         num_targets=sum(sample.num_targets for sample in samples),
         sample_ids=tuple(sample.sample_id for sample in samples if sample.sample_id is not None),
+        **counts,
     )
 
 
-def _images(samples: Sequence[Encoded]) -> list[Visual]:
-    return [image for sample in samples for image in sample.images]
-
-
-def _videos(samples: Sequence[Encoded]) -> list[Visual]:
-    return [video for sample in samples for video in sample.videos]
-
-
-def _audios(samples: Sequence[Encoded]) -> list[Visual]:
-    return [audio for sample in samples for audio in sample.audios]
-
-
-def _media(row: _MediaOfRow, dtype: torch.dtype | None, buffers: PixelBuffers, family: Family | None) -> Media:
+def _media(row: Visuals, dtype: torch.dtype | None, buffers: PixelBuffers, family: Family | None) -> Media:
     """Tensors of media; log-mel frames stay float32: the model casts them itself."""
-    joins, images, videos = _joins(family), row.images, row.videos
-    seconds, grids = _seconds(videos), _grids(images)
+    joins, images, videos, audios = _joins(family), row["image"], row["video"], row["audio"]
+    seconds = _seconds(videos)
     parts = {name: [image.tensors[name] for image in images if name in image.tensors] for name in joins}
-    tensors = {name: joins[name](_cast(tensors, dtype)) for name, tensors in parts.items() if tensors}
+    tensors = {name: joins[name](_finite(parts[name], dtype)) for name in joins if parts[name]}
     if seconds and _SECONDS in joins:
         tensors[_SECONDS] = torch.tensor(seconds)
+    if audios:
+        tensors["input_features"] = joins["input_features"](_finite(_pixels(audios), None))
+        tensors[_MASK] = joins[_MASK]([audio.tensors[_MASK] for audio in audios])
     return Media(
         pixel_values=_join(images, dtype, buffers, joins.get("pixel_values", Join())),
-        image_grid_thw=_table(grids),
+        image_grid_thw=_table(_grids(images)),
         pixel_values_videos=_join(videos, dtype, buffers, Join()),
         video_grid_thw=_table(_grids(videos)),
         second_per_grid_ts=torch.tensor(seconds) if seconds and _SECONDS not in joins else None,
-        tensors={**tensors, **_audio_tensors(row.audios, joins)},
+        tensors=tensors,
     )
 
 
-def _audio_tensors(audios: Sequence[Visual], joins: Mapping[str, Join]) -> dict[str, torch.Tensor]:
-    """Log-mel frames, padded to the longest, and their mask; {} of none."""
-    if not audios:
-        return {}
-    frames = _pixels(audios)
-    finite = [is_finite(part) for part in frames]
-    if not all(finite):
-        raise NotFinite(finite.index(False))
-    mask = "feature_attention_mask"
-    return {"input_features": joins["input_features"](frames), mask: joins[mask]([a.tensors[mask] for a in audios])}
-
-
-def _cast(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
+def _finite(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
     """Floats, such as the tiles of images, in the type of pixels.
 
     Raises:
@@ -301,9 +276,7 @@ def _join(
     dtype = dtype or reduce(torch.promote_types, (part.dtype for part in parts))
     if join.axis == 0 and len({part.shape[1:] for part in parts}) == 1:
         return buffers.join(parts, dtype)
-    if not all(finite := [is_finite(part) for part in parts]):
-        raise NotFinite(finite.index(False))
-    return join([part.to(dtype) for part in parts])
+    return join(_finite(parts, dtype))
 
 
 def _pixels(visuals: Sequence[Visual]) -> list[torch.Tensor]:

@@ -50,11 +50,15 @@ class AudioReader:
         if not refs:
             return ()
         arrays = self._arrays(refs)
-        width = refs[0].options.get(PADDED) or self._longest(arrays)
+        width = refs[0].options.get(PADDED) or _longest(arrays)
         inputs, texts = self.processor._process_audio(arrays, **self._options | self._padding(width))
         frames = [int(mask.sum()) for mask in inputs[MASK]]
         runs = [text.count(self.metadata.audio_token) for text in texts]
-        self._check_counts(self._frames(arrays, width), frames, runs)
+        counted = self._frames(arrays, width)  # as measured samples are
+        if counted != frames or [*map(self.tokens_of, counted)] != runs:
+            made = f"the installed {type(self.processor).__name__} makes {frames} frames and {runs} tokens of audios"
+            remedy = "use a transformers of the supported range"
+            raise ConfigError(f"{made} for which {counted} frames are counted; {remedy}")
         return tuple(
             replace(_audio(values[:, :count][None].contiguous(), run), source=ref)
             for values, count, run, ref in zip(inputs[FEATURES], frames, runs, refs, strict=True)
@@ -67,7 +71,7 @@ class AudioReader:
             Refusal: one of them cannot be used.
         """
         arrays = self._arrays(refs)
-        width = self._longest(arrays)
+        width = _longest(arrays)
         runs = map(self.tokens_of, self._frames(arrays, width))
         sources = [replace(ref, options={**ref.options, PADDED: width}) for ref in refs]
         return tuple(Visual(pixels=None, runs=(run,), source=ref) for run, ref in zip(runs, sources, strict=True))
@@ -84,10 +88,8 @@ class AudioReader:
         audios = self.load_each(refs)
         for at, (audio, measured) in enumerate(zip(audios, sample.audios, strict=True)):
             if audio.runs != measured.runs:
-                fault = (
-                    f"audio {at} was measured as {measured.runs[0]} tokens and is now {audio.runs[0]}; measure again"
-                )
-                raise Refusal("audio_changed", fault)
+                seen = f"audio {at} was measured as {measured.runs[0]} tokens and is now {audio.runs[0]}"
+                raise Refusal("audio_changed", f"{seen}; measure again")
         return replace(sample, audios=audios)
 
     def read_tokenised(self, feature: Mapping[str, Any]) -> tuple[Visual, ...]:
@@ -103,11 +105,9 @@ class AudioReader:
             raise Refusal("audio_shape", f"it has {there[0]} alone; {FEATURES} and {MASK} come from one call")
         features, mask = (torch.as_tensor(feature[name]) for name in (FEATURES, MASK))
         if features.ndim != 3 or features.shape[::2] != mask.shape or not features.is_floating_point():
-            raise Refusal(
-                "audio_shape",
-                f"{FEATURES} is {features.dtype} {list(features.shape)} and {MASK} {list(mask.shape)}; the processor "
-                "makes floats [audios, mel bins, frames], and a mask [audios, frames]",
-            )
+            seen = f"{FEATURES} is {features.dtype} {list(features.shape)} and {MASK} {list(mask.shape)}"
+            made = "floats [audios, mel bins, frames], and a mask [audios, frames]"
+            raise Refusal("audio_shape", f"{seen}; the processor makes {made}")
         kept = [values[:, of_audio.bool()] for values, of_audio in zip(features, mask, strict=True)]
         return tuple(_audio(values[None], self.tokens_of(values.shape[1])) for values in kept)
 
@@ -125,16 +125,16 @@ class AudioReader:
             Refusal: one of them cannot be used, or no token stands for it.
         """
         arrays = [self._array(ref, at) for at, ref in enumerate(refs)]
-        for at, (array, frames) in enumerate(zip(arrays, self._frames(arrays, self._longest(arrays)), strict=True)):
+        for at, frames in enumerate(self._frames(arrays, _longest(arrays))):
             if self.tokens_of(frames) < 1:
-                fault = f"audio {at} has {len(array)} samples, too few for one token; leave it out"
+                fault = f"audio {at} has {len(arrays[at])} samples, too few for one token; leave it out"
                 raise Refusal("audio_source", fault)
-        if arrays and (longest := self._longest(arrays)) < self._shortest_call:
-            fault = (
-                f"audio {int(np.argmax([*map(len, arrays)]))}, its longest, has {longest} samples, but the processor's "
-                f"spectrum takes {self._shortest_call}; lengthen it with silence, or leave it out"
-            )
-            raise Refusal("audio_source", fault)
+        # its beginning is mirrored over half a spectrum's width unless silence follows it
+        least = self._extractor.n_fft // 2 + 1 if arrays and self._pads_to_longest else 0
+        if arrays and (longest := _longest(arrays)) < least:
+            seen = f"audio {int(np.argmax([*map(len, arrays)]))}, its longest, has {longest} samples, but the spectrum"
+            remedy = "lengthen it with silence, or leave it out"
+            raise Refusal("audio_source", f"{seen} of its processor takes {least}; {remedy}")
         return arrays
 
     def _array(self, ref: MediaRef, at: int) -> np.ndarray:
@@ -160,17 +160,12 @@ class AudioReader:
         if rate is not None and rate != extractor.sampling_rate:
             fault = f"audio {at} has {rate} samples a second, its processor takes {extractor.sampling_rate}; resample"
             raise Refusal("audio_rate", f"{fault} (cast_column(..., datasets.Audio(sampling_rate=...)))")
-        if self._is_cut and len(array) > extractor.n_samples:
-            raise Refusal(
-                "audio_too_long",
-                f"audio {at} lasts {len(array) / extractor.sampling_rate:.1f} s, and the processor cuts off what is "
-                f"beyond {extractor.n_samples / extractor.sampling_rate:.0f} s; cut it into parts, or leave it out",
-            )
+        # WhisperFeatureExtractor cuts long audio off, unless it is told not to
+        if self._options.get("truncation", True) and len(array) > extractor.n_samples:
+            lasts, most = (count / extractor.sampling_rate for count in (len(array), extractor.n_samples))
+            fault = f"audio {at} lasts {lasts:.1f} s, and the processor cuts off what is beyond {most:.0f} s"
+            raise Refusal("audio_too_long", f"{fault}; cut it into parts, or leave it out")
         return array.astype(np.float32)
-
-    def _longest(self, arrays: Sequence[np.ndarray]) -> int:
-        """Samples of the longest of the audios of a call, to which a processor may pad the others."""
-        return max(map(len, arrays), default=0)
 
     def _padding(self, longest: int) -> dict[str, Any]:
         """The samples to which audios are padded: the longest, or, of a processor that pads to the most it takes, as
@@ -191,18 +186,6 @@ class AudioReader:
         extractor = self._extractor
         width = longest if self._pads_to_longest else extractor.n_samples
         return [min(-(-len(array) // extractor.hop_length), width // extractor.hop_length) for array in arrays]
-
-    def _check_counts(self, counted: Sequence[int], frames: Sequence[int], runs: Sequence[int]) -> None:
-        """Compare the frames and tokens that the processor made with the frames that are counted without it.
-
-        Raises:
-            ConfigError: they differ, so that measured samples would.
-        """
-        if [*counted] != [*frames] or [*map(self.tokens_of, counted)] != [*runs]:
-            raise ConfigError(
-                f"the installed {type(self.processor).__name__} makes {[*frames]} frames and {[*runs]} tokens of "
-                f"audios for which {counted} frames are counted; use a transformers of the supported range"
-            )
 
     # ------------------------------------------------------------------ the processor
 
@@ -230,16 +213,9 @@ class AudioReader:
         """True if the processor pads the audios of a call to the longest, not to the most that it takes."""
         return self._options.get("padding") in (True, "longest")
 
-    @property
-    def _shortest_call(self) -> int:
-        """Samples that the longest audio of a call has to have: its beginning is mirrored over half a spectrum's width
-        unless silence follows it."""
-        return self._extractor.n_fft // 2 + 1 if self._pads_to_longest else 0
 
-    @cached_property
-    def _is_cut(self) -> bool:
-        """True if the processor cuts long audio off: WhisperFeatureExtractor does, unless it is told not to."""
-        return bool(self._options.get("truncation", True))
+def _longest(arrays: Sequence[np.ndarray]) -> int:
+    return max(map(len, arrays), default=0)
 
 
 def _audio(features: torch.Tensor, tokens: int) -> Visual:

@@ -9,7 +9,7 @@ A template that marks its assistant's text itself (`{% generation %}`) is taken 
 conversation is written turn by turn: what an answer adds to the text before it is trained on, up to the token that ends
 it. That token may be the beginning of the next turn (GLM's `<|user|>`), or stand behind the marks.
 
-A template has to write every text of every message, or the sample is refused (`TextCheck`):
+A template has to write every text of every message, or the sample is refused:
 
     messages   system "Be short."   user "Total?"   assistant "5"
     probes     system P0            user P1         assistant P2        rendered once for each shape of conversation
@@ -81,6 +81,12 @@ class ChatTemplate:
     """True if the content of a message may be a list of parts: templates of text models take none."""
     special_tokens: tuple[str, ...] = ()
     """The tokenizer's special tokens; needed for `answers` and `tokens` alone."""
+    add_stop: str | None = None
+    """Token written behind the last answer where the template writes none that ends it; None: nothing is."""
+    is_first: Callable[[str], bool] | None = None
+    """Returns whether an event has not been warned of; None: no warning."""
+    shapes: dict[Any, Shape | None] = field(default_factory=dict)
+    """By shape of a conversation what the template writes of it; None: it cannot write its probes."""
 
     def render(self, conversation: Conversation) -> str:
         """The text of its messages.
@@ -91,13 +97,17 @@ class ChatTemplate:
             ConfigError: the processor has no template.
         """
         if self.processor.chat_template is None:
+            remedy = "load the instruction-tuned model's, set processor.chat_template, or give prompt and completion"
             raise ConfigError(
-                "the processor has no chat template, so messages cannot become text; load the instruction-tuned "
-                "model's processor, set processor.chat_template, or give prompt and completion as strings"
+                f"the processor has no chat template, so messages cannot become text; {remedy} as strings"
             )
         self._check_written(conversation)
-        text = self._text(conversation.messages, conversation.template_options)
-        self._texts.check(conversation.messages, conversation.template_options, text)
+        try:
+            text = self._write(self._formed(conversation.messages), **conversation.template_options)
+        except Exception as error:  # a template can fail in any way on messages it rejects
+            fault = f"the chat template cannot write its messages ({type(error).__name__}: {error}); compare roles"
+            raise Refusal("template_error", f"{fault} and content with what the template expects") from error
+        self._check_texts(conversation.messages, conversation.template_options, text)
         return text
 
     def answers(self, conversation: Conversation, text: str) -> list[Span]:
@@ -108,19 +118,16 @@ class ChatTemplate:
                 (`turn_mismatch`).
         """
         roles = [message["role"] for message in conversation.messages]
+        answers = [at for at, role in enumerate(roles) if role == "assistant"]
         if self.marks_answers:
             spans = self._marked(conversation, text)
         else:
-            spans = [self._added(conversation, text, at) for at, role in enumerate(roles) if role == "assistant"]
-        if len(spans) != roles.count("assistant"):
-            raise Refusal(
-                "turn_mismatch",
-                f"the chat template marks {len(spans) or 'no'} answers ({{% generation %}}) of its "
-                f"{roles.count('assistant')} assistant messages, so it is not known which tokens to learn; repair the "
-                "template, use train_on='all', or give tokenised samples with labels",
-                of_all=not spans,
-            )
-        answers = [at for at, role in enumerate(roles) if role == "assistant"]
+            spans = [self._added(conversation, text, at) for at in answers]
+        if len(spans) != len(answers):
+            fault = f"the chat template marks {len(spans) or 'no'} answers of its {len(answers)} assistant messages, so"
+            remedy = "repair its {% generation %}, use train_on='all', or give tokenised samples with labels"
+            of_all = not spans
+            raise Refusal("turn_mismatch", f"{fault} it is not known which tokens to learn; {remedy}", of_all=of_all)
         return [self._with_end(text, span, roles[at + 1 :]) for at, span in zip(answers, spans, strict=True)]
 
     def is_ended(self, said: str) -> bool:
@@ -132,12 +139,30 @@ class ChatTemplate:
         prefixes = [self._prefix(conversation, stop) for stop in range(1, len(conversation.messages))]
         return [*(len(prefix) for prefix in prefixes if prefix and text.startswith(prefix)), len(text)]
 
-    def _text(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        try:
-            return self._write_formed(messages, options)
-        except Exception as error:  # a template can fail in any way on messages it rejects
-            fault = f"the chat template cannot write its messages ({type(error).__name__}: {error}); compare roles"
-            raise Refusal("template_error", f"{fault} and content with what the template expects") from error
+    def end_of(self, conversation: Conversation, text: str, answers: Sequence[Span] | None = None) -> str:
+        """Return the token to write behind a conversation; "": there is none to be written. Warn once where one lacks.
+
+        Args:
+            conversation: the sample.
+            text: of it, as `render` returned it.
+            answers: the answers in it that are trained on; None: the last message is looked at alone.
+        """
+        if answers is None:
+            flags = conversation.trained_turns
+            is_answer = conversation.messages[-1]["role"] == "assistant" and (flags is None or flags[-1])
+            answers = [(0, len(text))] if is_answer else []
+        unended = [span for span in answers if not self.is_ended(text[slice(*span)])]
+        if unended and self.add_stop is not None:
+            return "" if text[unended[-1][1] :].strip() else self.add_stop
+        if unended and self.is_first is not None and self.is_first("answer without an end"):
+            likely = self._behind("user") or parts_of(self.processor).tokenizer.eos_token
+            warnings.warn(
+                "the chat template writes no special token after an answer, so a model trained on it may never stop: "
+                f"VLMCollator(add_stop={likely!r}) writes one after the last answer of a sample. Choose a token at "
+                "which generation stops. This warning is given once",
+                stacklevel=2,
+            )
+        return ""
 
     # ------------------------------------------------------------------ answers
 
@@ -162,12 +187,8 @@ class ChatTemplate:
             **{**parts_of(self.processor).tokenizer.special_tokens_map, **conversation.template_options},
         )
         if written != text:
-            raise Refusal(
-                "turn_mismatch",
-                "the processor's apply_chat_template writes its messages otherwise than the template with its "
-                "{% generation %} marks does, so it is not known which tokens to learn; use train_on='all'",
-                of_all=True,
-            )
+            fault = "apply_chat_template writes its messages otherwise than the template's {% generation %} marks have"
+            raise Refusal("turn_mismatch", f"{fault} it, so answers are not known; use train_on='all'", of_all=True)
         return [(int(start), int(stop)) for start, stop in spans]
 
     def _added(self, conversation: Conversation, text: str, at: int) -> Span:
@@ -176,12 +197,11 @@ class ChatTemplate:
         answer = text if at + 1 == len(conversation.messages) else self._prefix(conversation, at + 1)
         for written, name in ((answer, f"messages[:{at + 1}]"), (question, f"messages[:{at}] and its prompt")):
             if written is None or not text.startswith(written):
-                raise Refusal(
-                    "turn_mismatch",
-                    f"the chat template writes {name} otherwise alone than at the beginning of the whole conversation, "
-                    f"so it is not known which tokens are the answer of messages[{at}]; use a template with "
-                    "{% generation %} marks, train_on='all', or tokenised samples with labels",
+                fault = (
+                    f"the chat template writes {name} otherwise alone than before other messages, so it is not known"
                 )
+                remedy = "use a template with {% generation %} marks, train_on='all', or tokenised samples with labels"
+                raise Refusal("turn_mismatch", f"{fault} which tokens are the answer of messages[{at}]; {remedy}")
         assert question is not None
         assert answer is not None
         said = answer[len(question) :]
@@ -198,11 +218,6 @@ class ChatTemplate:
         is_end = not following or following[0] in ("user", "tool") or end.group().strip() == self._own_end
         return (start, end.end()) if is_end else span
 
-    @property
-    def likely_end(self) -> str:
-        """A token that the template writes between an answer and a question, or else the end of a text."""
-        return self._behind("user") or parts_of(self.processor).tokenizer.eos_token
-
     @cached_property
     def _own_end(self) -> str:
         return self._behind()
@@ -211,8 +226,8 @@ class ChatTemplate:
         """The special token that the template writes right behind an answer which these roles follow; "": none."""
         turns = [{"role": role, "content": "?"} for role in ("user", "assistant", *following)]
         turns[1]["content"] = probe(0)
-        text = self._tried(self._formed(turns))
-        end = self._end.match(text, text.find(probe(0)) + len(probe(0))) if is_written(text) else None
+        text = self._tried(turns)
+        end = self._end.match(text, text.find(probe(0)) + len(probe(0))) if text and is_written(text) else None
         return end.group().strip() if end else ""
 
     @cached_property
@@ -236,10 +251,7 @@ class ChatTemplate:
 
     def _prefix(self, conversation: Conversation, stop: int, **options: bool) -> str | None:
         """Write the first messages alone; None: the template cannot."""
-        try:
-            return self._text(conversation.messages[:stop], {**conversation.template_options, **options})
-        except Refusal:
-            return None
+        return self._tried(conversation.messages[:stop], {**conversation.template_options, **options})
 
     # ------------------------------------------------------------------ what the template takes
 
@@ -281,54 +293,55 @@ class ChatTemplate:
             for form in get_args(Form)[: 1 + self.takes_parts]:
                 asked, short = (text if form == "text" else _as_parts(text) for text in (probe(0), "?"))
                 turns = [*map(plain.__getitem__, before), {"role": role, "content": asked}]
-                trials[role][form] = self._tried([*turns, *map(plain.__getitem__, after)])
+                messages = [*turns, *map(plain.__getitem__, after)]
+                trials[role][form] = self._tried(messages, is_formed=True) or ""
                 if role not in plain or is_written(trials[role][form]):
                     plain[role] = {"role": role, "content": short}
             plain["call"] = {**plain.get("assistant", {}), "tool_calls": [_CALL]}
         return trials
 
-    def _tried(self, messages: list[dict[str, Any]]) -> str:
+    def _tried(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any] | None = None,
+        *,
+        is_formed: bool = False,
+    ) -> str | None:
+        """Write messages; None: the template cannot, and may fail in any way. `is_formed`: as they are."""
         try:
-            return self._write(messages)
-        except Exception:  # see `_text`
-            return ""
+            return self._write(messages if is_formed else self._formed(messages), **(options or {}))
+        except Exception:
+            return None
 
     def _check_written(self, conversation: Conversation) -> None:
         holders = (*conversation.messages, conversation.template_options)
         used = {key for holder in holders for key, value in holder.items() if not is_empty(value)}
         if ignored := sorted(used & self._ignored):
-            raise Refusal(
-                "template_ignores",
-                f"it has {' and '.join(ignored)}, which the chat template does not write: the model would learn an "
-                "answer without it; give the processor a chat template that does, or write it into the content",
-            )
+            fault = f"it has {' and '.join(ignored)}, which the chat template does not write: the model would learn an"
+            remedy = "give the processor a chat template that does, or write it into the content"
+            raise Refusal("template_ignores", f"{fault} answer without it; {remedy}")
         options = {name for name, value in conversation.template_options.items() if name not in _OFF or value}
         if unread := sorted(options - {"tools"} - (self._variables if options else frozenset())):
-            raise Refusal(
-                "template_ignores",
-                f"chat_template_kwargs has {' and '.join(unread)}, which the chat template does not read; it reads "
-                f"{', '.join(sorted(self._variables)) or 'none'}: see how it is spelt there, or leave it out",
-            )
+            fault = f"chat_template_kwargs has {' and '.join(unread)}, which the chat template does not read; it reads"
+            remedy = f"{', '.join(sorted(self._variables)) or 'none'}: see how it is spelt there, or leave it out"
+            raise Refusal("template_ignores", f"{fault} {remedy}")
 
     @cached_property
     def _ignored(self) -> frozenset[str]:
         """Which of tools, tool calls and thoughts never come into the text: each is tried once."""
-        plain = self._try()
+        question, reply = ([{"type": "text", "text": text}] if self.takes_parts else text for text in "?!")
+
+        def tried(options: Mapping[str, Any], **answer: Any) -> str | None:
+            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": reply, **answer}]
+            return self._tried(turns, options)
+
+        plain = tried({})
         trials = {
-            "tools": self._try(tools=[_TOOL]),
-            "tool_calls": self._try({"tool_calls": [_CALL]}),
-            **{key: self._try({key: "tried"}) for key in THOUGHTS},
+            "tools": tried({"tools": [_TOOL]}),
+            "tool_calls": tried({}, tool_calls=[_CALL]),
+            **{key: tried({}, **{key: "tried"}) for key in THOUGHTS},
         }
         return frozenset(key for key, text in trials.items() if text is not None and text == plain)
-
-    def _try(self, answer: Mapping[str, Any] | None = None, **options: Any) -> str | None:
-        """A short conversation as text; None: the template cannot write it."""
-        question, reply = ([{"type": "text", "text": text}] if self.takes_parts else text for text in "?!")
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": reply, **(answer or {})}]
-        try:
-            return self._write(self._formed(turns), **options)
-        except Exception:  # see `_text`
-            return None
 
     @cached_property
     def _variables(self) -> frozenset[str]:
@@ -343,67 +356,66 @@ class ChatTemplate:
         try:
             read = {name for source in sources for name in find_undeclared_variables(grammar.parse(source))}
         except TemplateError as error:
-            raise ConfigError(
-                f"the processor's chat template cannot be read ({type(error).__name__}: {error}); repair it"
-            ) from error
+            fault = f"the processor's chat template cannot be read ({type(error).__name__}: {error})"
+            raise ConfigError(f"{fault}; repair it") from error
         return frozenset(read - _NOT_OPTIONS)
 
-    @cached_property
-    def _texts(self) -> TextCheck:
-        return TextCheck(write=self._write_formed)
-
-    def _write_formed(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        return self._write(self._formed(messages), **options)
-
-    def _write(self, messages: list[dict[str, Any]], **options: Any) -> str:
+    def _write(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         return self.processor.apply_chat_template(messages, tokenize=False, **options)
+
+    # ------------------------------------------------------------------ every text is written
+
+    def _check_texts(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], text: str) -> None:
+        """Refuse a conversation of which a text is not in `text`, as the template wrote it, or a key is not read.
+
+        Templates may strip blanks around a text, leave out the thoughts of all answers but the last, and write what
+        tools return or are called with as JSON or Python has it.
+
+        Raises:
+            Refusal: `template_ignores`.
+        """
+        leaves, key = _leaves(messages, options)
+        if key not in self.shapes:
+            if len(self.shapes) >= _SHAPES_KEPT:
+                self.shapes.clear()
+            self.shapes[key] = self._shape(messages, options)
+        if (shape := self.shapes[key]) is not None:
+            _check_shape(shape, leaves, messages)
+        at = 0
+        for number in range(len(leaves)) if shape is None else shape.order:
+            leaf = leaves[number]
+            if not leaf.is_content or messages[leaf.message]["role"] == "tool" or (shape is None and leaf.is_thought):
+                continue
+            said = leaf.text.strip()
+            if (found := text.find(said, at)) < 0:
+                raise _refusal(leaf, messages)
+            at = found + len(said)
+
+    def _shape(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Shape | None:
+        """What the template writes of these messages with probes in the place of their texts; None: it cannot."""
+        probes: list[Leaf] = []
+
+        def insert(message: int, path: str, text: str) -> str:
+            probes.append(Leaf(message, path, probe(len(probes))))
+            return text.replace(text.strip(), probes[-1].text, 1)
+
+        tried = [map_texts(message, at, insert) for at, message in enumerate(messages)]
+        text = self._tried(tried, options)
+        if text is None:
+            return None
+        places = tuple(_place(leaf, messages[leaf.message]["role"], text) for leaf in probes)
+        order = tuple(sorted((at for at, place in enumerate(places) if place >= 0), key=places.__getitem__))
+        spoken, unread = {(leaf.message, leaf.key) for leaf in probes}, []
+        for at, message in enumerate(messages):
+            for key in (key for key in _extra(message) if (at, key) not in spoken):
+                without = {name: value for name, value in tried[at].items() if name != key}
+                if self._tried([*tried[:at], without, *tried[at + 1 :]], options) == text:
+                    unread.append((at, key))
+        return Shape(places, order, tuple(unread))
 
 
 def _as_parts(content: Any) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-# ---------------------------------------------------------------------- the end of an answer
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class AnswerEnd:
-    """What becomes of an answer after which a chat template writes no token that ends it."""
-
-    token: str | None = None
-    """Written behind the last message of a sample if it is such an answer; None: nothing is."""
-    is_first: Callable[[str], bool] | None = None
-    """Returns whether an event has not been warned of; None: no warning."""
-
-    def of(
-        self, conversation: Conversation, text: str, template: ChatTemplate, answers: Sequence[Span] | None = None
-    ) -> str:
-        """Return the token to write behind a conversation; "": there is none to be written. Warn once where one lacks.
-
-        Args:
-            conversation: the sample.
-            text: of it, as `template` renders it.
-            template: the template.
-            answers: the answers in it that are trained on; None: the last message is looked at alone.
-        """
-        if answers is None:
-            flags = conversation.trained_turns
-            is_answer = conversation.messages[-1]["role"] == "assistant" and (flags is None or flags[-1])
-            answers = [(0, len(text))] if is_answer else []
-        unended = [span for span in answers if not template.is_ended(text[slice(*span)])]
-        if not unended:
-            return ""
-        if self.token is not None:
-            return "" if text[unended[-1][1] :].strip() else self.token
-        if self.is_first is not None and self.is_first("answer without an end"):
-            warnings.warn(
-                "the chat template writes no special token after an answer, so a model trained on it may never stop: "
-                f"VLMCollator(add_stop={template.likely_end!r}) writes one after the last answer of a sample. Choose a "
-                "token at which generation stops. This warning is given once",
-                stacklevel=2,
-            )
-        return ""
 
 
 # ---------------------------------------------------------------------- characters
@@ -422,11 +434,9 @@ def check_characters(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         context = text[max(error.start - SHOWN, 0) : error.end + SHOWN]
-        raise Refusal(
-            "bad_text",
-            f"its text holds {text[error.start]!r}, half of a surrogate pair, in {context!r}: it is no character, and "
-            "no tokenizer takes it; remove it, or put '?' in its place with text.encode(errors='replace').decode()",
-        ) from error
+        fault = f"its text holds {text[error.start]!r}, half of a surrogate pair, in {context!r}"
+        remedy = "remove it, or put '?' in its place with text.encode(errors='replace').decode()"
+        raise Refusal("bad_text", f"{fault}; {remedy}") from error
 
 
 # ---------------------------------------------------------------------- every text is written
@@ -480,80 +490,6 @@ class Shape(NamedTuple):
     """(message, key) of keys without a text that change nothing."""
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class TextCheck:
-    """Insists that a chat template writes every text of a conversation."""
-
-    write: Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], str]
-    """Writes messages with options; may raise whatever a template raises."""
-    shapes: dict[Any, Shape | None] = field(default_factory=dict)
-    """By shape; None: the template cannot write its probes."""
-
-    def check(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], text: str) -> None:
-        """Refuse a conversation of which a text is not in `text`, as the template wrote it, or a key is not read.
-
-        Templates may strip blanks around a text, leave out the thoughts of all answers but the last, and write what
-        tools return or are called with as JSON or Python has it.
-
-        Raises:
-            Refusal: `template_ignores`.
-        """
-        leaves, key = _leaves(messages, options)
-        shape = self._shape(key, messages, options)
-        if shape is not None:
-            _check_shape(shape, leaves, messages)
-        at = 0
-        for number in range(len(leaves)) if shape is None else shape.order:
-            leaf = leaves[number]
-            if not leaf.is_content or messages[leaf.message]["role"] == "tool" or (shape is None and leaf.is_thought):
-                continue
-            said = leaf.text.strip()
-            if (found := text.find(said, at)) < 0:
-                raise _refusal(leaf, messages)
-            at = found + len(said)
-
-    def _shape(self, key: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Shape | None:
-        try:
-            return self.shapes[key]
-        except KeyError:
-            if len(self.shapes) >= _SHAPES_KEPT:
-                self.shapes.clear()
-            return self.shapes.setdefault(key, self._tried(messages, options))
-
-    def _tried(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Shape | None:
-        probes: list[Leaf] = []
-
-        def insert(message: int, path: str, text: str) -> str:
-            probes.append(Leaf(message, path, probe(len(probes))))
-            return text.replace(text.strip(), probes[-1].text, 1)
-
-        tried = [map_texts(message, at, insert) for at, message in enumerate(messages)]
-        try:
-            text = self.write(tried, options)
-        except Exception:  # a template can fail in any way on what it does not expect
-            return None
-        places = tuple(_place(leaf, messages[leaf.message]["role"], text) for leaf in probes)
-        order = tuple(sorted((at for at, place in enumerate(places) if place >= 0), key=places.__getitem__))
-        spoken = {(leaf.message, leaf.key) for leaf in probes}
-        unread = [
-            (at, key)
-            for at, message in enumerate(messages)
-            for key in _extra(message)
-            if (at, key) not in spoken and self._writes_without(tried, at, key, options) == text
-        ]
-        return Shape(places, order, tuple(unread))
-
-    def _writes_without(
-        self, messages: Sequence[Mapping[str, Any]], at: int, key: str, options: Mapping[str, Any]
-    ) -> str | None:
-        without = {name: value for name, value in messages[at].items() if name != key}
-        try:
-            return self.write([*messages[:at], without, *messages[at + 1 :]], options)
-        except Exception:  # as above: then the key is needed
-            return None
-
-
 def probe(number: int) -> str:
     """A text that stands in what a template writes only if the template writes it as it is."""
     return f'probe {number}:\n"it\'s" {number}.'
@@ -584,19 +520,15 @@ def _check_shape(shape: Shape, leaves: Sequence[Leaf], messages: Sequence[Mappin
 
 def _refusal(leaf: Leaf, messages: Sequence[Mapping[str, Any]]) -> Refusal:
     where = f"messages[{leaf.message}] ({messages[leaf.message]['role']})"
+    fault = f"{where} has {leaf.path}, which the chat template does not write, so the model would not see it"
+    remedy = "write it into the content, give the processor a chat template that writes it, or take it out"
     if leaf.is_content:
-        verb = "thinks" if leaf.path == _THOUGHT else "says"
-        return Refusal(
-            "template_ignores",
-            f"{where} {verb} {leaf.text.strip()[:40]!r}, which the chat template does not write; compare the message's "
-            "role, its place and its content with what the template expects",
-        )
-    without = "" if leaf.key == "tool_calls" else f" (VLMCollator(ignored_keys=({leaf.key!r},)) leaves it out)"
-    return Refusal(
-        "template_ignores",
-        f"{where} has {leaf.path}, which the chat template does not write, so the model would not see it; write it "
-        f"into the content, give the processor a chat template that writes it, or take it out{without}",
-    )
+        said = f"{'thinks' if leaf.path == _THOUGHT else 'says'} {leaf.text.strip()[:40]!r}"
+        fault = f"{where} {said}, which the chat template does not write"
+        remedy = "compare the message's role, its place and its content with what the template expects"
+    elif leaf.key != "tool_calls":
+        remedy += f" (VLMCollator(ignored_keys=({leaf.key!r},)) leaves it out)"
+    return Refusal("template_ignores", f"{fault}; {remedy}")
 
 
 # ---------------------------------------------------------------------- texts of messages
@@ -669,11 +601,8 @@ def _leaves(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -
         shape.append(None if isinstance(content, str) else tuple(part["type"] for part in content))
         shape.append(tuple(leaf.path for leaf in leaves[count:]))
         if len(message) > 2:
-            shape.append(tuple((key, _kind(message[key])) for key in _extra(message)))
+            others = ((key, message[key]) for key in _extra(message))
+            shape.append(tuple((key, repr(x) if isinstance(x, bool) else type(x).__name__) for key, x in others))
     if options:
         shape.append(tuple((name, bool(value) if name == "tools" else repr(value)) for name, value in options.items()))
     return leaves, tuple(shape)
-
-
-def _kind(value: Any) -> str:
-    return repr(value) if isinstance(value, bool) else type(value).__name__

@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
-from operator import attrgetter
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Literal, final, get_args
@@ -19,11 +17,10 @@ from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.columns import Markers
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import OVERLENGTH, Encoded, Overlength, TrainOn, check_labels_are_ids, fit
-from vlmpack.collate.frame_sampling import FrameSampling
 from vlmpack.collate.media import BatchMedia
 from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.collate.skipped import SkipLimit, SkipLog
-from vlmpack.collate.video import file_rules_of
+from vlmpack.collate.video import FrameSampling, file_rules_of
 from vlmpack.data.images import ImageLimits
 from vlmpack.data.videos import VideoLimits
 from vlmpack.errors import (
@@ -136,9 +133,8 @@ class VLMCollator:
         self.processor = processor
         self.metadata = read_processor(processor, vocab_size=vocab_size)
         if add_stop is not None and add_stop not in self.metadata.special_tokens:
-            raise ConfigError(
-                f"add_stop={add_stop!r} is no special token of the tokenizer, as {self.metadata.eos_token!r} is"
-            )
+            such_as = repr(self.metadata.eos_token)
+            raise ConfigError(f"add_stop={add_stop!r} is no special token of the tokenizer, as {such_as} is")
         self.share_prefixes = _sharing(share_prefixes, layout, self.slots)
         is_whole = self.metadata.by_processor and self.metadata.has_vision
         self._family = family_of_processor(processor) if is_whole or self.metadata.has_audio else None
@@ -161,7 +157,7 @@ class VLMCollator:
 
     def __repr__(self) -> str:
         names = ("layout", "slots", "share_prefixes", "max_length", "overlength", "train_on", "on_bad", "skip_log")
-        values = zip(names, attrgetter(*names)(self), strict=True)
+        values = ((name, getattr(self, name)) for name in names)
         changed = (f"{name}={value!r}" for name, value in values if value not in (None, SlotRule()))
         return f"VLMCollator({type(self.processor).__name__}, {', '.join(changed)})"
 
@@ -256,10 +252,12 @@ class VLMCollator:
             return self._typed(to_batch(samples, pad_token_id=self.metadata.pad_token_id, **further))
         except NotFinite:
             for at, sample in usable:
-                media = chain.from_iterable(sample.media.values())
-                if not all(is_finite(values) for medium in media for values in medium.values):
+                broken = {
+                    kind for kind, media in sample.media.items() for x in media if not all(map(is_finite, x.values))
+                }
+                if broken:
                     message = "its pixels hold NaN or infinity; the image is broken or was normalised by 0"
-                    if not all(is_finite(audio.pixels) for audio in sample.audios if audio.pixels is not None):
+                    if "audio" in broken:
                         message = "its input_features hold NaN or infinity; the audio is broken"
                     named = {"index": at, "reason": "pixels_not_finite", "sample_id": sample.sample_id}
                     outcomes[at] = SampleError(message, **named)
@@ -291,8 +289,7 @@ class VLMCollator:
         return self._checked(named, index, lambda: self._encoder.decode(self._sharable(sample), media))
 
     def _fitted(self, sample: Encoded) -> Encoded:
-        sample = self._sharable(sample)
-        return fit(sample, self.metadata, max_length=self.max_length, overlength=self.overlength)
+        return fit(self._sharable(sample), self.metadata, max_length=self.max_length, overlength=self.overlength)
 
     def _sharable(self, sample: Encoded) -> Encoded:
         if self.share_prefixes is not None:
@@ -313,8 +310,8 @@ class VLMCollator:
 
     def _error(self, refusal: Refusal, index: int | None, sample_id: int | str | None) -> SampleError | ConfigError:
         """Name the sample in a refusal; a mistake of the setup is a ConfigError, unless samples are to be skipped."""
-        named = index is not None or sample_id is None
-        message = refusal.message if named else f"sample {sample_id!r}: {refusal.message}"
+        is_named = index is not None or sample_id is None
+        message = refusal.message if is_named else f"sample {sample_id!r}: {refusal.message}"
         error = SampleError(message, index=index, reason=refusal.reason, sample_id=sample_id)
         return ConfigError(str(error)) if refusal.of_all and self.on_bad == "raise" else error
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -64,8 +63,6 @@ _ENCODED = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")
 """First bytes of encoded images."""
 _GROUNDING = ("<bbox>", "<ref-object>", "<quad>")
 """Places in a text that ms-swift fills from its column `objects`."""
-_MANY = 12
-"""Columns that are named in an error."""
 
 
 def is_absent(value: Any) -> bool:
@@ -86,17 +83,6 @@ def holds_pairs(value: Any) -> bool:
     return isinstance(first, Mapping) and {"user", "assistant"} <= first.keys()
 
 
-def check_columns_filled(feature: Mapping[str, Any]) -> None:
-    """A column that is there but None is this sample's fault; one that is not there at all is the setup's.
-
-    Raises:
-        Refusal: `bad_row`, with the columns that are None.
-    """
-    empty = [name for name in _TEXT_COLUMNS if feature.get(name, "") is None]
-    if empty:
-        raise Refusal("bad_row", f"its {' and '.join(empty)} is None; fill it, or leave the sample out of the data set")
-
-
 def check_one_form(forms: Sequence[str], present: Mapping[str, Any], *, has_audio: bool = False) -> None:
     """Refuse a sample that is written down twice, or has columns that nothing reads with its conversation.
 
@@ -106,10 +92,7 @@ def check_one_form(forms: Sequence[str], present: Mapping[str, Any], *, has_audi
     if len(forms) > 1:
         raise Refusal("bad_row", f"it has {' and '.join(forms)}, of which one would be read; keep that one")
     if match := next((name for name in _OF_TOKENS if forms and not is_empty(present.get(name))), None):
-        fault = (
-            f"it has {match}, which belongs to input_ids, and {forms[0]}, of which its tokens are made; leave one out"
-        )
-        raise Refusal("bad_row", fault)
+        raise Refusal("bad_row", f"it has {match}, which belongs to input_ids, and {forms[0]}; leave one of them out")
     if match := next((name for name in AUDIO_COLUMNS if not has_audio and not is_empty(present.get(name))), None):
         raise Refusal("bad_row", f"it has {match}, which these models do not take; leave the sample or the column out")
 
@@ -150,32 +133,33 @@ def _is_preference(name: str, value: Any) -> bool:
 
 
 def _looks_like(name: str, value: Any) -> str:
-    """Name the medium that a column seems to hold; "": none."""
+    """Name the medium that a column seems to hold, whatever it is called; "": none."""
     first = value[0] if isinstance(value, list | tuple) else value
     path = first if _FILE_COLUMN.fullmatch(name) and isinstance(first, str) else ""
-    if isinstance(first, Image.Image) or _is_stored_image(first) or _FILE.fullmatch(path):
-        return "image or video"
-    if _NAMED_MEDIA.fullmatch(name) and isinstance(first, str | bytes | Mapping):
+    is_visual = (
+        isinstance(first, Image.Image)
+        or (isinstance(first, Mapping) and {"bytes", "path"} == set(first) and not is_absent(first))
+        or (isinstance(first, str) and first.startswith(("data:image/", "data:video/")))
+        or (isinstance(first, bytes) and first.startswith(_ENCODED))
+        or (_NAMED_MEDIA.fullmatch(name) is not None and isinstance(first, str | bytes | Mapping))
+    )
+    if is_visual or _FILE.fullmatch(path):
         return "image or video"
     is_audio = _NAMED_AUDIO.fullmatch(name) and isinstance(first, str | bytes | Mapping | float)
     return "audio" if is_audio or _AUDIO_FILE.fullmatch(path) else ""
 
 
-def _is_stored_image(value: Any) -> bool:
-    """An image as Arrow stores it, {"bytes", "path"}, or encoded, whatever its column is called."""
-    if isinstance(value, Mapping):
-        return {"bytes", "path"} == set(value) and not is_absent(value)
-    if isinstance(value, str):
-        return value.startswith(("data:image/", "data:video/"))
-    return isinstance(value, bytes) and value.startswith(_ENCODED)
+def no_columns(feature: Mapping[str, Any]) -> Refusal:
+    """The refusal of a feature with none of the columns that hold a sample's text.
 
-
-def no_columns(feature: Mapping[str, Any]) -> str:
-    """The error of a feature with none of the columns that hold a sample's text."""
-    return (
-        f"it has none of the columns input_ids, {', '.join(CONVERSATION_COLUMNS)} (with completion); it has: "
-        f"{_listed(feature) or 'none at all'}. {_remedy(feature)}"
-    )
+    A column that is there but None is this sample's fault; one that is not there at all is the setup's.
+    """
+    if empty := [name for name in _TEXT_COLUMNS if feature.get(name, "") is None]:
+        fault = f"its {' and '.join(empty)} is None; fill it, or leave the sample out of the data set"
+        return Refusal("bad_row", fault)
+    known = f"input_ids, {', '.join(CONVERSATION_COLUMNS)} (with completion)"
+    seen = f"it has none of the columns {known}; it has: {_listed(feature) or 'none at all'}"
+    return Refusal("no_columns", f"{seen}. {_remedy(feature)}", of_all=True)
 
 
 def also_has(feature: Mapping[str, Any]) -> str:
@@ -185,40 +169,39 @@ def also_has(feature: Mapping[str, Any]) -> str:
 
 
 def _remedy(feature: Mapping[str, Any]) -> str:
-    if {"image", "ground_truth"} <= feature.keys():
-        return (
+    names = {str(name): get_close_matches(str(name).lower(), _TEXT_COLUMNS, n=1, cutoff=0.8) for name in feature}
+    near = [f"{name!r}: did you mean {hit[0]!r}?" for name, hit in names.items() if hit and name not in _TEXT_COLUMNS]
+    has_own = any(isinstance(feature[name], str | list | tuple | Mapping) for name in feature if name not in _KEPT)
+    remedies = (
+        (
+            {"image", "ground_truth"} <= feature.keys(),
             "These are receipts as CORD has them: make a conversation of each with vlmpack.data.to_conversation, or "
-            "let open_dataset read them"
-        )
-    if near := [f"{name!r}: did you mean {column!r}?" for name in feature if (column := _nearest(str(name)))]:
-        return f"{' '.join(near)} Rename the column"
-    if "chosen" in feature and "rejected" in feature:
-        return (
+            "let open_dataset read them",
+        ),
+        (near, f"{' '.join(near)} Rename the column"),
+        (
+            {"chosen", "rejected"} <= feature.keys(),
             "A pair of answers is for PackedDPOTrainer of vlmpack.trainer.trl; to learn the chosen ones alone: "
-            "open_dataset(..., columns={'chosen': 'completion'})"
-        )
-    if "prompt" in feature or "completion" in feature:
-        return "A prompt comes with its completion: give both, or write them as messages"
-    if not any(isinstance(feature[name], str | list | tuple | Mapping) for name in feature if name not in _KEPT):
-        return (
-            "HF Trainer drops dataset columns that the model's forward does not name before the collator sees "
-            "them: set TrainingArguments(remove_unused_columns=False). TRL's trainers keep only messages, prompt, "
-            "completion, image and images even then: rename a `conversation` column to `messages`, and write videos "
-            "into the messages"
-        )
-    return "Rename the column with the conversation to messages, or make messages of your columns: a list of turns"
+            "open_dataset(..., columns={'chosen': 'completion'})",
+        ),
+        (
+            "prompt" in feature or "completion" in feature,
+            "A prompt comes with its completion: give both, or write them as messages",
+        ),
+        (
+            not has_own,
+            "HF Trainer drops dataset columns that the model's forward does not name: set "
+            "TrainingArguments(remove_unused_columns=False). TRL's trainers keep only messages, prompt, completion, "
+            "image and images even then: rename a `conversation` column to `messages`, and write videos into them",
+        ),
+    )
+    other = "Rename the column with the conversation to messages, or make messages of your columns: a list of turns"
+    return next((remedy for holds, remedy in remedies if holds), other)
 
 
-@lru_cache(maxsize=1024)
-def _nearest(name: str) -> str:
-    """The column of a sample's text that a name nearly spells; "" where it spells one, or is like none."""
-    near = get_close_matches(name.lower(), _TEXT_COLUMNS, n=1, cutoff=0.8)
-    return near[0] if near and name not in _TEXT_COLUMNS else ""
-
-
-def _listed(feature: Mapping[str, Any]) -> str:
+def _listed(feature: Mapping[str, Any], most: int = 12) -> str:
     names = sorted(map(str, feature))
-    return ", ".join(names[:_MANY]) + (f" and {len(names) - _MANY} more" if len(names) > _MANY else "")
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 Kind = Literal["image", "video", "audio"]
@@ -280,28 +263,30 @@ def fill_placeholders(
         Refusal: placeholders and media differ in number, or it is not clear where the media go.
     """
     column = column_media(present, kind)
-    placeholders = [part for message in messages for part in _parts(message) if part["type"] == kind]
+    placeholders = [part for message in messages for part in parts_in(message) if part["type"] == kind]
     if column and not placeholders:
         if not (is_marked and _split_at_markers(messages, kind, len(column))):
             if is_marked:
                 _check_numbered(messages, kind)
-            _insert_placeholders(messages, kind, len(column))
+            asked = next((message for message in messages if message["role"] == "user"), None)
+            if asked is None:
+                fault = f"{len(column)} {kind}(s), but no user message to put them in"
+                raise Refusal("media_count_mismatch", fault)
+            asked["content"] = [{"type": kind} for _ in column] + parts_in(asked)
         return column
     refs = [_reference(part, kind) for part in placeholders]
     missing = refs.count(None)
     if missing != len(column):
-        remedy = (
-            f"give each placeholder its {kind}{also_has(present) if missing > len(column) else ''}"
-            if missing
-            else f"every {kind} is in its message already: remove the column"
-        )
-        raise Refusal(
-            "media_count_mismatch",
-            f"the messages have {missing} {kind} placeholder(s) without a source, but the columns hold {len(column)} "
-            f"{kind}(s); {remedy}",
-        )
+        remedy = f"every {kind} is in its message already: remove the column"
+        if missing:
+            remedy = f"give each placeholder its {kind}{also_has(present) if missing > len(column) else ''}"
+        seen = f"the messages have {missing} {kind} placeholder(s) without a source, but the columns hold {len(column)}"
+        raise Refusal("media_count_mismatch", f"{seen} {kind}(s); {remedy}")
     rest = iter(_by_index(column, [part for part, ref in zip(placeholders, refs, strict=True) if ref is None], kind))
-    return tuple(_merge(next(rest), part) if ref is None else ref for part, ref in zip(placeholders, refs, strict=True))
+    return tuple(
+        ref or MediaRef(source=(medium := next(rest)).source, options={**medium.options, **_options(part)})
+        for part, ref in zip(placeholders, refs, strict=True)
+    )
 
 
 def _by_index(column: tuple[MediaRef, ...], placeholders: Sequence[Mapping[str, Any]], kind: Kind) -> list[MediaRef]:
@@ -314,11 +299,8 @@ def _by_index(column: tuple[MediaRef, ...], placeholders: Sequence[Mapping[str, 
     if all(index is None for index in indices):
         return list(column)
     if sorted(indices, key=repr) != sorted(range(len(column)), key=repr):
-        raise Refusal(
-            "ambiguous_media",
-            f"its {kind} parts have the index {', '.join(map(repr, indices))}, but the column holds {len(column)} "
-            f"{kind}(s), counted from 0; name each once, or leave 'index' out",
-        )
+        seen = f"its {kind} parts have the index {', '.join(map(repr, indices))}, but the column holds {len(column)}"
+        raise Refusal("ambiguous_media", f"{seen} {kind}(s), counted from 0; name each once, or leave 'index' out")
     return [column[index] for index in indices]
 
 
@@ -330,11 +312,8 @@ def check_inline_media(texts: Iterable[str]) -> None:
     """
     if match := next(filter(None, map(_INLINE.search, texts)), None):
         kind = "image" if match[1] == "img" else match[1]
-        raise Refusal(
-            "media_in_text",
-            f"the user's text holds {match[0]!r:.80}, the path of a medium; write <{kind}> there and the path into a "
-            f"column {kind}s, or choose markers='text' if it is text",
-        )
+        remedy = f"write <{kind}> there and the path into a column {kind}s, or choose markers='text' if it is text"
+        raise Refusal("media_in_text", f"the user's text holds {match[0]!r:.80}, the path of a medium; {remedy}")
 
 
 def _check_numbered(messages: Sequence[Mapping[str, Any]], kind: Kind) -> None:
@@ -344,14 +323,12 @@ def _check_numbered(messages: Sequence[Mapping[str, Any]], kind: Kind) -> None:
         Refusal: `ambiguous_media`.
     """
     for message in messages:
-        texts = [part["text"] for part in _parts(message) if part["type"] == "text" and message["role"] == "user"]
+        texts = [part["text"] for part in parts_in(message) if part["type"] == "text" and message["role"] == "user"]
         matches = (match for text in texts for match in _NUMBERED.finditer(text))
         if match := next((m for m in matches if (m[1] or m[2]).lower().replace("img", "image") == kind), None):
-            raise Refusal(
-                "ambiguous_media",
-                f"the user's text holds {match[0]!r}, which does not place the {kind}(s) of the sample's column; write "
-                f"<{kind}> for each in its place, or choose markers='text' if it is text",
-            )
+            fault = f"the user's text holds {match[0]!r}, which does not place the {kind}(s) of the sample's column"
+            remedy = f"write <{kind}> for each in its place, or choose markers='text' if it is text"
+            raise Refusal("ambiguous_media", f"{fault}; {remedy}")
 
 
 def check_markers(texts: Iterable[str], feature: Mapping[str, Any], *, missing: Iterable[Kind]) -> None:
@@ -361,22 +338,15 @@ def check_markers(texts: Iterable[str], feature: Mapping[str, Any], *, missing: 
         Refusal: there is one; it would be trained on as text.
     """
     whole = "\n".join(texts)
-    for kind in missing:
-        marker = f"<{kind}>"
-        if marker in whole:
-            raise Refusal(
-                "media_count_mismatch",
-                f"the user's text holds {marker!r} {whole.count(marker)} time(s), but the sample has no {kind} to put "
-                f"there ({_columns_of(kind, feature)}){also_has(feature)}; give it in a column {kind} or {kind}s, "
-                "or take the marker out; where it is meant as text, leave the column out, or choose markers='text'",
-            )
-
-
-def _columns_of(kind: Kind, feature: Mapping[str, Any]) -> str:
-    """The reason why the columns of a kind hold nothing."""
-    columns = [name for name in (kind, f"{kind}s") if name in feature]
-    reasons = [f"its {name} is {'None' if feature[name] is None else 'empty'}" for name in columns]
-    return " and ".join(reasons) or f"it has no column {kind} or {kind}s"
+    if kind := next((kind for kind in missing if f"<{kind}>" in whole), None):
+        columns = [name for name in (kind, f"{kind}s") if name in feature]
+        reasons = [f"its {name} is {'None' if feature[name] is None else 'empty'}" for name in columns]
+        raise Refusal(
+            "media_count_mismatch",
+            f"the user's text holds '<{kind}>' {whole.count(f'<{kind}>')} time(s), but the sample has no {kind} to put "
+            f"there ({' and '.join(reasons) or f'it has no column {kind} or {kind}s'}){also_has(feature)}; give it in "
+            f"a column {kind} or {kind}s, or take the marker out; where it is text, choose markers='text'",
+        )
 
 
 def column_media(present: Mapping[str, Any], kind: Kind) -> tuple[MediaRef, ...]:
@@ -387,8 +357,7 @@ def column_media(present: Mapping[str, Any], kind: Kind) -> tuple[MediaRef, ...]
     value = item if many is None else many
     if is_empty(value):
         return ()
-    is_one = {"image": lambda _: False, "video": _is_one_video, "audio": _is_one_audio}[kind]
-    if not isinstance(value, list | tuple) or (many is None and is_one(value)):
+    if not isinstance(value, list | tuple) or (many is None and _is_one(value[0], kind)):
         value = [value]
     if nothing := next((at for at, item in enumerate(value) if is_empty(item)), None):
         found = "an empty text" if value[nothing] == "" else "None"
@@ -396,7 +365,7 @@ def column_media(present: Mapping[str, Any], kind: Kind) -> tuple[MediaRef, ...]
     return tuple(_reference(item, kind) or MediaRef(source=item) for item in value)
 
 
-def _parts(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+def parts_in(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     content = message["content"]
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
@@ -408,7 +377,7 @@ def _split_at_markers(messages: list[dict[str, Any]], kind: Kind, count: int) ->
         Refusal: there are markers, but not one for each medium, or one in an assistant's turn.
     """
     marker = f"<{kind}>"
-    counts = [sum(part.get("text", "").count(marker) for part in _parts(message)) for message in messages]
+    counts = [sum(part.get("text", "").count(marker) for part in parts_in(message)) for message in messages]
     if not any(counts):
         return False
     answers = sum(n for n, message in zip(counts, messages, strict=True) if message["role"] == "assistant")
@@ -420,45 +389,31 @@ def _split_at_markers(messages: list[dict[str, Any]], kind: Kind, count: int) ->
         )
     for n, message in zip(counts, messages, strict=True):
         if n:
-            message["content"] = [piece for part in _parts(message) for piece in _pieces(part, marker, kind)]
+            parts = (
+                split_at_markers(p["text"], [kind]) if marker in p.get("text", "") else [p] for p in parts_in(message)
+            )
+            message["content"] = [piece for pieces in parts for piece in pieces]
     return True
 
 
-def _pieces(part: dict[str, Any], marker: str, kind: Kind) -> list[dict[str, Any]]:
-    if part["type"] != "text" or marker not in part["text"]:
-        return [part]
-    first, *rest = part["text"].split(marker)
-    pieces = [{"type": "text", "text": first}]
-    for text in rest:
-        pieces += [{"type": kind}, {"type": "text", "text": text}]
-    return [piece for piece in pieces if piece.get("text") != ""]
+def split_at_markers(text: str, kinds: Collection[Kind], *, strip: bool = False) -> list[dict[str, Any]]:
+    """The parts of a text with markers of these kinds; empty texts between them are left out."""
+    markers = [f"<{kind}>" for kind in kinds]
+    pieces = re.split(f"({'|'.join(markers)})", text) if markers else [text]
+    pieces = [piece.strip() if strip else piece for piece in pieces]
+    return [{"type": piece[1:-1]} if piece in markers else {"type": "text", "text": piece} for piece in pieces if piece]
 
 
-def _insert_placeholders(messages: list[dict[str, Any]], kind: Kind, count: int) -> None:
-    """Place media as TRL does: without any placeholder, all media go in front of the first user message's text."""
-    for message in messages:
-        if message["role"] == "user":
-            message["content"] = [{"type": kind} for _ in range(count)] + _parts(message)
-            return
-    raise Refusal("media_count_mismatch", f"{count} {kind}(s), but no user message to put them in")
+def _is_one(first: Any, kind: Kind) -> bool:
+    """Whether a column that begins with this is one video by its frames, or one audio by its numbers.
 
-
-def _merge(medium: MediaRef, placeholder: Mapping[str, Any]) -> MediaRef:
-    """A medium of the column, resized by the keys of the placeholder that it goes into."""
-    return MediaRef(source=medium.source, options={**medium.options, **_options(placeholder)})
-
-
-def _is_one_video(value: Sequence[Any]) -> bool:
-    """A `video` column that holds pictures is one video by its frames; one that holds paths is several videos."""
-    first = value[0] if value else ""
-    is_element = isinstance(first, Mapping) and first.get("video") is not None
+    A `video` column of paths, or of elements with a video each, is several videos.
+    """
+    if kind == "audio":
+        return isinstance(first, int | float)
     is_file = isinstance(first, Path) and first.suffix.lower() in _VIDEOS
-    return not isinstance(first, str | list | tuple) and not is_element and not is_file
-
-
-def _is_one_audio(value: Sequence[Any]) -> bool:
-    """An `audio` column that holds numbers is one audio, as Arrow stores an array."""
-    return bool(value) and isinstance(value[0], int | float)
+    is_element = isinstance(first, Mapping) and first.get("video") is not None
+    return kind == "video" and not (isinstance(first, str | list | tuple) or is_element or is_file)
 
 
 def _reference(item: Any, kind: Kind) -> MediaRef | None:
@@ -473,12 +428,9 @@ def _reference(item: Any, kind: Kind) -> MediaRef | None:
         source = source["url"]
     # `Dataset.map` writes a PIL image that is nested in messages down as JSON of its attributes, without pixels
     if isinstance(source, Mapping) and {"mode", "size"} <= set(source) and not {"bytes", "path"} & set(source):
-        raise Refusal(
-            f"{kind}_source",
-            f"its {kind} is a dict of the attributes of a PIL image, without its pixels, as datasets.map stores an "
-            "image inside messages; make conversations as samples are read (dataset.with_transform), or keep images in "
-            "a column of their own",
-        )
+        fault = f"its {kind} is a dict of the attributes of a PIL image, without its pixels, as datasets.map stores an"
+        remedy = "make them as samples are read (dataset.with_transform), or give images a column of their own"
+        raise Refusal(f"{kind}_source", f"{fault} image inside messages; {remedy}")
     return MediaRef(source=source, options=_options(item))
 
 

@@ -14,11 +14,10 @@ Keys that are None, or structs of None, count as absent: Arrow writes them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import lru_cache, partial
+from functools import partial
 from numbers import Number
 from operator import index
 from typing import Any, final
@@ -32,7 +31,6 @@ from vlmpack.collate.columns import (
     Kind,
     Markers,
     MediaRef,
-    check_columns_filled,
     check_inline_media,
     check_markers,
     check_one_form,
@@ -43,6 +41,8 @@ from vlmpack.collate.columns import (
     is_empty,
     marked_kinds,
     no_columns,
+    parts_in,
+    split_at_markers,
 )
 from vlmpack.collate.vision_keys import KNOWN_KEYS, misspelt_key
 from vlmpack.data.branches import BRANCH_COLUMN, PAIRS_COLUMN
@@ -88,7 +88,7 @@ class Turn:
     """False: by its own flag it is only read."""
 
 
-def read_turns(value: Any, column: str, marked: Collection[str] = (), *, has_audio: bool = False) -> list[Turn]:
+def read_turns(value: Any, column: str, marked: Collection[Kind] = (), *, has_audio: bool = False) -> list[Turn]:
     """The turns of a column: messages with role and content, Qwen's turns with from and value, or Cauldron's pairs.
 
     In the texts of the latter, `<image>`, `<video>` and `<audio>` are placeholders of the kinds that are `marked`.
@@ -103,7 +103,7 @@ def read_turns(value: Any, column: str, marked: Collection[str] = (), *, has_aud
         elif isinstance(value, np.ndarray):
             hint = ", as pandas and a numpy format give rows; give lists (dataset.with_format(None), value.tolist())"
         else:
-            hint = " of lists, as datasets.Sequence stores turns; zip them" if isinstance(value, Mapping) else ""
+            hint = ", of lists, as datasets.Sequence stores turns; zip them" if isinstance(value, Mapping) else ""
         raise Refusal("bad_row", f"{column} must be a non-empty list of messages, got {short(value)}{hint}")
     if column == PAIRS_COLUMN:
         value = [turn for at, pair in enumerate(value) for turn in _pair(pair, f"{column}[{at}]")]
@@ -137,9 +137,14 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def short(value: Any) -> str:
-    """A value in an error: its type, and its start if it is text."""
-    shown = f" {value[:40]!r}" if isinstance(value, str) else ""
-    return f"{type(value).__name__}{shown}"
+    """A value in an error: its type, the start of a text, the keys of a mapping (those that are None marked)."""
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} with the keys {_keys(value)}"
+    return f"{type(value).__name__} {value[:40]!r}" if isinstance(value, str) else type(value).__name__
+
+
+def _keys(message: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} (None)" if value is None else str(key) for key, value in message.items()) or "none"
 
 
 # ---------------------------------------------------------------------- role and content
@@ -147,18 +152,21 @@ def short(value: Any) -> str:
 
 def _turn(message: Any, where: str, *, has_audio: bool) -> Turn:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise Refusal("bad_row", f"{where} must be a mapping with a role and a content, got {_with_keys(message)}")
+        raise Refusal("bad_row", f"{where} must be a mapping with a role and a content, got {short(message)}")
     content = message.get("content")
     if content is None:
-        content = _no_content(message, where)
+        if all(is_empty(message.get(key)) for key in SPEAKING):
+            fault = f"{where} ({message['role']}) has no content; it has the keys {_keys(message)}"
+            raise Refusal("bad_row", f"{fault}: write what it says there")
+        content = ""
     if isinstance(content, Mapping):
         content = [content]
     if isinstance(content, list | tuple):
         kinds = ("text", "image", "video", "audio")[: 4 if has_audio else 3]
         content = [_part(part, f"{where}.content[{i}]", kinds) for i, part in enumerate(content)]
     elif not isinstance(content, str):
-        fault = f"{where}.content must be a string or a list of parts, got {short(content)}"
-        raise Refusal("bad_row", f"{fault}{_READ_AS_JSON if isinstance(content, Number) else ''}")
+        hint = _READ_AS_JSON if isinstance(content, Number) else ""
+        raise Refusal("bad_row", f"{where}.content must be a string or a list of parts, got {short(content)}{hint}")
     _check_no_payload(message, where, but=())
     rest = {key: value for key, value in message.items() if value is not None and key not in FLAGS}
     return Turn(message={**rest, "content": content}, is_trained=_is_trained(message, message["role"], where))
@@ -167,17 +175,9 @@ def _turn(message: Any, where: str, *, has_audio: bool) -> Turn:
 def _pair(pair: Any, where: str) -> list[dict[str, Any]]:
     """A question and its answer, as The Cauldron and FineVision write them."""
     if not isinstance(pair, Mapping) or not all(isinstance(pair.get(role), str) for role in ("user", "assistant")):
-        raise Refusal("bad_row", f"{where} must have a user and an assistant, both texts, got {_with_keys(pair)}")
+        raise Refusal("bad_row", f"{where} must have a user and an assistant, both texts, got {short(pair)}")
     rest = {key: value for key, value in pair.items() if key not in ("user", "assistant", "source")}
     return [{"role": "user", "content": pair["user"]}, {**rest, "role": "assistant", "content": pair["assistant"]}]
-
-
-def _no_content(message: Mapping[str, Any], where: str) -> str:
-    """An answer may be all tool calls or thoughts; any other turn without a content would be an empty one."""
-    if any(not is_empty(message.get(key)) for key in SPEAKING):
-        return ""
-    fault = f"{where} ({message['role']}) has no content; it has the keys {_keys(message)}: write what it says there"
-    raise Refusal("bad_row", fault)
 
 
 def _part(part: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
@@ -192,70 +192,58 @@ def _part(part: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
         raise Refusal("bad_row", f"{where}.type must be a text, such as 'image', got {short(kind)}")
     kind = {"image_url": "image", "video_url": "video", "input_image": "image", "input_text": "text"}.get(kind, kind)
     if kind not in kinds:
-        usable = f"{', '.join(kinds[:-1])} and {kinds[-1]}"
-        hint = "" if kind else _READ_AS_JSON
+        usable, hint = f"{', '.join(kinds[:-1])} and {kinds[-1]}", "" if kind else _READ_AS_JSON
         raise Refusal("bad_row", f"{where} is of type {kind!r}; only {usable} parts can be used{hint}")
     if kind == "text" and not isinstance(part.get("text"), str):
         raise Refusal("bad_row", f"{where} is a text part without a text, got {short(part)}")
     _check_no_payload(part, where, but=_PAYLOADS[kind])
-    _check_keys_of_part(part, where, kind)
-    return {**part, "type": kind}
-
-
-def _check_keys_of_part(part: Mapping[str, Any], where: str, kind: str) -> None:
-    """Refuse what stands beside a text or a medium and is not read; keys that are nearly known are refused later."""
-    of_media = ("index", "sampling_rate", *SOURCE_KEYS, *KNOWN_KEYS)
-    known = ("type", "text", *(() if kind == "text" else of_media))
+    of_media = () if kind == "text" else ("index", "sampling_rate", *SOURCE_KEYS, *KNOWN_KEYS)
     for key, value in part.items():
-        if key not in known and not is_empty(value) and (kind == "text" or not misspelt_key(str(key))):
-            raise Refusal(
-                "bad_row",
-                f"{where} has {key!r} beside its {kind}, which nothing reads; take it out, or leave it out with "
-                f"VLMCollator(ignored_keys=({key!r},))",
-            )
+        # beside a medium, a key that is nearly known is refused later, with what is meant
+        if (
+            key not in ("type", "text", *of_media)
+            and not is_empty(value)
+            and (kind == "text" or not misspelt_key(str(key)))
+        ):
+            fault = f"{where} has {key!r} beside its {kind}, which nothing reads; take it out, or leave it out with"
+            raise Refusal("bad_row", f"{fault} VLMCollator(ignored_keys=({key!r},))")
+    return {**part, "type": kind}
 
 
 def _check_no_payload(holder: Mapping[str, Any], where: str, *, but: tuple[str, ...]) -> None:
     """Refuse media or text outside of the parts, or a second one in a part: nothing reads them."""
-    keys = [key for names in _PAYLOADS.values() for key in names if key not in but]
-    if media := next((key for key in keys if key in holder and not is_empty(holder[key])), None):
-        raise Refusal(
-            "bad_row",
-            f"{where} holds {media!r} where no template looks for it; give each text, image and video a part of its "
-            "own in the content, or images and videos in the columns images and videos",
-        )
+    keys = (key for names in _PAYLOADS.values() for key in names if key not in but)
+    if media := next((key for key in keys if not is_empty(holder.get(key))), None):
+        fault = f"{where} holds {media!r} where no template looks for it; give each text and medium a part of its own"
+        raise Refusal("bad_row", f"{fault} in the content, or images and videos in columns of these names")
 
 
-def _qwen_turn(turn: Any, where: str, marked: Collection[str]) -> Turn:
+def _qwen_turn(turn: Any, where: str, marked: Collection[Kind]) -> Turn:
     """Read a turn of Qwen's fine-tuning rows: markers of these kinds are placeholders; user text is stripped."""
     if not isinstance(turn, Mapping) or not isinstance(turn.get("value"), str) or not isinstance(turn.get("from"), str):
-        raise Refusal("bad_row", f"{where} must have a from and a value, got {_with_keys(turn)}")
+        raise Refusal("bad_row", f"{where} must have a from and a value, got {short(turn)}")
     _check_no_payload(turn, where, but=())
     if unread := [key for key in ("content", *SPEAKING) if not is_empty(turn.get(key))]:
         raise Refusal("bad_row", f"{where} has {unread[0]!r} beside its value, which nothing reads; keep one of them")
     role = turn["from"]
-    content = turn["value"] if _canonical(role) == "assistant" else _split_markers(turn["value"], marked)
+    content = turn["value"]
+    if _canonical(role) != "assistant":  # split as Qwen's own fine-tuning code does
+        parts = split_at_markers(content, marked, strip=True)
+        content = content.strip() if all(part["type"] == "text" for part in parts) else parts
     read = ("from", "value", *FLAGS)
     rest = {key: value for key, value in turn.items() if key not in read and not is_empty(value)}
     return Turn(message={**rest, "role": role, "content": content}, is_trained=_is_trained(turn, role, where))
-
-
-def _split_markers(text: str, kinds: Collection[str]) -> str | list[dict[str, Any]]:
-    """Split as Qwen's own fine-tuning code does: text between markers is stripped, and left out when empty."""
-    markers = [f"<{kind}>" for kind in kinds]
-    pieces = [piece.strip() for piece in (re.split(f"({'|'.join(markers)})", text) if markers else [text])]
-    if len(pieces) == 1:
-        return pieces[0]
-    return [{"type": piece[1:-1]} if piece in markers else {"type": "text", "text": piece} for piece in pieces if piece]
 
 
 def _with_known_roles(turns: list[Turn], column: str) -> list[Turn]:
     roles = list(dict.fromkeys(turn.message["role"] for turn in turns))
     usable = (*ROLES, *ALIASES, *CALLING)
     if unknown := next((role for role in roles if role not in usable), None):
+        near = get_close_matches(unknown.lower(), (*ROLES, *ALIASES), n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise Refusal(
             "bad_row",
-            f"{column} has a turn of the role {unknown!r}, which is not known{_did_you_mean(unknown)}; its roles are "
+            f"{column} has a turn of the role {unknown!r}, which is not known{hint}; its roles are "
             f"{', '.join(roles)}, and those that can be used {', '.join(usable)}: rename it",
         )
     read: list[Turn] = []
@@ -293,12 +281,6 @@ def _canonical(role: str) -> str:
     return "assistant" if role in CALLING else ALIASES.get(role, role)
 
 
-@lru_cache(maxsize=1024)
-def _did_you_mean(role: str) -> str:
-    near = get_close_matches(role.lower(), (*ROLES, *ALIASES), n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
-
-
 # ---------------------------------------------------------------------- flags of turns
 
 
@@ -307,21 +289,11 @@ def _is_trained(message: Mapping[str, Any], role: str, where: str) -> bool:
     if _canonical(role) != "assistant":
         return True
     flags = {name: message[name] for name in FLAGS if message.get(name) is not None}
-    for name, value in flags.items():
-        if not isinstance(value, int | float) or value not in (0, 1):
-            raise Refusal("bad_row", f"{where}.{name} is {value!r}; a flag of a turn is true or false, 1 or 0")
+    if odd := next((x for x in flags.items() if not isinstance(x[1], int | float) or x[1] not in (0, 1)), None):
+        raise Refusal("bad_row", f"{where}.{odd[0]} is {odd[1]!r}; a flag of a turn is true or false, 1 or 0")
     if len({bool(value) for value in flags.values()}) > 1:
         raise Refusal("bad_row", f"{where} has {flags}, which contradict each other; keep one of them")
     return all(flags.values())
-
-
-def _with_keys(value: Any) -> str:
-    return f"{short(value)} with the keys {_keys(value)}" if isinstance(value, Mapping) else short(value)
-
-
-def _keys(message: Mapping[str, Any]) -> str:
-    """List the keys of a message, those with the value None marked."""
-    return ", ".join(f"{key} (None)" if value is None else str(key) for key, value in message.items()) or "none"
 
 
 @final
@@ -343,6 +315,11 @@ class Conversation:
     """True if each of the assistant's turns is trained on; None: all of them are."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments for the chat template: tools, and what `chat_template_kwargs` holds."""
+
+    @property
+    def media(self) -> Mapping[Kind, tuple[MediaRef, ...]]:
+        """Its images, videos and audios by kind."""
+        return {"image": self.images, "video": self.videos, "audio": self.audios}
 
     def texts(self) -> Iterator[str]:
         """Every string that a template can write: contents (parts joined, as it joins them), and all else it is given.
@@ -395,8 +372,8 @@ def read_conversation(
         check_inline_media(_raw_questions(present))
     marked = marked_kinds(feature, markers if has_vision else "text")
     conversation = _read(present, feature, marked, has_audio=has_audio)
-    media = _media_of(conversation)
-    check_markers(_questions(conversation), feature, missing=[kind for kind in marked if not media[kind]])
+    missing: list[Kind] = [kind for kind in marked if not conversation.media[kind]]
+    check_markers(_questions(conversation), feature, missing=missing)
     turn = present.get(BRANCH_COLUMN)
     return conversation if turn is None else branch_of(conversation, turn)
 
@@ -411,8 +388,8 @@ def _without_keys(turns: Any, keys: Collection[str]) -> Any:
 
 def unplaced_marker(conversation: Conversation, feature: Mapping[str, Any]) -> Kind | None:
     """Return the kind of medium whose marker a user's text holds, of a sample without such media and their column."""
-    marked, media = marked_kinds(feature, "auto"), _media_of(conversation)
-    missing: list[Kind] = [kind for kind in KINDS if kind not in marked and not media[kind]]
+    marked = marked_kinds(feature, "auto")
+    missing: list[Kind] = [kind for kind in KINDS if kind not in marked and not conversation.media[kind]]
     texts = list(_questions(conversation)) if missing else []
     return next((kind for kind in missing if any(f"<{kind}>" in text for text in texts)), None)
 
@@ -439,10 +416,6 @@ def check_answered(conversation: Conversation) -> None:
             f"{which} empty ({texts[-1]!r:.40}), so only the end of a turn would be trained on; write the answer, "
             "leave the sample out, or choose train_on='all'",
         )
-
-
-def _media_of(conversation: Conversation) -> dict[Kind, tuple[MediaRef, ...]]:
-    return {"image": conversation.images, "video": conversation.videos, "audio": conversation.audios}
 
 
 def _raw_questions(present: Mapping[str, Any]) -> Iterator[str]:
@@ -482,8 +455,7 @@ def _read(
         return _conversation(turns, present, marked)
     if is_pair:
         return _prompt_and_completion(present, marked, has_audio=has_audio)
-    check_columns_filled(feature)
-    raise Refusal("no_columns", no_columns(feature), of_all=True)
+    raise no_columns(feature)
 
 
 def _template_options(present: Mapping[str, Any]) -> dict[str, Any]:
@@ -522,17 +494,13 @@ def _prompt_and_completion(present: Mapping[str, Any], marked: Collection[Kind],
     if isinstance(prompt, str) != isinstance(completion, str):
         raise Refusal("bad_row", "prompt and completion must both be strings or both be lists of messages")
     if isinstance(prompt, str):
-        return _plain(prompt, completion, present)
+        if present.get("system"):
+            raise Refusal("bad_row", f"it has a column system, {short(present['system'])}; write it into the prompt")
+        media: dict[str, Any] = {f"{kind}s": column_media(present, kind) for kind in KINDS}
+        return Conversation(plain=(prompt, completion), **media)
     read = partial(read_turns, marked=marked, has_audio=has_audio)
     prompt_turns = [replace(turn, is_trained=False) for turn in read(prompt, "prompt")]
     return _conversation([*prompt_turns, *read(completion, "completion")], present, marked)
-
-
-def _plain(prompt: str, completion: str, present: Mapping[str, Any]) -> Conversation:
-    if present.get("system"):
-        raise Refusal("bad_row", f"it has a column system, {short(present['system'])}; write it into the prompt")
-    media: dict[str, Any] = {f"{kind}s": column_media(present, kind) for kind in KINDS}
-    return Conversation(plain=(prompt, completion), **media)
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -542,9 +510,8 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
         Refusal: `bad_row`: the arguments of a tool call are a text that is no JSON.
     """
     if not isinstance(message["content"], str):
-        content = [
-            {key: part[key] for key in ("type", *["text"] * (part["type"] == "text"))} for part in message["content"]
-        ]
+        kept = {"text": ("type", "text")}
+        content = [{key: part[key] for key in kept.get(part["type"], ("type",))} for part in message["content"]]
         message = {**message, "content": content}
     written: dict[str, Any] = without_nulls(message)
     if "tool_calls" in written:
@@ -556,10 +523,6 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- one question of a conversation
-
-
-Parts = list[tuple[Mapping[str, Any], MediaRef | None]]
-"""Parts of a message, with the medium that each stands for."""
 
 
 def branch_of(conversation: Conversation, turn: Any) -> Conversation:
@@ -584,10 +547,10 @@ def branch_of(conversation: Conversation, turn: Any) -> Conversation:
     first = next((at for at, role in enumerate(roles) if role != "system"), len(roles))
     pairs, rest = divmod(len(roles) - first, 2)
     if rest or roles[first:] != ["user", "assistant"] * pairs:
+        fault = f"it has the column {BRANCH_COLUMN}, but its turns are {', '.join(roles) or 'plain strings'}: only"
         raise Refusal(
             "bad_row",
-            f"it has the column {BRANCH_COLUMN}, but its turns are {', '.join(roles) or 'plain strings'}: only "
-            "questions and answers in turn, after system messages, can be told apart; open the data set with "
+            f"{fault} questions and answers in turn, after system messages, can be told apart; open the data set with "
             "branches='conversation', or leave the sample out",
         )
     try:
@@ -596,31 +559,23 @@ def branch_of(conversation: Conversation, turn: Any) -> Conversation:
         number = -1
     if not 0 <= number < pairs:
         raise Refusal("bad_row", f"its {BRANCH_COLUMN} is {turn!r}, but it has {pairs} questions, counted from 0")
-    refs = {kind: iter(media) for kind, media in _media_of(conversation).items()}
-    parts: list[Parts] = []
-    for message in conversation.messages:
-        content = message["content"]
-        pieces = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        parts.append([(part, next(refs[part["type"]]) if part["type"] in refs else None) for part in pieces])
+    refs: dict[str, Iterator[MediaRef]] = {kind: iter(media) for kind, media in conversation.media.items()}
+    parts = [
+        [(part, next(refs[part["type"]]) if part["type"] in refs else None) for part in parts_in(message)]
+        for message in conversation.messages
+    ]
     question = first + 2 * number
     if number:
         parts[question] = [part for part in parts[first] if part[1] is not None] + parts[question]
     kept = [*range(first), question, question + 1]
+    messages = [conversation.messages[at] for at in kept]
+    if not isinstance(messages[-2]["content"], str) or len(parts[question]) > 1:  # a text stays a text
+        messages[-2] = {**messages[-2], "content": [part for part, _ in parts[question]]}
     taken = [part for at in kept for part in parts[at]]
     flags = conversation.trained_turns
     media: dict[str, Any] = {
         f"{kind}s": tuple(ref for part, ref in taken if ref is not None and part["type"] == kind) for kind in KINDS
     }
     return replace(
-        conversation,
-        messages=tuple(_message(conversation.messages[at], parts[at]) for at in kept),
-        trained_turns=None if flags is None else (flags[number],),
-        **media,
+        conversation, messages=tuple(messages), trained_turns=None if flags is None else (flags[number],), **media
     )
-
-
-def _message(message: Mapping[str, Any], parts: Parts) -> Mapping[str, Any]:
-    """The message with these parts; a text stays a text."""
-    if isinstance(message["content"], str) and all(ref is None for _, ref in parts):
-        return message
-    return {**message, "content": [part for part, _ in parts]}

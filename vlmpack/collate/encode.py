@@ -29,26 +29,18 @@ import torch
 from PIL import Image
 
 from vlmpack.collate.audio import AudioReader
-from vlmpack.collate.chat_template import AnswerEnd, ChatTemplate, Span, check_characters
-from vlmpack.collate.columns import Kind, Markers, check_unread
+from vlmpack.collate.chat_template import ChatTemplate, Span, check_characters
+from vlmpack.collate.columns import KINDS, Kind, Markers, check_unread
 from vlmpack.collate.conversation import Conversation, check_answered, read_conversation, unplaced_marker
-from vlmpack.collate.encoded import (
-    Encoded,
-    TrainOn,
-    Visual,
-    assistant_spans,
-    check_sample,
-    mask_media,
-    tokens_of,
-)
+from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, check_sample, make_labels, tokens_of
 from vlmpack.collate.media import BatchMedia, MediaReader, trial_image
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.collate.video import DEFAULT_RULES, FileRules
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import FamilyError, Refusal
+from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of_processor
-from vlmpack.layout.row import IGNORE
 
 TOKEN_NAMES = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "labels")
 """Outputs of a processor with an entry for each token; all others are an image's."""
@@ -140,13 +132,10 @@ class Encoder:
             ConfigError: no sample can be used with this processor.
         """
 
-        def load(conversation: Conversation) -> Visuals:
-            options = {"batch": batch, "max_tokens": self.max_length}
-            return {
-                "image": self.media.load_each(conversation.images, kind="image", **options),
-                "video": self.media.load_each(conversation.videos, kind="video", **options),
-                "audio": self._audio.load_each(conversation.audios),
-            }
+        def load(conversation: Conversation, kind: Kind) -> Sequence[Visual]:
+            if kind == "audio":
+                return self._audio.load_each(conversation.audios)
+            return self.media.load_each(conversation.media[kind], kind=kind, batch=batch, max_tokens=self.max_length)
 
         return self._encode(feature, load)
 
@@ -158,12 +147,10 @@ class Encoder:
             ConfigError: no sample can be used, or images cannot be measured, with this processor.
         """
 
-        def measure(conversation: Conversation) -> Visuals:
-            return {
-                "image": self.media.measure_each(conversation.images, kind="image"),
-                "video": self.media.measure_each(conversation.videos, kind="video"),
-                "audio": self._audio.measure_each(conversation.audios),
-            }
+        def measure(conversation: Conversation, kind: Kind) -> Sequence[Visual]:
+            if kind == "audio":
+                return self._audio.measure_each(conversation.audios)
+            return self.media.measure_each(conversation.media[kind], kind=kind)
 
         return self._encode(feature, measure)
 
@@ -207,25 +194,24 @@ class Encoder:
         return AudioReader(processor=self.processor, metadata=self.metadata)
 
     @cached_property
-    def _answer_end(self) -> AnswerEnd:
-        return AnswerEnd(token=self.add_stop, is_first=self.is_first)
-
-    @cached_property
     def _template(self) -> ChatTemplate:
         return ChatTemplate(
             processor=self.processor,
             takes_parts=self.metadata.has_vision,
             special_tokens=self.metadata.special_tokens,
+            add_stop=self.add_stop,
+            is_first=self.is_first,
         )
 
     # ------------------------------------------------------------------ a sample
 
-    def _encode(self, feature: Any, read: Callable[[Conversation], Visuals]) -> Encoded:
+    def _encode(self, feature: Any, read: Callable[[Conversation, Kind], Sequence[Visual]]) -> Encoded:
         if not isinstance(feature, Mapping):
             raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
         if feature.get("input_ids") is not None:
             sample = self._tokenised(feature)
-            self._check_unread({name: feature[name] for name in feature if name != self._expert_types}, sample)
+            made = self._family.expert_types if self._family else None  # kinds of tokens, by which experts are chosen
+            self._check_unread({name: feature[name] for name in feature if name != made}, sample)
         else:
             conversation = read_conversation(
                 feature,
@@ -263,27 +249,23 @@ class Encoder:
             return
         kind = unplaced_marker(conversation, feature)
         if kind is not None and self.is_first(f"marker of {kind}"):
-            warnings.warn(
-                f"a user's text holds '<{kind}>', but its sample has no column {kind} or {kind}s, so the marker is "
-                f"read as a word: if the column was lost, markers='places' refuses such samples; if it is a word, "
-                "markers='text' says so. Such samples are counted nowhere; this is said once",
-                stacklevel=2,
-            )
+            seen = f"a user's text holds '<{kind}>', but its sample has no column {kind} or {kind}s"
+            remedy = "if its column was lost, choose markers='places', which refuses such samples; else markers='text'"
+            warnings.warn(f"{seen}, so the marker is read as a word: {remedy}. This is said once", stacklevel=2)
 
-    def _encode_conversation(self, conversation: Conversation, read: Callable[[Conversation], Visuals]) -> Encoded:
+    def _encode_conversation(
+        self, conversation: Conversation, read: Callable[[Conversation, Kind], Sequence[Visual]]
+    ) -> Encoded:
         self._check_texts(conversation)
         num_images, num_videos = len(conversation.images), len(conversation.videos)
         if (num_images or num_videos) and not self.metadata.has_vision:
             seen = f"it has {num_images} image(s) and {num_videos} video(s), but a tokenizer reads text only"
             raise Refusal("no_vision", f"{seen}; give VLMCollator the processor of a vision-language model")
         if num_videos and self.metadata.has_audio:
-            raise Refusal(
-                "no_video",
-                f"it has {num_videos} video(s), whose sizes and times a {type(self.processor).__name__} "
-                "sets by rules of its own, which need torchvision: tokenise such samples with the processor itself "
-                "(input_ids, labels, pixel_values_videos, ...), or give frames as images",
-            )
-        media = read(conversation)
+            fault = f"it has {num_videos} video(s), which a {type(self.processor).__name__} samples by rules of its own"
+            remedy = "tokenise it with the processor (input_ids, labels, pixel_values_videos, ...)"
+            raise Refusal("no_video", f"{fault} that need torchvision: {remedy}, or give frames as images")
+        media: Visuals = {kind: read(conversation, kind) for kind in KINDS}
         if media["image"]:
             assert self._is_confirmed
         encode = self._plain if conversation.plain else self._chat
@@ -294,12 +276,12 @@ class Encoder:
             raise Refusal("template_error", f"it is a conversation, but {self._is_of_prefix}", of_all=True)
         text = self._template.render(conversation)
         if not self.metadata.by_processor:
-            tokens = self._tokenise(text + self._answer_end.of(conversation, text, self._template), media)
+            tokens = self._tokenise(text + self._template.end_of(conversation, text), media)
             return self._encoded(tokens.ids, self._spans(tokens.ids, conversation), media)
         flags = conversation.trained_turns
         answers = [] if self.train_on == "all" else self._template.answers(conversation, text)
         answers = [span for at, span in enumerate(answers) if flags is None or flags[at]]
-        if end := self._answer_end.of(conversation, text, self._template, None if self.train_on == "all" else answers):
+        if end := self._template.end_of(conversation, text, None if self.train_on == "all" else answers):
             text += end
             answers[-1:] = [(start, len(text)) for start, _ in answers[-1:]]
         tokens = self._tokenise(self._laid_out(text, len(media["image"]), is_chat=True), media)
@@ -338,15 +320,11 @@ class Encoder:
 
         `prefix`: tokens of the prompt; None: all of them.
         """
-        labels = ids.copy() if self.train_on == "all" else np.full_like(ids, IGNORE)
-        for answer in answers:
-            labels[answer] = ids[answer]
-        for medium in around:
-            labels[medium] = IGNORE
+        spans = None if self.train_on == "all" else [(answer.start, answer.stop) for answer in answers]
         types = np.arange(len(ids)) >= (len(ids) if prefix is None else prefix)
         return Encoded(
             input_ids=ids,
-            labels=mask_media(labels, ids, self.metadata),
+            labels=make_labels(ids, self.metadata, spans=spans, untrained=around),
             types=token_types(ids, self.metadata),
             images=tuple(media.get("image", ())),
             videos=tuple(media.get("video", ())),
@@ -363,13 +341,10 @@ class Encoder:
         spans = assistant_spans(ids, self.metadata)
         count = sum(message["role"] == "assistant" for message in conversation.messages)
         if len(spans) != count:
-            raise Refusal(
-                "turn_mismatch",
-                f"the chat template wrote {len(spans) or 'no'} '<|im_start|>assistant' turns for {count} assistant "
-                "messages, so it is not known which tokens to learn; use a ChatML template (every Qwen-VL has one), "
-                "train_on='all', prompt and completion as strings, or tokenised samples with labels",
-                of_all=not spans,
-            )
+            fault = f"the chat template wrote {len(spans) or 'no'} '<|im_start|>assistant' turns for {count} assistant"
+            remedy = "use a ChatML template (every Qwen-VL has one), train_on='all', or tokenised samples with labels"
+            of_all = not spans
+            raise Refusal("turn_mismatch", f"{fault} messages, so answers are not known; {remedy}", of_all=of_all)
         flags = conversation.trained_turns or (True,) * count
         return [slice(*span) for span, is_trained in zip(spans, flags, strict=True) if is_trained]
 
@@ -396,12 +371,8 @@ class Encoder:
         for span in tokens.media:
             hit = tokens.between(span)
             before, after = max(hit.start - len(start), 0), hit.stop + len(end)
-            slices.append(
-                slice(
-                    before if ids[before : hit.start] == start else hit.start,
-                    after if ids[hit.stop : after] == end else hit.stop,
-                )
-            )
+            first = before if ids[before : hit.start] == start else hit.start
+            slices.append(slice(first, after if ids[hit.stop : after] == end else hit.stop))
         return slices
 
     @cached_property
@@ -430,7 +401,9 @@ class Encoder:
         expanded, places, spans = self._expand(text, media)
         tokenizer = parts_of(self.processor).tokenizer
         begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-        options = {"add_special_tokens": False} if begins or is_continued else self._text_options
+        options = self.media.text_options if self.metadata.has_vision else {}
+        if begins or is_continued:
+            options = {"add_special_tokens": False}
         out = tokenizer(expanded, return_offsets_mapping=self.metadata.by_processor, **options)
         ids = np.asarray(out["input_ids"], np.int64)
         repeats = self._repeats(ids, media)
@@ -439,8 +412,7 @@ class Encoder:
             offsets = np.array(out["offset_mapping"], np.int64).reshape(-1, 2)
             is_empty = offsets[:, 0] >= offsets[:, 1]
             ended = np.maximum.accumulate(np.where(is_empty, 0, offsets[:, 1]))
-            columns |= {"starts": np.where(is_empty, ended, offsets[:, 0])}
-            columns |= {"stops": np.where(is_empty, ended, offsets[:, 1])}
+            columns["starts"], columns["stops"] = (np.where(is_empty, ended, offsets[:, at]) for at in (0, 1))
         repeated = {name: np.repeat(column, repeats) for name, column in columns.items()}
         return Tokens(**repeated, text=expanded, media=spans, places=places)
 
@@ -498,16 +470,8 @@ class Encoder:
     def _placeholders(self) -> tuple[tuple[Kind, str], ...]:
         """The kinds of media that a text may have, and the token that stands for one of them."""
         metadata = self.metadata
-        pairs: tuple[tuple[Kind, str], ...] = (
-            ("image", metadata.image_token),
-            ("video", metadata.video_token),
-            ("audio", metadata.audio_token),
-        )
-        return tuple((kind, token) for kind, token in pairs if token)
-
-    @cached_property
-    def _text_options(self) -> dict[str, Any]:
-        return self.media.text_options if self.metadata.has_vision else {}
+        tokens = (metadata.image_token, metadata.video_token, metadata.audio_token)
+        return tuple((kind, token) for kind, token in zip(KINDS, tokens, strict=True) if token)
 
     def _marked(self, prompt: str, media: Visuals) -> str:
         """A plain prompt with its `<image>`, `<video>` and `<audio>` as placeholders, if it does not hold these."""
@@ -535,10 +499,9 @@ class Encoder:
         blank = Image.new("RGB", _SMALLEST)
         laid_out = self.processor.prepare_inputs_layout(images=[[blank] * count], text=[text])[1][0]
         if is_chat and laid_out != text:
-            fault = (
-                f"the {type(self.processor).__name__} changes what the chat template writes, so answers are not found"
-            )
-            raise Refusal("template_error", f"{fault}; give prompt and completion as strings", of_all=True)
+            fault = f"the {type(self.processor).__name__} changes what the chat template writes"
+            remedy = "so answers are not found; give prompt and completion as strings"
+            raise Refusal("template_error", f"{fault}, {remedy}", of_all=True)
         return laid_out
 
     # ------------------------------------------------------------------ special tokens in a person's text
@@ -586,14 +549,13 @@ class Encoder:
     # ------------------------------------------------------------------ the processor as a whole
 
     @cached_property
+    def _family(self) -> Family | None:
+        return family_of_processor(self.processor) if self.metadata.has_vision else None
+
+    @property
     def _columns(self) -> tuple[str, ...]:
         """Names of the columns that the model needs beside ids: that of the prefix, which is the prompt."""
-        return family_of_processor(self.processor).token_columns if self.metadata.has_vision else ()
-
-    @cached_property
-    def _expert_types(self) -> str | None:
-        """Name of the column of kinds of tokens by which experts are chosen; None: the family has none."""
-        return family_of_processor(self.processor).expert_types if self.metadata.has_vision else None
+        return self._family.token_columns if self._family else ()
 
     @property
     def _is_of_prefix(self) -> str:
@@ -628,11 +590,9 @@ class Encoder:
             if not torch.equal(media[name](parts), whole[name]):
                 problems.append(f"other {name}")
         if problems:
-            raise FamilyError(
-                f"called as a whole, the installed {type(self.processor).__name__} makes {'; '.join(problems)} of a "
-                "sample of two images, so its samples cannot be encoded one image at a time; use a transformers of the "
-                "supported range, and the model's unmodified processor"
-            )
+            fault = f"the installed {type(self.processor).__name__} makes {'; '.join(problems)} of two images together"
+            remedy = "use a transformers of the supported range, and the model's unmodified processor"
+            raise FamilyError(f"{fault} than of one at a time, so its samples cannot be encoded; {remedy}")
         return True
 
 

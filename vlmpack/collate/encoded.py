@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain, zip_longest
+from math import prod
 from typing import Literal, final
 
 import numpy as np
@@ -109,32 +110,25 @@ class Encoded:
 def check_sample(sample: Encoded, metadata: ProcessorMetadata) -> None:
     """Raise a `Refusal` for the first thing that is wrong with a sample; reasons are listed in docs/bad_input.md."""
     check_ids(sample.input_ids, metadata)
-    _check_labels(sample, metadata)
+    _check_labels(sample.labels, metadata)
     for visual in chain.from_iterable(sample.media.values()):
         if visual.grid is not None:
             _check_grid(visual.grid, metadata)
         check_pixels(visual, metadata)
     for video in sample.videos:
         if video.grid is not None and video.grid[0] % metadata.frames_per_token:
-            fault = (
-                f"a video has {video.grid[0]} frames, no multiple of {metadata.frames_per_token}; repeat its last frame"
-            )
-            raise Refusal("bad_grid", fault)
+            seen = f"a video has {video.grid[0]} frames, no multiple of {metadata.frames_per_token}"
+            raise Refusal("bad_grid", f"{seen}; repeat its last frame")
     highest = sample.types.max(initial=0)  # most samples have no video, and many no image: nothing to look for
     for kind, visuals in sample.media.items():
         if visuals or highest >= _TYPES[kind]:
             check_runs(sample.types, visuals, metadata, kind=kind)
     if metadata.video_ends and sample.images and sample.videos:
-        fault = (
-            f"it has {len(sample.images)} image(s) and {len(sample.videos)} video(s), which its model takes only apart"
-        )
-        raise Refusal("ambiguous_media", f"{fault}; give frames as images")
+        seen = f"it has {len(sample.images)} image(s) and {len(sample.videos)} video(s)"
+        raise Refusal("ambiguous_media", f"{seen}, which its model takes only apart; give frames as images")
     if sample.num_targets == 0:
-        raise Refusal(
-            "no_targets",
-            f"none of its {sample.num_tokens} tokens is trained on; it needs an assistant turn or a completion "
-            "with text in it, or train_on='all', or labels that are not all -100",
-        )
+        fault = f"none of its {sample.num_tokens} tokens is trained on; it needs an assistant turn or a completion"
+        raise Refusal("no_targets", f"{fault} with text in it, or train_on='all', or labels that are not all -100")
 
 
 def check_ids(input_ids: np.ndarray, metadata: ProcessorMetadata) -> None:
@@ -154,25 +148,18 @@ def check_runs(types: np.ndarray, visuals: Sequence[Visual], metadata: Processor
     if lengths == needed or (metadata.by_processor and lengths == _joined(needed, lengths)):
         return
     if not visuals:
-        raise Refusal(
-            f"{kind}_tokens_without_pixels",
-            f"it has {sum(lengths)} {kind} tokens but no {kind} {_VALUES[kind]}, or remove the tokens",
-        )
+        remedy = f"{_VALUES[kind]}, or remove the tokens"
+        raise Refusal(f"{kind}_tokens_without_pixels", f"it has {sum(lengths)} {kind} tokens but no {kind} {remedy}")
     if not lengths:
         fault = f"it has the pixels of {len(visuals)} {kind}(s) but no {kind} token; is the placeholder missing?"
         raise Refusal(f"pixels_without_{kind}_tokens", fault)
     at = next(i for i, (a, b) in enumerate(zip_longest(lengths, needed)) if a != b)
-    seen = f"its runs of {kind} tokens are {_some(lengths)} long"
+    wanted = f"its grids need {_some(needed)}: frames * rows * columns / {metadata.merge_size**2} tokens in each run"
     if metadata.by_processor or kind == "audio":
         wanted = f"its processor writes {_some(needed)} for its {len(visuals)} {kind}(s)"
-    else:
-        size = f"frames * rows * columns / {metadata.merge_size**2} tokens in a run of its own"
-        wanted = f"its grids need {_some(needed)}: {size}"
-    raise Refusal(
-        f"{kind}_token_mismatch",
-        f"{seen} but {wanted} (first difference at run {at}); take ids and pixels from one call, and do not truncate "
-        f"inside an {kind}",
-    )
+    seen = f"its runs of {kind} tokens are {_some(lengths)} long but {wanted} (first difference at run {at})"
+    remedy = f"take ids and pixels from one call, and do not truncate inside an {kind}"
+    raise Refusal(f"{kind}_token_mismatch", f"{seen}; {remedy}")
 
 
 _VALUES: Mapping[Kind, str] = {
@@ -220,14 +207,12 @@ def tokens_of(visual: Visual, metadata: ProcessorMetadata, *, kind: Kind) -> lis
     return [merged] * frames if kind == "video" and metadata.frame_timestamps else [frames * merged]
 
 
-def _check_labels(sample: Encoded, metadata: ProcessorMetadata) -> None:
-    labels = sample.labels
+def _check_labels(labels: np.ndarray, metadata: ProcessorMetadata) -> None:
     in_range = np.count_nonzero(labels.view(np.uint64) < metadata.vocab_size)  # unsigned, negative ones are large
-    if in_range + np.count_nonzero(labels == IGNORE) == len(labels):
-        return
-    odd = labels[(labels != IGNORE) & ((labels < 0) | (labels >= metadata.vocab_size))]
-    most = metadata.vocab_size - 1
-    raise Refusal("label_out_of_range", f"it holds the label {int(odd[0])}; labels are -100 or ids from 0 to {most}")
+    if in_range + np.count_nonzero(labels == IGNORE) < len(labels):
+        odd = labels[(labels != IGNORE) & ((labels < 0) | (labels >= metadata.vocab_size))]
+        fault = f"it holds the label {int(odd[0])}; labels are -100 or ids from 0 to {metadata.vocab_size - 1}"
+        raise Refusal("label_out_of_range", fault)
 
 
 def check_labels_are_ids(sample: Encoded) -> None:
@@ -240,32 +225,26 @@ def check_labels_are_ids(sample: Encoded) -> None:
     foreign = foreign[foreign > 0]  # nothing predicts the first token
     if len(foreign):
         at = int(foreign[0])
-        fault = (
-            f"token {at} has the label {sample.labels[at]} and the id {sample.input_ids[at]}; labels that are not ids"
-        )
-        raise Refusal("label_not_its_id", f"{fault} need share_prefixes=False")
+        seen = f"token {at} has the label {sample.labels[at]} and the id {sample.input_ids[at]}"
+        raise Refusal("label_not_its_id", f"{seen}; labels that are not ids need share_prefixes=False")
 
 
 def check_pixels(visual: Visual, metadata: ProcessorMetadata) -> None:
-    """Patches, where they were cut, are floats of the grid's shape; that they are finite is seen as they are joined."""
-    if visual.pixels is None:
+    """Patches, where they were cut, are floats of the grid's shape; that they are finite is seen as they are joined.
+
+    The axes of a patch are the processor's where it made them.
+    """
+    if (pixels := visual.pixels) is None:
         return
     if visual.grid is not None:
-        _check_patches(visual.pixels, visual.grid, metadata)
-    if not visual.pixels.is_floating_point():
-        raise Refusal("pixel_dtype", f"pixels are {visual.pixels.dtype}; give the processor's normalised floats")
-
-
-def _check_patches(pixels: torch.Tensor, grid: Grid, metadata: ProcessorMetadata) -> None:
-    """Compare the shape of patches with their grid; the axes of a patch are the processor's where it made them."""
-    frames, rows, columns = grid
-    axes = 1 if metadata.by_processor else 2
-    expected = (frames * rows * columns, metadata.patch_dim)[:axes]
-    if tuple(pixels.shape[:axes]) != expected or (axes == 2 and pixels.ndim != axes):
-        shapes = (
-            f"the grid {frames} x {rows} x {columns} needs pixels of shape {list(expected)}, got {list(pixels.shape)}"
-        )
-        raise Refusal("pixel_shape", f"{shapes}; pixels and grid must come from one call of this processor")
+        axes = 1 if metadata.by_processor else 2
+        expected = (prod(visual.grid), metadata.patch_dim)[:axes]
+        if tuple(pixels.shape[:axes]) != expected or (axes == 2 and pixels.ndim != axes):
+            grid = " x ".join(map(str, visual.grid))
+            fault = f"the grid {grid} needs pixels of shape {list(expected)}, got {list(pixels.shape)}"
+            raise Refusal("pixel_shape", f"{fault}; pixels and grid must come from one call of this processor")
+    if not pixels.is_floating_point():
+        raise Refusal("pixel_dtype", f"pixels are {pixels.dtype}; give the processor's normalised floats")
 
 
 def _check_grid(grid: Grid, metadata: ProcessorMetadata) -> None:
@@ -295,18 +274,23 @@ def assistant_spans(input_ids: np.ndarray, metadata: ProcessorMetadata) -> list[
     """
     if metadata.turn_start_id is None:
         return []
-    starts = np.flatnonzero(input_ids == metadata.turn_start_id).tolist()
+    starts, count = np.flatnonzero(input_ids == metadata.turn_start_id).tolist(), len(metadata.assistant_ids)
     spans = []
     for turn, limit in zip(starts, [*starts, len(input_ids)][1:], strict=True):
-        start = _after_header(input_ids, turn, metadata)
-        if start is not None:
-            ends = np.flatnonzero(input_ids[start:limit] == metadata.turn_end_id)
-            spans.append((start, start + int(ends[0]) + 1 if len(ends) else limit))
+        newline = turn + 1 + count
+        role = tuple(input_ids[turn + 1 : newline].tolist())
+        if role == metadata.assistant_ids and _is_newline(input_ids, newline, metadata):
+            ends = np.flatnonzero(input_ids[newline + 1 : limit] == metadata.turn_end_id)
+            spans.append((newline + 1, newline + int(ends[0]) + 2 if len(ends) else limit))
     return spans
 
 
 def make_labels(
-    input_ids: np.ndarray, metadata: ProcessorMetadata, *, spans: Sequence[tuple[int, int]] | None = None
+    input_ids: np.ndarray,
+    metadata: ProcessorMetadata,
+    *,
+    spans: Iterable[tuple[int, int]] | None = None,
+    untrained: Iterable[slice] = (),
 ) -> np.ndarray:
     """int64 [n], not shifted: the ids where they are trained on, -100 elsewhere, on all media and on the first token.
 
@@ -314,13 +298,13 @@ def make_labels(
         input_ids: int64 [n].
         metadata: of the processor.
         spans: (start, stop) pairs that are trained on; None: everything.
+        untrained: tokens that never are.
     """
-    if spans is None:
-        labels = input_ids.copy()
-    else:
-        labels = np.full_like(input_ids, IGNORE)
-        for start, stop in spans:
-            labels[start:stop] = input_ids[start:stop]
+    labels = input_ids.copy() if spans is None else np.full_like(input_ids, IGNORE)
+    for start, stop in spans or ():
+        labels[start:stop] = input_ids[start:stop]
+    for tokens in untrained:
+        labels[tokens] = IGNORE
     return mask_media(labels, input_ids, metadata)
 
 
@@ -331,13 +315,6 @@ def mask_media(labels: np.ndarray, input_ids: np.ndarray, metadata: ProcessorMet
         labels[input_ids == token_id] = IGNORE
     labels[:1] = IGNORE
     return labels
-
-
-def _after_header(input_ids: np.ndarray, turn: int, metadata: ProcessorMetadata) -> int | None:
-    """The position after `<|im_start|>assistant\\n` at `turn`; None: another role's turn."""
-    newline = turn + 1 + len(metadata.assistant_ids)
-    role = tuple(input_ids[turn + 1 : newline].tolist())
-    return newline + 1 if role == metadata.assistant_ids and _is_newline(input_ids, newline, metadata) else None
 
 
 def _is_newline(ids: np.ndarray, position: int, metadata: ProcessorMetadata) -> bool:
@@ -386,13 +363,15 @@ def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int) -
     columns = {name: column[:cut] for name, column in sample.columns.items()}
     media = {f"{kind}s": _whole(visuals, types, metadata, kind=kind) for kind, visuals in sample.media.items()}
     shorter = replace(sample, input_ids=ids, labels=labels, types=types, columns=columns, **media)
-    images = shorter.images
-    if metadata.images_together and len(images) < len(sample.images):
-        fault = f"within max_length={max_length} it would keep {len(images)} of its {len(sample.images)} images, which"
-        raise Refusal("truncated_away", f"{fault} its processor resizes together; raise max_length")
-    if shorter.num_targets == 0:
-        fault = f"cut at token {cut} of {sample.num_tokens}, the last message or image boundary within"
-        raise Refusal("truncated_away", f"{fault} max_length={max_length}, it has no targets left; raise max_length")
+    fault = ""
+    if metadata.images_together and len(shorter.images) < len(sample.images):
+        kept = f"{len(shorter.images)} of its {len(sample.images)} images"
+        fault = f"within max_length={max_length} it would keep {kept}, which its processor resizes together"
+    elif shorter.num_targets == 0:
+        at = f"cut at token {cut} of {sample.num_tokens}, the last message or image boundary within"
+        fault = f"{at} max_length={max_length}, it has no targets left"
+    if fault:
+        raise Refusal("truncated_away", f"{fault}; raise max_length")
     return shorter
 
 
@@ -401,7 +380,8 @@ def boundaries(sample: Encoded, metadata: ProcessorMetadata) -> list[int]:
     ids = sample.input_ids
     if metadata.by_processor:
         return sorted({*sample.cuts, len(ids)})
-    cuts = [_after_newline(ids, end + 1, metadata) for end in np.flatnonzero(ids == metadata.turn_end_id).tolist()]
+    ends = (np.flatnonzero(ids == metadata.turn_end_id) + 1).tolist()
+    cuts = [end + _is_newline(ids, end, metadata) for end in ends]  # ChatML's newline belongs to the message before it
     borders = [(metadata.image_token_id, metadata.vision_start_id, metadata.vision_end_id)]
     borders += [(metadata.audio_token_id, metadata.audio_start_id, metadata.audio_end_id)] * metadata.has_audio
     for placeholder, first, last in borders:
@@ -410,11 +390,6 @@ def boundaries(sample: Encoded, metadata: ProcessorMetadata) -> list[int]:
             after = stop + 1 if stop < len(ids) and ids[stop] == last else stop
             cuts += [before, after]
     return sorted({*cuts, len(ids)})
-
-
-def _after_newline(ids: np.ndarray, position: int, metadata: ProcessorMetadata) -> int:
-    """ChatML puts a newline after `<|im_end|>`; it belongs to the message before it."""
-    return position + _is_newline(ids, position, metadata)
 
 
 def _whole(

@@ -142,7 +142,8 @@ class MediaReader:
         Raises:
             Refusal: one of them cannot be used.
         """
-        self._check_kind(refs, kind)
+        if refs and kind == "video":
+            self._check_videos(len(refs))
         if self.metadata.images_together and len(refs) > 1:
             images = [read_named(self._picture, ref, kind, at) for at, ref in enumerate(refs)]
             visuals = read_named(lambda _: self.process(images), refs[0], kind, 0)
@@ -164,7 +165,8 @@ class MediaReader:
             Refusal: a header shows that one cannot be used.
             ConfigError: the image processor of a Qwen processor resizes by another rule.
         """
-        self._check_kind(refs, kind)
+        if refs and kind == "video":
+            self._check_videos(len(refs))
         if self.metadata.images_together and len(refs) > 1:
             sizes = tuple(read_named(self._size, ref, kind, at) for at, ref in enumerate(refs))
             return tuple(replace(visual, source=ref) for visual, ref in zip(self._blank(sizes), refs, strict=True))
@@ -187,22 +189,22 @@ class MediaReader:
         for at, before in enumerate(measured):
             visual = before if before.pixels is not None or before.source is None else next(loaded)
             if _shape(visual) != _shape(before):
-                raise Refusal(
-                    f"{kind}_changed",
-                    f"{kind} {at} was measured as {_shape(before)} and is now {_shape(visual)}; it, or the processor, "
-                    "was changed since: measure and plan again",
-                )
+                seen = f"{kind} {at} was measured as {_shape(before)} and is now {_shape(visual)}"
+                remedy = "it, or the processor, was changed since: measure and plan again"
+                raise Refusal(f"{kind}_changed", f"{seen}; {remedy}")
             check_pixels(visual, self.metadata)
             visuals.append(visual)
         return tuple(visuals)
 
-    def _check_kind(self, refs: Sequence[MediaRef], kind: Kind) -> None:
-        if refs and kind == "video" and self.metadata.by_processor:
-            family = family_of_processor(self.processor)
-            takes_tokens = family.has_grids and family.has_videos
-            tokenise = "tokenise it with the processor itself (input_ids, labels, pixel_values_videos, video_grid_thw)"
-            fault = f"it has {len(refs)} video(s), but of a {type(self.processor).__name__} only images are read"
-            raise Refusal("no_video", f"{fault}; {tokenise + ', ' if takes_tokens else ''}give frames as images")
+    def _check_videos(self, count: int) -> None:
+        if not self.metadata.by_processor:
+            return
+        family, remedy = family_of_processor(self.processor), "give frames as images"
+        if family.has_grids and family.has_videos:
+            given = "input_ids, labels, pixel_values_videos, video_grid_thw"
+            remedy = f"tokenise it with the processor itself ({given}), {remedy}"
+        fault = f"it has {count} video(s), but of a {type(self.processor).__name__} only images are read"
+        raise Refusal("no_video", f"{fault}; {remedy}")
 
     # ------------------------------------------------------------------ one image or video
 
@@ -224,10 +226,9 @@ class MediaReader:
     def _check_keys(self, ref: MediaRef) -> None:
         if self.metadata.by_processor and has_image_keys(ref.options):
             keys = ", ".join(key for key in IMAGE_KEYS if ref.options.get(key) is not None)
-            fault = f"it has {keys} beside it, which size one image by the rule of Qwen's processors; a"
-            raise ImageError(
-                f"{fault} {type(self.processor).__name__} sizes all images alike: leave them out", "vision_key"
-            )
+            seen = f"it has {keys} beside it, by which Qwen's processors size one image; a"
+            name = type(self.processor).__name__
+            raise ImageError(f"{seen} {name} sizes all images alike: leave them out", "vision_key")
 
     def _keyed_size(self, ref: MediaRef, source: Size) -> Size:
         """(height, width) in pixels by an image's keys, which is not too large to be made."""
@@ -267,23 +268,20 @@ class MediaReader:
             ConfigError: the processor makes no `pixel_values` of them.
         """
         processed, texts = self.processor._process_images([list(images)], **{**self._image_options, **options})
-        tensors = {name: processed[name] for name in self._names if name in processed}
-        if "pixel_values" not in tensors or len(texts) != len(images):
+        names = [name for name in family_of_processor(self.processor).media if name in processed]
+        if "pixel_values" not in names or len(texts) != len(images):
             made = f"{', '.join(processed) or 'nothing'} and {len(texts)} text(s) of {len(images)} image(s)"
             raise ConfigError(f"the {type(self.processor).__name__} makes {made}, not pixel_values and a text for each")
-        parts = [
-            {name: _of_image(tensor, at, len(images)) for name, tensor in tensors.items()} for at in range(len(images))
-        ]
-        return tuple(self._visual(part, text) for part, text in zip(parts, texts, strict=True))
-
-    def _visual(self, tensors: Mapping[str, torch.Tensor], text: str) -> Visual:
-        rest = {name: tensor for name, tensor in tensors.items() if name not in ("pixel_values", "image_grid_thw")}
-        grid = None
-        if "image_grid_thw" in tensors:
-            frames, rows, columns = tensors["image_grid_thw"].reshape(3).tolist()
-            grid = frames, rows, columns
-        written = self._written(text) if self.metadata.by_processor else {}  # Qwen's write the grid's placeholders
-        return Visual(grid=grid, pixels=tensors["pixel_values"], tensors=rest, **written)
+        visuals = []
+        for at, text in enumerate(texts):
+            tensors = {name: _of_image(processed[name], at, len(images)) for name in names}
+            pixels, grid = tensors.pop("pixel_values"), None
+            if "image_grid_thw" in tensors:
+                frames, rows, columns = tensors.pop("image_grid_thw").reshape(3).tolist()
+                grid = frames, rows, columns
+            written = self._written(text) if self.metadata.by_processor else {}  # Qwen's write the grid's placeholders
+            visuals.append(Visual(grid=grid, pixels=pixels, tensors=tensors, **written))
+        return tuple(visuals)
 
     def _written(self, text: str) -> dict[str, Any]:
         """The text of an image with one placeholder a run, and the length of each run."""
@@ -345,11 +343,11 @@ class MediaReader:
         (visual,) = self.process([Image.new("RGB", (width, height))], **options)
         if visual.patch_grid != (expected := rule(height, width)):
             name = type(parts_of(self.processor).image_processor).__name__
-            raise ConfigError(
-                f"the image processor ({name}) cuts {height} x {width} pixels into {_shown(visual.patch_grid)} "
-                f"patches, where Qwen's rule gives {_shown(expected)}; images cannot be measured by their headers with "
-                "it: use the model's own image processor, or collate whole samples"
+            seen = (
+                f"the image processor ({name}) cuts {height} x {width} pixels into {_shown(visual.patch_grid)} patches"
             )
+            remedy = "images cannot be measured with it: use the model's own image processor, or collate whole samples"
+            raise ConfigError(f"{seen}, where Qwen's rule gives {_shown(expected)}; {remedy}")
 
     @cached_property
     def _blank(self) -> Callable[[tuple[Size, ...]], tuple[Visual, ...]]:
@@ -422,10 +420,6 @@ class MediaReader:
             return False
         chosen = self._options["images_kwargs"].get("use_image_id", self._options["use_image_id"])
         return self.processor.default_use_image_id if chosen is None else chosen
-
-    @cached_property
-    def _names(self) -> tuple[str, ...]:
-        return tuple(family_of_processor(self.processor).media)
 
 
 def _of_image(tensor: torch.Tensor, at: int, count: int) -> torch.Tensor:

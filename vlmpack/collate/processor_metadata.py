@@ -256,16 +256,11 @@ def metadata_of(processor: Any, settings: Mapping[str, Any], *, vocab_size: int 
 def _qwen_settings(processor: Any) -> dict[str, Any]:
     videos, parts = family_of_processor(processor).videos, parts_of(processor)
     tokens = {"image_token": processor.image_token, "video_token": processor.video_token}
+    tokens |= dict(zip(("vision_start", "vision_end"), _VISION, strict=True))
     if class_in(processor, OMNI):
-        tokens |= {
-            "vision_start": processor.vision_bos_token,
-            "vision_end": processor.vision_eos_token,
-            "audio_token": processor.audio_token,
-            "audio_start": processor.audio_bos_token,
-            "audio_end": processor.audio_eos_token,
-        }
-    else:
-        tokens |= {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
+        tokens |= {"vision_start": processor.vision_bos_token, "vision_end": processor.vision_eos_token}
+        tokens |= {"audio_token": processor.audio_token, "audio_start": processor.audio_bos_token}
+        tokens |= {"audio_end": processor.audio_eos_token}
     vocab = parts.tokenizer.get_vocab()
     return {
         **tokens,
@@ -300,10 +295,8 @@ def processor_settings(processor: Any) -> dict[str, Any]:
         image_token, image_ids = processor.image_token, list(processor.image_token_ids)
         inspect.signature(processor._merge_kwargs).bind(tokenizer_init_kwargs={}, return_tensors="pt")
     except (AttributeError, TypeError) as error:
-        raise FamilyError(
-            f"the {type(processor).__name__} of the installed transformers cannot be asked how it writes an image "
-            f"({error}); use transformers 5.23 or later"
-        ) from error
+        fault = f"the {type(processor).__name__} of the installed transformers cannot be asked how it writes an image"
+        raise FamilyError(f"{fault} ({error}); use transformers 5.23 or later") from error
     vocab = tokenizer.get_vocab()
     if (named := class_in(processor, PLACEHOLDERS)) and PLACEHOLDERS[named] in vocab:
         image_ids = [vocab[PLACEHOLDERS[named]], *image_ids]

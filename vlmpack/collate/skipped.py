@@ -141,8 +141,7 @@ class SkipLog:
         self._counts = SharedDocument({**counts, "reasons": {}, "unread": [], "warned": []})
         self._lines: list[str] = []
         self._is_open = False
-        self._named: set[str] = set()
-        self._warned: set[str] = set()
+        self._had: dict[str, set[str]] = {"unread": set(), "warned": set()}
 
     def __repr__(self) -> str:
         why = "".join(f", {reason} {count}" for reason, count in self.reasons.most_common())
@@ -212,23 +211,21 @@ class SkipLog:
 
     def name_unread(self, columns: Iterable[str]) -> tuple[str, ...]:
         """Take down columns that nothing reads; returns those that no process has named yet."""
-        if self._named.issuperset(columns := tuple(columns)):
-            return ()
-        self._named.update(columns)
-        with self.at_once() as counts:
-            new = tuple(name for name in columns if name not in counts["unread"])
-            counts["unread"] += new
-            return new
+        return self._first_time("unread", tuple(columns))
 
     def is_first(self, event: str) -> bool:
         """Return whether no process has warned of this event yet, and take it down."""
-        if event in self._warned:
-            return False
-        self._warned.add(event)
+        return bool(self._first_time("warned", (event,)))
+
+    def _first_time(self, group: str, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Those that no process has had in this group; what this one has had, it looks up without the others."""
+        if self._had[group].issuperset(names):
+            return ()
+        self._had[group].update(names)
         with self.at_once() as counts:
-            is_first = event not in counts["warned"]
-            counts["warned"] += [event] * is_first
-            return is_first
+            new = tuple(name for name in names if name not in counts[group])
+            counts[group] += new
+            return new
 
     def _record(self, error: SampleError, counts: dict[str, Any]) -> None:
         counts["refused"] += 1
@@ -239,9 +236,16 @@ class SkipLog:
             self._lines.append(json.dumps(record) + "\n")
 
     def _write_down(self) -> None:
+        """One write to a file opened for appending: lines of several workers do not mix."""
         lines, self._lines = self._lines, []
-        if lines and self.path is not None:
-            _append(self.path, "".join(lines))
+        if not lines or self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab", buffering=0) as file:
+                file.write("".join(lines).encode())
+        except OSError as error:
+            raise ConfigError(f"the skip log cannot be written ({error}); give skip_log= another path") from error
 
     def _check_limit(self, error: SampleError, counts: dict[str, Any]) -> None:
         bad, received = counts["refused"] - counts["noted"], counts["used"] + counts["refused"]
@@ -267,17 +271,3 @@ def read_skip_log(path: str | Path) -> list[dict[str, Any]]:
     process had received by then).
     """
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-
-
-def _append(path: Path, lines: str) -> None:
-    """One write to a file opened for appending: lines of several workers do not mix.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab", buffering=0) as file:
-            file.write(lines.encode())
-    except OSError as error:
-        raise ConfigError(f"the skip log cannot be written ({error}); give skip_log= another path") from error

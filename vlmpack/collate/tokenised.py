@@ -39,13 +39,10 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
         Refusal: fields that contradict each other, or it is a packed row already.
     """
     if named := [name for name in BOUNDARY_COLUMNS if feature.get(name) is not None]:
-        raise Refusal(
-            "bad_row",
-            f"samples bring {', '.join(named)}, so they are packed rows already, and would be taken for one sample "
-            "each; give rows to the collator of what made them (PackedDataset: data_collator=dataset.collate; rows of "
-            "text: RowCollator), or remove the column if each is one sample",
-            of_all=True,
-        )
+        fault = f"samples bring {', '.join(named)}, so they are packed rows already, and would be taken for one sample"
+        remedy = "give rows to the collator of what made them (PackedDataset: data_collator=dataset.collate; rows of"
+        end = "text: RowCollator), or remove the column if each is one sample"
+        raise Refusal("bad_row", f"{fault} each; {remedy} {end}", of_all=True)
     _check_read(feature)
     ids = _tokens(feature, "input_ids")
     count = len(ids)
@@ -55,9 +52,21 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
         fault = "it brings position_ids, but positions are computed from the grids in the row; remove the column"
         raise Refusal("unexpected_positions", fault)
     types = token_types(ids, metadata)
-    _check_types(feature, types, count, keep)
-    if metadata.by_processor:
-        _check_told_apart(feature, metadata, train_on)
+    if feature.get("mm_token_type_ids") is not None:
+        values = _tokens(feature, "mm_token_type_ids")
+        if len(values) != count or (values[keep] != types).any():
+            fault = (
+                "mm_token_type_ids are not the kinds of its placeholders (1 image, 2 video, 3 audio); leave them out"
+            )
+            raise Refusal("token_type_mismatch", fault)
+    if metadata.by_processor:  # not all is told by token ids of other templates and processors than Qwen's
+        pixels = [name for name in ("pixel_values", "pixel_values_videos") if not is_empty(feature.get(name))]
+        if pixels and not metadata.has_grids:
+            fault = f"it has input_ids and {pixels[0]}, but no grids of this family's images; give messages and images"
+            raise Refusal("bad_row", fault, of_all=True)
+        if train_on == "assistant" and all(feature.get(name) is None for name in LABEL_COLUMNS):
+            fault = f"its template is not ChatML; give {', '.join(LABEL_COLUMNS)} or messages, or choose train_on='all'"
+            raise Refusal("turn_mismatch", fault, of_all=True)
     return Encoded(
         input_ids=ids,
         labels=_labels(feature, ids, count, keep, metadata, train_on),
@@ -67,40 +76,24 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
     )
 
 
-def _check_told_apart(feature: Mapping[str, Any], metadata: ProcessorMetadata, train_on: TrainOn) -> None:
-    """Refuse what cannot be told from token ids of other templates and processors than Qwen's."""
-    pixels = next((name for name in ("pixel_values", "pixel_values_videos") if not is_empty(feature.get(name))), None)
-    if pixels is not None and not metadata.has_grids:
-        fault = f"it has input_ids and {pixels}, but no grids of this family's images; give messages and images"
-        raise Refusal("bad_row", fault, of_all=True)
-    if train_on == "assistant" and all(feature.get(name) is None for name in LABEL_COLUMNS):
-        fault = f"its template is not ChatML; give {', '.join(LABEL_COLUMNS)} or messages, or choose train_on='all'"
-        raise Refusal("turn_mismatch", fault, of_all=True)
-
-
 def _check_read(feature: Mapping[str, Any]) -> None:
     """Refuse a column about tokens or pixels that would not be read."""
+    given = {name for name, value in feature.items() if not is_empty(value)}
+    fault = ""
     if named := next((name for name in MISSPELT_COLUMNS if feature.get(name) is not None), None):
-        raise Refusal(
-            "bad_row",
-            f"it has {named}, which nothing reads; labels and masks, token by token and unshifted, are "
-            f"{', '.join(LABEL_COLUMNS)}: rename it, or leave it out",
-        )
-    if feature.get(BRANCH_COLUMN) is not None:
-        fault = f"it has input_ids and {BRANCH_COLUMN}, which takes one question of messages; leave one out"
-        raise Refusal("bad_row", fault)
+        labels = f"labels and masks, token by token and unshifted, are {', '.join(LABEL_COLUMNS)}"
+        fault = f"{named}, which nothing reads; {labels}: rename it, or leave it out"
+    elif feature.get(BRANCH_COLUMN) is not None:
+        fault = f"input_ids and {BRANCH_COLUMN}, which takes one question of messages; leave one out"
     for pixels, columns in (
         ("pixel_values", ("image", "images")),
         ("pixel_values_videos", ("video", "videos")),
         ("input_features", AUDIO_COLUMNS),
     ):
-        if not is_empty(feature.get(pixels)):
-            continue
-        if named := next((name for name in columns if not is_empty(feature.get(name))), None):
-            fault = (
-                f"it has input_ids and {named}, but no {pixels}; give what the processor made, or leave input_ids out"
-            )
-            raise Refusal("bad_row", fault)
+        if not fault and pixels not in given and (named := next((name for name in columns if name in given), None)):
+            fault = f"input_ids and {named}, but no {pixels}; give what the processor made, or leave input_ids out"
+    if fault:
+        raise Refusal("bad_row", f"it has {fault}")
 
 
 def token_types(input_ids: np.ndarray, metadata: ProcessorMetadata) -> np.ndarray:
@@ -169,28 +162,15 @@ def _kept(feature: Mapping[str, Any], count: int) -> slice:
     return slice(spans.offsets[0], spans.offsets[0] + spans.lengths[0])
 
 
-def _check_types(feature: Mapping[str, Any], types: np.ndarray, count: int, keep: slice) -> None:
-    if feature.get("mm_token_type_ids") is None:
-        return
-    values = _tokens(feature, "mm_token_type_ids")
-    if len(values) != count or (values[keep] != types).any():
-        fault = "mm_token_type_ids are not the kinds of its placeholders (1 image, 2 video, 3 audio); leave them out"
-        raise Refusal("token_type_mismatch", fault)
-
-
 def _labels(
-    feature: Mapping[str, Any],
-    ids: np.ndarray,
-    count: int,
-    keep: slice,
-    metadata: ProcessorMetadata,
-    train_on: TrainOn,
+    feature: Mapping[str, Any], ids: np.ndarray, count: int, keep: slice, metadata: ProcessorMetadata, train_on: TrainOn
 ) -> np.ndarray:
-    given = {name: _tokens(feature, name) for name in LABEL_COLUMNS if feature.get(name) is not None}
-    for name, column in given.items():
+    values: dict[str, np.ndarray] = {}
+    for name in (name for name in LABEL_COLUMNS if feature.get(name) is not None):
+        column = _tokens(feature, name)
         if len(column) != count:
             raise Refusal("bad_shape", f"{name} covers {len(column)} tokens but input_ids has {count}")
-    values = {name: column[keep] for name, column in given.items()}
+        values[name] = column[keep]
     if not values:
         return make_labels(ids, metadata, spans=None if train_on == "all" else assistant_spans(ids, metadata))
     labels = values.pop("labels", ids)
@@ -203,26 +183,21 @@ def _visuals(
     feature: Mapping[str, Any], pixel_name: str, grid_name: str, metadata: ProcessorMetadata
 ) -> tuple[Visual, ...]:
     """One entry an image or video: views into the given pixels, cut by the grids."""
-    present = [name for name in (pixel_name, grid_name) if not is_empty(feature.get(name))]
-    if not present:
+    missing = [name for name in (pixel_name, grid_name) if is_empty(feature.get(name))]
+    if len(missing) == 2:
         return ()
-    if len(present) == 1:
-        missing = grid_name if present == [pixel_name] else pixel_name
-        raise Refusal("pixel_shape", f"it has {present[0]} but no {missing}; both come from one call of the processor")
+    if missing:
+        given = grid_name if missing == [pixel_name] else pixel_name
+        raise Refusal("pixel_shape", f"it has {given} but no {missing[0]}; both come from one call of the processor")
     pixels, grids = _pixels(feature[pixel_name], pixel_name), _grids(feature[grid_name], grid_name)
     rows = [frames * height * width for frames, height, width in grids]
     has_form = pixels.ndim == 2 or (metadata.by_processor and pixels.ndim > 2)  # of patches of rows and columns too
     if min(rows, default=0) < 0 or not has_form or sum(rows) != pixels.shape[0]:
-        raise Refusal(
-            "pixel_shape",
-            f"{pixel_name} has shape {list(pixels.shape)} but {grid_name} {list(map(list, grids))} needs {sum(rows)} "
-            "rows of patches; both come from one call of the processor",
-        )
+        seen = f"{pixel_name} has shape {list(pixels.shape)} but {grid_name} {list(map(list, grids))} needs {sum(rows)}"
+        raise Refusal("pixel_shape", f"{seen} rows of patches; both come from one call of the processor")
     seconds = _seconds(feature, len(grids)) if pixel_name == "pixel_values_videos" else [None] * len(grids)
-    return tuple(
-        Visual(pixels=part, grid=grid, seconds=second)
-        for part, grid, second in zip(pixels.split(rows), grids, seconds, strict=True)
-    )
+    visuals = zip(pixels.split(rows), grids, seconds, strict=True)
+    return tuple(Visual(pixels=part, grid=grid, seconds=second) for part, grid, second in visuals)
 
 
 def _pixels(value: Any, name: str) -> torch.Tensor:

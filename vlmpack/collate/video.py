@@ -21,6 +21,23 @@ temporal patches  └0┘ └1┘ └2┘     grid (3, H/patch, W/patch)
 A video processor that takes every frame (`do_sample_frames=False` and no `fps`: that of Qwen2-VL and Qwen2.5-VL) takes
 2 per second here, as these models were trained and as qwen-vl-utils does it; `FrameSampling(fps=None)` takes all.
 
+Frames of a file are chosen as transformers' video processors choose them:
+
+    24 frames, 12 a second      Qwen3-VL, fps=2: 4 frames      linspace, both ends      0       8       15      23
+                                Qwen2-VL, fps=2: 4 frames      arange, from 0           0       6       12      18
+
+The indices are those of `Qwen3VLVideoProcessor.sample_frames` and of `Qwen2VLVideoProcessor.sample_frames` (also of
+Qwen2.5-VL) for the same settings. Keys beside a video choose otherwise for it alone, by the names of qwen-vl-utils:
+
+| key                          | in place of                                                                          |
+|------------------------------|--------------------------------------------------------------------------------------|
+| `fps`                        | `FrameSampling.fps`                                                                  |
+| `nframes`                    | `FrameSampling.num_frames`; not beside `fps`                                         |
+| `min_frames`, `max_frames`   | the settings of the same name, where frames are taken by `fps`                       |
+| `video_start`, `video_end`   | seconds: only frames from the first to the last in between, ends included, are there |
+
+`sample_fps` and `raw_fps` are the rates of frames in a list; a file has its own, and they are refused beside it.
+
 Shape legend: F frames, C channels, T temporal patch size, H W pixels, P patches, D = C * T * patch_size ** 2.
 """
 
@@ -30,7 +47,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, final
 
 import numpy as np
 import torch
@@ -38,7 +55,6 @@ from PIL import Image
 from torch.nn.functional import interpolate
 
 from vlmpack.collate.encoded import Visual
-from vlmpack.collate.frame_sampling import DEFAULT_SAMPLING, FPS, FrameSampling, SampledFrames, sample_frames
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of, pixel_bounds
 from vlmpack.collate.vision_keys import (
     Size,
@@ -51,12 +67,65 @@ from vlmpack.collate.vision_keys import (
 )
 from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_size
 from vlmpack.data.videos import DEFAULT_VIDEO_LIMITS, VideoHeader, VideoLimits, decode_frames, read_video_header
-from vlmpack.errors import check_kind
+from vlmpack.errors import ConfigError, check_kind, check_whole_number
 from vlmpack.layout.batch import Grid
 
 Result = TypeVar("Result")
 FILE_TYPES = (str, Path, bytes, bytearray, memoryview, Mapping)
 """Types of a video's file; a list holds its frames."""
+
+
+Spacing = Literal["linspace", "arange"]
+"""Spread of frames: with the last one, as Qwen3-VL's processor does it, or by equal steps from the first."""
+FPS = 2.0
+"""Frames taken per second where a processor does not say (`VIDEO_FPS` of qwen-vl-utils)."""
+MIN_FRAMES = 2
+"""Fewest frames of a video that has a patch in time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameSampling:
+    """Number of frames of a video's file; a setting of `VLMCollator`.
+
+    Raises:
+        ConfigError: a number that means nothing, or both `fps` and `num_frames`.
+    """
+
+    fps: float | None = FPS
+    """Frames taken for each second; None: every frame, or `num_frames`."""
+    num_frames: int | None = None
+    """Frames taken of each video, however long it is; None: by `fps`."""
+    min_frames: int = 4
+    """Fewest frames by `fps`, as far as there are so many."""
+    max_frames: int = 768
+    """Most frames by `fps`."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings that contradict each other."""
+        if self.fps is not None and not (0 < self.fps < math.inf):
+            raise ConfigError(f"fps={self.fps} takes no frames; give frames per second above 0, or None for all")
+        if self.num_frames is not None:
+            check_whole_number("num_frames", self.num_frames, at_least=MIN_FRAMES)
+            if self.fps is not None:
+                raise ConfigError(f"fps={self.fps} and num_frames={self.num_frames}: only one can hold; set fps=None")
+        check_whole_number("min_frames", self.min_frames, at_least=1)
+        check_whole_number("max_frames", self.max_frames, at_least=max(self.min_frames, MIN_FRAMES))
+
+
+DEFAULT_SAMPLING = FrameSampling()
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SampledFrames:
+    """The frames that are taken of one video."""
+
+    indices: tuple[int, ...]
+    """Their numbers in the file, rising."""
+    fps: float
+    """Frames per second of the file."""
+    sampled_fps: float
+    """Frames per second that were taken: transformers' `VideoMetadata.sampled_fps`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,10 +204,7 @@ def file_rules_of(
     video_processor = None if metadata.by_processor else parts_of(processor).video_processor
     rules = DEFAULT_RULES if video_processor is None else _rules(video_processor)
     return replace(
-        rules,
-        is_per_clip=metadata.frame_timestamps,
-        sampling=sampling or rules.sampling,
-        limits=limits or rules.limits,
+        rules, is_per_clip=metadata.frame_timestamps, sampling=sampling or rules.sampling, limits=limits or rules.limits
     )
 
 
@@ -172,7 +238,7 @@ def load_video(
         element: `video` is a file (a path, bytes or {"bytes", "path"}) or a list of images as `load_image` takes them.
             Of a list `sample_fps` (default 2) is the number of frames in a second, `raw_fps` (default `sample_fps`)
             the rate by which Qwen3-VL's timestamps count, as in qwen-vl-utils 0.0.14. For the size see `vision_keys`,
-            for the frames of a file `frame_sampling`.
+            for the frames of a file `sample_frames`.
         settings: from the video or image processor.
         limits: caps for each frame of a list.
         rules: of files, from the video processor.
@@ -271,10 +337,8 @@ def _frame_sizes(sizes: Sequence[Size], element: Mapping[str, Any], *, settings:
     final = video_frame_size(element, sizes[0], num_frames=len(sizes), factor=factor)
     for index, (height, width) in enumerate(first):
         if (height, width) != first[0]:
-            sizes_seen = (
-                f"frame {index} is {width} x {height} and frame 0 is {first[0][1]} x {first[0][0]} (after resizing)"
-            )
-            raise ImageError(f"{sizes_seen}; all frames of a video must have one size", "video_frames")
+            seen = f"frame {index} is {width} x {height} and frame 0 is {first[0][1]} x {first[0][0]} (after resizing)"
+            raise ImageError(f"{seen}; all frames of a video must have one size", "video_frames")
     for size in (first[0], final):
         check_enlarged(size, source=sizes[0], factor=factor, num_frames=len(sizes))
     return first[0], final
@@ -333,10 +397,111 @@ def _value_table(settings: VideoSettings) -> np.ndarray:
 
 
 def _rate(element: Mapping[str, Any], key: str, default: float) -> float:
-    rate = number(element, key, default)
-    if rate == 0:
-        raise ImageError(f"{key}=0 frames per second has no meaning; give the rate of the frames", "vision_key")
-    return rate
+    if rate := number(element, key, default):
+        return rate
+    raise ImageError(f"{key}=0 frames per second has no meaning; give the rate of the frames", "vision_key")
+
+
+# ---------------------------------------------------------------------- which frames of a file
+
+
+def sample_frames(
+    header: VideoHeader,
+    element: Mapping[str, Any],
+    *,
+    sampling: FrameSampling,
+    spacing: Spacing,
+    depth: int,
+    max_sampled: int,
+) -> SampledFrames:
+    """Choose the frames of a video.
+
+    Args:
+        header: of its file.
+        element: the keys beside it.
+        sampling: what holds where there is no key.
+        spacing: of the family's video processor.
+        depth: frames in one patch.
+        max_sampled: `VideoLimits.max_sampled`.
+
+    Raises:
+        ImageError: a key that means nothing here (`vision_key`), or too few or too many frames (`video_frames`,
+            `video_too_large`).
+    """
+    sampling = _keyed(element, sampling)
+    first, last = _range(header, element)
+    total = last - first + 1
+    count = _count(total, header.fps, sampling, spacing, depth)
+    if count > total:
+        raise ImageError(f"{count} frames are to be taken of {total}; lower nframes (or num_frames)", "video_frames")
+    if count < MIN_FRAMES:
+        fault = f"of its {total} frame(s) at {header.fps:g} per second {count} would be taken, and a video has at least"
+        raise ImageError(f"{fault} {MIN_FRAMES}; raise fps, or give the frame as an image", "video_frames")
+    if count > max_sampled:
+        fault = f"{count} frames would be taken of it, more than VideoLimits.max_sampled={max_sampled}; lower fps"
+        raise ImageError(fault, "video_too_large")
+    if spacing == "linspace":
+        chosen = np.linspace(0, total - 1, count).round().astype(int).tolist()
+    else:  # by its rounding `arange` may have one more number, `total` itself, which no frame has
+        chosen = torch.arange(0, total, total / count).int()[:count].tolist()
+    indices = tuple(first + index for index in chosen)
+    return SampledFrames(indices=indices, fps=header.fps, sampled_fps=len(indices) / total * header.fps)
+
+
+def _count(total: int, fps: float, sampling: FrameSampling, spacing: Spacing, depth: int) -> int:
+    """The number of frames that are taken, computed as transformers computes it, roundings included."""
+    is_linear = spacing == "linspace"
+    if sampling.num_frames is not None:
+        return sampling.num_frames if is_linear else round(sampling.num_frames / depth) * depth
+    if is_linear:
+        count = total if sampling.fps is None else int(total / fps * sampling.fps)
+        return min(max(count, sampling.min_frames), sampling.max_frames, total)
+    if sampling.fps is None:
+        return total
+    most = math.floor(min(sampling.max_frames, total) / depth) * depth
+    count = min(max(total / fps * sampling.fps, sampling.min_frames), most, total)
+    return math.floor(count / depth) * depth
+
+
+def _keyed(element: Mapping[str, Any], sampling: FrameSampling) -> FrameSampling:
+    """The settings with the keys beside one video in their place."""
+    if key := next((key for key in ("sample_fps", "raw_fps") if element.get(key) is not None), None):
+        fault = f"{key}={element[key]!r:.80} is the rate of frames in a list, and a file has its own; give fps"
+        raise ImageError(fault, "vision_key")
+    fps, nframes = element.get("fps"), element.get("nframes")
+    if fps is not None and nframes is not None:
+        raise ImageError(f"fps={fps!r:.80} and nframes={nframes!r:.80}: only one can hold; leave one out", "vision_key")
+    changes: dict[str, Any] = {}
+    if fps is not None:
+        changes = {"fps": number(element, "fps", FPS), "num_frames": None}
+    elif nframes is not None:
+        changes = {"fps": None, "num_frames": _whole(element, "nframes")}
+    changes |= {key: _whole(element, key) for key in ("min_frames", "max_frames") if element.get(key) is not None}
+    try:
+        return replace(sampling, **changes)
+    except ConfigError as error:
+        raise ImageError(f"the keys beside it: {error}", "vision_key") from error
+
+
+def _whole(element: Mapping[str, Any], key: str) -> int:
+    value = number(element, key, 0.0)
+    if value != int(value):
+        raise ImageError(f"{key}={element[key]!r:.80} must be a whole number of frames", "vision_key")
+    return int(value)
+
+
+def _range(header: VideoHeader, element: Mapping[str, Any]) -> tuple[int, int]:
+    """(first frame, last frame) between `video_start` and `video_end` (`calculate_video_frame_range`)."""
+    duration = header.num_frames / header.fps
+    start = min(number(element, "video_start", 0.0), duration)
+    end = min(number(element, "video_end", duration), duration)
+    first = math.ceil(start * header.fps)
+    last = min(math.floor(end * header.fps), header.num_frames - 1)
+    if first >= last and any(element.get(key) is not None for key in ("video_start", "video_end")):
+        seen = f"between video_start={start:g} and video_end={end:g} seconds lie fewer than {MIN_FRAMES} frames of its"
+        rate = f"{header.num_frames} at {header.fps:g} per second ({duration:g} seconds)"
+        raise ImageError(f"{seen} {rate}; widen it or leave both out", "vision_key")
+    return first, last
 
 
 # ---------------------------------------------------------------------- files
@@ -360,28 +525,21 @@ def _file_size(
         final = video_frame_size(element, size, num_frames=num_frames, factor=factor, is_file=True)
         check_enlarged(final, source=size, factor=factor, num_frames=num_frames)
         return final, resize_floats
-    rule, depth = _clip_size if rules.is_per_clip else _frame_size, settings.temporal_patch_size
-    return rule(size, num_frames, rules.bounds, factor, depth, rules), _resize_levels
+    return _sized(size, num_frames, rules.bounds, factor, settings.temporal_patch_size, rules), _resize_levels
 
 
-def _frame_size(
-    size: Size, num_frames: int, bounds: tuple[int, int], factor: int, depth: int, rules: FileRules
-) -> Size:
-    """The rule of `Qwen2VLVideoProcessor.resize`: bounds for each frame."""
+def _sized(size: Size, num_frames: int, bounds: tuple[int, int], factor: int, depth: int, rules: FileRules) -> Size:
+    """The rule of `Qwen2VLVideoProcessor.resize`, bounds for each frame, or of `Qwen3VLVideoProcessor.resize`, bounds
+    for all of them together."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-    low, high = bounds
+    (height, width), (low, high), most = size, bounds, rules.max_tokens * factor * factor
+    if not rules.is_per_clip:
+        if rules.is_capped:
+            high = max(min(high, int(most * 0.9) * depth // num_frames), int(low * 1.05))
+        return smart_resize(height, width, factor, min_pixels=low, max_pixels=high)
     if rules.is_capped:
-        budget = int(rules.max_tokens * factor * factor * 0.9)
-        high = max(min(high, budget * depth // num_frames), int(low * 1.05))
-    return smart_resize(*size, factor, min_pixels=low, max_pixels=high)
-
-
-def _clip_size(size: Size, num_frames: int, bounds: tuple[int, int], factor: int, depth: int, rules: FileRules) -> Size:
-    """The rule of `Qwen3VLVideoProcessor.resize`: bounds for all frames together."""
-    (height, width), (low, high) = size, bounds
-    if rules.is_capped:
-        high = num_frames * max(min(rules.max_tokens * factor * factor, high // num_frames), int(low * 1.05))
+        high = num_frames * max(min(most, high // num_frames), int(low * 1.05))
     if height < factor or width < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)

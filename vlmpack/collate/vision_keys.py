@@ -24,7 +24,7 @@ qwen-vl-utils lifts to `factor` before it looks at the bounds; the processor see
 
 Keys that are None are absent (columns of a table often are). A number may be written as text (`"sample_fps": "1"`, as
 Qwen's own README does). `fps`, `nframes`, `min_frames`, `max_frames`, `video_start` and `video_end` choose frames of a
-video *file* (`frame_sampling.py`); for a list of frames they change nothing in qwen-vl-utils, and are refused here
+video *file* (`video.py`); for a list of frames they change nothing in qwen-vl-utils, and are refused here
 (`check_times`), as are the keys by which others say when frames are.
 """
 
@@ -44,14 +44,10 @@ IMAGE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 """Keys of an image element that choose its size."""
 VIDEO_KEYS = (*IMAGE_KEYS, "total_pixels")
 """The same for a video element."""
-KNOWN_KEYS = (
-    *VIDEO_KEYS,
-    *("sample_fps", "raw_fps", "fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"),
-)
-"""All keys that qwen-vl-utils reads."""
-
 KEYS_OF_FILES = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
-"""Those that choose frames of a file."""
+"""Keys that choose frames of a file."""
+KNOWN_KEYS = (*VIDEO_KEYS, "sample_fps", "raw_fps", *KEYS_OF_FILES)
+"""All keys that qwen-vl-utils reads."""
 TIMES = ("timestamps", "frames_indices", "frame_indices", "total_num_frames", "duration", "video_metadata")
 """Keys by which others say when frames are: transformers' `VideoMetadata`, and samples of frames with their times."""
 
@@ -95,13 +91,12 @@ def check_times(element: Mapping[str, Any], *, is_file: bool) -> None:
     key = next((key for key in unread if element.get(key) is not None), None)
     if key is None:
         return
+    remedy = (
+        "the frames of a list are all taken, and sample_fps says how many there are in a second (raw_fps: by which "
+    )
+    remedy += "Qwen3-VL's times count)"
     if is_file:
         remedy = "a file's frames have their times in it: choose them by fps, nframes, video_start and video_end"
-    else:
-        remedy = (
-            "the frames of a list are all taken, and sample_fps says how many there are in a second (raw_fps: by which "
-            "Qwen3-VL's times count)"
-        )
     raise ImageError(f"{key}={element[key]!r:.60} beside it is not read: {remedy}; leave it out", "vision_key")
 
 
@@ -203,12 +198,11 @@ def check_enlarged(size: Size, *, source: Size, factor: int, num_frames: int = 1
     tokens = math.ceil(source[0] / factor) * math.ceil(source[1] / factor)
     most = max(tokens, min(IMAGE_TOKENS[1], share))
     if size[0] * size[1] > most * factor**2:
-        raise ImageError(
-            f"the keys beside it enlarge it from {source[1]} x {source[0]} to {size[1]} x {size[0]} pixels (width x "
-            f"height{f', {num_frames} frames' if num_frames > 1 else ''}), more than the {most} tokens of "
-            f"{factor} x {factor} pixels that it can have at most; lower min_pixels, resized_height and resized_width",
-            "vision_key",
-        )
+        sizes = f"from {source[1]} x {source[0]} to {size[1]} x {size[0]} pixels (width x height"
+        frames = f", {num_frames} frames" if num_frames > 1 else ""
+        remedy = "lower min_pixels, resized_height and resized_width"
+        most_said = f"more than the {most} tokens of {factor} x {factor} pixels that it can have at most"
+        raise ImageError(f"the keys beside it enlarge it {sizes}{frames}), {most_said}; {remedy}", "vision_key")
 
 
 def resize(image: Image.Image, size: Size) -> Image.Image:
@@ -260,14 +254,12 @@ def _frame_bounds(element: Mapping[str, Any], num_frames: int, factor: int) -> t
 
 
 def _check_size(height: float, width: float, min_pixels: float, max_pixels: float) -> None:
+    seen = f"{height:g} x {width:g} pixels (height x width)"
     if min(height, width) <= 0:
-        raise ImageError(f"{height:g} x {width:g} pixels (height x width): there is nothing in it", "image_zero_size")
+        raise ImageError(f"{seen}: there is nothing in it", "image_zero_size")
     if max_pixels < min_pixels:
         fault = f"max_pixels={max_pixels:g} is below min_pixels={min_pixels:g} (which may be a default); set both"
         raise ImageError(fault, "vision_key")
-    ratio = max(height, width) / min(height, width)
-    if ratio > MAX_ASPECT_RATIO:
-        fault = f"{height:g} x {width:g} pixels (height x width), an aspect ratio of {ratio:.1f}, more than"
-        raise ImageError(
-            f"{fault} {MAX_ASPECT_RATIO}, where Qwen's resize rule ends; cut or pad it", "image_aspect_ratio"
-        )
+    if (ratio := max(height, width) / min(height, width)) > MAX_ASPECT_RATIO:
+        fault = f"{seen}, an aspect ratio of {ratio:.1f}, more than {MAX_ASPECT_RATIO}, where Qwen's resize rule ends"
+        raise ImageError(f"{fault}; cut or pad it", "image_aspect_ratio")

@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 from vlmpack.collate.assemble import SharePrefixes
 from vlmpack.collate.collator import VLMCollator
 from vlmpack.collate.encoded import Encoded
-from vlmpack.collate.frame_sampling import FrameSampling
+from vlmpack.collate.video import FrameSampling
 from vlmpack.data.images import DEFAULT_LIMITS
 from vlmpack.errors import ConfigError, LayoutError, SampleError
 from vlmpack.files import unreadable
