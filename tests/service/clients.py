@@ -106,6 +106,11 @@ class Client:
         self.call(create(session, **settings))
         return f"{session}:train:0"
 
+    def sampler(self, session: str = "") -> str:
+        """Sampling session 0 of a session, by default a new one, on the base model."""
+        session = session or self.queue.create_session()
+        return self.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
+
 
 @contextmanager
 def served(

@@ -1,4 +1,4 @@
-"""A queue without an engine: results are made up when a request comes, by formulas that a test can repeat."""
+"""A queue without an engine: results are made up when a request comes."""
 
 from __future__ import annotations
 
@@ -13,37 +13,23 @@ from vlmpack.service import wire
 from vlmpack.service.journal import CheckpointRow, ModelRow, SamplingRow, SessionRow
 from vlmpack.service.ledger import Rejected
 from vlmpack.service.messages import (
-    CreatedModel,
     CreateFromCheckpoint,
     CreateModel,
     Failure,
     ForwardBackward,
     ForwardBackwardResult,
     LoadedWeights,
-    LoadWeights,
     LoraConfig,
-    OptimStep,
-    OptimStepResult,
     Outcome,
     Reply,
     Request,
     Sample,
     SampledSequence,
     SampleResult,
-    SavedForSampler,
-    SavedWeights,
-    SaveForSampler,
-    SaveWeights,
-    TextChunk,
 )
 from vlmpack.service.queue import ModelInfo, Pending, SessionInfo, Submitted
 
 BASE = "vlmpack/fake"
-
-
-def logprobs_of(targets: np.ndarray) -> np.ndarray:
-    """Log-probabilities that this queue gives to targets."""
-    return -(targets % 7).astype(np.float32) / 8
 
 
 class FakeQueue:
@@ -193,40 +179,11 @@ class FakeQueue:
 def _run(request: Request) -> Outcome:
     match request:
         case ForwardBackward():
-            rows = tuple(logprobs_of(datum.inputs["target_tokens"]) for datum in request.data)
-            return ForwardBackwardResult(logprobs=rows, metrics={"loss:sum": float(-sum(row.sum() for row in rows))})
-        case OptimStep():
-            return OptimStepResult(metrics={"learning_rate:mean": request.adam.learning_rate})
-        case SaveWeights():
-            return SavedWeights(path=f"tinker://{request.model_id}/weights/{request.name}")
-        case SaveForSampler(name=None):
-            session_id = request.model_id.split(":")[0]
-            return SavedForSampler(sampling_session_id=f"{session_id}:sample:{request.sampling_session_seq_id}")
-        case SaveForSampler():
-            return SavedForSampler(path=f"tinker://{request.model_id}/sampler_weights/{request.name}")
-        case LoadWeights():
-            return LoadedWeights(path=request.path)
-        case CreateModel():
-            return CreatedModel(model_id=f"{request.session_id}:train:{request.model_seq_id}")
-        case CreateFromCheckpoint():
-            return LoadedWeights(path=request.path, model_id=f"{request.session_id}:train:{request.model_seq_id}")
+            rows = tuple(np.zeros(len(datum.inputs["target_tokens"]), np.float32) for datum in request.data)
+            return ForwardBackwardResult(logprobs=rows, metrics={"loss:sum": 0.0})
         case Sample():
-            return _sample(request)
-
-
-def _sample(request: Sample) -> SampleResult:
-    texts = [chunk.tokens for chunk in request.prompt if isinstance(chunk, TextChunk)]
-    prompt = np.concatenate(texts)
-    logprobs = logprobs_of(prompt)
-    logprobs[0] = np.nan
-    return SampleResult(
-        sequences=tuple(
-            SampledSequence(
-                tokens=np.array([index, 5], dtype=np.int32),
-                logprobs=np.array([-0.5, -0.25], dtype=np.float32),
-                stop_reason="stop" if index % 2 else "length",
-            )
-            for index in range(request.num_samples)
-        ),
-        prompt_logprobs=logprobs if request.prompt_logprobs else None,
-    )
+            zeros = np.zeros(2, np.float32)
+            sequence = SampledSequence(tokens=np.array([4, 5], np.int32), logprobs=zeros, stop_reason="stop")
+            return SampleResult(sequences=(sequence,) * request.num_samples)
+        case _:
+            return LoadedWeights(path="tinker://s0:train:0/weights/one")

@@ -17,7 +17,7 @@ from service.clients import forward_backward, optim_step, save, save_for_sampler
 from service.fakes import FakeBase, FakeEngine, PickleCodec
 
 from vlmpack.errors import ConfigError, RequestError
-from vlmpack.service.checkpoints import StateFolder, check_name, parse_path
+from vlmpack.service.checkpoints import StateFolder, parse_path
 from vlmpack.service.queue import RequestQueue
 
 
@@ -53,12 +53,6 @@ def test_a_path_has_three_parts_and_gives_them_back() -> None:
 def test_other_texts_are_no_path(text: str) -> None:
     with pytest.raises(RequestError, match="no path of a checkpoint"):
         parse_path(text)
-
-
-def test_a_name_is_letters_digits_and_three_signs() -> None:
-    assert check_name("step-1_a.B") == "step-1_a.B"
-    with pytest.raises(RequestError, match="128 letters"):
-        check_name("a\n")
 
 
 # ---------------------------------------------------------------------- whose folder it is

@@ -11,12 +11,11 @@ import pytest
 import zstandard
 from service.asgi import KEY, Client
 from service.fake_queue import BASE
-from service.test_protobuf import REQUEST
 from service.test_wire import ADAM, SAMPLE
 
 from vlmpack.service import protobuf
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.messages import CreateFromCheckpoint, ForwardBackward, LoadWeights, Sample
+from vlmpack.service.messages import CreateFromCheckpoint, LoadWeights, Sample
 
 
 def training(model_id: str, seq_id: int = 1, *, datums: int = 1, **fields: Any) -> bytes:
@@ -145,13 +144,6 @@ def test_a_training_request_and_its_result() -> None:
     output = protobuf.message("ForwardBackwardOutput").FromString(reply.body)
     assert output.loss_fn_outputs[0].num_datums == 2
     assert int(reply.headers["content-length"]) == len(reply.body)
-
-
-def test_a_compressed_training_request() -> None:
-    client = Client()
-    body = zstandard.ZstdCompressor().compress(training(client.model(), 1))
-    assert client.protobuf(body, **{"content-encoding": "zstd"}).status == 200
-    assert isinstance(client.queue.submitted[-1], ForwardBackward)
 
 
 def test_a_sampling_request_names_every_sequence() -> None:
@@ -480,9 +472,3 @@ def test_an_error_of_ours_is_500_without_a_word_of_it(caplog: pytest.LogCaptureF
     assert b"secret" not in answer.body
     assert json.loads(answer.body)["detail"]
     assert "secret" in caplog.text  # in the log
-
-
-def test_a_captured_request_is_served() -> None:
-    client = Client()
-    client.queue.adapters["s77cc1b450bab:train:0"] = None
-    assert client.protobuf(REQUEST).json()["request_id"] == "s77cc1b450bab:train:0:3"

@@ -16,7 +16,6 @@ from sampled import (
     SESSION,
     finish,
     model_of,
-    plain_logprobs,
     prompt_of,
     prompts_of,
     run,
@@ -271,15 +270,6 @@ def test_without_a_seed_each_request_is_another() -> None:
     prompt = prompts_of(engine, count=1)[0]
     drawn = [tokens_of(run_one(sampler_of(engine), prompt, sample(seed=None)))[0] for _ in range(2)]
     assert drawn[0] != drawn[1]
-
-
-def test_log_probabilities_of_tokens_are_the_unmodified_models_whatever_was_left_to_choose_from() -> None:
-    engine, plain = tiny_engine(), plain_model()
-    for prompt, kind in zip(prompts_of(engine, count=5), KINDS, strict=True):
-        result = run_one(sampler_of(engine), prompt, sample(**kind))
-        for sequence in result.sequences:
-            expected = plain_logprobs(plain, prompt, sequence)[prompt.length - 1 :]
-            np.testing.assert_allclose(sequence.logprobs, expected, atol=2e-5)
 
 
 # ---------------------------------------------------------------------- endings
@@ -589,24 +579,6 @@ def test_training_on_does_not_change_a_snapshot_and_sampling_does_not_change_tra
     np.testing.assert_array_equal(during.prompt_logprobs, before.prompt_logprobs)
     assert any(p.requires_grad for p in engine.client("a").parameters)
     assert result is not None
-
-
-def test_log_probabilities_of_a_snapshot_are_those_of_training(engine: Engine, tmp_path: Path) -> None:
-    (folder,) = snapshots(engine, tmp_path, count=1)
-    data = some_data(engine)
-    prompts = [engine.encode_chunks(datum.chunks) for datum in data]
-    # Each token's target is the one that follows it, as in training on a conversation.
-    shifted = [
-        replace(d, inputs={"target_tokens": np.append(p.input_ids[1:], 0)}) for d, p in zip(data, prompts, strict=True)
-    ]
-    trained = train(engine, shifted, forward_only=True)
-    wanted = {str(i): (p, sample(max_tokens=1, prompt_logprobs=True)) for i, p in enumerate(prompts)}
-    results = run(sampler_of(engine, folder=folder), wanted)
-    for i, expected in enumerate(trained.logprobs):
-        result = results[str(i)]
-        assert isinstance(result, SampleResult)
-        assert result.prompt_logprobs is not None
-        np.testing.assert_allclose(result.prompt_logprobs[1:], expected[:-1], atol=1e-5)
 
 
 def test_snapshots_are_read_when_needed_and_the_least_recently_used_goes(engine: Engine, tmp_path: Path) -> None:
