@@ -125,11 +125,7 @@ def test_a_sampler_goes_to_no_place_that_there_is_not(name, wrong):
 
 @pytest.mark.parametrize("state", [None, [], {}, {"epoch": 0, "rows": 0}, {"epoch": 0, "rows": 0, "of": "", "more": 1}])
 def test_what_is_no_state_is_refused(state):
-    for what in (
-        PackedBatchSampler(plan_bins([5], 10)),
-        StreamPacker(SETTINGS),
-        PackedStream(samples(), SETTINGS),
-    ):
+    for what in (PackedBatchSampler(plan_bins([5], 10)), StreamPacker(SETTINGS), PackedStream(samples(), SETTINGS)):
         with pytest.raises(ConfigError, match=rf"state.*{type(what).__name__}"):
             what.load_state_dict(state)
 

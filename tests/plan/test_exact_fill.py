@@ -24,10 +24,7 @@ def test_earlier_lengths_are_preferred():
     assert best_subset([5, 5, 5], 5) == [0]
 
 
-@given(
-    lengths=st.lists(st.integers(1, 97), min_size=1, max_size=200),
-    capacity=st.integers(97, 400),
-)
+@given(lengths=st.lists(st.integers(1, 97), min_size=1, max_size=200), capacity=st.integers(97, 400))
 def test_it_needs_no_more_bins_than_best_fit_and_holds_the_capacity(lengths, capacity):
     sizes = np.asarray(lengths)
     bin_of = exact_fill(sizes, capacity)

@@ -200,10 +200,7 @@ def test_tables_with_groups_are_saved(tmp_path: Path):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (
-            {"of_samples": [0, 1], "parents": [-1], "tokens": [4]},
-            r"of_samples\[1\] is 1: it has to be -1",
-        ),
+        ({"of_samples": [0, 1], "parents": [-1], "tokens": [4]}, r"of_samples\[1\] is 1: it has to be -1"),
         ({"of_samples": [0], "parents": [0], "tokens": [4]}, r"parents\[0\] is 0: .* parents stand before"),
         ({"of_samples": [0], "parents": [-1], "tokens": [0]}, "the prefix of group 0 has 0 tokens: a group adds 1"),
         (

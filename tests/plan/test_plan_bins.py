@@ -125,11 +125,7 @@ def test_a_sample_that_is_too_long_stops_the_plan_and_all_of_them_are_listed():
 @pytest.mark.parametrize(
     ("lengths", "message", "reason"),
     [
-        (
-            [3, 0, 4],
-            r"sample 1: has length 0; a sample needs at least one token",
-            "empty",
-        ),
+        ([3, 0, 4], r"sample 1: has length 0; a sample needs at least one token", "empty"),
         ([3, 4, -2], r"sample 2: has length -2", "empty"),
         ([3.0, float("nan")], r"sample 1: .* is not finite: nan", "not_finite"),
         ([float("inf"), 3.0], r"sample 0: .* is not finite: inf", "not_finite"),

@@ -162,11 +162,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script = Path(__file__).with_name("two_ranks.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*launch, str(script), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
+        [*launch, str(script), str(folder)], capture_output=True, text=True, timeout=300, env=environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder

@@ -12,18 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampled import (
-    SESSION,
-    finish,
-    model_of,
-    prompt_of,
-    prompts_of,
-    run,
-    run_one,
-    sample,
-    sampler_of,
-    tokens_of,
-)
+from sampled import SESSION, finish, model_of, prompt_of, prompts_of, run, run_one, sample, sampler_of, tokens_of
 from step_service import ADAM, FAMILY_NAMES, lora, plain_model, served, set_adapter, some_data, tiny_engine
 from step_service import run_one as train
 

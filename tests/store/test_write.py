@@ -268,10 +268,7 @@ def test_samples_must_have_places(tmp_path):
         ({"collator": {"max_length": 90}}, "settings.collator.max_length was null and is 90"),
         ({"collator": {"slots": SlotRule(multiple=2)}}, "settings.slots.multiple was 1 and is 2"),
         ({"samples": texts(13)}, "settings.data.samples was 12 and is 13"),
-        (
-            {"samples": [*texts(11), BROKEN]},
-            r"other samples than the data set: 1 were changed .* \(at 11\)",
-        ),
+        ({"samples": [*texts(11), BROKEN]}, r"other samples than the data set: 1 were changed .* \(at 11\)"),
         ({"family": "qwen2_vl"}, "processor.images.patch_size was 16 and is 14"),
     ],
 )
