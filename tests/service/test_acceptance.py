@@ -25,7 +25,6 @@ FINISHED_WITHIN = 500.0
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.slow,
     pytest.mark.skipif(sys.version_info < (3, 11), reason="the client needs Python 3.11"),
 ]
 

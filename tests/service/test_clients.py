@@ -14,11 +14,12 @@ from step_service import (
     ADAM,
     ALL_ROUTED,
     FAMILY_NAMES,
+    equal,
     gradients,
     largest_difference,
     lora,
+    plain_logprobs,
     plain_model,
-    processor_for,
     random_datum,
     run_one,
     served,
@@ -30,7 +31,7 @@ from step_service import (
 
 from vlmpack.errors import RequestError
 from vlmpack.service.engine import Engine
-from vlmpack.service.messages import Datum, LoraConfig
+from vlmpack.service.messages import LoraConfig
 
 STEPS = (
     ADAM,
@@ -46,10 +47,6 @@ def engine_with(name: str = "a", **settings: bool) -> Engine:
     engine.create(name, lora())
     set_adapter(engine, name)
     return engine
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_steps_are_those_of_torch() -> None:
@@ -230,22 +227,6 @@ def test_a_further_adapter_takes_three_times_its_parameters() -> None:
     assert all(p.grad is None for p in engine.client("a").parameters)
 
 
-def plain_logprobs(model: torch.nn.Module, engine: Engine, datum: Datum) -> torch.Tensor:
-    """float32 [N] of one datum by the unmodified model, in the usual way."""
-    sequence = engine.encode_chunks(datum.chunks)
-    ids = torch.from_numpy(sequence.input_ids)[None]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if engine.base.is_vision:
-        token = processor_for(engine.base.arch).image_token_id
-        inputs["mm_token_type_ids"] = (ids == token).long()
-    if sequence.images:
-        inputs["pixel_values"] = torch.cat([image.pixel_values for image in sequence.images])
-        inputs["image_grid_thw"] = torch.tensor([image.grid for image in sequence.images])
-    logits = model(**inputs, use_cache=False).logits[0].float()
-    targets = torch.from_numpy(datum.inputs["target_tokens"])
-    return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-
-
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # of PEFT
 @pytest.mark.parametrize("family", served("qwen2_5_vl", "qwen3_5", "llama"))
 def test_a_batch_equals_peft_on_each_datum(family: str, tmp_path: Path) -> None:
@@ -334,39 +315,40 @@ def test_targets_are_linear_layers_of_the_text_part(family: str) -> None:
     assert adapted(engine, train_unembed=True) == {"lm_head"}
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-def test_train_mlp_adapts_the_three_projections_of_each_layer(family: str) -> None:
-    assert len(adapted(tiny_engine(family), train_mlp=True)) == 2 * 3
+MLP = ("gate_proj", "up_proj", "down_proj")
 
 
-def test_train_mlp_adapts_fused_projections() -> None:
-    names = adapted(tiny_engine("phi3"), train_mlp=True)
-    assert {name.rsplit(".", 1)[1] for name in names} == {"gate_up_proj", "down_proj"}
-
-
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen4_exp", "qwen3_next"])
-def test_train_mlp_adapts_shared_experts_where_there_are_routed_ones(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "layer", "parts"),
+    [
+        *((name, ".mlp.", MLP) for name in ("qwen3_vl", "qwen3_5")),
+        ("phi3", ".mlp.", ("gate_up_proj", "down_proj")),
+        *((name, ".mlp.shared_expert.", MLP) for name in ("qwen3_5_moe", "qwen4_exp", "qwen3_next")),
+    ],
+)
+def test_train_mlp_adapts_the_projections_of_each_layer_and_of_routed_experts_the_shared_one(
+    family: str, layer: str, parts: tuple[str, ...]
+) -> None:
     names = adapted(tiny_engine(family), train_mlp=True)
-    assert len(names) == 2 * 3
-    assert all(".mlp.shared_expert." in name for name in names)
+    assert len(names) == 2 * len(parts)
+    assert all(layer in name for name in names)
+    assert {name.rsplit(".", 1)[1] for name in names} == {*parts}
 
 
-def test_train_mlp_is_refused_where_all_experts_are_fused() -> None:
-    engine = tiny_engine("qwen3_vl_moe")
-    with pytest.raises(RequestError, match=r"train_mlp: .*fused.*send train_mlp=False"):
-        engine.create("a", LoraConfig(rank=4, seed=1))
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("qwen3_vl", {"rank": 0}, "lora_config: rank is"),
+        ("qwen3_vl", {"rank": 257}, "lora_config: rank is"),
+        ("qwen3_vl_moe", {"train_mlp": True}, r"train_mlp: .*fused.*send train_mlp=False"),
+        ("qwen3_vl", {"train_attn": False, "train_mlp": False, "train_unembed": False}, "would train nothing"),
+    ],
+)
+def test_an_adapter_that_cannot_be_is_refused(family: str, settings: dict, message: str) -> None:
+    engine = tiny_engine(family)
+    with pytest.raises(RequestError, match=message):
+        engine.create("a", lora(family, **settings))
     assert engine.models() == ()
-
-
-def test_an_adapter_without_targets_is_refused() -> None:
-    with pytest.raises(RequestError, match="would train nothing"):
-        adapted(tiny_engine())
-
-
-@pytest.mark.parametrize("rank", [0, 257])
-def test_a_rank_that_cannot_be_is_refused(rank: int) -> None:
-    with pytest.raises(RequestError, match=r"lora_config: rank is"):
-        tiny_engine().create("a", lora(rank=rank))
 
 
 # ---------------------------------------------------------------------- seeds

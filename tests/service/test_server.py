@@ -128,31 +128,7 @@ def image_datum(running: Running, image: bytes, *, count: int = 4) -> Any:
     return types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
 
 
-@torch.no_grad()
-def plain_logprobs(running: Running, tokens: list[int], targets: list[int], image: bytes | None = None) -> np.ndarray:
-    """Log-probabilities by transformers alone; `tokens` hold the placeholders."""
-    ids = torch.tensor([tokens])
-    media: dict[str, Any] = {}
-    if image is not None:
-        media = dict(running.base.processor.image_processor([Image.open(io.BytesIO(image))], return_tensors="pt"))
-        media["mm_token_type_ids"] = (ids == running.plain.config.image_token_id).int()
-    logits = running.plain(input_ids=ids, attention_mask=torch.ones_like(ids), **media).logits[0].double()
-    return torch.log_softmax(logits, -1)[torch.arange(len(tokens)), targets].numpy()
-
-
 # ---------------------------------------------------------------------- training
-
-
-def test_logprobs_and_loss_are_those_of_transformers(running: Running, model: Any) -> None:
-    config, image = running.plain.config, png()
-    placeholders = [5, config.vision_start_token_id, *[config.image_token_id] * 4, config.vision_end_token_id, *TEXT]
-    text = plain_logprobs(running, TEXT, [*TEXT[1:], 9])
-    both = plain_logprobs(running, placeholders, [0] * 7 + [*TEXT[1:], 9], image)
-    result = model.forward([text_datum(), image_datum(running, image)], "cross_entropy").result(WAIT)
-    first, second = (entry["logprobs"].to_numpy() for entry in result.loss_fn_outputs)
-    np.testing.assert_allclose(first, text, atol=1e-5)
-    np.testing.assert_allclose(second, both, atol=1e-5)
-    assert result.metrics["loss:sum"] == pytest.approx(-text.sum() - both[7:].sum(), rel=1e-5)
 
 
 def test_a_few_steps_teach_it_a_text_and_an_image(running: Running, model: Any) -> None:
@@ -206,19 +182,6 @@ def test_saving_training_on_and_going_back(client: Any, model: Any) -> None:
 
 
 # ---------------------------------------------------------------------- sampling
-
-
-def test_greedy_sampling_is_that_of_transformers(running: Running, client: Any) -> None:
-    sampler = client.create_sampling_client(base_model=NAME).result(WAIT)
-    params = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[])
-    sampled = sampler.sample(types.ModelInput.from_ints(TEXT), 1, params).result(WAIT).sequences[0]
-    tokens = list(TEXT)
-    for _ in range(6):
-        with torch.no_grad():
-            tokens.append(int(running.plain(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
-    assert list(sampled.tokens) == tokens[6:]
-    expected = plain_logprobs(running, tokens[:-1], tokens[1:])[5:]
-    np.testing.assert_allclose(sampled.logprobs, expected, atol=1e-4)
 
 
 def test_a_response_says_how_many_tokens_of_its_prompt_were_cached(client: Any) -> None:
