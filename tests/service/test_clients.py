@@ -49,9 +49,13 @@ def engine_with(name: str = "a", **settings: bool) -> Engine:
     return engine
 
 
-def test_steps_are_those_of_torch() -> None:
+@pytest.fixture(name="engine")
+def _engine() -> Engine:
+    return engine_with()
+
+
+def test_steps_are_those_of_torch(engine: Engine) -> None:
     """With settings that change from step to step, and clipping by the norm of the whole gradient."""
-    engine = engine_with()
     mirror = {name: torch.nn.Parameter(tensor) for name, tensor in weights(engine).items()}
     optimizer = torch.optim.AdamW(mirror.values())
     for at, adam in enumerate(STEPS):
@@ -71,8 +75,7 @@ def test_steps_are_those_of_torch() -> None:
             torch.testing.assert_close(tensor, mirror[name].detach(), rtol=1e-6, atol=1e-7)
 
 
-def test_a_step_clears_the_gradient_and_one_without_changes_nothing() -> None:
-    engine = engine_with()
+def test_a_step_clears_the_gradient_and_one_without_changes_nothing(engine: Engine) -> None:
     run_one(engine, some_data(engine))
     engine.optim_step("a", ADAM)
     assert gradients(engine) == {}
@@ -81,8 +84,7 @@ def test_a_step_clears_the_gradient_and_one_without_changes_nothing() -> None:
     assert equal(weights(engine), before)
 
 
-def test_a_gradient_that_is_not_finite_is_dropped() -> None:
-    engine = engine_with()
+def test_a_gradient_that_is_not_finite_is_dropped(engine: Engine) -> None:
     run_one(engine, some_data(engine)[:1])
     before = weights(engine)
     accumulated = engine.client("a").gradients
@@ -118,8 +120,7 @@ def test_training_goes_on_bit_for_bit_after_it_was_saved(tmp_path: Path, *, is_a
     assert equal(weights(engine, "a"), weights(other, "b"))
 
 
-def test_load_goes_back_and_drops_the_gradient(tmp_path: Path) -> None:
-    engine = engine_with()
+def test_load_goes_back_and_drops_the_gradient(tmp_path: Path, engine: Engine) -> None:
     train(engine, "a", range(2))
     engine.save("a", tmp_path, optimizer=True)
     saved = weights(engine)
@@ -133,8 +134,7 @@ def test_load_goes_back_and_drops_the_gradient(tmp_path: Path) -> None:
     assert equal(weights(engine), forward)
 
 
-def test_without_its_optimiser_training_starts_anew(tmp_path: Path) -> None:
-    engine = engine_with()
+def test_without_its_optimiser_training_starts_anew(tmp_path: Path, engine: Engine) -> None:
     train(engine, "a", range(2))
     engine.save("a", tmp_path, optimizer=True)
     engine.load("a", tmp_path, optimizer=False)
@@ -146,16 +146,14 @@ def test_without_its_optimiser_training_starts_anew(tmp_path: Path) -> None:
     assert equal(weights(engine), weights(other))
 
 
-def test_saving_keeps_the_gradient(tmp_path: Path) -> None:
-    engine = engine_with()
+def test_saving_keeps_the_gradient(tmp_path: Path, engine: Engine) -> None:
     run_one(engine, some_data(engine))
     before = gradients(engine)
     engine.save("a", tmp_path, optimizer=True)
     assert equal(gradients(engine), before)
 
 
-def test_files_hold_tensors_and_json_alone(tmp_path: Path) -> None:
-    engine = engine_with()
+def test_files_hold_tensors_and_json_alone(tmp_path: Path, engine: Engine) -> None:
     train(engine, "a", range(1))
     engine.save("a", tmp_path, optimizer=True)
     names = {path.name for path in tmp_path.iterdir()}
@@ -164,8 +162,9 @@ def test_files_hold_tensors_and_json_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"rank": 8}, {"train_mlp": False}, {"train_unembed": False}])
-def test_a_checkpoint_of_another_rank_or_other_targets_is_refused(tmp_path: Path, changed: dict) -> None:
-    engine = engine_with()
+def test_a_checkpoint_of_another_rank_or_other_targets_is_refused(
+    tmp_path: Path, changed: dict, engine: Engine
+) -> None:
     train(engine, "a", range(1))
     engine.save("a", tmp_path, optimizer=True)
     engine.create("b", lora(**changed))
@@ -178,8 +177,9 @@ def test_a_checkpoint_of_another_rank_or_other_targets_is_refused(tmp_path: Path
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer.safetensors", "engine.json"])
 @pytest.mark.parametrize("content", [None, b"", b"{}", b"\x80\x04K\x01."])
-def test_damaged_checkpoints_are_refused_and_change_nothing(tmp_path: Path, name: str, content: bytes | None) -> None:
-    engine = engine_with()
+def test_damaged_checkpoints_are_refused_and_change_nothing(
+    tmp_path: Path, name: str, content: bytes | None, engine: Engine
+) -> None:
     train(engine, "a", range(1))
     engine.save("a", tmp_path, optimizer=True)
     (tmp_path / name).unlink() if content is None else (tmp_path / name).write_bytes(content)
@@ -194,8 +194,7 @@ def test_damaged_checkpoints_are_refused_and_change_nothing(tmp_path: Path, name
     assert engine.models() == ("a",)
 
 
-def test_an_adapter_and_a_whole_model_are_not_exchanged(tmp_path: Path) -> None:
-    engine = engine_with()
+def test_an_adapter_and_a_whole_model_are_not_exchanged(tmp_path: Path, engine: Engine) -> None:
     engine.save("a", tmp_path, optimizer=False)
     engine.create("full", None)
     with pytest.raises(RequestError, match="one of the checkpoint and the model is an adapter"):
@@ -214,9 +213,8 @@ def tensor_bytes(engine: Engine, name: str) -> int:
     )
 
 
-def test_a_further_adapter_takes_three_times_its_parameters() -> None:
+def test_a_further_adapter_takes_three_times_its_parameters(engine: Engine) -> None:
     """Weights and two moments; a gradient while it accumulates, and no longer."""
-    engine = engine_with()
     size = sum(p.numel() * 4 for p in engine.client("a").parameters)
     steps = 4 * len(engine.client("a").parameters)  # a step count each
     assert tensor_bytes(engine, "a") == size
@@ -254,9 +252,7 @@ def test_a_batch_equals_peft_on_each_datum(family: str, tmp_path: Path) -> None:
 
 
 def test_the_base_model_computes_what_it_did() -> None:
-    engine = tiny_engine()
-    engine.create("a", lora())
-    set_adapter(engine)
+    engine = engine_with()
     datum = some_data(engine)[1]
     with engine.open_weights(None).applied() as model:
         ours = plain_logprobs(model, engine, datum)
@@ -265,9 +261,7 @@ def test_the_base_model_computes_what_it_did() -> None:
 
 def test_a_snapshot_is_what_the_model_was(tmp_path: Path) -> None:
     """Whatever calls the model computes with it, in a padded batch or without packing at all."""
-    engine = tiny_engine()
-    engine.create("a", lora())
-    set_adapter(engine)
+    engine = engine_with()
     engine.save("a", tmp_path, optimizer=False)
     datum = random_datum(np.random.default_rng(0), engine, length=8)
     expected = run_one(engine, [datum], forward_only=True).logprobs[0]

@@ -49,6 +49,16 @@ def engine_with(*names: str, family: str = "qwen3_vl", **settings: object) -> En
     return engine
 
 
+@pytest.fixture(name="engine")
+def _engine() -> Engine:
+    return engine_with()
+
+
+@pytest.fixture(name="data")
+def _data(engine: Engine) -> list[Datum]:
+    return some_data(engine)
+
+
 # ---------------------------------------------------------------------- a batch and its datums
 
 
@@ -74,9 +84,7 @@ def test_a_batch_equals_single_calls(family: str, loss: str) -> None:
     assert largest_difference(batch, gradients(engine)) < 1e-5
 
 
-def test_every_token_has_a_logprob_whatever_its_weight() -> None:
-    engine = engine_with()
-    data = some_data(engine)
+def test_every_token_has_a_logprob_whatever_its_weight(engine: Engine, data: list[Datum]) -> None:
     silent = [replace(datum, inputs={**datum.inputs, "weights": datum.inputs["weights"] * 0}) for datum in data]
     result, weighted = run_one(engine, silent), run_one(engine, data)
     for datum, ours, theirs in zip(data, result.logprobs, weighted.logprobs, strict=True):
@@ -86,8 +94,7 @@ def test_every_token_has_a_logprob_whatever_its_weight() -> None:
     assert result.metrics["loss:sum"] == 0
 
 
-def test_metrics_have_a_reduction_each() -> None:
-    engine = engine_with()
+def test_metrics_have_a_reduction_each(engine: Engine) -> None:
     metrics = run_one(engine, some_data(engine)).metrics
     assert "loss:sum" in metrics
     assert all(name.rpartition(":")[2] in ("sum", "mean", "min", "max") for name in metrics)
@@ -120,9 +127,7 @@ def test_rows_keep_both_budgets_and_their_work_is_counted() -> None:
     assert counts.capacity >= 24 * computed.call_count
 
 
-def test_several_requests_share_rows_and_get_their_own_results() -> None:
-    engine = engine_with()
-    data = some_data(engine)
+def test_several_requests_share_rows_and_get_their_own_results(engine: Engine, data: list[Datum]) -> None:
     encoded = [engine.encode(request(data[:2])), engine.encode(request(data[2:]))]
     work = engine.forward_backward(encoded)
     assert work.rows_left == 1
@@ -138,9 +143,7 @@ def test_several_requests_share_rows_and_get_their_own_results() -> None:
     assert equal(together, gradients(engine))
 
 
-def test_gradients_add_up_over_requests_until_a_step() -> None:
-    engine = engine_with()
-    data = some_data(engine)
+def test_gradients_add_up_over_requests_until_a_step(engine: Engine, data: list[Datum]) -> None:
     run_one(engine, data)
     whole = gradients(engine)
     engine.client("a").gradients = None
@@ -149,9 +152,9 @@ def test_gradients_add_up_over_requests_until_a_step() -> None:
     assert largest_difference(gradients(engine), whole) < 1e-5
 
 
-def test_forward_only_adds_no_gradient_alone_or_beside_training_and_gives_the_same() -> None:
-    engine = engine_with()
-    data = some_data(engine)
+def test_forward_only_adds_no_gradient_alone_or_beside_training_and_gives_the_same(
+    engine: Engine, data: list[Datum]
+) -> None:
     forward = run_one(engine, data, forward_only=True)
     assert gradients(engine) == {}
     run(engine, request(data[:2]), request(data[2:], forward_only=True))
@@ -221,8 +224,7 @@ def test_a_loss_that_is_not_finite_fails_its_request_alone(loss: str, row_tokens
     assert good_result.metrics == alone.metrics
 
 
-def test_a_request_that_fails_alone_leaves_no_gradient() -> None:
-    engine = engine_with()
+def test_a_request_that_fails_alone_leaves_no_gradient(engine: Engine) -> None:
     (failure,) = run(engine, request(with_overflow(rated(engine), 0), loss_fn="importance_sampling"))
     assert isinstance(failure, Failure)
     assert gradients(engine) == {}
@@ -247,8 +249,7 @@ def test_after_an_error_in_a_row_nothing_has_changed(failing_row: int) -> None:
     run_one(engine, data)
 
 
-def test_an_unknown_model_is_refused() -> None:
-    engine = engine_with()
+def test_an_unknown_model_is_refused(engine: Engine) -> None:
     encoded = engine.encode(request(some_data(engine), model_id="nobody"))
     for call in (lambda: engine.forward_backward([encoded]), lambda: engine.optim_step("nobody", ADAM)):
         with pytest.raises(RequestError, match="there is no model 'nobody'"):
@@ -301,9 +302,8 @@ def test_models_interleaved_row_by_row_are_bit_for_bit_as_alone() -> None:
 # ---------------------------------------------------------------------- all weights
 
 
-def test_all_weights_are_trained_on_a_copy_as_the_plain_model_would_be() -> None:
+def test_all_weights_are_trained_on_a_copy_as_the_plain_model_would_be(engine: Engine) -> None:
     """Vision tower included; the base model and adapters over it stay as they were."""
-    engine = engine_with()
     base = {name: p.clone() for name, p in engine.model.named_parameters()}
     engine.create("full", None)
     data = some_data(engine)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from service.clients import (
+    Client,
     datum,
     forward_backward,
     is_failure,
@@ -168,34 +169,30 @@ def test_a_request_that_breaks_the_engine_fails_alone_and_leaves_no_gradient(tmp
     assert np.array_equal(model.weights, expected.weights)
 
 
-def test_a_step_that_fails_halfway_is_taken_back(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, engine):
-        model = client.model()
-        client.call(forward_backward(model, 1))
-        client.call(optim_step(model, 2))
-        client.call(forward_backward(model, 3))
-        before = (engine.all[model].weights, engine.all[model].moment, engine.all[model].gradient)
-        engine.step_error = MemoryError("none left")
-        assert is_failure(client.call(optim_step(model, 4)), "server", "MemoryError")
-        after = (engine.all[model].weights, engine.all[model].moment, engine.all[model].gradient)
-        assert all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))
-        assert client.call(optim_step(model, 5)).metrics["grad_norm:mean"] > 0
+def test_a_step_that_fails_halfway_is_taken_back(client: Client, engine: FakeEngine, model: str) -> None:
+    client.call(forward_backward(model, 1))
+    client.call(optim_step(model, 2))
+    client.call(forward_backward(model, 3))
+    before = (engine.all[model].weights, engine.all[model].moment, engine.all[model].gradient)
+    engine.step_error = MemoryError("none left")
+    assert is_failure(client.call(optim_step(model, 4)), "server", "MemoryError")
+    after = (engine.all[model].weights, engine.all[model].moment, engine.all[model].gradient)
+    assert all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))
+    assert client.call(optim_step(model, 5)).metrics["grad_norm:mean"] > 0
 
 
-def test_a_load_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, engine):
-        model = client.model()
-        client.call(save(model, 1, "a"))
-        client.call(forward_backward(model, 2))
-        client.call(optim_step(model, 3))
-        before = engine.all[model].weights
-        engine.save_error = OSError(28, "No space left on device")  # the snapshot that a load takes
-        path = f"tinker://{model}/weights/a"
-        assert is_failure(client.call(load(model, 4, path)), "server", "No space left")
-        assert np.array_equal(engine.all[model].weights, before)
-        engine.save_error = None
-        assert client.call(load(model, 5, path)).path == path
-        assert not np.array_equal(engine.all[model].weights, before)
+def test_a_load_that_fails_leaves_the_model_as_it_was(client: Client, engine: FakeEngine, model: str) -> None:
+    client.call(save(model, 1, "a"))
+    client.call(forward_backward(model, 2))
+    client.call(optim_step(model, 3))
+    before = engine.all[model].weights
+    engine.save_error = OSError(28, "No space left on device")  # the snapshot that a load takes
+    path = f"tinker://{model}/weights/a"
+    assert is_failure(client.call(load(model, 4, path)), "server", "No space left")
+    assert np.array_equal(engine.all[model].weights, before)
+    engine.save_error = None
+    assert client.call(load(model, 5, path)).path == path
+    assert not np.array_equal(engine.all[model].weights, before)
 
 
 def test_on_a_full_disk_a_save_fails_and_leaves_nothing(tmp_path: Path) -> None:
@@ -222,13 +219,12 @@ def test_a_broken_sampling_engine_fails_what_it_had_and_goes_on(tmp_path: Path) 
         assert client.call(sample(sampler, 1)).sequences
 
 
-def test_a_prompt_that_cannot_be_encoded_fails_alone(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, _):
-        sampler = client.sampler()
-        request = sample(sampler, 0)
-        object.__setattr__(request, "prompt", ())
-        assert is_failure(client.call(request), "user", "the prompt is empty")
-        assert client.call(sample(sampler, 1)).sequences
+def test_a_prompt_that_cannot_be_encoded_fails_alone(client: Client) -> None:
+    sampler = client.sampler()
+    request = sample(sampler, 0)
+    object.__setattr__(request, "prompt", ())
+    assert is_failure(client.call(request), "user", "the prompt is empty")
+    assert client.call(sample(sampler, 1)).sequences
 
 
 # ---------------------------------------------------------------------- snapshots to sample from

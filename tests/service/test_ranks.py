@@ -15,17 +15,7 @@ import pytest
 import torch
 from cases import slow
 from service.two_ranks import scenario
-from step_service import (
-    gradients,
-    largest_difference,
-    lora,
-    request,
-    run,
-    served,
-    set_adapter,
-    some_data,
-    weights,
-)
+from step_service import gradients, largest_difference, lora, request, run, served, set_adapter, some_data, weights
 from step_service import tiny_engine as engine_of
 from torch import distributed as dist
 
