@@ -54,21 +54,6 @@ def naive_next_fit(lengths: Sequence[int], capacity: int) -> Bins:
     return bins
 
 
-def naive_fewest_bins(lengths: Sequence[int], capacity: int) -> int:
-    """The fewest bins of any packing, by trying all."""
-
-    def place(sample: int, room: list[int]) -> int:
-        if sample == len(lengths):
-            return len(room)
-        found = [place(sample + 1, [*room, capacity - lengths[sample]])]
-        for at, left in enumerate(room):
-            if left >= lengths[sample]:
-                found.append(place(sample + 1, [*room[:at], left - lengths[sample], *room[at + 1 :]]))
-        return min(found)
-
-    return place(0, [])
-
-
 def naive_lower_bound(lengths: Sequence[int], capacity: int) -> int:
     """The bound L2, threshold by threshold."""
     bounds = []
