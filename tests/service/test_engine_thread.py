@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -208,7 +209,7 @@ def test_on_a_full_disk_a_save_fails_and_leaves_nothing(tmp_path: Path) -> None:
         assert [info.name for info in client.queue.checkpoints(model)] == ["a"]
 
 
-def test_a_broken_sampling_engine_fails_what_it_had_and_goes_on(tmp_path: Path) -> None:
+def test_a_broken_sampling_engine_or_a_bad_prompt_fails_what_it_had_and_goes_on(tmp_path: Path) -> None:
     gate = threading.Semaphore(0)
     with served(tmp_path, FakeEngine(gate)) as (client, engine):
         sampler = client.sampler()
@@ -217,14 +218,9 @@ def test_a_broken_sampling_engine_fails_what_it_had_and_goes_on(tmp_path: Path) 
         gate.release(100)
         assert is_failure(client.outcome(name), "server", "the sampler broke")
         assert client.call(sample(sampler, 1)).sequences
-
-
-def test_a_prompt_that_cannot_be_encoded_fails_alone(client: Client) -> None:
-    sampler = client.sampler()
-    request = sample(sampler, 0)
-    object.__setattr__(request, "prompt", ())
-    assert is_failure(client.call(request), "user", "the prompt is empty")
-    assert client.call(sample(sampler, 1)).sequences
+        empty = replace(sample(sampler, 2), prompt=())
+        assert is_failure(client.call(empty), "user", "the prompt is empty")
+        assert client.call(sample(sampler, 3)).sequences
 
 
 # ---------------------------------------------------------------------- snapshots to sample from

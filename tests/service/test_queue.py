@@ -363,17 +363,7 @@ def test_a_poll_returns_as_soon_as_there_is_a_reply(tmp_path: Path) -> None:
         assert len({poll.result() for poll in polls}) == 1
 
 
-def test_a_poll_without_a_reply_returns_after_its_time(tmp_path: Path) -> None:
-    with served(tmp_path, start=False) as (client, _):
-        session = client.queue.create_session()
-        name = client.post(create(session))
-        begin = time.monotonic()
-        assert client.reply(name, 0.1) == Pending()
-        assert 0.09 < time.monotonic() - begin < 5
-        assert client.queue._ledger.lanes[f"{session}:train:0"].entries[0].waiters == []
-
-
-def test_a_poll_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
+def test_a_poll_returns_after_its_time_or_when_it_is_cancelled_and_leaves_nothing(tmp_path: Path) -> None:
     async def poll_and_leave(client: Client, name: str) -> None:
         poll = asyncio.create_task(client.queue.reply(name, 30.0))
         await asyncio.sleep(0)
@@ -382,9 +372,13 @@ def test_a_poll_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
             await poll
 
     with served(tmp_path, start=False) as (client, _):
-        session = client.queue.create_session()
-        asyncio.run(poll_and_leave(client, client.post(create(session))))
-        assert client.queue._ledger.lanes[f"{session}:train:0"].entries[0].waiters == []
+        name = client.post(create(client.queue.create_session()))
+        begin = time.monotonic()
+        assert client.reply(name, 0.1) == Pending()
+        assert 0.09 < time.monotonic() - begin < 5
+        asyncio.run(poll_and_leave(client, name))
+        (lane,) = client.queue._ledger.lanes.values()
+        assert lane.entries[0].waiters == []
 
 
 def test_polls_return_when_the_server_drains(tmp_path: Path) -> None:
@@ -409,22 +403,17 @@ def test_replies_beyond_the_memory_are_read_from_the_journal(tmp_path: Path) -> 
 
 
 def test_a_reply_that_was_fetched_is_dropped_in_time_and_its_number_stays_used(tmp_path: Path) -> None:
+    """A sample leaves nothing at all."""
     with served(tmp_path, limits=ServiceLimits(result_seconds=0.05)) as (client, engine):
-        model = client.model()
-        name = client.post(optim_step(model, 1))
+        model, sampler = client.model(), client.sampler()
+        name, sampled = client.post(optim_step(model, 1)), client.post(sample(sampler, 0))
         assert client.outcome(name).metrics
+        client.outcome(sampled)
         until(lambda: client.reply(name) is None)
         assert client.post(optim_step(model, 1)) == name
         assert steps(engine) == [("step", ())]
-
-
-def test_a_sample_that_was_fetched_long_ago_leaves_nothing(tmp_path: Path) -> None:
-    with served(tmp_path, limits=ServiceLimits(result_seconds=0.05)) as (client, _):
-        sampler = client.sampler()
-        name = client.post(sample(sampler, 0))
-        client.outcome(name)
         until(lambda: client.queue._ledger.samplers[sampler].entries == {})
-        assert client.reply(name) is None
+        assert client.reply(sampled) is None
         assert client.queue._ledger.journal.requests(sampler) == []
 
 

@@ -204,7 +204,7 @@ def life(running: Running, number: int) -> list[list[int]]:
     for _ in range(2):
         model.forward_backward([text_datum(tokens), pictured], "cross_entropy").result(WAIT)
         model.optim_step(types.AdamParams(learning_rate=1e-2)).result(WAIT)
-    sampler = model.save_weights_and_get_sampling_client(name="last").result(WAIT)
+    sampler = model.save_weights_and_get_sampling_client().result(WAIT)
     prompts = [types.ModelInput.from_ints(tokens[:3]), pictured.model_input, types.ModelInput.from_ints(tokens)]
     kinds = ({"temperature": 0.0}, {"top_k": 30, "seed": number}, {"top_p": 0.9, "seed": number})
     params = [types.SamplingParams(**{"max_tokens": 10, "stop": [], "seed": 5, **kind}) for kind in kinds]
