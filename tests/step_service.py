@@ -163,11 +163,29 @@ def set_adapter(engine: Engine, model_id: str = "a", *, seed: int = 7) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / 20)
 
 
+def equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
 def largest_difference(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float:
     """The largest difference of any gradient, relative to the largest entry of that tensor."""
     assert a.keys() == b.keys()
     assert a
     return max(((a[n] - b[n]).abs().max() / b[n].abs().max().clamp(min=1e-12)).item() for n in a)
+
+
+def plain_logprobs(model: Any, engine: Engine, datum: Datum) -> torch.Tensor:
+    """float32 [N] of a datum's targets by the unmodified model, the datum alone."""
+    sequence = engine.encode_chunks(datum.chunks)
+    ids = torch.from_numpy(sequence.input_ids)[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if engine.base.is_vision:
+        inputs["mm_token_type_ids"] = (ids == processor_for(engine.base.arch).image_token_id).long()
+    if sequence.images:
+        inputs["pixel_values"] = torch.cat([image.pixel_values for image in sequence.images])
+        inputs["image_grid_thw"] = torch.tensor([image.grid for image in sequence.images])
+    logits = model(**inputs, use_cache=False).logits[0].float()
+    return logits.log_softmax(-1).gather(1, torch.from_numpy(datum.inputs["target_tokens"])[:, None])[:, 0]
 
 
 FAMILY_NAMES = tuple(name for name, family in FAMILIES.items() if not_served(family) is None)

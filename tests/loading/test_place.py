@@ -33,13 +33,16 @@ class CountsAtTheEnd(IterableDataset):
         self.passes, self.at, self.start = 0, 0, 0
 
     def __iter__(self):
+        self.at, self.start = self.start, 0
+        yield from self.rest()
+        self.passes, self.at = self.passes + 1, 0
+
+    def rest(self):
         order = [*range(len(LENGTHS))]
         Random(self.passes).shuffle(order)
-        self.at, self.start = self.start, 0
         while self.at < len(order):
             self.at += 1
             yield {"id": order[self.at - 1], "length": LENGTHS[order[self.at - 1]]}
-        self.passes, self.at = self.passes + 1, 0
 
     def state_dict(self):
         return {"at": self.at, "passes": self.passes}
@@ -48,7 +51,7 @@ class CountsAtTheEnd(IterableDataset):
         self.start, self.passes = state_dict["at"], state_dict["passes"]
 
 
-class CountsAtTheStart(IterableDataset):
+class CountsAtTheStart(CountsAtTheEnd):
     """Another order in every pass; at the end of one it stands there until it is asked again."""
 
     def __init__(self):
@@ -58,14 +61,7 @@ class CountsAtTheStart(IterableDataset):
         if self.start is None:
             self.passes += 1
         self.at, self.start = self.start or 0, None
-        order = [*range(len(LENGTHS))]
-        Random(self.passes).shuffle(order)
-        while self.at < len(order):
-            self.at += 1
-            yield {"id": order[self.at - 1], "length": LENGTHS[order[self.at - 1]]}
-
-    def state_dict(self):
-        return {"at": self.at, "passes": self.passes}
+        yield from self.rest()
 
     def load_state_dict(self, state_dict):
         self.passes = state_dict["passes"]

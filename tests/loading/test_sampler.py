@@ -48,7 +48,7 @@ def test_ranks_have_as_many_rows_and_between_them_every_sample_once(lengths, ran
 def test_empty_rows_fill_the_last_step_when_asked():
     rows = [[*sampler(ranks=2, rank=rank, remainder="empty")] for rank in range(2)]
     assert len(rows[0]) == len(rows[1])
-    assert [row for mine in rows for row in mine].count([]) == 1
+    assert [*rows[0], *rows[1]].count([]) == 1
     assert sorted(sample for mine in rows for row in mine for sample in row) == list(range(len(LENGTHS)))
 
 
@@ -143,14 +143,9 @@ def test_a_stateful_data_loader_continues_in_the_middle_of_an_epoch(workers):
 def test_the_state_of_another_plan_or_of_other_shuffles_is_refused():
     state = sampler().state_dict()
     sampler().load_state_dict(state)
-    others = (
-        {"ranks": 2, "rank": 0},
-        {"seed": 1},
-        {"accumulation": 3},
-        {"remainder": "drop"},
-        {"costs": np.ones(len(LENGTHS))},
-    )
-    for other in (*others, {"rank": "all"}):  # rows of one rank are counted otherwise than those of all in turn
+    others = ({"ranks": 2, "rank": 0}, {"seed": 1}, {"accumulation": 3}, {"remainder": "drop"})
+    costs = {"costs": np.ones(len(LENGTHS))}
+    for other in (*others, costs, {"rank": "all"}):  # rows of one rank are counted otherwise than those of all in turn
         with pytest.raises(
             ConfigError, match=r"the state is of plan \w+, costs \w+, seed 0, 1 ranks, .* but this is plan"
         ):

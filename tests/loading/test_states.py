@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cases import slow
+from mutations import check, edited, outcomes
 from torch.utils.data import IterableDataset
 
 from vlmpack.errors import ConfigError, SampleError
@@ -125,13 +128,45 @@ def test_a_sampler_goes_to_no_place_that_there_is_not(name, wrong):
 
 @pytest.mark.parametrize("state", [None, [], {}, {"epoch": 0, "rows": 0}, {"epoch": 0, "rows": 0, "of": "", "more": 1}])
 def test_what_is_no_state_is_refused(state):
-    for what in (
-        PackedBatchSampler(plan_bins([5], 10)),
-        StreamPacker(SETTINGS),
-        PackedStream(samples(), SETTINGS),
-    ):
+    for what in (PackedBatchSampler(plan_bins([5], 10)), StreamPacker(SETTINGS), PackedStream(samples(), SETTINGS)):
         with pytest.raises(ConfigError, match=rf"state.*{type(what).__name__}"):
             what.load_state_dict(state)
+
+
+CASES = pytest.mark.parametrize("cases", [125, *slow(250)])
+"""Accidents of `mutations`: the rows that would have come, or a refusal that is ours."""
+
+
+@CASES
+def test_edited_states_of_a_stream(cases):
+    def case(rng: random.Random) -> bool:
+        state, rest = stopped(samples(count=120), rows := rng.randrange(1, 40))
+        state = edited(state, rng) if rng.random() < 0.8 else stopped(samples("b", count=120), rows)[0]
+        return continued(samples(count=120), state) == rest
+
+    check(outcomes(cases, 0, case), cases=cases)
+
+
+@CASES
+def test_edited_states_of_a_sampler(cases):
+    """A number that is possible is another place of the same epochs."""
+    plans = [plan_bins([1 + at * step % 9 for at in range(60)], 12) for step in (7, 5)]
+    whole = {epoch: PackedBatchSampler(plans[0]) for epoch in range(20)}
+    for epoch, sampler in whole.items():
+        sampler.set_epoch(epoch)
+    rows = {epoch: list(sampler) for epoch, sampler in whole.items()}
+
+    def case(rng: random.Random) -> bool:
+        state = PackedBatchSampler(plans[rng.random() < 0.2]).state_dict()
+        state = {**state, "epoch": rng.randrange(9), "rows": rng.randrange(8)}
+        state = edited(state, rng) if rng.random() < 0.8 else state
+        sampler = PackedBatchSampler(plans[0])
+        sampler.load_state_dict(state)
+        if state["epoch"] not in rows:
+            return sampler.epoch == state["epoch"]
+        return list(sampler) == rows[state["epoch"]][state["rows"] :]
+
+    check(outcomes(cases, 2, case), cases=cases)
 
 
 # ---------------------------------------------------------------------- digests

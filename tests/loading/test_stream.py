@@ -146,9 +146,7 @@ def test_a_stream_continues_bit_for_bit_its_buffer_included(source, done):
     if done > len(rows):
         done = len(rows)
     half = PackedStream(source(), SETTINGS, ranks=2, rank=1)
-    left = iter(half)
-    for _ in range(done):
-        next(left)
+    list(islice(half, done))
     state = pickle.loads(pickle.dumps(half.state_dict()))
     resumed = PackedStream(source(), SETTINGS, ranks=2, rank=1)
     resumed.load_state_dict(state)
@@ -157,23 +155,16 @@ def test_a_stream_continues_bit_for_bit_its_buffer_included(source, done):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_stream_that_repeats_gives_pass_after_pass(source):
+def test_a_stream_that_repeats_gives_pass_after_pass_and_continues_in_any(source):
     once = ids(PackedStream(source(), SETTINGS, ranks=2, rank=1))
     assert len(once) % 2 == 1  # the guard: two workers do not end a pass together
     for workers in (0, 2):
         stream = PackedStream(source(), SETTINGS, ranks=2, rank=1, repeat=True)
         assert ids(islice(loader(stream, workers), 3 * len(once) + 2)) == [*once * 3, *once[:2]]
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_a_stream_that_repeats_continues_in_any_pass_and_at_its_end(source):
-    once = ids(PackedStream(source(), SETTINGS))
     for done in (5, len(once), len(once) + 5):
-        half = PackedStream(source(), SETTINGS, repeat=True)
-        left = iter(half)
-        for _ in range(done):
-            next(left)
-        resumed = PackedStream(source(), SETTINGS, repeat=True)
+        half = PackedStream(source(), SETTINGS, ranks=2, rank=1, repeat=True)
+        assert len(list(islice(half, done))) == done
+        resumed = PackedStream(source(), SETTINGS, ranks=2, rank=1, repeat=True)
         resumed.load_state_dict(pickle.loads(pickle.dumps(half.state_dict())))
         assert ids(islice(resumed, len(once) + 3)) == (once * 3)[done : done + len(once) + 3]
 
@@ -182,9 +173,7 @@ def test_a_source_with_a_place_is_not_read_again():
     reads = {}
     for source in (Samples, Stream, ResumableStream):
         half = PackedStream(source(), SETTINGS)
-        left = iter(half)
-        for _ in range(40):
-            next(left)
+        list(islice(half, 40))
         again = source()
         resumed = PackedStream(again, SETTINGS)
         resumed.load_state_dict(half.state_dict())
@@ -209,8 +198,7 @@ def test_a_stateful_data_loader_continues_in_the_middle_of_an_epoch(source, work
     rows = ids(make())
     half = make()
     left = iter(half)
-    for _ in range(9):
-        next(left)
+    assert len(list(islice(left, 9))) == 9
     state = pickle.loads(pickle.dumps(half.state_dict()))
     resumed = make()
     resumed.load_state_dict(state)
@@ -244,12 +232,15 @@ def test_a_source_that_can_be_read_once_is_refused():
         PackedStream((sample for sample in Samples()), SETTINGS)
 
 
-def test_a_rank_or_remainder_that_does_not_exist_is_refused():
-    with pytest.raises(ConfigError, match="rank must lie between 0 and 1, got 2"):
-        PackedStream(Samples(), SETTINGS, ranks=2, rank=2)
-    with pytest.raises(ConfigError, match="ranks=2, but rank= was left out: every process would train on the same"):
-        PackedStream(Samples(), SETTINGS, ranks=2)
-    with pytest.raises(ConfigError, match="ranks must be a whole number from 1 to"):
-        PackedStream(Samples(), SETTINGS, ranks=0)
-    with pytest.raises(ConfigError, match="remainder must be one of split, empty, drop, got 'pad'"):
-        PackedStream(Samples(), SETTINGS, remainder="pad")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ranks": 2, "rank": 2}, "rank must lie between 0 and 1, got 2"),
+        ({"ranks": 2}, "ranks=2, but rank= was left out: every process would train on the same"),
+        ({"ranks": 0}, "ranks must be a whole number from 1 to"),
+        ({"remainder": "pad"}, "remainder must be one of split, empty, drop, got 'pad'"),
+    ],
+)
+def test_a_rank_or_remainder_that_does_not_exist_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        PackedStream(Samples(), SETTINGS, **settings)

@@ -36,9 +36,12 @@ def naive_decreasing(
     return bins
 
 
-def naive_best_fit(lengths: Sequence[int], capacity: int) -> Bins:
-    """The least room that is enough."""
-    return naive_decreasing(lengths, capacity, min)
+def naive_best_sum(lengths: Sequence[int], room: int) -> int:
+    """The largest sum within `room` of any subset, from all sums that there are."""
+    sums = {0}
+    for length in lengths:
+        sums |= {total + length for total in sums if total + length <= room}
+    return max(sums)
 
 
 def naive_next_fit(lengths: Sequence[int], capacity: int) -> Bins:
@@ -49,27 +52,6 @@ def naive_next_fit(lengths: Sequence[int], capacity: int) -> Bins:
             bins.append([])
         bins[-1].append(sample)
     return bins
-
-
-def naive_best_sum(lengths: Sequence[int], room: int) -> int:
-    """The largest sum within `room` of any subset, by trying all."""
-    sums = (sum(n for n, chosen in zip(lengths, choice, strict=True) if chosen) for choice in _choices(len(lengths)))
-    return max(total for total in sums if total <= room)
-
-
-def naive_fewest_bins(lengths: Sequence[int], capacity: int) -> int:
-    """The fewest bins of any packing, by trying all."""
-
-    def place(sample: int, room: list[int]) -> int:
-        if sample == len(lengths):
-            return len(room)
-        found = [place(sample + 1, [*room, capacity - lengths[sample]])]
-        for at, left in enumerate(room):
-            if left >= lengths[sample]:
-                found.append(place(sample + 1, [*room[:at], left - lengths[sample], *room[at + 1 :]]))
-        return min(found)
-
-    return place(0, [])
 
 
 def naive_lower_bound(lengths: Sequence[int], capacity: int) -> int:
@@ -89,10 +71,6 @@ def naive_least_imbalance(costs: Sequence[float], ranks: int) -> float:
     each = len(costs) // ranks
     splits = (split for split in product(range(ranks), repeat=len(costs)) if _equal_counts(split, ranks, each))
     return min(max(_loads(costs, split, ranks)) for split in splits)
-
-
-def _choices(count: int) -> product[tuple[bool, ...]]:
-    return product((False, True), repeat=count)
 
 
 def _equal_counts(split: Sequence[int], ranks: int, each: int) -> bool:

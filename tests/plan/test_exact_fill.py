@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan.naive import naive_best_sum, naive_fewest_bins, naive_lower_bound
+from plan.naive import Bins, naive_best_sum, naive_decreasing, naive_lower_bound, naive_next_fit
 
 from benchmarks.cases.planning import LENGTH_SETS
-from vlmpack.plan.exact_fill import Stock, best_fit_decreasing, best_subset, exact_fill, lower_bound
+from vlmpack.plan.exact_fill import (
+    Stock,
+    best_fit_decreasing,
+    best_subset,
+    exact_fill,
+    longest_first,
+    lower_bound,
+    next_fit,
+)
+
+repeated = st.lists(st.sampled_from([2, 3, 3, 5, 8, 13]), max_size=24)
 
 
-@given(lengths=st.lists(st.integers(1, 20), max_size=9), room=st.integers(0, 60))
+@given(lengths=st.lists(st.integers(1, 20), max_size=9) | repeated, room=st.integers(0, 60))
 def test_no_subset_fills_the_room_better(lengths, room):
     chosen = best_subset(lengths, room)
     assert sum(lengths[index] for index in chosen) == naive_best_sum(lengths, room)
@@ -24,10 +33,7 @@ def test_earlier_lengths_are_preferred():
     assert best_subset([5, 5, 5], 5) == [0]
 
 
-@given(
-    lengths=st.lists(st.integers(1, 97), min_size=1, max_size=200),
-    capacity=st.integers(97, 400),
-)
+@given(lengths=st.lists(st.integers(1, 97), min_size=1, max_size=200), capacity=st.integers(97, 400))
 def test_it_needs_no_more_bins_than_best_fit_and_holds_the_capacity(lengths, capacity):
     sizes = np.asarray(lengths)
     bin_of = exact_fill(sizes, capacity)
@@ -44,14 +50,6 @@ def test_on_receipts_best_fit_wastes_a_row_in_seventy_and_exact_fill_next_to_non
     assert best_fit_decreasing(lengths, receipts.capacity).max() + 1 > 1.01 * bound
 
 
-@pytest.mark.parametrize("name", LENGTH_SETS)
-@pytest.mark.parametrize("scale", [0.6, 1.0, 2.0])
-def test_at_any_capacity_it_needs_no_more_bins_than_best_fit(name, scale):
-    lengths = LENGTH_SETS[name].lengths(3000, seed=5)
-    capacity = max(int(LENGTH_SETS[name].capacity * scale), int(lengths.max()))
-    assert exact_fill(lengths, capacity).max() <= best_fit_decreasing(lengths, capacity).max()
-
-
 def test_where_hardly_any_row_can_be_filled_the_search_ends(monkeypatch):
     """Two samples of about half a row leave a gap that nothing fits; 8 draws for every length would be 22,000."""
     lengths = np.arange(44_000, 66_000, 8)
@@ -63,17 +61,11 @@ def test_where_hardly_any_row_can_be_filled_the_search_ends(monkeypatch):
 
 
 CAPACITY = 13
-few = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=7)
 
 
 @given(lengths=st.lists(st.integers(1, CAPACITY), min_size=1, max_size=40))
 def test_the_bound_is_that_of_the_formula_threshold_by_threshold(lengths):
     assert lower_bound(np.asarray(lengths), CAPACITY) == naive_lower_bound(lengths, CAPACITY)
-
-
-@given(lengths=few)
-def test_no_packing_at_all_needs_fewer_bins(lengths):
-    assert lower_bound(np.asarray(lengths), CAPACITY) <= naive_fewest_bins(lengths, CAPACITY)
 
 
 def test_long_samples_that_cannot_share_count_one_by_one():
@@ -83,3 +75,49 @@ def test_long_samples_that_cannot_share_count_one_by_one():
 def test_things_that_need_nothing_need_no_bin():
     assert lower_bound(np.asarray([0, 0, 5, 8]), CAPACITY) == 1
     assert lower_bound(np.asarray([0, 0]), CAPACITY) == 0
+
+
+# ---------------------------------------------------------------------- against plain loops
+
+WIDTH = 23
+lengths_lists = st.lists(st.integers(1, WIDTH), min_size=1, max_size=60)
+few_lengths = st.lists(st.sampled_from([1, 2, 3, 5, 7, 8, 11]), min_size=1, max_size=90)
+
+
+def contents(bins: Bins, lengths: list[int]) -> list[list[int]]:
+    """The lengths in each bin, in the order of the bins."""
+    return [sorted(lengths[sample] for sample in samples) for samples in bins]
+
+
+def bins_of(bin_of: np.ndarray) -> Bins:
+    """The samples of each bin."""
+    return [np.flatnonzero(bin_of == at).tolist() for at in range(int(bin_of.max()) + 1)]
+
+
+@given(lengths=lengths_lists | few_lengths)
+def test_bins_have_the_loads_that_a_plain_loop_gives(lengths):
+    bins = bins_of(best_fit_decreasing(np.asarray(lengths), WIDTH))
+    truth = naive_decreasing(lengths, WIDTH, min)
+    assert sorted(sum(held) for held in contents(bins, lengths)) == sorted(map(sum, contents(truth, lengths)))
+
+
+@given(lengths=lengths_lists)
+def test_next_fit_cuts_where_the_plain_loop_cuts(lengths):
+    assert bins_of(next_fit(np.asarray(lengths), WIDTH)) == naive_next_fit(lengths, WIDTH)
+
+
+def test_the_twin_comparison_can_fail():
+    lengths = [6, 5, 4, 3, 2]
+    worst = naive_decreasing(lengths, 10, max)
+    assert contents(bins_of(best_fit_decreasing(np.asarray(lengths), 10)), lengths) != contents(worst, lengths)
+
+
+def test_a_thousand_samples_of_one_length_fill_bins_evenly():
+    loads = np.bincount(best_fit_decreasing(np.full(1000, 7), 23))
+    assert loads.tolist() == [3] * 333 + [1]
+
+
+@given(lengths=lengths_lists)
+def test_falling_sorts_and_keeps_equal_lengths_in_order(lengths):
+    order = longest_first(np.asarray(lengths)).tolist()
+    assert order == sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample))

@@ -162,17 +162,3 @@ def test_the_walk_ends_where_no_further_sample_fits():
     rows = [room.take() for _ in range(100)]
     assert {len(row) for row in rows} == {3}
     assert len(walked) < 100 * 2 * STEPS
-
-
-@given(lengths=st.lists(st.sampled_from([2, 3, 3, 5, 8, 13]), max_size=24), room=st.integers(0, 40))
-def test_repeated_lengths_change_nothing_in_what_is_chosen(lengths, room):
-    chosen = best_subset(lengths, room)
-    assert chosen == sorted(set(chosen))
-    assert sum(lengths[at] for at in chosen) == max(_sums(lengths, room))
-
-
-def _sums(lengths: list[int], room: int) -> set[int]:
-    sums = {0}
-    for length in lengths:
-        sums |= {total + length for total in sums if total + length <= room}
-    return sums

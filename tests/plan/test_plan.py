@@ -197,12 +197,6 @@ def test_a_write_that_fails_leaves_the_old_plan(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["rows.plan"]
 
 
-def made() -> Plan:
-    """A plan with everything that can be saved: a budget, dropped samples, a seed."""
-    budget = Budget(name="patches", costs=np.asarray([4, 0, 8, 30, 0, 12]), limit=16)
-    return plan_bins([5, 3, 4, 2, 6, 7], 10, budgets=[budget], oversize="drop", seed=3)
-
-
 def entry(data: bytes, field: int, number: int) -> bytes:
     """The file with two bytes of its last member's entry in the directory of the zip set to a number."""
     at = data.rindex(b"PK\x01\x02") + field
@@ -222,7 +216,7 @@ def entry(data: bytes, field: int, number: int) -> bytes:
     ],
 )
 def test_damage_to_the_directory_of_the_file_is_told_as_damage(damage, seen, tmp_path):
-    made().save(tmp_path / "rows.plan")
+    with_patches().save(tmp_path / "rows.plan")
     damaged = damage((tmp_path / "rows.plan").read_bytes())
     (tmp_path / "rows.plan").write_bytes(damaged)
     with pytest.raises(LayoutError, match=rf"rows.plan is damaged \(.*{seen}.*\); write it again"):
@@ -230,7 +224,7 @@ def test_damage_to_the_directory_of_the_file_is_told_as_damage(damage, seen, tmp
 
 
 def test_any_damage_is_found_and_no_error_is_raw(tmp_path):
-    made().save(tmp_path / "rows.plan")
+    with_patches().save(tmp_path / "rows.plan")
     whole = (tmp_path / "rows.plan").read_bytes()
     rng = np.random.default_rng(0)
     seen = set()
@@ -239,7 +233,7 @@ def test_any_damage_is_found_and_no_error_is_raw(tmp_path):
         data[rng.integers(len(data))] = rng.integers(256)
         (tmp_path / "rows.plan").write_bytes(data[: rng.integers(len(data))] if rng.random() < 0.2 else data)
         try:
-            assert Plan.load(tmp_path / "rows.plan") == made()  # a byte that says nothing
+            assert Plan.load(tmp_path / "rows.plan") == with_patches()  # a byte that says nothing
             seen.add("same")
         except (ConfigError, LayoutError) as error:
             seen.add(type(error).__name__)

@@ -41,32 +41,30 @@ def simulation(*, world_size: int = 1, per_device_batch: int = 1, accumulation: 
 
 
 class TestAccumulation:
+    @pytest.mark.parametrize(
+        ("settings", "accumulation"),
+        [
+            ({"world_size": 8, "per_device_batch": 4, "accumulation": 4}, 2),  # ceil(128 / (9.72 x 8 x 1)) = ceil(1.65)
+            ({"world_size": 8, "per_device_batch": 4, "accumulation": 4, "rows_per_device": 2}, 1),  # ceil(0.82)
+            ({}, 1),  # at least
+            ({"per_device_batch": 7, "samples": 7, "rows": 10}, 10),  # 7 / 0.7 is 10.000000000000002 in floating point
+        ],
+    )
+    def test_it_is_rounded_up(self, settings: dict[str, int], accumulation: int) -> None:
+        assert simulation(**settings).accumulation == accumulation
+
     def test_the_published_example(self) -> None:
-        """ceil(128 / (9.72 x 8 x 1)) = ceil(1.65) = 2, and 9.72 x 8 x 2 = 155.52."""
+        """9.72 x 8 x 2 = 155.52."""
         packed = simulation(world_size=8, per_device_batch=4, accumulation=4)
-        assert packed.samples_per_row == 9.72
-        assert packed.accumulation == 2
-        assert packed.samples_per_update == pytest.approx(155.52)
-
-    def test_with_two_rows_a_device(self) -> None:
-        """ceil(128 / (9.72 x 8 x 2)) = ceil(0.82) = 1."""
-        packed = simulation(world_size=8, per_device_batch=4, accumulation=4, rows_per_device=2)
-        assert (packed.accumulation, packed.steps) == (1, 7)
-
-    def test_it_is_at_least_one(self) -> None:
-        assert simulation().accumulation == 1
-
-    def test_a_whole_quotient_is_not_rounded_up(self) -> None:
-        """7 / (0.7 x 1) is 10.000000000000002 in floating point."""
-        assert simulation(per_device_batch=7, samples=7, rows=10).accumulation == 10
+        assert (packed.samples_per_row, packed.samples_per_update) == (9.72, pytest.approx(155.52))
+        assert packed.recipe.samples_per_update == 128
+        assert packed.fill == 0.99
 
     def test_steps_and_updates_of_an_epoch(self) -> None:
         """100 rows over 8 ranks are 13 steps, two of them an update: 7; padded: 972 / 32 = 31 steps, 8 updates."""
         packed = simulation(world_size=8, per_device_batch=4, accumulation=4)
         assert (packed.steps, packed.updates, packed.recipe.updates(packed.samples)) == (13, 7, 8)
-
-    def test_fill(self) -> None:
-        assert simulation().fill == 0.99
+        assert simulation(world_size=8, per_device_batch=4, accumulation=4, rows_per_device=2).steps == 7
 
     @given(
         target=st.integers(1, 4096),
@@ -95,13 +93,8 @@ class TestSimulate:
 
     def test_where_all_exceed_a_row_there_is_nothing_to_divide_by(self) -> None:
         packed = simulate(table_of([30, 40]), 10)
-        assert (packed.rows, packed.fill, packed.samples_per_row, packed.accumulation, packed.updates) == (
-            0,
-            0,
-            0,
-            1,
-            0,
-        )
+        numbers = (packed.rows, packed.fill, packed.samples_per_row, packed.accumulation, packed.updates)
+        assert numbers == (0, 0, 0, 1, 0)
         assert packed.explain() == (
             "No sample fits a row of 10 tokens.",
             "2 samples exceed a row and are left out: 0 (30 tokens), 1 (40 tokens).",
@@ -189,27 +182,13 @@ class TestWords:
     def test_json_has_every_number(self) -> None:
         written = json.loads(json.dumps(simulation(oversize={5: 13_000}).to_dict()))
         assert written["oversize"] == [{"sample": 5, "tokens": 13_000}]
-        expected = {
-            "capacity",
-            "rows",
-            "fill",
-            "samples_per_row",
-            "accumulation",
-            "samples_per_update",
-            "steps",
-            "updates",
-        }
-        assert expected <= set(written)
+        of_rows, of_updates = {"capacity", "rows", "fill", "samples_per_row"}, {"steps", "updates"}
+        assert of_rows | of_updates | {"accumulation", "samples_per_update"} <= set(written)
 
 
 class TestPaddedRecipe:
-    def test_samples_of_an_update(self) -> None:
-        assert PaddedRecipe(world_size=8, per_device_batch=4, accumulation=4).samples_per_update == 128
-
-    def test_the_accumulation_that_reaches_them(self) -> None:
+    def test_the_accumulation_that_reaches_so_many_samples_an_update(self) -> None:
         assert PaddedRecipe.reaching(128, world_size=8, per_device_batch=4).accumulation == 4
-
-    def test_samples_that_no_accumulation_reaches_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="100 samples an update are no multiple of 8 ranks x 4 samples"):
             PaddedRecipe.reaching(100, world_size=8, per_device_batch=4)
 
@@ -224,16 +203,12 @@ class TestPaddedRecipe:
         assert recipe.updates(25) == 2  # five batches a rank
         assert recipe.updates(0) == 0
 
-    def test_padding_to_the_longest_of_each_batch(self) -> None:
+    def test_padding_to_the_longest_of_each_batch_or_of_all(self) -> None:
         lengths = np.array([3, 5, 2, 4, 7])
         padding = PaddedRecipe(per_device_batch=2).padding(lengths)
         assert (padding.tokens, padding.computed) == (21, 5 + 5 + 4 + 4 + 7)
         assert padding.fill == 21 / 25
         assert padding.waste == pytest.approx(4 / 25)
-
-    def test_padding_to_the_longest_of_all(self) -> None:
-        assert PaddedRecipe(per_device_batch=2).padding(np.array([3, 5, 2, 4, 7]), to="max").computed == 5 * 7
-
-    def test_nothing_needs_no_padding(self) -> None:
+        assert PaddedRecipe(per_device_batch=2).padding(lengths, to="max").computed == 5 * 7
         nothing = PaddedRecipe().padding(np.zeros(0, np.int64))
         assert (nothing.computed, nothing.fill, nothing.waste) == (0, 0.0, 0.0)

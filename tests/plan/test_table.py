@@ -29,10 +29,6 @@ def table() -> LengthTable:
     return LengthTable.from_rows(ROWS, [REFUSED])
 
 
-def test_a_length_is_text_and_images_and_videos(table: LengthTable) -> None:
-    assert table.tokens.tolist() == [12, 276, 71]
-
-
 def test_its_limits_go_into_a_plan(table: LengthTable) -> None:
     budgets = table.budgets(patches=1100, images=2)
     plan = plan_bins(table, 400, budgets=budgets).check()
@@ -58,14 +54,19 @@ def test_its_plan_names_samples_that_are_too_long_by_their_places(table: LengthT
     assert sorted(plan_bins(table, 100, oversize="own_row").bins) == [(0, 3), (2,)]
 
 
-def test_a_table_without_samples_is_a_table() -> None:
+def test_a_length_is_text_and_images_and_videos(table: LengthTable) -> None:
+    assert table.tokens.tolist() == [12, 276, 71]
+    assert repr(table) == "LengthTable(3 samples, 359 tokens, 2 images, 1 videos, longest 276 tokens, 1 refused)"
     empty = LengthTable.from_rows([], [REFUSED])
     assert (len(empty), empty.measured, empty.tokens.tolist()) == (0, 1, [])
 
 
-def test_what_was_saved_is_read_back(table: LengthTable, tmp_path: Path) -> None:
+def test_what_was_saved_is_read_back_and_a_plan_is_not_taken_for_a_table(table: LengthTable, tmp_path: Path) -> None:
     table.save(tmp_path / "table")
     assert LengthTable.load(tmp_path / "table") == table
+    plan_bins([1, 2], 4).save(tmp_path / "plan")
+    with pytest.raises(ConfigError, match=r"plan is no vlmpack.lengths .*its manifest has \('vlmpack.plan', 2\)"):
+        LengthTable.load(tmp_path / "plan")
 
 
 @pytest.mark.parametrize("column", COLUMNS)
@@ -76,28 +77,14 @@ def test_tables_that_differ_are_not_equal(table: LengthTable, column: str) -> No
     assert LengthTable.from_rows(ROWS) != table
 
 
-def test_a_plan_is_not_taken_for_a_table(tmp_path: Path) -> None:
-    plan_bins([1, 2], 4).save(tmp_path / "plan")
-    with pytest.raises(ConfigError, match=r"plan is no vlmpack.lengths .*its manifest has \('vlmpack.plan', 2\)"):
-        LengthTable.load(tmp_path / "plan")
-
-
 def test_columns_of_different_lengths_are_refused() -> None:
     columns = {name: np.zeros(3, np.int64) for name in COLUMNS}
     with pytest.raises(ConfigError, match=r"targets has shape \[2\], but there are 3 sample_ids"):
         LengthTable(**{**columns, "targets": np.zeros(2, np.int64)})
 
 
-def test_it_shows_its_totals(table: LengthTable) -> None:
-    expected = "LengthTable(3 samples, 359 tokens, 2 images, 1 videos, longest 276 tokens, 1 refused)"
-    assert repr(table) == expected
-
-
 def test_a_summary() -> None:
     assert summary(np.arange(101)) == Summary(mean=50.0, median=50.0, p95=95.0, p99=99.0, max=100, total=5050)
-
-
-def test_a_summary_of_nothing_is_zero() -> None:
     assert summary(np.zeros(0, np.int64)) == Summary(mean=0.0, median=0.0, p95=0.0, p99=0.0, max=0, total=0)
 
 
@@ -116,11 +103,8 @@ def test_what_lies_beyond_the_99th_percentile_shares_the_last_bin() -> None:
     assert (last.start, last.stop, last.count) == (200, None, 1)
 
 
-def test_one_value_has_one_bin() -> None:
+def test_one_value_has_one_bin_and_nothing_has_none() -> None:
     assert histogram(np.array([7, 7])) == (HistogramBin(start=7, stop=8, count=2),)
-
-
-def test_nothing_has_no_bins() -> None:
     assert histogram(np.zeros(0, np.int64)) == ()
 
 

@@ -45,11 +45,7 @@ class Client:
             return
         self.bodies = BodyReader(limits=self.limits)
         endpoints = Endpoints(
-            queue=self.queue,
-            base=MODEL,
-            limits=self.limits,
-            bodies=self.bodies,
-            is_draining=lambda: self.draining,
+            queue=self.queue, base=MODEL, limits=self.limits, bodies=self.bodies, is_draining=lambda: self.draining
         )
         self.app = make_app(endpoints.routes(), key=KEY, endpoints=endpoints)
 

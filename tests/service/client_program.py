@@ -105,8 +105,7 @@ def descend(client: Any, rate: float = 1e-2) -> Any:
 
 
 def logprobs(client: Any, data: list[types.Datum]) -> list[np.ndarray]:
-    output = client.forward(data, "cross_entropy").result()
-    return [np.asarray(o["logprobs"].data, np.float64) for o in output.loss_fn_outputs]
+    return of(client.forward(data, "cross_entropy").result())
 
 
 def of(output: Any) -> list[np.ndarray]:
@@ -248,27 +247,14 @@ def bad_requests_leave_no_trace(s: Setup) -> str:
         fields = {"target_tokens": tensor(np.full(n, s.plain[0], np.int64)), "weights": tensor(np.ones(n, np.float32))}
         return types.Datum(model_input=types.ModelInput.from_ints(list(tokens)), loss_fn_inputs=fields)
 
-    image = s.image(3)
-    wrong_count = types.Datum(
-        model_input=types.ModelInput(
-            chunks=[
-                types.EncodedTextChunk(tokens=[s.plain[0], s.before]),
-                types.ImageChunk(data=image.data, format="png", expected_tokens=3),
-                types.EncodedTextChunk(tokens=[s.after]),
-            ]
-        ),
-        loss_fn_inputs={"target_tokens": tensor(np.full(6, s.plain[0], np.int64))},
-    )
-    not_an_image = types.Datum(
-        model_input=types.ModelInput(
-            chunks=[
-                types.EncodedTextChunk(tokens=[s.plain[0], s.before]),
-                types.ImageChunk(data=b"GIF89a not an image", format="png", expected_tokens=4),
-                types.EncodedTextChunk(tokens=[s.after]),
-            ]
-        ),
-        loss_fn_inputs={"target_tokens": tensor(np.full(7, s.plain[0], np.int64))},
-    )
+    def of_image(data: bytes, count: int) -> types.Datum:
+        image = types.ImageChunk(data=data, format="png", expected_tokens=count)
+        before, after = [s.plain[0], s.before], [s.after]
+        chunks = [types.EncodedTextChunk(tokens=before), image, types.EncodedTextChunk(tokens=after)]
+        targets = tensor(np.full(3 + count, s.plain[0], np.int64))
+        return types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs={"target_tokens": targets})
+
+    wrong_count, not_an_image = of_image(s.image(3).data, 3), of_image(b"GIF89a not an image", 4)
     pad = s.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     weights = values(good, "weights").astype(np.float32)
     bad: list[tuple[str, list[types.Datum], str, dict[str, float] | None]] = [

@@ -14,68 +14,57 @@ from typing import Any, cast
 import numpy as np
 from service.fakes import FakeEngine, PickleCodec
 
+from vlmpack.service import messages
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.messages import (
-    AdamParams,
-    CreateFromCheckpoint,
-    CreateModel,
-    Datum,
-    ForwardBackward,
-    LoadWeights,
-    LoraConfig,
-    OptimStep,
-    Outcome,
-    Reply,
-    Request,
-    Sample,
-    SamplingParams,
-    SaveForSampler,
-    SaveWeights,
-    TextChunk,
-)
 from vlmpack.service.queue import RequestQueue
 
-ADAM = AdamParams(learning_rate=0.1, beta1=0.9, beta2=0.95, eps=1e4, weight_decay=0.0, grad_clip_norm=0.0)
+ADAM = messages.AdamParams(learning_rate=0.1, beta1=0.9, beta2=0.95, eps=1e4, weight_decay=0.0, grad_clip_norm=0.0)
 
 
-def datum(*tokens: int) -> Datum:
-    return Datum(chunks=(TextChunk(tokens=np.array(tokens, np.int32)),))
+def datum(*tokens: int) -> messages.Datum:
+    return messages.Datum(chunks=(messages.TextChunk(tokens=np.array(tokens, np.int32)),))
 
 
-def forward_backward(model: str, seq: int, *datums: Datum, loss: str = "ok", forward_only: bool = False) -> Request:
+def forward_backward(
+    model: str, seq: int, *datums: messages.Datum, loss: str = "ok", forward_only: bool = False
+) -> messages.Request:
     data = datums or (datum(seq, 2, 3),)
-    return ForwardBackward(model_id=model, seq_id=seq, data=data, loss_fn=loss, forward_only=forward_only)
+    return messages.ForwardBackward(model_id=model, seq_id=seq, data=data, loss_fn=loss, forward_only=forward_only)
 
 
-def optim_step(model: str, seq: int, *, rate: float = 0.1) -> Request:
-    return OptimStep(model_id=model, seq_id=seq, adam=replace(ADAM, learning_rate=rate))
+def optim_step(model: str, seq: int, *, rate: float = 0.1) -> messages.Request:
+    return messages.OptimStep(model_id=model, seq_id=seq, adam=replace(ADAM, learning_rate=rate))
 
 
-def save(model: str, seq: int, name: str, *, overwrite: bool = False) -> Request:
-    return SaveWeights(model_id=model, seq_id=seq, name=name, overwrite=overwrite)
+def save(model: str, seq: int, name: str, *, overwrite: bool = False) -> messages.Request:
+    return messages.SaveWeights(model_id=model, seq_id=seq, name=name, overwrite=overwrite)
 
 
-def save_for_sampler(model: str, seq: int, name: str | None = None, *, number: int | None = None) -> Request:
-    return SaveForSampler(model_id=model, seq_id=seq, name=name, sampling_session_seq_id=number)
+def save_for_sampler(model: str, seq: int, name: str | None = None, *, number: int | None = None) -> messages.Request:
+    return messages.SaveForSampler(model_id=model, seq_id=seq, name=name, sampling_session_seq_id=number)
 
 
-def load(model: str, seq: int, path: str, *, optimizer: bool = True) -> Request:
-    return LoadWeights(model_id=model, seq_id=seq, path=path, optimizer=optimizer)
+def load(model: str, seq: int, path: str, *, optimizer: bool = True) -> messages.Request:
+    return messages.LoadWeights(model_id=model, seq_id=seq, path=path, optimizer=optimizer)
 
 
-def create(session: str, number: int = 0, *, seed: int | None = 1, rank: int = 4) -> Request:
-    lora = LoraConfig(rank=rank, seed=seed)
-    return CreateModel(session_id=session, model_seq_id=number, base_model="base/fake", lora=lora)
+def create(session: str, number: int = 0, *, seed: int | None = 1, rank: int = 4) -> messages.Request:
+    lora = messages.LoraConfig(rank=rank, seed=seed)
+    return messages.CreateModel(session_id=session, model_seq_id=number, base_model="base/fake", lora=lora)
 
 
-def create_from(session: str, number: int, path: str, *, optimizer: bool = True) -> Request:
-    return CreateFromCheckpoint(session_id=session, model_seq_id=number, path=path, optimizer=optimizer)
+def create_from(session: str, number: int, path: str, *, optimizer: bool = True) -> messages.Request:
+    return messages.CreateFromCheckpoint(session_id=session, model_seq_id=number, path=path, optimizer=optimizer)
 
 
-def sample(sampler: str, seq: int, *, seed: int | None = 3, count: int = 1) -> Request:
-    prompt = (TextChunk(tokens=np.array([1, 2], np.int32)),)
-    return Sample(
-        sampling_session_id=sampler, seq_id=seq, prompt=prompt, num_samples=count, params=SamplingParams(seed=seed)
+def sample(sampler: str, seq: int, *, seed: int | None = 3, count: int = 1) -> messages.Request:
+    prompt = (messages.TextChunk(tokens=np.array([1, 2], np.int32)),)
+    return messages.Sample(
+        sampling_session_id=sampler,
+        seq_id=seq,
+        prompt=prompt,
+        num_samples=count,
+        params=messages.SamplingParams(seed=seed),
     )
 
 
@@ -85,7 +74,7 @@ class Client:
     def __init__(self, queue: RequestQueue) -> None:
         self.queue = queue
 
-    def post(self, request: Request) -> str:
+    def post(self, request: messages.Request) -> str:
         return self.queue.submit(request, pickle.dumps(request)).request_id
 
     def reply(self, request_id: str, timeout: float = 20.0) -> Any:
@@ -94,10 +83,10 @@ class Client:
     def outcome(self, request_id: str) -> Any:
         """What came of a request; waited for."""
         reply = self.reply(request_id)
-        assert isinstance(reply, Reply), reply
+        assert isinstance(reply, messages.Reply), reply
         return pickle.loads(reply.body)
 
-    def call(self, request: Request) -> Any:
+    def call(self, request: messages.Request) -> Any:
         return self.outcome(self.post(request))
 
     def model(self, **settings: Any) -> str:
@@ -105,6 +94,11 @@ class Client:
         session = self.queue.create_session()
         self.call(create(session, **settings))
         return f"{session}:train:0"
+
+    def sampler(self, session: str = "") -> str:
+        """Sampling session 0 of a session, by default a new one, on the base model."""
+        session = session or self.queue.create_session()
+        return self.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
 
 
 @contextmanager
@@ -137,6 +131,6 @@ def until(is_so: Any, seconds: float = 20.0) -> None:
         time.sleep(0.002)
 
 
-def is_failure(outcome: Outcome, *words: str) -> bool:
+def is_failure(outcome: messages.Outcome, *words: str) -> bool:
     text = str(outcome)
     return type(outcome).__name__ == "Failure" and all(word in text for word in words)

@@ -1,4 +1,4 @@
-"""A queue without an engine: results are made up when a request comes, by formulas that a test can repeat."""
+"""A queue without an engine: results are made up when a request comes."""
 
 from __future__ import annotations
 
@@ -9,57 +9,28 @@ from typing import Any
 import numpy as np
 
 from vlmpack.errors import RequestError
-from vlmpack.service import wire
+from vlmpack.service import messages, wire
 from vlmpack.service.journal import CheckpointRow, ModelRow, SamplingRow, SessionRow
 from vlmpack.service.ledger import Rejected
-from vlmpack.service.messages import (
-    CreatedModel,
-    CreateFromCheckpoint,
-    CreateModel,
-    Failure,
-    ForwardBackward,
-    ForwardBackwardResult,
-    LoadedWeights,
-    LoadWeights,
-    LoraConfig,
-    OptimStep,
-    OptimStepResult,
-    Outcome,
-    Reply,
-    Request,
-    Sample,
-    SampledSequence,
-    SampleResult,
-    SavedForSampler,
-    SavedWeights,
-    SaveForSampler,
-    SaveWeights,
-    TextChunk,
-)
 from vlmpack.service.queue import ModelInfo, Pending, SessionInfo, Submitted
 
 BASE = "vlmpack/fake"
-
-
-def logprobs_of(targets: np.ndarray) -> np.ndarray:
-    """Log-probabilities that this queue gives to targets."""
-    return -(targets % 7).astype(np.float32) / 8
 
 
 class FakeQueue:
     """Remembers what it was given; `pending` ids have no result yet."""
 
     def __init__(self) -> None:
-        self.submitted: list[Request] = []
+        self.submitted: list[messages.Request] = []
         self.refused: list[tuple[Any, ...]] = []
-        self.replies: dict[str, Outcome] = {}
+        self.replies: dict[str, messages.Outcome] = {}
         self.pending: set[str] = set()
         self.session_ids: list[str] = []
         self.finished: set[str] = set()
         self.samplers: dict[str, str | None] = {}
         self.deleted: list[str] = []
         self.received: list[str] = []
-        self.adapters: dict[str, LoraConfig | None] = {}
+        self.adapters: dict[str, messages.LoraConfig | None] = {}
 
     # ------------------------------------------------------------------ sessions
 
@@ -96,34 +67,36 @@ class FakeQueue:
         self.received.append(model_id)
         yield
 
-    def submit(self, request: Request, body: bytes) -> Submitted:
+    def submit(self, request: messages.Request, body: bytes) -> Submitted:
         self.submitted.append(request)
-        if isinstance(request, Sample):
+        if isinstance(request, messages.Sample):
             if request.sampling_session_id not in self.samplers:
                 raise Rejected("no such sampling session", status=404)
             return self._accept_sample(request.sampling_session_id, request.seq_id, request.num_samples, _run(request))
-        if isinstance(request, CreateModel | CreateFromCheckpoint):
+        if isinstance(request, messages.CreateModel | messages.CreateFromCheckpoint):
             self._check_session(request.session_id)
             model_id = f"{request.session_id}:train:{request.model_seq_id}"
-            self.adapters[model_id] = request.lora if isinstance(request, CreateModel) else LoraConfig(rank=4)
+            self.adapters[model_id] = (
+                request.lora if isinstance(request, messages.CreateModel) else messages.LoraConfig(rank=4)
+            )
             return self._accept(f"{model_id}:0", _run(request))
         if request.model_id not in self.adapters:
             raise Rejected(f"model {request.model_id!r} is not known", status=404)
         return self._accept(f"{request.model_id}:{request.seq_id}", _run(request))
 
-    def _accept(self, request_id: str, outcome: Outcome) -> Submitted:
+    def _accept(self, request_id: str, outcome: messages.Outcome) -> Submitted:
         self.replies.setdefault(request_id, outcome)
         return Submitted(request_id=request_id)
 
-    def _accept_sample(self, sampler: str, seq_id: int, count: int, outcome: Outcome) -> Submitted:
+    def _accept_sample(self, sampler: str, seq_id: int, count: int, outcome: messages.Outcome) -> Submitted:
         request_id = self._accept(f"{sampler}:{seq_id}", outcome).request_id
         return Submitted(request_id=request_id, sequence_ids=tuple(f"{request_id}:{i}" for i in range(count)))
 
     def refuse(self, owner: str, seq: int, message: str, *, is_creation: bool = False, samples: int = 0) -> Submitted:
         self.refused.append((owner, seq, message))
-        return self._accept_sample(owner, seq, samples, Failure(message=message, category="user"))
+        return self._accept_sample(owner, seq, samples, messages.Failure(message=message, category="user"))
 
-    async def reply(self, request_id: str, timeout: float) -> Reply | Pending | None:
+    async def reply(self, request_id: str, timeout: float) -> messages.Reply | Pending | None:
         if request_id in self.pending:
             return Pending(state="paused_capacity", reason="busy")
         if request_id not in self.replies:
@@ -181,7 +154,7 @@ class FakeQueue:
             size=12,
             user_metadata={"a": "b"},
             base_model=BASE,
-            lora=LoraConfig(rank=4),
+            lora=messages.LoraConfig(rank=4),
         )
 
     def delete_checkpoint(self, path: str) -> None:
@@ -190,43 +163,14 @@ class FakeQueue:
         self.deleted.append(path)
 
 
-def _run(request: Request) -> Outcome:
+def _run(request: messages.Request) -> messages.Outcome:
     match request:
-        case ForwardBackward():
-            rows = tuple(logprobs_of(datum.inputs["target_tokens"]) for datum in request.data)
-            return ForwardBackwardResult(logprobs=rows, metrics={"loss:sum": float(-sum(row.sum() for row in rows))})
-        case OptimStep():
-            return OptimStepResult(metrics={"learning_rate:mean": request.adam.learning_rate})
-        case SaveWeights():
-            return SavedWeights(path=f"tinker://{request.model_id}/weights/{request.name}")
-        case SaveForSampler(name=None):
-            session_id = request.model_id.split(":")[0]
-            return SavedForSampler(sampling_session_id=f"{session_id}:sample:{request.sampling_session_seq_id}")
-        case SaveForSampler():
-            return SavedForSampler(path=f"tinker://{request.model_id}/sampler_weights/{request.name}")
-        case LoadWeights():
-            return LoadedWeights(path=request.path)
-        case CreateModel():
-            return CreatedModel(model_id=f"{request.session_id}:train:{request.model_seq_id}")
-        case CreateFromCheckpoint():
-            return LoadedWeights(path=request.path, model_id=f"{request.session_id}:train:{request.model_seq_id}")
-        case Sample():
-            return _sample(request)
-
-
-def _sample(request: Sample) -> SampleResult:
-    texts = [chunk.tokens for chunk in request.prompt if isinstance(chunk, TextChunk)]
-    prompt = np.concatenate(texts)
-    logprobs = logprobs_of(prompt)
-    logprobs[0] = np.nan
-    return SampleResult(
-        sequences=tuple(
-            SampledSequence(
-                tokens=np.array([index, 5], dtype=np.int32),
-                logprobs=np.array([-0.5, -0.25], dtype=np.float32),
-                stop_reason="stop" if index % 2 else "length",
-            )
-            for index in range(request.num_samples)
-        ),
-        prompt_logprobs=logprobs if request.prompt_logprobs else None,
-    )
+        case messages.ForwardBackward():
+            rows = tuple(np.zeros(len(datum.inputs["target_tokens"]), np.float32) for datum in request.data)
+            return messages.ForwardBackwardResult(logprobs=rows, metrics={"loss:sum": 0.0})
+        case messages.Sample():
+            zeros = np.zeros(2, np.float32)
+            sequence = messages.SampledSequence(tokens=np.array([4, 5], np.int32), logprobs=zeros, stop_reason="stop")
+            return messages.SampleResult(sequences=(sequence,) * request.num_samples)
+        case _:
+            return messages.LoadedWeights(path="tinker://s0:train:0/weights/one")

@@ -16,22 +16,7 @@ from typing import Any
 import numpy as np
 
 from vlmpack.errors import RequestError
-from vlmpack.service.messages import (
-    AdamParams,
-    Datum,
-    Failure,
-    ForwardBackward,
-    ForwardBackwardResult,
-    LoraConfig,
-    OptimStepResult,
-    Outcome,
-    Reply,
-    Request,
-    Sample,
-    SampledSequence,
-    SampleResult,
-    TextChunk,
-)
+from vlmpack.service import messages
 
 SIZE = 5
 ROW = 3
@@ -48,13 +33,13 @@ class FakeBase:
 class PickleCodec:
     """A codec for tests, which read their own bodies alone."""
 
-    def decode(self, kind: str, body: bytes) -> Request:
+    def decode(self, kind: str, body: bytes) -> messages.Request:
         request = pickle.loads(body)
         assert type(request).__name__ == kind
         return request
 
-    def encode(self, outcome: Outcome) -> Reply:
-        return Reply(content_type="application/pickle", body=pickle.dumps(outcome))
+    def encode(self, outcome: messages.Outcome) -> messages.Reply:
+        return messages.Reply(content_type="application/pickle", body=pickle.dumps(outcome))
 
 
 @dataclass
@@ -63,11 +48,11 @@ class FakeModel:
     moment: np.ndarray = field(default_factory=lambda: np.zeros(SIZE))
     steps: int = 0
     gradient: np.ndarray = field(default_factory=lambda: np.zeros(SIZE))
-    lora: LoraConfig | None = None
+    lora: messages.LoraConfig | None = None
 
 
 class FakeRows:
-    def __init__(self, engine: FakeEngine, requests: Sequence[ForwardBackward]) -> None:
+    def __init__(self, engine: FakeEngine, requests: Sequence[messages.ForwardBackward]) -> None:
         self.engine = engine
         self.requests = requests
         self.model = engine.all[requests[0].model_id]
@@ -92,11 +77,11 @@ class FakeRows:
             if not request.forward_only and request.loss_fn != "late":
                 self.model.gradient = self.model.gradient + values / (1.0 + 1e-9 * (place + len(row)))
 
-    def results(self) -> list[ForwardBackwardResult | Failure]:
+    def results(self) -> list[messages.ForwardBackwardResult | messages.Failure]:
         return [
-            Failure(message="datum 0: the ratio overflows", category="user")
+            messages.Failure(message="datum 0: the ratio overflows", category="user")
             if request.loss_fn == "late"
-            else ForwardBackwardResult(
+            else messages.ForwardBackwardResult(
                 logprobs=tuple(np.full(2, loss, np.float32) for loss in self.losses[id(request)]),
                 metrics={"loss:sum": sum(self.losses[id(request)])},
             )
@@ -107,8 +92,8 @@ class FakeRows:
         self.model.gradient = self.before
 
 
-def _numbers(datum: Datum) -> np.ndarray:
-    assert isinstance(datum.chunks[0], TextChunk)
+def _numbers(datum: messages.Datum) -> np.ndarray:
+    assert isinstance(datum.chunks[0], messages.TextChunk)
     return np.resize(datum.chunks[0].tokens, SIZE) / 7.0
 
 
@@ -118,7 +103,7 @@ class FakeSampler:
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
         self.opened: dict[str, float] = {}
-        self.waiting: list[tuple[str, str, Sample]] = []
+        self.waiting: list[tuple[str, str, messages.Sample]] = []
         self.fails_next = False
 
     @property
@@ -133,11 +118,11 @@ class FakeSampler:
         del self.opened[session_id]
         self.waiting = [entry for entry in self.waiting if entry[1] != session_id]
 
-    def add(self, key: str, session_id: str, prompt: Any, request: Sample) -> None:
+    def add(self, key: str, session_id: str, prompt: Any, request: messages.Sample) -> None:
         assert session_id in self.opened
         self.waiting.append((key, session_id, request))
 
-    def step(self) -> list[tuple[str, SampleResult | Failure]]:
+    def step(self) -> list[tuple[str, messages.SampleResult | messages.Failure]]:
         self.engine.wait("sample")
         if self.fails_next:
             self.fails_next = False
@@ -148,14 +133,14 @@ class FakeSampler:
         seeds = [request.params.seed + number for number in range(request.num_samples)]
         value = self.opened[session]
         sequences = tuple(
-            SampledSequence(
+            messages.SampledSequence(
                 tokens=np.random.default_rng(seed).integers(0, 9, 3).astype(np.int32),
                 logprobs=np.full(3, value, np.float32),
                 stop_reason="length",
             )
             for seed in seeds
         )
-        return [(key, SampleResult(sequences=sequences))]
+        return [(key, messages.SampleResult(sequences=sequences))]
 
 
 class FakeEngine:
@@ -181,19 +166,19 @@ class FakeEngine:
     def models(self) -> tuple[str, ...]:
         return tuple(self.all)
 
-    def encode(self, request: ForwardBackward) -> ForwardBackward:
+    def encode(self, request: messages.ForwardBackward) -> messages.ForwardBackward:
         for place, datum in enumerate(request.data):
-            assert isinstance(datum.chunks[0], TextChunk)
+            assert isinstance(datum.chunks[0], messages.TextChunk)
             if (datum.chunks[0].tokens < 0).any():
                 raise RequestError(f"datum {place}: a token is negative; send ids of the vocabulary")
         return request
 
-    def encode_prompt(self, request: Sample) -> Sample:
+    def encode_prompt(self, request: messages.Sample) -> messages.Sample:
         if not request.prompt:
             raise RequestError("the prompt is empty; send a token at least")
         return request
 
-    def create(self, model_id: str, lora: LoraConfig | None) -> None:
+    def create(self, model_id: str, lora: messages.LoraConfig | None) -> None:
         assert model_id not in self.all
         if lora is not None and lora.rank > 64:
             raise RequestError(f"rank {lora.rank} is over 64; choose a smaller one")
@@ -201,21 +186,21 @@ class FakeEngine:
         assert seed is not None
         self.all[model_id] = FakeModel(weights=np.random.default_rng(seed).normal(size=SIZE), lora=lora)
 
-    def create_from(self, model_id: str, folder: Path, *, optimizer: bool) -> LoraConfig | None:
+    def create_from(self, model_id: str, folder: Path, *, optimizer: bool) -> messages.LoraConfig | None:
         assert model_id not in self.all
         self.all[model_id] = FakeModel(weights=np.zeros(SIZE))
         self.load(model_id, folder, optimizer=optimizer)
-        self.all[model_id].lora = LoraConfig(rank=4, seed=1)
+        self.all[model_id].lora = messages.LoraConfig(rank=4, seed=1)
         return self.all[model_id].lora
 
     def free(self, model_id: str) -> None:
         del self.all[model_id]
 
-    def forward_backward(self, requests: Sequence[ForwardBackward]) -> FakeRows:
+    def forward_backward(self, requests: Sequence[messages.ForwardBackward]) -> FakeRows:
         self.log.append(("group", requests[0].model_id, tuple(request.seq_id for request in requests)))
         return FakeRows(self, requests)
 
-    def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResult:
+    def optim_step(self, model_id: str, adam: messages.AdamParams) -> messages.OptimStepResult:
         self.wait("step")
         model = self.all[model_id]
         self.log.append(("step", model_id, ()))
@@ -231,7 +216,7 @@ class FakeEngine:
         norm = float(np.linalg.norm(model.gradient))
         model.gradient = np.zeros(SIZE)
         model.steps += 1
-        return OptimStepResult(metrics={"grad_norm:mean": norm})
+        return messages.OptimStepResult(metrics={"grad_norm:mean": norm})
 
     def save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
         if self.save_error is not None:

@@ -9,7 +9,6 @@ before or after a commit, a rename, a row or a step, or at any time at all: seed
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -20,8 +19,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 KEY = "tml-killed-and-killed-again"
 NAME = "vlmpack/tiny"
@@ -99,20 +96,21 @@ def _live(
 
 def train(folder: Path, steps: int, lives: int) -> None:
     """Two models: one in order, whose bits have to agree; one that is never waited for, as fast as it goes."""
-    import tinker
+    from client_program import Setup
+    from tinker import types
 
     warnings.simplefilter("ignore", FutureWarning)  # of a method that it means to drop
-    adam = tinker.AdamParams(learning_rate=3.0, beta1=0.9, beta2=0.95, eps=1e4)
-    url = f"http://127.0.0.1:{(folder / 'port').read_text()}"
-    client = tinker.ServiceClient(base_url=url, api_key=KEY)
-    patient = client.create_lora_training_client(base_model=NAME, rank=4, seed=1).result()
-    hasty = client.create_lora_training_client(base_model=NAME, rank=2, seed=2).result()
+    adam = types.AdamParams(learning_rate=3.0, beta1=0.9, beta2=0.95, eps=1e4)
+    setup = Setup(f"http://127.0.0.1:{(folder / 'port').read_text()}", KEY)
+    patient, hasty = setup.model(rank=4, seed=1), setup.model(rank=2, seed=2)
+    prompt, params = types.ModelInput.from_ints([30, 31, 32]), types.SamplingParams(max_tokens=4, seed=7)
     seen: dict[str, list[Any]] = {"patient": [], "hasty": [], "tokens": []}
     step = 0
     while step < steps or len((folder / "lives").read_text().splitlines()) <= lives:
-        pending = [hasty.forward_backward([_datum(step, n)], "cross_entropy") for n in range(3)]
+        short, pictured = setup.datum(10 * step + 5, 9), setup.datum(10 * step + 6, 5, image_at=1)
+        pending = [hasty.forward_backward([setup.datum(10 * step + n, 4 + n)], "cross_entropy") for n in range(3)]
         stepping = hasty.optim_step(adam)
-        loss = patient.forward_backward([_datum(step, 5), _datum(step, 6)], "cross_entropy").result()
+        loss = patient.forward_backward([short, pictured], "cross_entropy").result()
         patient.optim_step(adam).result()
         seen["patient"].append(loss.metrics["loss:sum"])
         seen["hasty"].append(sum(future.result().metrics["loss:sum"] for future in pending))
@@ -121,47 +119,11 @@ def train(folder: Path, steps: int, lives: int) -> None:
             path = patient.save_state(f"step{step}").result().path
             hasty.load_state(hasty.save_state(f"step{step}").result().path)
             patient.load_state_with_optimizer(path).result()
-            seen["tokens"].append(_sampled(patient))
+            sampler = patient.save_weights_and_get_sampling_client()
+            seen["tokens"].append(list(sampler.sample(prompt, 1, params).result().sequences[0].tokens))
         step += 1
     ends = [training.save_state("end").result().path for training in (patient, hasty)]
     (folder / "seen.json").write_text(json.dumps({"steps": step, "ends": ends, **seen}))
-
-
-def _datum(step: int, number: int) -> Any:
-    """Text; every fifth one has an image in front, of another size each step."""
-    import tinker
-
-    draw = random.Random(1000 * step + number)
-    tokens = [draw.randrange(20, 500) for _ in range(draw.randint(4, 12))]
-    chunks: list[Any] = [tinker.EncodedTextChunk(tokens=tokens[:-1])]
-    skipped = 0
-    if number == 5:
-        columns = 2 + step % 3
-        skipped = 1 + 2 * columns
-        image = tinker.types.ImageChunk(data=_png(draw, 32 * columns, 64), format="png", expected_tokens=2 * columns)
-        chunks = [tinker.EncodedTextChunk(tokens=[20]), image, *chunks]
-    return tinker.Datum(
-        model_input=tinker.ModelInput(chunks=chunks),
-        loss_fn_inputs={
-            "target_tokens": [0] * skipped + tokens[1:],
-            "weights": [0.0] * skipped + [1.0] * (len(tokens) - 1),
-        },
-    )
-
-
-def _png(draw: random.Random, width: int, height: int) -> bytes:
-    file = io.BytesIO()
-    Image.frombytes("RGB", (width, height), draw.randbytes(3 * width * height)).save(file, "PNG")
-    return file.getvalue()
-
-
-def _sampled(training: Any) -> list[int]:
-    import tinker
-
-    sampler = training.save_weights_and_get_sampling_client().result()
-    prompt = tinker.ModelInput.from_ints([30, 31, 32])
-    params = tinker.SamplingParams(max_tokens=4, seed=7, temperature=1.0)
-    return [*sampler.sample(prompt=prompt, num_samples=1, sampling_params=params).result().sequences[0].tokens]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 KEY = "tml-acceptance"
-STARTED_WITHIN = 90.0
 
 
 class Server:
@@ -27,13 +26,14 @@ class Server:
         launcher: what runs the module `vlmpack.cli`.
     """
 
+    started_within = 90.0
+
     def __init__(self, state: Path, *options: str, launcher: Sequence[str] = (sys.executable,)) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.state = state
-        self.command = [*launcher, "-m", "vlmpack.cli", "serve", "--demo"]
-        self.command += ["--port", str(self.port), "--state", str(state), *options]
+        self.command = self.command_of(*options, launcher=launcher)
         self.log = (state.parent / "server.log").open("ab")
         try:
             self.start()
@@ -41,14 +41,18 @@ class Server:
             self.close()
             raise
 
+    def command_of(self, *options: str, launcher: Sequence[str]) -> list[str]:
+        where = ["--port", str(self.port), "--state", str(self.state)]
+        return [*launcher, "-m", "vlmpack.cli", "serve", "--demo", *where, *options]
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self, within: float = STARTED_WITHIN) -> None:
+    def start(self) -> None:
         environment = {**os.environ, "VLMPACK_API_KEY": KEY, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(self.command, env=environment, stdout=self.log, stderr=self.log)
-        until(self.answers, within, lambda: self.printed())
+        until(self.answers, self.started_within, self.printed)
 
     def answers(self) -> bool:
         assert self.process.poll() is None, self.printed()

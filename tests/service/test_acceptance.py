@@ -23,11 +23,7 @@ OLDEST_CLIENT = Path(sys.prefix) / "tinker-0.25.0"
 CHECKS = 8
 FINISHED_WITHIN = 500.0
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.slow,
-    pytest.mark.skipif(sys.version_info < (3, 11), reason="the client needs Python 3.11"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.version_info < (3, 11), reason="the client needs Python 3.11")]
 
 
 @pytest.fixture

@@ -38,14 +38,10 @@ def read(pieces: list[bytes], *, encoding: str = "", most: int = 10**6, reader: 
     return asyncio.run((reader or BodyReader(limits=ServiceLimits())).read(stream(), encoding=encoding, most=most))
 
 
-@pytest.mark.parametrize("encoding", CODECS)
-def test_a_compressed_body_is_what_it_was(encoding: str) -> None:
-    packed = CODECS[encoding](TEXT)
-    assert read([packed[:7], packed[7:]], encoding=encoding) == TEXT
-
-
-def test_a_body_without_compression_is_what_it_was() -> None:
-    assert read([b"ab", b"", b"c"]) == b"abc" == read([b"abc"], encoding="identity")
+@pytest.mark.parametrize("encoding", ["", "identity", *CODECS])
+def test_a_body_is_what_it_was(encoding: str) -> None:
+    packed = CODECS.get(encoding, bytes)(TEXT)
+    assert read([packed[:7], b"", packed[7:]], encoding=encoding) == TEXT
 
 
 @pytest.mark.parametrize("pack", [*CODECS.values(), zstd_of_unknown_size])
@@ -61,21 +57,21 @@ def test_a_bomb_is_refused_before_it_is_large(pack: Callable[[bytes], bytes]) ->
     assert peak < 80 * 2**20
 
 
-@pytest.mark.parametrize("encoding", CODECS)
-@pytest.mark.parametrize(
-    ("damage", "status"),
-    [
-        (lambda packed: packed[:-3], 400),
-        (lambda packed: b"", 400),
-        (lambda packed: b"\x00" + packed, 400),
-        (lambda packed: packed + b"more", 400),
-        (lambda packed: packed + packed, 400),
-    ],
+DAMAGE: tuple[Callable[[bytes], bytes], ...] = (
+    lambda packed: packed[:-3],
+    lambda packed: b"",
+    lambda packed: b"\x00" + packed,
+    lambda packed: packed + b"more",
+    lambda packed: packed + packed,
 )
-def test_a_damaged_body_is_refused(damage: Callable[[bytes], bytes], status: int, encoding: str) -> None:
+
+
+@pytest.mark.parametrize("encoding", CODECS)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_body_is_refused(damage: Callable[[bytes], bytes], encoding: str) -> None:
     with pytest.raises(HTTPError) as refused:
         decompress(damage(CODECS[encoding](TEXT)), encoding, 10**6)
-    assert refused.value.status == status
+    assert refused.value.status == 400
 
 
 def test_a_window_that_no_client_needs_is_refused() -> None:

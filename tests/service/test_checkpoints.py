@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from service.clients import forward_backward, optim_step, save, save_for_sampler
 from service.fakes import FakeBase, FakeEngine, PickleCodec
 
 from vlmpack.errors import ConfigError, RequestError
-from vlmpack.service.checkpoints import StateFolder, check_name, parse_path
+from vlmpack.service.checkpoints import StateFolder, parse_path
 from vlmpack.service.queue import RequestQueue
 
 
@@ -55,39 +56,17 @@ def test_other_texts_are_no_path(text: str) -> None:
         parse_path(text)
 
 
-def test_a_name_is_letters_digits_and_three_signs() -> None:
-    assert check_name("step-1_a.B") == "step-1_a.B"
-    with pytest.raises(RequestError, match="128 letters"):
-        check_name("a\n")
-
-
 # ---------------------------------------------------------------------- whose folder it is
 
 
 def test_a_second_server_is_refused_while_the_first_lives(tmp_path: Path) -> None:
-    with served(tmp_path):
-        assert "used by another server" in refusal(tmp_path)
-    with served(tmp_path):
-        pass
-
-
-@pytest.mark.slow
-def test_a_second_server_in_another_process_is_refused(tmp_path: Path) -> None:
     script = "import sys, pathlib, vlmpack.service.checkpoints as c; c.StateFolder(pathlib.Path(sys.argv[1]))"
     with served(tmp_path):
+        assert "used by another server" in refusal(tmp_path)
         other = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
         assert "used by another server" in other.stderr
-
-
-def test_a_folder_of_other_things_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "holiday.jpg").touch()
-    assert "holiday.jpg" in refusal(tmp_path)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["holiday.jpg"]
-
-
-def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "state").touch()
-    assert "cannot be written" in refusal(tmp_path / "state")
+    with served(tmp_path):
+        pass
 
 
 def test_states_without_a_journal_are_refused_and_kept(tmp_path: Path) -> None:
@@ -98,30 +77,44 @@ def test_states_without_a_journal_are_refused_and_kept(tmp_path: Path) -> None:
     assert len([*(tmp_path / "weights").iterdir()]) == 1
 
 
-@pytest.mark.parametrize("damage", ["text", "holes", "short"])
-def test_a_damaged_journal_is_refused(tmp_path: Path, damage: str) -> None:
+def damaged(journal: Path, content: Callable[[bytes], bytes]) -> None:
+    journal.write_bytes(content(journal.read_bytes()))
+
+
+def changed(journal: Path, statement: str) -> None:
+    with closing(sqlite3.connect(journal, isolation_level=None)) as connection:
+        connection.execute(statement)
+
+
+def others(journal: Path) -> None:
+    journal.unlink()
+    changed(journal, "CREATE TABLE notes (text TEXT)")
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "text": (lambda journal: journal.write_text("not a journal " * 1000), "damaged"),
+    "short": (lambda journal: damaged(journal, lambda content: content[: len(content) // 2]), "damaged"),
+    "holes": (lambda journal: damaged(journal, lambda content: content[:4096] + b"\xff" * len(content)), "damaged"),
+    "others": (others, "no journal of vlmpack"),
+    "newer": (lambda journal: changed(journal, "PRAGMA user_version = 99"), "version 99"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_journal_that_cannot_be_read_is_refused(tmp_path: Path, case: str) -> None:
     with served(tmp_path) as (client, _):
         client.model()
-    journal = tmp_path / "journal.sqlite3"
-    content = journal.read_bytes()
-    if damage == "text":
-        journal.write_text("not a journal " * 1000)
-    elif damage == "short":
-        journal.write_bytes(content[: len(content) // 2])
-    else:
-        page = 4096
-        journal.write_bytes(content[:page] + b"\xff" * (len(content) - page))
-    assert "damaged" in refusal(tmp_path)
-    assert "another" in refusal(tmp_path)  # the lock was given back
+    change, message = REFUSED[case]
+    change(tmp_path / "journal.sqlite3")
+    assert message in refusal(tmp_path)
+    assert message in refusal(tmp_path)  # the lock was given back
 
 
-def test_a_database_of_others_is_refused(tmp_path: Path) -> None:
-    import sqlite3
-
-    with sqlite3.connect(tmp_path / "journal.sqlite3") as other:
-        other.execute("CREATE TABLE notes (text TEXT)")
-    other.close()
-    assert "no journal of vlmpack" in refusal(tmp_path)
+def test_a_folder_of_other_things_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "holiday.jpg").touch()
+    assert "holiday.jpg" in refusal(tmp_path)
+    assert "cannot be written" in refusal(tmp_path / "holiday.jpg")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["holiday.jpg"]
 
 
 def test_a_folder_of_another_base_model_is_refused(tmp_path: Path) -> None:
@@ -130,12 +123,6 @@ def test_a_folder_of_another_base_model_is_refused(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.base = FakeBase(name="other/model")
     assert "belongs to the base model 'base/fake'" in refusal(tmp_path, engine)
-
-
-def test_a_folder_of_a_newer_version_is_refused(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, _):
-        client.queue._ledger.journal._writer.execute("PRAGMA user_version = 99")
-    assert "version 99" in refusal(tmp_path)
 
 
 # ---------------------------------------------------------------------- who may read it

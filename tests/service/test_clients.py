@@ -14,11 +14,12 @@ from step_service import (
     ADAM,
     ALL_ROUTED,
     FAMILY_NAMES,
+    equal,
     gradients,
     largest_difference,
     lora,
+    plain_logprobs,
     plain_model,
-    processor_for,
     random_datum,
     run_one,
     served,
@@ -30,7 +31,7 @@ from step_service import (
 
 from vlmpack.errors import RequestError
 from vlmpack.service.engine import Engine
-from vlmpack.service.messages import Datum, LoraConfig
+from vlmpack.service.messages import LoraConfig
 
 STEPS = (
     ADAM,
@@ -48,13 +49,13 @@ def engine_with(name: str = "a", **settings: bool) -> Engine:
     return engine
 
 
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+@pytest.fixture(name="engine")
+def _engine() -> Engine:
+    return engine_with()
 
 
-def test_steps_are_those_of_torch() -> None:
+def test_steps_are_those_of_torch(engine: Engine) -> None:
     """With settings that change from step to step, and clipping by the norm of the whole gradient."""
-    engine = engine_with()
     mirror = {name: torch.nn.Parameter(tensor) for name, tensor in weights(engine).items()}
     optimizer = torch.optim.AdamW(mirror.values())
     for at, adam in enumerate(STEPS):
@@ -74,8 +75,7 @@ def test_steps_are_those_of_torch() -> None:
             torch.testing.assert_close(tensor, mirror[name].detach(), rtol=1e-6, atol=1e-7)
 
 
-def test_a_step_clears_the_gradient_and_one_without_changes_nothing() -> None:
-    engine = engine_with()
+def test_a_step_clears_the_gradient_and_one_without_changes_nothing(engine: Engine) -> None:
     run_one(engine, some_data(engine))
     engine.optim_step("a", ADAM)
     assert gradients(engine) == {}
@@ -84,8 +84,7 @@ def test_a_step_clears_the_gradient_and_one_without_changes_nothing() -> None:
     assert equal(weights(engine), before)
 
 
-def test_a_gradient_that_is_not_finite_is_dropped() -> None:
-    engine = engine_with()
+def test_a_gradient_that_is_not_finite_is_dropped(engine: Engine) -> None:
     run_one(engine, some_data(engine)[:1])
     before = weights(engine)
     accumulated = engine.client("a").gradients
@@ -121,8 +120,7 @@ def test_training_goes_on_bit_for_bit_after_it_was_saved(tmp_path: Path, *, is_a
     assert equal(weights(engine, "a"), weights(other, "b"))
 
 
-def test_load_goes_back_and_drops_the_gradient(tmp_path: Path) -> None:
-    engine = engine_with()
+def test_load_goes_back_and_drops_the_gradient(tmp_path: Path, engine: Engine) -> None:
     train(engine, "a", range(2))
     engine.save("a", tmp_path, optimizer=True)
     saved = weights(engine)
@@ -136,8 +134,7 @@ def test_load_goes_back_and_drops_the_gradient(tmp_path: Path) -> None:
     assert equal(weights(engine), forward)
 
 
-def test_without_its_optimiser_training_starts_anew(tmp_path: Path) -> None:
-    engine = engine_with()
+def test_without_its_optimiser_training_starts_anew(tmp_path: Path, engine: Engine) -> None:
     train(engine, "a", range(2))
     engine.save("a", tmp_path, optimizer=True)
     engine.load("a", tmp_path, optimizer=False)
@@ -149,16 +146,14 @@ def test_without_its_optimiser_training_starts_anew(tmp_path: Path) -> None:
     assert equal(weights(engine), weights(other))
 
 
-def test_saving_keeps_the_gradient(tmp_path: Path) -> None:
-    engine = engine_with()
+def test_saving_keeps_the_gradient(tmp_path: Path, engine: Engine) -> None:
     run_one(engine, some_data(engine))
     before = gradients(engine)
     engine.save("a", tmp_path, optimizer=True)
     assert equal(gradients(engine), before)
 
 
-def test_files_hold_tensors_and_json_alone(tmp_path: Path) -> None:
-    engine = engine_with()
+def test_files_hold_tensors_and_json_alone(tmp_path: Path, engine: Engine) -> None:
     train(engine, "a", range(1))
     engine.save("a", tmp_path, optimizer=True)
     names = {path.name for path in tmp_path.iterdir()}
@@ -167,8 +162,9 @@ def test_files_hold_tensors_and_json_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"rank": 8}, {"train_mlp": False}, {"train_unembed": False}])
-def test_a_checkpoint_of_another_rank_or_other_targets_is_refused(tmp_path: Path, changed: dict) -> None:
-    engine = engine_with()
+def test_a_checkpoint_of_another_rank_or_other_targets_is_refused(
+    tmp_path: Path, changed: dict, engine: Engine
+) -> None:
     train(engine, "a", range(1))
     engine.save("a", tmp_path, optimizer=True)
     engine.create("b", lora(**changed))
@@ -181,8 +177,9 @@ def test_a_checkpoint_of_another_rank_or_other_targets_is_refused(tmp_path: Path
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer.safetensors", "engine.json"])
 @pytest.mark.parametrize("content", [None, b"", b"{}", b"\x80\x04K\x01."])
-def test_damaged_checkpoints_are_refused_and_change_nothing(tmp_path: Path, name: str, content: bytes | None) -> None:
-    engine = engine_with()
+def test_damaged_checkpoints_are_refused_and_change_nothing(
+    tmp_path: Path, name: str, content: bytes | None, engine: Engine
+) -> None:
     train(engine, "a", range(1))
     engine.save("a", tmp_path, optimizer=True)
     (tmp_path / name).unlink() if content is None else (tmp_path / name).write_bytes(content)
@@ -197,8 +194,7 @@ def test_damaged_checkpoints_are_refused_and_change_nothing(tmp_path: Path, name
     assert engine.models() == ("a",)
 
 
-def test_an_adapter_and_a_whole_model_are_not_exchanged(tmp_path: Path) -> None:
-    engine = engine_with()
+def test_an_adapter_and_a_whole_model_are_not_exchanged(tmp_path: Path, engine: Engine) -> None:
     engine.save("a", tmp_path, optimizer=False)
     engine.create("full", None)
     with pytest.raises(RequestError, match="one of the checkpoint and the model is an adapter"):
@@ -217,9 +213,8 @@ def tensor_bytes(engine: Engine, name: str) -> int:
     )
 
 
-def test_a_further_adapter_takes_three_times_its_parameters() -> None:
+def test_a_further_adapter_takes_three_times_its_parameters(engine: Engine) -> None:
     """Weights and two moments; a gradient while it accumulates, and no longer."""
-    engine = engine_with()
     size = sum(p.numel() * 4 for p in engine.client("a").parameters)
     steps = 4 * len(engine.client("a").parameters)  # a step count each
     assert tensor_bytes(engine, "a") == size
@@ -228,22 +223,6 @@ def test_a_further_adapter_takes_three_times_its_parameters() -> None:
     engine.optim_step("a", ADAM)
     assert tensor_bytes(engine, "a") == 3 * size + steps
     assert all(p.grad is None for p in engine.client("a").parameters)
-
-
-def plain_logprobs(model: torch.nn.Module, engine: Engine, datum: Datum) -> torch.Tensor:
-    """float32 [N] of one datum by the unmodified model, in the usual way."""
-    sequence = engine.encode_chunks(datum.chunks)
-    ids = torch.from_numpy(sequence.input_ids)[None]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if engine.base.is_vision:
-        token = processor_for(engine.base.arch).image_token_id
-        inputs["mm_token_type_ids"] = (ids == token).long()
-    if sequence.images:
-        inputs["pixel_values"] = torch.cat([image.pixel_values for image in sequence.images])
-        inputs["image_grid_thw"] = torch.tensor([image.grid for image in sequence.images])
-    logits = model(**inputs, use_cache=False).logits[0].float()
-    targets = torch.from_numpy(datum.inputs["target_tokens"])
-    return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # of PEFT
@@ -273,9 +252,7 @@ def test_a_batch_equals_peft_on_each_datum(family: str, tmp_path: Path) -> None:
 
 
 def test_the_base_model_computes_what_it_did() -> None:
-    engine = tiny_engine()
-    engine.create("a", lora())
-    set_adapter(engine)
+    engine = engine_with()
     datum = some_data(engine)[1]
     with engine.open_weights(None).applied() as model:
         ours = plain_logprobs(model, engine, datum)
@@ -284,9 +261,7 @@ def test_the_base_model_computes_what_it_did() -> None:
 
 def test_a_snapshot_is_what_the_model_was(tmp_path: Path) -> None:
     """Whatever calls the model computes with it, in a padded batch or without packing at all."""
-    engine = tiny_engine()
-    engine.create("a", lora())
-    set_adapter(engine)
+    engine = engine_with()
     engine.save("a", tmp_path, optimizer=False)
     datum = random_datum(np.random.default_rng(0), engine, length=8)
     expected = run_one(engine, [datum], forward_only=True).logprobs[0]
@@ -334,39 +309,40 @@ def test_targets_are_linear_layers_of_the_text_part(family: str) -> None:
     assert adapted(engine, train_unembed=True) == {"lm_head"}
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-def test_train_mlp_adapts_the_three_projections_of_each_layer(family: str) -> None:
-    assert len(adapted(tiny_engine(family), train_mlp=True)) == 2 * 3
+MLP = ("gate_proj", "up_proj", "down_proj")
 
 
-def test_train_mlp_adapts_fused_projections() -> None:
-    names = adapted(tiny_engine("phi3"), train_mlp=True)
-    assert {name.rsplit(".", 1)[1] for name in names} == {"gate_up_proj", "down_proj"}
-
-
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen4_exp", "qwen3_next"])
-def test_train_mlp_adapts_shared_experts_where_there_are_routed_ones(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "layer", "parts"),
+    [
+        *((name, ".mlp.", MLP) for name in ("qwen3_vl", "qwen3_5")),
+        ("phi3", ".mlp.", ("gate_up_proj", "down_proj")),
+        *((name, ".mlp.shared_expert.", MLP) for name in ("qwen3_5_moe", "qwen4_exp", "qwen3_next")),
+    ],
+)
+def test_train_mlp_adapts_the_projections_of_each_layer_and_of_routed_experts_the_shared_one(
+    family: str, layer: str, parts: tuple[str, ...]
+) -> None:
     names = adapted(tiny_engine(family), train_mlp=True)
-    assert len(names) == 2 * 3
-    assert all(".mlp.shared_expert." in name for name in names)
+    assert len(names) == 2 * len(parts)
+    assert all(layer in name for name in names)
+    assert {name.rsplit(".", 1)[1] for name in names} == {*parts}
 
 
-def test_train_mlp_is_refused_where_all_experts_are_fused() -> None:
-    engine = tiny_engine("qwen3_vl_moe")
-    with pytest.raises(RequestError, match=r"train_mlp: .*fused.*send train_mlp=False"):
-        engine.create("a", LoraConfig(rank=4, seed=1))
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("qwen3_vl", {"rank": 0}, "lora_config: rank is"),
+        ("qwen3_vl", {"rank": 257}, "lora_config: rank is"),
+        ("qwen3_vl_moe", {"train_mlp": True}, r"train_mlp: .*fused.*send train_mlp=False"),
+        ("qwen3_vl", {"train_attn": False, "train_mlp": False, "train_unembed": False}, "would train nothing"),
+    ],
+)
+def test_an_adapter_that_cannot_be_is_refused(family: str, settings: dict, message: str) -> None:
+    engine = tiny_engine(family)
+    with pytest.raises(RequestError, match=message):
+        engine.create("a", lora(family, **settings))
     assert engine.models() == ()
-
-
-def test_an_adapter_without_targets_is_refused() -> None:
-    with pytest.raises(RequestError, match="would train nothing"):
-        adapted(tiny_engine())
-
-
-@pytest.mark.parametrize("rank", [0, 257])
-def test_a_rank_that_cannot_be_is_refused(rank: int) -> None:
-    with pytest.raises(RequestError, match=r"lora_config: rank is"):
-        tiny_engine().create("a", lora(rank=rank))
 
 
 # ---------------------------------------------------------------------- seeds
@@ -384,14 +360,6 @@ def test_the_same_seed_gives_the_same_adapter_whatever_else_exists() -> None:
     ours, theirs, others = weights(first), weights(second), weights(second, "c")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert any(not torch.equal(ours[name], others[name]) for name in ours)
-
-
-def test_a_new_adapter_changes_nothing_yet() -> None:
-    engine = tiny_engine()
-    engine.create("a", lora())
-    datum = random_datum(np.random.default_rng(0), engine, length=8)
-    plain = plain_logprobs(plain_model(), engine, datum).detach().numpy()
-    np.testing.assert_allclose(run_one(engine, [datum]).logprobs[0], plain, atol=1e-5)
 
 
 def test_without_a_seed_adapters_differ() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +21,6 @@ from vlmpack.service.cluster import ClusterSettings
 
 ON_RAY = [
     pytest.mark.slow,
-    pytest.mark.slow,
     pytest.mark.dist,
     pytest.mark.skipif(sys.version_info < (3, 11), reason="the client needs Python 3.11"),
     pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are found in /proc"),
@@ -32,7 +30,7 @@ ON_RAY = [
     ),
 ]
 PROGRAM = Path(__file__).with_name("serve_on_ray.py")
-STARTED_WITHIN = BACK_WITHIN = 300.0
+BACK_WITHIN = 300.0
 """Ray starts a dozen processes."""
 
 
@@ -68,18 +66,10 @@ def test_arguments_that_cannot_be_are_refused_by_name(arguments: dict[str, Any],
 class OnRay(Server):
     """The same on Ray Serve, a replica and an actor."""
 
-    def __init__(self, state: Path, workers: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.state = state
-        self.command = [sys.executable, str(PROGRAM), str(self.port), str(state), str(workers)]
-        self.log = (state.parent / "server.log").open("ab")
-        try:
-            self.start(within=STARTED_WITHIN)
-        except BaseException:
-            self.close()
-            raise
+    started_within = BACK_WITHIN
+
+    def command_of(self, *options: str, launcher: Sequence[str]) -> list[str]:
+        return [*launcher, str(PROGRAM), str(self.port), str(self.state), *options]
 
     def rank(self, title: str) -> int:
         """Process id of the rank that Ray has given a title that begins so; its grandparent was started here."""
@@ -116,7 +106,7 @@ def _parent(pid: int) -> int:
 @contextmanager
 def serving(folder: Path, workers: int) -> Iterator[OnRay]:
     folder.mkdir(exist_ok=True)
-    server = OnRay(folder / "state", workers)
+    server = OnRay(folder / "state", str(workers))
     try:
         yield server
     finally:

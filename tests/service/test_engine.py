@@ -11,8 +11,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from cases import slow_cases
 from step_service import (
     ADAM,
+    FAMILY_NAMES,
+    equal,
     gradients,
     largest_difference,
     lora,
@@ -20,7 +23,6 @@ from step_service import (
     request,
     run,
     run_one,
-    served,
     set_adapter,
     some_data,
     tiny_engine,
@@ -30,16 +32,13 @@ from step_service import (
 from vlmpack.errors import FamilyError, RequestError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.model import PackedStep
-from vlmpack.model.head import target_logprobs
 from vlmpack.service import rows
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Datum, Failure, ForwardBackwardResult
 from vlmpack.testing import tiny_model
 
 RATED = ("weights", "logprobs", "advantages")
-
-
-EACH_FAMILY = [pytest.param(name) if isinstance(name, str) else name for name in served("qwen3_vl", "qwen3_5_moe")]
+FAST = ("qwen3_vl", "qwen3_5_moe")
 
 
 def engine_with(*names: str, family: str = "qwen3_vl", **settings: object) -> Engine:
@@ -50,8 +49,14 @@ def engine_with(*names: str, family: str = "qwen3_vl", **settings: object) -> En
     return engine
 
 
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+@pytest.fixture(name="engine")
+def _engine() -> Engine:
+    return engine_with()
+
+
+@pytest.fixture(name="data")
+def _data(engine: Engine) -> list[Datum]:
+    return some_data(engine)
 
 
 # ---------------------------------------------------------------------- a batch and its datums
@@ -61,7 +66,8 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     ("family", "loss"),
     [
         *(("qwen3_vl", loss) for loss in ("importance_sampling", "ppo", "cispo", "dro")),
-        *(pytest.param(*case.values, "cross_entropy", marks=case.marks) for case in EACH_FAMILY),
+        *((name, "cross_entropy") for name in FAST),
+        *slow_cases(*((name, "cross_entropy") for name in FAMILY_NAMES if name not in FAST)),
     ],
 )
 def test_a_batch_equals_single_calls(family: str, loss: str) -> None:
@@ -78,9 +84,7 @@ def test_a_batch_equals_single_calls(family: str, loss: str) -> None:
     assert largest_difference(batch, gradients(engine)) < 1e-5
 
 
-def test_every_token_has_a_logprob_whatever_its_weight() -> None:
-    engine = engine_with()
-    data = some_data(engine)
+def test_every_token_has_a_logprob_whatever_its_weight(engine: Engine, data: list[Datum]) -> None:
     silent = [replace(datum, inputs={**datum.inputs, "weights": datum.inputs["weights"] * 0}) for datum in data]
     result, weighted = run_one(engine, silent), run_one(engine, data)
     for datum, ours, theirs in zip(data, result.logprobs, weighted.logprobs, strict=True):
@@ -90,39 +94,10 @@ def test_every_token_has_a_logprob_whatever_its_weight() -> None:
     assert result.metrics["loss:sum"] == 0
 
 
-def test_metrics_have_a_reduction_each() -> None:
-    engine = engine_with()
+def test_metrics_have_a_reduction_each(engine: Engine) -> None:
     metrics = run_one(engine, some_data(engine)).metrics
     assert "loss:sum" in metrics
     assert all(name.rpartition(":")[2] in ("sum", "mean", "min", "max") for name in metrics)
-
-
-def test_a_custom_loss_of_the_client_is_cross_entropy_with_its_derivatives_as_weights() -> None:
-    """As `forward_backward_custom` does it: log-probabilities first, then weights of -dC / dlogprob."""
-    engine = engine_with()
-    data = [replace(datum, inputs={"target_tokens": datum.inputs["target_tokens"]}) for datum in some_data(engine)]
-    forward = run_one(engine, data, forward_only=True)
-    assert gradients(engine) == {}
-    leaves = [torch.tensor(part, requires_grad=True) for part in forward.logprobs]
-    custom = sum(((leaf.exp() - 0.3) ** 2).sum() * (1 + at) for at, leaf in enumerate(leaves))
-    custom.backward()
-    with_weights = [
-        replace(datum, inputs={**datum.inputs, "weights": -leaf.grad.numpy()})
-        for datum, leaf in zip(data, leaves, strict=True)
-        if leaf.grad is not None
-    ]
-    run_one(engine, with_weights)
-
-    client = engine.client("a")
-    encoded = engine.encode(request(data)).data
-    with engine.adapters.applied(client.adapter):
-        hidden = rows.last_hidden(client.model, [datum.sequence for datum in encoded])
-        targets = torch.from_numpy(np.concatenate([datum.targets for datum in encoded]))
-        logprobs = target_logprobs(hidden, targets, engine.family.to_logits(client.model), chunk=1024)
-        parts = logprobs.split([len(part) for part in forward.logprobs])
-        direct = sum(((part.exp() - 0.3) ** 2).sum() * (1 + at) for at, part in enumerate(parts))
-        expected = torch.autograd.grad(direct, client.parameters)
-    assert largest_difference(gradients(engine), dict(zip(client.names, expected, strict=True))) < 1e-5
 
 
 # ---------------------------------------------------------------------- rows
@@ -152,9 +127,7 @@ def test_rows_keep_both_budgets_and_their_work_is_counted() -> None:
     assert counts.capacity >= 24 * computed.call_count
 
 
-def test_several_requests_share_rows_and_get_their_own_results() -> None:
-    engine = engine_with()
-    data = some_data(engine)
+def test_several_requests_share_rows_and_get_their_own_results(engine: Engine, data: list[Datum]) -> None:
     encoded = [engine.encode(request(data[:2])), engine.encode(request(data[2:]))]
     work = engine.forward_backward(encoded)
     assert work.rows_left == 1
@@ -170,9 +143,7 @@ def test_several_requests_share_rows_and_get_their_own_results() -> None:
     assert equal(together, gradients(engine))
 
 
-def test_gradients_add_up_over_requests_until_a_step() -> None:
-    engine = engine_with()
-    data = some_data(engine)
+def test_gradients_add_up_over_requests_until_a_step(engine: Engine, data: list[Datum]) -> None:
     run_one(engine, data)
     whole = gradients(engine)
     engine.client("a").gradients = None
@@ -181,25 +152,20 @@ def test_gradients_add_up_over_requests_until_a_step() -> None:
     assert largest_difference(gradients(engine), whole) < 1e-5
 
 
-def test_forward_only_adds_none_and_gives_the_same() -> None:
-    engine = engine_with()
-    data = some_data(engine)
+def test_forward_only_adds_no_gradient_alone_or_beside_training_and_gives_the_same(
+    engine: Engine, data: list[Datum]
+) -> None:
     forward = run_one(engine, data, forward_only=True)
     assert gradients(engine) == {}
-    full = run_one(engine, data)
-    for ours, theirs in zip(forward.logprobs, full.logprobs, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-6)
-    assert forward.metrics["loss:sum"] == pytest.approx(full.metrics["loss:sum"], rel=1e-6)
-
-
-def test_forward_only_beside_training_adds_none() -> None:
-    engine = engine_with()
-    data = some_data(engine)
     run(engine, request(data[:2]), request(data[2:], forward_only=True))
     mixed = gradients(engine)
     engine.client("a").gradients = None
     run_one(engine, data[:2])
     assert equal(mixed, gradients(engine))
+    full = run_one(engine, data)
+    for ours, theirs in zip(forward.logprobs, full.logprobs, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    assert forward.metrics["loss:sum"] == pytest.approx(full.metrics["loss:sum"], rel=1e-6)
 
 
 def test_routers_add_nothing_to_a_gradient() -> None:
@@ -258,8 +224,7 @@ def test_a_loss_that_is_not_finite_fails_its_request_alone(loss: str, row_tokens
     assert good_result.metrics == alone.metrics
 
 
-def test_a_request_that_fails_alone_leaves_no_gradient() -> None:
-    engine = engine_with()
+def test_a_request_that_fails_alone_leaves_no_gradient(engine: Engine) -> None:
     (failure,) = run(engine, request(with_overflow(rated(engine), 0), loss_fn="importance_sampling"))
     assert isinstance(failure, Failure)
     assert gradients(engine) == {}
@@ -284,8 +249,7 @@ def test_after_an_error_in_a_row_nothing_has_changed(failing_row: int) -> None:
     run_one(engine, data)
 
 
-def test_an_unknown_model_is_refused() -> None:
-    engine = engine_with()
+def test_an_unknown_model_is_refused(engine: Engine) -> None:
     encoded = engine.encode(request(some_data(engine), model_id="nobody"))
     for call in (lambda: engine.forward_backward([encoded]), lambda: engine.optim_step("nobody", ADAM)):
         with pytest.raises(RequestError, match="there is no model 'nobody'"):
@@ -338,9 +302,8 @@ def test_models_interleaved_row_by_row_are_bit_for_bit_as_alone() -> None:
 # ---------------------------------------------------------------------- all weights
 
 
-def test_all_weights_are_trained_on_a_copy_as_the_plain_model_would_be() -> None:
+def test_all_weights_are_trained_on_a_copy_as_the_plain_model_would_be(engine: Engine) -> None:
     """Vision tower included; the base model and adapters over it stay as they were."""
-    engine = engine_with()
     base = {name: p.clone() for name, p in engine.model.named_parameters()}
     engine.create("full", None)
     data = some_data(engine)

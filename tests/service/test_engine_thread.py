@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import pytest
 from service.clients import (
-    create,
+    Client,
     datum,
     forward_backward,
     is_failure,
@@ -41,17 +41,6 @@ def order(engine: FakeEngine, *kinds: str) -> list[str]:
 # ---------------------------------------------------------------------- groups
 
 
-def test_what_waits_up_to_the_next_barrier_goes_through_the_model_together(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, engine):
-        model = client.model()
-        names = [client.post(forward_backward(model, seq)) for seq in (5, 3, 2)]
-        names += [client.post(optim_step(model, 4)), client.post(forward_backward(model, 1))]
-        for name in names:
-            client.outcome(name)
-        groups = [numbers for what, _, numbers in engine.log if what == "group"]
-        assert groups == [(1, 2, 3), (5,)]
-
-
 def test_a_group_holds_no_more_bytes_and_requests_than_its_limits(tmp_path: Path) -> None:
     for settings, size in ((ServiceLimits(group_requests=2), 2), (ServiceLimits(group_bytes=1), 1)):
         with served(tmp_path / str(size), limits=settings) as (client, engine):
@@ -69,8 +58,7 @@ def test_only_so_much_is_encoded_ahead_and_all_of_it_runs(tmp_path: Path) -> Non
     settings = ServiceLimits(encoded_bytes=1)  # of one model, and of one sample, at a time
     with served(tmp_path, FakeEngine(gate), limits=settings) as (client, _):
         models = [client.model() for _ in range(4)]
-        session = models[0].split(":")[0]
-        sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
+        sampler = client.sampler()
         names = [client.post(forward_backward(model, seq)) for seq in (2, 1) for model in models]
         names += [client.post(sample(sampler, seq)) for seq in range(4)]
         until(lambda: any(lane.work for lane in client.queue._ledger.lanes.values()))
@@ -101,23 +89,6 @@ def test_a_large_request_is_not_kept_waiting_by_small_ones_that_fit_beside_other
             client.outcome(name)
         rows = order(engine, "row")
         assert rows.index(large) < [place for place, owner in enumerate(rows) if owner == running][1]
-
-
-def test_two_clients_at_once_get_bit_for_bit_what_each_gets_alone(tmp_path: Path) -> None:
-    def train(client, model: str) -> list[str]:
-        outcomes = []
-        for seq in range(1, 9, 2):
-            outcomes.append(client.call(forward_backward(model, seq, *SOME)))
-            outcomes.append(client.call(optim_step(model, seq + 1)))
-        return [repr(outcome) for outcome in outcomes]
-
-    with served(tmp_path / "alone") as (client, engine):
-        alone = [train(client, client.model(seed=seed)) for seed in (1, 2)]
-        alone_weights = [model.weights for model in engine.all.values()]
-    with served(tmp_path / "both") as (client, engine), ThreadPoolExecutor(2) as pool:
-        models = [client.model(seed=seed) for seed in (1, 2)]
-        assert [*pool.map(lambda model: train(client, model), models)] == alone
-        assert np.array_equal([model.weights for model in engine.all.values()], alone_weights)
 
 
 # ---------------------------------------------------------------------- turns
@@ -155,33 +126,11 @@ def test_a_model_with_much_to_do_does_not_keep_others_waiting(tmp_path: Path) ->
         assert isinstance(client.reply(long, 0.0), Pending)
 
 
-def test_sixteen_clients_at_once_wait_alike(tmp_path: Path) -> None:
-    """The longest wait is at most three times the mean, in rows of the engine."""
-    gate = threading.Semaphore(0)
-    with served(tmp_path, FakeEngine(gate)) as (client, engine), ThreadPoolExecutor(16) as pool:
-        models = [client.model() for _ in range(16)]
-
-        def train(model: str) -> list[int]:
-            waits = []
-            for seq in range(1, 11, 2):
-                begin = len(engine.log)
-                client.call(forward_backward(model, seq, *SOME))
-                client.call(optim_step(model, seq + 1))
-                waits.append(len(engine.log) - begin)
-            return waits
-
-        gate.release(100_000)
-        waits = [wait for waits in pool.map(train, models) for wait in waits]
-        assert len(waits) == 80
-        assert max(waits) <= 3 * np.mean(waits)
-
-
 def test_samples_run_between_rows(tmp_path: Path) -> None:
     gate = threading.Semaphore(0)
     with served(tmp_path, FakeEngine(gate)) as (client, engine):
         model = client.model()
-        session = model.split(":")[0]
-        sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
+        sampler = client.sampler()
         training = client.post(forward_backward(model, 1, *(datum(1) for _ in range(30))))
         samples = [client.post(sample(sampler, seq)) for seq in range(10)]
         until(lambda: all(entry.encoded is not None for entry in client.queue._ledger.new_samples))
@@ -221,34 +170,30 @@ def test_a_request_that_breaks_the_engine_fails_alone_and_leaves_no_gradient(tmp
     assert np.array_equal(model.weights, expected.weights)
 
 
-def test_a_step_that_fails_halfway_is_taken_back(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, engine):
-        model = client.model()
-        client.call(forward_backward(model, 1))
-        client.call(optim_step(model, 2))
-        client.call(forward_backward(model, 3))
-        before = (engine.all[model].weights, engine.all[model].moment, engine.all[model].gradient)
-        engine.step_error = MemoryError("none left")
-        assert is_failure(client.call(optim_step(model, 4)), "server", "MemoryError")
-        after = (engine.all[model].weights, engine.all[model].moment, engine.all[model].gradient)
-        assert all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))
-        assert client.call(optim_step(model, 5)).metrics["grad_norm:mean"] > 0
+def test_a_step_that_fails_halfway_is_taken_back(client: Client, engine: FakeEngine, model: str) -> None:
+    client.call(forward_backward(model, 1))
+    client.call(optim_step(model, 2))
+    client.call(forward_backward(model, 3))
+    before = (engine.all[model].weights, engine.all[model].moment, engine.all[model].gradient)
+    engine.step_error = MemoryError("none left")
+    assert is_failure(client.call(optim_step(model, 4)), "server", "MemoryError")
+    after = (engine.all[model].weights, engine.all[model].moment, engine.all[model].gradient)
+    assert all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))
+    assert client.call(optim_step(model, 5)).metrics["grad_norm:mean"] > 0
 
 
-def test_a_load_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, engine):
-        model = client.model()
-        client.call(save(model, 1, "a"))
-        client.call(forward_backward(model, 2))
-        client.call(optim_step(model, 3))
-        before = engine.all[model].weights
-        engine.save_error = OSError(28, "No space left on device")  # the snapshot that a load takes
-        path = f"tinker://{model}/weights/a"
-        assert is_failure(client.call(load(model, 4, path)), "server", "No space left")
-        assert np.array_equal(engine.all[model].weights, before)
-        engine.save_error = None
-        assert client.call(load(model, 5, path)).path == path
-        assert not np.array_equal(engine.all[model].weights, before)
+def test_a_load_that_fails_leaves_the_model_as_it_was(client: Client, engine: FakeEngine, model: str) -> None:
+    client.call(save(model, 1, "a"))
+    client.call(forward_backward(model, 2))
+    client.call(optim_step(model, 3))
+    before = engine.all[model].weights
+    engine.save_error = OSError(28, "No space left on device")  # the snapshot that a load takes
+    path = f"tinker://{model}/weights/a"
+    assert is_failure(client.call(load(model, 4, path)), "server", "No space left")
+    assert np.array_equal(engine.all[model].weights, before)
+    engine.save_error = None
+    assert client.call(load(model, 5, path)).path == path
+    assert not np.array_equal(engine.all[model].weights, before)
 
 
 def test_on_a_full_disk_a_save_fails_and_leaves_nothing(tmp_path: Path) -> None:
@@ -264,26 +209,18 @@ def test_on_a_full_disk_a_save_fails_and_leaves_nothing(tmp_path: Path) -> None:
         assert [info.name for info in client.queue.checkpoints(model)] == ["a"]
 
 
-def test_a_broken_sampling_engine_fails_what_it_had_and_goes_on(tmp_path: Path) -> None:
+def test_a_broken_sampling_engine_or_a_bad_prompt_fails_what_it_had_and_goes_on(tmp_path: Path) -> None:
     gate = threading.Semaphore(0)
     with served(tmp_path, FakeEngine(gate)) as (client, engine):
-        session = client.queue.create_session()
-        sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
+        sampler = client.sampler()
         engine.sampler.fails_next = True
         name = client.post(sample(sampler, 0))
         gate.release(100)
         assert is_failure(client.outcome(name), "server", "the sampler broke")
         assert client.call(sample(sampler, 1)).sequences
-
-
-def test_a_prompt_that_cannot_be_encoded_fails_alone(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, _):
-        session = client.queue.create_session()
-        sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
-        request = sample(sampler, 0)
-        object.__setattr__(request, "prompt", ())
-        assert is_failure(client.call(request), "user", "the prompt is empty")
-        assert client.call(sample(sampler, 1)).sequences
+        empty = replace(sample(sampler, 2), prompt=())
+        assert is_failure(client.call(empty), "user", "the prompt is empty")
+        assert client.call(sample(sampler, 3)).sequences
 
 
 # ---------------------------------------------------------------------- snapshots to sample from
@@ -300,19 +237,6 @@ def test_sampling_sessions_of_one_snapshot_share_it_and_the_oldest_idle_ones_are
         assert len(engine.sampler.opened) == 2
 
 
-def test_training_on_does_not_change_a_snapshot(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, _):
-        model = client.model()
-        session = model.split(":")[0]
-        client.call(save_for_sampler(model, 1, number=0))
-        before = client.call(sample(f"{session}:sample:0", 0)).sequences[0].logprobs
-        client.call(forward_backward(model, 2))
-        client.call(optim_step(model, 3))
-        assert np.array_equal(client.call(sample(f"{session}:sample:0", 1)).sequences[0].logprobs, before)
-        client.call(save_for_sampler(model, 4, number=1))
-        assert not np.array_equal(client.call(sample(f"{session}:sample:1", 0)).sequences[0].logprobs, before)
-
-
 def test_of_unnamed_saves_the_oldest_go(tmp_path: Path) -> None:
     with served(tmp_path, limits=ServiceLimits(unnamed_saves=2, snapshot_share=0.0)) as (client, _):
         model = client.model()
@@ -323,15 +247,6 @@ def test_of_unnamed_saves_the_oldest_go(tmp_path: Path) -> None:
         with pytest.raises(Exception, match="save under a name"):
             client.post(sample(f"{session}:sample:0", 0))
         until(lambda: len([*(tmp_path / "weights").iterdir()]) == 2)
-
-
-def test_a_model_is_freed_with_its_session_and_its_number_is_free_for_others(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, engine):
-        model = client.model()
-        client.call(forward_backward(model, 1))
-        client.queue.finish(model.split(":")[0])
-        until(lambda: engine.models() == ())
-        assert client.call(create(client.queue.create_session())).model_id in engine.models()
 
 
 # ---------------------------------------------------------------------- faults of ours

@@ -51,22 +51,8 @@ LIMITS = ServiceLimits(
 )
 
 NUMBERS = [None, 0, -1, 1, 2, 3, 2**31 - 1, 2**31, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308, 5e-324, True, False]
-OTHERS = [
-    "",
-    "a" * 3000,
-    "\x00",
-    "..",
-    "../../etc",
-    "tinker://",
-    "é\u202e",
-    "\ud800",
-    [],
-    {},
-    [[]],
-    [None],
-    {"a": {}},
-    "1",
-]
+OTHERS: list[Any] = ["", "a" * 3000, "\x00", "..", "../../etc", "tinker://", "é\u202e", "\ud800", "1"]
+OTHERS += [[], {}, [[]], [None], {"a": {}}]
 
 
 def png(side: int) -> bytes:
@@ -88,13 +74,8 @@ class Subject:
     def __init__(self, client: Client, service: Service) -> None:
         self.client, self.service = client, service
         self.session = client.session()
-        body = {
-            "session_id": self.session,
-            "model_seq_id": 0,
-            "base_model": NAME,
-            "lora_config": {"rank": 2, "seed": 3},
-        }
-        created = client.post("create_model", **body).json()
+        lora, body = {"rank": 2, "seed": 3}, {"session_id": self.session, "model_seq_id": 0, "base_model": NAME}
+        created = client.post("create_model", lora_config=lora, **body).json()
         self.model = f"{self.session}:train:0"
         assert client.retrieve(created["request_id"]).json() == {"model_id": self.model, "type": "create_model"}
         sampler = {"session_id": self.session, "sampling_session_seq_id": 0, "base_model": NAME}
@@ -136,14 +117,8 @@ def bodies(subject: Subject, draw: Random) -> tuple[str, dict[str, Any]]:
     """A path and a good body in JSON."""
     number = {"model_id": subject.model, "seq_id": subject.next}
     path = f"tinker://{subject.model}/weights/a"
-    adam = {
-        "learning_rate": 1e-3,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "eps": 1e-12,
-        "weight_decay": 0.0,
-        "grad_clip_norm": 0.0,
-    }
+    adam = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0}
+    adam["grad_clip_norm"] = 0.0
     image = {"data": base64.b64encode(draw.choice(IMAGES)).decode(), "format": "png", "type": "image"}
     chunks = [{"tokens": [1, 2, 3], "type": "encoded_text"}, image, {"tokens": [4], "type": "encoded_text"}]
     params = {"max_tokens": 2, "seed": 1, "temperature": 1.0, "top_k": 3, "top_p": 0.9, "stop": [7]}
@@ -356,5 +331,5 @@ def test_damaged_requests_leave_no_trace(service: Service, count: int, seed: int
     ends = attack(service, count, seed)
     assert sum(ends.values()) == count
     assert {"accepted", "failed", "refused 400"} <= ends.keys()
-    if count == 5000:
+    if count > 1000:
         assert {"held", "refused 404", "refused 413", "refused 415"} <= ends.keys()

@@ -43,7 +43,7 @@ def client_in_disorder(client: Client, seed: int) -> tuple[str, list[Any]]:
     client.call(create(session, seed=seed))
     model = f"{session}:train:0"
     requests = operations(model, draw)
-    sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
+    sampler = client.sampler(session)
     waiting = [*requests]
     while waiting:
         window = waiting[: draw.randint(1, 6)]

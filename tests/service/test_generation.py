@@ -25,12 +25,18 @@ from vlmpack.errors import FamilyError
 from vlmpack.families import family_named
 from vlmpack.service import caches
 from vlmpack.service.choice import Choice
+from vlmpack.service.engine import Engine
 from vlmpack.service.generation import Ending, Growing, Reader, begin, groups_by_length
 from vlmpack.service.messages import SampleResult
 
 DENSE = [name for name in FAMILY_NAMES if not family_named(name).has("experts")]
 """Families without experts."""
 FAMILIES = served("qwen3_vl", "qwen3_5", "qwen4_exp")
+
+
+@pytest.fixture(name="engine")
+def _engine() -> Engine:
+    return tiny_engine()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -114,8 +120,7 @@ def growing(prompt, tokens: list[int]) -> Growing:
     return sequence
 
 
-def test_a_block_at_the_end_of_the_context_is_shorter() -> None:
-    engine = tiny_engine()
+def test_a_block_at_the_end_of_the_context_is_shorter(engine: Engine) -> None:
     reader = Reader(model_of(engine), rounding=0, block=8)
     longest = model_of(engine).config.text_config.max_position_embeddings
     prompt = prompt_of(engine, np.random.default_rng(0), length=longest - 3)
@@ -138,8 +143,7 @@ def test_a_check_keeps_what_is_right_and_forgets_what_comes_after_the_first_othe
 
 
 @pytest.mark.parametrize("behind", [0, 1, 3])
-def test_a_sequence_leaves_the_cache_that_holds_what_a_check_took_back(behind: int) -> None:
-    engine = tiny_engine()
+def test_a_sequence_leaves_the_cache_that_holds_what_a_check_took_back(behind: int, engine: Engine) -> None:
     reader = Reader(model_of(engine), rounding=float("inf"), block=4)
     prompts = prompts_of(engine, count=2)
     sequences = [
@@ -170,8 +174,7 @@ def test_an_end_that_a_check_takes_back_is_none() -> None:
     assert not sequence.is_done
 
 
-def test_a_prompt_of_one_token() -> None:
-    engine = tiny_engine()
+def test_a_prompt_of_one_token(engine: Engine) -> None:
     prompt = prompt_of(engine, np.random.default_rng(0), length=1)
     result = run_one(sampler_of(engine), prompt, sample(prompt_logprobs=True, temperature=0.0))
     assert result.prompt_logprobs is not None
@@ -182,9 +185,8 @@ def test_a_prompt_of_one_token() -> None:
     ]
 
 
-def test_placeholders_are_never_sampled() -> None:
+def test_placeholders_are_never_sampled(engine: Engine) -> None:
     """The head is turned so that they are the likeliest tokens by far."""
-    engine = tiny_engine()
     model = model_of(engine)
     ids = [model.config.image_token_id, model.config.video_token_id]
     prompts = prompts_of(engine, count=4)
@@ -197,8 +199,7 @@ def test_placeholders_are_never_sampled() -> None:
             assert not set(tokens) & {*ids}
 
 
-def test_prompts_of_like_length_are_prefilled_together() -> None:
-    engine = tiny_engine()
+def test_prompts_of_like_length_are_prefilled_together(engine: Engine) -> None:
     rng = np.random.default_rng(0)
     prompts = [prompt_of(engine, rng, length=n) for n in (40, 9, 10, 38, 10, 2)]
     assert groups_by_length(prompts) == [[0, 3], [2, 4, 1], [5]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,16 @@ import pytest
 import zstandard
 from service.asgi import KEY, Client
 from service.fake_queue import BASE
-from service.test_protobuf import REQUEST
 from service.test_wire import ADAM, SAMPLE
 
 from vlmpack.service import protobuf
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.messages import CreateFromCheckpoint, ForwardBackward, LoadWeights, Sample
+from vlmpack.service.messages import CreateFromCheckpoint, LoadWeights, Sample
+
+
+@pytest.fixture
+def client() -> Client:
+    return Client()
 
 
 def training(model_id: str, seq_id: int = 1, *, datums: int = 1, **fields: Any) -> bytes:
@@ -46,8 +51,7 @@ def error_of(client: Client, request_id: str) -> str:
 @pytest.mark.parametrize(
     "headers", [{}, {"x-api-key": "tml-other"}, {"authorization": "Bearer tml-x"}, {"x-api-key": "é"}]
 )
-def test_without_the_key_nothing_is_served(headers: dict[str, str]) -> None:
-    client = Client()
+def test_without_the_key_nothing_is_served(client: Client, headers: dict[str, str]) -> None:
     for method, path in [("POST", "/api/v1/create_session"), ("GET", "/api/v1/sessions"), ("GET", "/anything")]:
         answer = client.send(method, path, b"{}", headers=headers, key=None)
         assert answer.status == 401
@@ -66,8 +70,7 @@ def test_health_needs_no_key(path: str) -> None:
     assert (answer.status, answer.json()) == (200, {"status": "ok"})
 
 
-def test_the_log_has_one_line_a_request_and_no_key(caplog: pytest.LogCaptureFixture) -> None:
-    client = Client()
+def test_the_log_has_one_line_a_request_and_no_key(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="vlmpack.service"):
         client.get("sessions", access=KEY)
         client.send("GET", "/api/v1/a\nb", key="tml-wrong")
@@ -105,8 +108,7 @@ def test_capabilities() -> None:
     assert model == {"model_name": BASE, "max_context_length": 4096, "trainable": True, "sampleable": True}
 
 
-def test_a_session_from_beginning_to_end() -> None:
-    client = Client()
+def test_a_session_from_beginning_to_end(client: Client) -> None:
     session_id = client.session()
     assert client.post("session_heartbeat", session_id=session_id).json() == {"type": "session_heartbeat"}
     assert client.post("telemetry", events=[]).json() == {"status": "accepted"}
@@ -118,8 +120,7 @@ def test_a_session_from_beginning_to_end() -> None:
     assert client.post("session_heartbeat", session_id="other").status == 404
 
 
-def test_a_models_settings() -> None:
-    client = Client()
+def test_a_models_settings(client: Client) -> None:
     info = client.post("get_info", model_id=client.model()).json()
     assert info == {
         "type": "get_info",
@@ -135,8 +136,7 @@ def test_a_models_settings() -> None:
 # ---------------------------------------------------------------------- requests and results
 
 
-def test_a_training_request_and_its_result() -> None:
-    client = Client()
+def test_a_training_request_and_its_result(client: Client) -> None:
     model_id = client.model()
     posted = client.protobuf(training(model_id, 1, datums=2))
     assert posted.json() == {"request_id": f"{model_id}:1", "model_id": model_id}
@@ -147,15 +147,7 @@ def test_a_training_request_and_its_result() -> None:
     assert int(reply.headers["content-length"]) == len(reply.body)
 
 
-def test_a_compressed_training_request() -> None:
-    client = Client()
-    body = zstandard.ZstdCompressor().compress(training(client.model(), 1))
-    assert client.protobuf(body, **{"content-encoding": "zstd"}).status == 200
-    assert isinstance(client.queue.submitted[-1], ForwardBackward)
-
-
-def test_a_sampling_request_names_every_sequence() -> None:
-    client = Client()
+def test_a_sampling_request_names_every_sequence(client: Client) -> None:
     session_id = client.session()
     created = client.post("create_sampling_session", session_id=session_id, sampling_session_seq_id=3, base_model=BASE)
     sampler = created.json()["sampling_session_id"]
@@ -165,8 +157,7 @@ def test_a_sampling_request_names_every_sequence() -> None:
     assert isinstance(client.queue.submitted[-1], Sample)
 
 
-def test_loading_into_a_model_and_into_a_new_one() -> None:
-    client = Client()
+def test_loading_into_a_model_and_into_a_new_one(client: Client) -> None:
     model_id = client.model()
     path = f"tinker://{model_id}/weights/a"
     client.post("load_weights", model_id=model_id, seq_id=1, path=path, optimizer=False)
@@ -177,8 +168,7 @@ def test_loading_into_a_model_and_into_a_new_one() -> None:
     assert both.status == 400
 
 
-def test_a_result_that_is_not_there_yet() -> None:
-    client = Client()
+def test_a_result_that_is_not_there_yet(client: Client) -> None:
     client.queue.pending.add("a")
     reply = client.retrieve("a")
     assert reply.status == 408
@@ -190,8 +180,7 @@ def test_a_result_that_is_not_there_yet() -> None:
     }
 
 
-def test_a_result_that_is_lost() -> None:
-    client = Client()
+def test_a_result_that_is_lost(client: Client) -> None:
     assert client.retrieve("s0:sample:1:5").status == 410  # the client samples again
     reply = client.retrieve("s0:train:1:5")
     assert reply.status == 200
@@ -202,65 +191,46 @@ def test_a_result_that_is_lost() -> None:
 # ---------------------------------------------------------------------- refusals use the number up
 
 
-def test_a_refused_datum_fails_in_the_future() -> None:
-    client = Client()
-    model_id = client.model()
-    message = protobuf.message("ForwardBackwardRequest").FromString(training(model_id, 1, datums=3))
-    message.data[2].model_input[0].dmel.dmel = b"sound"
-    posted = client.protobuf(message.SerializeToString())
-    assert posted.status == 200
-    assert (
-        error_of(client, posted.json()["request_id"])
-        == "datum 2: a dmel chunk: this service takes text and images, no audio"
-    )
-    assert client.queue.refused[-1][:2] == (model_id, 1)
+def with_images(message: Any, *sizes: int) -> None:
+    for datum, size in zip(message.data, sizes, strict=True):
+        datum.model_input.add().image.data = b"1" * size
 
 
 @pytest.mark.parametrize(
-    ("limits", "datums", "message"),
+    ("limits", "change", "message"),
     [
-        (ServiceLimits(datums=2), 3, "3 datums in a request: send at most 2"),
-        (ServiceLimits(), 0, "a request without datums"),
-        (ServiceLimits(fields=20), 3, "more than 20 fields"),
+        ({"datums": 2}, lambda sent: None, "3 datums in a request: send at most 2"),
+        ({"fields": 20}, lambda sent: None, "more than 20 fields"),
+        ({}, lambda sent: sent.ClearField("data"), "a request without datums"),
+        ({}, lambda sent: sent.data.add(), "datum 3: no tokens"),
+        ({}, lambda sent: setattr(sent.data[2].model_input[0].dmel, "dmel", b"sound"),
+         "datum 2: a dmel chunk: this service takes text and images, no audio"),
+        ({"images": 2}, lambda sent: with_images(sent, 5, 5, 5), "3 images in a request"),
+        ({"image_bytes": 5}, lambda sent: with_images(sent, 5, 6, 5),
+         "datum 1: an image of 6 bytes; at most 5, so make it smaller"),
     ],
-)
-def test_limits_of_a_training_request(limits: ServiceLimits, datums: int, message: str) -> None:
-    client = Client(limits=limits)
-    posted = client.protobuf(training(client.model(), 1, datums=datums))
-    assert message in error_of(client, posted.json()["request_id"])
-
-
-def test_limits_of_images() -> None:
-    client = Client(limits=ServiceLimits(images=1, image_bytes=5))
+)  # fmt: skip
+def test_a_bad_training_request_fails_in_its_future_and_uses_its_number_up(
+    limits: dict[str, int], change: Callable[[Any], Any], message: str
+) -> None:
+    client = Client(limits=ServiceLimits(**limits))
     model_id = client.model()
-    message = protobuf.message("ForwardBackwardRequest").FromString(training(model_id, 1, datums=2))
-    for datum in message.data:
-        datum.model_input.add().image.data = b"12345"
-    assert "2 images in a request" in error_of(
-        client, client.protobuf(message.SerializeToString()).json()["request_id"]
-    )
-    message.seq_id = 2
-    message.data[1].model_input[1].image.data = b"123456"
-    text = error_of(client, client.protobuf(message.SerializeToString()).json()["request_id"])
-    assert text == "datum 1: an image of 6 bytes; at most 5, so make it smaller"
+    sent = protobuf.message("ForwardBackwardRequest").FromString(training(model_id, 1, datums=3))
+    change(sent)
+    posted = client.protobuf(sent.SerializeToString())
+    assert posted.status == 200
+    assert message in error_of(client, posted.json()["request_id"])
+    assert client.queue.refused[-1][:2] == (model_id, 1)
 
 
-def test_a_datum_without_tokens() -> None:
-    client = Client()
-    message = protobuf.message("ForwardBackwardRequest")(model_id=client.model(), seq_id=1, data=[{}])
-    assert "datum 0: no tokens" in error_of(client, client.protobuf(message.SerializeToString()).json()["request_id"])
-
-
-def test_a_refused_operation_fails_in_the_future() -> None:
-    client = Client()
+def test_a_refused_operation_fails_in_the_future(client: Client) -> None:
     model_id = client.model()
     adam = {**ADAM, "learning_rate": None}
     posted = client.post("optim_step", model_id=model_id, seq_id=1, adam_params=adam)
     assert "learning_rate" in error_of(client, posted.json()["request_id"])
 
 
-def test_another_base_model_fails_in_the_future() -> None:
-    client = Client()
+def test_another_base_model_fails_in_the_future(client: Client) -> None:
     session_id = client.session()
     posted = client.post(
         "create_model", session_id=session_id, model_seq_id=0, base_model="gpt", lora_config={"rank": 4}
@@ -270,15 +240,13 @@ def test_another_base_model_fails_in_the_future() -> None:
     assert answer.status == 400
 
 
-def test_a_refused_sampling_request_names_its_sequences_too() -> None:
-    client = Client()
+def test_a_refused_sampling_request_names_its_sequences_too(client: Client) -> None:
     posted = client.post("asample", **{**SAMPLE, "topk_sample_logprobs": 4}).json()
     assert len(posted["sample_sequence_ids"]) == 2
     assert "topk_sample_logprobs" in error_of(client, posted["request_id"])
 
 
-def test_a_body_without_a_name_is_refused_at_once() -> None:
-    client = Client()
+def test_a_body_without_a_name_is_refused_at_once(client: Client) -> None:
     client.model()
     before = list(client.queue.replies)
     assert client.protobuf(b"\xff\xff").status == 400
@@ -289,8 +257,7 @@ def test_a_body_without_a_name_is_refused_at_once() -> None:
     assert list(client.queue.replies) == before
 
 
-def test_what_the_queue_rejects_is_answered_with_its_status() -> None:
-    client = Client()
+def test_what_the_queue_rejects_is_answered_with_its_status(client: Client) -> None:
     answer = client.protobuf(training("nobody", 1))
     assert answer.status == 404
     assert "nobody" in answer.json()["detail"]
@@ -299,25 +266,16 @@ def test_what_the_queue_rejects_is_answered_with_its_status() -> None:
 # ---------------------------------------------------------------------- bodies
 
 
-def test_a_body_that_is_too_large_uses_its_number_up() -> None:
-    client = Client(limits=ServiceLimits(body_bytes=200))
+@pytest.mark.parametrize("is_packed", [False, True], ids=["body", "bomb"])
+def test_a_body_that_is_too_large_uses_its_number_up(*, is_packed: bool) -> None:
+    client = Client(limits=ServiceLimits(body_bytes=20_000, decoded_bytes=40_000))
     model_id = client.model()
-    answer = client.send(
-        "POST",
-        "/api/v1/forward_backward",
-        [training(model_id, 1, datums=3), b"x" * 1000],
-        headers={"content-type": "application/x-protobuf"},
-    )
-    assert "more than 200 bytes" in error_of(client, answer.json()["request_id"])
-    assert client.queue.refused[-1][:2] == (model_id, 1)
-
-
-def test_a_bomb_uses_its_number_up() -> None:
-    client = Client(limits=ServiceLimits(decoded_bytes=10_000))
-    model_id = client.model()
-    bomb = zstandard.ZstdCompressor().compress(training(model_id, 1) + b"\x7a\xff\xff\xff\x07" + bytes(10**7))
-    answer = client.protobuf(bomb, **{"content-encoding": "zstd"})
-    assert "after decompression" in error_of(client, answer.json()["request_id"])
+    body, encoding = training(model_id, 1) + b"\x7a\xff\xff\xff\x07" + bytes(10**7), {}
+    if is_packed:
+        body, encoding = zstandard.ZstdCompressor().compress(body), {"content-encoding": "zstd"}
+    answer = client.protobuf(body, **encoding)
+    said = "after decompression" if is_packed else "more than 20,000 bytes"
+    assert said in error_of(client, answer.json()["request_id"])
     assert client.queue.refused[-1][:2] == (model_id, 1)
 
 
@@ -335,8 +293,7 @@ def test_an_operation_whose_json_is_too_large_uses_its_number_up() -> None:
         assert client.queue.refused[-1][:2] == (model_id, seq_id)
 
 
-def test_training_in_json_is_refused_in_words() -> None:
-    client = Client()
+def test_training_in_json_is_refused_in_words(client: Client) -> None:
     answer = client.post("forward_backward", model_id="m")
     assert answer.status == 415
     assert "tinker 0.25 or newer" in answer.json()["detail"]
@@ -344,15 +301,13 @@ def test_training_in_json_is_refused_in_words() -> None:
     assert "tinker 0.25 or newer" in error_of(client, posted.json()["request_id"])
 
 
-def test_a_training_request_holds_the_gaps_of_its_model_while_it_is_received() -> None:
-    client = Client()
+def test_a_training_request_holds_the_gaps_of_its_model_while_it_is_received(client: Client) -> None:
     model_id = client.model()
     client.protobuf(training(model_id, 1))
     assert client.queue.received == [model_id]
 
 
-def test_a_client_that_leaves_within_a_body_changes_nothing() -> None:
-    client = Client()
+def test_a_client_that_leaves_within_a_body_changes_nothing(client: Client) -> None:
     model_id = client.model()
     body = training(model_id, 1)
     client.send(
@@ -362,8 +317,7 @@ def test_a_client_that_leaves_within_a_body_changes_nothing() -> None:
     assert client.bodies.held == 0
 
 
-def test_a_service_that_stops_takes_no_requests_but_gives_results() -> None:
-    client = Client()
+def test_a_service_that_stops_takes_no_requests_but_gives_results(client: Client) -> None:
     model_id = client.model()
     client.protobuf(training(model_id, 1))
     client.draining = True
@@ -376,8 +330,7 @@ def test_a_service_that_stops_takes_no_requests_but_gives_results() -> None:
 # ---------------------------------------------------------------------- lists
 
 
-def test_training_runs() -> None:
-    client = Client()
+def test_training_runs(client: Client) -> None:
     model_id = client.model()
     answer = client.get("training_runs", limit=5, offset=0).json()
     assert answer["cursor"] == {"offset": 0, "limit": 5, "total_count": 1}
@@ -388,8 +341,7 @@ def test_training_runs() -> None:
     assert client.get("training_runs/other").status == 404
 
 
-def test_checkpoints() -> None:
-    client = Client()
+def test_checkpoints(client: Client) -> None:
     first, second = client.get("checkpoints").json()["checkpoints"]
     assert (first["checkpoint_id"], first["checkpoint_type"]) == ("weights/one", "training")
     assert (second["checkpoint_id"], second["checkpoint_type"]) == ("sampler_weights/two", "sampler")
@@ -401,8 +353,7 @@ def test_checkpoints() -> None:
     assert client.send("DELETE", path).status == 404
 
 
-def test_what_a_model_is_created_with_from_a_checkpoint() -> None:
-    client = Client()
+def test_what_a_model_is_created_with_from_a_checkpoint(client: Client) -> None:
     info = client.post("weights_info", tinker_path="tinker://s0:train:0/weights/one").json()
     assert info == {
         "base_model": BASE,
@@ -416,8 +367,7 @@ def test_what_a_model_is_created_with_from_a_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("number", ["-1", "x", "9999999999", "١", "1e3", ""])
-def test_pages_have_numbers(number: str) -> None:
-    client = Client()
+def test_pages_have_numbers(client: Client, number: str) -> None:
     answer = client.send(
         "GET", "/api/v1/checkpoints", parameters={"limit": number.encode().hex() if not number.isascii() else number}
     )
@@ -437,8 +387,7 @@ def test_an_endpoint_that_is_not_there_is_404_and_never_501(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["save_weights_external", "forward", "an_operation_of_a_newer_client"])
-def test_an_operation_that_is_not_served_fails_in_its_future_and_uses_its_number_up(path: str) -> None:
-    client = Client()
+def test_an_operation_that_is_not_served_fails_in_its_future_and_uses_its_number_up(client: Client, path: str) -> None:
     model_id = client.model()
     for _ in range(2):  # the client sends it again if it has lost the answer
         posted = client.post(path, model_id=model_id, seq_id=1, path="x")
@@ -468,8 +417,7 @@ def test_another_method_is_405() -> None:
     assert Client().get("optim_step").status == 405
 
 
-def test_an_error_of_ours_is_500_without_a_word_of_it(caplog: pytest.LogCaptureFixture) -> None:
-    client = Client()
+def test_an_error_of_ours_is_500_without_a_word_of_it(client: Client, caplog: pytest.LogCaptureFixture) -> None:
 
     def broken() -> list[str]:
         raise ZeroDivisionError("secret")
@@ -480,9 +428,3 @@ def test_an_error_of_ours_is_500_without_a_word_of_it(caplog: pytest.LogCaptureF
     assert b"secret" not in answer.body
     assert json.loads(answer.body)["detail"]
     assert "secret" in caplog.text  # in the log
-
-
-def test_a_captured_request_is_served() -> None:
-    client = Client()
-    client.queue.adapters["s77cc1b450bab:train:0"] = None
-    assert client.protobuf(REQUEST).json()["request_id"] == "s77cc1b450bab:train:0:3"

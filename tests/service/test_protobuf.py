@@ -132,27 +132,18 @@ def test_the_client_reads_results() -> None:
 # ---------------------------------------------------------------------- tensors and settings
 
 
-def test_bfloat16_becomes_float32() -> None:
+def test_bfloat16_becomes_float32_and_a_tensor_without_a_shape_has_one_dimension() -> None:
     body = with_tensor(dense=np.array([0x3F80, 0xC000], "<u2").tobytes(), dtype=protobuf.BFLOAT16, shape=[2])
     assert protobuf.decode_forward_backward(body).data[0].inputs["weights"].tolist() == [1.0, -2.0]
-
-
-def test_a_tensor_without_a_shape_has_one_dimension() -> None:
     body = with_tensor(dense=np.ones(2, "<f4").tobytes(), dtype=protobuf.FLOAT32)
     assert protobuf.decode_forward_backward(body).data[0].inputs["weights"].shape == (2,)
 
 
-def test_of_an_entry_sent_twice_the_last_counts() -> None:
+def test_of_an_entry_sent_twice_the_last_counts_and_settings_of_version_2_go_first() -> None:
     message = request()
-    message.loss_fn_config.add(key="beta", value=1.0)  # pyright: ignore
-    message.loss_fn_config.add(key="beta", value=2.0)  # pyright: ignore
-    read = protobuf.decode_forward_backward(message.SerializeToString())  # pyright: ignore
-    assert read.loss_config == {"beta": 2.0}
-
-
-def test_settings_of_version_2_go_first() -> None:
-    message = request()
-    message.loss_fn_config.add(key="beta", value=1.0)  # pyright: ignore
+    for value in (1.0, 2.0):
+        message.loss_fn_config.add(key="beta", value=value)  # pyright: ignore
+    assert protobuf.decode_forward_backward(message.SerializeToString()).loss_config == {"beta": 2.0}  # pyright: ignore
     message.loss_fn_config_v2.add(key="beta").value.number = 3.0  # pyright: ignore
     message.loss_fn_config_v2.add(key="kind").value.text = "soft"  # pyright: ignore
     read = protobuf.decode_forward_backward(message.SerializeToString())  # pyright: ignore

@@ -40,7 +40,12 @@ from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import ForwardBackward, Reply
 from vlmpack.service.queue import Pending
 
-QUICK = ServiceLimits(gap_seconds=0.2)
+
+def status(call, *args, **kwargs) -> int:
+    """Status of a refusal."""
+    with pytest.raises(RequestError) as refusal:
+        call(*args, **kwargs)
+    return refusal.value.status if isinstance(refusal.value, Rejected) else 400
 
 
 def steps(engine: FakeEngine) -> list[tuple[str, tuple[int, ...]]]:
@@ -50,47 +55,37 @@ def steps(engine: FakeEngine) -> list[tuple[str, tuple[int, ...]]]:
 # ---------------------------------------------------------------------- order
 
 
-def test_operations_run_in_the_order_of_their_numbers_whatever_order_they_arrive_in(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, engine):
-        model = client.model()
-        names = [client.post(optim_step(model, 3)), client.post(forward_backward(model, 4))]
-        names += [client.post(forward_backward(model, 2)), client.post(forward_backward(model, 1))]
-        for name in names:
-            client.outcome(name)
-        assert steps(engine) == [("group", (1, 2)), ("step", ()), ("group", (4,))]
+def test_operations_run_in_the_order_of_their_numbers_whatever_order_they_arrive_in(
+    client: Client, engine: FakeEngine, model: str
+) -> None:
+    names = [client.post(optim_step(model, 3)), client.post(forward_backward(model, 4))]
+    names += [client.post(forward_backward(model, 2)), client.post(forward_backward(model, 1))]
+    for name in names:
+        client.outcome(name)
+    assert steps(engine) == [("group", (1, 2)), ("step", ()), ("group", (4,))]
 
 
-def test_operations_wait_for_the_creation_of_their_model(tmp_path: Path) -> None:
-    with served(tmp_path, start=False) as (client, _):
-        session = client.queue.create_session()
-        client.post(create(session))
-        name = client.post(forward_backward(f"{session}:train:0", 1))
-        client.queue.start()
-        assert client.outcome(name).metrics["loss:sum"]
-
-
-def test_operations_of_a_model_that_could_not_be_created_fail_by_name(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, engine):
-        session = client.queue.create_session()
-        assert is_failure(client.call(create(session, rank=65)), "rank 65", "user")
-        assert is_failure(client.call(forward_backward(f"{session}:train:0", 1)), "was not created", "rank 65")
-        assert engine.models() == ()
-        assert client.call(create(session, 1)).model_id == f"{session}:train:1"
+def test_operations_of_a_model_that_could_not_be_created_fail_by_name(client: Client, engine: FakeEngine) -> None:
+    session = client.queue.create_session()
+    assert is_failure(client.call(create(session, rank=65)), "rank 65", "user")
+    assert is_failure(client.call(forward_backward(f"{session}:train:0", 1)), "was not created", "rank 65")
+    assert engine.models() == ()
+    assert client.call(create(session, 1)).model_id == f"{session}:train:1"
 
 
 # ---------------------------------------------------------------------- repetition
 
 
-def test_a_repeated_request_has_the_id_and_reply_of_the_first_and_runs_once(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, engine):
-        model = client.model()
-        first = client.post(forward_backward(model, 1))
-        reply = client.reply(first)
-        assert client.post(forward_backward(model, 1)) == first
-        assert client.reply(first) == reply
-        client.call(optim_step(model, 2))
-        client.call(optim_step(model, 2))
-        assert steps(engine) == [("group", (1,)), ("step", ())]
+def test_a_repeated_request_has_the_id_and_reply_of_the_first_and_runs_once(
+    client: Client, engine: FakeEngine, model: str
+) -> None:
+    first = client.post(forward_backward(model, 1))
+    reply = client.reply(first)
+    assert client.post(forward_backward(model, 1)) == first
+    assert client.reply(first) == reply
+    client.call(optim_step(model, 2))
+    client.call(optim_step(model, 2))
+    assert steps(engine) == [("group", (1,)), ("step", ())]
 
 
 def test_a_request_sent_twice_at_once_runs_once(tmp_path: Path) -> None:
@@ -102,51 +97,43 @@ def test_a_request_sent_twice_at_once_runs_once(tmp_path: Path) -> None:
         assert steps(engine) == [("step", ())]
 
 
-def test_other_content_under_a_used_number_is_refused(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, _):
-        model = client.model()
-        client.call(forward_backward(model, 1, datum(1, 2)))
-        for other in (
-            forward_backward(model, 1, datum(1, 3)),
-            forward_backward(model, 1, datum(1, 2), forward_only=True),
-            forward_backward(model, 1, datum(1, 2), datum(1, 2)),
-            optim_step(model, 1),
-            create(model.split(":")[0], 0, seed=7),
-        ):
-            with pytest.raises(Rejected, match="a number is used once") as refusal:
-                client.post(other)
-            assert refusal.value.status == 400
+def test_other_content_under_a_used_number_is_refused(client: Client, model: str) -> None:
+    client.call(forward_backward(model, 1, datum(1, 2)))
+    for other in (
+        forward_backward(model, 1, datum(1, 3)),
+        forward_backward(model, 1, datum(1, 2), forward_only=True),
+        forward_backward(model, 1, datum(1, 2), datum(1, 2)),
+        optim_step(model, 1),
+        create(model.split(":")[0], 0, seed=7),
+    ):
+        with pytest.raises(Rejected, match="a number is used once") as refusal:
+            client.post(other)
+        assert refusal.value.status == 400
 
 
-def test_content_is_compared_and_not_its_bytes(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, _):
-        model = client.model()
-        request = forward_backward(model, 1)
-        assert isinstance(request, ForwardBackward)
-        one = replace(request, loss_config={"a": 1.0, "b": float("nan")})
-        two = replace(request, loss_config={"b": float("nan"), "a": 1.0})
-        assert client.post(one) == client.queue.submit(two, pickle.dumps(two) + b" ").request_id
+def test_content_is_compared_and_not_its_bytes(client: Client, model: str) -> None:
+    request = forward_backward(model, 1)
+    assert isinstance(request, ForwardBackward)
+    one = replace(request, loss_config={"a": 1.0, "b": float("nan")})
+    two = replace(request, loss_config={"b": float("nan"), "a": 1.0})
+    assert client.post(one) == client.queue.submit(two, pickle.dumps(two) + b" ").request_id
 
 
-def test_an_unnamed_save_is_repeated_with_the_next_number_of_a_sampling_session(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, _):
-        model = client.model()
-        first = client.post(save_for_sampler(model, 1, number=0))
-        assert client.post(save_for_sampler(model, 1, number=1)) == first
-        session = model.split(":")[0]
-        assert client.outcome(first).sampling_session_id == f"{session}:sample:0"
-        assert client.queue.session(session).sampler_ids == (f"{session}:sample:0",)
+def test_an_unnamed_save_is_repeated_with_the_next_number_of_a_sampling_session(client: Client, model: str) -> None:
+    first = client.post(save_for_sampler(model, 1, number=0))
+    assert client.post(save_for_sampler(model, 1, number=1)) == first
+    session = model.split(":")[0]
+    assert client.outcome(first).sampling_session_id == f"{session}:sample:0"
+    assert client.queue.session(session).sampler_ids == (f"{session}:sample:0",)
 
 
-def test_every_sequence_of_a_sample_has_an_id(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, _):
-        session = client.queue.create_session()
-        sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
-        request = sample(sampler, 3 * 10**9, count=3)
-        first = client.queue.submit(request, pickle.dumps(request))
-        assert len(set(first.sequence_ids)) == 3
-        assert client.queue.submit(request, pickle.dumps(request)) == first
-        assert len(client.outcome(first.request_id).sequences) == 3
+def test_every_sequence_of_a_sample_has_an_id(client: Client) -> None:
+    sampler = client.sampler()
+    request = sample(sampler, 3 * 10**9, count=3)
+    first = client.queue.submit(request, pickle.dumps(request))
+    assert len(set(first.sequence_ids)) == 3
+    assert client.queue.submit(request, pickle.dumps(request)) == first
+    assert len(client.outcome(first.request_id).sequences) == 3
 
 
 # ---------------------------------------------------------------------- refusals
@@ -163,66 +150,48 @@ def test_a_refused_number_is_used_up_and_its_future_says_why(tmp_path: Path) -> 
         client.call(optim_step(model, 3))
         with pytest.raises(Rejected, match="a number is used once"):
             client.post(forward_backward(model, 2))
-        assert steps(engine) == [("group", (1,)), ("step", ())]
-
-
-def test_a_number_that_was_accepted_cannot_be_refused(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, _):
-        model = client.model()
-        client.call(forward_backward(model, 1))
         with pytest.raises(Rejected, match="a number is used once"):
             client.queue.refuse(model, 1, "damaged")
-
-
-def test_a_refused_request_is_refused_after_a_restart_too(tmp_path: Path) -> None:
+        assert steps(engine) == [("group", (1,)), ("step", ())]
     with served(tmp_path) as (client, _):
-        model = client.model()
-        name = client.queue.refuse(model, 1, "no").request_id
-    with served(tmp_path) as (client, _):
-        assert is_failure(client.outcome(name), "no")
-        assert client.call(optim_step(model, 2)).metrics
+        assert is_failure(client.outcome(name), "datum 3")
+        assert client.call(optim_step(model, 4)).metrics
 
 
-def test_creations_and_samples_are_refused_in_their_futures_too(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, _):
-        session = client.queue.create_session()
-        name = client.queue.refuse(f"{session}:train:0", 0, "no such optimiser", is_creation=True).request_id
-        assert is_failure(client.outcome(name), "no such optimiser")
-        assert is_failure(client.call(optim_step(f"{session}:train:0", 1)), "was not created")
-        sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
-        refused = client.queue.refuse(sampler, 0, "pointers are not fetched", samples=2)
-        assert len(set(refused.sequence_ids)) == 2
-        assert is_failure(client.outcome(refused.request_id), "pointers")
+def test_creations_and_samples_are_refused_in_their_futures_too(client: Client) -> None:
+    session = client.queue.create_session()
+    name = client.queue.refuse(f"{session}:train:0", 0, "no such optimiser", is_creation=True).request_id
+    assert is_failure(client.outcome(name), "no such optimiser")
+    assert is_failure(client.call(optim_step(f"{session}:train:0", 1)), "was not created")
+    sampler = client.sampler(session)
+    refused = client.queue.refuse(sampler, 0, "pointers are not fetched", samples=2)
+    assert len(set(refused.sequence_ids)) == 2
+    assert is_failure(client.outcome(refused.request_id), "pointers")
 
 
-def test_a_datum_that_cannot_be_encoded_fails_its_request_alone(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, engine):
-        model = client.model()
-        after = client.post(forward_backward(model, 3))
-        bad = client.post(forward_backward(model, 2, datum(1), datum(-1)))
-        good = client.post(forward_backward(model, 1))
-        assert is_failure(client.outcome(bad), "datum 1", "negative")
-        assert client.outcome(good).metrics
-        assert client.outcome(after).metrics
-        assert steps(engine) == [("group", (1, 3))]
+def test_a_datum_that_cannot_be_encoded_fails_its_request_alone(client: Client, engine: FakeEngine, model: str) -> None:
+    after = client.post(forward_backward(model, 3))
+    bad = client.post(forward_backward(model, 2, datum(1), datum(-1)))
+    good = client.post(forward_backward(model, 1))
+    assert is_failure(client.outcome(bad), "datum 1", "negative")
+    assert client.outcome(good).metrics
+    assert client.outcome(after).metrics
+    assert steps(engine) == [("group", (1, 3))]
 
 
-def test_unknown_models_and_sessions_are_refused_at_once(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, _):
-        session = client.queue.create_session()
-        for request in (optim_step(f"{session}:train:7", 1), sample(f"{session}:sample:0", 0), create("nobody")):
-            with pytest.raises(Rejected) as refusal:
-                client.post(request)
-            assert refusal.value.status == 404
-        for name in ("", "x", f"{session}:train:0:1", f"{session}:sample:0:1", ":", "a:b", "a:²"):
-            assert client.reply(name) is None
+def test_unknown_models_and_sessions_are_refused_at_once(client: Client) -> None:
+    session = client.queue.create_session()
+    for request in (optim_step(f"{session}:train:7", 1), sample(f"{session}:sample:0", 0), create("nobody")):
+        assert status(client.post, request) == 404
+    for name in ("", "x", f"{session}:train:0:1", f"{session}:sample:0:1", ":", "a:b", "a:²"):
+        assert client.reply(name) is None
 
 
 # ---------------------------------------------------------------------- missing numbers
 
 
 def test_requests_behind_a_number_that_never_arrives_fail_by_name_and_the_model_goes_on(tmp_path: Path) -> None:
-    with served(tmp_path, limits=QUICK) as (client, engine):
+    with served(tmp_path, limits=ServiceLimits(gap_seconds=0.2)) as (client, engine):
         model = client.model()
         early = [client.post(forward_backward(model, 3)), client.post(optim_step(model, 5))]
         for name in early:
@@ -232,16 +201,9 @@ def test_requests_behind_a_number_that_never_arrives_fail_by_name_and_the_model_
         late = client.post(forward_backward(model, 1))
         assert is_failure(client.outcome(late), "given up")
         assert steps(engine) == [("group", (6,))]
-
-
-def test_a_given_up_number_stays_given_up_after_a_restart(tmp_path: Path) -> None:
-    with served(tmp_path, limits=QUICK) as (client, _):
-        model = client.model()
-        client.outcome(client.post(forward_backward(model, 2)))
-    with served(tmp_path) as (client, engine):
-        assert is_failure(client.call(forward_backward(model, 1)), "given up")
-        assert client.call(forward_backward(model, 3)).metrics
-        assert steps(engine) == [("group", (3,))]
+    with served(tmp_path) as (client, _):
+        assert is_failure(client.call(forward_backward(model, 4)), "given up")
+        assert client.call(forward_backward(model, 7)).metrics
 
 
 def test_a_gap_is_given_up_a_fixed_time_after_it_opened_whatever_arrives_meanwhile(tmp_path: Path) -> None:
@@ -281,23 +243,12 @@ def test_a_gap_waits_while_a_request_of_its_model_is_being_received(tmp_path: Pa
         assert names
 
 
-def test_a_number_that_arrives_in_time_is_waited_for(tmp_path: Path) -> None:
-    with served(tmp_path, limits=ServiceLimits(gap_seconds=30.0)) as (client, _):
-        model = client.model()
-        early = client.post(forward_backward(model, 2))
-        client.queue._tidy()
-        assert isinstance(client.reply(early, 0.0), Pending)
-        client.post(forward_backward(model, 1))
-        assert client.outcome(early).metrics
-
-
-def test_a_number_far_ahead_is_refused(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, _):
-        model = client.model()
-        for seq in (2**31 - 1, -1):
-            with pytest.raises(Rejected) as refusal:
-                client.post(forward_backward(model, seq))
-            assert refusal.value.status == 400
+def test_a_number_far_ahead_or_that_no_column_holds_is_refused(client: Client) -> None:
+    model, sampler = client.model(), client.sampler()
+    requests = [forward_backward(model, seq) for seq in (2**31 - 1, -1)]
+    for request in (*requests, sample(sampler, 2**63), sample(sampler, -1)):
+        assert status(client.post, request) == 400
+    assert client.call(sample(sampler, 2**63 - 1)).sequences
 
 
 # ---------------------------------------------------------------------- room
@@ -340,12 +291,10 @@ def test_bytes_take_room_and_give_it_back(tmp_path: Path) -> None:
 def test_samples_have_a_room_of_their_own(tmp_path: Path) -> None:
     with served(tmp_path, start=False, limits=ServiceLimits(queued_samples=2)) as (client, _):
         session = client.queue.create_session()
-        sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
+        sampler = client.sampler(session)
         client.post(sample(sampler, 0))
         client.post(sample(sampler, 1))
-        with pytest.raises(Rejected) as refusal:
-            client.post(sample(sampler, 2))
-        assert refusal.value.status == 429
+        assert status(client.post, sample(sampler, 2)) == 429
         assert client.post(create(session))
 
 
@@ -414,17 +363,7 @@ def test_a_poll_returns_as_soon_as_there_is_a_reply(tmp_path: Path) -> None:
         assert len({poll.result() for poll in polls}) == 1
 
 
-def test_a_poll_without_a_reply_returns_after_its_time(tmp_path: Path) -> None:
-    with served(tmp_path, start=False) as (client, _):
-        session = client.queue.create_session()
-        name = client.post(create(session))
-        begin = time.monotonic()
-        assert client.reply(name, 0.1) == Pending()
-        assert 0.09 < time.monotonic() - begin < 5
-        assert client.queue._ledger.lanes[f"{session}:train:0"].entries[0].waiters == []
-
-
-def test_a_poll_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
+def test_a_poll_returns_after_its_time_or_when_it_is_cancelled_and_leaves_nothing(tmp_path: Path) -> None:
     async def poll_and_leave(client: Client, name: str) -> None:
         poll = asyncio.create_task(client.queue.reply(name, 30.0))
         await asyncio.sleep(0)
@@ -433,9 +372,13 @@ def test_a_poll_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
             await poll
 
     with served(tmp_path, start=False) as (client, _):
-        session = client.queue.create_session()
-        asyncio.run(poll_and_leave(client, client.post(create(session))))
-        assert client.queue._ledger.lanes[f"{session}:train:0"].entries[0].waiters == []
+        name = client.post(create(client.queue.create_session()))
+        begin = time.monotonic()
+        assert client.reply(name, 0.1) == Pending()
+        assert 0.09 < time.monotonic() - begin < 5
+        asyncio.run(poll_and_leave(client, name))
+        (lane,) = client.queue._ledger.lanes.values()
+        assert lane.entries[0].waiters == []
 
 
 def test_polls_return_when_the_server_drains(tmp_path: Path) -> None:
@@ -460,45 +403,18 @@ def test_replies_beyond_the_memory_are_read_from_the_journal(tmp_path: Path) -> 
 
 
 def test_a_reply_that_was_fetched_is_dropped_in_time_and_its_number_stays_used(tmp_path: Path) -> None:
+    """A sample leaves nothing at all."""
     with served(tmp_path, limits=ServiceLimits(result_seconds=0.05)) as (client, engine):
-        model = client.model()
-        name = client.post(optim_step(model, 1))
+        model, sampler = client.model(), client.sampler()
+        name, sampled = client.post(optim_step(model, 1)), client.post(sample(sampler, 0))
         assert client.outcome(name).metrics
+        client.outcome(sampled)
         until(lambda: client.reply(name) is None)
         assert client.post(optim_step(model, 1)) == name
         assert steps(engine) == [("step", ())]
-
-
-def test_a_sample_that_was_fetched_long_ago_leaves_nothing(tmp_path: Path) -> None:
-    with served(tmp_path, limits=ServiceLimits(result_seconds=0.05)) as (client, _):
-        session = client.queue.create_session()
-        sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
-        name = client.post(sample(sampler, 0))
-        client.outcome(name)
         until(lambda: client.queue._ledger.samplers[sampler].entries == {})
-        assert client.reply(name) is None
+        assert client.reply(sampled) is None
         assert client.queue._ledger.journal.requests(sampler) == []
-
-
-def test_numbers_that_no_column_holds_are_refused(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, _):
-        session = client.queue.create_session()
-        sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
-        for seq in (2**63, -1):
-            with pytest.raises(Rejected) as refusal:
-                client.post(sample(sampler, seq))
-            assert refusal.value.status == 400
-        assert client.call(sample(sampler, 2**63 - 1)).sequences
-
-
-WAIT = 20.0
-
-
-def status(call, *args, **kwargs) -> int:
-    """Status of a refusal."""
-    with pytest.raises(RequestError) as refusal:
-        call(*args, **kwargs)
-    return refusal.value.status if isinstance(refusal.value, Rejected) else 400
 
 
 # ---------------------------------------------------------------------- sessions
@@ -561,19 +477,18 @@ def test_there_are_only_so_many_sessions_at_once(tmp_path: Path) -> None:
         assert client.queue.create_session()
 
 
-def test_a_session_lists_its_models_and_samplers(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, _):
-        session = client.queue.create_session(tags=["a"], user_metadata={"who": "me"}, display_name="mine")
-        client.call(create(session))
-        client.call(create(session, 1, rank=65))  # is refused
-        sampler = client.queue.create_sampling_session(session, 0, path=None, base_model="base/fake")
-        info = client.queue.session(session)
-        assert (info.model_ids, info.sampler_ids) == ((f"{session}:train:0",), (sampler,))
-        assert (info.row.user_metadata, info.row.display_name) == ({"who": "me"}, "mine")
-        other = client.queue.create_session()
-        assert client.queue.sessions() == [other, session]
-        assert status(client.queue.session, "nobody") == 404
-        assert status(client.queue.finish, "nobody") == 404
+def test_a_session_lists_its_models_and_samplers(client: Client) -> None:
+    session = client.queue.create_session(tags=["a"], user_metadata={"who": "me"}, display_name="mine")
+    client.call(create(session))
+    client.call(create(session, 1, rank=65))  # is refused
+    sampler = client.sampler(session)
+    info = client.queue.session(session)
+    assert (info.model_ids, info.sampler_ids) == ((f"{session}:train:0",), (sampler,))
+    assert (info.row.user_metadata, info.row.display_name) == ({"who": "me"}, "mine")
+    other = client.queue.create_session()
+    assert client.queue.sessions() == [other, session]
+    assert status(client.queue.session, "nobody") == 404
+    assert status(client.queue.finish, "nobody") == 404
 
 
 # ---------------------------------------------------------------------- a slow disk
@@ -599,8 +514,8 @@ def test_nobody_waits_for_the_disk_with_the_lock_that_every_answer_needs(tmp_pat
             are_done = [begun.done(), deleted.done()]
             other.execute("ROLLBACK")
         assert are_done == [False, False]
-        assert begun.result(WAIT) == f"{session}:sample:0"
-        deleted.result(WAIT)
+        assert begun.result(20.0) == f"{session}:sample:0"
+        deleted.result(20.0)
         assert client.queue.checkpoints() == []
 
 
@@ -637,22 +552,20 @@ def test_of_many_sampling_sessions_the_oldest_idle_ones_go(tmp_path: Path) -> No
         assert client.queue.session(session).sampler_ids == (first, third, fourth)
 
 
-def test_a_sampling_session_is_begun_once_a_number(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, _):
-        model = client.model()
-        session = model.split(":")[0]
-        path = client.call(save_for_sampler(model, 1, "a")).path
-        begin = client.queue.create_sampling_session
-        sampler = begin(session, 0, path=path, base_model=None)
-        assert begin(session, 0, path=path, base_model=None) == sampler
-        assert client.queue.sampler(sampler).path == path
-        assert status(begin, session, 0, path=None, base_model="base/fake") == 400
-        assert status(begin, session, 1, path=None, base_model="another") == 400
-        assert status(begin, session, 1, path=None, base_model=None) == 400
-        assert status(begin, session, 1, path=f"tinker://{model}/weights/none", base_model=None) == 404
-        assert status(begin, session, 1, path="/etc/passwd", base_model=None) == 400
-        assert status(begin, "nobody", 1, path=path, base_model=None) == 404
-        assert status(client.queue.sampler, f"{session}:sample:1") == 404
+def test_a_sampling_session_is_begun_once_a_number(client: Client, model: str) -> None:
+    session = model.split(":")[0]
+    path = client.call(save_for_sampler(model, 1, "a")).path
+    begin = client.queue.create_sampling_session
+    sampler = begin(session, 0, path=path, base_model=None)
+    assert begin(session, 0, path=path, base_model=None) == sampler
+    assert client.queue.sampler(sampler).path == path
+    assert status(begin, session, 0, path=None, base_model="base/fake") == 400
+    assert status(begin, session, 1, path=None, base_model="another") == 400
+    assert status(begin, session, 1, path=None, base_model=None) == 400
+    assert status(begin, session, 1, path=f"tinker://{model}/weights/none", base_model=None) == 404
+    assert status(begin, session, 1, path="/etc/passwd", base_model=None) == 400
+    assert status(begin, "nobody", 1, path=path, base_model=None) == 404
+    assert status(client.queue.sampler, f"{session}:sample:1") == 404
 
 
 def test_a_sampling_session_outlives_its_checkpoint(tmp_path: Path) -> None:
@@ -727,50 +640,35 @@ def test_a_model_that_could_not_be_restored_is_corrupted(tmp_path: Path) -> None
         assert client.queue.get_info(model).is_corrupted
 
 
-def test_checkpoints_are_saved_listed_loaded_overwritten_and_deleted(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, engine):
-        model = client.model()
-        client.call(forward_backward(model, 1))
-        client.call(optim_step(model, 2))
-        path = client.call(save(model, 3, "a")).path
-        saved = engine.all[model].weights
-        client.call(forward_backward(model, 4))
-        client.call(optim_step(model, 5))
-        assert is_failure(client.call(save(model, 6, "a")), "exists", "another name")
-        assert client.call(load(model, 7, path)).path == path
-        assert np.array_equal(engine.all[model].weights, saved)
-        client.call(forward_backward(model, 8))
-        client.call(optim_step(model, 9))
-        assert client.call(save(model, 10, "a", overwrite=True)).path == path
-        session = client.queue.create_session()
-        made = client.call(create_from(session, 0, path))
-        assert (made.model_id, made.path) == (f"{session}:train:0", path)
-        assert np.array_equal(engine.all[made.model_id].weights, engine.all[model].weights)
-        assert np.array_equal(engine.all[made.model_id].moment, engine.all[model].moment)
-        (info,) = client.queue.checkpoints()
-        assert (info.path, info.kind, info.model) == (path, "weights", model)
-        assert info.size > 100
-        client.queue.delete_checkpoint(path)
-        assert status(client.queue.delete_checkpoint, path) == 404
-        assert status(client.queue.checkpoint, path) == 404
-        assert is_failure(client.call(load(model, 11, path)), "no checkpoint")
-        assert client.queue.checkpoints(model) == []
-        assert status(client.queue.checkpoints, "nobody") == 404
-
-
-def test_a_save_in_the_middle_keeps_the_gradients(tmp_path: Path) -> None:
-    def train(client, *, saves: bool) -> None:
-        model = client.model()
-        client.call(forward_backward(model, 1))
-        client.call(save(model, 2, "a") if saves else forward_backward(model, 2, forward_only=True))
-        client.call(optim_step(model, 3))
-
-    weights = []
-    for saves in (False, True):
-        with served(tmp_path / str(saves)) as (client, engine):
-            train(client, saves=saves)
-            weights += [model.weights for model in engine.all.values()]
-    assert np.array_equal(*weights)
+def test_checkpoints_are_saved_listed_loaded_overwritten_and_deleted(
+    client: Client, engine: FakeEngine, model: str
+) -> None:
+    client.call(forward_backward(model, 1))
+    client.call(optim_step(model, 2))
+    path = client.call(save(model, 3, "a")).path
+    saved = engine.all[model].weights
+    client.call(forward_backward(model, 4))
+    client.call(optim_step(model, 5))
+    assert is_failure(client.call(save(model, 6, "a")), "exists", "another name")
+    assert client.call(load(model, 7, path)).path == path
+    assert np.array_equal(engine.all[model].weights, saved)
+    client.call(forward_backward(model, 8))
+    client.call(optim_step(model, 9))
+    assert client.call(save(model, 10, "a", overwrite=True)).path == path
+    session = client.queue.create_session()
+    made = client.call(create_from(session, 0, path))
+    assert (made.model_id, made.path) == (f"{session}:train:0", path)
+    assert np.array_equal(engine.all[made.model_id].weights, engine.all[model].weights)
+    assert np.array_equal(engine.all[made.model_id].moment, engine.all[model].moment)
+    (info,) = client.queue.checkpoints()
+    assert (info.path, info.kind, info.model) == (path, "weights", model)
+    assert info.size > 100
+    client.queue.delete_checkpoint(path)
+    assert status(client.queue.delete_checkpoint, path) == 404
+    assert status(client.queue.checkpoint, path) == 404
+    assert is_failure(client.call(load(model, 11, path)), "no checkpoint")
+    assert client.queue.checkpoints(model) == []
+    assert status(client.queue.checkpoints, "nobody") == 404
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc", ".hidden", "a\0", "x" * 129, "é", "a b", "-"])
@@ -784,16 +682,14 @@ def test_a_name_that_could_leave_the_folder_is_refused(tmp_path: Path, name: str
         assert [*(tmp_path / "weights").iterdir()] == []
 
 
-def test_a_snapshot_to_sample_from_has_no_optimiser_to_load(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, engine):
-        model = client.model()
-        path = client.call(save_for_sampler(model, 1, "a")).path
-        assert is_failure(client.call(load(model, 2, path, optimizer=True)), "no optimiser")
-        saved = engine.all[model].weights
-        client.call(forward_backward(model, 3))
-        client.call(optim_step(model, 4))
-        client.call(load(model, 5, path, optimizer=False))
-        assert np.array_equal(engine.all[model].weights, saved)
+def test_a_snapshot_to_sample_from_has_no_optimiser_to_load(client: Client, engine: FakeEngine, model: str) -> None:
+    path = client.call(save_for_sampler(model, 1, "a")).path
+    assert is_failure(client.call(load(model, 2, path, optimizer=True)), "no optimiser")
+    saved = engine.all[model].weights
+    client.call(forward_backward(model, 3))
+    client.call(optim_step(model, 4))
+    client.call(load(model, 5, path, optimizer=False))
+    assert np.array_equal(engine.all[model].weights, saved)
 
 
 def test_a_session_that_falls_silent_on_a_full_disk_ends_once_there_is_room(tmp_path: Path) -> None:

@@ -15,18 +15,7 @@ import pytest
 import torch
 from cases import slow
 from service.two_ranks import scenario
-from step_service import (
-    gradients,
-    largest_difference,
-    lora,
-    request,
-    run,
-    served,
-    set_adapter,
-    some_data,
-    tiny_engine,
-    weights,
-)
+from step_service import gradients, largest_difference, lora, request, run, served, set_adapter, some_data, weights
 from step_service import tiny_engine as engine_of
 from torch import distributed as dist
 
@@ -147,69 +136,30 @@ def test_a_model_is_not_sharded_on_one_rank() -> None:
         engine_of(shard_on="cpu")
 
 
-def on_two_ranks(test: Any) -> Any:
-    """Started by torchrun."""
-    for mark in (pytest.mark.dist, pytest.mark.slow, pytest.mark.slow):
-        test = mark(test)
-    return test
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where both ranks left what they saw."""
-    folder = tmp_path_factory.mktemp("ranks")
+@pytest.mark.dist
+@pytest.mark.slow
+def test_two_ranks_see_what_one_sees_and_both_have_its_weights(tmp_path: Path) -> None:
+    """The same calls of an engine on two processes, started by torchrun, and of one engine."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     script = Path(__file__).with_name("two_ranks.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [*launch, str(script), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
+        [*launch, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300, env=environment
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return folder
-
-
-@pytest.fixture(scope="module")
-def seen(folder: Path) -> dict[str, Any]:
-    """What rank 0 saw."""
-    return json.loads((folder / "seen.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
-    """The same calls of one engine: what came of them, and its weights."""
-    engine = tiny_engine(limits=LIMITS)
-    found = scenario(engine, engine, tmp_path_factory.mktemp("alone"))
-    return found, {name: weights(engine, name) for name in engine.models()}
-
-
-@on_two_ranks
-def test_there_are_rows_for_both_ranks(seen: dict[str, Any]) -> None:
-    assert seen["rows"] > 2
-
-
-@on_two_ranks
-def test_two_ranks_see_what_one_sees(seen: dict[str, Any], alone: tuple) -> None:
-    expected, _ = alone
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    engine = engine_of(limits=LIMITS)
+    expected = scenario(engine, engine, tmp_path / "alone")
+    assert seen["rows"] > 2  # there are rows for both ranks
     for name in ("losses", "norms"):
-        assert seen.pop(name) == pytest.approx(expected[name], rel=1e-5)
-    for ours, theirs in zip(seen.pop("logprobs"), expected["logprobs"], strict=True):
+        assert seen.pop(name) == pytest.approx(expected.pop(name), rel=1e-5)
+    for ours, theirs in zip(seen.pop("logprobs"), expected.pop("logprobs"), strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
-    assert {name: seen[name] for name in expected if name in seen} == {
-        name: value for name, value in expected.items() if name in seen
-    }
-    assert {"rows", "failure", "nothing", "refused", "cancelled", "models"} <= seen.keys()
-
-
-@on_two_ranks
-def test_both_ranks_have_the_same_weights_as_one(folder: Path, alone: tuple) -> None:
-    first, second = (torch.load(folder / f"weights{rank}.pt") for rank in (0, 1))
-    _, expected = alone
-    assert first.keys() == second.keys() == expected.keys()
-    for model, tensors in expected.items():
-        for name, tensor in tensors.items():
+    assert seen.keys() == {"rows", "failure", "nothing", "refused", "cancelled", "models"}
+    assert seen == expected
+    first, second = (torch.load(tmp_path / f"weights{rank}.pt") for rank in (0, 1))
+    assert first.keys() == second.keys() == {*engine.models()}
+    for model in engine.models():
+        for name, tensor in weights(engine, model).items():
             assert torch.equal(first[model][name], second[model][name])
             torch.testing.assert_close(first[model][name], tensor, rtol=1e-4, atol=1e-4)

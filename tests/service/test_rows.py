@@ -14,6 +14,7 @@ from step_service import (
     gradients,
     largest_difference,
     lora,
+    plain_logprobs,
     plain_model,
     processor_for,
     run_one,
@@ -126,21 +127,6 @@ def engine_with(family: str = "qwen3_vl", **settings: Any) -> Engine:
     return engine
 
 
-def plain_logprobs(engine: Engine, model: Any, datum: Datum) -> np.ndarray:
-    """Of every target, by plain transformers, the datum alone."""
-    sequence = engine.encode_chunks(datum.chunks)
-    ids = torch.from_numpy(sequence.input_ids)[None]
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if sequence.images:
-        inputs["pixel_values"] = torch.cat([image.pixel_values for image in sequence.images])
-        inputs["image_grid_thw"] = torch.tensor([image.grid for image in sequence.images])
-    if engine.base.is_vision:
-        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
-    with torch.no_grad():
-        logprobs = model(**inputs).logits[0].double().log_softmax(-1)
-    return logprobs[torch.arange(ids.shape[1]), torch.from_numpy(datum.inputs["target_tokens"])].numpy()
-
-
 @pytest.mark.parametrize("family", served("qwen3_vl"))
 def test_each_datum_is_that_of_transformers(family: str) -> None:
     """A new adapter adds nothing, so that the base model alone is the oracle."""
@@ -148,7 +134,8 @@ def test_each_datum_is_that_of_transformers(family: str) -> None:
     data = rollouts(engine)
     result = run_one(engine, data)
     for datum, logprobs in zip(data, result.logprobs, strict=True):
-        np.testing.assert_allclose(logprobs, plain_logprobs(engine, model, datum), atol=1e-5)
+        with torch.no_grad():
+            np.testing.assert_allclose(logprobs, plain_logprobs(model, engine, datum), atol=1e-5)
     assert engine.counts.tokens == sum(len(logprobs) for logprobs in result.logprobs)
     assert engine.counts.computed < 0.5 * engine.counts.tokens
 

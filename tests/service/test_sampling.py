@@ -12,19 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampled import (
-    SESSION,
-    finish,
-    model_of,
-    plain_logprobs,
-    prompt_of,
-    prompts_of,
-    run,
-    run_one,
-    sample,
-    sampler_of,
-    tokens_of,
-)
+from sampled import SESSION, finish, model_of, prompt_of, prompts_of, run, run_one, sample, sampler_of, tokens_of
 from step_service import ADAM, FAMILY_NAMES, lora, plain_model, served, set_adapter, some_data, tiny_engine
 from step_service import run_one as train
 
@@ -63,6 +51,12 @@ CACHES = served("qwen3_vl", "qwen3_5", among=[name for name in FAMILY_NAMES if n
 """Families that differ in what they cache; `ALIKE` cache as these do."""
 
 
+@pytest.fixture
+def base() -> Engine:
+    """An engine without models."""
+    return tiny_engine()
+
+
 # ---------------------------------------------------------------------- the same tokens whatever else runs
 
 
@@ -78,15 +72,14 @@ def test_a_request_has_the_same_tokens_alone_among_others_and_in_another_order(f
         assert all_tokens(run(sampler_of(engine), {key: request})) == {key: together[key]}
 
 
-def test_requests_that_come_while_others_run_change_nothing() -> None:
-    engine = tiny_engine()
-    requests = requests_of(engine)
-    sampler, results = sampler_of(engine, decode_steps=2), {}
+def test_requests_that_come_while_others_run_change_nothing(base: Engine) -> None:
+    requests = requests_of(base)
+    sampler, results = sampler_of(base, decode_steps=2), {}
     for key, (prompt, request) in requests.items():
         sampler.add(key, SESSION, prompt, request)
         results |= dict(sampler.step())
     results |= finish(sampler)
-    assert all_tokens(results) == all_tokens(run(sampler_of(engine), requests))
+    assert all_tokens(results) == all_tokens(run(sampler_of(base), requests))
 
 
 def noisy(monkeypatch: pytest.MonkeyPatch, *, size: float) -> None:
@@ -124,32 +117,31 @@ def test_rounding_a_thousand_times_as_large_changes_no_token(family: str, monkey
     assert sampler.canonical_tokens > 0
 
 
-def test_a_canonical_row_checks_a_block_and_what_differs_begins_again_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_canonical_row_checks_a_block_and_what_differs_begins_again_there(
+    monkeypatch: pytest.MonkeyPatch, base: Engine
+) -> None:
     """With noise many choices are wrong: the tokens are those of a sampler that takes each one canonically."""
-    engine = tiny_engine()
-    requests = requests_of(engine, count=6)
-    expected = all_tokens(run(sampler_of(engine, rounding=float("inf"), check_tokens=8), requests))
+    requests = requests_of(base, count=6)
+    expected = all_tokens(run(sampler_of(base, rounding=float("inf"), check_tokens=8), requests))
     noisy(monkeypatch, size=2.0**-5)
-    sampler = sampler_of(engine, rounding=2.0**-5, check_tokens=8, prefill_tokens=60)
+    sampler = sampler_of(base, rounding=2.0**-5, check_tokens=8, prefill_tokens=60)
     assert all_tokens(run(sampler, requests)) == expected
     assert sampler.forgotten_tokens > 0
 
 
-def test_canonical_rows_are_as_many_as_blocks() -> None:
-    engine = tiny_engine()
-    sampler = sampler_of(engine, rounding=float("inf"), check_tokens=8)
-    prompt = prompts_of(engine, count=1)[0]
+def test_canonical_rows_are_as_many_as_blocks(base: Engine) -> None:
+    sampler = sampler_of(base, rounding=float("inf"), check_tokens=8)
+    prompt = prompts_of(base, count=1)[0]
     run_one(sampler, prompt, sample(max_tokens=20))
     assert sampler.forgotten_tokens == 0
     assert sampler.canonical_tokens == sum(prompt.length + end - 1 for end in (8, 16, 24))
 
 
-def test_the_noise_of_these_tests_does_change_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = tiny_engine()
-    requests = requests_of(engine, count=8)
-    canonical = all_tokens(run(sampler_of(engine), requests))
+def test_the_noise_of_these_tests_does_change_tokens(monkeypatch: pytest.MonkeyPatch, base: Engine) -> None:
+    requests = requests_of(base, count=8)
+    canonical = all_tokens(run(sampler_of(base), requests))
     noisy(monkeypatch, size=2.0**-7)
-    assert all_tokens(run(sampler_of(engine, rounding=0.0), requests)) != canonical
+    assert all_tokens(run(sampler_of(base, rounding=0.0), requests)) != canonical
 
 
 def test_products_in_low_precision_have_a_larger_rounding() -> None:
@@ -186,14 +178,13 @@ def test_rounding_of_this_machine_is_far_within_the_default() -> None:
 
 
 def test_sample_i_is_that_of_seed_plus_i_and_they_share_the_prompts_computation(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, base: Engine
 ) -> None:
-    engine = tiny_engine()
-    prompt = prompts_of(engine, count=2)[1]
+    prompt = prompts_of(base, count=2)[1]
     calls = prefilled_prompts(monkeypatch)
-    together = tokens_of(run_one(sampler_of(engine), prompt, sample(num_samples=5, seed=40)))
+    together = tokens_of(run_one(sampler_of(base), prompt, sample(num_samples=5, seed=40)))
     assert calls == [1]
-    alone = [tokens_of(run_one(sampler_of(engine), prompt, sample(seed=40 + i)))[0] for i in range(5)]
+    alone = [tokens_of(run_one(sampler_of(base), prompt, sample(seed=40 + i)))[0] for i in range(5)]
     assert together == alone
     assert len({tuple(tokens) for tokens in together}) == 5
 
@@ -235,10 +226,11 @@ def prefilled_prompts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def test_prompts_are_kept_as_long_as_there_is_room_and_their_weights_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = tiny_engine()
-    prompts = [prompt_of(engine, np.random.default_rng(i), length=10) for i in range(3)]
-    sampler, calls = sampler_of(engine, prompt_tokens=25), prefilled_prompts(monkeypatch)
+def test_prompts_are_kept_as_long_as_there_is_room_and_their_weights_are_open(
+    monkeypatch: pytest.MonkeyPatch, base: Engine
+) -> None:
+    prompts = [prompt_of(base, np.random.default_rng(i), length=10) for i in range(3)]
+    sampler, calls = sampler_of(base, prompt_tokens=25), prefilled_prompts(monkeypatch)
     for number in (0, 1, 0, 2, 0, 1):  # the third goes in where the second was
         run_one(sampler, prompts[number], sample(max_tokens=2))
     assert len(calls) == 4
@@ -248,9 +240,8 @@ def test_prompts_are_kept_as_long_as_there_is_room_and_their_weights_are_open(mo
     assert len(calls) == 5
 
 
-def test_prompts_that_differ_in_a_token_or_a_pixel_are_others() -> None:
-    engine = tiny_engine()
-    prompt = prompt_of(engine, np.random.default_rng(0), length=10, images=((4, 6),))
+def test_prompts_that_differ_in_a_token_or_a_pixel_are_others(base: Engine) -> None:
+    prompt = prompt_of(base, np.random.default_rng(0), length=10, images=((4, 6),))
     (image,) = prompt.images
     pixels = image.pixel_values.clone()
     pixels[3, 3] += 1
@@ -266,57 +257,46 @@ def test_prompts_that_differ_in_a_token_or_a_pixel_are_others() -> None:
     assert len({prompt.digest, *(other.digest for other in others)}) == 5
 
 
-def test_without_a_seed_each_request_is_another() -> None:
-    engine = tiny_engine()
-    prompt = prompts_of(engine, count=1)[0]
-    drawn = [tokens_of(run_one(sampler_of(engine), prompt, sample(seed=None)))[0] for _ in range(2)]
+def test_without_a_seed_each_request_is_another(base: Engine) -> None:
+    prompt = prompts_of(base, count=1)[0]
+    drawn = [tokens_of(run_one(sampler_of(base), prompt, sample(seed=None)))[0] for _ in range(2)]
     assert drawn[0] != drawn[1]
-
-
-def test_log_probabilities_of_tokens_are_the_unmodified_models_whatever_was_left_to_choose_from() -> None:
-    engine, plain = tiny_engine(), plain_model()
-    for prompt, kind in zip(prompts_of(engine, count=5), KINDS, strict=True):
-        result = run_one(sampler_of(engine), prompt, sample(**kind))
-        for sequence in result.sequences:
-            expected = plain_logprobs(plain, prompt, sequence)[prompt.length - 1 :]
-            np.testing.assert_allclose(sequence.logprobs, expected, atol=2e-5)
 
 
 # ---------------------------------------------------------------------- endings
 
 
-def test_stop_tokens_end_a_sequence_and_are_part_of_it() -> None:
-    engine = tiny_engine()
-    prompt = prompts_of(engine, count=1)[0]
-    (free,) = tokens_of(run_one(sampler_of(engine), prompt, sample(max_tokens=30)))
-    result = run_one(sampler_of(engine), prompt, sample(max_tokens=30, stop_tokens=(free[9], free[9], 3)))
+def test_stop_tokens_end_a_sequence_and_are_part_of_it(base: Engine) -> None:
+    prompt = prompts_of(base, count=1)[0]
+    (free,) = tokens_of(run_one(sampler_of(base), prompt, sample(max_tokens=30)))
+    result = run_one(sampler_of(base), prompt, sample(max_tokens=30, stop_tokens=(free[9], free[9], 3)))
     end = min(free.index(free[9]), (3 in free and free.index(3)) or 99)
     assert tokens_of(result) == [free[: end + 1]]
     assert result.sequences[0].stop_reason == "stop"
     assert len(result.sequences[0].logprobs) == end + 1
 
 
-def test_no_stop_tokens_are_the_models_own_and_an_empty_list_is_none_at_all() -> None:
-    engine = tiny_engine()
-    prompt = prompts_of(engine, count=1)[0]
-    (free,) = tokens_of(run_one(sampler_of(engine), prompt, sample(max_tokens=20)))
-    engine.base = replace(engine.base, eos=(free[7],))
-    by_itself = run_one(sampler_of(engine), prompt, sample(max_tokens=20, stop_tokens=None))
+def test_no_stop_tokens_are_the_models_own_and_an_empty_list_is_none_at_all(base: Engine) -> None:
+    prompt = prompts_of(base, count=1)[0]
+    (free,) = tokens_of(run_one(sampler_of(base), prompt, sample(max_tokens=20)))
+    base.base = replace(base.base, eos=(free[7],))
+    by_itself = run_one(sampler_of(base), prompt, sample(max_tokens=20, stop_tokens=None))
     assert tokens_of(by_itself) == [free[: free.index(free[7]) + 1]]
     assert by_itself.sequences[0].stop_reason == "stop"
-    endless = run_one(sampler_of(engine), prompt, sample(max_tokens=20, stop_tokens=()))
+    endless = run_one(sampler_of(base), prompt, sample(max_tokens=20, stop_tokens=()))
     assert tokens_of(endless) == [free]
     assert endless.sequences[0].stop_reason == "length"
 
 
 @pytest.mark.parametrize("stop", [{"stop_strings": ("never this",)}, {"stop_tokens": (10**6,)}], ids=["text", "id"])
-def test_end_of_sequence_ends_it_beside_other_stops_in_each_sample_of_a_request(stop: dict[str, Any]) -> None:
-    engine = tiny_engine()
-    prompt = prompts_of(engine, count=1)[0]
-    free = tokens_of(run_one(sampler_of(engine), prompt, sample(num_samples=3, max_tokens=20)))
-    engine.base = replace(engine.base, eos=(free[0][7], free[1][3]))
-    ends = [next((n for n, token in enumerate(tokens) if token in engine.base.eos), 19) for tokens in free]
-    result = run_one(sampler_of(engine), prompt, sample(num_samples=3, max_tokens=20, **stop))
+def test_end_of_sequence_ends_it_beside_other_stops_in_each_sample_of_a_request(
+    stop: dict[str, Any], base: Engine
+) -> None:
+    prompt = prompts_of(base, count=1)[0]
+    free = tokens_of(run_one(sampler_of(base), prompt, sample(num_samples=3, max_tokens=20)))
+    base.base = replace(base.base, eos=(free[0][7], free[1][3]))
+    ends = [next((n for n, token in enumerate(tokens) if token in base.base.eos), 19) for tokens in free]
+    result = run_one(sampler_of(base), prompt, sample(num_samples=3, max_tokens=20, **stop))
     assert tokens_of(result) == [tokens[: end + 1] for tokens, end in zip(free, ends, strict=True)]
     assert [one.stop_reason for one in result.sequences[:2]] == ["stop", "stop"]
 
@@ -334,40 +314,37 @@ def test_stop_strings_end_a_sequence_with_the_token_that_completes_them() -> Non
     assert result.sequences[0].stop_reason == "stop"
 
 
-def test_without_max_tokens_a_sequence_goes_on_to_the_end_of_the_context() -> None:
-    engine = tiny_engine()
-    prompt = prompt_of(engine, np.random.default_rng(0), length=20)
-    result = run_one(sampler_of(engine, context=50), prompt, sample(max_tokens=None))
+def test_without_max_tokens_a_sequence_goes_on_to_the_end_of_the_context(base: Engine) -> None:
+    prompt = prompt_of(base, np.random.default_rng(0), length=20)
+    result = run_one(sampler_of(base, context=50), prompt, sample(max_tokens=None))
     assert len(result.sequences[0].tokens) == 30
     assert result.sequences[0].stop_reason == "length"
-    full = run_one(sampler_of(engine, context=20), prompt, sample(max_tokens=None, prompt_logprobs=True))
+    full = run_one(sampler_of(base, context=20), prompt, sample(max_tokens=None, prompt_logprobs=True))
     assert len(full.sequences[0].tokens) == 1  # the log-probabilities of a prompt that fills the context
 
 
 # ---------------------------------------------------------------------- failures
 
 
-def test_a_request_that_cannot_be_served_fails_alone_by_name() -> None:
-    engine = tiny_engine()
-    prompt = prompt_of(engine, np.random.default_rng(0), length=30)
-    sampler = sampler_of(engine)
+def test_a_request_that_cannot_be_served_fails_alone_by_name(base: Engine) -> None:
+    prompt = prompt_of(base, np.random.default_rng(0), length=30)
+    sampler = sampler_of(base)
     requests: Requests = {"max_tokens is 500, but the model reads 512 tokens": (prompt, sample(max_tokens=500))}
-    long = prompt_of(engine, np.random.default_rng(0), length=513)
+    long = prompt_of(base, np.random.default_rng(0), length=513)
     requests["513 tokens, but the model reads 512"] = (long, sample())
     requests["good"] = (prompt, sample())
     results = run(sampler, requests)
     good = results.pop("good")
-    assert tokens_of(good) == tokens_of(run_one(sampler_of(engine), prompt, sample()))
+    assert tokens_of(good) == tokens_of(run_one(sampler_of(base), prompt, sample()))
     for message, result in results.items():
         assert isinstance(result, Failure), message
         assert message in result.message
         assert result.category == "user"
 
 
-def test_sessions_that_are_closed_or_unknown_fail_by_name() -> None:
-    engine = tiny_engine()
-    sampler = sampler_of(engine)
-    prompt = prompts_of(engine, count=1)[0]
+def test_sessions_that_are_closed_or_unknown_fail_by_name(base: Engine) -> None:
+    sampler = sampler_of(base)
+    prompt = prompts_of(base, count=1)[0]
     sampler.open("other", None)
     sampler.add("stays", "other", prompt, sample(max_tokens=30))
     sampler.add("goes", SESSION, prompt, sample(max_tokens=30, num_samples=2))
@@ -378,24 +355,23 @@ def test_sessions_that_are_closed_or_unknown_fail_by_name() -> None:
     sampler.close(SESSION)
     sampler.add("late", SESSION, prompt, sample())
     results = finish(sampler)
-    assert tokens_of(results.pop("stays")) == tokens_of(run_one(sampler_of(engine), prompt, sample(max_tokens=30)))
+    assert tokens_of(results.pop("stays")) == tokens_of(run_one(sampler_of(base), prompt, sample(max_tokens=30)))
     messages = {key: result.message for key, result in results.items() if isinstance(result, Failure)}
     assert messages.keys() == {"goes", "waits", "comes", "late"}
     assert "was closed" in messages["goes"]
     assert "is not open" in messages["late"]
 
 
-def test_a_prompt_that_the_model_cannot_read_fails_alone() -> None:
+def test_a_prompt_that_the_model_cannot_read_fails_alone(base: Engine) -> None:
     """Pixels for more tokens than it has placeholders: what a mistake in the encoding would look like."""
-    engine = tiny_engine()
-    prompts = prompts_of(engine, count=4)
+    prompts = prompts_of(base, count=4)
     broken = replace(prompts[1], input_ids=prompts[1].input_ids[:-8])
     requests = {str(i): (p, sample()) for i, p in enumerate((prompts[0], broken, *prompts[2:]))}
-    results = run(sampler_of(engine), requests, begins_again=True)
+    results = run(sampler_of(base), requests, begins_again=True)
     failure = results.pop("1")
     assert isinstance(failure, Failure)
     assert failure.category == "server"
-    alone = run(sampler_of(engine), {key: requests[key] for key in results})
+    alone = run(sampler_of(base), {key: requests[key] for key in results})
     assert all_tokens(results) == all_tokens(alone)
 
 
@@ -419,11 +395,10 @@ def test_requests_that_fail_while_they_run_together_begin_again_one_by_one(monke
     assert all_tokens(results) == expected
 
 
-def test_logits_that_are_not_finite_are_a_failure() -> None:
-    engine = tiny_engine()
+def test_logits_that_are_not_finite_are_a_failure(base: Engine) -> None:
     with torch.no_grad():
-        model_of(engine).lm_head.weight[3, 3] = torch.nan
-    (result,) = run(sampler_of(engine), {"a": (prompts_of(engine, count=1)[0], sample())}).values()
+        model_of(base).lm_head.weight[3, 3] = torch.nan
+    (result,) = run(sampler_of(base), {"a": (prompts_of(base, count=1)[0], sample())}).values()
     assert isinstance(result, Failure)
     assert "not finite" in result.message
 
@@ -431,9 +406,8 @@ def test_logits_that_are_not_finite_are_a_failure() -> None:
 # ---------------------------------------------------------------------- cached prompts
 
 
-def test_a_result_says_how_many_tokens_of_its_prompt_were_cached() -> None:
-    engine = tiny_engine()
-    sampler, (prompt, other, third) = sampler_of(engine), prompts_of(engine, count=3)
+def test_a_result_says_how_many_tokens_of_its_prompt_were_cached(base: Engine) -> None:
+    sampler, (prompt, other, third) = sampler_of(base), prompts_of(base, count=3)
 
     def hits(**requests: tuple[EncodedSequence, Sample]) -> list[int]:
         results = run(sampler, requests)
@@ -462,16 +436,15 @@ def counted(engine: Engine) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("rounding", [None, float("inf")], ids=["cached", "canonical"])
-def test_one_slice_of_work_is_bounded(rounding: float | None) -> None:
-    engine = tiny_engine()
-    sampler = sampler_of(engine, rounding=rounding, prefill_tokens=40, decode_steps=2, max_sequences=16)
-    requests = requests_of(engine, count=10)
+def test_one_slice_of_work_is_bounded(rounding: float | None, base: Engine) -> None:
+    sampler = sampler_of(base, rounding=rounding, prefill_tokens=40, decode_steps=2, max_sequences=16)
+    requests = requests_of(base, count=10)
     longest = max(prompt.length for prompt, _ in requests.values()) + 30
     for key, (prompt, request) in requests.items():
         sampler.add(key, SESSION, prompt, request)
     slices: list[int] = []
     while not sampler.is_idle:
-        with counted(engine) as tokens:
+        with counted(base) as tokens:
             sampler.step()
         slices.append(sum(tokens))
     # A prompt is read twice if its log-probabilities are wanted; a fifth may be padding.
@@ -479,11 +452,10 @@ def test_one_slice_of_work_is_bounded(rounding: float | None) -> None:
     assert len(slices) > 10
 
 
-def test_prompts_and_running_sequences_take_turns() -> None:
+def test_prompts_and_running_sequences_take_turns(base: Engine) -> None:
     """A long answer does not keep a short one waiting, nor does a stream of requests stop one that runs."""
-    engine = tiny_engine()
-    sampler = sampler_of(engine, decode_steps=2)
-    prompt = prompts_of(engine, count=1)[0]
+    sampler = sampler_of(base, decode_steps=2)
+    prompt = prompts_of(base, count=1)[0]
     sampler.add("long", SESSION, prompt, sample(max_tokens=60))
     done: list[str] = []
     for i in range(200):
@@ -495,14 +467,13 @@ def test_prompts_and_running_sequences_take_turns() -> None:
     assert done[0] == "short 0"
 
 
-def test_more_sequences_than_run_at_once_and_than_the_cache_holds_wait() -> None:
-    engine = tiny_engine()
-    requests = requests_of(engine)
-    expected = all_tokens(run(sampler_of(engine), requests))
+def test_more_sequences_than_run_at_once_and_than_the_cache_holds_wait(base: Engine) -> None:
+    requests = requests_of(base)
+    expected = all_tokens(run(sampler_of(base), requests))
     many = {"many": (requests["request 0"][0], sample(num_samples=11))}
-    assert all_tokens(run(sampler_of(engine, max_cached_tokens=70), requests)) == expected
-    together = tokens_of(run(sampler_of(engine, max_sequences=3), many)["many"])
-    assert together == tokens_of(run(sampler_of(engine), many)["many"])
+    assert all_tokens(run(sampler_of(base, max_cached_tokens=70), requests)) == expected
+    together = tokens_of(run(sampler_of(base, max_sequences=3), many)["many"])
+    assert together == tokens_of(run(sampler_of(base), many)["many"])
     assert len(together) == 11
 
 
@@ -591,24 +562,6 @@ def test_training_on_does_not_change_a_snapshot_and_sampling_does_not_change_tra
     assert result is not None
 
 
-def test_log_probabilities_of_a_snapshot_are_those_of_training(engine: Engine, tmp_path: Path) -> None:
-    (folder,) = snapshots(engine, tmp_path, count=1)
-    data = some_data(engine)
-    prompts = [engine.encode_chunks(datum.chunks) for datum in data]
-    # Each token's target is the one that follows it, as in training on a conversation.
-    shifted = [
-        replace(d, inputs={"target_tokens": np.append(p.input_ids[1:], 0)}) for d, p in zip(data, prompts, strict=True)
-    ]
-    trained = train(engine, shifted, forward_only=True)
-    wanted = {str(i): (p, sample(max_tokens=1, prompt_logprobs=True)) for i, p in enumerate(prompts)}
-    results = run(sampler_of(engine, folder=folder), wanted)
-    for i, expected in enumerate(trained.logprobs):
-        result = results[str(i)]
-        assert isinstance(result, SampleResult)
-        assert result.prompt_logprobs is not None
-        np.testing.assert_allclose(result.prompt_logprobs[1:], expected[:-1], atol=1e-5)
-
-
 def test_snapshots_are_read_when_needed_and_the_least_recently_used_goes(engine: Engine, tmp_path: Path) -> None:
     folders = snapshots(engine, tmp_path, count=3)
     prompt = prompts_of(engine, count=1)[0]
@@ -640,13 +593,12 @@ def test_a_snapshot_that_was_deleted_fails_its_own_requests(engine: Engine, tmp_
     assert len({str(tokens_of(results[str(i)])) for i in (1, 3)}) == 1
 
 
-def test_a_whole_model_is_sampled_from_too(tmp_path: Path) -> None:
-    engine = tiny_engine()
-    engine.create("a", None)
-    (folder,) = snapshots(engine, tmp_path, count=1)
-    prompt = prompts_of(engine, count=1)[0]
-    of_snapshot = run_one(sampler_of(engine, folder=folder), prompt, sample())
-    assert tokens_of(of_snapshot) != tokens_of(run_one(sampler_of(engine), prompt, sample()))
+def test_a_whole_model_is_sampled_from_too(tmp_path: Path, base: Engine) -> None:
+    base.create("a", None)
+    (folder,) = snapshots(base, tmp_path, count=1)
+    prompt = prompts_of(base, count=1)[0]
+    of_snapshot = run_one(sampler_of(base, folder=folder), prompt, sample())
+    assert tokens_of(of_snapshot) != tokens_of(run_one(sampler_of(base), prompt, sample()))
 
 
 def test_layers_that_are_recomputed_in_training_cache_in_sampling(tmp_path: Path) -> None:

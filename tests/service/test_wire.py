@@ -73,11 +73,8 @@ def sampling(**params: Any) -> SamplingParams:
 def test_a_step_of_the_optimiser() -> None:
     step = decode("OptimStep", model_id=MODEL, seq_id=2, type="optim_step", adam_params=ADAM)
     assert step == OptimStep(model_id=MODEL, seq_id=2, adam=AdamParams(**ADAM))
-
-
-def test_clipping_by_a_norm_below_0_is_off() -> None:
     step = decode("OptimStep", model_id=MODEL, seq_id=2, adam_params={**ADAM, "grad_clip_norm": -1})
-    assert step.adam.grad_clip_norm == 0
+    assert step.adam.grad_clip_norm == 0  # below 0 it is off
 
 
 def test_checkpoints() -> None:
@@ -266,16 +263,12 @@ def test_chunks_of_a_prompt(chunk: Any, message: str) -> None:
         b"\xef\xbb\xbf{}",
         b"[" * 100_000,
         b'{"a":' * 50_000,
+        b'{"seq_id": ' + b"9" * 10_000 + b"}",
     ],
 )
-def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
+def test_a_body_that_is_no_object_of_usable_numbers_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError):
         wire.decode("OptimStep", body)
-
-
-def test_a_number_of_many_digits_is_refused() -> None:
-    with pytest.raises(RequestError):
-        wire.decode("OptimStep", b'{"seq_id": ' + b"9" * 10_000 + b"}")
 
 
 def test_notes_are_short() -> None:
@@ -291,6 +284,7 @@ def test_notes_are_short() -> None:
     [
         (Failure(message="datum 3: no", category="user"), {"error": "datum 3: no", "category": "user"}),
         (OptimStepResult(metrics={"a:mean": 1.5}), {"metrics": {"a:mean": 1.5}, "type": "optim_step"}),
+        (OptimStepResult(metrics={"a": float("nan"), "b": 1.0}), {"metrics": {"b": 1.0}, "type": "optim_step"}),
         (CreatedModel(model_id="m"), {"model_id": "m", "type": "create_model"}),
         (SavedWeights(path="p"), {"path": "p", "type": "save_weights"}),
         (SavedForSampler(path="p"), {"path": "p", "type": "save_weights_for_sampler"}),
@@ -306,8 +300,3 @@ def test_outcomes(outcome: Any, body: dict[str, Any]) -> None:
     encoded = wire.encode(outcome)
     assert encoded.content_type == "application/json"
     assert json.loads(encoded.body) == body
-
-
-def test_a_metric_that_json_does_not_have_is_left_out() -> None:
-    encoded = wire.encode(OptimStepResult(metrics={"a:mean": float("nan"), "b:mean": 1.0}))
-    assert json.loads(encoded.body)["metrics"] == {"b:mean": 1.0}

@@ -21,7 +21,6 @@ from tests.service.server_process import KEY, Server, until
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.slow,
     pytest.mark.dist,
     pytest.mark.skipif(sys.version_info < (3, 11), reason="the client needs Python 3.11"),
     pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are found in /proc"),

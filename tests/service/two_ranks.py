@@ -62,7 +62,7 @@ def scenario(engine: Any, inner: Engine, folder: Path) -> dict[str, Any]:
     except RequestError as error:
         seen["refused"] = str(error)
     saved = folder / "checkpoint"
-    saved.mkdir(exist_ok=True)
+    saved.mkdir(parents=True, exist_ok=True)
     engine.save("a", saved, optimizer=True)
     engine.create_from("c", saved, optimizer=True)
     engine.load("a", saved, optimizer=True)

@@ -317,18 +317,13 @@ def test_what_is_no_sound_cache_is_told_and_left_alone(tmp_path: Path, name: str
     assert (path.read_bytes() if path.is_file() else b"") == before
 
 
-def test_a_folder_for_it_is_made(tmp_path: Path) -> None:
+def test_a_folder_for_it_is_made_and_workers_get_it_without_its_connection(tmp_path: Path) -> None:
     path = tmp_path / "far" / "away" / "lengths"
     with LengthCache(path) as cache:
-        cache.put({b"k": Entry(images=2)})
-    with LengthCache(path) as cache:
-        assert cache.get([b"k", b"none"]) == {b"k": Entry(images=2)}
-        assert cache.get([]) == {}
-
-
-def test_a_cache_is_sent_to_a_worker_without_its_connection(tmp_path: Path) -> None:
-    with LengthCache(tmp_path / "lengths") as cache:
         cache.put({b"k": Entry(images=2)})
         with pickle.loads(pickle.dumps(cache)) as sent:
             assert sent._connection is None
             assert sent.get([b"k"]) == {b"k": Entry(images=2)}
+    with LengthCache(path) as cache:
+        assert cache.get([b"k", b"none"]) == {b"k": Entry(images=2)}
+        assert cache.get([]) == {}

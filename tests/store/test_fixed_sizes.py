@@ -25,17 +25,13 @@ def rows_of(folder, **settings):
     return [dataset.row(at) for at in range(len(dataset))]
 
 
-def test_rows_are_as_wide_as_their_slots_unless_asked(kept):
-    rows = rows_of(kept)
+def test_rows_are_as_wide_as_their_slots_unless_asked_and_planned_so(kept):
+    rows, dataset = rows_of(kept), PackedDataset(kept)
     assert {row.segments.total for row in rows} == {sum(row.segments.slots) for row in rows}
     assert len({row.segments.total for row in rows}) > 1  # the guard: there is something to make equal
     assert all(slot % 8 == 0 for row in rows for slot in row.segments.slots)
     assert max(row.segments.total for row in rows) <= CAPACITY
-
-
-def test_the_plan_counts_what_samples_are_rounded_up_to(kept):
-    dataset = PackedDataset(kept)
-    tight = [sum(dataset.segments(at).lengths) for at in range(len(dataset))]
+    tight = [sum(row.segments.lengths) for row in rows]
     assert dataset.plan.tokens.tolist() == [sum(dataset.segments(at).slots) for at in range(len(dataset))] != tight
     assert dataset.manifest.sizes.longest_row == max(dataset.plan.tokens)
 

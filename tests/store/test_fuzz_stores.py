@@ -105,7 +105,7 @@ ACCIDENTS: tuple[Callable[[dict, dict, random.Random], dict], ...] = (
 def test_rows_of_a_damaged_store(tmp_path, files, cases):
     one, other = files
     written(tmp_path / "whole", one)
-    whole, theirs = rows(tmp_path / "whole"), None
+    whole = rows(tmp_path / "whole")
     written(tmp_path / "other", other)
     theirs = rows(tmp_path / "other")
     assert whole != theirs
@@ -117,6 +117,3 @@ def test_rows_of_a_damaged_store(tmp_path, files, cases):
         return rows(tmp_path / "case", verify=rng.random() < 0.1) == (theirs if is_the_other else whole)
 
     check(outcomes(2 * cases, SEED, case), cases=2 * cases)
-
-
-# ---------------------------------------------------------------------- caches and plans

@@ -7,7 +7,6 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-import torch
 from chats import chat, picture, processor_of
 from clips import clip_bytes
 from store.stores import asked, check_same, encoded, mixed, packing, places, store, texts
@@ -19,7 +18,6 @@ from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PackedRow
 from vlmpack.loading import PackedBatchSampler
 from vlmpack.store import PackedDataset
-from vlmpack.store.content import sample_digest
 from vlmpack.testing import tiny_processor
 
 
@@ -99,13 +97,6 @@ def test_a_supervised_end_of_text_token_belongs_to_the_real_length(tmp_path):
 # ---------------------------------------------------------------------- a data set
 
 
-def test_rows_can_be_counted_indexed_and_iterated(dataset):
-    assert len(dataset) == dataset.manifest.counts.rows == len(list(dataset))
-    assert torch.equal(dataset[-1]["input_ids"], dataset[len(dataset) - 1]["input_ids"])
-    with pytest.raises(IndexError):
-        dataset[len(dataset)]
-
-
 @pytest.mark.dist
 def test_workers_get_the_same_rows(dataset):
     dataset[0]  # files are open when the workers are made
@@ -144,11 +135,12 @@ def test_samples_without_a_name_are_named_by_their_place_in_the_data_set(tmp_pat
     assert named == places(dataset) != [sorted(row) for row in named]
 
 
-def test_rows_are_dealt_to_ranks_by_a_sampler(dataset):
+def test_rows_can_be_counted_iterated_and_dealt_to_ranks_by_a_sampler(dataset):
+    assert len(dataset) == dataset.manifest.counts.rows == len(list(dataset))
+    assert dataset.plan.tokens.tolist() == [dataset.row(at).segments.total for at in range(len(dataset))]
     sampler = PackedBatchSampler(dataset.plan, ranks=2, rank=0, remainder="empty")
     loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=dataset.collate)
     assert len(list(loader)) == -(-len(dataset) // 2)
-    assert dataset.plan.tokens.tolist() == [dataset.row(at).segments.total for at in range(len(dataset))]
 
 
 def test_no_row_is_a_step_of_loss_0_and_two_rows_are_no_batch(dataset):
@@ -175,9 +167,6 @@ def test_another_processor_is_refused_by_what_differs(kept):
     with pytest.raises(ConfigError, match="vocabulary was"):
         PackedDataset(kept[0], tiny_processor(vocab_size=700))
     PackedDataset(kept[0], tiny_processor())  # the guard: an equal one is taken
-
-
-def test_what_packing_decided_cannot_be_set_again(kept):
     with pytest.raises(ConfigError, match="max_length, train_on: decided when the rows were packed"):
         PackedDataset(kept[0], processor_of(), max_length=7, train_on="all")
 
@@ -212,28 +201,18 @@ def test_a_missing_or_cut_file_is_found_when_the_store_is_opened(tmp_path):
         PackedDataset(tmp_path, processor_of())
 
 
-def damaged(tmp_path):
-    """A store in which the second of three images is damaged behind its header; the samples."""
+def test_a_damaged_image_is_named_or_skipped_and_written_down(tmp_path):
+    """The second of three images is damaged behind its header."""
     whole = encoded(picture(80, 80, seed=1), "JPEG")
     samples = [chat(f"{n}?", "yes", whole if n != 1 else whole[: len(whole) // 2], id=f"s{n}") for n in range(3)]
-    store(tmp_path, samples)
-    return samples
-
-
-def test_a_damaged_image_is_named_with_its_sample_file_and_row(tmp_path):
-    damaged(tmp_path)
+    store(tmp_path / "rows", samples)
     with pytest.raises(
         SampleError,
         match=r"sample 1 \(id 's1'\): image 0: .* damaged .*\(row 0 of the store: row 0 of .*rows-00000-of-00001\.",
     ):
-        PackedDataset(tmp_path, processor_of())[0]
-
-
-def test_a_damaged_image_can_be_skipped_and_is_written_down(tmp_path):
-    samples = damaged(tmp_path / "rows")
+        PackedDataset(tmp_path / "rows", processor_of())[0]
     skip_log = tmp_path / "bad.jsonl"
-    dataset = PackedDataset(tmp_path / "rows", processor_of(), on_bad="skip", skip_log=skip_log)
-    row = dataset.row(0)
+    row = PackedDataset(tmp_path / "rows", processor_of(), on_bad="skip", skip_log=skip_log).row(0)
     assert row.metadata.sample_ids == ("s0", "s2")
     check_same(row, packing().collate([samples[0], samples[2]]))
     assert [(one["id"], one["reason"]) for one in read_skip_log(skip_log)] == [("s1", "image_undecodable")]
@@ -264,14 +243,3 @@ def test_the_frames_that_are_taken_are_decided_when_rows_are_packed(tmp_path: Pa
     assert [grid[0] for grid in grids] == [3]
     with pytest.raises(ConfigError, match="sampling: decided when the rows were packed"):
         PackedDataset(tmp_path / "rows", processor_of("qwen3_vl"), sampling=FrameSampling())
-
-
-def test_a_file_its_bytes_and_its_path_have_one_digest_and_another_file_another(tmp_path: Path) -> None:
-    clip, collator = clip_bytes(), packing()
-    path = tmp_path / "clip.mp4"
-    path.write_bytes(clip)
-    one, two, other = (
-        sample_digest(asked({"type": "video", "video": video}), collator)
-        for video in (clip, {"path": str(path), "bytes": None}, clip_bytes(num_frames=21))
-    )
-    assert one == two != other

@@ -23,11 +23,7 @@ QUESTIONS = ("What is the total of this receipt?", "Who sold it?", "On which day
 def questions(images: int = 3) -> list[dict[str, Any]]:
     """Questions about each of some images of one size, image by image."""
     return [
-        chat(
-            question,
-            f"answer {at} {number}",
-            encoded(190, 61, seed=number),
-        )
+        chat(question, f"answer {at} {number}", encoded(190, 61, seed=number))
         for number in range(images)
         for at, question in enumerate(QUESTIONS)
     ]

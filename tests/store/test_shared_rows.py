@@ -55,17 +55,24 @@ def dataset(kept: Path) -> PackedDataset:
     return PackedDataset(kept, processor_of())
 
 
-def test_a_stored_row_has_the_tree_that_the_collator_finds(dataset: PackedDataset):
+@pytest.mark.parametrize("capacity", [CAPACITY, 20 * CAPACITY])
+def test_a_stored_row_has_the_tree_that_the_collator_finds(tmp_path: Path, capacity: int):
+    """Also all samples in one row, each with its own of several images; trees are read without a processor."""
     samples, collator = questions(), sharing()
+    store(tmp_path, samples, collator, capacity=capacity)
+    dataset, outlined = PackedDataset(tmp_path, processor_of()), PackedDataset(tmp_path)
     rows = places(dataset)
     assert sorted(place for row in rows for place in row) == list(range(len(samples)))
     trees = []
     for at, row in enumerate(rows):
         expected = collator.collate([samples[place] for place in row])
         check_same(dataset.row(at), expected)
-        assert dataset.row(at).tree == expected.tree
+        assert dataset.row(at).tree == outlined.tree(at) == expected.tree
         trees.append(expected.tree)
-    assert sum(tree is not None for tree in trees) >= 4
+    if capacity == CAPACITY:
+        assert sum(tree is not None for tree in trees) >= 4
+    else:
+        assert len(trees) == 1 and len(trees[0].images) == 4
     assert "vlmpack" in dataset[0]
 
 
@@ -104,16 +111,6 @@ def test_prompts_that_see_all_of_themselves_are_not_stored(tmp_path: Path):
         store(tmp_path, [sample], VLMCollator(tiny_processor("paligemma"), layout="packed"))
 
 
-def test_samples_of_several_images_in_a_row_have_their_own(tmp_path: Path):
-    samples, folder = questions(images=3), tmp_path / "rows"
-    store(folder, samples, sharing(), capacity=10 * CAPACITY)
-    dataset = PackedDataset(folder, processor_of())
-    (row,) = places(dataset)
-    expected = sharing().collate([samples[place] for place in row])
-    assert len(expected.tree.images) == 3
-    check_same(dataset.row(0), expected)
-
-
 def test_rows_compute_what_was_planned(dataset: PackedDataset, kept: Path):
     plan = Plan.load(kept / "plan.zip")
     assert plan.groups is not None and plan.tree_tokens.max() <= CAPACITY < plan.tokens.max()
@@ -129,12 +126,6 @@ def test_rows_compute_what_was_planned(dataset: PackedDataset, kept: Path):
         for each in (*s.images, *s.videos)
     )
     assert dataset.manifest.counts.patches < plain / 2
-
-
-def test_the_tree_of_a_row_is_read_without_a_processor(dataset: PackedDataset, kept: Path):
-    outlined = PackedDataset(kept)
-    for row in range(len(dataset)):
-        assert outlined.tree(row) == dataset.row(row).tree
 
 
 def test_each_image_of_a_row_is_written_once(kept: Path):

@@ -9,12 +9,9 @@ from store.stores import mixed, store, texts
 from training import arguments
 from transformers import Trainer
 
-from vlmpack.errors import ConfigError
 from vlmpack.model import enable_packing
 from vlmpack.store import PackedDataset
 from vlmpack.testing import tiny_model
-
-TOKENS = ("input_ids", "labels", "mm_token_type_ids")
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +23,6 @@ def kept(tmp_path_factory):
     manifest = store(folder, samples, rows_multiple=2)
     assert manifest.counts.rows >= 8 and manifest.counts.rows % 2 == 0
     return folder, samples
-
-
-def model_of(**settings):
-    return tiny_model("qwen3_vl", processor=processor_of(), **settings)
-
-
-# ---------------------------------------------------------------------- HF Trainer
 
 
 class Noting:
@@ -53,7 +43,7 @@ def trainer(kept, folder, **settings):
     """Two epochs of a plain Trainer over all rows."""
     dataset = Noting(PackedDataset(kept[0], processor_of()))
     epochs = {"num_train_epochs": 2, "max_steps": -1, "per_device_train_batch_size": 1, "learning_rate": 0.01}
-    model = enable_packing(model_of(layers=1, vision_depth=1))
+    model = enable_packing(tiny_model("qwen3_vl", processor=processor_of(), layers=1, vision_depth=1))
     made = arguments(folder, **{**epochs, **settings})
     return Trainer(model=model, args=made, train_dataset=dataset, data_collator=dataset.dataset.collate)
 
@@ -72,8 +62,3 @@ def test_trainer_goes_through_every_row_in_another_order_each_epoch_and_continue
     assert resumed.train_dataset.asked == asked[stop_at:]  # and nothing else was read
     for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_a_batch_of_two_rows_is_refused_before_the_first_step(kept, tmp_path):
-    with pytest.raises(ConfigError, match="per_device_train_batch_size=1"):
-        trainer(kept, tmp_path, per_device_train_batch_size=2).train()

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from chats import chat, picture
-from store.stores import digests, encoded, mixed, packing, store, texts
+from clips import clip_bytes
+from store.stores import asked, digests, encoded, mixed, packing, store, texts
 
 from vlmpack.collate import SkipLimit
 from vlmpack.errors import ConfigError, SampleError
@@ -165,6 +166,13 @@ def test_a_file_counts_by_its_bytes_wherever_they_are(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(data)
     sources = [data, {"bytes": data, "path": None}, tmp_path / "a.jpg", str(tmp_path / "a.jpg")]
     assert len({sample_digest(chat("?", "a", source), packing()) for source in sources}) == 1
+    clip, path = clip_bytes(), tmp_path / "clip.mp4"
+    path.write_bytes(clip)
+    one, two, other = (
+        sample_digest(asked({"type": "video", "video": video}), packing())
+        for video in (clip, {"path": str(path), "bytes": None}, clip_bytes(num_frames=21))
+    )
+    assert one == two != other
 
 
 def test_a_list_without_end_has_a_digest() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from chats import chat, picture, processor_of
 from PIL import Image
+from store.kills import Counting
 from store.stores import CAPACITY, digests, encoded, mixed, packing, places, store, texts
 
 from vlmpack.collate import SkipLimit, VLMCollator
@@ -25,20 +26,7 @@ from vlmpack.store.write import WorkFolder
 
 BROKEN = {"messages": [{"role": "user", "content": "?"}], "id": "broken"}
 """Nothing to learn."""
-
-
-class Counting:
-    """A data set that counts how often each sample is read."""
-
-    def __init__(self, samples):
-        self.samples, self.reads = samples, Counter()
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, index):
-        self.reads[index] += 1
-        return self.samples[index]
+LENIENT = {"on_bad": "skip", "skip_limit": SkipLimit(max_bad_fraction=0.5)}
 
 
 # ---------------------------------------------------------------------- what is written
@@ -60,21 +48,17 @@ def test_a_store_holds_every_sample_once_in_files_of_so_many_rows(tmp_path):
     }
 
 
-def test_lengths_and_plan_can_be_read_on_their_own(tmp_path):
-    manifest = store(tmp_path, mixed(), seed=1)
-    table, plan = LengthTable.load(tmp_path / "lengths.zip"), Plan.load(tmp_path / "plan.zip")
-    assert plan.check().digest == manifest.plan
-    assert [table.sample_ids[row].tolist() for row in plan] == places(PackedDataset(tmp_path))
-    assert Manifest.load(tmp_path) == manifest
-
-
-def test_the_same_call_writes_the_same_bytes(tmp_path):
+def test_the_same_call_writes_the_same_bytes_which_can_be_read_on_their_own(tmp_path):
     manifest = store(tmp_path / "one", mixed(), seed=1)
     store(tmp_path / "two", mixed(), seed=1)
     store(tmp_path / "other", mixed(), seed=2)
     assert digests(tmp_path / "one") == digests(tmp_path / "two")
     assert digests(tmp_path / "one") != digests(tmp_path / "other")
     assert {shard.file: shard.sha256 for shard in manifest.shards}.items() <= digests(tmp_path / "one").items()
+    table, plan = LengthTable.load(tmp_path / "one" / "lengths.zip"), Plan.load(tmp_path / "one" / "plan.zip")
+    assert plan.check().digest == manifest.plan
+    assert [table.sample_ids[row].tolist() for row in plan] == places(PackedDataset(tmp_path / "one"))
+    assert Manifest.load(tmp_path / "one") == manifest
 
 
 @pytest.mark.dist
@@ -164,7 +148,7 @@ def test_a_sample_that_exceeds_a_row_is_listed_or_alone(tmp_path, oversize):
 
 def test_a_sample_that_exceeds_a_row_stops_by_default_and_is_named_by_its_place(tmp_path):
     samples = [BROKEN, *texts(4), chat("?", "a " * 200, id="long")]
-    collator = packing(on_bad="skip", skip_limit=SkipLimit(max_bad_fraction=0.5))
+    collator = packing(**LENIENT)
     with pytest.raises(
         SampleError, match=r"sample 5 \(id 'long'\): does not fit a row of 96 tokens. 1 of 6 samples do not: 5 \(\d+ "
     ) as caught:
@@ -186,9 +170,7 @@ def test_a_bad_sample_stops_by_default(tmp_path):
 
 
 def test_skipped_samples_are_counted_and_listed(tmp_path):
-    manifest = store(
-        tmp_path, [BROKEN, *texts(3), BROKEN], packing(on_bad="skip", skip_limit=SkipLimit(max_bad_fraction=0.5))
-    )
+    manifest = store(tmp_path, [BROKEN, *texts(3), BROKEN], packing(**LENIENT))
     assert (manifest.counts.total, manifest.counts.refused, manifest.counts.samples) == (5, 2, 3)
     assert manifest.reasons == {"no_targets": 2}
     listed = [json.loads(line) for line in (tmp_path / "left_out.jsonl").read_text().splitlines()]
@@ -268,10 +250,7 @@ def test_samples_must_have_places(tmp_path):
         ({"collator": {"max_length": 90}}, "settings.collator.max_length was null and is 90"),
         ({"collator": {"slots": SlotRule(multiple=2)}}, "settings.slots.multiple was 1 and is 2"),
         ({"samples": texts(13)}, "settings.data.samples was 12 and is 13"),
-        (
-            {"samples": [*texts(11), BROKEN]},
-            r"other samples than the data set: 1 were changed .* \(at 11\)",
-        ),
+        ({"samples": [*texts(11), BROKEN]}, r"other samples than the data set: 1 were changed .* \(at 11\)"),
         ({"family": "qwen2_vl"}, "processor.images.patch_size was 16 and is 14"),
     ],
 )
@@ -350,7 +329,7 @@ def test_progress_is_told_stage_by_stage(tmp_path):
 def test_half_of_a_surrogate_pair_in_an_id_is_kept(tmp_path):
     half = json.loads('"\\ud83d"')
     samples = [*texts(4), chat("?", "a", id=f"sum {half}"), chat("?", "a", id="Größe 👍"), {**BROKEN, "id": half}]
-    manifest = store(tmp_path, samples, packing(on_bad="skip", skip_limit=SkipLimit(max_bad_fraction=0.5)))
+    manifest = store(tmp_path, samples, packing(**LENIENT))
     dataset = PackedDataset(tmp_path)
     ids = {sample.sample_id for row in range(len(dataset)) for sample in dataset.measured(row)}
     assert {f"sum {half}", "Größe 👍"} < ids

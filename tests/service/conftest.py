@@ -1,0 +1,32 @@
+"""A queue on a tiny engine, started on a state folder of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from service.clients import Client, served
+from service.fakes import FakeEngine
+
+
+@pytest.fixture
+def queue_and_engine(tmp_path: Path) -> Iterator[tuple[Client, FakeEngine]]:
+    with served(tmp_path) as both:
+        yield both
+
+
+@pytest.fixture
+def client(queue_and_engine: tuple[Client, FakeEngine]) -> Client:
+    return queue_and_engine[0]
+
+
+@pytest.fixture
+def engine(queue_and_engine: tuple[Client, FakeEngine]) -> FakeEngine:
+    return queue_and_engine[1]
+
+
+@pytest.fixture
+def model(client: Client) -> str:
+    """A new model of a new session."""
+    return client.model()
