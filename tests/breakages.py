@@ -443,15 +443,11 @@ BREAKAGES: dict[str, Breakage] = {
         breaks=images_for_text, causes=("router",), has=lambda family: family.expert_types is not None
     ),
     "router losses": Breakage(
-        breaks=another_balance,
-        causes=("router",),
-        has=lambda family: family.has("experts") and has_balance(family),
+        breaks=another_balance, causes=("router",), has=lambda family: family.has("experts") and has_balance(family)
     ),
     "images": Breakage(breaks=one_picture, causes=("vision",), has=_has_bounded_tower),
     "images in a batch": Breakage(
-        breaks=images_mixed,
-        causes=("vision",),
-        has=lambda family: family.has_vision and not _has_bounded_tower(family),
+        breaks=images_mixed, causes=("vision",), has=lambda family: family.has_vision and not _has_bounded_tower(family)
     ),
     "audio": Breakage(breaks=one_audio, causes=("audio",), has=lambda family: family.has_audio),
     "padding of audio": Breakage(

@@ -194,10 +194,7 @@ def test_without_host_metadata_only_the_tail_has_found_a_slot(lengths, rule, bou
     back = from_megatron(batch)
     assert torch.equal(back.input_ids, row.input_ids)
     assert torch.equal(back.shift_labels, row.shift_labels)
-    assert (back.segments.lengths, back.segments.slots) == (
-        row.segments.lengths,
-        row.segments.without_tail().slots,
-    )
+    assert (back.segments.lengths, back.segments.slots) == (row.segments.lengths, row.segments.without_tail().slots)
 
 
 def test_media_extras_and_metadata_travel_along():

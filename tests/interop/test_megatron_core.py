@@ -202,11 +202,7 @@ def test_its_cut_of_slots_is_ours(ranks, transformer_engine, monkeypatch):
 
 @pytest.mark.parametrize(
     ("stride", "total", "twice", "lost"),
-    [
-        ([0, 6], 6, {4}, {6}),
-        ([0, 7, 18], 20, {4, 16}, {6, 20}),
-        ([0, 8], 16, {7, 8, 9, 10}, {13, 14, 15, 16}),
-    ],
+    [([0, 6], 6, {4}, {6}), ([0, 7, 18], 20, {4, 16}, {6, 20}), ([0, 8], 16, {7, 8, 9, 10}, {13, 14, 15, 16})],
     ids=["slots that no rank can halve", "real boundaries of a row with gaps", "a tail in no slot"],
 )
 def test_its_cut_holds_tokens_twice_and_loses_others_where_ours_refuses(

@@ -21,9 +21,7 @@ from vlmpack.testing.samples import VISION
 
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
 CHANGED = r"a \w+ no longer computes rows by their boundaries: its class or its forward was changed"
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")]
 every_family = pytest.mark.parametrize("family", ["qwen3_5_moe", *slow("qwen2_5_vl", "gemma3", "lfm2_vl", "gpt_oss")])
 every_delta_family = pytest.mark.parametrize("family", families(lambda family: family.has("gated_delta")))
 

@@ -23,9 +23,7 @@ from vlmpack.model.mechanisms.recurrent_rows import Buckets
 from vlmpack.model.row import PartTargets, PrefixTreeRow
 from vlmpack.testing import tiny_model
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")]
 
 
 def small(family="qwen3_vl", **sizes):

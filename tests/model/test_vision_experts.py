@@ -23,7 +23,7 @@ from vlmpack.testing import Sample, build_sample, mixed_samples, padded, tiny_mo
 
 KIMI, OCR, ERNIE = "kimi_k25", "deepseek_ocr2", "ernie4_5_vl_moe"
 pytestmark = [
-    pytest.mark.skipif(KIMI not in FAMILIES, reason="transformers of this version is older than these families"),
+    pytest.mark.skipif(KIMI not in FAMILIES, reason="transformers of this version is older than these families")
 ]
 KINDS = ("text", "image", "images", "text")
 GAPS = SlotRule(multiple=8)

@@ -189,12 +189,7 @@ BROKEN: dict[str, tuple[str, tuple[str, ...], set[str], Callable[[Patch], None]]
     "images are not compared": ("qwen3_vl", ("packing",), {"logits", "packing"}, without_content),
     "positions run on": ("qwen3_vl", ("positions",), {"logits", "positions"}, positions_run_on),
     "a branch point has one label": ("qwen3", ("head",), {"loss", "sample losses"}, one_label_a_branch_point),
-    "router losses count a shared token once": (
-        "qwen3_next",
-        ("router",),
-        {"load-balancing loss"},
-        counted_once,
-    ),
+    "router losses count a shared token once": ("qwen3_next", ("router",), {"load-balancing loss"}, counted_once),
     "no state is handed on": ("qwen3_next", ("recurrent state",), {"logits"}, no_state),
     "a state behind padding is handed on": ("qwen3_next", ("recurrent state",), {"logits"}, state_behind_padding),
     "no convolution taps are handed on": ("qwen3_next", ("conv taps",), {"logits"}, no_taps),
