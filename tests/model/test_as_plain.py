@@ -130,13 +130,6 @@ def test_logits_to_keep_are_packed_and_stay_those_columns(family, side, columns)
     assert not ours[~real].any()
 
 
-def test_logits_to_keep_with_labels_are_what_they_are_without_packing():
-    """transformers' loss does not fit them, and says so."""
-    for model in pair("qwen3_vl"):
-        with pytest.raises(ValueError, match="to match target batch_size"):
-            model(**batch_of(model, labels=True), logits_to_keep=3)
-
-
 # ---------------------------------------------------------------------- attention that is exchanged
 
 
@@ -164,9 +157,6 @@ def test_each_tower_may_have_an_attention_of_its_own(monkeypatch):
         configs = (model.config, model.config.text_config, model.config.vision_config)
         assert [config._attn_implementation for config in configs] == ["sdpa", "sdpa", "eager"]
     assert warnings == []
-
-
-# ---------------------------------------------------------------------- generation
 
 
 # ---------------------------------------------------------------------- what is made of a model

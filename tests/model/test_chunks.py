@@ -63,15 +63,11 @@ def of_the_row(segments: Segments, keys: Segments, size: int) -> Chunks:
     return Chunks(queries=cut, keys=cut)
 
 
-@pytest.mark.parametrize("breakage", ["dropped", "of the row", "factors of the row", "no factors"])
+@pytest.mark.parametrize("breakage", ["chunks of the row", "no factors"])
 def test_the_comparison_sees_chunks_and_factors_that_are(breakage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     truth()
-    if breakage == "dropped":
-        monkeypatch.setattr(attention, "with_chunk", lambda reaches, pattern, layer: pattern)
-    elif breakage == "of the row":
+    if breakage == "chunks of the row":
         monkeypatch.setattr(Chunks, "of", of_the_row)
-    elif breakage == "factors of the row":
-        monkeypatch.setattr(QueryScale, "prepare", lambda self, setup: torch.zeros_like(setup.row.input_ids[0]))
     else:
         monkeypatch.setattr(QueryScale, "makers", lambda self, model: [])
     with pytest.raises(AssertionError):

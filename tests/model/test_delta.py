@@ -188,16 +188,6 @@ def test_the_tokens_reported_are_those_computed(family, multiple, call_cost):
     assert result.work.real_tokens == sum(lengths)
 
 
-@pytest.mark.parametrize("cost", [FREE, 4.0, 16.0, 256.0, 65536.0, DEAR])
-def test_at_lengths_of_5_to_1_less_than_30_percent_are_wasted(cost, monkeypatch):
-    monkeypatch.setitem(gated_delta.CALL_COST, "cpu", cost)
-    model = fresh("qwen3_5", layers=2)
-    calls = tokens_into(layer_of(model))
-    lengths = (16, 80, 32, 48, 64, 20, 76)
-    result = PackedStep(model)(pack(padded(texts(model, lengths)), rule=SlotRule(multiple=16)))
-    assert sum(lengths) <= sum(calls) == result.work.delta_tokens < 1.3 * sum(lengths)
-
-
 # ---------------------------------------------------------------------- test delta heads
 #
 # A gated delta layer cut by heads computes what the whole layer computes.
@@ -240,11 +230,8 @@ def test_a_stand_in_leaves_the_layer_as_it_is() -> None:
     assert dict(layer._modules) == modules
 
 
-def test_heads_that_ranks_cannot_share_out_are_not_cut() -> None:
-    assert not DeltaHeads(delta_layer("qwen3_5"), 4).is_possible
-
-
 def test_a_layer_with_projections_that_are_not_known_is_not_cut() -> None:
     layer = delta_layer("qwen3_5")
     layer.in_proj_gate = torch.nn.Linear(1, 1)
     assert not DeltaHeads(layer, 2).is_possible
+    assert not DeltaHeads(delta_layer("qwen3_5"), 4).is_possible, "heads that ranks cannot share out"

@@ -179,25 +179,6 @@ def test_a_row_of_nothing_but_padding_leaves_no_part_of_the_experts_out(family):
 # ---------------------------------------------------------------------- several models, copies, and taking it back
 
 
-def test_models_and_rows_are_recomputed_each_with_its_own_row():
-    """Two models a family, two rows each, all alive before the first backward pass."""
-    names = ("qwen3_5_moe", "gpt_oss")
-    models = [fresh(family, seed=seed) for family in names for seed in (1, 2)]
-    steps = [PackedStep(model) for model in models]
-    rows = {model: [row_of(model, 68, seed=1), row_of(model, 20, seed=2)] for model in models}
-    expected = []
-    for step in steps:
-        sum(step(row).loss for row in rows[step.model]).backward()
-        expected.append(gradients(step.model))
-        step.model.zero_grad()
-        step.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    losses = [step(rows[step.model][i]).loss for i in (0, 1) for step in steps]
-    for loss in losses:
-        loss.backward()
-    for model, theirs in zip(models, expected, strict=True):
-        assert distance(theirs, gradients(model)) <= EXACT
-
-
 def hooks(model):
     """Every hook of every module, by kind: the dictionaries are copied, they would change under our hands."""
     return {
@@ -251,6 +232,3 @@ def test_layers_without_experts_are_left_alone(family):
     assert [len(logits) for logits in result.router_logits] == [row.segments.num_tokens] * 2
     assert result.expert_counts.sum(1).tolist() == [row.segments.num_tokens * TOP_K] * 2
     assert not [name for name, _ in hooks(model) if ".layers.1.mlp" in name]
-
-
-# ---------------------------------------------------------------------- Trainer

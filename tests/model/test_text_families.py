@@ -7,14 +7,12 @@ import functools
 from typing import Any
 
 import pytest
-import torch
 from equality import alone_through, check_packed
 from moe import decoder_layers, router_of
 
 from vlmpack.attention.patterns import Pattern
 from vlmpack.errors import BackendError, FamilyError
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.model.mechanisms import attention
 from vlmpack.model.mechanisms.experts import ByProbability
@@ -62,21 +60,6 @@ def test_the_comparison_sees_what_follows_the_head(monkeypatch: pytest.MonkeyPat
 # ---------------------------------------------------------------------- what a layer passes
 
 
-@pytest.mark.parametrize("keyword", ["s_aux", "softcap", "position_bias"])
-def test_whatever_a_layer_passes_to_its_attention_is_computed_or_refused(keyword: str) -> None:
-    model = enable_packing(tiny_model("llama", layers=1))
-    row = pack(padded(mixed_samples(model.config, seed=5, kinds=("text",) * 2)))
-    before = PackedStep(model)(row).loss
-    more = {keyword: torch.zeros(4) if keyword == "s_aux" else 0.5}
-    passed = lambda layer, args, kwargs: (args, kwargs | more)  # noqa: E731
-    model.model.layers[0].self_attn.register_forward_pre_hook(passed, with_kwargs=True)
-    if keyword == "position_bias":
-        with pytest.raises(BackendError, match=r"calls attention with position_bias=0\.5, which no back-end"):
-            PackedStep(model)(row)
-    else:
-        assert PackedStep(model)(row).loss != before
-
-
 def test_a_kernel_that_cannot_serve_a_pattern_is_refused_by_name() -> None:
     model = fresh("gpt_oss")
     with pytest.raises(BackendError, match=r"it computes no sinks, which this layer has"):
@@ -100,11 +83,6 @@ def test_counts_of_experts_are_what_a_router_with_a_bias_chose(family: str) -> N
     top_k = model.config.num_experts_per_tok
     by_probability = [ByProbability().counts(x, top_k).tolist() for x in result.router_logits]
     assert by_probability != result.expert_counts.tolist(), "no token chose by the bias or by groups"
-
-
-def test_the_router_of_deepseek_v3_chooses_among_groups() -> None:
-    config = tiny_model("deepseek_v3", layers=1, experts=8).config
-    assert (config.n_group, config.topk_group) == (2, 1)
 
 
 def test_frequencies_that_change_with_the_longest_sample_are_refused() -> None:
