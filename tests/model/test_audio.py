@@ -27,7 +27,6 @@ from vlmpack.testing.comparison import compare, run_alone, run_packed
 from vlmpack.testing.media import frames_of
 from vlmpack.testing.samples import sample_like
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")]
 PACKAGE = Path(vlmpack.__file__).parent
 POOLED, CONVOLVED = "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"
 """One counts every second frame, the other convolves chunks three times, and reads their padding."""

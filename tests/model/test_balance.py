@@ -35,7 +35,6 @@ from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.testing import alone, padded, tiny_model
 
 RELATIVE, GRADIENT = 1e-6, 1e-5
-pytestmark = [pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")]
 every_family = pytest.mark.parametrize("family", families(lambda family: family.model_type in BALANCED))
 few = pytest.mark.parametrize("family", ["qwen3_vl_moe", *slow("qwen3_5_moe", "gpt_oss")])
 

@@ -27,7 +27,7 @@ from vlmpack.model.mechanisms.llama4 import Offsets, QueryScale
 from vlmpack.model.row import RowPart
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
-pytestmark = [pytest.mark.skipif("llama4" not in FAMILIES, reason="this transformers has another Llama 4")]
+pytestmark = pytest.mark.skipif("llama4" not in FAMILIES, reason="this transformers has another Llama 4")
 CHUNK = 7
 
 

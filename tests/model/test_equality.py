@@ -51,7 +51,6 @@ BATCHES = {family: kinds_in(family, KINDS) for family in FAMILIES}
 MOST = {family: "mixed" if "mixed" in kinds else "text" for family, kinds in BATCHES.items()}
 """For each family the kind of batch that has the most in it."""
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning"),  # a frozen tower's
     pytest.mark.filterwarnings("ignore:Unsupported layer type.*Conv3d:UserWarning"),
 ]

@@ -20,10 +20,7 @@ from vlmpack.testing import padded, tiny_config
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 EXACT = 1e-5
 """Gradients: the largest difference, as a part of each parameter's largest entry."""
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 every_family = pytest.mark.parametrize("family", families(lambda family: family.model_type in MOE))
 few = pytest.mark.parametrize("family", ["qwen3_5_moe", *slow("qwen3_vl_moe", "gpt_oss")])
 

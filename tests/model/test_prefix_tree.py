@@ -42,7 +42,6 @@ DELTA_GRADIENT = 5e-5
 GEMMA4_GRADIENT = 3e-5
 """The row of the same samples without a tree is off by 1.5e-5, in its tower."""
 HOME = Path(vlmpack.__file__).parent
-pytestmark = [pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")]
 few = pytest.mark.parametrize("family", ["qwen3_5_moe", *slow("qwen3_vl", "gemma3", "lfm2_vl", "gpt_oss")])
 
 

@@ -22,8 +22,6 @@ from vlmpack.model.mechanisms.recurrent_rows import Buckets
 from vlmpack.model.row import PrefixTreeRow
 from vlmpack.testing import tiny_model
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")]
-
 
 def small(family="qwen3_vl", **sizes):
     return tiny_model(family, seed=3, **{"layers": 2, "vision_depth": 1, **sizes})

@@ -24,9 +24,6 @@ LOGITS = 5e-6
 """Largest difference allowed of logits, in float32."""
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
-
-
 @functools.cache
 def tiny():
     return tiny_model("qwen4_exp", seed=3, layers=4)

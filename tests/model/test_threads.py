@@ -11,8 +11,6 @@ from vlmpack.layout import SlotRule, pack
 from vlmpack.model import enable_packing
 from vlmpack.testing import alone, padded
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
-
 
 def row_of(model, seed):
     """A row with gaps, which its experts do not compute."""

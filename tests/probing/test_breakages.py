@@ -152,6 +152,7 @@ class Broken:
 
 
 def of_table(what: str, family: str = "qwen3", **says: Any) -> Broken:
+    """The others of the table are in `test_every_family.py`."""
     each = BREAKAGES[what]
     return Broken(breaks=in_its_family(each.breaks), causes=each.causes, family=family, **says)
 
@@ -173,15 +174,7 @@ FAST = {
     "targets": of_table("targets", shown=frozenset({"gaps: loss", "padded: loss"}), silent=("isolation",)),
     "divisor": of_table("divisor", shown=LOSSES),
     "positions' pace": of_table("positions' pace", shown=LOGITS, silent=("isolation",)),
-    "positions run on": of_table("positions run on", mechanism=["positions"]),
     "cache": of_table("cache", "qwen3_vl", silent=("isolation", "equality")),
-    "gated delta layers": of_table(
-        "gated delta layers", "qwen3_next", verdicts=LEAKS, shown=frozenset({"row: logits"})
-    ),
-    "conv taps": of_table("conv taps", "qwen3_next", verdicts=LEAKS, shown=frozenset({"row: logits"})),
-    "recurrent state": of_table("recurrent state", "qwen3_next", verdicts=LEAKS, shown=frozenset({"row: logits"})),
-    "short convolutions": of_table("short convolutions", "lfm2", verdicts=LEAKS),
-    "windows": of_table("windows", "mistral"),
     "head": of_table("head"),
     "sample results": of_table("sample results"),
     "router losses": of_table("router losses", "qwen3_next"),
@@ -318,8 +311,6 @@ SLOW = {
     "a balance without gradient": Broken(
         breaks=wrapped(experts, "balance", lambda x, *_: x.detach()), causes=("router",), family="qwen3_next"
     ),
-    "n-grams": of_table("n-grams", "qwen4_exp", verdicts=LEAKS),
-    "kinds of tokens": of_table("kinds of tokens", "ernie4_5_vl_moe"),
 }
 
 
