@@ -55,31 +55,3 @@ def test_images_of_two_samples_exchanged_are_refused(models, form):
         plain(**replace(other, metadata=None).to_hf())
     with pytest.raises(LayoutError, match=r"sample 0: a run of 4 image placeholders .* makes 8 tokens"):
         model(**inputs_of(other, form))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_placeholders_moved_to_another_sample_are_refused(models, form):
-    plain, model = models
-    batch = padded([build_sample(plain.config, stretches=[n, 5 - n], image_grids=[FOUR]) for n in (2, 3)])
-    image = plain.config.image_token_id
-    ids, types = batch.input_ids.clone(), batch.mm_token_type_ids.clone()
-    ids[0, 7:9], types[0, 7:9] = image, 1  # six of them now, and two
-    ids[1, 4:6], types[1, 4:6] = 9, 0
-    other = replace(batch, input_ids=ids, mm_token_type_ids=types, labels=None)
-    assert int((ids == image).sum()) == 8
-    with pytest.raises(RuntimeError, match="shape mismatch"):
-        plain(**replace(other, metadata=None).to_hf())
-    with pytest.raises(LayoutError, match=r"sample 0: a run of 6 image placeholders"):
-        model(**inputs_of(other, form))
-
-
-def test_a_boundary_of_samples_inside_an_image_is_refused(models):
-    """`rope_cu_seqlens` cannot restart there either."""
-    _, model = models
-    sample = build_sample(model.config, stretches=[2, 3], image_grids=[FOUR])
-    ids, media = sample["input_ids"][None], {name: sample[name] for name in ("pixel_values", "image_grid_thw")}
-    first = int((ids[0] == model.config.image_token_id).nonzero()[0])
-    assert model(input_ids=ids, cu_seqlens_q=[0, first, ids.shape[1]], **media).logits.isfinite().all()
-    for inside in (first + 1, first + 3):
-        with pytest.raises(LayoutError, match="image 0 of the row is cut in two where sample 1 starts, at place"):
-            model(input_ids=ids, cu_seqlens_q=[0, inside, ids.shape[1]], **media)
