@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parts import gated_delta_layers
 
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PackedRow, Segments, SlotRule, pack
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms import gated_delta
@@ -29,8 +30,7 @@ LENGTHS = {
     "around a chunk": (63, 64, 65, 64, 66),
     "two chunks and one token": (128, 1, 127, 129),
 }
-HYBRID = families(lambda family: family.has("gated_delta"))
-every_hybrid = pytest.mark.parametrize("family", HYBRID)
+every_hybrid = pytest.mark.parametrize("family", families(lambda family: family.has("gated_delta")))
 one_hybrid = pytest.mark.parametrize("family", ["qwen3_5_moe", *slow("qwen3_next")])
 LAYER = 2e-5
 """Largest difference of an output of one layer, float32."""
@@ -102,7 +102,8 @@ def hidden_of(segments, *, gaps=0.0):
 @pytest.fixture(scope="module")
 def layers():
     """One enabled layer of each family; hypothesis needs them to outlive an example."""
-    return {value.values[0]: layer_of(enable_packing(fresh(value.values[0]))).requires_grad_(False) for value in HYBRID}
+    hybrid = [name for name, family in FAMILIES.items() if family.has("gated_delta")]
+    return {name: layer_of(enable_packing(fresh(name))).requires_grad_(False) for name in hybrid}
 
 
 lengths_lists = st.lists(st.one_of(st.integers(0, 6), st.sampled_from([31, 63, 64, 65])), min_size=1, max_size=5)
