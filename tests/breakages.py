@@ -83,15 +83,22 @@ def a_cache(family: str, patch: Patch) -> None:
     patch.setattr(engine, "backbone_inputs", lambda *args, **metadata: {**honest(*args, **metadata), "use_cache": True})
 
 
-def one_picture(family: str, patch: Patch) -> None:
-    """The vision tower takes all images for one; what an audio tower does stays as it is."""
-    of_audio, find = _sizes_of_audio(patch), VisionRow.find
+def one_segment_in(*, audio: bool) -> Callable[[str, Patch], None]:
+    """Blocks of one tower take all images, or all audio, of a call for one; the other tower stays as it is."""
 
-    def one_segment(self: VisionRow, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
-        found = find(self, cu_seqlens, num_patches)
-        return found if num_patches in of_audio else Segments.from_lengths([num_patches])
+    def break_it(family: str, patch: Patch) -> None:
+        of_audio, find = _sizes_of_audio(patch), VisionRow.find
 
-    patch.setattr(VisionRow, "find", one_segment)
+        def found(self: VisionRow, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
+            own = find(self, cu_seqlens, num_patches)
+            return Segments.from_lengths([num_patches]) if (num_patches in of_audio) == audio else own
+
+        patch.setattr(VisionRow, "find", found)
+
+    return break_it
+
+
+one_picture, one_audio = one_segment_in(audio=False), one_segment_in(audio=True)
 
 
 def _sizes_of_audio(patch: Patch) -> set[int]:
@@ -263,29 +270,26 @@ def images_mixed(family: str, patch: Patch) -> None:
     patch.setattr(tower, "forward", mixing)
 
 
-def no_windows(family: str, patch: Patch) -> None:
-    """Layers with a window attend to all of a sample."""
-    honest = SdpaSegments.__call__
+def without(part: str) -> Callable[[str, Patch], None]:
+    """Attention does without a part of its layers' pattern."""
 
-    def call(self: Any, *qkv: Any, pattern: Any, **settings: Any) -> torch.Tensor:
-        return honest(self, *qkv, pattern=replace(pattern, window=None), **settings)
+    def break_it(family: str, patch: Patch) -> None:
+        honest = SdpaSegments.__call__
 
-    patch.setattr(SdpaSegments, "__call__", call)
+        def call(self: Any, *qkv: Any, pattern: Any, **settings: Any) -> torch.Tensor:
+            return honest(self, *qkv, pattern=replace(pattern, **{part: None}), **settings)
+
+        patch.setattr(SdpaSegments, "__call__", call)
+
+    return break_it
+
+
+no_windows, no_sinks = without("window"), without("sinks")
 
 
 def no_chunks(family: str, patch: Patch) -> None:
     """Layers with chunks attend to all of a sample."""
     patch.setattr(attention, "with_chunk", lambda reaches, pattern, layer: pattern)
-
-
-def no_sinks(family: str, patch: Patch) -> None:
-    """Layers with attention sinks do without."""
-    honest = SdpaSegments.__call__
-
-    def call(self: Any, *qkv: Any, pattern: Any, **settings: Any) -> torch.Tensor:
-        return honest(self, *qkv, pattern=replace(pattern, sinks=None), **settings)
-
-    patch.setattr(SdpaSegments, "__call__", call)
 
 
 def no_spans(family: str, patch: Patch) -> None:
@@ -333,17 +337,6 @@ def another_balance(family: str, patch: Patch) -> None:
     """The load-balancing loss is a tenth too large."""
     honest = experts.balance
     patch.setattr(experts, "balance", lambda *metadata: 1.1 * honest(*metadata))
-
-
-def one_audio(family: str, patch: Patch) -> None:
-    """Blocks of the audio tower take all audio of a call for one."""
-    of_audio, find = _sizes_of_audio(patch), VisionRow.find
-
-    def one_segment(self: VisionRow, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
-        found = find(self, cu_seqlens, num_patches)
-        return Segments.from_lengths([num_patches]) if num_patches in of_audio else found
-
-    patch.setattr(VisionRow, "find", one_segment)
 
 
 def audios_padded_together(family: str, patch: Patch) -> None:
@@ -443,15 +436,11 @@ BREAKAGES: dict[str, Breakage] = {
         breaks=images_for_text, causes=("router",), has=lambda family: family.expert_types is not None
     ),
     "router losses": Breakage(
-        breaks=another_balance,
-        causes=("router",),
-        has=lambda family: family.has("experts") and has_balance(family),
+        breaks=another_balance, causes=("router",), has=lambda family: family.has("experts") and has_balance(family)
     ),
     "images": Breakage(breaks=one_picture, causes=("vision",), has=_has_bounded_tower),
     "images in a batch": Breakage(
-        breaks=images_mixed,
-        causes=("vision",),
-        has=lambda family: family.has_vision and not _has_bounded_tower(family),
+        breaks=images_mixed, causes=("vision",), has=lambda family: family.has_vision and not _has_bounded_tower(family)
     ),
     "audio": Breakage(breaks=one_audio, causes=("audio",), has=lambda family: family.has_audio),
     "padding of audio": Breakage(

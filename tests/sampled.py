@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from step_service import processor_for
 
+from vlmpack.families import family_named
 from vlmpack.service.datums import EncodedImage, EncodedSequence
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Failure, Sample, SampledSequence, SampleResult, SamplingParams
@@ -38,7 +39,7 @@ def prompts_of(engine: Engine, *, count: int = 16, seed: int = 0) -> list[Encode
 def prompt_of(
     engine: Engine, rng: np.random.Generator, *, length: int, images: Sequence[tuple[int, int]] = ()
 ) -> EncodedSequence:
-    model, family = model_of(engine), engine_family(engine)
+    model, family = model_of(engine), family_named(engine.base.arch)
     ids, pictures = [rng.integers(20, 500, length)], []
     for rows, columns in images if family.has_vision else ():
         config = model.config
@@ -53,12 +54,6 @@ def model_of(engine: Engine) -> Any:
     """The base model."""
     with engine.open_weights(None).applied() as model:
         return model
-
-
-def engine_family(engine: Engine) -> Any:
-    from vlmpack.families import family_named
-
-    return family_named(engine.base.arch)
 
 
 def sample(*, num_samples: int = 1, prompt_logprobs: bool = False, **params: Any) -> Sample:

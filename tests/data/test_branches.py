@@ -38,13 +38,6 @@ def test_each_question_is_a_sample(file):
     assert [sample["id"] for sample in samples[2:4]] == ["r/2", 3]
 
 
-def test_by_default_a_record_is_a_sample(file):
-    samples = open_dataset(file)
-    assert len(samples) == 3
-    assert samples[0]["conversations"] == RECORDS[0]["conversations"]
-    assert "branch_turn" not in samples[0]
-
-
 def test_num_counts_questions(file):
     assert len(open_dataset(file, branches="turns", num=5)) == 5
     with pytest.raises(ConfigError, match=r"num is 7, but .* holds 6"):

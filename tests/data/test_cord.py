@@ -121,11 +121,6 @@ def test_a_record_is_the_conversation_of_nemo() -> None:
     assert to_conversation(record)["conversation"][0]["content"][1]["text"] == "Describe this image."
 
 
-def test_of_several_parses_the_first_is_taken() -> None:
-    _, assistant = to_conversation(record_of(gt_parses=[{"a": "1"}, {"a": "2"}]))["conversation"]
-    assert assistant["content"][0]["text"] == "<s_a>1</s_a>"
-
-
 WITHOUT, UNREADABLE = "ground_truth_without_parse", "ground_truth_unreadable"
 
 
@@ -167,14 +162,6 @@ def pixels_and_truths(records: Any) -> list[Any]:
 
 def check(dataset: CordDataset, records: list[dict[str, Any]] = RECORDS) -> None:
     assert pixels_and_truths(dataset) == pixels_and_truths(records)
-
-
-@pytest.fixture
-def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    module = pytest.importorskip("datasets", reason="waits for the datasets library (extra [data])")
-    monkeypatch.setattr(module.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    module.disable_progress_bars()
-    return module
 
 
 @pytest.fixture

@@ -276,9 +276,8 @@ class TestDatasetInfo:
             open_dataset(path, columns=self.info(tmp_path, **entry))
 
 
-def test_bytes_in_parquet_under_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets", reason="waits for the datasets library (extra [data])")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+@pytest.mark.usefixtures("datasets")
+def test_bytes_in_parquet_under_other_names(tmp_path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
 

@@ -47,14 +47,6 @@ def written(tmp_path: Path, data: bytes | list[dict[str, Any]], name: str = "row
     return path
 
 
-@pytest.fixture
-def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    module = pytest.importorskip("datasets", reason="waits for the datasets library (extra [data])")
-    monkeypatch.setattr(module.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    module.disable_progress_bars()
-    return module
-
-
 FORMS = {
     "lines": lines(ROWS),
     "escaped": lines(ROWS, ascii_only=True),

@@ -7,11 +7,10 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import ExifTags, Image, PngImagePlugin
+from PIL import ExifTags, Image
 
 from vlmpack.data.images import ImageError, ImageLimits, load_image, read_size
 
-ORIENTATIONS = range(1, 9)
 XMP = '<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="{}"/></x:xmpmeta>'
 
 
@@ -34,14 +33,6 @@ def loaded(source) -> tuple[int, int]:
     return image.height, image.width
 
 
-@pytest.mark.parametrize("fmt", ["BMP", "JPEG", "PNG", "TIFF", "TIFF tiff_lzw", "WEBP"])
-@pytest.mark.parametrize("orientation", ORIENTATIONS)
-def test_the_size_is_that_of_the_loaded_image(fmt: str, orientation: int) -> None:
-    fmt, *compression = fmt.split()
-    data = encoded(fmt, orientation, **({"compression": compression[0]} if compression else {}))
-    assert read_size(data) == loaded(data)
-
-
 @pytest.mark.parametrize("fmt", ["JPEG", "PNG", "TIFF", "WEBP"])
 @pytest.mark.parametrize("decoded", [False, True])
 def test_a_pil_image_decoded_or_not(fmt: str, decoded: bool) -> None:
@@ -49,13 +40,6 @@ def test_a_pil_image_decoded_or_not(fmt: str, decoded: bool) -> None:
     if decoded:
         image.load()
     assert read_size(image) == loaded(other) == (11, 7)
-
-
-def test_a_png_may_tell_its_orientation_in_text() -> None:
-    info, file = PngImagePlugin.PngInfo(), io.BytesIO()
-    info.add_itxt("XML:com.adobe.xmp", XMP.format(8))
-    Image.new("RGB", (11, 7)).save(file, "PNG", pnginfo=info)
-    assert read_size(file.getvalue()) == loaded(file.getvalue()) == (11, 7)
 
 
 @pytest.mark.parametrize("fmt", ["JPEG", "PNG"])

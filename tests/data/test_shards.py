@@ -164,10 +164,7 @@ class TestRefused:
         [
             ({"1.json": b"{"}, "1.json is no JSON"),
             ({"1.json": "3"}, "its JSON is a int"),
-            (
-                {"1.jpg": b"", "1.json": {"messages": [], "image": "2.jpg"}},
-                "names another image than its parts jpg",
-            ),
+            ({"1.jpg": b"", "1.json": {"messages": [], "image": "2.jpg"}}, "names another image than its parts jpg"),
             ({"1.txt": "a", "1.json": {"txt": "b"}}, "has the key 'txt'"),
         ],
     )

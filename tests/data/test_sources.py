@@ -17,14 +17,6 @@ from vlmpack.errors import ConfigError
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 
 
-@pytest.fixture
-def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    module = pytest.importorskip("datasets", reason="waits for the datasets library (extra [data])")
-    monkeypatch.setattr(module.config, "HF_DATASETS_CACHE", tmp_path / ".cache")
-    module.disable_progress_bars()
-    return module
-
-
 def write(datasets: Any, folder: Path, *names: str) -> Path:
     """Parquet files of one sample each, whose tokens are the place of its name."""
     for at, name in enumerate(names):

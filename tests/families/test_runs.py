@@ -86,10 +86,7 @@ def test_images_without_anything_between(name):
 
 @pytest.mark.parametrize(
     ("name", "types", "other"),
-    [
-        ("qwen2_5_vl", VIDEO * 8, VIDEO * 4 + X + VIDEO * 4),
-        ("qwen3_vl", VIDEO * 4 + X + VIDEO * 4, VIDEO * 8),
-    ],
+    [("qwen2_5_vl", VIDEO * 8, VIDEO * 4 + X + VIDEO * 4), ("qwen3_vl", VIDEO * 4 + X + VIDEO * 4, VIDEO * 8)],
 )
 def test_frames_of_a_video_are_one_run_or_a_run_each(name, types, other):
     assert refusal(types, [len(types)], name, video_grids=[(2, 4, 4)]) is None

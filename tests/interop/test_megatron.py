@@ -1,11 +1,16 @@
-"""Rows to Megatron's THD batch and back, and the check of a row that others packed."""
+"""Rows to Megatron's THD batch and back, in the installed megatron-core's own roll and cut, and the check of a row that
+others packed."""
 
 from __future__ import annotations
 
 import json
+import queue
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field, fields, make_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +28,7 @@ from vlmpack.layout import IGNORE, METADATA_KEY, HostMetadata, Media, PackedRow,
 CUTS = json.loads((Path(__file__).parents[1] / "vectors" / "context_parallel.json").read_text())
 
 lengths_lists = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any)
+full_lengths = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 rules = st.builds(SlotRule, multiple=st.integers(1, 5), row_multiple=st.integers(1, 13))
 
 
@@ -194,10 +200,7 @@ def test_without_host_metadata_only_the_tail_has_found_a_slot(lengths, rule, bou
     back = from_megatron(batch)
     assert torch.equal(back.input_ids, row.input_ids)
     assert torch.equal(back.shift_labels, row.shift_labels)
-    assert (back.segments.lengths, back.segments.slots) == (
-        row.segments.lengths,
-        row.segments.without_tail().slots,
-    )
+    assert (back.segments.lengths, back.segments.slots) == (row.segments.lengths, row.segments.without_tail().slots)
 
 
 def test_media_extras_and_metadata_travel_along():
@@ -325,3 +328,150 @@ def test_rows_pass_exactly_where_they_can_be_cut(lengths, ranks, multiple, row_m
             validate(row, rule)
     else:
         validate(row, rule)
+
+
+# ---------------------------------------------------------------------- megatron-core's own roll
+
+
+def roll_of_megatron(tensor: torch.Tensor, params: Any, cp_group: Any = None) -> torch.Tensor:
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    return roll_tensor(tensor, shifts=-1, dims=-1, packed_seq_params=params, cp_group=cp_group)[0]
+
+
+@given(lengths=full_lengths)
+def test_its_roll_and_ours_agree_on_rows_without_gaps(lengths):
+    row = row_of(lengths)
+    theirs = roll_of_megatron(row.input_ids, packed_seq_params(row.segments))
+    assert torch.equal(theirs, roll_left(row.input_ids, row.segments, fill=0))
+
+
+@given(lengths=full_lengths, rule=rules, depth=st.integers(1, 3))
+def test_told_slots_alone_it_rolls_targets_right_on_rows_with_gaps(lengths, rule, depth):
+    row = row_of(lengths, rule)
+    batch = to_megatron(row, boundaries="slots")
+    labels, loss_mask = batch["labels"], batch["loss_mask"]
+    for _ in range(depth):
+        labels = roll_of_megatron(labels, batch["packed_seq_params"])
+        loss_mask = roll_of_megatron(loss_mask, batch["packed_seq_params"])
+    ours = roll_left(row.shift_labels, row.segments, depth=depth, fill=IGNORE)
+    assert torch.equal(labels.masked_fill(loss_mask == 0, IGNORE), ours)
+
+
+class Ranks:
+    """Ranks as threads that send each other tensors, under the names of torch.distributed that megatron-core calls."""
+
+    def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self._here = count, threading.local()
+        self._mail = {(a, b): queue.Queue() for a in range(count) for b in range(count)}
+        names = {
+            "is_initialized": lambda: True,
+            "get_rank": lambda group=None: self.rank(),
+            "get_world_size": lambda group=None: self.count,
+            "get_process_group_ranks": lambda group: list(range(count)),
+            "isend": self._isend,
+            "irecv": self._irecv,
+        }
+        for name, function in names.items():
+            monkeypatch.setattr(torch.distributed, name, function)
+
+    def size(self) -> int:
+        return self.count
+
+    def rank(self) -> int:
+        return self._here.rank
+
+    def _isend(self, *, tensor: torch.Tensor, dst: int) -> Any:
+        self._mail[self.rank(), dst].put(tensor.clone())
+        return SimpleNamespace(wait=lambda: None)
+
+    def _irecv(self, *, tensor: torch.Tensor, src: int) -> Any:
+        box = self._mail[src, self.rank()]
+        return SimpleNamespace(wait=lambda: tensor.copy_(box.get(timeout=20)))
+
+    def run(self, function: Any) -> list[Any]:
+        """What `function(rank)` gives on every rank."""
+
+        def on(rank: int) -> Any:
+            self._here.rank = rank
+            return function(rank)
+
+        with ThreadPoolExecutor(self.count) as threads:
+            return list(threads.map(on, range(self.count)))
+
+
+def rolled_over_ranks(row: PackedRow, ranks: int, monkeypatch: pytest.MonkeyPatch, **how) -> torch.Tensor:
+    """megatron-core's roll of a row's ids, each rank with its part, joined."""
+    partition = Partition(segments=row.segments, ranks=ranks, layout="mirrored")
+    params = packed_seq_params(row.segments, **how)
+    group = Ranks(ranks, monkeypatch)
+    parts = [partition.cut(row.input_ids, rank) for rank in range(ranks)]
+    return partition.join(group.run(lambda rank: roll_of_megatron(parts[rank], params, group)))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_its_roll_over_ranks_and_ours_agree_where_slots_are_full(ranks, monkeypatch):
+    row = row_of([16, 32, 8], SlotRule.for_parallel(layout="mirrored", context=ranks))
+    theirs = rolled_over_ranks(row, ranks, monkeypatch)
+    assert torch.equal(theirs, roll_left(row.input_ids, row.segments, fill=0))
+
+
+def test_its_roll_over_ranks_tears_rows_with_gaps_unless_it_is_told_slots_alone(monkeypatch):
+    row = row_of([13, 30, 6], SlotRule.for_parallel(layout="mirrored", context=2))
+    ours = roll_left(row.input_ids, row.segments, fill=0)
+    assert not torch.equal(rolled_over_ranks(row, 2, monkeypatch), ours)
+    assert torch.equal(rolled_over_ranks(row, 2, monkeypatch, boundaries="slots"), ours)
+
+
+# ---------------------------------------------------------------------- megatron-core's own cut
+
+
+def transformer_engines_cut(cu_seqlens: torch.Tensor, total: int, ranks: int, rank: int) -> torch.Tensor:
+    """`thd_get_partitioned_indices`, which needs CUDA, by the formula of its kernel, without its device assertion."""
+    local = (cu_seqlens // ranks).tolist()
+    index = []
+    for token in range(total // ranks):
+        segment = max(i for i in range(len(local) - 1) if local[i] <= token)
+        width = local[segment + 1] - local[segment]
+        chunk = rank if token - local[segment] < width // 2 else 2 * (ranks - 1) - rank
+        index.append(token - local[segment] + local[segment] * ranks + width // 2 * chunk)
+    return torch.tensor(index)
+
+
+@pytest.fixture
+def transformer_engine(monkeypatch) -> None:
+    from megatron.core import utils
+
+    monkeypatch.setattr(utils, "tex", SimpleNamespace(thd_get_partitioned_indices=transformer_engines_cut))
+    monkeypatch.setattr(utils, "is_te_min_version", lambda version: True)
+
+
+def thd_cut_of(group: Ranks) -> Callable[..., dict[str, Any]]:
+    """megatron-core's cut of a THD batch on the rank that calls it: 0.16's name for it, or that of later versions."""
+    from megatron.core import utils
+
+    def older(batch: dict[str, Any], real: torch.Tensor, slots: torch.Tensor, longest: int) -> dict[str, Any]:
+        where = {"cp_size": group.size(), "cp_rank": group.rank()}
+        return utils.get_thd_batch_on_this_cp_rank(batch, real, slots, torch.tensor([longest]), **where)[0]
+
+    def newer(batch: dict[str, Any], real: torch.Tensor, slots: torch.Tensor, longest: int) -> dict[str, Any]:
+        known = {"cu_seqlens": real[None], "cu_seqlens_padded": slots[None], "max_seqlen": torch.tensor([longest])}
+        return utils.get_batch_on_this_cp_rank({**batch, **known}, is_hybrid_cp=False, cp_group=group)
+
+    return older if hasattr(utils, "get_thd_batch_on_this_cp_rank") else newer
+
+
+def cut_by_megatron(row: PackedRow, ranks: int, slots: torch.Tensor, monkeypatch: Any) -> list[torch.Tensor]:
+    """Each rank's tokens, cut at these boundaries."""
+    group = Ranks(ranks, monkeypatch)
+    cut, real = thd_cut_of(group), row.segments.cu_seqlens()
+    return group.run(lambda rank: cut({"tokens": row.input_ids}, real, slots, row.segments.max_slot)["tokens"])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_its_cut_of_slots_is_ours(ranks, transformer_engine, monkeypatch):
+    row = row_of([13, 30, 6], SlotRule.for_parallel(layout="mirrored", context=ranks, precision="fp8"))
+    partition = Partition(segments=row.segments, ranks=ranks, layout="mirrored")
+    theirs = cut_by_megatron(row, ranks, row.segments.cu_seqlens_padded(), monkeypatch)
+    assert all(torch.equal(theirs[rank], partition.cut(row.input_ids, rank)) for rank in range(ranks))
+    assert torch.equal(partition.join(theirs), row.input_ids)

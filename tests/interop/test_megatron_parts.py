@@ -168,19 +168,6 @@ def test_each_rank_rolls_to_what_the_vector_says():
         assert halo.roll_left(parts[rank], came, rank, fill=0).tolist() == case["ranks_out"][rank]
 
 
-def test_gaps_and_contiguous_parts():
-    segments = Segments.from_boundaries([0, 7, 18], [0, 8, 20])
-    row = torch.tensor([*range(1, 8), 0, *range(11, 22), 0])
-    expected: dict[Layout, list[list[int]]] = {
-        "mirrored": [[2, 3, 0, 0, 12, 13, 14, 21, 0, 0], [4, 5, 6, 7, *range(15, 21)]],
-        "contiguous": [[2, 3, 4, 5, 6, 7, 0, 0, 12, 13], [*range(14, 22), 0, 0]],
-    }
-    for layout, ranks in expected.items():
-        partition = Partition(segments=segments, ranks=2, layout=layout)
-        whole = rolled_in_parts(row, Halo(partition=partition, depth=1), depth=1, fill=0)
-        assert [partition.cut(whole, rank).tolist() for rank in range(2)] == ranks
-
-
 @given(partition=partitions(), most=st.integers(1, 9), data=st.data())
 def test_parts_roll_to_what_the_whole_row_rolls_to(partition, most, data):
     depth = data.draw(st.integers(1, most))

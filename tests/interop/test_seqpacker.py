@@ -187,19 +187,6 @@ def test_a_seed_reaches_the_shuffling_strategy_alone() -> None:
     assert bins("next_fit", 1) != bins("next_fit", 2)  # under our own name it is our own seed
 
 
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
-        ([5, 11], "sample 1: does not fit a row of 10 tokens"),
-        ([5, 0], "sample 1: has length 0"),
-        (np.asarray([5, np.nan]), "sample 1: the length of a sample is not finite"),
-    ],
-)
-def test_a_bad_length_names_its_sample(lengths, message: str) -> None:
-    with pytest.raises(SampleError, match=message):
-        pack_sequences(lengths, 10)
-
-
 @pytest.mark.parametrize("changed", [{"capacity": 0}, {"capacity": 2**40}, {"strategy": "best"}, {"seed": -1}])
 def test_a_bad_setting_is_refused_when_the_packer_is_made(changed) -> None:
     with pytest.raises(ConfigError):

@@ -16,7 +16,7 @@ from vlmpack.testing.samples import VISION
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
 EAGER = {**SMALL, "attn_implementation": "eager"}
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
-pytestmark = [pytest.mark.filterwarnings("ignore:nothing is packed in this training step")]
+pytestmark = pytest.mark.filterwarnings("ignore:nothing is packed in this training step")
 few = pytest.mark.parametrize(
     "family", ["qwen3_vl_moe", "lfm2_vl", *slow("qwen2_5_vl", "qwen3_5_moe", "gemma3", "gpt_oss")]
 )
@@ -130,13 +130,6 @@ def test_logits_to_keep_are_packed_and_stay_those_columns(family, side, columns)
     assert not ours[~real].any()
 
 
-def test_logits_to_keep_with_labels_are_what_they_are_without_packing():
-    """transformers' loss does not fit them, and says so."""
-    for model in pair("qwen3_vl"):
-        with pytest.raises(ValueError, match="to match target batch_size"):
-            model(**batch_of(model, labels=True), logits_to_keep=3)
-
-
 # ---------------------------------------------------------------------- attention that is exchanged
 
 
@@ -166,9 +159,6 @@ def test_each_tower_may_have_an_attention_of_its_own(monkeypatch):
     assert warnings == []
 
 
-# ---------------------------------------------------------------------- generation
-
-
 # ---------------------------------------------------------------------- what is made of a model
 
 
@@ -192,7 +182,6 @@ def test_a_saved_model_is_loaded_plain_by_the_class_of_an_enabled_one(tmp_path):
     ],
     ids=["conversions", "more tokens", "tied weights", "checkpointing on and off"],
 )
-@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 def test_what_is_done_to_a_model_later_is_done_to_an_enabled_one(change):
     plain, enabled = pair("qwen3_vl")
     batch = batch_of(plain)

@@ -109,48 +109,40 @@ def test_a_text_model_is_not_made_of_the_configuration_of_a_layer():
 # ---------------------------------------------------------------------- what packed attention does not compute
 
 
-def not_causal_by_configuration(model):
-    model.config.text_config.is_causal = False
-
-
-def not_causal_by_the_whole_configuration(model):
-    model.config.is_causal = False
-
-
-def not_causal_by_a_layer(model):
-    model.model.language_model.layers[1].self_attn.is_causal = False
-
-
-def a_function_of_ones_own(model):
-    model.set_attn_implementation({"text_config": "softcapped"})
-
-
-def a_function_of_ones_own_in_the_tower(model):
-    model.set_attn_implementation({"vision_config": "softcapped"})
-
-
-def a_wrapper_that_took_the_name_of_what_it_wraps(model):
-    model.set_attn_implementation({"text_config": "wrapped"})
-
-
-def an_object_that_is_called(model):
-    model.set_attn_implementation({"text_config": "called"})
-
-
-def a_function_of_transformers_with_a_setting(model):
-    model.set_attn_implementation({"text_config": "with a setting"})
+def implementation(name, part="text_config"):
+    return lambda model: model.set_attn_implementation({part: name})
 
 
 OTHER_ATTENTION = {
-    not_causal_by_configuration: r"is_causal is False in the model's Qwen2VLTextConfig",
-    not_causal_by_the_whole_configuration: r"is_causal is False in the model's Qwen2VLConfig",
-    not_causal_by_a_layer: r"is_causal is False on a Qwen2VLAttention, but packed attention is causal.*Set it to True",
-    a_function_of_ones_own: r"'softcapped' of a Qwen2VLAttention is a function of your own \(.*softcapped\).*\"sdpa\"",
-    a_function_of_ones_own_in_the_tower: r"'softcapped' of a VisionAttention is a function of your own",
-    a_wrapper_that_took_the_name_of_what_it_wraps: r"'wrapped' of a Qwen2VLAttention is a function of your own",
-    an_object_that_is_called: r"'called' of a Qwen2VLAttention is a function of your own \(.*SoftCapped\)",
-    a_function_of_transformers_with_a_setting: r"'with a setting' of a Qwen2VLAttention is a function of your own",
-}
+    "not causal by configuration": (
+        lambda model: setattr(model.config.text_config, "is_causal", False),
+        r"is_causal is False in the model's Qwen2VLTextConfig",
+    ),
+    "not causal by the whole configuration": (
+        lambda model: setattr(model.config, "is_causal", False),
+        r"is_causal is False in the model's Qwen2VLConfig",
+    ),
+    "not causal by a layer": (
+        lambda model: setattr(model.model.language_model.layers[1].self_attn, "is_causal", False),
+        r"is_causal is False on a Qwen2VLAttention, but packed attention is causal.*Set it to True",
+    ),
+    "a function of one's own": (
+        implementation("softcapped"),
+        r"'softcapped' of a Qwen2VLAttention is a function of your own \(.*softcapped\).*\"sdpa\"",
+    ),
+    "a function of one's own in the tower": (
+        implementation("softcapped", "vision_config"), r"'softcapped' of a VisionAttention is a function of your own",
+    ),
+    "a wrapper that took the name of what it wraps": (
+        implementation("wrapped"), r"'wrapped' of a Qwen2VLAttention is a function of your own",
+    ),
+    "an object that is called": (
+        implementation("called"), r"'called' of a Qwen2VLAttention is a function of your own \(.*SoftCapped\)",
+    ),
+    "a function of transformers with a setting": (
+        implementation("with a setting"), r"'with a setting' of a Qwen2VLAttention is a function of your own",
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -175,18 +167,18 @@ def softcapped_attention(monkeypatch):
 
 
 @pytest.mark.usefixtures("softcapped_attention")
-@pytest.mark.parametrize("change", OTHER_ATTENTION, ids=lambda change: change.__name__)
-def test_attention_that_no_back_end_computes_is_refused_before_and_after_enabling(change):
+@pytest.mark.parametrize(("change", "message"), OTHER_ATTENTION.values(), ids=OTHER_ATTENTION)
+def test_attention_that_no_back_end_computes_is_refused_before_and_after_enabling(change, message):
     batch = padded(mixed_samples(tiny_model("qwen2_vl").config)).to_hf()
     model = tiny_model("qwen2_vl")
     classes = [type(module) for module in model.modules()]
     change(model)
-    with pytest.raises(ConfigError, match=OTHER_ATTENTION[change]):
+    with pytest.raises(ConfigError, match=message):
         enable_packing(model)
     assert [type(module) for module in model.modules()] == classes, "nothing is half done"
     model = enable_packing(tiny_model("qwen2_vl"))
     change(model)
-    with pytest.raises(ConfigError, match=OTHER_ATTENTION[change]):
+    with pytest.raises(ConfigError, match=message):
         model(**batch)
 
 

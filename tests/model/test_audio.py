@@ -10,43 +10,32 @@ from typing import Any
 import pytest
 import torch
 from cases import slow
-from equality import Alone, alone_through, check_outputs, check_packed, limits_of
+from equality import alone_through, check_outputs, check_packed, limits_of
 from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 
 import vlmpack
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, FamilyError, LayoutError
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import Segments, SlotRule, pack, share
-from vlmpack.layout.batch import AUDIO
+from vlmpack.layout import SlotRule, pack, share
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, enable_packing
-from vlmpack.model.mechanisms import attention, vision
+from vlmpack.model.mechanisms import attention
 from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import build_sample, joined, mixed_samples, padded, tiny_config, tiny_model
 from vlmpack.testing.comparison import compare, run_alone, run_packed
 from vlmpack.testing.media import frames_of
 from vlmpack.testing.samples import sample_like
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
-]
 PACKAGE = Path(vlmpack.__file__).parent
 POOLED, CONVOLVED = "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"
 """One counts every second frame, the other convolves chunks three times, and reads their padding."""
 MIXED = ("everything", "text", "audio", "image", "everything")
 each_family = pytest.mark.parametrize("family", [POOLED, CONVOLVED])
-one_short = pytest.mark.parametrize("family", [POOLED, *slow(CONVOLVED)])
 
 
 def fresh(family: str) -> Any:
     return tiny_model(family, seed=3, layers=2, hidden=32)
-
-
-@functools.cache
-def truth(family: str) -> Alone:
-    model = fresh(family)
-    return alone_through(model, mixed_samples(model.config, seed=5, kinds=MIXED, text=(2, 6), side=(1, 2)))
 
 
 def with_audio(config: Any, *frames: tuple[int, ...]) -> list[Any]:
@@ -111,22 +100,6 @@ def test_positions_are_those_of_the_model_s_own_code(family: str) -> None:
     assert bool((found != found.round()).any()) == (family == CONVOLVED)
 
 
-@one_short
-def test_positions_that_a_caller_gives_are_compared(family: str) -> None:
-    own, model = truth(family), enable_packing(fresh(family))
-    row = pack(padded(own.samples))
-    seen: list[torch.Tensor] = []
-    hook = model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True
-    )
-    step = PackedStep(model)
-    step(row)
-    hook.remove()
-    step(replace(row, position_ids=seen[0]))
-    with pytest.raises(LayoutError, match=r"position_ids are not what each sample has alone: sample 0 has"):
-        step(replace(row, position_ids=seen[0] + 1))
-
-
 def test_positions_that_are_not_the_model_s_own_are_an_error_when_packing_is_enabled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -152,17 +125,6 @@ def test_the_comparison_sees_audio_of_another_sample() -> None:
     result = PackedStep(model)(other_audio(own.samples), logits=True)
     with pytest.raises(AssertionError):
         check_outputs(own, result, limits_of(POOLED))
-
-
-@one_short
-def test_the_comparison_sees_audio_that_attends_beyond_its_windows(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = fresh(family)
-    own = alone_through(model, with_audio(model.config, *([(40,), (33, 17)] if family == POOLED else [(450,), (101,)])))
-    monkeypatch.setattr(vision.VisionRow, "find", lambda self, cu, count: Segments.from_lengths([count]))
-    with pytest.raises(AssertionError):
-        check_packed(own, model)
 
 
 @each_family
@@ -201,9 +163,6 @@ def test_types_on_the_host_that_are_not_those_of_the_row_are_refused(family: str
     row = replace(row, metadata=replace(row.metadata, type_runs=(moved, second)))
     with nothing_on_host(), pytest.raises(RuntimeError, match="type_runs of the host metadata are not the types"):
         PackedStep(model)(row)
-
-
-# ---------------------------------------------------------------------- circumstances of training
 
 
 # ---------------------------------------------------------------------- refused
@@ -308,10 +267,3 @@ def test_an_audio_is_shared_where_its_features_are_equal(family: str) -> None:
 def test_ranks_cannot_compute_audio_together(family: str) -> None:
     with pytest.raises(ConfigError, match=rf"images, videos and audio of {family} cannot be computed by several ranks"):
         enable_packing(fresh(family), parallel=Parallel())
-
-
-def test_samples_say_which_tokens_are_audio() -> None:
-    model = fresh(POOLED)
-    (sample,) = with_audio(model.config, (17, 9))
-    types = FAMILIES[POOLED].media_types(sample["input_ids"], model.config)
-    assert (types == AUDIO).sum() == 4 + 2  # every second frame, and the mean of each two of these

@@ -9,8 +9,6 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from cases import families, slow
 from parts import gated_delta_layers
 from peft import LoraConfig, get_peft_model
-from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from vlmpack.errors import ConfigError
@@ -21,9 +19,6 @@ from vlmpack.testing.samples import VISION
 
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
 CHANGED = r"a \w+ no longer computes rows by their boundaries: its class or its forward was changed"
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
-]
 every_family = pytest.mark.parametrize("family", ["qwen3_5_moe", *slow("qwen2_5_vl", "gemma3", "lfm2_vl", "gpt_oss")])
 every_delta_family = pytest.mark.parametrize("family", families(lambda family: family.has("gated_delta")))
 
@@ -164,13 +159,6 @@ def test_positions_and_boundaries_of_a_flattening_collator_are_refused(family):
 
 
 # ---------------------------------------------------------------------- and what is no way past it
-
-
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.dist

@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore::UserWarning:torch"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
-    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
 ]
 ROWS = [
     (("image", "text", "image"), 1),
@@ -202,17 +201,3 @@ def test_names_of_parameters_stay_and_copies_are_plain():
     assert copy.deepcopy(model).model.language_model.layers[0].mlp._compiled_call_impl is None
     disable_packing(model)
     assert list(model.state_dict()) == names
-
-
-@pytest.mark.slow
-def test_settings_are_those_of_torch_compile():
-    seen = []
-
-    def backend(graph, inputs):
-        seen.append(graph)
-        return graph
-
-    model = small("qwen3")
-    row = pack(padded(samples_of(model)))
-    PackedStep(compile_layers(model, backend=backend))(row)
-    assert seen

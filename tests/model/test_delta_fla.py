@@ -28,7 +28,7 @@ from vlmpack.model import PackedStep, disable_packing
 from vlmpack.model.mechanisms.gated_delta_fla import FlaCall, uses_fla
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
-pytestmark = [pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 GATED = [name for name, family in FAMILIES.items() if family.has("gated_delta")]

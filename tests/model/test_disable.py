@@ -23,9 +23,6 @@ from vlmpack.testing.samples import TOKEN_KEYS, VISION
 
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
 GAPS = SlotRule(multiple=4)
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
-]
 few = pytest.mark.parametrize("family", ["qwen3_5_moe", *slow("qwen2_5_vl", "qwen4_exp", "lfm2_vl", "gpt_oss")])
 
 

@@ -40,10 +40,7 @@ CLIP = Piece(text=4, videos=1)
 LAYOUTS = {"padded": padded, "row": lambda samples: pack(padded(samples), rule=SlotRule(multiple=8)), "tree": shared}
 WITHOUT_VARLEN = ("gemma2", "gpt_oss", "paligemma")
 """Families with soft-capped scores, or sinks, which PyTorch's varlen kernel does not have."""
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def fresh(family: str, dtype: torch.dtype) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import pytest
 import torch
@@ -15,15 +16,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import experts
-from vlmpack.testing import padded, tiny_config
+from vlmpack.testing import alone, padded, tiny_config
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 EXACT = 1e-5
 """Gradients: the largest difference, as a part of each parameter's largest entry."""
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
 every_family = pytest.mark.parametrize("family", families(lambda family: family.model_type in MOE))
 few = pytest.mark.parametrize("family", ["qwen3_5_moe", *slow("qwen3_vl_moe", "gpt_oss")])
 
@@ -179,25 +177,6 @@ def test_a_row_of_nothing_but_padding_leaves_no_part_of_the_experts_out(family):
 # ---------------------------------------------------------------------- several models, copies, and taking it back
 
 
-def test_models_and_rows_are_recomputed_each_with_its_own_row():
-    """Two models a family, two rows each, all alive before the first backward pass."""
-    names = ("qwen3_5_moe", "gpt_oss")
-    models = [fresh(family, seed=seed) for family in names for seed in (1, 2)]
-    steps = [PackedStep(model) for model in models]
-    rows = {model: [row_of(model, 68, seed=1), row_of(model, 20, seed=2)] for model in models}
-    expected = []
-    for step in steps:
-        sum(step(row).loss for row in rows[step.model]).backward()
-        expected.append(gradients(step.model))
-        step.model.zero_grad()
-        step.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    losses = [step(rows[step.model][i]).loss for i in (0, 1) for step in steps]
-    for loss in losses:
-        loss.backward()
-    for model, theirs in zip(models, expected, strict=True):
-        assert distance(theirs, gradients(model)) <= EXACT
-
-
 def hooks(model):
     """Every hook of every module, by kind: the dictionaries are copied, they would change under our hands."""
     return {
@@ -253,4 +232,73 @@ def test_layers_without_experts_are_left_alone(family):
     assert not [name for name, _ in hooks(model) if ".layers.1.mlp" in name]
 
 
-# ---------------------------------------------------------------------- Trainer
+# ---------------------------------------------------------------------- rows in several threads
+
+
+def threads_row(model, seed):
+    """A row with gaps, which its experts do not compute."""
+    return pack(padded(samples_of(model, seed=seed)), rule=SlotRule(multiple=16)).to_hf()
+
+
+def side_by_side(model, calls):
+    """Results of all calls, one a thread. No thread enters the experts of a layer before every one has left its mixer,
+    also where gradient checkpointing computes the layer again."""
+    barrier = threading.Barrier(len(calls), timeout=60)
+    results, errors = [None] * len(calls), []
+
+    def run(i):
+        try:
+            results[i] = calls[i]()
+        except Exception as error:
+            errors.append(error)
+            barrier.abort()
+
+    def meet(*_):
+        barrier.wait()
+
+    layers = [layer for layer in decoder_layers(model) if hasattr(layer.mlp, "experts")]
+    hooks = [before_experts(layer).register_forward_hook(meet) for layer in layers]
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for hook in hooks:
+        hook.remove()
+    if errors:
+        raise errors[0]
+    return results
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", *slow("qwen3_vl_moe", "qwen4_exp")])
+def test_rows_and_a_plain_call_in_three_threads_are_what_they_are_one_after_the_other(family):
+    model = enable_packing(fresh(family))
+    sample = alone(samples_of(model, seed=7)[0])
+    calls = [
+        lambda: model(**threads_row(model, 1)).loss.detach(),
+        lambda: model(**threads_row(model, 2)).loss.detach(),
+        lambda: model(**sample).loss.detach(),
+    ]
+    expected = [call() for call in calls]
+    assert len({float(loss) for loss in expected}) == len(calls)
+    assert side_by_side(model, calls) == expected
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_backward_passes_in_two_threads_compute_each_its_own_row_again(reentrant):
+    model = enable_packing(fresh("qwen3_vl_moe"))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    rows = [threads_row(model, seed) for seed in (1, 2)]
+
+    def gradients():
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        return found
+
+    for row in rows:
+        model(**row).loss.backward()
+    expected = gradients()
+    losses = [model(**row).loss for row in rows]
+    side_by_side(model, [loss.backward for loss in losses])
+    torch.testing.assert_close(gradients(), expected, rtol=1e-5, atol=1e-6)

@@ -24,9 +24,7 @@ from moe import (
     stock,
 )
 from peft import LoraConfig, get_peft_model
-from torch import distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from training import distance, gradients
 
@@ -59,7 +57,6 @@ REFUSED = ("blocks in full", "enable, then adapt")
 CASES = [case for case in product(WAYS, ORDERS) if case != REFUSED]
 few = pytest.mark.parametrize("family", ["qwen3_5_moe", *slow("qwen3_vl_moe", "qwen4_exp", "gpt_oss")])
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Unsupported layer type.*Conv3d:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*target_parameters.*:UserWarning"),
 ]
@@ -162,13 +159,6 @@ def test_autocast(family, weights):
         found = of_the_row(enable_packing(fresh(family, dtype=weights), LOW_CONFIG))
     assert (plain != exact).all(), "nothing was cast"
     assert ((found - exact).abs() <= 2 * (plain - exact).abs().max()).all()
-
-
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.dist

@@ -82,14 +82,6 @@ def test_a_second_backward_pass_gives_the_same():
     assert all(map(torch.equal, first, second))
 
 
-def test_without_gradients_nothing_is_saved():
-    q, k, v = inputs()
-    with torch.no_grad():
-        out = attend_along_paths(attend("sdpa_segments"), q, k, v, TREE)
-    assert out.grad_fn is None
-    assert torch.equal(out, plainly(attend("sdpa_segments"), q, k, v, TREE))
-
-
 # ---------------------------------------------------------------------- what is kept
 
 LONG = PrefixTree(

@@ -14,18 +14,13 @@ from trees import DEEP, STRANGER, Piece, rollouts, samples_of, shared
 
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.families import Family
 from vlmpack.layout import media_units, unshare
 from vlmpack.model import PackedStep, disable_packing, enable_packing
 from vlmpack.model.mechanisms import gated_delta_tree
 from vlmpack.model.mechanisms.gated_delta_tree import BucketTree, HandedState
 from vlmpack.model.mechanisms.recurrent_rows import Buckets
-from vlmpack.model.row import PartTargets, PrefixTreeRow
+from vlmpack.model.row import PrefixTreeRow
 from vlmpack.testing import tiny_model
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning"),
-]
 
 
 def small(family="qwen3_vl", **sizes):
@@ -110,29 +105,6 @@ def test_a_model_without_packing_refuses_it():
 # ---------------------------------------------------------------------- broken on purpose
 
 
-def the_root_is_left_out(monkeypatch):
-    def attend(self, attend, q, k, v, segments):
-        tree = self.tree
-        paths = [tree.path(node)[-2:] for node in range(len(tree.lengths))]
-        starts = tree.nodes.stride
-        index = torch.cat([torch.arange(starts[i], starts[i] + tree.lengths[i]) for path in paths for i in path])
-        keys = tree.keys.from_lengths([sum(tree.lengths[i] for i in path) for path in paths])
-        return attend(q, k[index], v[index], tree.nodes, keys=keys)
-
-    monkeypatch.setattr(PrefixTreeRow, "attend", attend)
-
-
-def branch_points_have_one_target(monkeypatch):
-    targets = PrefixTreeRow.targets
-
-    def of_first_child(self, index, labels):
-        every = targets(self, index, labels)
-        first = [every.predictions.tolist().index(place) for place in every.predictions.tolist()]
-        return PartTargets(predictions=every.predictions, ids=every.ids[first], entries=every.entries)
-
-    monkeypatch.setattr(PrefixTreeRow, "targets", of_first_child)
-
-
 def shared_targets_count_once(monkeypatch):
     def once(self, part, targets):
         logprobs = part.index_select(0, targets.entries)
@@ -141,31 +113,6 @@ def shared_targets_count_once(monkeypatch):
         return torch.where(first, logprobs, logprobs.detach())
 
     monkeypatch.setattr(PrefixTreeRow, "gather_targets", once)
-
-
-def positions_run_on(monkeypatch):
-    own = Family.positions
-
-    def through_the_row(self, types, segments, **more):
-        places = torch.arange(segments.total)
-        return own(self, types, segments, **more) + places - segments.position_in_segment()
-
-    monkeypatch.setattr(Family, "positions", through_the_row)
-    monkeypatch.setattr(PrefixTreeRow, "check_shared", lambda *_: None)
-
-
-def states_are_forgotten(monkeypatch):
-    monkeypatch.setattr(HandedState, "get_recurrent_state", lambda *_, **__: None)
-
-
-def taps_are_forgotten(monkeypatch):
-    update = HandedState.update_conv_state
-
-    def without_tail(self, tokens, layer, **settings):
-        self.tail = None
-        return update(self, tokens, layer, **settings)
-
-    monkeypatch.setattr(HandedState, "update_conv_state", without_tail)
 
 
 def parents_are_padded(monkeypatch):
@@ -185,11 +132,11 @@ def siblings_start_where_the_first_parent_ended(monkeypatch):
 
 
 BREAKAGES = [
-    *((breakage, "qwen3_vl") for breakage in (the_root_is_left_out, branch_points_have_one_target)),
-    *((breakage, "qwen3_vl") for breakage in (shared_targets_count_once, positions_run_on)),
-    *((breakage, "qwen3_5") for breakage in (states_are_forgotten, taps_are_forgotten, parents_are_padded)),
+    (shared_targets_count_once, "qwen3_vl"),
+    (parents_are_padded, "qwen3_5"),
     (siblings_start_where_the_first_parent_ended, "qwen3_5"),
 ]
+"""Others are in `tests/probing/test_tree.py`."""
 
 
 def compared(family):

@@ -9,24 +9,21 @@ from typing import Any, cast
 
 import pytest
 import torch
-from cases import slow
 from chats import needs, picture
-from equality import alone_through, check_outputs, check_packed, gradients, limits_of
+from equality import alone_through, check_outputs, check_packed, limits_of
 from parts import parts_of
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from vlmpack.attention.spans import SpanCall, Spans
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, FamilyError, LayoutError, SampleError
-from vlmpack.families.registry import FAMILIES
 from vlmpack.families.spans import ImageSpans, Prefix, prefixes_of_row
-from vlmpack.layout import METADATA_KEY, Segments, SlotRule, pack, share
+from vlmpack.layout import Segments, SlotRule, pack, share
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms.attention import RowAttention, layer_reaches, spans_in
 from vlmpack.model.mechanisms.stock import check_spans
-from vlmpack.testing import alone, mixed_samples, padded, tiny_config, tiny_model, tiny_processor
+from vlmpack.testing import mixed_samples, padded, tiny_config, tiny_model, tiny_processor
 from vlmpack.testing.samples import sample_like
 
 pytestmark = [
@@ -74,22 +71,10 @@ def test_packed_equals_alone(text_type: str) -> None:
     check_packed(own, model, limits=LIMITS)
 
 
-@pytest.mark.parametrize("breakage", ["dropped", "in the window alone", "over samples before"])
-def test_the_comparison_sees_prefixes_that_are(breakage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, cut, spans_of = truth(), Spans.cut, cast(Any, RowAttention.spans_of)
-
-    def wide(self: Spans, segments: Segments, keys: Segments, window: int | None) -> tuple[SpanCall, ...]:
-        (call,) = cut(self, segments, keys, window)
-        places = tuple((start, stop, 0, last_key) for start, stop, _, last_key in call.places)
-        return (SpanCall(places=places, window=None),)
-
-    if breakage == "dropped":
-        monkeypatch.setattr(RowAttention, "spans_of", lambda self, window: None)
-    elif breakage == "in the window alone":
-        narrow = lambda self, window: replace(spans_of(self, window), beyond_window=False)  # noqa: E731
-        monkeypatch.setattr(RowAttention, "spans_of", narrow)
-    else:
-        monkeypatch.setattr(Spans, "cut", wide)
+def test_the_comparison_sees_prefixes_that_are_in_the_window_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, spans_of = truth(), cast(Any, RowAttention.spans_of)
+    narrow = lambda self, window: replace(spans_of(self, window), beyond_window=False)  # noqa: E731
+    monkeypatch.setattr(RowAttention, "spans_of", narrow)
     with pytest.raises(AssertionError):
         check_packed(own, fresh(), limits=LIMITS)
 
@@ -207,27 +192,6 @@ def features() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("layout", ["padded", *slow("packed")])
-def test_collated_samples_are_trained_as_alone(layout: Any) -> None:
-    processor = tiny_processor("paligemma")
-    model, packed = (tiny_model("paligemma", seed=3, layers=2, processor=processor) for _ in range(2))
-    total, targets = torch.zeros(()), 0
-    for feature in features():
-        images, suffix = [feature["images"]], feature["completion"]
-        batch = processor(text=[feature["prompt"]], images=images, suffix=suffix, return_tensors="pt")
-        count = int((batch["labels"][:, 1:] != -100).sum())
-        total, targets = total + model(**batch).loss * count, targets + count
-    (total / targets).backward()
-    result = PackedStep(packed)(VLMCollator(processor, layout=layout).collate(features()))
-    result.loss.backward()
-    assert result.num_targets == targets
-    assert torch.isclose(result.loss, total / targets, rtol=LIMITS.loss, atol=0)
-    ours, theirs = gradients(packed), gradients(model)
-    scale = max(gradient.abs().max() for gradient in theirs.values())
-    assert ours.keys() == theirs.keys()
-    assert all((ours[name] - theirs[name]).abs().max() <= LIMITS.gradient * scale for name in theirs)
-
-
 def test_what_has_no_prompt_is_refused_by_the_collator() -> None:
     collate = VLMCollator(tiny_processor("paligemma"))
     chat = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
@@ -237,15 +201,3 @@ def test_what_has_no_prompt_is_refused_by_the_collator() -> None:
             collate([feature])
     with pytest.raises(SampleError, match="writes no prompt without an image"):
         collate([{"prompt": "2 + 2?", "completion": "4"}])
-
-
-def test_rows_and_batches_carry_the_column() -> None:
-    batch = padded(truth().samples)
-    row = pack(batch)
-    (column,) = FAMILIES["paligemma"].token_columns
-    for inputs in (batch.to_hf(), row.to_hf()):
-        assert inputs[column].shape == inputs["input_ids"].shape
-        assert len(inputs[METADATA_KEY].media_runs) == len(truth().samples)
-    with pytest.raises(ConfigError, match="takes no input 'token_type_id'; did you mean 'token_type_ids'"):
-        enable_packing(fresh())(**batch.to_hf(), token_type_id=batch.extras[column])
-    assert alone(truth().samples[0]).keys() >= {column}

@@ -7,7 +7,6 @@ The tiny model chooses 8 tokens of those that a query sees, in blocks of 2, so e
 import copy
 import functools
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,15 +17,11 @@ from vlmpack.errors import ConfigError
 from vlmpack.layout import Segments, SlotRule
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import per_sample
-from vlmpack.model.mechanisms.recurrent_rows import Buckets
 from vlmpack.testing import alone, build_sample, mixed_samples, padded, tiny_model
 
 BATCHES = {"pair": ("image", "text"), "mixed": ("image", "text", "images", "image", "text")}
 LOGITS = 5e-6
 """Largest difference allowed of logits, in float32."""
-
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 
 
 @functools.cache
@@ -125,13 +120,6 @@ def test_short_samples_leave_no_token_out():
     assert per_sample.selected_pairs(Segments.from_lengths([10]), config.text_config) == 55 - 2
 
 
-def test_samples_of_one_length_go_together_and_others_alone():
-    segments = Segments.from_lengths([5, 3, 5, 4, 0, 3])
-    buckets = per_sample.PerSample().prepare(SimpleNamespace(row=SimpleNamespace(segments=segments)))
-    assert sorted(bucket.members for bucket in buckets.buckets) == [(0, 2), (1, 5), (3,)]
-    assert buckets.tokens == segments.num_tokens
-
-
 def test_samples_of_one_length_equal_themselves_alone():
     model = tiny()
     samples = [build_sample(model.config, stretches=[n], seed=i) for i, n in enumerate((15, 22, 15, 15, 22))]
@@ -140,37 +128,6 @@ def test_samples_of_one_length_equal_themselves_alone():
     for (start, stop), sample in zip(result.segments.spans, samples, strict=True):
         theirs = model(input_ids=sample["input_ids"][None]).logits[0]
         assert (result.row_logits[0, start:stop] - theirs).abs().max() <= LOGITS
-
-
-# ---------------------------------------------------------------------- each cut is needed
-
-
-def largest_difference(model, samples, logits):
-    result = PackedStep(model)(padded(samples), logits=True)
-    disable_packing(model)
-    spans = result.segments.spans
-    return max((result.row_logits[0, a:b] - x).abs().max() for (a, b), x in zip(spans, logits, strict=True))
-
-
-def whole(segments):
-    """The row as if it were one sample."""
-    return Buckets.cheapest(Segments.from_lengths([segments.total]), call_cost=0)
-
-
-def test_without_its_cut_sparse_attention_leaks(monkeypatch):
-    model = tiny_model("qwen4_exp", seed=3, layers=1)  # nothing else in it mixes tokens
-    assert [layer.layer_type for layer in model.model.language_model.layers] != ["linear_attention"]
-    samples = mixed_samples(model.config, seed=5, kinds=("text", "image"))
-    logits = [model(**{**alone(sample), "labels": None}).logits[0] for sample in samples]
-    assert largest_difference(model, samples, logits) <= LOGITS
-    monkeypatch.setattr(per_sample.PerSample, "prepare", lambda self, setup: whole(setup.row.segments))
-    assert largest_difference(model, samples, logits) > 0.1
-
-
-def test_without_their_cut_n_gram_layers_leak(monkeypatch):
-    model, (samples, logits, *_) = tiny(), reference("pair")
-    monkeypatch.setattr(per_sample, "_add_row", lambda *ids_module_and_arguments: None)
-    assert largest_difference(model, samples, logits) > 0.1
 
 
 # ---------------------------------------------------------------------- the model stays a model

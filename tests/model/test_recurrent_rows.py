@@ -83,17 +83,6 @@ def test_each_sample_with_tokens_is_in_one_bucket(lengths, call_cost):
     assert buckets.tokens == sum(bucket.tokens for bucket in buckets.buckets)
 
 
-def test_the_example_of_the_docstring():
-    segments = Segments.from_lengths([3, 5, 2, 5], SlotRule(multiple=4))
-    buckets = Buckets.cheapest(segments, call_cost=DEAR)
-    assert members_of(buckets) == [(2, 0), (1, 3)]
-    row_1TD = torch.arange(segments.total)[None, :, None]
-    assert [part.squeeze(-1).tolist() for part in buckets.split(row_1TD)] == [
-        [[12, 13, 13], [0, 1, 2]],
-        [[4, 5, 6, 7, 8], [16, 17, 18, 19, 20]],
-    ]
-
-
 def test_a_row_of_padding_alone_has_no_buckets():
     segments = Segments.from_boundaries([0, 0], [0, 8])
     buckets = Buckets.cheapest(segments, call_cost=16.0)
@@ -139,12 +128,6 @@ def test_one_by_one_in_the_order_of_the_row_where_calls_are_free(lengths):
     assert buckets.tokens == sum(lengths)
 
 
-@given(lengths=st.lists(st.integers(1, 4096), min_size=1, max_size=64), call_cost=call_costs)
-def test_no_bucket_computes_more_than_it_may_for_its_tokens(lengths, call_cost):
-    for bucket in Buckets.cheapest(Segments.from_lengths(lengths), call_cost=call_cost).buckets:
-        assert bucket.tokens <= MAX_STRETCH * sum(lengths[i] for i in bucket.members)
-
-
 @given(
     lengths=st.integers(1, 400).flatmap(lambda n: st.lists(st.integers(n, 5 * n), min_size=1, max_size=64)),
     call_cost=st.sampled_from([FREE, 1.0, 16.0, 64.0, 256.0, 1024.0, 65536.0, DEAR]),
@@ -183,16 +166,6 @@ def convolved(x_1TD: torch.Tensor, width: int) -> torch.Tensor:
     """A causal convolution, zeros before the first token."""
     weight = torch.linspace(1, 2, CHANNELS * width, dtype=torch.float64).view(CHANNELS, 1, width)
     return F.conv1d(F.pad(x_1TD.transpose(1, 2), (width - 1, 0)), weight, groups=CHANNELS).transpose(1, 2)
-
-
-def test_the_spaced_row_in_the_docstring():
-    spaced = Spaced(segments=Segments.from_lengths([3, 5, 2], SlotRule(multiple=4)), reach=3)
-    letters = torch.tensor([[1, 1, 1, 9, 2, 2, 2, 2, 2, 9, 9, 9, 3, 3, 9, 9]])[..., None]
-    (row,) = spaced.split(letters)
-    assert row[0, :, 0].tolist() == [1, 1, 1, 0, 0, 0, 2, 2, 2, 2, 2, 0, 0, 0, 3, 3]
-    assert spaced.edges == (0, 6, 14, 16)
-    assert spaced.stretches.lengths == (6, 8, 2)
-    assert spaced.tokens == 16
 
 
 @given(segments=rows, reach=reaches)
@@ -289,16 +262,6 @@ def tokens_of(tree: PrefixTree) -> torch.Tensor:
 def path_of(tree: PrefixTree, node: int, tokens: torch.Tensor) -> torch.Tensor:
     """[1, L, D]: the tokens from the root to the end of `node`."""
     return torch.cat([tokens[:, slice(*tree.nodes.spans[step])] for step in tree.path(node)], 1)
-
-
-def test_the_tree_in_the_docstring():
-    tree = tree_of([-1, 0, 0], [4, 3, 2], [1, 2])
-    nodes = SpacedNodes.every(tree, 2)
-    p, q, r, s, a, b = range(1, 7)
-    (laid,) = nodes.split(torch.tensor([[p, q, r, s, a, a, a, b, b]])[..., None])
-    assert laid[0, :, 0].tolist() == [0, 0, p, q, r, s, r, s, a, a, a, r, s, b, b]
-    assert nodes.stretches.lengths == (2, 4, 2, 5, 2)
-    assert nodes.numbers == (1, 3, 4)
 
 
 @given(tree=trees(), width=st.integers(1, 5))

@@ -9,8 +9,6 @@ import pytest
 import torch
 from equality import alone_through, check_gradients, limits_of
 from ranks import CASES, fresh, samples_of
-from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from vlmpack.layout import SlotRule, pack
@@ -19,13 +17,6 @@ from vlmpack.testing import mixed_samples, padded, tiny_model
 
 pytestmark = pytest.mark.dist
 RULE = SlotRule(multiple=4)
-
-
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def sharded(mesh, *, head_apart=True, **policy):

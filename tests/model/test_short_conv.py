@@ -20,7 +20,6 @@ from vlmpack.model.mechanisms.short_conv import ShortConv
 from vlmpack.testing import build_sample, padded, tiny_model
 
 FAMILY = "lfm2"
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 LENGTHS = (1, 2, 3, 1, 17, 2, 4)
 """Most of them shorter than the three taps."""
 TAPS = 3

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from breakages import without
+from equality import alone_through, check_packed
+from moe import decoder_layers, router_of
 from parts import parts_of
 from transformers.models.llama import modeling_llama
 
 from vlmpack.attention.patterns import Pattern, Reach
-from vlmpack.errors import FamilyError
+from vlmpack.errors import BackendError, FamilyError
 from vlmpack.families.family import plain_logits
 from vlmpack.families.registry import FAMILIES
 from vlmpack.families.text import capped_logits, divided_logits, multiplied_logits
 from vlmpack.layout import pack
-from vlmpack.model import PackedStep, enable_packing
+from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.model.mechanisms.attention import layer_reaches, with_chunk
+from vlmpack.model.mechanisms.experts import ByProbability
 from vlmpack.model.mechanisms.stock import MaskFunction, check_logits, check_text_positions
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
@@ -209,3 +214,59 @@ def test_masks_that_are_changed_after_packing_was_enabled_are_seen(family: str, 
     setattr(model.config, setting, 3)
     with pytest.raises(FamilyError, match=rf"{setting} was \d+ and is 3: .* Call enable_packing\(model\) again"):
         step(batch)
+
+
+# ---------------------------------------------------------------------- what text models bring with them
+
+
+def fresh(family: str) -> Any:
+    return tiny_model(family, seed=3, layers=2)
+
+
+@functools.cache
+def truth(family: str) -> Any:
+    model = fresh(family)
+    return alone_through(model, mixed_samples(model.config, seed=5, kinds=("text",) * 3, text=(4, 15)))
+
+
+def test_the_comparison_sees_soft_caps(monkeypatch: pytest.MonkeyPatch) -> None:
+    truth("gemma2")
+    without("softcap")("gemma2", monkeypatch)
+    with pytest.raises(AssertionError):
+        check_packed(truth("gemma2"), fresh("gemma2"))
+
+
+def test_the_comparison_sees_what_follows_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in ("gemma2", "cohere2"):
+        truth(family)
+        monkeypatch.setattr(type(FAMILIES[family]), "to_logits", lambda self, model: self.head(model))
+        with pytest.raises(AssertionError):
+            check_packed(truth(family), fresh(family))
+
+
+# ---------------------------------------------------------------------- what a layer passes
+
+
+def test_a_kernel_that_cannot_serve_a_pattern_is_refused_by_name() -> None:
+    model = fresh("gpt_oss")
+    with pytest.raises(BackendError, match=r"it computes no sinks, which this layer has"):
+        PackedStep(model, StepConfig(attention="torch_varlen"))(padded(truth("gpt_oss").samples))
+
+
+# ---------------------------------------------------------------------- routers with a bias
+
+
+BIASED = [family for family in ("deepseek_v3", "lfm2_moe") if family in FAMILIES]
+
+
+@pytest.mark.parametrize("family", BIASED)
+def test_counts_of_experts_are_what_a_router_with_a_bias_chose(family: str) -> None:
+    model, chosen = tiny_model(family, seed=3, layers=2, experts=8), []
+    for layer in decoder_layers(model):
+        router_of(layer).register_forward_hook(lambda router, args, output: chosen.append(output[2].flatten()))
+    result = PackedStep(model, StepConfig(z_loss_coef=0.1))(padded(truth(family).samples))
+    assert result.expert_counts.tolist() == [x.bincount(minlength=8).tolist() for x in chosen]
+    assert result.aux_loss is None
+    top_k = model.config.num_experts_per_tok
+    by_probability = [ByProbability().counts(x, top_k).tolist() for x in result.router_logits]
+    assert by_probability != result.expert_counts.tolist(), "no token chose by the bias or by groups"

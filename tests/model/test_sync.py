@@ -49,7 +49,6 @@ READ_SIZES = ("qwen2_5_omni_thinker", "glm_ocr", "mistral3", "minicpmv4_6")
 WITH_VISION = families(lambda family: family.has_vision, always=READ_SIZES)
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 @pytest.mark.parametrize("checkpointed", [False, *slow(True)], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("family", WITH_VISION)
 def test_no_medium_is_waited_for(family, checkpointed):

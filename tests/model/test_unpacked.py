@@ -100,7 +100,6 @@ def test_what_is_packed_is_no_cause_for_a_warning():
         model(**batch, **flags)
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 def test_recomputing_a_step_that_was_warned_of_adds_no_second_warning():
     model = enabled()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -109,7 +108,6 @@ def test_recomputing_a_step_that_was_warned_of_adds_no_second_warning():
     assert len(said) == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_recomputing_a_step_that_was_passed_on_is_no_call_past_the_forward(attention, reentrant):
@@ -125,7 +123,6 @@ def test_recomputing_a_step_that_was_passed_on_is_no_call_past_the_forward(atten
     assert len(said) == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6:FutureWarning")
 def test_a_reentrant_checkpoint_of_a_direct_call_is_warned_of_when_it_is_recomputed():
     model = enabled("qwen3")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})

@@ -17,9 +17,7 @@ from vlmpack.model import PackedStep, enable_packing
 from vlmpack.testing import build_sample, joined, mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import kinds_of, sample_like
 
-pytestmark = [
-    pytest.mark.skipif("llava_onevision" not in FAMILIES, reason="this transformers has other families"),
-]
+pytestmark = pytest.mark.skipif("llava_onevision" not in FAMILIES, reason="this transformers has other families")
 GLM, TILES, PAIRS, NAVIT = "glm4v", "llava_onevision", "ernie4_5_vl_moe", "minicpmv4_6"
 both = pytest.mark.parametrize("family", [GLM, TILES, *slow(PAIRS)])
 

@@ -16,7 +16,7 @@ from equality import alone_through, check_packed
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, FamilyError, LayoutError
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import Segments, SlotRule, pack, share, unshare
+from vlmpack.layout import SlotRule, pack, share, unshare
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
@@ -42,20 +42,6 @@ def fresh(family: str) -> Any:
 def truth(family: str) -> Any:
     model = fresh(family)
     return alone_through(model, mixed_samples(model.config, seed=5, kinds=MIXED, text=(2, 9), side=(1, 2)))
-
-
-def test_boundaries_of_towers_are_known_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that no block reads them from a device."""
-
-    def read(*_: Any, **__: Any) -> None:
-        raise AssertionError("boundaries were read from a tensor")
-
-    for family in ("mistral3", "minicpmv4_6", "paddleocr_vl"):
-        step, samples = PackedStep(fresh(family)), truth(family).samples
-        row = pack(padded(samples))
-        with monkeypatch.context() as patched:
-            patched.setattr(Segments, "from_boundaries", read)
-            step(row)
 
 
 BLOCKS = [name for name, family in FAMILIES.items() if family.blocks_path != "blocks"]

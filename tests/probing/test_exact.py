@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import families, slow
+from cases import families
 
 from vlmpack.families.registry import FAMILIES
 from vlmpack.probing import Report, probe, small_copy
@@ -86,14 +86,6 @@ def test_leaks_show_at_a_models_own_initialisation_too(family: str, tmp_path: Pa
     delta = {"conv taps", "recurrent state"} if FAMILIES[family].has("gated_delta") else set()
     assert row.verdict == "leaks"
     assert set(row.causes) >= delta | ({"mask"} if FAMILIES[family].has_vision else {"cache"})
-
-
-@pytest.mark.parametrize("family", slow("qwen3_moe", "gpt_oss", "gemma4", "glm4_moe", "llama4_text"))
-def test_families_whose_random_weights_have_near_ties_are_exact(family: str) -> None:
-    """With bfloat16 products, rounding decides which expert a token goes to."""
-    attention = "eager_mask" if family == "qwen3_moe" else None
-    report = probe(tiny_model(family), attention=attention, plain=False)
-    assert report.verdict == "exact", report
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3", torch.float16), ("llama4_text", torch.float64)])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from breakages import one_picture
 from cases import slow
 
 from vlmpack.layout import PackedRow, Segments, media_units
@@ -16,7 +18,6 @@ from vlmpack.layout.segments import ranges
 from vlmpack.model import row as row_module
 from vlmpack.model.mechanisms import gated_delta
 from vlmpack.model.mechanisms.gated_delta_tree import HandedState
-from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.model.row import PrefixTreeRow
 from vlmpack.probing import forward_passes, probe
 from vlmpack.probing.checks import tree_checks
@@ -116,15 +117,6 @@ def positions_run_on(patch: Patch) -> None:
     patch.setattr(PrefixTreeRow, "cut", cut)
 
 
-def one_picture(patch: Patch) -> None:
-    """The tower takes all images of the row for one."""
-
-    def one_segment(self: VisionRow, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
-        return Segments.from_lengths([num_patches])
-
-    patch.setattr(VisionRow, "find", one_segment)
-
-
 def without_content(patch: Patch) -> None:
     """Images are told apart by their ids and grids alone."""
     patch.setattr(media_units, "content_numbers", lambda blocks: [0] * len(blocks))
@@ -189,16 +181,11 @@ BROKEN: dict[str, tuple[str, tuple[str, ...], set[str], Callable[[Patch], None]]
     "images are not compared": ("qwen3_vl", ("packing",), {"logits", "packing"}, without_content),
     "positions run on": ("qwen3_vl", ("positions",), {"logits", "positions"}, positions_run_on),
     "a branch point has one label": ("qwen3", ("head",), {"loss", "sample losses"}, one_label_a_branch_point),
-    "router losses count a shared token once": (
-        "qwen3_next",
-        ("router",),
-        {"load-balancing loss"},
-        counted_once,
-    ),
+    "router losses count a shared token once": ("qwen3_next", ("router",), {"load-balancing loss"}, counted_once),
     "no state is handed on": ("qwen3_next", ("recurrent state",), {"logits"}, no_state),
     "a state behind padding is handed on": ("qwen3_next", ("recurrent state",), {"logits"}, state_behind_padding),
     "no convolution taps are handed on": ("qwen3_next", ("conv taps",), {"logits"}, no_taps),
-    "images see each other": ("qwen3_vl", ("vision",), {"logits", "vision"}, one_picture),
+    "images see each other": ("qwen3_vl", ("vision",), {"logits", "vision"}, partial(one_picture, "qwen3_vl")),
     "gradients of branches are not added up": (
         "qwen3",
         ("unknown",),

@@ -51,11 +51,22 @@ def test_a_circumstance_that_raises_leaves_the_others(monkeypatch: pytest.Monkey
     assert others == {"gaps", "row", "padded", "autocast"}
 
 
+RAISING: dict[str, tuple[Any, str, str, Part]] = {
+    "mixed precision that the model alone cannot do": (reference, "_autocast_reference", AUTOCAST.name, "equality"),
+    "samples that share prefixes and raise alone": (checks, "compute_reference", "tree", "equality"),
+    "losses that cannot be checked": (checks, "check_losses", "loss count", "mechanism"),
+}
+
+
 @pytest.mark.slow
-def test_mixed_precision_that_the_model_alone_cannot_do_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "_autocast_reference", broken)
-    report = probe(tiny_model("qwen3", layers=1), plain=False, share_prefixes=False)
-    assert failing(report) == {AUTOCAST.name: ("equality", RAISED)}
+@pytest.mark.parametrize(("module", "function", "name", "part"), RAISING.values(), ids=RAISING)
+def test_what_raises_leaves_the_others(
+    module: Any, function: str, name: str, part: Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, function, broken)
+    report = probe(tiny_model("qwen3", layers=1), plain=False, share_prefixes=name == "tree")
+    assert failing(report) == {name: (part, RAISED)}
+    assert "row: logits" in {check.name for check in ok(report)}
 
 
 @pytest.mark.slow
@@ -64,19 +75,3 @@ def test_router_losses_that_the_padded_batch_cannot_do_leave_the_others(monkeypa
         monkeypatch.setattr(module, "reference_router_losses", broken)
     report = probe(tiny_model("qwen3_moe", layers=1), plain=False)
     assert {*failing(report)} == {"load-balancing loss", "tree: load-balancing loss"}
-
-
-@pytest.mark.slow
-def test_samples_that_share_prefixes_and_raise_alone_leave_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "compute_reference", broken)
-    report = probe(tiny_model("qwen3", layers=1), plain=False)
-    assert failing(report) == {"tree": ("equality", RAISED)}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("shared_references")
-def test_losses_that_cannot_be_checked_leave_logits_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "check_losses", broken)
-    report = probe(tiny_model("qwen3", layers=1), plain=False, share_prefixes=False)
-    assert failing(report) == {"loss count": ("mechanism", RAISED)}
-    assert "row: logits" in {check.name for check in ok(report)}

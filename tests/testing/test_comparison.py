@@ -113,12 +113,7 @@ def test_a_group_is_one_module_of_all_layers(parameter: str, group: str) -> None
 def errors_of(error: float) -> Errors:
     gradients = {"a": GradientError(error=error, parameter="a.weight")}
     return Errors(
-        logits=error,
-        target_losses=error,
-        loss=0.0,
-        sample_losses=0.0,
-        sample_target_losses=error,
-        gradients=gradients,
+        logits=error, target_losses=error, loss=0.0, sample_losses=0.0, sample_target_losses=error, gradients=gradients
     )
 
 

@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from notebooks.measures import (
-    Tree,
-    _tree,
-    field_f1,
-    normalise,
-    nted_accuracy,
-    tree_edit_distance,
-)
+from notebooks.measures import Tree, _tree, field_f1, normalise, nted_accuracy, tree_edit_distance
 
 CAKE = {"menu": [{"nm": "cake", "cnt": "2"}]}
 """TED from nothing: menu 1, subtree 1, nm 1, "cake" 4, cnt 1, "2" 1: 9."""
