@@ -36,7 +36,6 @@ def run_example(*args: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_tiny_model_is_trained_saved_and_trained_on(tmp_path: Path) -> None:
     first = run_example("--steps", "3", "--output", str(tmp_path / "first"))
     assert math.isfinite(first)
@@ -46,7 +45,6 @@ def test_a_tiny_model_is_trained_saved_and_trained_on(tmp_path: Path) -> None:
     assert second < first + 1.0  # it went on from the trained weights: a random model starts above 7
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_loop_of_one_s_own_goes_on_where_it_was(tmp_path: Path) -> None:
     first = run(OWN_LOOP, "--output", str(tmp_path), "--accumulation", "3")

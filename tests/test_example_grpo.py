@@ -98,7 +98,6 @@ def test_a_step_is_that_of_plain_transformers(shared: bool, example: Any, proces
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_reward_rises() -> None:
     lines = run(EXAMPLE, "--rounds", "6")
     rewards = [float(re.search(r"mean reward ([\d.]+), (\d+) of (\d+) tokens computed", line)[1]) for line in lines]  # pyright: ignore

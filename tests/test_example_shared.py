@@ -16,7 +16,6 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "train_shared_rows.py"
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.slow
 def test_two_ranks_train_on_rows_that_they_share() -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run(

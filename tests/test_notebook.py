@@ -81,7 +81,6 @@ def test_there_is_a_notebook() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_it_runs_and_shows_receipts_rows_training_and_a_prediction(tmp_path: Path) -> None:
     notebook = executed(notebook_of("01"), tmp_path)
     assert len(pictures(notebook)) >= 3
@@ -94,7 +93,6 @@ def test_it_runs_and_shows_receipts_rows_training_and_a_prediction(tmp_path: Pat
     assert stderr(notebook) == []
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_leak_made_on_purpose_is_named(tmp_path: Path) -> None:
     notebook = executed(notebook_of("02"), tmp_path)
@@ -110,7 +108,6 @@ def test_a_leak_made_on_purpose_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_rows_are_full_and_prefixes_are_saved(tmp_path: Path) -> None:
     notebook = executed(notebook_of("03"), tmp_path)
     assert len(pictures(notebook)) == 4
@@ -124,7 +121,6 @@ def test_rows_are_full_and_prefixes_are_saved(tmp_path: Path) -> None:
     assert stderr(notebook) == []
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_loop_of_ones_own_learns_and_rows_take_less(tmp_path: Path) -> None:
     notebook = executed(notebook_of("04"), tmp_path)
@@ -142,7 +138,6 @@ def test_a_loop_of_ones_own_learns_and_rows_take_less(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the client of the service needs Python 3.11")
 def test_the_step_service_trains_samples_and_improves(tmp_path: Path) -> None:
     notebook = executed(notebook_of("05"), tmp_path)
@@ -158,7 +153,6 @@ def test_the_step_service_trains_samples_and_improves(tmp_path: Path) -> None:
     assert stderr(notebook) == []
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_group_is_a_tree_equal_to_its_samples_and_grpo_improves(tmp_path: Path) -> None:
     notebook = executed(notebook_of("06"), tmp_path)

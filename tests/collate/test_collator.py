@@ -266,7 +266,7 @@ def test_an_error_in_a_worker_still_says_which_sample_and_what_to_do():
     collator = VLMCollator(processor_of())
     loader = DataLoader([chat(), {**BROKEN, "id": "r7"}], batch_size=2, collate_fn=collator, num_workers=1)
     # torch rebuilds an error from its text, and a SampleError needs more than that.
-    with pytest.raises(SampleError, match=r"SampleError: sample 1 \(id 'r7'\): none of its \d+ tokens is learnt"):
+    with pytest.raises(SampleError, match=r"SampleError: sample 1 \(id 'r7'\): none of its \d+ tokens is trained on"):
         next(iter(loader))
 
 

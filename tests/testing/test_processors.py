@@ -115,7 +115,6 @@ def test_it_survives_the_way_to_a_spawned_worker():
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_another_process_trains_the_same_vocabulary():
     code = "from vlmpack.testing.processors import trained_vocabulary as t; print(hash_of(t(800)))"
     code = "import hashlib\nhash_of = lambda s: hashlib.sha256(s.encode()).hexdigest()\n" + code
