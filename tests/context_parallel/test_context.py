@@ -29,7 +29,7 @@ FLOAT = 4
 
 def tiered(values: Iterable[Any], fast: Sequence[Any] = SHORT_CASES) -> list[Any]:
     """These values of a parameter, slow where they are not among `fast`."""
-    return [value if value in fast else slow((value,))[0] for value in values]
+    return [value if value in fast else slow(value)[0] for value in values]
 
 
 @pytest.fixture(scope="session")
