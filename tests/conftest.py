@@ -33,6 +33,9 @@ import pretend_cuda
 from extras import TestFile
 from fixtures.processors import RECIPES, missing_packages
 
+from vlmpack.families.registry import FAMILIES
+from vlmpack.testing.recipes import RECIPES as TINY_MODELS
+
 hypothesis.settings.register_profile(
     "vlmpack",
     deadline=None,  # a shared machine is slow now and then, and that is no fault of the example
@@ -75,12 +78,14 @@ TAKE_PROCESSORS = ("tests/collate/", "tests/data/", "tests/probing/", "tests/sto
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that needs a GPU, or a family's processor that needs a package, is skipped where there is none."""
+    """A test that needs a GPU, a family or a package of its processor is skipped where there is none."""
     for item in items:
         if item.get_closest_marker("gpu") and NO_PRETEND_CUDA and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason=f"waits for a CUDA device; {NO_PRETEND_CUDA}"))
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         for family in (value for value in parameters if isinstance(value, str)):
+            if family in TINY_MODELS and family not in FAMILIES:
+                item.add_marker(pytest.mark.skip(reason=f"{family} is no family of this transformers"))
             if item.nodeid.startswith(TAKE_PROCESSORS) and (missing := NEEDING.get(family)):
                 reason = f"the processor of {family} needs {' and '.join(missing)}"
                 item.add_marker(pytest.mark.skip(reason=reason))

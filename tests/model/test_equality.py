@@ -218,7 +218,8 @@ def test_every_circumstance_is_what_it_is_called():
         calls.append(0)
     assert calls == [1, 0, 1, 1, 0], "layers are computed once, and twice with checkpointing"
     kinds = {kind for batches in BATCHES.values() for kind in batches}
-    assert kinds == KINDS.keys()
+    takes_audio = any(family.has_audio for family in FAMILIES.values())  # not with transformers 5.17
+    assert kinds == KINDS.keys() - (set() if takes_audio else {"audio"})
 
 
 @few
@@ -324,7 +325,7 @@ BROKEN = [
     pytest.param(name, family, marks=() if family in ("qwen3_5_moe", "lfm2_vl", "qwen4_exp") else pytest.mark.slow)
     for name, each in BREAKAGES.items()
     for family in (*EIGHT, *OMNI, "qwen4_exp", "paligemma", "ernie4_5_vl_moe")
-    if name not in UNSEEN and each.has(FAMILIES[family])
+    if family in FAMILIES and name not in UNSEEN and each.has(FAMILIES[family])
 ]
 
 

@@ -160,7 +160,12 @@ def run_row(
     routers = None
     if recorded:
         settings = {"per": config.aux_loss, "with_balance": balance, "z_loss_coef": config.z_loss_coef}
-        logits_of_layers = output.router_logits if family.returns_router_logits else router_logits
+        logits_of_layers = getattr(output, "router_logits", None) if family.returns_router_logits else router_logits
+        if logits_of_layers is None:
+            raise ConfigError(
+                f"{type(core).__name__} of this transformers returns no router logits, which the routers' losses and "
+                "counts are made of; upgrade transformers, or set the coefficients of these losses to 0"
+            )
         routers = router_statistics(tuple(logits_of_layers), hidden, setup, **settings)
     settings = {"routers": routers, "logits": logits, "work": work, "scoring": scoring or Scoring()}
     result = _result(hidden, setup, config, num_items_in_batch, **settings)
