@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import slow
+from cases import one_of_each, slow
 from PIL import Image
 
 from vlmpack.families.registry import FAMILIES
@@ -189,6 +189,8 @@ def plain_logprobs(model: Any, engine: Engine, datum: Datum) -> torch.Tensor:
 
 
 FAMILY_NAMES = tuple(name for name, family in FAMILIES.items() if not_served(family) is None)
+DISTINCT_NAMES = [name for each in one_of_each() for name in each.values if name in FAMILY_NAMES]
+"""One of each combination of mechanisms and media."""
 
 
 def served(*fast: str, among: Sequence[str] = FAMILY_NAMES) -> list[Any]:

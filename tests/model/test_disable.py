@@ -9,13 +9,12 @@ import sys
 
 import pytest
 import torch
-from cases import slow
+from cases import one_of_each, slow
 from moe import block_of
 from peft import LoraConfig, get_peft_model
 
 from vlmpack.errors import ConfigError
 from vlmpack.families import family_named
-from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing, is_packing
 from vlmpack.testing import alone, mixed_samples, padded, tiny_model
@@ -144,9 +143,7 @@ def test_a_model_is_what_it_was_whatever_happened(family, event):
     check_disabled(family, event)
 
 
-@pytest.mark.parametrize(
-    "family", ["llama4", "lfm2_vl", *slow(*(name for name in FAMILIES if name not in ("llama4", "lfm2_vl")))]
-)
+@pytest.mark.parametrize("family", one_of_each())
 def test_a_model_is_what_it_was(family):
     check_disabled(family, steps)
 

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import EIGHT, families, slow
+from cases import EIGHT, one_of_each, slow
 from equality import Alone, alone_through, check_low_precision, without_zeros
 from trees import Piece, samples_of, shared
 
@@ -108,7 +108,7 @@ def check_step(family: str, way: str, layout: str) -> None:
     check_low_precision(case.exact, case.plain, result, without_zeros(found))
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", one_of_each())
 def test_a_tree_is_as_close_to_float32_as_its_samples_alone_and_waits_for_nothing(family: str) -> None:
     check_step(family, "plain", "tree")
 

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import pytest
 from breakages import BREAKAGES, WINDOWS, Patch
-from cases import EIGHT, families
+from cases import EIGHT, one_of_each
 
 from vlmpack.families.registry import FAMILIES
 from vlmpack.model.mechanisms import ModelParts
@@ -74,7 +74,7 @@ def circumstances_of(what: str) -> tuple[Circumstance, ...]:
     return (LEFT,) if what == "packing" else (GAPS, ROW)
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", one_of_each())
 def test_each_broken_mechanism_is_named_and_nothing_broken_is_exact(family: str, monkeypatch: Patch) -> None:
     for what, (breaks, expected) in broken_in(family).items():
         with monkeypatch.context() as patch:
@@ -83,7 +83,7 @@ def test_each_broken_mechanism_is_named_and_nothing_broken_is_exact(family: str,
             assert causes_of(bad) == expected, (what, bad)
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", one_of_each())
 def test_so_it_is_in_a_row_whose_samples_share_prefixes(family: str, monkeypatch: Patch) -> None:
     for what, (breaks, expected) in broken_in(family).items():
         if what in IN_A_TREE:

@@ -15,7 +15,18 @@ import pytest
 import torch
 from cases import slow
 from service.two_ranks import scenario
-from step_service import gradients, largest_difference, lora, request, run, served, set_adapter, some_data, weights
+from step_service import (
+    DISTINCT_NAMES,
+    gradients,
+    largest_difference,
+    lora,
+    request,
+    run,
+    served,
+    set_adapter,
+    some_data,
+    weights,
+)
 from step_service import tiny_engine as engine_of
 from torch import distributed as dist
 
@@ -49,7 +60,7 @@ def trained(engine: Engine, family: str = "qwen3_vl") -> tuple[Any, dict[str, An
     return result, gradients(engine)
 
 
-@pytest.mark.parametrize("family", served("qwen3_vl"))
+@pytest.mark.parametrize("family", served("qwen3_vl", among=DISTINCT_NAMES))
 @pytest.mark.parametrize("recomputes", [False, *slow(True)])
 def test_training_is_that_of_a_whole_model(ranks: Ranks, family: str, recomputes: bool) -> None:
     result, ours = trained(sharded(ranks, family, gradient_checkpointing=recomputes), family)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import slow
 from step_service import (
+    DISTINCT_NAMES,
     chunks_with_images,
     gradients,
     largest_difference,
@@ -127,7 +128,7 @@ def engine_with(family: str = "qwen3_vl", **settings: Any) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("family", served("qwen3_vl"))
+@pytest.mark.parametrize("family", served("qwen3_vl", among=DISTINCT_NAMES))
 def test_each_datum_is_that_of_transformers(family: str) -> None:
     """A new adapter adds nothing, so that the base model alone is the oracle."""
     engine, model = engine_with(family, min_shared=MIN_SHARED), plain_model(family)
@@ -140,7 +141,7 @@ def test_each_datum_is_that_of_transformers(family: str) -> None:
     assert engine.counts.computed < 0.5 * engine.counts.tokens
 
 
-@pytest.mark.parametrize("family", served("qwen3_vl"))
+@pytest.mark.parametrize("family", served("qwen3_vl", among=DISTINCT_NAMES))
 @pytest.mark.parametrize("recomputes", [False, *slow(True)])
 def test_gradients_are_those_of_each_datum_alone(family: str, recomputes: bool) -> None:
     engine = engine_with(family, min_shared=MIN_SHARED, gradient_checkpointing=recomputes)
