@@ -33,9 +33,6 @@ import pretend_cuda
 from extras import TestFile
 from fixtures.processors import RECIPES, missing_packages
 
-from vlmpack.families.registry import FAMILIES
-from vlmpack.testing.recipes import RECIPES as TINY_MODELS
-
 hypothesis.settings.register_profile(
     "vlmpack",
     deadline=None,  # a shared machine is slow now and then, and that is no fault of the example
@@ -79,6 +76,9 @@ TAKE_PROCESSORS = ("tests/collate/", "tests/data/", "tests/probing/", "tests/sto
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that needs a GPU, a family or a package of its processor is skipped where there is none."""
+    from vlmpack.families.registry import FAMILIES
+    from vlmpack.testing.recipes import RECIPES as TINY_MODELS
+
     for item in items:
         if item.get_closest_marker("gpu") and NO_PRETEND_CUDA and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason=f"waits for a CUDA device; {NO_PRETEND_CUDA}"))

@@ -32,7 +32,7 @@ def test_tests_for_a_gpu_are_found_without_extras(python: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for file in ("model/test_equality_on_gpu.py", "attention/test_backends.py", "benchmarks/test_gpu.py"):
         assert f"tests/{file}::" in done.stdout
-    for package in ("datasets", "starlette", "torchdata"):
+    for package in ("datasets", "uvicorn", "torchdata"):
         assert f"needs the package {package}" in done.stdout
 
 

@@ -101,7 +101,7 @@ def test_a_leak_made_on_purpose_is_named(tmp_path: Path) -> None:
     lost, packed = (float(number) for number in re.findall(r"boundaries lost (\S+), packed (\S+)", said)[0])
     assert packed < 1e-5 < 0.1 < lost
     assert "exact\n" in said
-    assert "verdict leaks\ncause mask\nmask: layer" in said
+    assert "verdict leaks\ncause mask\nmask: model.language_model.layers.0.self_attn.o_proj gives other numbers" in said
     routers = {line[:25].strip(): line.split()[-1] for line in said.splitlines() if "load-balancing loss" in line}
     assert routers["tight row"] == routers["row with padding"] != routers["padding taken for tokens"]
     assert stderr(notebook) == []

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from service.clients import Client, served
-from service.fakes import FakeEngine
+
+if TYPE_CHECKING:
+    from service.clients import Client
+    from service.fakes import FakeEngine
 
 
 @pytest.fixture
 def queue_and_engine(tmp_path: Path) -> Iterator[tuple[Client, FakeEngine]]:
+    from service.clients import served  # needs the packages of an extra
+
     with served(tmp_path) as both:
         yield both
 
