@@ -30,7 +30,7 @@ def run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_tests_for_a_gpu_are_found_without_extras(python: Path) -> None:
     done = run(python, "pytest", "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout + done.stderr
-    for file in ("model/test_equality_on_gpu.py", "attention/test_backends.py", "benchmarks/test_gpu.py"):
+    for file in ("model/test_equality_on_gpu.py", "attention/test_backends.py", "probing/test_host_syncs.py"):
         assert f"tests/{file}::" in done.stdout
     for package in ("datasets", "uvicorn", "torchdata"):
         assert f"needs the package {package}" in done.stdout
