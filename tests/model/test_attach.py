@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from cases import families
+from cases import one_of_each
 from torch import nn
 
 from vlmpack.context_parallel import Parallel
@@ -73,7 +73,7 @@ def test_enabling_again_replaces_the_settings_and_nests_nothing():
     assert disable_packing(model) is model
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", one_of_each())
 def test_a_model_may_get_its_weights_after_packing_was_enabled(family):
     """As in loops that shard a model on the meta device, where it has no values, before they load it."""
     with torch.device("meta"):
@@ -174,7 +174,7 @@ def test_a_wrapped_model_is_found():
         enable_packing("Qwen/Qwen3-VL-2B-Instruct")
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", one_of_each())
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 def test_a_row_that_reaches_a_model_without_packing_is_refused(family):
     """It would be one sample to it, without a word."""

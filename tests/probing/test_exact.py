@@ -1,4 +1,4 @@
-"""A probe of every family as it is: exact in every circumstance, where plain transformers is not."""
+"""A probe of families as they are: exact in every circumstance, where plain transformers is not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import families
+from cases import one_of_each
 
 from vlmpack.families.registry import FAMILIES
 from vlmpack.probing import Report, probe, small_copy
@@ -25,7 +25,7 @@ def names(report: Report, finding: str) -> set[str]:
     return {check.name for check in report.checks if check.finding == finding}
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", one_of_each())
 def test_packed_samples_are_exact_and_a_plain_row_leaks(family: str) -> None:
     kind, report = FAMILIES[family], probe(tiny_model(family, seed=1))
     assert (report.verdict, report.causes) == ("exact", ()), report
