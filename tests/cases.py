@@ -42,16 +42,14 @@ def families(where: Callable[[Family], bool] = lambda family: True, always: Iter
     return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in chosen]
 
 
-def one_of_each(where: Callable[[Family], bool] = lambda family: True, always: Iterable[str] = ()) -> list[Any]:
-    """The same of one family of each combination of mechanisms, media and reach, for what goes by these alone."""
+def one_of_each() -> list[Any]:
+    """The eight, and one family of each other combination of mechanisms and media, for what depends on these alone."""
     chosen: dict[Any, str] = {}
-    fast = [name for name in (*always, *EIGHT) if name in FAMILIES]
-    for name in (*fast, *FAMILIES):
-        family = FAMILIES[name]
-        media = (family.has_vision, family.has_grids, family.has_audio)
-        chosen.setdefault((frozenset(family.mechanisms), *media, family.sees is None), name)
-    others = {*chosen.values()}
-    return families(lambda family: where(family) and family.model_type in {*fast, *others}, always)
+    for name in (*EIGHT, *FAMILIES):
+        if family := FAMILIES.get(name):
+            media = (family.has_vision, family.has_grids, family.has_audio)
+            chosen.setdefault((frozenset(family.mechanisms), *media, family.sees is None), name)
+    return families(lambda family: family.model_type in {*EIGHT, *chosen.values()})
 
 
 def slow(*values: Any) -> list[Any]:

@@ -221,7 +221,7 @@ def test_large_savings_fit_eighty_columns() -> None:
 
 
 def test_nothing_to_share_is_said_and_not_looking_is_silent(questions: str) -> None:
-    assert "No samples begin alike with 500 tokens or more" in analyze(questions, "--min-shared", 500).stdout
+    assert "No samples share a beginning of 500 tokens or more" in analyze(questions, "--min-shared", 500).stdout
     assert "Shared prefixes" not in analyze(questions, "--min-shared", 0).stdout
     assert numbers(questions, "--min-shared", 0)["shared_prefixes"] is None
     with pytest.raises(ConfigError, match=r"the table has no groups: measure_lengths\(..., min_shared=64\) finds them"):

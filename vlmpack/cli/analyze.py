@@ -464,7 +464,7 @@ def _print_savings(analysis: Analysis, min_shared: int, console: Console) -> Non
     """Print what sharing prefixes would save, or that there is nothing to share."""
     console.print("[bold]Shared prefixes[/]", highlight=False)
     if not analysis.shared:
-        nothing = f"No samples begin alike with {min_shared:,} tokens or more: there is nothing to share."
+        nothing = f"No samples share a beginning of {min_shared:,} tokens or more."
         print_text(console, Text(nothing), indent=2)
         return
     found = (

@@ -180,7 +180,7 @@ def _source_of(text: str) -> tuple[str, float | None]:
 
 
 def columns_by_source(columns: Sequence[str], sources: Sequence[str]) -> dict[str, str | None]:
-    """Read the values of `--columns`: SOURCE=MAP is of one data set, MAP of every one that has none of its own.
+    """Read the values of `--columns`: SOURCE=MAP is for one data set, MAP for every other.
 
     Args:
         columns: the values. A MAP is JSON, or the path of a file; a file that exists is one, with "=" in its name too.

@@ -585,7 +585,7 @@ def _extra(message: Mapping[str, Any]) -> list[str]:
 
 
 def _leaves(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[list[Leaf], Any]:
-    """(texts of a conversation, its shape: where they stand, and what else may change how they are written)."""
+    """Return a conversation's texts, and its shape: where they stand and what else may change the writing."""
     leaves: list[Leaf] = []
 
     def take(message: int, path: str, text: str) -> str:

@@ -137,7 +137,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def short(value: Any) -> str:
-    """A value in an error: its type, the start of a text, the keys of a mapping (those that are None marked)."""
+    """Describe a value in an error: its type, and the start of a string or the keys of a mapping."""
     if isinstance(value, Mapping):
         return f"{type(value).__name__} with the keys {_keys(value)}"
     return f"{type(value).__name__} {value[:40]!r}" if isinstance(value, str) else type(value).__name__
@@ -547,10 +547,10 @@ def branch_of(conversation: Conversation, turn: Any) -> Conversation:
     first = next((at for at, role in enumerate(roles) if role != "system"), len(roles))
     pairs, rest = divmod(len(roles) - first, 2)
     if rest or roles[first:] != ["user", "assistant"] * pairs:
-        fault = f"it has the column {BRANCH_COLUMN}, but its turns are {', '.join(roles) or 'plain strings'}: only"
+        fault = f"it has the column {BRANCH_COLUMN}, but its turns are {', '.join(roles) or 'plain strings'}; branches"
         raise Refusal(
             "bad_row",
-            f"{fault} questions and answers in turn, after system messages, can be told apart; open the data set with "
+            f"{fault} need questions and answers in turn, after any system messages; open the data set with "
             "branches='conversation', or leave the sample out",
         )
     try:

@@ -7,8 +7,8 @@
 
 The chat template and the tokenizer are called as `apply_chat_template(tokenize=True)` calls them, and each image is
 written as `replace_image_token` writes it; of each run of placeholders one is tokenised, and then repeated. Images go
-through the processor one by one, so that each may have a size of its own; before the first one the result is compared
-with one call of the whole processor for a sample of two images, token by token and value by value.
+through the processor one at a time, because their sizes may differ. Before the first one, a sample of two trial images
+is encoded both here and by one call of the whole processor: every token and value must be the same.
 
 Answers are found in the ids where the template writes ChatML (`<|im_start|>assistant`), else in the template's text.
 """
