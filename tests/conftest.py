@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pretend_cuda
 from extras import TestFile
-from fixtures.processors import RECIPES, missing_packages
+from fixtures.processors import MissingPackageError
 
 hypothesis.settings.register_profile(
     "vlmpack",
@@ -70,12 +70,8 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return TestFile.from_parent(parent, path=module_path)
 
 
-NEEDING = {family: missing_packages(family) for family, recipe in RECIPES.items() if recipe.packages}
-TAKE_PROCESSORS = ("tests/collate/", "tests/data/", "tests/probing/", "tests/store/", "tests/trainer/")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that needs a GPU, a family or a package of its processor is skipped where there is none."""
+    """A test that needs a GPU, or a family of another transformers, is skipped where there is none."""
     from vlmpack.families.registry import FAMILIES
     from vlmpack.testing.recipes import RECIPES as TINY_MODELS
 
@@ -86,9 +82,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for family in (value for value in parameters if isinstance(value, str)):
             if family in TINY_MODELS and family not in FAMILIES:
                 item.add_marker(pytest.mark.skip(reason=f"{family} is no family of this transformers"))
-            if item.nodeid.startswith(TAKE_PROCESSORS) and (missing := NEEDING.get(family)):
-                reason = f"the processor of {family} needs {' and '.join(missing)}"
-                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """A test that makes a processor whose package is not installed is skipped, and no other test of its family."""
+    try:
+        return (yield)
+    except MissingPackageError as error:
+        pytest.skip(str(error))
 
 
 def pytest_collection_finish() -> None:

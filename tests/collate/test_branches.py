@@ -112,7 +112,7 @@ def test_a_branch_is_the_sample_of_that_question_alone():
         ({**dialogue("Q0", "A0"), "branch_turn": -1}, "its branch_turn is -1"),
         ({**dialogue("Q0", "A0"), "branch_turn": "0"}, "its branch_turn is '0'"),
         ({**dialogue("Q0", "A0", "Q1"), "branch_turn": 0}, "its turns are user, assistant, user; branches need"),
-        ({"messages": dialogue("Q0", "A0")["messages"][::-1], "branch_turn": 0}, "its turns are assistant, user; branches"),
+        ({"messages": dialogue("Q0", "A0")["messages"][::-1], "branch_turn": 0}, "its turns are assistant, user;"),
         ({"prompt": "Q", "completion": "A", "branch_turn": 0}, "it has 0 questions"),
         ({"texts": [{"user": "Q", "assistant": None}]}, "texts[0] must have a user and an assistant, both texts"),
         ({"texts": [{"user": "Q", "assistant": "A"}], **dialogue("Q", "A")}, "it has messages and texts"),

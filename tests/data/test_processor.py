@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cases import families, pairs
 from chats import BEYOND, CHATTING, FAMILIES, SHOWN, chat, needs_torchvision, picture
-from fixtures.processors import build_processor, missing_packages
+from fixtures.processors import MissingPackageError, build_processor, missing_packages
 from training import arguments
 from transformers import AutoProcessor, Trainer
 
@@ -232,7 +232,7 @@ def test_a_processor_that_needs_a_package_is_refused_by_its_name(hide_package: A
     hide_package("torchvision")
     missing_packages.cache_clear()
     try:
-        with pytest.raises(FamilyError, match="the processor of cohere2_vision needs torchvision; install it"):
+        with pytest.raises(MissingPackageError, match="the processor of cohere2_vision needs torchvision; install it"):
             build_processor("cohere2_vision", 800)
     finally:
         missing_packages.cache_clear()
