@@ -326,8 +326,9 @@ BREAKING = [name for name in ("qwen3_5_moe", "lfm2_vl", "qwen4_exp", *EIGHT, *OM
 
 def broken_in(name):
     """A breakage in the first two families that have it; the first one in the fast tier."""
-    first, *others = dict.fromkeys(family for family in BREAKING if BREAKAGES[name].has(FAMILIES[family]))
-    return [(name, first), *slow_cases(*((name, family) for family in others[:1]))]
+    having = dict.fromkeys(family for family in BREAKING if BREAKAGES[name].has(FAMILIES[family]))
+    first, second = [(name, family) for family in having][:1], [(name, family) for family in having][1:2]
+    return first + slow_cases(*second)
 
 
 @pytest.mark.parametrize(
