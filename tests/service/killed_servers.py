@@ -87,8 +87,8 @@ def _live(
         timer = threading.Timer(death[2], os.kill, (os.getpid(), signal.SIGKILL))
         timer.daemon = True
         timer.start()
-    settings = ServiceSettings(state=folder / "state", key=KEY, limits=limits, drain_seconds=5.0)
-    Service(base, settings).run(listening)
+    settings = ServiceSettings(key=KEY, limits=limits, drain_seconds=5.0)
+    Service(base, StateFolder(folder / "state", base_model=base.name), settings).run(listening)
 
 
 # ---------------------------------------------------------------------- the client

@@ -24,7 +24,7 @@ import zstandard
 from PIL import Image
 from service.asgi import KEY, Client
 
-from vlmpack.service import Base, Service, ServiceLimits, ServiceSettings, protobuf
+from vlmpack.service import Base, Service, ServiceLimits, ServiceSettings, StateFolder, protobuf
 from vlmpack.testing import tiny_model, tiny_processor
 
 NAME = "tiny"
@@ -320,7 +320,8 @@ def _service(tmp_path: Path) -> Any:
     folder = tmp_path / "model"
     processor.save_pretrained(folder)
     base = Base(name=NAME, source=str(folder), model=tiny_model(processor=processor), processor=processor)
-    service = Service(base, ServiceSettings(state=tmp_path / "state", key=KEY, limits=LIMITS))
+    state = StateFolder(tmp_path / "state", base_model=NAME)
+    service = Service(base, state, ServiceSettings(key=KEY, limits=LIMITS))
     service.queue.start()
     yield service
     service.queue.close()

@@ -14,9 +14,8 @@ from cases import slow
 from service.clients import Client, create, datum, forward_backward, optim_step, sample, save, served, until
 from service.fakes import FakeEngine
 
-from vlmpack.service.ledger import Rejected
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.messages import Failure, Request
+from vlmpack.service.messages import Failure, Rejected, Request
 
 CLIENTS = 4
 OPERATIONS = 20

@@ -200,6 +200,7 @@ def test_a_journal_of_version_1_is_read(journal: Journal) -> None:
             "ALTER TABLE requests ADD COLUMN body BLOB;"
             "UPDATE requests SET body = (SELECT body FROM bodies WHERE bodies.seq = requests.seq);"
             "DROP TRIGGER requests_deleted; DROP TABLE bodies;"
+            "DROP INDEX requests_retrieved; ALTER TABLE checkpoints DROP COLUMN expires;"
             "ALTER TABLE sessions DROP COLUMN display_name; PRAGMA user_version = 1;"
         )
     for _ in range(2):

@@ -6,12 +6,13 @@ import gc
 import io
 import os
 import socket
+import sqlite3
 import threading
 import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import uvicorn
 from PIL import Image
 
 from vlmpack.errors import ConfigError
-from vlmpack.service import Base, Service, ServiceLimits, ServiceSettings, bind
-from vlmpack.service.server import read_key
+from vlmpack.service import Base, Service, ServiceLimits, ServiceSettings, StateFolder, bind
+from vlmpack.service.server import make_key, read_key
 from vlmpack.testing import tiny_model, tiny_processor
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
@@ -59,9 +59,9 @@ def serving(folder: Path, limits: ServiceLimits) -> Iterator[Running]:
     model.save_pretrained(folder / "model")
     processor.save_pretrained(folder / "model")
     base = Base(name=NAME, source=str(folder / "model"), model=model, processor=processor)
-    service = Service(base, ServiceSettings(state=folder / "state", key=KEY, limits=limits))
-    listening = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(service.app(), log_config=None, access_log=False, lifespan="on"))
+    state = StateFolder(folder / "state", base_model=NAME)
+    service = Service(base, state, ServiceSettings(key=KEY, limits=limits))
+    listening, server = bind("127.0.0.1", 0), service.server()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     plain = tiny_model(processor=processor).eval()
@@ -288,6 +288,101 @@ def test_another_key(running: Running) -> None:
 # ---------------------------------------------------------------------- lists and pages
 
 
+def test_a_checkpoint_expires_unless_it_is_told_to_stay(client: Any, model: Any) -> None:
+    rest = client.create_rest_client()
+    path = model.save_state("brief", ttl_seconds=7200).result(WAIT).path
+    run = path.split("/")[2]
+
+    def listed() -> dict[str, Any]:
+        return {each.tinker_path: each.expires_at for each in rest.list_checkpoints(run).result(WAIT).checkpoints}
+
+    in_two_hours = listed()[path].timestamp() - time.time()
+    assert 7100 < in_two_hours <= 7200
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result(WAIT)
+    assert listed() == {path: None}
+    rest.set_checkpoint_ttl_from_tinker_path(path, 1).result(WAIT)
+    begin = time.monotonic()
+    while listed():
+        assert time.monotonic() < begin + 10
+        time.sleep(0.1)
+    with pytest.raises(tinker.RequestFailedError, match="has expired"):
+        model.load_state(path).result(WAIT)
+
+
+def test_rank_0_trains_all_weights(client: Any) -> None:
+    whole = client.create_lora_training_client(NAME, rank=0).result(WAIT)
+    assert whole.get_info().is_lora is False
+    before = whole.forward([text_datum()], "cross_entropy").result(WAIT).metrics["loss:sum"]
+    whole.forward_backward([text_datum()], "cross_entropy").result(WAIT)
+    whole.optim_step(types.AdamParams(learning_rate=1e-3)).result(WAIT)
+    assert whole.forward([text_datum()], "cross_entropy").result(WAIT).metrics["loss:sum"] < before
+    with pytest.raises(tinker.RequestFailedError, match="rank 0 trains all weights"):
+        client.create_lora_training_client(NAME, rank=0, train_mlp=False).result(WAIT)
+
+
+# ---------------------------------------------------------------------- connections
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Return whether the other side has closed a connection, in time."""
+    connection.settimeout(5.0)
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_connections_that_send_nothing_or_slowly_are_closed_and_make_room(tmp_path: Path) -> None:
+    import httpx
+
+    limits = ServiceLimits(connections=8, header_seconds=0.5)
+    with serving(tmp_path, limits) as running, ExitStack() as stack:
+        port = int(running.address.rpartition(":")[2])
+
+        def connect(sent: bytes = b"") -> socket.socket:
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            connection.sendall(sent)
+            return connection
+
+        crowd = [connect() for _ in range(20)]
+        assert httpx.get(f"{running.address}/healthz").json() == {"status": "ok"}
+        assert is_closed(crowd[0])
+        header = connect(b"GET /healthz HTTP/1.1\r\nHost: a\r\n")
+        body = connect(b"POST /api/v1/telemetry HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
+        assert all(is_closed(each) for each in (header, body, crowd[-1]))
+
+
+def test_a_disk_that_is_slow_for_many_requests_stops_no_answer_that_needs_none(tmp_path: Path) -> None:
+    """Another process writes to the journal, while more requests wait for it than there are threads."""
+    import httpx
+
+    with serving(tmp_path, ServiceLimits()) as running, ThreadPoolExecutor(60) as pool:
+        http = httpx.Client(base_url=f"{running.address}/api/v1", headers={"X-API-Key": KEY}, timeout=WAIT)
+        session = http.post("create_session", json={"tags": [], "sdk_version": "0.38.0"}).json()["session_id"]
+        with closing(sqlite3.connect(tmp_path / "state" / "journal.sqlite3", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            body = {"session_id": session, "base_model": NAME}
+            posted = [
+                pool.submit(http.post, "create_sampling_session", json={**body, "sampling_session_seq_id": number})
+                for number in range(60)
+            ]
+            time.sleep(0.5)
+            answers = [
+                http.get("healthz", timeout=5.0),
+                http.post("session_heartbeat", json={"session_id": session}, timeout=5.0),
+                http.post("retrieve_future", json={"request_id": f"{session}:train:0:0"}, timeout=5.0),
+            ]
+            assert not any(each.done() for each in posted)
+            other.execute("ROLLBACK")
+        assert [each.status_code for each in answers] == [200, 200, 200]
+        assert {each.result(WAIT).status_code for each in posted} == {200}
+        http.close()
+
+
 def test_what_the_client_lists(client: Any, model: Any) -> None:
     path = model.save_state("listed", ttl_seconds=None).result(WAIT).path
     rest = client.create_rest_client()
@@ -326,7 +421,11 @@ def test_pages_without_a_key(running: Running) -> None:
     assert "<script" not in page.text and "http://" not in page.text.replace(running.address, "")
     metrics = httpx.get(f"{running.address}/metrics").text
     assert "vlmpack_trained_tokens_total" in metrics
-    assert "vlmpack_fill_ratio" in metrics
+    assert "vlmpack_computed_tokens_total" in metrics and "\nvlmpack_up 1\n" in metrics
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running.service.state.journal, "_failed", (time.monotonic(), "the disk is full: make room"))
+        assert "\nvlmpack_up 0\n" in httpx.get(f"{running.address}/metrics").text
+        assert "the disk is full: make room" in httpx.get(running.address).text
 
 
 def test_a_port_that_is_taken() -> None:
@@ -338,7 +437,8 @@ def test_a_port_that_is_taken() -> None:
 
 
 def test_the_key_file_is_for_its_owner_alone(tmp_path: Path) -> None:
-    key = read_key(tmp_path / "new" / "key")
+    assert read_key(tmp_path / "new" / "key") is None
+    key = make_key(tmp_path / "new" / "key")
     assert key.startswith("tml-") and len(key) > 40
     assert read_key(tmp_path / "new" / "key") == key
     assert (tmp_path / "new" / "key").stat().st_mode & 0o077 == 0

@@ -20,7 +20,7 @@ NAMES = [
     "trained_tokens_total",
     "sampled_tokens_total",
     "rows_total",
-    "fill_ratio",
+    "computed_tokens_total",
     "patches_total",
 ]
 
@@ -41,7 +41,7 @@ def test_metrics_in_the_format_of_prometheus() -> None:
     assert "# TYPE vlmpack_models gauge" in lines
     assert "# TYPE vlmpack_requests_total counter" in lines
     assert 'vlmpack_requests_total{kind="ForwardBackward"} 3' in lines
-    assert "vlmpack_fill_ratio 0.5" in lines
+    assert "vlmpack_models 0.5" in lines
     assert all(re.fullmatch(r'# (HELP|TYPE) .+|vlmpack_\w+(\{\w+="\w+"\})? [-+.e\d]+', line) for line in lines)
 
 
@@ -51,7 +51,7 @@ def test_the_page_loads_nothing_and_runs_nothing() -> None:
     page = bytes(answer.body).decode()
     assert not re.search(r"<script|<link|<img|https?:|@import|url\(", page)
     assert "requests done</th><td>5</td>" in page
-    assert "fill of the rows</th><td>50.0%</td>" in page
+    assert "tokens a row</th><td>0</td>" in page
 
 
 def test_names_on_the_page_are_text() -> None:

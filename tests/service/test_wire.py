@@ -178,7 +178,7 @@ def test_other_optimisers() -> None:
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        ({"rank": 0}, "lora_config.rank: 0; a whole number from 1"),
+        ({"rank": -1}, "lora_config.rank: -1; a whole number from 0"),
         ({"rank": 2.5}, "lora_config.rank: 2.5"),
         ({"rank": True}, "lora_config.rank: True"),
         ({"rank": 8, "alpha": 16}, "lora_config.alpha: not a setting"),

@@ -98,20 +98,26 @@ class ClusterSettings:
         """Of every rank; Ray shows each its GPU alone."""
         return "cuda" if self.gpus else "cpu"
 
+    @property
+    def served_name(self) -> str:
+        """The name of the model for clients."""
+        from vlmpack.service.server import model_name
+
+        return self.name or model_name(self.model)
+
     def load(self) -> Base:
         """Load the base model on this rank."""
         from vlmpack.service.server import load_base
 
         dtype = self.dtype or ("bfloat16" if self.gpus else "float32")
         device = "cpu" if self.shard else self.device
-        return load_base(self.model, name=self.name or None, device=device, dtype=dtype)
+        return load_base(self.model, name=self.served_name, device=device, dtype=dtype)
 
     def service(self, *, key: str) -> ServiceSettings:
         """The settings of the service on every rank."""
         from vlmpack.service.server import ServiceSettings
 
         return ServiceSettings(
-            state=Path(self.state),
             key=key,
             limits=ServiceLimits(row_tokens=self.row_tokens, models=self.max_models),
             lora_only=self.lora_only,
@@ -163,12 +169,15 @@ def app(arguments: Mapping[str, Any]) -> Any:
 
 def replica(settings: ClusterSettings) -> ASGIApp:
     """Make the app of rank 0, in the replica's process; the other ranks start as its actors."""
-    from vlmpack.service.server import Service, check_key, read_key
+    from vlmpack.service.checkpoints import StateFolder
+    from vlmpack.service.server import Service, check_key, make_key, read_key
 
-    key = os.environ.get(KEY_VARIABLE)
-    key = check_key(key, KEY_VARIABLE) if key else read_key(Path(settings.state) / "key")
+    key, file = os.environ.get(KEY_VARIABLE), Path(settings.state) / "key"
+    key = check_key(key, KEY_VARIABLE) if key else read_key(file)
+    state = StateFolder(Path(settings.state), base_model=settings.served_name)
+    service = settings.service(key=key or make_key(file))
     ranks = _start_others(settings) if settings.workers > 1 else None
-    return Service(settings.load(), settings.service(key=key), ranks=ranks).app()
+    return Service(settings.load(), state, service, ranks=ranks).app()
 
 
 def _start_others(settings: ClusterSettings) -> Ranks:

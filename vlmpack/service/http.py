@@ -20,6 +20,7 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
+import anyio
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -32,8 +33,8 @@ from vlmpack.errors import RequestError
 from vlmpack.service import messages, protobuf, wire
 from vlmpack.service.bodies import BodyReader, HTTPError
 from vlmpack.service.journal import CheckpointRow
-from vlmpack.service.ledger import Rejected
 from vlmpack.service.limits import ServiceLimits, check
+from vlmpack.service.messages import Rejected
 from vlmpack.service.queue import ModelInfo, Pending, RequestQueue, Submitted
 from vlmpack.service.wire import INT32, INT64, JSON, PROTOBUF, Fields, to_json
 
@@ -46,6 +47,8 @@ OPEN_PATHS = ("/", "/metrics", "/healthz", "/api/v1/healthz")
 """Served without the key."""
 UNREAD_BYTES = 4 * 2**20
 """Bytes of a body that are read and thrown away when the key is wrong, so that the client sees the answer."""
+INLINE_BYTES = 65_536
+"""Largest body that is parsed in the event loop."""
 LOGGED = 120
 """Most characters of a path in the log."""
 OWNER = "vlmpack"
@@ -70,12 +73,14 @@ NOT_SERVED = {
     "unload_model": "a model is freed when its session is finished",
     "token": "the key is sent as it is",
     "publish": "whoever has the key sees all checkpoints",
-    "ttl": "checkpoints stay until they are deleted",
     "project": "sessions have no projects",
     "search": "list sessions, and look at each one",
+    "trace_export": "the log of the service has a line for each request",
+    "billing": "this service bills nothing; /metrics counts what it has done",
+    "audit": "the log of the service has a line for each request",
     "external_weights_urls": "checkpoints stay in the state folder of this service",
 }
-"""Remedies for endpoints that clients try and that this service does not have, by the last part of their paths."""
+"""Remedies for endpoints that clients try and that this service does not have, by a part of their paths."""
 
 
 def answer(value: Mapping[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -149,6 +154,7 @@ class Endpoints:
             *(Route(f"/api/v1/{path}", endpoint, methods=["POST"]) for path, endpoint in posts.items()),
             *(Route(f"/api/v1/{path}", endpoint, methods=["GET"]) for path, endpoint in gets.items()),
             Route(f"/api/v1/{run}/checkpoints/{{kind}}/{{name}}", self.delete_checkpoint, methods=["DELETE"]),
+            Route(f"/api/v1/{run}/checkpoints/{{kind}}/{{name}}/ttl", self.set_ttl, methods=["PUT"]),
             Route("/healthz", self.health, methods=["GET"]),
         ]
 
@@ -157,6 +163,8 @@ class Endpoints:
     async def fields(self, request: Request, *, most: int | None = None) -> Fields:
         """Receive a JSON object."""
         body = await self.body(request, most=most or self.limits.json_bytes)
+        if len(body) <= INLINE_BYTES:  # threads may all be waiting for a slow disk
+            return Fields.parse(body)
         return await run_in_threadpool(Fields.parse, body)
 
     async def body(
@@ -217,6 +225,8 @@ class Endpoints:
         fields = await self.fields(request)
         version = fields.text("sdk_version", "")
         check_client(version)
+        if "project_id" in fields:
+            raise RequestError("project_id: this service has no projects; leave it out")
         tags = [wire.check_text(tag, "tags") for tag in fields.array("tags", [])]
         metadata, name = fields.metadata(), fields.text("display_name", None)
         session_id = await run_in_threadpool(
@@ -227,7 +237,7 @@ class Endpoints:
     async def heartbeat(self, request: Request) -> Response:
         """Keep a session open."""
         fields = await self.fields(request)
-        await run_in_threadpool(self.queue.heartbeat, fields.text("session_id"))
+        self.queue.heartbeat(fields.text("session_id"))
         return answer({"type": "session_heartbeat"})
 
     async def finish(self, request: Request) -> Response:
@@ -340,8 +350,8 @@ class Endpoints:
         """Answer for an endpoint that is not here. An operation of a model, whatever its name, fails in its future."""
         path = request.url.path
         detail = f"{request.method} {path[:120]}: this service does not have it"
-        if (remedy := NOT_SERVED.get(path.rpartition("/")[2])) is not None:
-            detail = f"{detail}; {remedy}"
+        if remedies := [NOT_SERVED[part] for part in path.split("/") if part in NOT_SERVED]:
+            detail = f"{detail}; {remedies[-1]}"
         try:
             return await self._refuse_unread(request, HTTPError(error.status_code, detail))
         except (HTTPError, RequestError, ClientDisconnect) as refusal:  # Starlette takes no errors of this handler
@@ -377,6 +387,7 @@ class Endpoints:
         """Open a sampling session on a snapshot or on the base model."""
         self._refuse_if_draining()
         fields = await self.fields(request)
+        wire.refuse_access_token(fields)
         path, base = fields.text("model_path", None), fields.text("base_model", None)
         if path is None and base is None:
             raise RequestError("neither model_path nor base_model: send one of them")
@@ -428,9 +439,13 @@ class Endpoints:
 
     async def delete_checkpoint(self, request: Request) -> Response:
         """Delete a checkpoint."""
-        names = request.path_params
-        path = f"tinker://{names['model_id']}/{names['kind']}/{names['name']}"
-        await run_in_threadpool(self.queue.delete_checkpoint, path)
+        await run_in_threadpool(self.queue.delete_checkpoint, _path(request))
+        return Response(status_code=204)
+
+    async def set_ttl(self, request: Request) -> Response:
+        """Change when a checkpoint expires."""
+        ttl = (await self.fields(request)).ttl()
+        await run_in_threadpool(self.queue.set_ttl, _path(request), ttl)
         return Response(status_code=204)
 
     async def weights_info(self, request: Request) -> Response:
@@ -460,6 +475,12 @@ class Endpoints:
         row = await run_in_threadpool(self.queue.sampler, request.path_params["sampler_id"])
         path = {} if row.path is None else {"model_path": row.path}
         return answer({"sampler_id": row.id, "base_model": self.base.name, **path})
+
+
+def _path(request: Request) -> str:
+    """Path of the checkpoint that a URL names."""
+    names = request.path_params
+    return f"tinker://{names['model_id']}/{names['kind']}/{names['name']}"
 
 
 def _lost(request_id: str) -> Response:
@@ -493,6 +514,8 @@ def _version(numbers: tuple[int, int]) -> str:
 def _page(request: Request, entries: Sequence[Any]) -> tuple[list[Any], Mapping[str, int]]:
     """Return (the entries asked for, where they stand in the whole list)."""
     limit, offset = _number(request, "limit", PAGE), _number(request, "offset", 0)
+    if "project_id" in request.query_params:
+        raise RequestError("project_id: this service has no projects; leave it out")
     cursor = {"offset": offset, "limit": limit, "total_count": len(entries)}
     return list(entries[offset : offset + limit]), cursor
 
@@ -513,7 +536,7 @@ def _training_run(info: ModelInfo) -> dict[str, Any]:
         "base_model": row.base_model,
         "model_owner": OWNER,
         **_rank(row.lora),
-        "last_request_time": _iso(info.last_request),
+        "last_request_time": _iso(row.last_request),
         "last_checkpoint": _checkpoint(info.last_checkpoint),
         "last_sampler_checkpoint": _checkpoint(info.last_sampler_checkpoint),
         "corrupted": info.is_corrupted,
@@ -535,6 +558,7 @@ def _checkpoint(row: CheckpointRow | None) -> dict[str, Any] | None:
         "tinker_path": row.path,
         "size_bytes": row.size,
         "public": False,
+        "expires_at": None if row.expires is None else _iso(row.expires),
         "user_metadata": dict(row.user_metadata),
     }
 
@@ -567,17 +591,22 @@ def make_app(
         404: endpoints.not_found,
         405: endpoints.not_found,
     }
-    return Gate(Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan), key=key)
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    return Gate(app, key=key, seconds=endpoints.limits.header_seconds)
 
 
 @final
 class Gate:
-    """Lets requests with the key through, logs each one, and answers for errors of ours."""
+    """Lets requests with the key through, logs each one, and answers for errors of ours.
 
-    def __init__(self, app: ASGIApp, *, key: str) -> None:
-        """Keep the app behind it and the key."""
-        self._app = app
-        self._key = key.encode("utf-8")
+    Args:
+        app: behind it.
+        key: clients have to send it.
+        seconds: for which the body of a request without it is read, so that its client sees the answer.
+    """
+
+    def __init__(self, app: ASGIApp, *, key: str, seconds: float) -> None:
+        self._app, self._key, self._seconds = app, key.encode("utf-8"), seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -597,9 +626,11 @@ class Gate:
             if self._is_allowed(scope):
                 await self._app(scope, receive, send_and_count)
             else:
-                await _discard(receive)
+                with anyio.move_on_after(self._seconds):
+                    await _discard(receive)
                 detail = "the key (X-API-Key) is not this service's; it stands in the service's key file"
-                await answer({"detail": detail}, status=401)(scope, receive, send_and_count)
+                refusal = answer({"detail": detail}, status=401, headers={"Connection": "close"})
+                await refusal(scope, receive, send_and_count)
         except Exception as error:  # that no handler took
             response = error_response(error)
             if response is None:
@@ -613,7 +644,7 @@ class Gate:
             log.info("%s %s %s", scope["method"], path, sizes)
 
     def _is_allowed(self, scope: Scope) -> bool:
-        if scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
             return True
         headers = dict(reversed(scope["headers"]))  # of one sent twice the first
         sent = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")

@@ -31,6 +31,12 @@ class ServiceLimits:
     """Bytes of bodies that are received at one time; further requests get status 429."""
     body_seconds: float = 60.0
     """Longest time that a body may take to arrive."""
+    header_seconds: float = 20.0
+    """Longest time until a new connection has sent the header of its first request, and that the body of a request with
+    a wrong key may take to arrive."""
+    connections: int = 4096
+    """Connections at one time, and at most half of the process's open files; the one that has waited longest for a
+    request gives way to a new one."""
 
     datums: int = 4096
     """Datums of a request."""
@@ -80,6 +86,9 @@ class ServiceLimits:
     client may wait until it tries again."""
     idle_seconds: float = 600.0
     """A session without heartbeats is finished after this time, and its models are freed."""
+    silent_seconds: float = 60.0
+    """A session without heartbeats for this time is finished when a new session or model needs its place; the client
+    sends one every 10 s."""
     result_seconds: float = 600.0
     """Seconds that a result is kept after it was fetched."""
 

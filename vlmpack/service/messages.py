@@ -18,6 +18,8 @@ from typing import Literal, final
 
 import numpy as np
 
+from vlmpack.errors import RequestError
+
 # ---------------------------------------------------------------------- what a model reads
 
 
@@ -126,6 +128,8 @@ class SaveWeights:
     """Replace a checkpoint of this name."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     """The client's own notes."""
+    ttl_seconds: int | None = None
+    """Seconds after which it is deleted; None: it stays."""
 
 
 @final
@@ -143,6 +147,8 @@ class SaveForSampler:
     """Number of that sampling session within its session; None with a name."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     """The client's own notes."""
+    ttl_seconds: int | None = None
+    """Seconds after which a snapshot with a name is deleted; None: it stays."""
 
 
 @final
@@ -389,3 +395,19 @@ class Reply:
     """JSON, or protobuf for results of training and sampling."""
     body: bytes
     """Encoded."""
+
+
+@final
+class Rejected(RequestError):  # noqa: N818 (an answer, not an accident)
+    """A POST or GET is answered with a status instead of a result.
+
+    Args:
+        message: what was seen and the remedy.
+        status: 400, 404, 410 or 429.
+        retry_after: seconds after which to try again.
+    """
+
+    def __init__(self, message: str, *, status: int, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after

@@ -85,8 +85,6 @@ class WorkCount:
     """Tokens of datums."""
     computed: int = 0
     """Tokens that went through the model; what datums of a row begin with is computed once."""
-    capacity: int = 0
-    """Tokens that these rows had room for."""
     patches: int = 0
     """Patches that went through the vision tower."""
 
@@ -467,7 +465,6 @@ class RowWork:
                 datums=len(sequences),
                 tokens=sum(sequence.length for sequence in sequences),
                 computed=computed.tokens,
-                capacity=max(computed.tokens, self._settings.tokens),
                 patches=sum(sequence.patches for sequence in sequences),
             )
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import final
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -112,12 +113,14 @@ class Status:
 
     async def metrics(self, request: Request) -> Response:
         """Return numbers for Prometheus."""
-        lines = [line for metric in self.snapshot().metrics for line in metric.lines()]
+        metrics = (await run_in_threadpool(self.snapshot)).metrics
+        lines = [line for metric in metrics for line in metric.lines()]
         return Response("\n".join(lines) + "\n", media_type=TYPES)
 
     async def page(self, request: Request) -> Response:
         """Return the status page."""
-        return Response(render(self.snapshot(), list(self._speeds)), media_type="text/html", headers=HEADERS)
+        state = await run_in_threadpool(self.snapshot)
+        return Response(render(state, list(self._speeds)), media_type="text/html", headers=HEADERS)
 
 
 def render(state: Snapshot, speeds: Sequence[float]) -> str:
@@ -148,7 +151,7 @@ def _rows(state: Snapshot) -> dict[str, str]:
         "tokens trained": f"{number('trained_tokens_total'):,.0f}",
         "tokens sampled": f"{number('sampled_tokens_total'):,.0f}",
         "packed rows": f"{number('rows_total'):,.0f}",
-        "fill of the rows": f"{number('fill_ratio'):.1%}",
+        "tokens a row": f"{number('computed_tokens_total') / max(number('rows_total'), 1):,.0f}",
         "vision patches": f"{number('patches_total'):,.0f}",
     }
 

@@ -22,6 +22,8 @@ from vlmpack.service import messages, protobuf
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 INT32, INT64 = 2**31 - 1, 2**63 - 1
+TTL = 10 * 366 * 86_400
+"""Most seconds until a checkpoint expires: ten years, as the client's documents say."""
 METADATA_CHARACTERS = 16_384
 """Most characters of the notes that a client attaches to a session, model or checkpoint."""
 
@@ -152,6 +154,10 @@ class Fields:
             raise RequestError(f"user_metadata: more than {METADATA_CHARACTERS} characters")
         return notes
 
+    def ttl(self) -> int | None:
+        """Return the seconds after which a checkpoint is deleted; None: it stays."""
+        return self.integer("ttl_seconds", None, low=1, high=TTL)
+
     def refuse_others(self, known: Collection[str]) -> None:
         """Raise for settings that this service does not know."""
         others = sorted(set(self.values) - set(known))
@@ -233,6 +239,7 @@ def _save_weights(fields: Fields) -> messages.SaveWeights:
         name=fields.text("path"),
         overwrite=fields.flag("overwrite", False),
         user_metadata=fields.metadata(),
+        ttl_seconds=fields.ttl(),
     )
 
 
@@ -249,15 +256,23 @@ def _save_for_sampler(fields: Fields) -> messages.SaveForSampler:
         name=name,
         sampling_session_seq_id=number if name is None else None,
         user_metadata=fields.metadata(),
+        ttl_seconds=fields.ttl(),
     )
 
 
 def _load_weights(fields: Fields) -> messages.LoadWeights:
+    refuse_access_token(fields)
     return messages.LoadWeights(
         **_numbered(fields),
         path=fields.text("path"),
         optimizer=fields.flag("optimizer"),
     )
+
+
+def refuse_access_token(fields: Fields) -> None:
+    """Raise for a token that would open the checkpoints of another account."""
+    if "weights_access_token" in fields:
+        raise RequestError("weights_access_token: the key opens all checkpoints of this service; leave it out")
 
 
 def _refuse_other_optimizers(fields: Fields) -> None:
@@ -271,24 +286,29 @@ def _create_model(fields: Fields) -> messages.CreateModel:
         session_id=fields.text("session_id"),
         model_seq_id=fields.integer("model_seq_id"),
         base_model=fields.text("base_model"),
-        lora=_lora(fields.inner("lora_config")) if "lora_config" in fields else None,
+        lora=_lora(fields.inner("lora_config")) if "lora_config" in fields else None,  # None: all weights
         user_metadata=fields.metadata(),
     )
 
 
-def _lora(fields: Fields) -> messages.LoraConfig:
+def _lora(fields: Fields) -> messages.LoraConfig | None:
+    """Return the settings of an adapter; None: rank 0, by which the client, as of SkyRL, asks for all weights."""
     targets = ("train_unembed", "train_mlp", "train_attn")
     fields.refuse_others(("rank", "seed", *targets))
     chosen = {name: fields.flag(name, True) for name in targets}
     if not any(chosen.values()):
         raise RequestError("lora_config: no part of the model is trained; set one of " + ", ".join(targets))
-    return messages.LoraConfig(
-        rank=fields.integer("rank", low=1), seed=fields.integer("seed", None, low=-INT64 - 1, high=INT64), **chosen
-    )
+    rank, seed = fields.integer("rank"), fields.integer("seed", None, low=-INT64 - 1, high=INT64)
+    if rank == 0 and not all(chosen.values()):
+        raise RequestError(
+            "lora_config: rank 0 trains all weights; leave " + ", ".join(targets) + " out, or set a rank"
+        )
+    return messages.LoraConfig(rank=rank, seed=seed, **chosen) if rank else None
 
 
 def _create_from_checkpoint(fields: Fields) -> messages.CreateFromCheckpoint:
     _refuse_other_optimizers(fields)
+    refuse_access_token(fields)
     return messages.CreateFromCheckpoint(
         session_id=fields.text("session_id"),
         model_seq_id=fields.integer("model_seq_id"),
