@@ -87,7 +87,7 @@ def serve(
 
     Clients train LoRA adapters or all weights, sample and save; see vlmpack/service/README.md.
     """
-    check_extra("serve", "starlette", "uvicorn", "google.protobuf", "zstandard", needed_by="`vlmpack serve`")
+    check_extra("serve", "starlette", "uvicorn", "google.protobuf", needed_by="`vlmpack serve`")
     if demo == (model is not None):
         raise ConfigError("vlmpack serve needs a MODEL, or --demo without one")
     if model is not None:

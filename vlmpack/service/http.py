@@ -167,18 +167,16 @@ class Endpoints:
             return Fields.parse(body)
         return await run_in_threadpool(Fields.parse, body)
 
-    async def body(
-        self, request: Request, *, most: int, decoded: int | None = None, under_way: ExitStack | None = None
-    ) -> bytes:
+    async def body(self, request: Request, *, most: int, under_way: ExitStack | None = None) -> bytes:
         """Receive a body; of a training request, its model's gaps are held until `under_way` ends."""
         encoding = request.headers.get("content-encoding", "").strip().lower()
         pieces = self._pieces(request, under_way)
-        return await self.bodies.read(pieces, encoding=encoding, most=most, decoded=decoded)
+        return await self.bodies.read(pieces, encoding=encoding, most=most)
 
     async def _pieces(self, request: Request, under_way: ExitStack | None) -> AsyncIterator[bytes]:
         async for piece in request.stream():
             if under_way is not None:
-                with suppress(RequestError):  # without a name in its first piece, or compressed
+                with suppress(RequestError):  # without a name in its first piece
                     under_way.enter_context(self.queue.receiving(protobuf.identify(piece).model_id))
                 under_way = None
             yield piece
@@ -318,10 +316,9 @@ class Endpoints:
         if not request.headers.get("content-type", "").startswith(PROTOBUF):
             detail = f"training requests are {PROTOBUF}: use tinker {_version(OLDEST_CLIENT)} or newer"
             return await self._refuse_unread(request, HTTPError(415, detail))
-        most, decoded = self.limits.body_bytes, self.limits.decoded_bytes
         with ExitStack() as under_way:
             try:
-                body = await self.body(request, most=most, decoded=decoded, under_way=under_way)
+                body = await self.body(request, most=self.limits.body_bytes, under_way=under_way)
             except HTTPError as error:
                 try:
                     identity = protobuf.identify(error.beginning)

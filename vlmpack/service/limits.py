@@ -20,9 +20,7 @@ class ServiceLimits:
     """Limits and times of a service."""
 
     body_bytes: int = 128 * 2**20
-    """Largest body of a training request as it arrives, compressed or not."""
-    decoded_bytes: int = 256 * 2**20
-    """Largest body of a training request once it is decompressed."""
+    """Largest body of a training request."""
     sample_bytes: int = 64 * 2**20
     """Largest body of a sampling request, whose images are in base64."""
     json_bytes: int = 4 * 2**20

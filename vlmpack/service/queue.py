@@ -416,7 +416,7 @@ class RequestQueue:
 
         Args:
             request: parsed.
-            body: what it was parsed from, decompressed, for the codec's `decode`.
+            body: what it was parsed from, for the codec's `decode`.
 
         Raises:
             Rejected: 400: its number is used by other content; 404, 410: no such model or session (any more); 429: no

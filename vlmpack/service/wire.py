@@ -195,7 +195,7 @@ def decode(kind: str, body: bytes) -> messages.Request:
 
     Args:
         kind: name of the request's class.
-        body: decompressed.
+        body: of the request.
 
     Raises:
         RequestError: it cannot be read, or asks for what this service does not do.
