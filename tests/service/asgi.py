@@ -106,9 +106,9 @@ def client_of(state: Path, limits: ServiceLimits, gate: threading.Semaphore | No
     queue.start()
     client = Client(app=None, queue=queue, bodies=BodyReader(limits=limits))
     endpoints = Endpoints(
-        queue=queue, base=MODEL, limits=limits, bodies=client.bodies, is_draining=lambda: client.draining
+        queue=queue, base=MODEL, limits=limits, bodies=client.bodies, key=KEY, is_draining=lambda: client.draining
     )
-    client.app = make_app(endpoints.routes(), key=KEY, endpoints=endpoints)
+    client.app = make_app(endpoints.routes(), endpoints=endpoints)
     try:
         yield client
     finally:

@@ -386,7 +386,7 @@ def test_an_endpoint_that_is_not_there_is_404_and_never_501(client: Client, path
     assert answer.json()["detail"]
 
 
-@pytest.mark.parametrize("path", ["save_weights_external", "forward", "an_operation_of_a_newer_client"])
+@pytest.mark.parametrize("path", ["forward", "an_operation_of_a_newer_client"])
 def test_an_operation_that_is_not_served_fails_in_its_future_and_uses_its_number_up(client: Client, path: str) -> None:
     model_id = client.model()
     for _ in range(2):  # the client sends it again if it has lost the answer

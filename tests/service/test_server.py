@@ -154,6 +154,25 @@ def test_a_call_of_many_requests_is_one_sum(running: Running, model: Any) -> Non
     assert len(result.loss_fn_outputs) == 6
 
 
+def test_ratios_of_sequences_and_bounds_of_tokens_are_those_of_each_datum_alone(model: Any) -> None:
+    def datum(number: int) -> Any:
+        n = len(TEXT) + number
+        inputs = {name: tensor([value] * n, np.float32) for name, value in (("logprobs", -4.0), ("advantages", 1.0))}
+        inputs["target_tokens"] = tensor(range(9, 9 + n), np.int64)
+        extra = (
+            {"sequence_ratio_mask": [0.0, *[1.0] * (n - 1)]} if loss == "gspo" else {"clip_high_threshold": [2.0] * n}
+        )
+        inputs |= {name: tensor(values, np.float32) for name, values in extra.items()}
+        return types.Datum(model_input=types.ModelInput.from_ints([*TEXT, *range(number)]), loss_fn_inputs=inputs)
+
+    config = {"clip_low_threshold": 0.2, "clip_high_threshold": 3.0}
+    for loss in ("gspo", "ppo"):
+        data = [datum(number) for number in range(3)]
+        together = model.forward(data, loss, config).result(WAIT).metrics["loss:sum"]
+        alone = [model.forward([each], loss, config).result(WAIT).metrics["loss:sum"] for each in data]
+        assert together == pytest.approx(sum(alone), rel=1e-5) and abs(together) > 0.1
+
+
 def test_a_loss_of_the_client(model: Any) -> None:
     def loss(_: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         value = sum((entry**2).sum() for entry in logprobs)
@@ -247,9 +266,9 @@ def test_a_bad_datum_is_named_and_leaves_nothing(running: Running, model: Any) -
 
 
 def test_an_operation_that_is_not_served_fails_by_name_and_the_model_goes_on(model: Any) -> None:
-    unserved = model.save_weights_external("x")
+    unserved = model.save_weights_external("x", age_encryption_recipients=["age1x"])
     after = model.forward([text_datum()], "cross_entropy")
-    with pytest.raises(tinker.RequestFailedError, match="checkpoints stay in the state folder") as failed:
+    with pytest.raises(tinker.RequestFailedError, match="encrypt what you download") as failed:
         unserved.result(WAIT)
     assert str(failed.value.category).endswith("user")
     assert after.result(WAIT).metrics["loss:sum"] > 0
@@ -318,6 +337,41 @@ def test_rank_0_trains_all_weights(client: Any) -> None:
     assert whole.forward([text_datum()], "cross_entropy").result(WAIT).metrics["loss:sum"] < before
     with pytest.raises(tinker.RequestFailedError, match="rank 0 trains all weights"):
         client.create_lora_training_client(NAME, rank=0, train_mlp=False).result(WAIT)
+
+
+@pytest.mark.parametrize("rank", [4, 0])
+def test_weights_are_downloaded_as_peft_and_transformers_load_them(client: Any, tmp_path: Path, rank: int) -> None:
+    import httpx
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    model = client.create_lora_training_client(NAME, rank=rank, seed=1).result(WAIT)
+    model.forward_backward([text_datum()], "cross_entropy")
+    model.optim_step(types.AdamParams(learning_rate=1e-2)).result(WAIT)
+    logprobs = model.forward([text_datum()], "cross_entropy").result(WAIT).loss_fn_outputs[0]["logprobs"].to_numpy()
+    path = model.save_weights_external("out").result(WAIT).path
+    rest = client.create_rest_client()
+    signed = rest.get_external_weights_urls(path).result(WAIT)
+    assert signed.expires.timestamp() > time.time() + 3000
+    for name, url in signed.urls.items():
+        (tmp_path / name).write_bytes(httpx.get(url).content)
+    assert httpx.get(url[:-1]).status_code == httpx.get(url.replace("/downloads/", "/downloads/1")).status_code == 403
+    plain: Any = tiny_model(processor=tiny_processor(max_pixels=64 * 32 * 32)).eval()
+    if rank:
+        plain = PeftModel.from_pretrained(plain, tmp_path)
+    else:
+        plain = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        logits = plain(input_ids=torch.tensor([TEXT])).logits[0].log_softmax(-1)
+    targets = torch.tensor(text_datum().loss_fn_inputs["target_tokens"].data)
+    np.testing.assert_allclose(logits.gather(1, targets[:, None])[:, 0].numpy(), logprobs, atol=1e-4)
+    with pytest.raises(tinker.RequestFailedError, match="is to be downloaded"):
+        model.load_state(path).result(WAIT)
+    rest.delete_checkpoint_from_tinker_path(path).result(WAIT)
+    begin = time.monotonic()
+    while httpx.get(url).status_code == 200:
+        assert time.monotonic() < begin + 10
+        time.sleep(0.1)
 
 
 # ---------------------------------------------------------------------- connections

@@ -205,7 +205,7 @@ def test_settings_of_an_adapter(lora: Any, message: str) -> None:
     ],
 )
 def test_what_is_not_computed_is_not_ignored(name: str, value: Any) -> None:
-    with pytest.raises(RequestError, match=f"{name}.*does not compute"):
+    with pytest.raises(RequestError, match=f"{name}.*does not have it; ."):
         sample(**{name: value})
 
 

@@ -182,7 +182,7 @@ class Encoder:
         for at, datum in enumerate(request.data):  # everything that headers say, before any image is decoded
             with _named(f"datum {at}"):
                 size = self._check_chunks(datum.chunks)
-                inputs = check_inputs(loss.name, datum.inputs, size.tokens)
+                inputs = check_inputs(loss, datum.inputs, size.tokens)
                 self._check_ids(TARGETS, inputs[TARGETS])
             checked.append((size, inputs))
             patches += size.patches

@@ -9,6 +9,7 @@ Handlers only enqueue. What takes time (parsing, the journal) runs in threads, n
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 import re
@@ -25,7 +26,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
@@ -51,6 +52,10 @@ INLINE_BYTES = 65_536
 """Largest body that is parsed in the event loop."""
 LOGGED = 120
 """Most characters of a path in the log."""
+DOWNLOADS = "/api/v1/downloads/"
+"""Beginning of the paths of files that a signature opens instead of the key."""
+SIGNED_SECONDS = 3600
+"""Time for which such a path works."""
 OWNER = "vlmpack"
 """Owner of every training run: a service has one key."""
 PAGE = 100
@@ -62,9 +67,9 @@ NAMED_SAMPLES = 65_536
 REQUEST_ID = 512
 """Longest id of a request, in characters."""
 SAMPLE_ID = re.compile(r".*:sample:\d+:\d+", re.DOTALL)
+CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 NOT_SERVED = {
     "forward": "training requests in JSON: use tinker 0.25 or newer",
-    "save_weights_external": "checkpoints stay in the state folder of this service",
     "copy_weights": "checkpoints are not copied; load them by their path",
     "create_custom_loss": "custom losses are computed in the client",
     "retrieve_futures": "results are fetched one by one, with retrieve_future",
@@ -78,7 +83,6 @@ NOT_SERVED = {
     "trace_export": "the log of the service has a line for each request",
     "billing": "this service bills nothing; /metrics counts what it has done",
     "audit": "the log of the service has a line for each request",
-    "external_weights_urls": "checkpoints stay in the state folder of this service",
 }
 """Remedies for endpoints that clients try and that this service does not have, by a part of their paths."""
 
@@ -114,6 +118,8 @@ class Endpoints:
     """Of the service."""
     bodies: BodyReader
     """Receives bodies."""
+    key: str
+    """Clients send it as X-API-Key, or as Authorization: Bearer; it signs what they may download without it."""
     is_draining: Callable[[], bool]
     """True once the service is about to stop."""
 
@@ -133,6 +139,7 @@ class Endpoints:
             "optim_step": partial(self.enqueue, partial(self._submit_operation, "OptimStep")),
             "save_weights": partial(self.enqueue, partial(self._submit_operation, "SaveWeights")),
             "save_weights_for_sampler": partial(self.enqueue, partial(self._submit_operation, "SaveForSampler")),
+            "save_weights_external": partial(self.enqueue, partial(self._submit_operation, "SaveExternal")),
             "load_weights": partial(self.enqueue, self._submit_load),
             "create_sampling_session": self.create_sampling_session,
             "asample": partial(self.enqueue, self._submit_sample),
@@ -145,6 +152,7 @@ class Endpoints:
             "training_runs": self.training_runs,
             run: self.training_run,
             f"{run}/checkpoints": self.checkpoints_of_run,
+            f"{run}/checkpoints/{{kind}}/{{name}}/external_weights_urls": self.downloads,
             "checkpoints": self.checkpoints,
             "sessions": self.sessions,
             "sessions/{session_id}": self.session,
@@ -156,6 +164,7 @@ class Endpoints:
             Route(f"/api/v1/{run}/checkpoints/{{kind}}/{{name}}", self.delete_checkpoint, methods=["DELETE"]),
             Route(f"/api/v1/{run}/checkpoints/{{kind}}/{{name}}/ttl", self.set_ttl, methods=["PUT"]),
             Route("/healthz", self.health, methods=["GET"]),
+            Route(DOWNLOADS + "{expires:int}/{signature}/{folder}/{file}", self.download, methods=["GET"]),
         ]
 
     # ------------------------------------------------------------------ bodies
@@ -445,6 +454,28 @@ class Endpoints:
         await run_in_threadpool(self.queue.set_ttl, _path(request), ttl)
         return Response(status_code=204)
 
+    async def downloads(self, request: Request) -> Response:
+        """Return a signed URL for each file of external weights."""
+        row = await run_in_threadpool(self.queue.checkpoint, _path(request))
+        if row.kind != "external_weights":
+            raise RequestError(f"{row.path} is not to be downloaded: save it with save_weights_external")
+        files = await run_in_threadpool(self.queue.files, row)
+        expires = int(time.time()) + SIGNED_SECONDS
+        begin = f"{str(request.base_url).rstrip('/')}{DOWNLOADS}{expires}"
+        urls = {file: f"{begin}/{self._signature(expires, row.folder, file)}/{row.folder}/{file}" for file in files}
+        return answer({"urls": urls, "expires": _iso(expires)})
+
+    async def download(self, request: Request) -> Response:
+        """Send a file whose URL is signed."""
+        expires, signature, folder, file = request.path_params.values()
+        is_ours = hmac.compare_digest(signature.encode(), self._signature(expires, folder, file).encode())
+        if not is_ours or expires < time.time():
+            raise HTTPError(403, "the signature of this URL is wrong or has expired: ask for the URLs again")
+        return FileResponse(await run_in_threadpool(self.queue.file, folder, file))
+
+    def _signature(self, expires: int, folder: str, file: str) -> str:
+        return hmac.new(self.key.encode(), f"{expires}/{folder}/{file}".encode(), hashlib.sha256).hexdigest()
+
     async def weights_info(self, request: Request) -> Response:
         """Return what a model is created with from a checkpoint."""
         fields = await self.fields(request)
@@ -550,7 +581,7 @@ def _checkpoint(row: CheckpointRow | None) -> dict[str, Any] | None:
         return None
     return {
         "checkpoint_id": f"{row.kind}/{row.name}",
-        "checkpoint_type": "training" if row.kind == "weights" else "sampler",
+        "checkpoint_type": CHECKPOINT_TYPES[row.kind],
         "time": _iso(row.created),
         "tinker_path": row.path,
         "size_bytes": row.size,
@@ -567,15 +598,12 @@ def _iso(seconds: float) -> str:
 # ---------------------------------------------------------------------- the app
 
 
-def make_app(
-    routes: Sequence[BaseRoute], *, key: str, endpoints: Endpoints, lifespan: Lifespan[Any] | None = None
-) -> ASGIApp:
+def make_app(routes: Sequence[BaseRoute], *, endpoints: Endpoints, lifespan: Lifespan[Any] | None = None) -> ASGIApp:
     """Put routes, the key and errors together.
 
     Args:
         routes: of the service.
-        key: clients send it as X-API-Key, or as Authorization: Bearer.
-        endpoints: answers for a path or method that is not among the routes.
+        endpoints: has the key, and answers for a path or method that is not among the routes.
         lifespan: of the app.
     """
 
@@ -589,7 +617,7 @@ def make_app(
         405: endpoints.not_found,
     }
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-    return Gate(app, key=key, seconds=endpoints.limits.header_seconds)
+    return Gate(app, key=endpoints.key, seconds=endpoints.limits.header_seconds)
 
 
 @final
@@ -641,7 +669,8 @@ class Gate:
             log.info("%s %s %s", scope["method"], path, sizes)
 
     def _is_allowed(self, scope: Scope) -> bool:
-        if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
+        is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(DOWNLOADS)
+        if is_open and scope["method"] in ("GET", "HEAD"):
             return True
         headers = dict(reversed(scope["headers"]))  # of one sent twice the first
         sent = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, TypeVar, final, get_args
 
 from vlmpack.errors import ConfigError, RequestError, VlmpackError
 from vlmpack.service.messages import LoraConfig, Rejected, Reply
@@ -79,7 +79,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 T = TypeVar("T")
 
 State = Literal["queued", "done", "failed"]
-Kind = Literal["weights", "sampler_weights"]
+Kind = Literal["weights", "sampler_weights", "external_weights"]
 
 
 @final
@@ -150,12 +150,12 @@ class SamplingRow:
 @final
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRow:
-    """A training checkpoint, or a snapshot to sample from, that has a name."""
+    """A training checkpoint, a snapshot to sample from, or files to download, that have a name."""
 
     model: str
     """Id of the model it is from."""
     kind: Kind
-    """A training checkpoint, or a snapshot to sample from."""
+    """What it is."""
     name: str
     """The client's name for it."""
     folder: str
@@ -186,7 +186,7 @@ def parse_path(path: str) -> tuple[str, str, str]:
         RequestError: it is no such path.
     """
     model, *rest = path.removeprefix(SCHEME).split("/") if path.startswith(SCHEME) else [""]
-    if not model or len(rest) != 2 or rest[0] not in ("weights", "sampler_weights") or not NAME.fullmatch(rest[1]):
+    if not model or len(rest) != 2 or rest[0] not in get_args(Kind) or not NAME.fullmatch(rest[1]):
         raise RequestError(
             f"{path!r:.200} is no path of a checkpoint: use one that a save returned, "
             "tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME"

@@ -5,6 +5,7 @@
     ├─ OptimStep         one step of AdamW                      └─ CreateFromCheckpoint
     ├─ SaveWeights       a training checkpoint
     ├─ SaveForSampler    an immutable snapshot to sample from   Sample: an operation of a sampling session
+    ├─ SaveExternal      files to download
     └─ LoadWeights       back from a checkpoint
 
 A datum has N tokens: those of its text chunks, and as many for each image as the model's processor makes of it.
@@ -153,6 +154,23 @@ class SaveForSampler:
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class SaveExternal:
+    """Save the weights for others than this service: an adapter as PEFT loads it, a model as transformers does."""
+
+    model_id: str
+    """Of the model."""
+    seq_id: int
+    """Place among the operations of its model."""
+    name: str
+    """Of the files."""
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    """The client's own notes."""
+    ttl_seconds: int | None = None
+    """Seconds after which they are deleted; None: they stay."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class LoadWeights:
     """Go back to a training checkpoint; accumulated gradients are dropped."""
 
@@ -267,7 +285,7 @@ class Sample:
 
 
 Creation = CreateModel | CreateFromCheckpoint
-Request = ForwardBackward | OptimStep | SaveWeights | SaveForSampler | LoadWeights | Creation | Sample
+Request = ForwardBackward | OptimStep | SaveWeights | SaveForSampler | SaveExternal | LoadWeights | Creation | Sample
 
 # ---------------------------------------------------------------------- results
 
@@ -304,10 +322,12 @@ class CreatedModel:
 @final
 @dataclass(frozen=True, kw_only=True)
 class SavedWeights:
-    """Of a `SaveWeights`."""
+    """Of a `SaveWeights` or a `SaveExternal`."""
 
     path: str
     """`tinker://...`"""
+    is_external: bool = False
+    """True of a `SaveExternal`."""
 
 
 @final

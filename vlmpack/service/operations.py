@@ -77,6 +77,8 @@ class Operations:
                 return self._save_unnamed(lane, request)
             case messages.SaveForSampler():
                 return self._save(lane, request, "sampler_weights", request.name or "")
+            case messages.SaveExternal():
+                return self._save(lane, request, "external_weights", request.name)
             case messages.LoadWeights():
                 return self._load(lane, entry, request)
             case _:
@@ -127,6 +129,8 @@ class Operations:
     # ------------------------------------------------------------------ checkpoints
 
     def _training_folder(self, checkpoint: CheckpointRow, *, optimizer: bool) -> Path:
+        if checkpoint.kind == "external_weights":
+            raise RequestError(f"{checkpoint.path} is to be downloaded, not loaded: load one of save_state")
         if optimizer and checkpoint.kind != "weights":
             raise RequestError(
                 f"{checkpoint.name!r} of {checkpoint.model} is for sampling and has no optimiser state: load one of "
@@ -134,7 +138,10 @@ class Operations:
             )
         return self._state.folder(checkpoint.folder)
 
-    def _save(self, lane: Lane, request: messages.SaveWeights | messages.SaveForSampler, kind: Kind, name: str) -> Done:
+    def _save(
+        self, lane: Lane, request: messages.SaveWeights | messages.SaveForSampler | messages.SaveExternal, kind: Kind,
+        name: str,
+    ) -> Done:  # fmt: skip
         model, now = self._model(lane), time.time()
         expires = None if request.ttl_seconds is None else now + request.ttl_seconds
         row = CheckpointRow(
@@ -145,12 +152,16 @@ class Operations:
         if exists and not (isinstance(request, messages.SaveWeights) and request.overwrite):
             raise RequestError(f"{row.path} exists: choose another name, or delete it first")
         with self._state.new(label_of(lane.id, name)) as folder:
-            self._engine.save(lane.id, folder, optimizer=kind == "weights")
+            if kind == "external_weights":
+                self._engine.export(lane.id, folder)
+            else:
+                self._engine.save(lane.id, folder, optimizer=kind == "weights")
             row = replace(row, folder=folder.name.removeprefix("."), size=size_of(folder))
             describe(folder, row)
         self._state.publish(folder)
-        is_training = kind == "weights"
-        outcome = messages.SavedWeights(path=row.path) if is_training else messages.SavedForSampler(path=row.path)
+        outcome: messages.Outcome = messages.SavedWeights(path=row.path, is_external=kind == "external_weights")
+        if kind == "sampler_weights":
+            outcome = messages.SavedForSampler(path=row.path)
         return Done(outcome=outcome, write=lambda: self._journal.put(row))
 
     def _model(self, lane: Lane) -> ModelRow:

@@ -19,11 +19,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from vlmpack.service import wire
-from vlmpack.service.checkpoints import StateFolder
+from vlmpack.service.checkpoints import ABOUT, StateFolder
 from vlmpack.service.engine_thread import EngineThread
 from vlmpack.service.journal import CheckpointRow, JournalError, ModelRow, RequestRow, SamplingRow, SessionRow
 from vlmpack.service.ledger import Entry, Lane, Ledger, SamplingSession, Session, content_digest, owner_of
@@ -368,6 +369,20 @@ class RequestQueue:
             RequestError: it is no path. Rejected: 404: there is none.
         """
         return self._journal.checkpoint(path)
+
+    def files(self, row: CheckpointRow) -> list[str]:
+        """Return the names of the files of a checkpoint."""
+        return sorted(entry.name for entry in self._state.folder(row.folder).iterdir() if entry.name != ABOUT)
+
+    def file(self, folder: str, name: str) -> Path:
+        """Return the path of a file of a checkpoint.
+
+        Raises:
+            Rejected: 404: it is gone.
+        """
+        if (file := self._state.folder(folder) / name).is_file():
+            return file
+        raise Rejected(f"there is no file {name} any more", status=404)
 
     def delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint. Sampling sessions that were begun from it go on.

@@ -45,7 +45,7 @@ from vlmpack.plan.planner import plan_bins
 from vlmpack.plan.prefix_groups import ALONE, PrefixGroups
 from vlmpack.service.clients import Adapters, ClientModel, Gradients
 from vlmpack.service.datums import EncodedDatum, EncodedRequest, EncodedSequence
-from vlmpack.service.losses import TARGETS, BoundLoss, bind_loss
+from vlmpack.service.losses import LENGTHS, TARGETS, BoundLoss, bind_loss
 from vlmpack.service.messages import Failure, ForwardBackwardResult
 from vlmpack.service.ranks import Ranks, Sharding
 
@@ -325,6 +325,7 @@ def _token_losses(logprobs: torch.Tensor, items: Sequence[RowItem]) -> torch.Ten
             name: torch.from_numpy(np.concatenate([item.datum.inputs[name] for item in group])).to(logprobs.device)
             for name in group[0].datum.floats
         }
+        inputs[LENGTHS] = torch.tensor([item.datum.sequence.length for item in group], device=logprobs.device)
         parts.append(loss(torch.cat([next(pieces) for _ in group]), inputs))
     return torch.cat(parts)
 

@@ -222,10 +222,11 @@ class Service:
             base=self.engine.base,
             limits=limits,
             bodies=BodyReader(limits=limits),
+            key=self.settings.key,
             is_draining=self._draining.is_set,
         )
         routes: list[BaseRoute] = [*endpoints.routes(), *self.status.routes()]
-        return make_app(routes, key=self.settings.key, endpoints=endpoints, lifespan=self._lifespan)
+        return make_app(routes, endpoints=endpoints, lifespan=self._lifespan)
 
     @asynccontextmanager
     async def _lifespan(self, app: Any) -> AsyncIterator[None]:

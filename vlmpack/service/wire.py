@@ -37,15 +37,16 @@ ADAM_DEFAULTS = {
 }
 """The client's own."""
 
-NOT_SAMPLED = (
-    "topk_prompt_logprobs",
-    "topk_sample_logprobs",
-    "target_prompt_logprobs",
-    "prompt_alt_tokens_k",
-    "prompt_logprobs_last_n",
-    "record_stability_info",
-)
-"""Settings of a sampling request that this service does not have."""
+NOT_SAMPLED = {
+    "topk_prompt_logprobs": "score each continuation with compute_logprobs",
+    "topk_sample_logprobs": "only those of the sampled tokens are computed",
+    "target_prompt_logprobs": "score each continuation with compute_logprobs",
+    "prompt_alt_tokens_k": "sample after each beginning of the prompt",
+    "prompt_logprobs_last_n": "leave it out: all of them are computed",
+    "record_stability_info": "it is for stable_reinforce, whose formula is not published; leave it out, and train with "
+    "importance_sampling, ppo, cispo or gspo",
+}
+"""Settings of a sampling request that this service does not have, and what to do instead."""
 
 
 # ---------------------------------------------------------------------- fields of a JSON object
@@ -260,6 +261,17 @@ def _save_for_sampler(fields: Fields) -> messages.SaveForSampler:
     )
 
 
+def _save_external(fields: Fields) -> messages.SaveExternal:
+    if "age_encryption_recipients" in fields:
+        raise RequestError("age_encryption_recipients: files are stored as they are; encrypt what you download")
+    return messages.SaveExternal(
+        **_numbered(fields),
+        name=fields.text("path"),
+        user_metadata=fields.metadata(),
+        ttl_seconds=fields.ttl(),
+    )
+
+
 def _load_weights(fields: Fields) -> messages.LoadWeights:
     refuse_access_token(fields)
     return messages.LoadWeights(
@@ -320,9 +332,9 @@ def _create_from_checkpoint(fields: Fields) -> messages.CreateFromCheckpoint:
 
 
 def _sample(fields: Fields) -> messages.Sample:
-    for name in NOT_SAMPLED:
+    for name, remedy in NOT_SAMPLED.items():
         if fields.values.get(name, 0) not in (0, False):
-            raise RequestError(f"{name} {_shown(fields.values[name])}: this service does not compute it")
+            raise RequestError(f"{name} {_shown(fields.values[name])}: this service does not have it; {remedy}")
     return messages.Sample(
         sampling_session_id=fields.text("sampling_session_id"),
         seq_id=fields.integer("seq_id", high=INT64),
@@ -385,6 +397,7 @@ READERS: Mapping[str, Callable[[Fields], messages.Request]] = {
     "OptimStep": _optim_step,
     "SaveWeights": _save_weights,
     "SaveForSampler": _save_for_sampler,
+    "SaveExternal": _save_external,
     "LoadWeights": _load_weights,
     "CreateModel": _create_model,
     "CreateFromCheckpoint": _create_from_checkpoint,
@@ -413,7 +426,8 @@ def _plain(outcome: messages.Outcome) -> dict[str, Any]:
         case messages.CreatedModel():
             return {"model_id": outcome.model_id, "type": "create_model"}
         case messages.SavedWeights():
-            return {"path": outcome.path, "type": "save_weights"}
+            kind = "save_weights_external" if outcome.is_external else "save_weights"
+            return {"path": outcome.path, "type": kind}
         case messages.SavedForSampler():
             session = outcome.sampling_session_id
             extra = {} if session is None else {"sampling_session_id": session}
