@@ -80,7 +80,7 @@ class Client:
         self.queue = queue
 
     def post(self, request: messages.Request) -> str:
-        return self.queue.submit(request, pickle.dumps(request)).request_id
+        return self.queue.submit(request, pickle.dumps(request))
 
     def reply(self, request_id: str, timeout: float = 20.0) -> Any:
         return asyncio.run(self.queue.reply(request_id, timeout))

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from vlmpack.service.bodies import BodyReader, HTTPError
+from vlmpack.service.bodies import BodyReader
 from vlmpack.service.limits import ServiceLimits
+from vlmpack.service.messages import Rejected
 
 TEXT = b"receipts " * 5000
 
@@ -27,7 +28,7 @@ def test_a_body_is_what_it_was(encoding: str) -> None:
 
 
 def test_a_compressed_body_is_refused() -> None:
-    with pytest.raises(HTTPError, match="Content-Encoding 'zstd': send the body as it is") as refused:
+    with pytest.raises(Rejected, match="Content-Encoding 'zstd': send the body as it is") as refused:
         read([b"x"], encoding="zstd")
     assert refused.value.status == 415
 
@@ -40,7 +41,7 @@ def test_a_large_body_is_read_to_its_end_and_its_beginning_is_kept() -> None:
             taken.append(piece)
             yield piece
 
-    with pytest.raises(HTTPError, match="more than 10 bytes") as refused:
+    with pytest.raises(Rejected, match="more than 10 bytes") as refused:
         asyncio.run(BodyReader(limits=ServiceLimits()).read(stream(), encoding="", most=10))
     assert refused.value.status == 413
     assert refused.value.beginning.startswith(b"begin")
@@ -49,7 +50,7 @@ def test_a_large_body_is_read_to_its_end_and_its_beginning_is_kept() -> None:
 
 def test_all_bodies_together_stay_within_a_budget() -> None:
     reader = BodyReader(limits=ServiceLimits(bodies_bytes=10))
-    with pytest.raises(HTTPError) as refused:
+    with pytest.raises(Rejected) as refused:
         read([b"x" * 11], reader=reader)
     assert refused.value.status == 429
     assert reader.held == 0
@@ -62,7 +63,7 @@ def test_a_slow_body_is_given_up() -> None:
         await asyncio.Event().wait()
 
     reader = BodyReader(limits=ServiceLimits(body_seconds=0.01))
-    with pytest.raises(HTTPError, match="did not arrive within") as refused:
+    with pytest.raises(Rejected, match="did not arrive within") as refused:
         asyncio.run(reader.read(stream(), encoding="", most=10))
     assert refused.value.status == 408
     assert reader.held == 0

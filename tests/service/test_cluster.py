@@ -46,10 +46,10 @@ def test_arguments_are_read_from_texts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": "m"}, "'state' is missing"),
-        ({"model": "m", "state": "s", "worker": 2}, "no argument 'worker'; those of the service are model, state,"),
-        ({"model": "m", "state": "s", "workers": "two"}, "workers is 'two'; it is a number"),
-        ({"model": "m", "state": "s", "shard": "perhaps"}, "shard is 'perhaps'; it is bool"),
+        ({"model": "m"}, "state: Field required"),
+        ({"model": "m", "state": "s", "worker": 2}, "worker: Unexpected keyword.*They are model, state, "),
+        ({"model": "m", "state": "s", "workers": "two"}, "workers: Input should be a valid integer"),
+        ({"model": "m", "state": "s", "shard": "perhaps"}, "shard: Input should be a valid boolean"),
         ({"model": "m", "state": "s", "workers": 0}, "workers is 1 or more"),
         ({"model": "m", "state": "s", "gpus": 2}, "gpus is 0 or 1"),
         ({"model": "m", "state": "s", "sampler": "vllm"}, "sampler is exact or fast"),

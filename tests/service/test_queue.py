@@ -116,7 +116,7 @@ def test_content_is_compared_and_not_its_bytes(client: Client, model: str) -> No
     assert isinstance(request, ForwardBackward)
     one = replace(request, loss_config={"a": 1.0, "b": float("nan")})
     two = replace(request, loss_config={"b": float("nan"), "a": 1.0})
-    assert client.post(one) == client.queue.submit(two, pickle.dumps(two) + b" ").request_id
+    assert client.post(one) == client.queue.submit(two, pickle.dumps(two) + b" ")
 
 
 def test_an_unnamed_save_is_repeated_with_the_next_number_of_a_sampling_session(client: Client, model: str) -> None:
@@ -127,15 +127,6 @@ def test_an_unnamed_save_is_repeated_with_the_next_number_of_a_sampling_session(
     assert client.queue.session(session).sampler_ids == (f"{session}:sample:0",)
 
 
-def test_every_sequence_of_a_sample_has_an_id(client: Client) -> None:
-    sampler = client.sampler()
-    request = sample(sampler, 3 * 10**9, count=3)
-    first = client.queue.submit(request, pickle.dumps(request))
-    assert len(set(first.sequence_ids)) == 3
-    assert client.queue.submit(request, pickle.dumps(request)) == first
-    assert len(client.outcome(first.request_id).sequences) == 3
-
-
 # ---------------------------------------------------------------------- refusals
 
 
@@ -143,8 +134,8 @@ def test_a_refused_number_is_used_up_and_its_future_says_why(tmp_path: Path) -> 
     with served(tmp_path) as (client, engine):
         model = client.model()
         client.call(forward_backward(model, 1))
-        name = client.queue.refuse(model, 2, "datum 3: weights are NaN").request_id
-        assert client.queue.refuse(model, 2, "datum 3: weights are NaN").request_id == name
+        name = client.queue.refuse(model, 2, "datum 3: weights are NaN")
+        assert client.queue.refuse(model, 2, "datum 3: weights are NaN") == name
         assert client.queue.stats().queued == 0
         assert is_failure(client.outcome(name), "datum 3", "user")
         client.call(optim_step(model, 3))
@@ -160,13 +151,11 @@ def test_a_refused_number_is_used_up_and_its_future_says_why(tmp_path: Path) -> 
 
 def test_creations_and_samples_are_refused_in_their_futures_too(client: Client) -> None:
     session = client.queue.create_session()
-    name = client.queue.refuse(f"{session}:train:0", 0, "no such optimiser", is_creation=True).request_id
+    name = client.queue.refuse(f"{session}:train:0", 0, "no such optimiser", is_creation=True)
     assert is_failure(client.outcome(name), "no such optimiser")
     assert is_failure(client.call(optim_step(f"{session}:train:0", 1)), "was not created")
     sampler = client.sampler(session)
-    refused = client.queue.refuse(sampler, 0, "pointers are not fetched", samples=2)
-    assert len(set(refused.sequence_ids)) == 2
-    assert is_failure(client.outcome(refused.request_id), "pointers")
+    assert is_failure(client.outcome(client.queue.refuse(sampler, 0, "pointers are not fetched")), "pointers")
 
 
 def test_a_datum_that_cannot_be_encoded_fails_its_request_alone(client: Client, engine: FakeEngine, model: str) -> None:
@@ -323,7 +312,7 @@ def test_on_a_full_disk_requests_are_refused_and_nothing_is_lost(tmp_path: Path)
 def test_which_replies_were_fetched_is_noted_once_there_is_room(tmp_path: Path) -> None:
     with served(tmp_path, start=False) as (client, _):
         session = client.queue.create_session()
-        client.outcome(client.queue.refuse(f"{session}:train:0", 0, "no", is_creation=True).request_id)
+        client.outcome(client.queue.refuse(f"{session}:train:0", 0, "no", is_creation=True))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Journal, "_commit", lambda self: self._writer.execute("INSERT INTO nowhere VALUES (1)"))
             client.queue._tidy()
@@ -395,16 +384,6 @@ def test_polls_return_when_the_server_drains(tmp_path: Path) -> None:
         client.queue.close(drain=5.0)
         assert isinstance(poll.result(5.0), Pending)
         assert QueueEngine.all
-
-
-def test_replies_beyond_the_memory_are_read_from_the_journal(tmp_path: Path) -> None:
-    with served(tmp_path, limits=ServiceLimits(replies_cached=1)) as (client, _):
-        model = client.model()
-        names = [client.post(forward_backward(model, seq)) for seq in (1, 2, 3)]
-        client.outcome(names[-1])
-        replies = [client.reply(name) for name in names]
-        assert all(isinstance(reply, Reply) for reply in replies)
-        assert len({pickle.loads(reply.body).metrics["loss:sum"] for reply in replies}) == 3
 
 
 def test_a_reply_that_was_fetched_is_dropped_in_time_and_its_number_stays_used(tmp_path: Path) -> None:

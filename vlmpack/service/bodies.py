@@ -13,28 +13,12 @@ from typing import final
 import anyio
 
 from vlmpack.service.limits import ServiceLimits
+from vlmpack.service.messages import Rejected
 
 DISCARDED_BYTES = 1024 * 2**20
 """Bytes of a body that is too large that are thrown away before the connection is cut."""
 BEGINNING_BYTES = 65_536
 """Bytes of a refused body that are kept, for the name of the request."""
-
-
-@final
-class HTTPError(Exception):
-    """An answer with an error status."""
-
-    def __init__(self, status: int, detail: str, *, retry_after: float | None = None, beginning: bytes = b"") -> None:
-        """Say why a request is refused.
-
-        Args:
-            status: of the answer.
-            detail: what was seen and the remedy.
-            retry_after: seconds until the client should try again, of 429 and 503.
-            beginning: of its body, as far as it was received.
-        """
-        super().__init__(detail)
-        self.status, self.retry_after, self.beginning = status, retry_after, beginning
 
 
 @final
@@ -56,15 +40,16 @@ class BodyReader:
             most: bytes.
 
         Raises:
-            HTTPError: 408 too slow, 413 too large, 415 compressed, 429 too many at one time.
+            Rejected: 408 too slow, 413 too large, 415 compressed, 429 too many at one time.
         """
         if encoding not in ("", "identity"):
-            raise HTTPError(415, f"Content-Encoding {encoding!r:.40}: send the body as it is")
+            raise Rejected(f"Content-Encoding {encoding!r:.40}: send the body as it is", status=415)
         try:
             with anyio.fail_after(self.limits.body_seconds):
                 return await self._receive(pieces, most)
         except TimeoutError as error:
-            raise HTTPError(408, f"the body did not arrive within {self.limits.body_seconds:g} s") from error
+            message = f"the body did not arrive within {self.limits.body_seconds:g} s"
+            raise Rejected(message, status=408) from error
 
     async def _receive(self, pieces: AsyncIterator[bytes], most: int) -> bytes:
         parts: list[bytes] = []
@@ -76,9 +61,9 @@ class BodyReader:
                 if size > most:
                     await _discard(pieces)
                     detail = f"a body of more than {most:,} bytes: send smaller or fewer datums in a request"
-                    raise HTTPError(413, detail, beginning=(b"".join(parts) + piece)[:BEGINNING_BYTES])
+                    raise Rejected(detail, status=413, beginning=(b"".join(parts) + piece)[:BEGINNING_BYTES])
                 if self.held > self.limits.bodies_bytes:
-                    raise HTTPError(429, "too many requests are being received: try again", retry_after=1)
+                    raise Rejected("too many requests are being received: try again", status=429, retry_after=1)
                 parts.append(piece)
         finally:
             self.held -= size

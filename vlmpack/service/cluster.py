@@ -33,13 +33,14 @@ ONGOING = 8192
 LAST_SECONDS = 30.0
 """Beside the time to drain: until Serve ends a replica that is to stop."""
 KEY_VARIABLE = "VLMPACK_API_KEY"
-WORDS = {"true": True, "false": False}
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
     """Arguments of the application. Those of `serve run` are texts."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     model: str
     """Hub name, or a folder that all nodes reach."""
@@ -75,20 +76,14 @@ class ClusterSettings:
         Raises:
             ConfigError: an unknown or missing argument, or a value that cannot be.
         """
-        kinds = {field.name: str(field.type) for field in fields(cls)}
-        if unknown := sorted(arguments.keys() - kinds.keys()):
-            raise ConfigError(f"there is no argument {unknown[0]!r}; those of the service are {', '.join(kinds)}")
-        if missing := sorted({"model", "state"} - arguments.keys()):
-            raise ConfigError(f"the argument {missing[0]!r} is missing; name the model and its state folder")
-        read: Mapping[str, Any] = {"int": int, "str": str, "bool": lambda value: WORDS[str(value).lower()]}
-        given = {}
-        for name, value in arguments.items():
-            try:
-                given[name] = read[kinds[name]](value)
-            except (ValueError, KeyError) as error:
-                kind = "a number" if kinds[name] == "int" else kinds[name]
-                raise ConfigError(f"the argument {name} is {value!r}; it is {kind}") from error
-        settings = cls(**given)
+        from pydantic import TypeAdapter, ValidationError  # which comes with Ray Serve
+
+        try:
+            settings = TypeAdapter(cls).validate_python(dict(arguments))
+        except ValidationError as error:
+            found = "; ".join(f"{each['loc'][0]}: {each['msg']}" for each in error.errors())
+            names = ", ".join(field.name for field in fields(cls))
+            raise ConfigError(f"arguments of the application: {found}. They are {names}") from error
         if settings.workers < 1 or settings.gpus not in (0, 1) or settings.sampler not in ("exact", "fast"):
             raise ConfigError("workers is 1 or more, gpus is 0 or 1, sampler is exact or fast; set it so")
         return settings

@@ -541,9 +541,9 @@ class EngineThread:
         if done is not None and done.take_in is not None:
             with self._ledger.lock:
                 done.take_in()
-        for entry, state, reply in replies:
+        for entry, state, _ in replies:
             self.counts[f"{entry.row.kind}.{state}"] += 1
-            self._ledger.done(entry, state, reply, group=group)
+            self._ledger.done(entry, state, group=group)
 
     def _encoded(self, entry: Entry, outcome: Outcome) -> tuple[Entry, State, Reply]:
         try:

@@ -32,11 +32,11 @@ from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from vlmpack.errors import RequestError
 from vlmpack.service import messages, protobuf, wire
-from vlmpack.service.bodies import BodyReader, HTTPError
+from vlmpack.service.bodies import BodyReader
 from vlmpack.service.journal import CheckpointRow
 from vlmpack.service.limits import ServiceLimits, check
 from vlmpack.service.messages import Rejected
-from vlmpack.service.queue import ModelInfo, Pending, RequestQueue, Submitted
+from vlmpack.service.queue import ModelInfo, Pending, RequestQueue
 from vlmpack.service.wire import INT32, INT64, JSON, PROTOBUF, Fields, to_json
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def error_response(error: Exception) -> Response | None:
     """Return the answer for an error that a client caused; None: the error is ours."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=400)
-    if isinstance(error, HTTPError | Rejected):
+    if isinstance(error, Rejected):
         headers = {} if error.retry_after is None else {"Retry-After": f"{max(error.retry_after, 0.1):g}"}
         return answer({"detail": str(error)}, status=error.status, headers=headers)
     return answer({"detail": str(error)}, status=400) if isinstance(error, RequestError) else None
@@ -192,7 +192,7 @@ class Endpoints:
 
     def _refuse_if_draining(self) -> None:
         if self.is_draining():
-            raise HTTPError(503, "the service is being stopped; it goes on when it is started again", retry_after=2)
+            raise Rejected("the service is being stopped; try again once it runs", status=503, retry_after=2)
 
     # ------------------------------------------------------------------ clients and sessions
 
@@ -266,11 +266,9 @@ class Endpoints:
         body = await self.body(request, most=self.limits.sample_bytes)
         return await run_in_threadpool(submit, body)
 
-    def _submit(
-        self, owner: str, seq: int, body: bytes, read: Callable[[], messages.Request], **refusal: Any
-    ) -> Submitted:
-        """Read a request and submit it; one that is refused fails in its future, as its number is used up then, and
-        those after it do not wait for it.
+    def _submit(self, owner: str, seq: int, body: bytes, read: Callable[[], messages.Request], **refusal: Any) -> str:
+        """Read a request, submit it, and return its id. One that is refused fails in its future: its number is used up
+        then, and those after it do not wait for it.
         """
         try:
             request = read()
@@ -294,14 +292,14 @@ class Endpoints:
             self._check_base(request.base_model)
             return request
 
-        submitted = self._submit(f"{session_id}:train:{number}", 0, body, read, is_creation=True)
-        return answer({"request_id": submitted.request_id})
+        request_id = self._submit(f"{session_id}:train:{number}", 0, body, read, is_creation=True)
+        return answer({"request_id": request_id})
 
     def _submit_operation(self, kind: str, body: bytes) -> Response:
         fields = Fields.parse(body)
         model_id, seq_id = fields.text("model_id"), fields.integer("seq_id", low=1)
-        submitted = self._submit(model_id, seq_id, body, lambda: self._read(kind, fields, body))
-        return answer({"request_id": submitted.request_id, "model_id": model_id})
+        request_id = self._submit(model_id, seq_id, body, lambda: self._read(kind, fields, body))
+        return answer({"request_id": request_id, "model_id": model_id})
 
     def _submit_load(self, body: bytes) -> Response:
         """Go back to a checkpoint, or create a model from one."""
@@ -316,19 +314,19 @@ class Endpoints:
         fields = Fields.parse(body)
         session_id, seq_id = fields.text("sampling_session_id"), fields.integer("seq_id", high=INT64)
         count = fields.integer("num_samples", 1, low=1, high=NAMED_SAMPLES)
-        submitted = self._submit(session_id, seq_id, body, lambda: wire.READERS["Sample"](fields), samples=count)
-        return answer({"request_id": submitted.request_id, "sample_sequence_ids": list(submitted.sequence_ids)})
+        request_id = self._submit(session_id, seq_id, body, lambda: wire.READERS["Sample"](fields))
+        return answer({"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{at}" for at in range(count)]})
 
     async def forward_backward(self, request: Request) -> Response:
         """Enqueue a training request."""
         self._refuse_if_draining()
         if not request.headers.get("content-type", "").startswith(PROTOBUF):
             detail = f"training requests are {PROTOBUF}: use tinker {_version(OLDEST_CLIENT)} or newer"
-            return await self._refuse_unread(request, HTTPError(415, detail))
+            return await self._refuse_unread(request, Rejected(detail, status=415))
         with ExitStack() as under_way:
             try:
                 body = await self.body(request, most=self.limits.body_bytes, under_way=under_way)
-            except HTTPError as error:
+            except Rejected as error:
                 try:
                     identity = protobuf.identify(error.beginning)
                 except RequestError:
@@ -346,11 +344,11 @@ class Endpoints:
                 raise RequestError("model_id or seq_id twice in one request: send them once")
             return request
 
-        submitted = self._submit(identity.model_id, identity.seq_id, body, read)
-        return answer({"request_id": submitted.request_id, "model_id": identity.model_id})
+        request_id = self._submit(identity.model_id, identity.seq_id, body, read)
+        return answer({"request_id": request_id, "model_id": identity.model_id})
 
     def _refuse(self, model_id: str, seq_id: int, detail: str) -> Response:
-        return answer({"request_id": self.queue.refuse(model_id, seq_id, detail).request_id, "model_id": model_id})
+        return answer({"request_id": self.queue.refuse(model_id, seq_id, detail), "model_id": model_id})
 
     async def not_found(self, request: Request, error: HTTPException) -> Response:
         """Answer for an endpoint that is not here. An operation of a model, whatever its name, fails in its future."""
@@ -359,18 +357,18 @@ class Endpoints:
         if remedies := [NOT_SERVED[part] for part in path.split("/") if part in NOT_SERVED]:
             detail = f"{detail}; {remedies[-1]}"
         try:
-            return await self._refuse_unread(request, HTTPError(error.status_code, detail))
-        except (HTTPError, RequestError, ClientDisconnect) as refusal:  # Starlette takes no errors of this handler
+            return await self._refuse_unread(request, Rejected(detail, status=error.status_code))
+        except (RequestError, ClientDisconnect) as refusal:  # Starlette takes no errors of this handler
             response = error_response(refusal)
             assert response is not None
             return response
 
-    async def _refuse_unread(self, request: Request, refusal: HTTPError) -> Response:
+    async def _refuse_unread(self, request: Request, refusal: Rejected) -> Response:
         """Let a request fail in its future if it is an operation of a model; else answer with a status."""
         try:
             fields = await self.fields(request, most=self.limits.sample_bytes)
             model_id, seq_id = fields.text("model_id"), fields.integer("seq_id", low=1)
-        except (HTTPError, RequestError):
+        except RequestError:
             raise refusal from None
         self._refuse_if_draining()
         return await run_in_threadpool(self._refuse, model_id, seq_id, str(refusal))
@@ -470,7 +468,7 @@ class Endpoints:
         expires, signature, folder, file = request.path_params.values()
         is_ours = hmac.compare_digest(signature.encode(), self._signature(expires, folder, file).encode())
         if not is_ours or expires < time.time():
-            raise HTTPError(403, "the signature of this URL is wrong or has expired: ask for the URLs again")
+            raise Rejected("the signature of this URL is wrong or has expired: ask for the URLs again", status=403)
         return FileResponse(await run_in_threadpool(self.queue.file, folder, file))
 
     def _signature(self, expires: int, folder: str, file: str) -> str:
@@ -514,7 +512,7 @@ def _path(request: Request) -> str:
 def _lost(request_id: str) -> Response:
     """Answer for a request that is not known: the client samples again by itself, but must not train again."""
     if SAMPLE_ID.fullmatch(request_id):
-        raise HTTPError(410, f"request {request_id} is not known any more: sample again")
+        raise Rejected(f"request {request_id} is not known any more: sample again", status=410)
     error = (
         f"request {request_id} is not known to this service: it never arrived, or its result was kept for as long as "
         "the session was open. The model is as the requests before it left it"
@@ -612,7 +610,7 @@ def make_app(routes: Sequence[BaseRoute], *, endpoints: Endpoints, lifespan: Lif
         return error_response(error) or ours
 
     handlers: Mapping[Any, Any] = {
-        **dict.fromkeys((HTTPError, RequestError, ClientDisconnect, Exception), answer_error),
+        **dict.fromkeys((RequestError, ClientDisconnect, Exception), answer_error),
         404: endpoints.not_found,
         405: endpoints.not_found,
     }

@@ -55,22 +55,11 @@ CREATE TABLE requests (
     seed INTEGER, state TEXT NOT NULL, grp INTEGER, retrieved REAL, reply_type TEXT, reply BLOB,
     PRIMARY KEY (owner, seq));
 CREATE INDEX requests_session ON requests (session);
-"""
-RETRIEVED = "CREATE INDEX requests_retrieved ON requests (retrieved) WHERE reply IS NOT NULL"
-BODIES = """
+CREATE INDEX requests_retrieved ON requests (retrieved) WHERE reply IS NOT NULL;
 CREATE TABLE bodies (owner TEXT NOT NULL, seq INTEGER NOT NULL, body BLOB NOT NULL, PRIMARY KEY (owner, seq));
 CREATE TRIGGER requests_deleted AFTER DELETE ON requests
 BEGIN DELETE FROM bodies WHERE owner = OLD.owner AND seq = OLD.seq; END;
 """
-BODIES_OF_REQUESTS = """
-INSERT INTO bodies SELECT owner, seq, body FROM requests WHERE body IS NOT NULL;
-ALTER TABLE requests DROP COLUMN body;
-"""
-DISPLAY_NAMES = "ALTER TABLE sessions ADD COLUMN display_name TEXT"
-EXPIRES = "ALTER TABLE checkpoints ADD COLUMN expires REAL"
-MIGRATIONS = {1: (BODIES, BODIES_OF_REQUESTS), 2: (DISPLAY_NAMES,), 3: (EXPIRES, RETRIEVED)}
-"""Statements that bring tables to the next version. 1 had bodies in the table of requests, 2 no display names, 3 no
-checkpoints that expire."""
 FAULT_SECONDS = 5.0
 """Time for which a failed write is shown at least: small ones succeed on a disk that is full for large ones."""
 SCHEME = "tinker://"
@@ -256,7 +245,7 @@ class Journal:
         base_model: name of the base model, to which all that the journal holds belongs.
 
     Raises:
-        ConfigError: the file is damaged, not ours, of a newer version, or of another base model.
+        ConfigError: the file is damaged, not ours, of another version, or of another base model.
     """
 
     def __init__(self, path: Path, *, base_model: str) -> None:
@@ -290,22 +279,19 @@ class Journal:
         (tables,) = self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if tables == 0 and application == 0:
             with self.transaction():
-                self._run(SCHEMA, BODIES, RETRIEVED)
+                for statement in SCHEMA.split(";\n"):
+                    self._writer.execute(statement)
                 self._writer.execute("INSERT INTO facts VALUES ('base_model', ?)", (base_model,))
                 self._writer.execute(f"PRAGMA application_id = {APPLICATION}")
                 self._writer.execute(f"PRAGMA user_version = {VERSION}")
             return
         if application != APPLICATION:
             raise ConfigError(f"{self.path} is no journal of vlmpack: choose another state folder (--state)")
-        if not 1 <= version <= VERSION:
+        if version != VERSION:
             raise ConfigError(
                 f"{self.path} has tables of version {version}, this vlmpack knows version {VERSION}: "
                 "use the vlmpack that wrote it, or another state folder (--state)"
             )
-        for old in range(version, VERSION):
-            with self.transaction():
-                self._run(*MIGRATIONS[old])
-                self._writer.execute(f"PRAGMA user_version = {old + 1}")
         (result,) = self._writer.execute("PRAGMA quick_check(1)").fetchone()
         if result != "ok":
             raise sqlite3.DatabaseError(result)
@@ -315,12 +301,6 @@ class Journal:
                 f"{self.path} belongs to the base model {name!r}, not to {base_model!r}: "
                 "serve that model, or choose another state folder (--state)"
             )
-
-    def _run(self, *scripts: str) -> None:
-        """Carry out statements that each end with a line."""
-        for script in scripts:
-            for statement in script.split(";\n"):
-                self._writer.execute(statement)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

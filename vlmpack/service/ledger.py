@@ -18,7 +18,6 @@ import asyncio
 import hashlib
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from vlmpack.service.journal import Journal, ModelRow, Reply, RequestRow, SamplingRow, SessionRow, State
+from vlmpack.service.journal import Journal, ModelRow, RequestRow, SamplingRow, SessionRow, State
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import Creation, ForwardBackward, Request, Sample
 
@@ -286,8 +285,6 @@ class Ledger:
         self.waiting_samples = 0
         self.fetched: list[tuple[str, int]] = []
         """Replies that were fetched, which the journal does not say yet."""
-        self._replies: OrderedDict[tuple[str, int], Reply] = OrderedDict()
-        self._reply_bytes = 0
         self._read()
 
     # ------------------------------------------------------------------ from the journal
@@ -356,14 +353,13 @@ class Ledger:
         entry.journaled = ARRIVED
         self.changed.notify_all()
 
-    def done(self, entry: Entry, state: State, reply: Reply, *, group: int | None = None) -> None:
-        """Take the reply of a request in, which the journal has."""
+    def done(self, entry: Entry, state: State, *, group: int | None = None) -> None:
+        """Take in that a request is done; the journal has its reply."""
         with self.lock:
             if not entry.is_done:
                 self._count(entry, -1)
             self._release(entry)
             entry.row = replace(entry.row, state=state, group=group)
-            self._cache((entry.row.owner, entry.row.seq), reply)
             if (lane := self.lanes.get(entry.row.owner)) is not None:
                 lane.open.pop(entry.row.seq, None)
                 lane.advance()
@@ -402,8 +398,6 @@ class Ledger:
 
     def _forget(self, entries: dict[int, Entry]) -> None:
         for entry in entries.values():
-            key = (entry.row.owner, entry.row.seq)
-            self.uncache(key)
             if entry.accepted and not entry.is_done:
                 self._count(entry, -1)
                 entry.row = replace(entry.row, state="failed")
@@ -440,21 +434,3 @@ class Ledger:
         """Request of this number; None: there is none."""
         lane = self.lanes.get(owner) or self.samplers.get(owner)
         return None if lane is None else lane.entries.get(seq)
-
-    # ------------------------------------------------------------------ replies
-
-    def cached(self, key: tuple[str, int]) -> Reply | None:
-        """Reply in memory."""
-        return self._replies.get(key)
-
-    def _cache(self, key: tuple[str, int], reply: Reply) -> None:
-        self.uncache(key)
-        self._replies[key] = reply
-        self._reply_bytes += len(reply.body)
-        while self._reply_bytes > self.limits.replies_cached and len(self._replies) > 1:
-            self.uncache(next(iter(self._replies)))
-
-    def uncache(self, key: tuple[str, int]) -> None:
-        """Drop a reply from memory."""
-        if (reply := self._replies.pop(key, None)) is not None:
-            self._reply_bytes -= len(reply.body)

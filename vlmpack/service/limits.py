@@ -108,8 +108,6 @@ class ServiceLimits:
     """Share of the time of a model's operations that writing its state may take."""
     replayed_bytes: int = 512 * 2**20
     """Bytes of bodies kept for a model's replay, after which its state is written whatever the time."""
-    replies_cached: int = 128 * 2**20
-    """Bytes of replies kept in memory; the others are read from the journal."""
 
     chunk_bytes: int = 64_000_000
     """Size at which the client cuts a call into several requests."""

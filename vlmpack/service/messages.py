@@ -423,11 +423,11 @@ class Rejected(RequestError):  # noqa: N818 (an answer, not an accident)
 
     Args:
         message: what was seen and the remedy.
-        status: 400, 404, 410 or 429.
+        status: of the answer.
         retry_after: seconds after which to try again.
+        beginning: of the body, as far as it was received.
     """
 
-    def __init__(self, message: str, *, status: int, retry_after: float | None = None) -> None:
+    def __init__(self, message: str, *, status: int, retry_after: float | None = None, beginning: bytes = b"") -> None:
         super().__init__(message)
-        self.status = status
-        self.retry_after = retry_after
+        self.status, self.retry_after, self.beginning = status, retry_after, beginning

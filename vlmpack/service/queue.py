@@ -73,17 +73,6 @@ class SessionInfo:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Submitted:
-    """A request that was accepted."""
-
-    request_id: str
-    """Under which its reply is fetched."""
-    sequence_ids: tuple[str, ...] = ()
-    """One a sequence of a `Sample`."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
 class Pending:
     """No reply yet."""
 
@@ -426,8 +415,8 @@ class RequestQueue:
             with self._ledger.lock:
                 lane.receiving -= 1
 
-    def submit(self, request: Request, body: bytes) -> Submitted:
-        """Accept a request; it is on the disk when this returns.
+    def submit(self, request: Request, body: bytes) -> str:
+        """Accept a request; it is on the disk when this returns. Return the id under which its reply is fetched.
 
         Args:
             request: parsed.
@@ -447,25 +436,23 @@ class RequestQueue:
         forward_only = isinstance(request, ForwardBackward) and request.forward_only
         entry = Entry(row=row, request=with_seed(request, seed), forward_only=forward_only)
         self._accept(entry, body, is_creation=isinstance(request, Creation))
-        count = request.num_samples if isinstance(request, Sample) else 0
-        return _submitted(owner, seq, count)
+        return f"{owner}:{seq}"
 
-    def refuse(self, owner: str, seq: int, message: str, *, is_creation: bool = False, samples: int = 0) -> Submitted:
-        """Use up the number of a request that could not be read; its future fails.
+    def refuse(self, owner: str, seq: int, message: str, *, is_creation: bool = False) -> str:
+        """Use up the number of a request that could not be read; its future, whose id is returned, fails.
 
         Args:
             owner: id of its model, or sampling session.
             seq: its number, 0 of a creation.
             message: what was seen and the remedy.
             is_creation: whether it would have created the model.
-            samples: sequences that it asked for.
 
         Raises:
             Rejected: as `submit`; 400: the number was accepted before, with what could be read.
         """
         row = RequestRow(owner=owner, seq=seq, session=_session_of(owner), kind=REFUSED, digest=b"", state="failed")
         self._accept(Entry(row=row), None, is_creation=is_creation, failure=message)
-        return _submitted(owner, seq, samples)
+        return f"{owner}:{seq}"
 
     def _accept(self, entry: Entry, body: bytes | None, *, is_creation: bool, failure: str | None = None) -> None:
         with self._ledger.lock:
@@ -501,7 +488,7 @@ class RequestQueue:
                 raise Rejected(f"the session {entry.row.session} has ended", status=410)
             self._ledger.arrive(entry)
             if reply is not None:
-                self._ledger.done(entry, "failed", reply)
+                self._ledger.done(entry, "failed")
             elif entry.is_sample:
                 self._thread.encode_samples()
             elif (lane := self._ledger.lanes.get(entry.row.owner)) is not None:
@@ -590,10 +577,7 @@ class RequestQueue:
         return await self._stored(key)
 
     async def _stored(self, key: tuple[str, int]) -> Reply | None:
-        with self._ledger.lock:
-            reply = self._ledger.cached(key)
-        if reply is None:
-            reply = await asyncio.to_thread(self._journal.reply, *key)
+        reply = await asyncio.to_thread(self._journal.reply, *key)
         if reply is not None:
             with self._ledger.lock:
                 self._ledger.fetched.append(key)
@@ -674,9 +658,9 @@ class RequestQueue:
         with self._ledger.lock:
             for entry in absent:
                 self._ledger.arrive(entry)
-                self._ledger.done(entry, "failed", given_up)
+                self._ledger.done(entry, "failed")
             for entry in early:
-                self._ledger.done(entry, "failed", reply)
+                self._ledger.done(entry, "failed")
 
     def _commit_gap(self, absent: list[Entry], early: list[Entry], given_up: Reply, reply: Reply) -> None:
         journal = self._journal
@@ -708,8 +692,6 @@ class RequestQueue:
                 self._journal.drop_replies(keys)
                 self._journal.drop_requests(samples)
             with self._ledger.lock:
-                for key in keys:
-                    self._ledger.uncache(key)
                 for owner, seq in samples:
                     if (sampler := self._ledger.samplers.get(owner)) is not None:
                         sampler.entries.pop(seq, None)
@@ -730,8 +712,3 @@ def _by_kind(counts: dict[str, int], suffix: str) -> dict[str, int]:
 
 def _session_of(owner: str) -> str:
     return owner.rsplit(":", 2)[0]
-
-
-def _submitted(owner: str, seq: int, samples: int) -> Submitted:
-    name = f"{owner}:{seq}"
-    return Submitted(request_id=name, sequence_ids=tuple(f"{name}:{number}" for number in range(samples)))

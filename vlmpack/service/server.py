@@ -31,6 +31,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from vlmpack.data.processor import load_processor
 from vlmpack.errors import ConfigError
 from vlmpack.families.registry import family_named
+from vlmpack.service import status
 from vlmpack.service.bodies import BodyReader
 from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.distributed import DistributedEngine, follow
@@ -38,7 +39,7 @@ from vlmpack.service.engine import Engine, EngineConfig
 from vlmpack.service.http import Endpoints, make_app
 from vlmpack.service.queue import RequestQueue
 from vlmpack.service.ranks import Ranks
-from vlmpack.service.status import INTERVAL, Metric, Snapshot, Status
+from vlmpack.service.status import Metric, Snapshot
 from vlmpack.service.vllm import set_sampler
 
 log = logging.getLogger("vlmpack.service")
@@ -209,8 +210,6 @@ class Service:
         """Computes."""
         self.queue = RequestQueue(self.engine, state, limits=settings.limits)
         """Orders and remembers."""
-        self.status = Status(snapshot=self._snapshot)
-        """Shows."""
         self._draining = threading.Event()
         self._drainer: threading.Thread | None = None
 
@@ -225,25 +224,18 @@ class Service:
             key=self.settings.key,
             is_draining=self._draining.is_set,
         )
-        routes: list[BaseRoute] = [*endpoints.routes(), *self.status.routes()]
+        routes: list[BaseRoute] = [*endpoints.routes(), *status.routes(self._snapshot)]
         return make_app(routes, endpoints=endpoints, lifespan=self._lifespan)
 
     @asynccontextmanager
     async def _lifespan(self, app: Any) -> AsyncIterator[None]:
         self.queue.start()
-        ticks = asyncio.create_task(self._tick())
         try:
             yield
         finally:
-            ticks.cancel()
             self.drain()
             assert self._drainer is not None
             await asyncio.to_thread(self._drainer.join)
-
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.to_thread(self.status.tick)
-            await asyncio.sleep(INTERVAL)
 
     def drain(self) -> None:
         """Take no more requests, let the work under way finish, and save the state; returns at once."""
@@ -314,8 +306,7 @@ class Service:
             Metric(name="patches_total", help="Patches of images.", value=counts.patches),
             Metric(name="sampled_tokens_total", help="Tokens sampled.", value=self.engine.sampler.sampled_tokens),
         )
-        tokens = counts.tokens + self.engine.sampler.sampled_tokens
-        return Snapshot(title=self.engine.base.name, metrics=metrics, tokens=tokens, fault=fault)
+        return Snapshot(title=self.engine.base.name, metrics=metrics, fault=fault)
 
 
 # ---------------------------------------------------------------------- the process
