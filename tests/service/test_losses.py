@@ -65,7 +65,7 @@ def computed(name: str, config: dict[str, Any], lp: Array, q: Array, a: Array, w
     given |= {} if name == "cross_entropy" else {"logprobs": q, "advantages": a}
     given |= {"sequence_ratio_mask": MASK} if name == "gspo" else {}
     given |= {key: value for key, value in config.items() if np.ndim(value) == 1}  # one for each token
-    inputs = {key: torch.from_numpy(value) for key, value in check_inputs(loss, given, len(lp)).items()}
+    inputs = {key: torch.from_numpy(value) for key, value in check_inputs(loss, given, len(lp)).arrays.items()}
     losses = loss(leaf, {**inputs, "lengths": torch.tensor([5, len(lp) - 5])})
     assert losses.shape == leaf.shape
     losses.sum().backward()
@@ -156,6 +156,14 @@ BAD_INPUTS = [
     ("cross_entropy", {"target_tokens": TARGETS, "logprobs": ONES}, "does not read the input 'logprobs'"),
     ("cross_entropy", {"target_tokens": TARGETS[:2]}, "target_tokens has shape [2], but the datum has 3 tokens"),
     ("cross_entropy", {"target_tokens": np.ones((3, 2), int)}, "target_tokens has shape [3, 2]"),
+    (
+        "cross_entropy",
+        {"target_tokens": np.ones((2, 2), int), "weights": np.ones((2, 2))},
+        "but the datum has 3 tokens",
+    ),
+    ("cross_entropy", {"target_tokens": np.ones((3, 999), int), "weights": np.ones((3, 999))}, "K at most 256"),
+    ("cross_entropy", {"target_tokens": np.ones((3, 2), int), "weights": np.full((3, 2), np.inf)}, "weights is inf"),
+    ("ppo", {**RATED, "target_tokens": np.ones((3, 2), int)}, "target_tokens has shape [3, 2]"),
     ("cross_entropy", {"target_tokens": TARGETS, "weights": ONES[:, None]}, "weights has shape [3, 1]"),
     ("cross_entropy", {"target_tokens": TARGETS, "weights": np.float32(1)}, "weights has shape []"),
     ("cross_entropy", {"target_tokens": ONES}, "target_tokens is float32; send token ids as int64"),
@@ -181,8 +189,14 @@ def test_inputs_that_a_loss_cannot_use_are_refused(loss: str, inputs: dict, mess
 
 
 def test_weights_are_1_where_there_are_none_and_may_be_anything_finite() -> None:
-    assert check_inputs(bind_loss("cross_entropy", {}), {"target_tokens": TARGETS}, 3)["weights"].tolist() == [1, 1, 1]
+    assert check_inputs(bind_loss("cross_entropy", {}), {"target_tokens": TARGETS}, 3).arrays["weights"].tolist() == [
+        1,
+        1,
+        1,
+    ]
     weights = np.array([-2.5, 0, 7])
-    checked = check_inputs(bind_loss("cross_entropy", {}), {"target_tokens": TARGETS, "weights": weights}, 3)["weights"]
+    checked = check_inputs(bind_loss("cross_entropy", {}), {"target_tokens": TARGETS, "weights": weights}, 3).arrays[
+        "weights"
+    ]
     assert checked.dtype == np.float32
     assert checked.tolist() == weights.tolist()

@@ -173,6 +173,24 @@ def test_ratios_of_sequences_and_bounds_of_tokens_are_those_of_each_datum_alone(
         assert together == pytest.approx(sum(alone), rel=1e-5) and abs(together) > 0.1
 
 
+def test_tokens_may_have_several_targets(model: Any, running: Running) -> None:
+    """As recipes of distillation send them: dense, and sparse where most are padding."""
+    rng = np.random.default_rng(0)
+    targets, weights = rng.integers(0, 300, (len(TEXT), 8)), rng.random((len(TEXT), 8)).astype(np.float32)
+    weights[1:, 1:] = targets[1:, 1:] = 0
+    with torch.no_grad():
+        logits = running.plain(input_ids=torch.tensor([TEXT])).logits[0].log_softmax(-1)
+    expected = logits.gather(1, torch.from_numpy(targets)).numpy() * (weights != 0)
+    for cast in (torch.from_numpy, np.asarray):
+        inputs = {"target_tokens": cast(targets), "weights": cast(weights)}
+        datum = types.Datum(model_input=types.ModelInput.from_ints(TEXT), loss_fn_inputs=inputs)
+        assert (datum.loss_fn_inputs["weights"].sparse_crow_indices is None) == (cast is np.asarray)
+        result = model.forward([text_datum(), datum], "cross_entropy").result(WAIT)
+        np.testing.assert_allclose(result.loss_fn_outputs[1]["logprobs"].to_numpy(), expected, atol=1e-4)
+        first = model.forward([text_datum()], "cross_entropy").result(WAIT).metrics["loss:sum"]
+        assert result.metrics["loss:sum"] - first == pytest.approx(-(expected * weights).sum(), rel=1e-4)
+
+
 def test_a_loss_of_the_client(model: Any) -> None:
     def loss(_: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         value = sum((entry**2).sum() for entry in logprobs)
@@ -181,23 +199,6 @@ def test_a_loss_of_the_client(model: Any) -> None:
     before = model.forward([text_datum()], "cross_entropy").result(WAIT).loss_fn_outputs[0]["logprobs"].to_numpy()
     result = model.forward_backward_custom([text_datum()], loss).result(WAIT)
     assert result.metrics["squares"] == pytest.approx(float((before**2).sum()), rel=1e-4)
-
-
-def test_saving_training_on_and_going_back(client: Any, model: Any) -> None:
-    datum = text_datum()
-    model.forward_backward([datum], "cross_entropy")
-    model.optim_step(types.AdamParams(learning_rate=1e-2)).result(WAIT)
-    saved = model.forward([datum], "cross_entropy").result(WAIT).metrics["loss:sum"]
-    path = model.save_state("here").result(WAIT).path
-    again = client.create_training_client_from_state_with_optimizer(path)
-    again = again if isinstance(again, tinker.TrainingClient) else again.result(WAIT)
-    assert again.forward([datum], "cross_entropy").result(WAIT).metrics["loss:sum"] == saved
-    after = []
-    for trained in (model, again):
-        trained.forward_backward([datum], "cross_entropy")
-        trained.optim_step(types.AdamParams(learning_rate=1e-2)).result(WAIT)
-        after.append(trained.forward([datum], "cross_entropy").result(WAIT).metrics["loss:sum"])
-    assert after[0] == after[1] < saved
 
 
 # ---------------------------------------------------------------------- sampling
@@ -210,46 +211,20 @@ def test_a_response_says_how_many_tokens_of_its_prompt_were_cached(client: Any) 
     assert hits == [0, 4]
 
 
-# ---------------------------------------------------------------------- many at once
-
-CLIENTS = 16
-
-
-def life(running: Running, number: int) -> list[list[int]]:
-    """One client: an adapter, two steps, samples of the snapshot, of every kind."""
-    client = tinker.ServiceClient(base_url=running.address, api_key=KEY)
-    model = client.create_lora_training_client(base_model=NAME, rank=2 + number % 3, seed=number).result(WAIT)
-    tokens, pictured = [40 + number, *TEXT], image_datum(running, png(seed=number))
-    for _ in range(2):
-        model.forward_backward([text_datum(tokens), pictured], "cross_entropy").result(WAIT)
-        model.optim_step(types.AdamParams(learning_rate=1e-2)).result(WAIT)
-    sampler = model.save_weights_and_get_sampling_client().result(WAIT)
-    prompts = [types.ModelInput.from_ints(tokens[:3]), pictured.model_input, types.ModelInput.from_ints(tokens)]
-    kinds = ({"temperature": 0.0}, {"top_k": 30, "seed": number}, {"top_p": 0.9, "seed": number})
-    params = [types.SamplingParams(**{"max_tokens": 10, "stop": [], "seed": 5, **kind}) for kind in kinds]
-    futures = [sampler.sample(prompt, 2, each) for prompt, each in zip(prompts, params, strict=True)]
-    found = [list(sequence.tokens) for future in futures for sequence in future.result(WAIT).sequences]
-    client.close("success").result(WAIT)
-    return found
-
-
-@pytest.mark.slow
-def test_sixteen_clients_at_once_get_what_each_gets_alone(tmp_path: Path) -> None:
-    """No token depends on who else is served; nobody waits for all the others."""
-    with serving(tmp_path / "many", ServiceLimits()) as running, ThreadPoolExecutor(CLIENTS) as pool:
-        began, ended = time.monotonic(), []
-
-        def timed(number: int) -> list[list[int]]:
-            found = life(running, number)
-            ended.append(time.monotonic() - began)
-            return found
-
-        together = list(pool.map(timed, range(CLIENTS)))
-    assert len({str(tokens) for tokens in together}) == CLIENTS
-    assert max(ended) <= 3 * sum(ended) / CLIENTS
-    with serving(tmp_path / "alone", ServiceLimits()) as running:
-        for number in (0, 5, 15):
-            assert life(running, number) == together[number], number
+def test_the_likeliest_tokens_of_a_prompt_and_scores_of_its_last_ones(client: Any, running: Running) -> None:
+    sampler = client.create_sampling_client(base_model=NAME).result(WAIT)
+    prompt, params = types.ModelInput.from_ints(TEXT), types.SamplingParams(max_tokens=1)
+    with torch.no_grad():
+        likeliest = running.plain(input_ids=torch.tensor([TEXT])).logits[0].log_softmax(-1).topk(3)
+    response = sampler.sample(prompt, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=3).result(WAIT)
+    assert response.topk_prompt_logprobs[0] is None
+    for at, entries in enumerate(response.topk_prompt_logprobs[1:]):
+        assert [token for token, _ in entries] == likeliest.indices[at].tolist()
+        assert [value for _, value in entries] == pytest.approx(likeliest.values[at].tolist(), abs=1e-4)
+    last = sampler.sample(prompt, 1, params, include_prompt_logprobs=True, prompt_logprobs_last_n=2).result(WAIT)
+    assert last.prompt_logprobs == [None] * (len(TEXT) - 2) + response.prompt_logprobs[-2:]
+    with pytest.raises(tinker.RequestFailedError, match=r"prompt_logprobs_last_n is 6; the prompt has 6 tokens"):
+        sampler.sample(prompt, 1, params, include_prompt_logprobs=True, prompt_logprobs_last_n=6).result(WAIT)
 
 
 # ---------------------------------------------------------------------- refusals

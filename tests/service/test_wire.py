@@ -196,11 +196,9 @@ def test_settings_of_an_adapter(lora: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("topk_prompt_logprobs", 3),
         ("topk_sample_logprobs", 1),
         ("target_prompt_logprobs", {"data": []}),
         ("prompt_alt_tokens_k", 1),
-        ("prompt_logprobs_last_n", 2),
         ("record_stability_info", True),
     ],
 )

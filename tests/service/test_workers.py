@@ -1,14 +1,17 @@
-"""`vlmpack serve` on two ranks, started by itself and by torchrun: equal to one process, and none outlives another."""
+"""`vlmpack serve` killed again and again, and on two ranks: equal to one process that is left alone."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
 ROWS = ("--row-tokens", "40")
 """So that a batch is several rows: each rank has some."""
 GONE_WITHIN = 30.0
+KILLS = 6
 OPTIONS = {"one": (), "workers": ("--workers", "2"), "sharded": ("--workers", "2", "--shard")}
 
 
@@ -91,6 +95,21 @@ def check_equal(server: Server, expected: dict[str, Any], tensors: dict[str, np.
     for name, tensor in saved.items():
         close = 1e-5 * np.abs(tensors[name]).max()
         np.testing.assert_allclose(tensor, tensors[name], rtol=1e-4, atol=close, err_msg=name)
+
+
+def test_a_server_that_is_killed_again_and_again_loses_nothing_and_does_nothing_twice(
+    tmp_path: Path, alone: Any
+) -> None:
+    with serving(tmp_path / "killed", "one") as server, ThreadPoolExecutor(1) as pool:
+        trains, draw, kills = pool.submit(check_equal, server, *alone), random.Random(5), 0
+        for _ in range(KILLS):
+            time.sleep(draw.uniform(0.2, 3.0))
+            if not trains.done():
+                server.kill()
+                server.start()
+                kills += 1
+        trains.result()
+        assert kills >= KILLS / 2
 
 
 def test_two_ranks_are_one_service(tmp_path: Path, alone: Any) -> None:

@@ -46,6 +46,8 @@ class ServiceLimits:
     """Width times height of an image, read from its header before it is decoded."""
     pixel_bytes: int = 8 * 2**30
     """Bytes of the patches of a request's images, counted from their headers before any is decoded."""
+    soft_targets: int = 2**25
+    """Tokens times targets of each, of a request of which tokens have several: the reply has a number for each."""
     fields: int = 500_000
     """Protobuf fields of a request: many empty ones take far more memory than they have bytes."""
     context: int | None = None

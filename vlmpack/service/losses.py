@@ -5,7 +5,7 @@ Every loss is a sum over the tokens of all datums, never a mean. lp: log-probabi
 s: exp(mean of lp - q over the tokens of a datum that `sequence_ratio_mask` marks), with the gradient of the token's lp.
 Bounds of clip are settings of the request, or inputs, one for each token.
 
-    cross_entropy          -w lp
+    cross_entropy          -w lp                        a token may have K targets, [N, K], each with its weight
     importance_sampling    -w r A
     ppo                    -w min(r A, clip(r, low, high) A)
     cispo                  -w stop_gradient(clip(r, low, high)) lp A
@@ -24,12 +24,15 @@ import numpy as np
 import torch
 
 from vlmpack.errors import RequestError
+from vlmpack.service.messages import SparseMatrix
 
 TARGETS = "target_tokens"
 """The input that every loss needs: the id that each token predicts."""
 
+MOST_TARGETS = 256
+"""Most targets of a token."""
 LENGTHS = "lengths"
-"""Beside the inputs, int64 [datums]: tokens of each datum."""
+"""Beside the inputs, int64 [datums]: targets of each datum."""
 
 Inputs = Mapping[str, torch.Tensor]
 Settings = Mapping[str, float]
@@ -169,9 +172,30 @@ def _check_thresholds(place: str, low: float, high: float) -> None:
         )
 
 
-def check_inputs(loss: BoundLoss, inputs: Mapping[str, np.ndarray], length: int) -> dict[str, np.ndarray]:
-    """Check the inputs of one datum's loss; targets come back as int64, everything else as float32, `weights` and the
-    thresholds of a loss that clips always.
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossInputs:
+    """The checked inputs of a datum: of each token, or, of soft targets, of each target of a token that has weight."""
+
+    arrays: Mapping[str, np.ndarray]
+    """[M] by name: `target_tokens` int64, everything else float32, `weights` and the thresholds of a loss that clips
+    always."""
+    keys: np.ndarray | None = None
+    """int64 [M]: token * K + number of the target; None: each token has one target, and M = N."""
+    shape: tuple[int, ...] = ()
+    """[N] or [N, K], of the log-probabilities that are returned."""
+
+    def unflatten(self, values: np.ndarray) -> np.ndarray:
+        """[M] to `shape`, 0 where there is no weight."""
+        if self.keys is None:
+            return values
+        found = np.zeros(self.shape, values.dtype)
+        found.reshape(-1)[self.keys] = values
+        return found
+
+
+def check_inputs(loss: BoundLoss, inputs: Mapping[str, np.ndarray | SparseMatrix], length: int) -> LossInputs:
+    """Check the inputs of one datum's loss.
 
     Args:
         loss: with the settings of the request.
@@ -179,7 +203,8 @@ def check_inputs(loss: BoundLoss, inputs: Mapping[str, np.ndarray], length: int)
         length: N, tokens of the datum.
 
     Raises:
-        RequestError: inputs that the loss does not read, or lacks; another shape than [N]; no numbers, or not finite.
+        RequestError: inputs that the loss does not read, or lacks; another shape than [N], or [N, K] of soft targets;
+            no numbers, or not finite.
     """
     needed, clips = (TARGETS, *LOSSES[loss.name].needs), {key: value for key, value in loss.settings if key in _CLIP}
     allowed = (*needed, "weights", *clips)
@@ -189,26 +214,53 @@ def check_inputs(loss: BoundLoss, inputs: Mapping[str, np.ndarray], length: int)
         )
     if missing := [name for name in needed if name not in inputs]:
         raise RequestError(f"{loss.name} needs {', '.join(missing)}, one number for each of the {length} tokens")
+    if loss.name == "cross_entropy" and len(inputs[TARGETS].shape) == 2:
+        return _soft_targets(inputs, length)
+    arrays: dict[str, np.ndarray] = {}
     for name, values in inputs.items():
-        _check_shape(name, values, length)
-    floats = {name: _checked_floats(name, values) for name, values in inputs.items() if name != TARGETS}
+        if isinstance(values, SparseMatrix) or values.shape != (length,):
+            raise RequestError(
+                f"{name} has shape {list(values.shape)}, but the datum has {length} tokens (those of its images "
+                f"included); send one number for each, [{length}]"
+            )
+        arrays[name] = values
+    floats = {name: _checked_floats(name, values) for name, values in arrays.items() if name != TARGETS}
     filled = {name: np.full(length, value, np.float32) for name, value in {"weights": 1.0, **clips}.items()}
-    checked = {TARGETS: _checked_targets(inputs[TARGETS]), **filled, **floats}
+    checked = {TARGETS: _checked_targets(arrays[TARGETS]), **filled, **floats}
     if clips:
         low, high = (checked[name] for name in _CLIP)
         if (bad := np.flatnonzero((low < 0) | (low > high))).size:
             _check_thresholds(f"token {bad[0]}", low[bad[0]], high[bad[0]])
     if "sequence_ratio_mask" in needed and not checked["sequence_ratio_mask"].any():
         raise RequestError("sequence_ratio_mask marks no token; mark those that were sampled with 1")
-    return checked
+    return LossInputs(arrays=checked, shape=(length,))
 
 
-def _check_shape(name: str, values: np.ndarray, length: int) -> None:
-    if values.shape != (length,):
+def _soft_targets(inputs: Mapping[str, np.ndarray | SparseMatrix], length: int) -> LossInputs:
+    """Return the targets that have weight, of [N, K] targets and weights, dense or sparse."""
+    targets, weights = inputs[TARGETS], inputs.get("weights")
+    shape = targets.shape
+    if weights is None or weights.shape != shape or shape[0] != length or not 1 <= shape[1] <= MOST_TARGETS:
         raise RequestError(
-            f"{name} has shape {list(values.shape)}, but the datum has {length} tokens (those of its images included); "
-            f"send one number for each, [{length}]"
+            f"{TARGETS} has shape {list(shape)}, but the datum has {length} tokens (those of its images included); "
+            f"send [{length}], or [{length}, K], K at most {MOST_TARGETS}, with weights of the same shape"
         )
+    sparse = weights if isinstance(weights, SparseMatrix) else _nonzero(weights)
+    floats = _checked_floats("weights", sparse.values)
+    keys, floats = sparse.keys[floats != 0], floats[floats != 0]
+    if isinstance(targets, SparseMatrix):
+        places = np.searchsorted(targets.keys, keys)
+        is_listed = np.append(targets.keys, -1)[places] == keys
+        ids = np.where(is_listed, np.append(targets.values, 0)[places], 0)
+    else:
+        ids = targets.reshape(-1)[keys]
+    return LossInputs(arrays={TARGETS: _checked_targets(ids), "weights": floats}, keys=keys, shape=shape)
+
+
+def _nonzero(matrix: np.ndarray) -> SparseMatrix:
+    flat = matrix.reshape(-1)
+    keys = np.flatnonzero(flat)
+    return SparseMatrix(keys=keys, values=flat[keys], shape=(matrix.shape[0], matrix.shape[1]))
 
 
 def _checked_targets(targets: np.ndarray) -> np.ndarray:

@@ -51,12 +51,25 @@ Chunk = TextChunk | ImageChunk
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
+class SparseMatrix:
+    """The entries of a matrix [N, K] that are listed; all others are 0."""
+
+    keys: np.ndarray
+    """int64 [M]: row * K + column, increasing."""
+    values: np.ndarray
+    """[M]."""
+    shape: tuple[int, int]
+    """N, K."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Datum:
     """One sample of a training request."""
 
     chunks: tuple[Chunk, ...]
     """Text and images in order."""
-    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+    inputs: Mapping[str, np.ndarray | SparseMatrix] = field(default_factory=dict)
     """Inputs of the loss by name, such as `target_tokens` (int64) and `weights` (float32), with the shapes sent."""
 
 
@@ -282,6 +295,15 @@ class Sample:
     """Settings."""
     prompt_logprobs: bool = False
     """Also return the log-probability of each token of the prompt."""
+    topk_prompt_logprobs: int = 0
+    """Also return as many of the most likely tokens at each place of the prompt."""
+    prompt_logprobs_last_n: int | None = None
+    """Return both for the last n tokens of the prompt alone; None: for all."""
+
+    @property
+    def wants_scores(self) -> bool:
+        """Return whether anything is wanted of the tokens of the prompt."""
+        return self.prompt_logprobs or self.topk_prompt_logprobs > 0
 
 
 Creation = CreateModel | CreateFromCheckpoint
@@ -296,7 +318,8 @@ class ForwardBackwardResult:
     """Of a `ForwardBackward`."""
 
     logprobs: tuple[np.ndarray, ...]
-    """float32 [N] of each datum: log-probability of every target, whatever its weight."""
+    """float32 [N] of each datum: log-probability of every target, whatever its weight; [N, K] where tokens have several
+    targets, 0 where the weight is."""
     metrics: Mapping[str, float]
     """By `name:reduction`, `loss:sum` among them."""
 
@@ -370,13 +393,32 @@ class SampledSequence:
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
+class PromptScores:
+    """What the model says of the tokens of a prompt; where it says nothing, log-probabilities are NaN."""
+
+    logprobs: np.ndarray
+    """float32 [N]: log-probability of each token after those before it, NaN at the first."""
+    top_ids: np.ndarray
+    """int32 [N, K]: the most likely tokens in each one's place, the likeliest first."""
+    top_logprobs: np.ndarray
+    """float32 [N, K]: their log-probabilities."""
+
+    def of_last(self, n: int | None) -> PromptScores:
+        """Return the same of the last n tokens alone; None: of all."""
+        known = np.arange(len(self.logprobs)) >= (0 if n is None else len(self.logprobs) - n)
+        logprobs, top = np.where(known, self.logprobs, np.nan), np.where(known[:, None], self.top_logprobs, np.nan)
+        return PromptScores(logprobs=logprobs, top_ids=self.top_ids, top_logprobs=top)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SampleResult:
     """Of a `Sample`."""
 
     sequences: tuple[SampledSequence, ...]
     """`num_samples` of them, in the order of their seeds."""
-    prompt_logprobs: np.ndarray | None = None
-    """float32 [N]: log-probability of each token after those before it, NaN at the first; None: not wanted."""
+    scores: PromptScores | None = None
+    """Of the prompt; None: not wanted."""
     prompt_cache_hit_tokens: int = 0
     """N if another request had the prompt computed, 0 else; vLLM has numbers between."""
 

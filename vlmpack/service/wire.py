@@ -24,6 +24,8 @@ JSON, PROTOBUF = "application/json", "application/x-protobuf"
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 TTL = 10 * 366 * 86_400
 """Most seconds until a checkpoint expires: ten years, as the client's documents say."""
+MOST_TOP = 256
+"""Most tokens whose log-probabilities are returned for a place of a prompt."""
 METADATA_CHARACTERS = 16_384
 """Most characters of the notes that a client attaches to a session, model or checkpoint."""
 
@@ -38,11 +40,9 @@ ADAM_DEFAULTS = {
 """The client's own."""
 
 NOT_SAMPLED = {
-    "topk_prompt_logprobs": "score each continuation with compute_logprobs",
     "topk_sample_logprobs": "only those of the sampled tokens are computed",
     "target_prompt_logprobs": "score each continuation with compute_logprobs",
     "prompt_alt_tokens_k": "sample after each beginning of the prompt",
-    "prompt_logprobs_last_n": "leave it out: all of them are computed",
     "record_stability_info": "it is for stable_reinforce, whose formula is not published; leave it out, and train with "
     "importance_sampling, ppo, cispo or gspo",
 }
@@ -345,6 +345,8 @@ def _sample(fields: Fields) -> messages.Sample:
         num_samples=fields.integer("num_samples", 1, low=1),
         params=_sampling_params(fields.inner("sampling_params")),
         prompt_logprobs=fields.flag("prompt_logprobs", False),
+        topk_prompt_logprobs=fields.integer("topk_prompt_logprobs", 0, high=MOST_TOP),
+        prompt_logprobs_last_n=fields.integer("prompt_logprobs_last_n", None, low=1),
     )
 
 
