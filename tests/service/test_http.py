@@ -77,7 +77,9 @@ def test_the_log_has_one_line_a_request_and_no_key(client: Client, caplog: pytes
     with caplog.at_level(logging.INFO, logger="vlmpack.service"):
         client.get("sessions", access=KEY)
         client.send("GET", "/api/v1/a\nb", key="tml-wrong")
-    first, second = caplog.messages
+        client.send("GET", "/api/v1/downloads/9/signature/folder/file", key=None)
+    first, second, third = caplog.messages
+    assert third.startswith("GET /api/v1/downloads/ 403 ")
     assert first.startswith("GET /api/v1/sessions 200 ")
     assert second.startswith(r"GET /api/v1/a\nb 401 ")
     assert KEY not in caplog.text and "tml-wrong" not in caplog.text

@@ -177,6 +177,7 @@ ONE_FLOAT = np.ones(1, "<f4").tobytes()
         ({"dense": ONE_FLOAT, "dtype": 0, "shape": [1]}, "dtype 0; send float32 or int64"),
         ({"dense": ONE_FLOAT, "dtype": 77, "shape": [1]}, "dtype 77"),
         ({"sparse_csr": {"values": b""}, "dtype": 1}, "datum 0: weights: a sparse matrix of shape"),
+        ({"sparse_csr": csr([], []), "dtype": 1, "shape": [-1, 3]}, "with other counts of entries"),
         ({"sparse_csr": csr([0, 1, 0], [0]), "dtype": 1, "shape": [2, 3]}, "with other counts of entries"),
         ({"sparse_csr": csr([0, 1, 3], [0]), "dtype": 1, "shape": [2, 3]}, "with other counts of entries"),
         ({"sparse_csr": csr([0, 1], [3]), "dtype": 1, "shape": [1, 3]}, "columns of a sparse matrix that are outside"),

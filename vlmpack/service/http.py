@@ -465,7 +465,8 @@ class Endpoints:
 
     async def download(self, request: Request) -> Response:
         """Send a file whose URL is signed."""
-        expires, signature, folder, file = request.path_params.values()
+        names = ("expires", "signature", "folder", "file")
+        expires, signature, folder, file = (request.path_params[name] for name in names)
         is_ours = hmac.compare_digest(signature.encode(), self._signature(expires, folder, file).encode())
         if not is_ours or expires < time.time():
             raise Rejected("the signature of this URL is wrong or has expired: ask for the URLs again", status=403)
@@ -657,14 +658,13 @@ class Gate:
         except Exception as error:  # that no handler took
             response = error_response(error)
             if response is None:
-                log.error("%s %s failed", scope["method"], ascii(scope["path"][:LOGGED])[1:-1], exc_info=error)
+                log.error("%s %s failed", scope["method"], _logged(scope["path"]), exc_info=error)
             elif not seen["status"]:  # no answer is under way
                 await response(scope, receive, send_and_count)
         finally:
             milliseconds = (time.perf_counter() - start) * 1000
-            path = ascii(scope["path"][:LOGGED])[1:-1]
             sizes = f"{seen['status']} {milliseconds:.1f} ms {seen['bytes']} bytes"
-            log.info("%s %s %s", scope["method"], path, sizes)
+            log.info("%s %s %s", scope["method"], _logged(scope["path"]), sizes)
 
     def _is_allowed(self, scope: Scope) -> bool:
         is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(DOWNLOADS)
@@ -673,6 +673,11 @@ class Gate:
         headers = dict(reversed(scope["headers"]))  # of one sent twice the first
         sent = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
         return hmac.compare_digest(sent, self._key)
+
+
+def _logged(path: str) -> str:
+    """Return what the log has of a path; not a signature, which opens a file."""
+    return DOWNLOADS if path.startswith(DOWNLOADS) else ascii(path[:LOGGED])[1:-1]
 
 
 async def _discard(receive: Receive) -> None:

@@ -65,7 +65,6 @@ SCHEMA = {
 
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4", BFLOAT16: "<u2"}
-INT32_MAX = 2**31 - 1
 NO_LOGPROB = -99999.0
 """Of a place of a prompt for which there are no log-probabilities."""
 STOP_REASONS = {"stop": 0, "length": 1}
@@ -334,7 +333,7 @@ def _sparse(name: str, parsed: Any, values: np.ndarray, shape: tuple[int, ...]) 
     """Read a matrix in compressed rows (CSR), without making it dense: a few bytes can stand for gigabytes."""
     ends, columns = _array(name, parsed.crow_indices, "<i8"), _array(name, parsed.col_indices, "<i8")
     counts = np.diff(ends)
-    is_whole = len(shape) == 2 and 0 <= shape[1] < INT32_MAX and len(ends) == shape[0] + 1 and ends[0] == 0
+    is_whole = len(shape) == 2 and min(shape) >= 0 and shape[1] < 2**31 and len(ends) == shape[0] + 1 and ends[0] == 0
     if not is_whole or (counts < 0).any() or not ends[-1] == len(columns) == len(values):
         raise RequestError(f"{name}: a sparse matrix of shape {list(shape)} with other counts of entries than it says")
     keys = np.repeat(np.arange(len(counts)), counts) * shape[1] + columns
