@@ -58,7 +58,7 @@ def serving(folder: Path, limits: ServiceLimits) -> Iterator[Running]:
     model = tiny_model(processor=processor)
     model.save_pretrained(folder / "model")
     processor.save_pretrained(folder / "model")
-    base = Base(name=NAME, source=str(folder / "model"), model=model, processor=processor)
+    base = Base(name=NAME, source=str(folder / "model"), model=model, processor=processor, tokenizer="a/tokenizer")
     state = StateFolder(folder / "state", base_model=NAME)
     service = Service(base, state, ServiceSettings(key=KEY, limits=limits))
     listening, server = bind("127.0.0.1", 0), service.server()
@@ -305,7 +305,8 @@ def test_a_checkpoint_expires_unless_it_is_told_to_stay(client: Any, model: Any)
 
 def test_rank_0_trains_all_weights(client: Any) -> None:
     whole = client.create_lora_training_client(NAME, rank=0).result(WAIT)
-    assert whole.get_info().is_lora is False
+    info = whole.get_info()
+    assert (info.is_lora, info.model_data.tokenizer_id) == (False, "a/tokenizer")
     before = whole.forward([text_datum()], "cross_entropy").result(WAIT).metrics["loss:sum"]
     whole.forward_backward([text_datum()], "cross_entropy").result(WAIT)
     whole.optim_step(types.AdamParams(learning_rate=1e-3)).result(WAIT)

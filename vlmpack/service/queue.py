@@ -274,6 +274,8 @@ class RequestQueue:
                     return name
                 count = max(len(samplers) - ledger.limits.samplers_kept + 1, 0)
                 dropped = [old.row.id for old in samplers[:count] if not old.is_busy]
+                for old in dropped:
+                    ledger.drop_sampler(old)
             row = SamplingRow(id=name, session=session_id, created=time.time(), path=path)
             begun: list[SamplingRow] = []
 
@@ -288,8 +290,6 @@ class RequestQueue:
             self._written(write)  # without the lock, which the event loop takes: a disk may be slow
             with ledger.lock:
                 self._check_session(session_id)
-                for old in dropped:
-                    ledger.drop_sampler(old)
                 ledger.add_sampler(begun[0])
         return name
 
