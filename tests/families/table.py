@@ -80,7 +80,8 @@ MECHANISMS = {
     "query_scale": "position-scaled queries",
 }
 KINDS = ("text", "image", "video", "audio")
-HEAD = "| Family | `model_type` | Text | Image | Video | Audio | transformers | Also kept apart |\n|---|---|---|---|---|---|---|---|\n"
+COLUMNS = ("Family", "`model_type`", "Text", "Image", "Video", "Audio", "transformers", "Also kept apart")
+HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
 
 
 def table() -> str:
