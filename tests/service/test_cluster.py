@@ -29,6 +29,7 @@ ON_RAY = [
         reason="ray.serve cannot be imported: it needs pip install 'ray[serve]'",
     ),
 ]
+pytest.importorskip("pydantic", reason="comes with Ray Serve, and reads its arguments")
 PROGRAM = Path(__file__).with_name("serve_on_ray.py")
 BACK_WITHIN = 300.0
 """Ray starts a dozen processes."""
