@@ -14,11 +14,10 @@ from chats import chat, picture, processor_of, tokenised
 from measured import UNREADABLE, Deadly, KeyTeller, Stored, Stream, conversations, encoded
 
 from vlmpack.collate import SkipLimit, VLMCollator
+from vlmpack.collate.digests import settings_key
 from vlmpack.errors import ConfigError, SampleError, SkippedWarning
+from vlmpack.lengths import PART, measure_lengths
 from vlmpack.plan.length_table import LengthTable
-from vlmpack.store import measure_lengths
-from vlmpack.store.content import settings_key
-from vlmpack.store.measure import PART
 
 SAMPLES = conversations(150)
 
