@@ -35,6 +35,7 @@ from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.data.images import ImageLimits
 from vlmpack.data.readers import StoredRows
 from vlmpack.errors import ConfigError, Refusal, SampleError, SkippedWarning, check_kind, check_whole_number
+from vlmpack.files import writing
 from vlmpack.layout.batch import IMAGE, VIDEO, HostMetadata
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import PackedRow
@@ -317,6 +318,8 @@ class LengthCache:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._connected() as connection:
             columns = ", ".join(Entry._fields)
             connection.execute(f"CREATE TABLE IF NOT EXISTS {_TABLE} (key BLOB PRIMARY KEY, {columns})")
@@ -341,10 +344,9 @@ class LengthCache:
     def _connected(self) -> Iterator[sqlite3.Connection]:
         """Open the file for one transaction; SQLite's errors become a ConfigError that names it."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             with closing(sqlite3.connect(self.path, timeout=BUSY_SECONDS)) as connection, connection:
                 yield connection
-        except (sqlite3.Error, OSError) as error:
+        except sqlite3.Error as error:
             fault, remedy = "cannot be used", "see to its folder (rights, room, locks), or name another file"
             if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
                 fault, remedy = "is damaged, or no cache of lengths", "delete it, if it is one: it will be made again"
@@ -362,7 +364,8 @@ def _saved(parts: Iterable[list[_Measured]], cache: LengthCache) -> Generator[li
                 pending, due = {}, time.monotonic() + WRITE_EVERY
             yield part
     finally:
-        cache.put(pending)
+        if pending:
+            cache.put(pending)
 
 
 # ---------------------------------------------------------------------- shared prefixes
