@@ -251,8 +251,8 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _damaged(path: object, fault: str) -> ConfigError:
-    return ConfigError(f"{path} is damaged: {fault}; restore it, or remove the folder and pack again")
+def _damaged(path: object, what: str) -> ConfigError:
+    return ConfigError(f"{path} is damaged: {what}; restore it, or remove the folder and pack again")
 
 
 # ---------------------------------------------------------------------- samples to a row, and back
@@ -631,7 +631,7 @@ class _Run:
         if changed:
             fault = f"{self.out} holds other samples than the data set: {len(changed)} were changed since"
             places = ", ".join(map(str, sorted(changed)[:NAMED])) + ", ..." * (len(changed) > NAMED)
-            raise ConfigError(f"{fault} (at {places}). Pack into another folder, or remove this one")
+            raise ConfigError(f"{fault} they were packed (at {places}). Pack into another folder, or remove this one")
 
     def _changed(self, shards: Sequence[Shard], part: int) -> list[int]:
         """Return the places of the changed samples of a shard, or behind the last shard of those left out."""

@@ -58,7 +58,7 @@ def pack(
         float | None, of_samples(min=0, max=1, metavar="PART", help="Most samples to skip as bad; by default 0.01.")
     ] = None,
     shard_rows: Annotated[int, typer.Option(min=1, help="Rows of a file.")] = 128,
-    ray: Annotated[bool, typer.Option("--ray", help="Measure and write as tasks of Ray, not by --workers.")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Measure and write on Ray Data, not by --workers.")] = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
