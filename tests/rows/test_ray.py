@@ -23,14 +23,6 @@ from vlmpack.errors import ConfigError, VlmpackError
 from vlmpack.rows import StoreSettings, write_rows
 from vlmpack.workers import Executor, in_order
 
-ON_THIS_MACHINE: dict[str, Any] = {
-    "num_cpus": 2,
-    "include_dashboard": False,
-    "log_to_driver": False,
-    "_node_ip_address": "127.0.0.1",
-    "object_store_memory": 80 * 2**20,
-}
-
 
 def write(out: Path, source: Path, *, executor: Executor) -> dict[str, str]:
     """Write rows of what can be used; their files."""
@@ -55,9 +47,10 @@ def refusal(run: Any) -> str:
 
 def main(folder: Path) -> None:
     import ray
+    from local_ray import start_ray
 
     source = folder / "samples.jsonl"
-    ray.init(**ON_THIS_MACHINE)
+    start_ray()
     seen: dict[str, Any] = {"whole": write(folder / "whole", source, executor="ray")}
     seen["others are left running"] = ray.is_initialized()
     seen["task failed"] = refusal(lambda: list(in_order(fails, 3, executor="ray")))
