@@ -142,11 +142,11 @@ def test_where_no_sample_can_be_used_it_fails(tmp_path: Path) -> None:
 
 def test_padded_and_packed_stand_side_by_side() -> None:
     lines = printed(table_of([5, 15, 10, 8, 2])).splitlines()
-    found = [line.split() for line in lines if line.startswith((" padded to", " packed"))]
+    found = [line.split() for line in lines if line.startswith((" padding to", " packed in"))]
     assert found == [
-        ["padded", "to", "batch", "5", "23.1%", "1", "1", "2", "3", "0"],
-        ["padded", "to", "max", "5", "46.7%", "1", "1", "2", "3", "0"],
-        ["packed,", "20", "2", "0.0%", "2.50", "1", "2.5", "2", "0"],
+        ["padding", "to", "the", "5", "23.1%", "1", "1", "2", "3", "0"],
+        ["padding", "to", "the", "5", "46.7%", "1", "1", "2", "3", "0"],
+        ["packed", "in", "rows", "of", "2", "0.0%", "2.50", "1", "2.5", "2", "0"],
     ]
 
 
@@ -160,7 +160,7 @@ def test_refused_samples_are_counted_and_the_first_are_listed() -> None:
     assert [line for line in told.splitlines() if "it is lost" in line] == [
         f"  {at} (id 'r{at}'): image_missing: [red] it is lost" for at in range(5)
     ]
-    assert "  and 3 more (--out writes them all)" in told
+    assert "  and 3 more (`vlmpack analyze --json` lists all)" in told
 
 
 @pytest.mark.parametrize("ascii_only", [False, True])

@@ -18,12 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from vlmpack.cli import options
-from vlmpack.cli.inputs import Inputs, measure, mix_lines, mix_numbers, open_inputs
+from vlmpack.cli.inputs import Inputs, measure, mix_lines, mix_numbers, open_inputs, print_refused
 from vlmpack.cli.options import DataOptions, of_rows
 from vlmpack.cli.pack import print_store, store_numbers
 from vlmpack.errors import ConfigError, check_extra
 from vlmpack.files import write_text
-from vlmpack.terminal import make_table, number_columns, print_table, print_text, sample_name, text_column
+from vlmpack.terminal import make_table, number_columns, print_table, print_text, text_column
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,10 +33,18 @@ if TYPE_CHECKING:
     from vlmpack.plan.length_table import LengthTable, Summary
     from vlmpack.plan.simulation import PaddedRecipe, Padding, Simulation
 
+WORDS = {
+    "tokens": "tokens",
+    "text": "text tokens",
+    "image": "image tokens",
+    "video": "video tokens",
+    "targets": "tokens trained on",
+    "patches": "vision patches",
+}
+"""What is measured of a sample, as tables say it."""
 HISTOGRAMS = ("tokens", "text", "image", "video")
-"""Columns that are drawn as histograms."""
-LISTED = 5
-"""Refused samples that are printed with their details."""
+"""What is drawn as histograms."""
+PADDED = {"to_longest": "padding to the longest in the batch", "to_max": "padding to the longest of all"}
 BAR = 20
 """Characters of the longest bar of a histogram."""
 EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -364,12 +372,12 @@ def print_analysis(analysis: Analysis, console: Console) -> None:
     console.print(_head(analysis), soft_wrap=not console.is_terminal)
     for line in mix_lines(analysis.mix):
         print_text(console, Text(line), indent=2)
-    _print_refused(analysis.table, console)
+    print_refused(analysis.table, console)
     if not len(analysis.table):
         return
     print_table(console, _summaries(analysis))
     ascii_only = console.options.ascii_only
-    bars = (histogram_bars(name, values, ascii_only=ascii_only) for name, values in analysis.histograms.items())
+    bars = (histogram_bars(WORDS[name], values, ascii_only=ascii_only) for name, values in analysis.histograms.items())
     console.print(Columns(bars, padding=(0, 4)))
     print_table(console, _layouts(analysis))
     for simulation in analysis.simulations:
@@ -417,38 +425,33 @@ def _head(analysis: Analysis) -> str:
     return f"[bold]{escape(analysis.source)}[/]: {', '.join(counts)}\n"
 
 
-def _print_refused(table: LengthTable, console: Console) -> None:
-    if not table.refused:
-        return
-    reasons = ", ".join(f"{reason} {count:,}" for reason, count in table.reasons.items())
-    count = f"{len(table.refused):,} of {table.measured:,}"
-    console.print(f"[yellow]{count} samples cannot be used[/]: {escape(reasons)}", highlight=False)
-    for each in table.refused[:LISTED]:
-        line = f"{sample_name(each.index, each.sample_id)}: {each.reason}: {each.detail}"
-        print_text(console, Text(line), indent=2)
-    more = len(table.refused) - LISTED
-    console.print(f"  and {more:,} more (--out writes them all)\n" if more > 0 else "", highlight=False)
-
-
 def _summaries(analysis: Analysis) -> Table:
-    table = make_table("a sample", *number_columns("mean", "median", "p95", "p99", "max", "in all"))
+    table = make_table("in a sample", *number_columns("mean", "median", "95 % below", "99 % below", "most", "sum"))
     for name, of in analysis.summaries.items():
-        table.add_row(name, *(f"{n:,.0f}" for n in (of.mean, of.median, of.p95, of.p99, of.max, of.total)))
+        table.add_row(WORDS[name], *(f"{n:,.0f}" for n in (of.mean, of.median, of.p95, of.p99, of.max, of.total)))
     return table
 
 
 def _layouts(analysis: Analysis) -> Table:
     """Make the table of padded and packed; rows are counted as if they were filled up to their capacity."""
     recipe, samples = analysis.recipe, len(analysis.table)
-    titles = ("rows", "padding", "samples\na row", "accumu-\nlation", "samples\nan update", "updates\nan epoch")
-    table = make_table("", *number_columns(*titles, "too\nlong"))
+    titles = (
+        "rows",
+        "padding",
+        "samples\na row",
+        "accumu-\nlation",
+        "samples\nan update",
+        "updates\nan epoch",
+        "too\nlong",
+    )
+    table = make_table(text_column(""), *number_columns(*titles))
     padded = f"{recipe.accumulation:,}", f"{recipe.samples_per_update:,}", f"{recipe.updates(samples):,}"
-    for name, padding in zip(("padded to batch", "padded to max"), analysis.paddings.values(), strict=True):
-        table.add_row(name, f"{samples:,}", f"{padding.waste:.1%}", "1", *padded, "0")
+    for name, padding in analysis.paddings.items():
+        table.add_row(PADDED[name], f"{samples:,}", f"{padding.waste:.1%}", "1", *padded, "0")
     table.add_section()
     for packed in analysis.simulations:
         table.add_row(
-            f"packed, {packed.capacity:,}",
+            f"packed in rows of {packed.capacity:,}",
             f"{packed.rows:,}",
             f"{1 - packed.fill:.1%}" if packed.rows else "",
             f"{packed.samples_per_row:.2f}",
