@@ -14,6 +14,7 @@ vlmpack; with --full the model to OUTPUT.
 """
 
 import argparse
+import inspect
 from typing import Any
 
 import torch
@@ -95,10 +96,11 @@ def evaluate() -> str:
     batch = VLMCollator(processor)([test[int(trainer.evaluation.sample_ids[0])]])
     is_target = batch["labels"][0] >= 0
     start = int((is_target[1:] & ~is_target[:-1]).nonzero()[-1]) + 1  # the tokens before it are the prompt
-    of_tokens = batch["labels"].shape
-    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and name != "labels"}
-    prompt = {name: value[:, :start] if value.shape[:2] == of_tokens else value for name, value in tensors.items()}
-    prompt = {name: value.to(args.device) for name, value in prompt.items()}
+    accepted = inspect.signature((model if options.full else model.get_base_model()).forward).parameters
+    prompt = {name: batch[name].to(args.device) for name in accepted if name in batch and name != "labels"}
+    prompt = {
+        n: tensor[:, :start] if tensor.shape[:2] == is_target[None].shape else tensor for n, tensor in prompt.items()
+    }
     ids = model.eval().generate(**prompt, max_new_tokens=128, do_sample=False)
     return f"loss of the held-out samples {loss:.4f}, an answer: {processor.decode(ids[0, start:])!r}"
 

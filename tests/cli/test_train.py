@@ -169,6 +169,23 @@ def loss_alone(model: Any, places: set[int]) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("model=tiny:qwen3", "columns={q: query, a: response}", "data=text.jsonl", "val_size=1", "save_strategy=no"),
+        ("model=tiny:qwen3_5_moe", "processor=tiny", "freeze_vision=false"),
+        ("eval_data=chats.jsonl", "min_shared=8", "method=full", "freeze_vision=false", "dtype=bfloat16"),
+    ],
+    ids=lambda settings: settings[0],
+)
+def test_text_experts_and_shared_prefixes_are_trained_and_answer(settings: tuple[str, ...], chats: Path) -> None:
+    Path("text.jsonl").write_text("".join(f'{{"q": "Say {n}", "a": "number {n}"}}\n' for n in range(9)))
+    told = run(*CHATS, "max_steps=1", "max_new_tokens=3", "learning_rate=1e-2", "warmup_steps=0", *settings)
+    assert told["result"]["after"]["loss"] < told["result"]["before"]["loss"] and not told["ignored"]
+    assert told["result"]["after"]["answer"]
+
+
+@pytest.mark.slow
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(chats: Path) -> None:
     settings = (*CHATS, "method=full", "learning_rate=1e-3", "max_new_tokens=0", "save_steps=2")
     whole = run(*settings, "max_steps=4", "output_dir=whole", "lr_scheduler_type=constant")

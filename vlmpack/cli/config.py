@@ -202,7 +202,7 @@ def _yaml(name: str, text: Callable[[], str]) -> Any:
 
 
 def as_kind(key: str, value: Any, kind: Any) -> Any:
-    """Return the value of a key in a type that it takes: YAML reads 1e-4 as text.
+    """Return the value of a key in a type that it takes: YAML reads 1e-4 as text, and no as False.
 
     Raises:
         ConfigError: it is of no such type.
@@ -210,6 +210,8 @@ def as_kind(key: str, value: Any, kind: Any) -> Any:
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     words = [word for each in kinds if get_origin(each) is Literal for word in get_args(each)]
     types: list[type] = [found for each in kinds if isinstance(found := get_origin(each) or each, type)]
+    if value is False and str in types and bool not in types:
+        return "no"
     if value in words or (value is None and NoneType in types):
         return value
     if isinstance(value, str) and str not in types:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import fields
+from inspect import signature
 from itertools import groupby
 from math import ceil
 from pathlib import Path
@@ -396,6 +397,7 @@ class Run:
         from torch import Tensor
 
         from vlmpack.collate.collator import VLMCollator
+        from vlmpack.model.plain import find_model
 
         if self.eval_plan is None:
             return None
@@ -405,12 +407,13 @@ class Run:
         batch = VLMCollator(processor)([self.eval_set[int(self.eval_plan[0][0])]])
         is_target = batch["labels"][0] >= 0
         start = int((is_target[1:] & ~is_target[:-1]).nonzero()[-1]) + 1
+        model: Any = trainer.model
+        accepted = signature(find_model(model).forward).parameters
         prompt = {
             name: (value[:, :start] if value.shape[:2] == batch["labels"].shape else value).to(self.args.device)
             for name, value in batch.items()
-            if isinstance(value, Tensor) and name != "labels"
+            if isinstance(value, Tensor) and name != "labels" and name in accepted
         }
-        model: Any = trainer.model
         ids = model.eval().generate(**prompt, max_new_tokens=self.keys.max_new_tokens, do_sample=False)
         return {"loss": loss, "answer": processor.decode(ids[0, start:], skip_special_tokens=True)}
 
