@@ -255,8 +255,10 @@ LONG: dict[str, tuple[tuple[str, ...], str, str]] = {
     "analyze": (
         ("analyze", "synthetic", "--num", "5000", *TINY, "--workers", "2"), "measuring samples", "--cache FILE",
     ),
-    "demo": (("demo", "--steps", "50", "--out", "out"), "training, padded", "nothing was written"),
-    "doctor --probe": (("doctor", "--probe"), "each sample alone", "vlmpack doctor --probe tiny:qwen3_vl"),
+    "train": (
+        ("train", "model=tiny", "data=synthetic", "num=40", "max_steps=500", "max_new_tokens=0", "--quiet"),
+        "'loss'", "resume_from_checkpoint=true",
+    ),
     "serve": (("serve", "--demo", "--port", "0", "--state", "out"), "reading the model", "in the journal"),
 }  # fmt: skip
 """Arguments, what is drawn while it works, and how to go on."""

@@ -87,12 +87,11 @@ def data_options(given: Mapping[str, Any], keys: TrainKeys, sources: Any) -> Dat
     names = [sources] if isinstance(sources, str) else [*sources]
     if not names:
         raise ConfigError("data names no data set; give a file, a folder or a hub id")
-    weights = (
-        [f"={sources[name] / sources[names[0]]}" for name in names] if isinstance(sources, dict) else [""] * len(names)
-    )
+    if isinstance(sources, dict):  # weights, in units of the first
+        names[1:] = [f"{name}={sources[name] / sources[names[0]]}" for name in names[1:]]
     settings: dict[str, Any] = {
         "dataset": names[0],
-        "mix": [f"{name}{weight}" for name, weight in zip(names[1:], weights[1:], strict=True)],
+        "mix": names[1:],
         "processor": keys.model,
         "max_length": keys.capacity,
         "cache": str(Path(given.get("output_dir", DEFAULTS["output_dir"])) / LENGTHS),
@@ -178,12 +177,10 @@ def make_model(keys: TrainKeys, processor: Any, *, only_shapes: bool = False) ->
             if isinstance(layer, torch.nn.Linear)
         )
         targets = [name for name in names if name != family.head_path]
-    alpha = 2 * keys.lora_rank if keys.lora_alpha is None else keys.lora_alpha
+    rank, alpha = keys.lora_rank, 2 * keys.lora_rank if keys.lora_alpha is None else keys.lora_alpha
+    lora = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=keys.lora_dropout, target_modules=targets)
     try:
-        return get_peft_model(
-            model,
-            LoraConfig(r=keys.lora_rank, lora_alpha=alpha, lora_dropout=keys.lora_dropout, target_modules=targets),
-        )
+        return get_peft_model(model, lora)
     except ValueError as error:
         raise ConfigError(f"lora_targets {keys.lora_targets}: {' '.join(str(error).split())}") from error
 
@@ -263,10 +260,9 @@ class Run:
         self.eval_set: Any = None
         if keys.eval_data is not None:
             self.eval_set = open_inputs(data_options({**given, "num": None}, keys, keys.eval_data)).dataset
-        elif keys.val_size:
-            num = min(ceil(keys.val_size * (1 if keys.val_size >= 1 else len(dataset))), len(dataset) - 1)
-            halves = random_split(self.train_set, [len(dataset) - num, num], Generator().manual_seed(self.data.seed))
-            self.train_set, self.eval_set = halves
+        elif num := min(ceil(keys.val_size * (1 if keys.val_size >= 1 else len(dataset))), len(dataset) - 1):
+            sizes, generator = [len(dataset) - num, num], Generator().manual_seed(self.data.seed)
+            self.train_set, self.eval_set = random_split(self.train_set, sizes, generator)
         with args.main_process_first(desc="measuring"):  # the others read what it has written
             options.make_folder("output_dir", Path(str(args.output_dir)))
             self.table, self.plan = self._planned(self.train_set, quiet=quiet)
@@ -425,7 +421,7 @@ def print_run(run: Mapping[str, Any], table: LengthTable, console: Console) -> N
     """Print the plan of a run."""
     free, needed = run["memory"]["free"], {name: size for name, size in run["memory"].items() if name != "free"}
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in needed.items())
-    of_free = "" if free is None else f" ({format_bytes(free)} are free)"
+    of_free = "" if free is None else f" ({format_bytes(free)} free)"
     lines = {
         "model": f"{run['model']}, {run['method']}: {run['trained_weights']:,} of {run['weights']:,} weights trained",
         "samples": f"{run['samples']:,} trained on, {run['held_out']:,} held out, {run['left_out']:,} left out",
@@ -452,10 +448,9 @@ def print_run(run: Mapping[str, Any], table: LengthTable, console: Console) -> N
 
 def print_result(result: Mapping[str, Any], console: Console) -> None:
     """Print losses and answers before and after, and where the weights are."""
-    for name in ("before", "after"):
-        if state := result[name]:
-            print_text(console, Text(f"{name}: loss of the held-out samples {state['loss']:.4f}"))
-            print_text(console, Text(f"an answer: {state['answer']}"), indent=2)
-    print_text(console, Text(f"saved: {result['saved']}"))
-    if result["merged"]:
-        print_text(console, Text(f"with its adapters merged: {result['merged']}"))
+    for name in (name for name in ("before", "after") if result[name]):
+        print_text(console, Text(f"{name}: loss of the held-out samples {result[name]['loss']:.4f}"))
+        if answer := result[name]["answer"]:
+            print_text(console, Text(f"an answer: {answer}"), indent=2)
+    merged = f"; with its adapters merged: {result['merged']}" if result["merged"] else ""
+    print_text(console, Text(f"saved: {result['saved']}{merged}"))
