@@ -97,10 +97,10 @@ def evaluate() -> str:
     is_target = batch["labels"][0] >= 0
     start = int((is_target[1:] & ~is_target[:-1]).nonzero()[-1]) + 1  # the tokens before it are the prompt
     accepted = inspect.signature((model if options.full else model.get_base_model()).forward).parameters
-    prompt = {name: batch[name].to(args.device) for name in accepted if name in batch and name != "labels"}
-    prompt = {
-        n: tensor[:, :start] if tensor.shape[:2] == is_target[None].shape else tensor for n, tensor in prompt.items()
-    }
+    names = [name for name in accepted if isinstance(batch.get(name), torch.Tensor) and name != "labels"]
+    of_tokens = batch["labels"].shape
+    prompt = {name: batch[name][:, :start] if batch[name].shape[:2] == of_tokens else batch[name] for name in names}
+    prompt = {name: tensor.to(args.device) for name, tensor in prompt.items()}
     ids = model.eval().generate(**prompt, max_new_tokens=128, do_sample=False)
     return f"loss of the held-out samples {loss:.4f}, an answer: {processor.decode(ids[0, start:])!r}"
 
