@@ -97,7 +97,7 @@ def test_a_call_with_a_bad_sample_changes_nothing(bad):
     packer = StreamPacker(RowSettings(capacity=10, min_fill=0.8))
     packer.pack(samples([6, 4, 3]))
     before = packer.state_dict()
-    assert before["buffered"]  # the guard: there is something that could change
+    assert packer.buffered  # the guard: there is something that could change
     with pytest.raises((SampleError, ConfigError)):
         packer.pack([{"id": 3, "length": 7}, bad])
     assert packer.state_dict() == before
@@ -145,7 +145,7 @@ def test_a_stream_continues_elsewhere_bit_for_bit(lengths, cut, min_fill):
     for sample in stream[:cut]:
         here.add(sample)
         [*here.rows()]
-    there.load_state_dict(pickle.loads(pickle.dumps(here.state_dict())))
+    there.load_state_dict(pickle.loads(pickle.dumps(here.state_dict())), here.buffered)
     for sample in stream[cut:]:
         rows = []
         for packer in (here, there):
@@ -162,9 +162,10 @@ def test_the_state_of_any_other_settings_is_refused_even_if_the_samples_would_fi
     packer = StreamPacker(RowSettings(capacity=50))
     packer.add({"length": 40})
     with pytest.raises(ConfigError, match="the state is of RowSettings"):
-        StreamPacker(RowSettings(**{"capacity": 50, **other})).load_state_dict(packer.state_dict())
+        StreamPacker(RowSettings(**{"capacity": 50, **other})).load_state_dict(packer.state_dict(), packer.buffered)
     with pytest.raises(ConfigError, match=r"samples that are measured otherwise: .*has 80 tokens"):
-        StreamPacker(RowSettings(capacity=50), length=lambda sample: 80).load_state_dict(packer.state_dict())
+        longer = StreamPacker(RowSettings(capacity=50), length=lambda sample: 80)
+        longer.load_state_dict(packer.state_dict(), packer.buffered)
 
 
 @pytest.mark.parametrize("make", [list, tuple, np.array, torch.tensor])
