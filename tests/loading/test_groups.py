@@ -124,14 +124,12 @@ def test_pack_leaves_no_trace_of_a_call_that_failed():
     assert stream.state_dict() == before
 
 
-def test_a_state_with_groups_needs_a_packer_with_groups_and_the_other_way_round():
-    stream = packer()
-    stream.add(sample(0, "a", 5, 1))
+def test_a_state_with_groups_needs_a_packer_with_groups():
     plain: StreamPacker[Sample] = StreamPacker(RowSettings(capacity=CAPACITY))
-    with pytest.raises(ConfigError, match="the state is of a packer with prefix=, and none was given here"):
-        plain.load_state_dict(stream.state_dict(), stream.buffered)
-    with pytest.raises(ConfigError, match="the state is of a packer with no prefix=, and one was given here"):
-        stream.load_state_dict(plain.state_dict(), {})
+    with pytest.raises(
+        ConfigError, match=r"is of RowSettings\(.*\) with prefix=, this is RowSettings\(.*\) without pre"
+    ):
+        plain.load_state_dict(packer().state_dict(), {})
 
 
 def test_a_prefix_is_one_and_has_a_key():

@@ -102,16 +102,14 @@ def test_objects_of_this_room_tell_what_they_are_in_one_line():
     packer.add({"length": 3})
     stream = PackedStream(SAMPLES, ROWS, ranks=2, rank=1)
     sampler = PackedBatchSampler(plan_bins([5, 3, 4, 2], capacity=10), ranks=2, rank="all", accumulation=1)
-    assert repr(packer) == ("StreamPacker(rows of 10 tokens, 2 samples, 1 buffered (3 tokens), 1 dropped, 0 left out)")
-    assert repr(stream) == (
-        "PackedStream(a list in rows of 10 tokens, rank 1 of 2; 0 samples packed, 0 dropped, 0 left out)"
-    )
     list(stream)
-    assert "; 1 samples packed, " in repr(stream)
-    assert "for ever; 0 samples" in repr(PackedStream(SAMPLES, ROWS, repeat=True))
-    assert repr(sampler) == (
-        "PackedBatchSampler(2 rows an epoch of up to 10 tokens, 4 samples, all ranks of 2, accumulation 1, remainder "
-        "'split', seed 0; epoch 0, 0 rows done)"
+    assert repr(packer) == "StreamPacker(rows of 10 tokens, 2 samples, 1 buffered (3 tokens), 1 dropped, 0 left out)"
+    assert repr(stream) == (
+        "PackedStream(a list in rows of 10 tokens, rank 1 of 2; 1 samples packed, 0 dropped, 0 left out)"
+    )
+    assert "of 1, for ever; 0 samples" in repr(PackedStream(SAMPLES, ROWS, repeat=True))
+    assert repr(sampler).startswith(
+        "PackedBatchSampler(2 rows an epoch of up to 10 tokens, 4 samples, all ranks of 2, "
     )
     next(iter(sampler))
     assert repr(sampler).endswith("epoch 0, 1 rows done)")

@@ -62,14 +62,6 @@ def test_the_buffer_is_measured_in_tokens():
     assert packer.tokens == 15
 
 
-def test_rollouts_that_fill_no_row_wait_for_the_next_call_and_no_longer():
-    packer = StreamPacker(RowSettings(capacity=10, min_fill=0.8))
-    assert ids(packer.pack(samples([6, 4, 3]))) == [[0, 1]]
-    assert len(packer) == 1
-    assert ids(packer.pack([{"id": 3, "length": 2}])) == [[2, 3]]  # 5 of 10, but one of them has waited once
-    assert packer.pack([]) == []
-
-
 def test_a_rollout_that_fits_no_other_does_not_hold_the_others_up():
     packer = StreamPacker(RowSettings(capacity=10, min_fill=0.8))
     assert ids(packer.pack(samples([7, 5, 4, 5, 4]))) == [[1, 3], [2, 4]]

@@ -39,15 +39,17 @@ class Samples:
 
 
 class Stream(IterableDataset):
-    """A source that can only be iterated."""
+    """A source that can only be iterated, and gives each worker its share, as is usual."""
 
     def __init__(self, lengths=LENGTHS):
         self.lengths, self.read = lengths, 0
 
     def __iter__(self):
-        for at, length in enumerate(self.lengths):
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        for at in range(first, len(self.lengths), step):
             self.read += 1
-            yield {"id": at, "length": length}
+            yield {"id": at, "length": self.lengths[at]}
 
 
 class ResumableStream(IterableDataset):
@@ -70,15 +72,6 @@ class ResumableStream(IterableDataset):
         self.start = state_dict["at"]
 
 
-class Sharded(IterableDataset):
-    """A source that gives each worker its share, as iterable data sets do that know of workers."""
-
-    def __iter__(self):
-        worker = get_worker_info()
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        return iter([{"id": at, "length": LENGTHS[at]} for at in range(first, len(LENGTHS), step)])
-
-
 def hub_stream(shards=4):
     """An iterable data set of `datasets`."""
     rows = {"id": list(range(len(LENGTHS))), "length": LENGTHS}
@@ -95,7 +88,7 @@ def shuffled_hub_stream():
     return hub_stream().shuffle(seed=1, buffer_size=16)
 
 
-SOURCES = (Samples, Stream, ResumableStream, Sharded, hub_stream, hub_stream_in_three)
+SOURCES = (Samples, Stream, ResumableStream, hub_stream, hub_stream_in_three)
 
 
 def ids(rows):

@@ -84,13 +84,7 @@ class Place:
 
 def _equal_states(a: Any, b: Any) -> bool:
     """Return whether two states are equal, whatever arrays or tensors are in them."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal_states(a[name], b[name]) for name in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_equal_states, a, b))
-    if isinstance(a, np.ndarray | torch.Tensor):
-        return type(a) is type(b) and a.shape == b.shape and bool((a == b).all())
-    return type(a) is type(b) and bool(a == b)
+    return digest_of(a) == digest_of(b)
 
 
 @runtime_checkable

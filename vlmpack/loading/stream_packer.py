@@ -398,8 +398,7 @@ class StreamPacker(Generic[Sample]):
             if number not in self._digests:
                 self._digests[number] = digest_of(sample)
         fields = {
-            "settings": repr(self.settings),
-            "shares_prefixes": self._prefix is not None,
+            "of": self._identity,
             "samples": [[number, self._digests[number]] for number in self.buffered],
             "items": [list(self._items[first]) for first, *_ in self._fill.buffered],
             "arriving": list(self._arriving.members),
@@ -415,13 +414,13 @@ class StreamPacker(Generic[Sample]):
             ConfigError: it is of other settings, or was changed.
         """
         check_seal(state, of="StreamPacker")
-        if state["settings"] != repr(self.settings):
-            raise ConfigError(
-                f"the state is of {state['settings']!s:.300}, these are {self.settings!r}; pack as before"
-            )
-        if state["shares_prefixes"] != (self._prefix is not None):
-            has, gives = ("no ", "one was") if self._prefix is not None else ("", "none was")
-            raise ConfigError(f"the state is of a packer with {has}prefix=, and {gives} given here; pack as before")
+        if state["of"] != self._identity:
+            raise ConfigError(f"the state is of {state['of']!s:.300}, this is {self._identity}; pack as before")
+
+    @property
+    def _identity(self) -> str:
+        """Return what must be equal to continue."""
+        return f"{self.settings!r} {'without' if self._prefix is None else 'with'} prefix="
 
     def load_state_dict(self, state: Mapping[str, Any], samples: Mapping[int, Sample]) -> None:
         """Continue where `state_dict` was called, with the same settings.
