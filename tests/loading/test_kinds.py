@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from chats import chat, picture, processor_of
+from chats import chat, processor_of
 from torch.utils.data import DataLoader
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import open_dataset
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.layout import SlotRule
 from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
 from vlmpack.loading.stream_packer import token_count
 from vlmpack.plan import LengthTable, plan_bins
@@ -63,20 +62,6 @@ def table() -> LengthTable:
 def test_an_argument_of_a_wrong_kind_is_refused_with_the_right_one(call, message):
     with pytest.raises(ConfigError, match=message):
         call()
-
-
-# ---------------------------------------------------------------------- the recipe that the refusal names
-
-
-@pytest.mark.parametrize("slots", [SlotRule(), SlotRule(multiple=8)])
-def test_conversations_are_streamed_by_the_length_that_their_collator_tells(slots):
-    samples = [chat("why " * (1 + n % 3), "because " * (1 + n % 7), picture(64 + 8 * n, 64), id=n) for n in range(1, 9)]
-    collator = VLMCollator(processor_of(), layout="packed", slots=slots)
-    stream = PackedStream(samples, RowSettings(capacity=120), length=collator.length)
-    rows = [collator.collate(row) for row in stream]
-    assert all(row.segments.total <= 120 for row in rows)
-    assert sum(row.segments.total for row in rows) == sum(map(collator.length, samples))
-    assert sorted(at for row in rows for at in row.metadata.sample_ids) == list(range(1, 9))
 
 
 def test_a_sample_that_cannot_be_read_comes_to_the_collator_too(tmp_path):

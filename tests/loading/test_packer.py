@@ -205,14 +205,6 @@ def test_settings_that_make_no_sense_are_refused(settings, message):
         RowSettings(**settings)
 
 
-@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint16, torch.tensor])
-def test_lengths_may_be_numbers_of_numpy_or_torch(kind):
-    lengths = LENGTH_SETS["CORD"].lengths(60).tolist()
-    plain = StreamPacker(RowSettings(capacity=4096), length=lambda length: length)
-    other = StreamPacker(RowSettings(capacity=4096), length=kind)
-    assert other.pack(lengths) == plain.pack(lengths)
-
-
 @pytest.mark.parametrize("oversize", ["error", "drop", "own_row"])
 @pytest.mark.parametrize("length", [2.5, 10.5, float("nan"), float("inf"), None, "3"])
 def test_a_length_that_is_no_whole_number_names_its_sample(length, oversize):
