@@ -6,7 +6,6 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from training import KINDS, Samples, arguments, collator, lengths_of, logged, receipts
 
@@ -15,8 +14,6 @@ from vlmpack.model import enable_packing
 from vlmpack.plan import Plan, plan_bins
 from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer
-
-torchdata_on_new_torch = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 
 class Noting:

@@ -12,7 +12,6 @@ from chats import picture
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from test_readme import DOCS, examples
-from trainer.packed_runs import torchdata_on_new_torch
 from training import distance
 from transformers import Trainer
 from trl_runs import (
@@ -314,7 +313,6 @@ def written(tmp_path):
 
 
 @pytest.mark.slow
-@torchdata_on_new_torch
 def test_data_sets_of_others_than_datasets_are_trained_on_as_they_are(tmp_path):
     """Opened, mixed and streamed: the losses of the same samples in a data set of `datasets`."""
     opened = open_dataset(written(tmp_path))

@@ -18,7 +18,7 @@ from vlmpack.collate.collator import VLMCollator
 from vlmpack.errors import ConfigError, SkippedWarning, UnpackedWarning, check_extra, check_kind
 from vlmpack.layout.batch import METADATA_KEY, HostMetadata
 from vlmpack.loading.sampler import PackedBatchSampler, Remainder
-from vlmpack.loading.stream import PackedStream
+from vlmpack.loading.stream import PackedStream, StreamLoader
 from vlmpack.model.enable import is_packing
 from vlmpack.model.forward import STEP, StepCall
 from vlmpack.plan.plan import Plan
@@ -207,14 +207,11 @@ class PackedTrainer(RenamedWeights):
         )
 
     def _stream_loader(self, stream: PackedStream) -> DataLoader[Any]:
-        """Return this rank's rows, collated, by a loader that has a state (torchdata's `StatefulDataLoader`).
+        """Return this rank's rows, collated, by a loader that has a state.
 
         Its workers are seeded by a generator of their own, so that a resumed run draws as many random numbers as an
         unbroken one.
         """
-        check_extra("stream", "torchdata", needed_by="a PackedStream in Trainer")
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
         if self.plan is not None:
             raise ConfigError("a PackedStream packs by itself; leave plan= out")
         rank, ranks = self.args.process_index, self.args.world_size
@@ -226,7 +223,7 @@ class PackedTrainer(RenamedWeights):
         if not stream.repeat:
             raise ConfigError("Trainer counts steps until max_steps, and a stream ends: PackedStream(..., repeat=True)")
         generator, collate = torch.Generator().manual_seed(self.args.seed), self.data_collator
-        loader = StatefulDataLoader(stream, batch_size=None, collate_fn=collate, generator=generator, **self._loading)
+        loader = StreamLoader(stream, collate_fn=collate, generator=generator, **self._loading)
         if self._resumes_from is not None:
             checkpoints.load_stream(Path(self._resumes_from) / stream_file(rank), loader)
         return loader
