@@ -329,7 +329,7 @@ def test_turns_of_from_and_value_and_plain_prompts_have_the_same_places() -> Non
 
 
 def test_audio_of_files_of_data_sets_stands_in_its_place(tmp_path: Any) -> None:
-    """Files of audio are refused later, as audio is read from arrays alone; markers are places."""
+    """Their paths start at its folder; markers are places."""
     turns = [{"role": "user", "content": "<audio>What is it?"}, {"role": "assistant", "content": "A dog."}]
     (tmp_path / "demo.json").write_text(json.dumps([{"messages": turns, "audios": ["demo/1.mp3"]}]))
     tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
@@ -341,6 +341,6 @@ def test_audio_of_files_of_data_sets_stands_in_its_place(tmp_path: Any) -> None:
     caption = open_dataset(tmp_path / "rows.jsonl")[0]
     read, captioned = (read_conversation(sample, has_audio=True) for sample in (demo, caption))
     assert read.messages[0]["content"] == [PART, {"type": "text", "text": "What is it?"}]
-    assert [ref.source for ref in read.audios] == ["demo/1.mp3"]
+    assert [ref.source for ref in read.audios] == [str(tmp_path / "demo/1.mp3")]
     assert captioned.messages == ({"role": "user", "content": [PART]}, {"role": "assistant", "content": "A dog."})
     assert [ref.source for ref in captioned.audios] == [[0.25, 0.5]]

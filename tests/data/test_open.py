@@ -125,10 +125,10 @@ class TestJson:
             ("messages,answer\n1,2\n", "is no JSON"),
             ("{\n  'data': 1\n}\n", "is no JSON"),
             ('[{"messages": []} {"messages": []}]', "a comma or the end of the array is missing at character 18"),
-            ('[{"messages": []}]\n[1]', "there is more at character 19"),
+            ('[{"messages": []}]\n{}', "there is more at character 19"),
             ('[{"messages": [}]', "begins like a JSON array and is none"),
             ("[1, 2]", "is a int: '1'; a sample is a JSON object"),
-            ('{"text": "x", "label": 1}', "holds text, label, and none of input_ids, messages"),
+            ('{"text": "x", "label": 1}', "holds text, label, and none of messages, conv"),
             ("[" * 100_000 + "]" * 100_000, "holds a sample that is nested too deeply to be read; write a sample a li"),
             (json.dumps({"data": ROWS}), "the list under its key 'data', write that list alone"),
             (json.dumps({"data": ROWS}, indent=2), "the list under its key 'data', write that list alone"),
@@ -143,7 +143,8 @@ class TestPaths:
     @pytest.mark.parametrize(
         "columns",
         [
-            {"image": "@/0.png"},
+            {"image": "@/0.png", "audio": "@/0.wav"},
+            {"audios": ["@/0.wav", [0.5, 0.25]], "video": ""},
             {"images": ["@/0.png", "/1.png", {"path": "@/0.png", "min_pixels": 9}, {"image": "@/0.png"}]},
             {"images": [{"bytes": None, "path": "@/0.png"}]},
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "@/0.png"}}]}]},

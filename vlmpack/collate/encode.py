@@ -37,6 +37,7 @@ from vlmpack.collate.media import BatchMedia, MediaReader, trial_image
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.collate.video import DEFAULT_RULES, FileRules
+from vlmpack.data.formats import as_messages
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import FamilyError, Refusal
 from vlmpack.families.family import Family
@@ -213,6 +214,10 @@ class Encoder:
             made = self._family.expert_types if self._family else None  # kinds of tokens, by which experts are chosen
             self._check_unread({name: feature[name] for name in feature if name != made}, sample)
         else:
+            try:
+                feature = as_messages(feature, inline=self.metadata.has_vision and self.markers != "text")
+            except ValueError as error:
+                raise Refusal("bad_row", f"it {error}") from error
             conversation = read_conversation(
                 feature,
                 has_vision=self.metadata.has_vision,

@@ -275,15 +275,20 @@ def _open(file: IO[bytes], limits: ImageLimits) -> Image.Image:
             # Pillow warns above 89 million pixels; our own cap answers with an error instead.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             return Image.open(file, formats=limits.formats)
+    except Image.DecompressionBombError as error:
+        raise ImageError(
+            f"the image is too large for Pillow ({error}); scale it down, or raise PIL.Image.MAX_IMAGE_PIXELS and "
+            f"ImageLimits.max_pixels={limits.max_pixels}",
+            "image_too_large",
+        ) from error
     except Exception as error:  # on damaged bytes Pillow's plug-ins raise errors of every kind
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
-        is_too_large = isinstance(error, Image.DecompressionBombError)  # for PIL.Image.MAX_IMAGE_PIXELS
         raise ImageError(
             f"{size} bytes starting with {file.read(16)!r} are not an image of the formats "
             f"{', '.join(limits.formats)} ({type(error).__name__}); write the file again, name another format "
             "in ImageLimits(formats=...), or drop the sample",
-            "image_too_large" if is_too_large else "image_undecodable",
+            "image_undecodable",
         ) from error
 
 
