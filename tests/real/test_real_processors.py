@@ -17,6 +17,7 @@ from PIL import Image
 from vlmpack import VLMCollator
 from vlmpack.data import load_processor
 from vlmpack.errors import FamilyError, SampleError
+from vlmpack.layout import PackedRow
 
 FOLDER = os.environ.get("VLMPACK_REAL_PROCESSORS")
 pytestmark = pytest.mark.skipif(not FOLDER, reason="VLMPACK_REAL_PROCESSORS names no folder")
@@ -143,6 +144,7 @@ def test_images_of_any_size_are_measured_as_they_are_made(name: str) -> None:
     collator = VLMCollator(processor_of(name), layout="packed", add_stop="</s>" if name == "llava" else None)
     samples = [chat([image(at), text("?")], "A dog.") for at in range(len(SIZES))]
     row = collator.collate(samples)
+    assert isinstance(row, PackedRow)
     assert [collator.measure(sample).num_tokens for sample in samples] == list(row.segments.lengths)
 
 

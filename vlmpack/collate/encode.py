@@ -266,10 +266,6 @@ class Encoder:
         if (num_images or num_videos) and not self.metadata.has_vision:
             seen = f"it has {num_images} image(s) and {num_videos} video(s), but a tokenizer reads text only"
             raise Refusal("no_vision", f"{seen}; give VLMCollator the processor of a vision-language model")
-        if num_videos and self.metadata.has_audio:
-            fault = f"it has {num_videos} video(s), which a {type(self.processor).__name__} samples by rules of its own"
-            remedy = "tokenise it with the processor (input_ids, labels, pixel_values_videos, ...)"
-            raise Refusal("no_video", f"{fault} that need torchvision: {remedy}, or give frames as images")
         media: Visuals = {kind: read(conversation, kind) for kind in KINDS}
         if media["image"]:
             assert self._is_confirmed

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeGuard, final
 
 from vlmpack.data.tool_calls import CALLING, calls_in
 from vlmpack.errors import ConfigError
@@ -242,7 +242,7 @@ def _turn(turn: Any) -> list[Any]:
             function = {"name": part.get("name"), "arguments": part.get("input") or {}}
             calls.append({"id": part.get("id"), "type": "function", "function": function})
         elif kind == "tool_call":
-            calls += calls_in(part.get("value"))
+            calls += calls_in(_text(part.get("value"), "a part of type tool_call"))
         elif kind in ("thinking", "reasoning"):
             thoughts.append(_text(part.get("value") or part.get(kind) or part.get("text"), f"a part of type {kind}"))
         elif calls or (results and said):
@@ -357,7 +357,7 @@ def _placed(media: Any, folder: Path) -> Any:
     return [_placed(item, folder) for item in media] if is_many else media
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, list | tuple)
 
 
