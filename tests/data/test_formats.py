@@ -258,6 +258,7 @@ TURNS = {
                 "content": [
                     {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "2"}]},
                     {"type": "text", "text": "Go on."},
+                    {"type": "text", "text": "Please."},
                 ],
             },
         ],
@@ -270,7 +271,7 @@ TURNS = {
                 "reasoning_content": "Add.",
             },
             {"role": "tool", "tool_call_id": "t1", "content": [{"type": "text", "text": "2"}]},
-            {"role": "user", "content": [{"type": "text", "text": "Go on."}]},
+            {"role": "user", "content": [{"type": "text", "text": "Go on."}, {"type": "text", "text": "Please."}]},
         ],
     ),
     "LLaMA-Factory v1: thoughts, calls and weights": (
@@ -323,7 +324,7 @@ def test_anthropics_system_and_tools_are_columns() -> None:
         ),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "x"}, {"type": "text"}]}]},
-            "has a part of type 'text' behind a tool's",
+            "has a part of type 'text' where its place",
         ),
         (
             {

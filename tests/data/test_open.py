@@ -63,9 +63,7 @@ FORMS = {
 
 class TestJson:
     @pytest.mark.parametrize("form", FORMS)
-    @pytest.mark.parametrize("chunk", [10, 2**24])
-    def test_every_form_gives_the_same_rows(self, form: str, chunk: int, tmp_path: Path, monkeypatch) -> None:
-        monkeypatch.setattr("vlmpack.data.readers.CHUNK", chunk)
+    def test_every_form_gives_the_same_rows(self, form: str, tmp_path: Path) -> None:
         rows = json_rows(written(tmp_path, FORMS[form]))
         assert [rows[at] for at in range(len(rows))] == ROWS
 
@@ -179,9 +177,8 @@ class TestPaths:
         assert first["messages"][0]["content"][0]["image"] == str(root / "pictures" / "0.png")
         assert second["image"] == "/1.png"
         assert open_dataset([path, path], image_root=str(root))[2] == {**first, "id": 2}
-        for wrong, expected in ((tmp_path / "nowhere", "nowhere' is no folder"), (3, "path of a folder, got a int")):
-            with pytest.raises(ConfigError, match=expected):
-                open_dataset(path, image_root=wrong)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ConfigError, match="nowhere' is no folder"):
+            open_dataset(path, image_root=tmp_path / "nowhere")
 
     def test_receipts_in_a_file_of_json_name_them_too(self, tmp_path: Path) -> None:
         receipt = {"image": "pictures/0.png", "ground_truth": json.dumps({"gt_parse": {"total": {"cash": "5"}}})}

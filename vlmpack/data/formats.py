@@ -236,6 +236,10 @@ def _turn(turn: Any) -> list[Any]:
     said, results, calls, thoughts = list[Any](), list[Any](), list[Any](), list[str]()
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else None
+        if (calls and kind not in ("tool_use", "tool_call")) or (said and kind == "tool_result"):
+            raise ValueError(
+                f"has a part of type {kind!r} where its place among its turn's would be lost; reorder them"
+            )
         if kind == "tool_result":
             results.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), **_result(part)})
         elif kind == "tool_use":
@@ -245,8 +249,6 @@ def _turn(turn: Any) -> list[Any]:
             calls += calls_in(_text(part.get("value"), "a part of type tool_call"))
         elif kind in ("thinking", "reasoning"):
             thoughts.append(_text(part.get("value") or part.get(kind) or part.get("text"), f"a part of type {kind}"))
-        elif calls or (results and said):
-            raise ValueError(f"has a part of type {kind!r} behind a tool's, whose place would be lost; reorder them")
         else:
             said.append(_part(part) if isinstance(part, Mapping) else part)
     message = {key: value for key, value in turn.items() if value is not None and key != "loss_weight"}
@@ -274,24 +276,25 @@ def _result(part: Mapping[str, Any]) -> dict[str, Any]:
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     """A text or a medium as a part of messages."""
-    kind = part.get("type")
-    rest = {key: value for key, value in part.items() if key not in _BOOKKEEPING}
-    source = part.get("source")
-    if kind == "input_audio" and isinstance(heard := part.get("input_audio"), Mapping):
-        return _medium("audio", f"data:audio/{heard.get('format')};base64,{heard.get('data')}")
-    if kind == "output_text":
-        return {**rest, "type": "text"}
-    if kind in _KINDS and part.get("base64") is not None:
-        rest.pop("base64")
-        return {**rest, **_medium(_KINDS[kind], f"data:{_KINDS[kind]};base64,{part['base64']}")}
-    if kind in _KINDS and isinstance(source, Mapping) and source.get("type") in ("base64", "url"):
-        rest.pop("source")
-        data = f"data:{source.get('media_type')};base64,{source.get('data')}"
-        return {**rest, **_medium(_KINDS[kind], source.get("url") if source["type"] == "url" else data)}
-    if part.get("value") is not None and kind in ("text", *_KINDS):
-        rest.pop("value")
-        return {**rest, **({"text": part["value"]} if kind == "text" else _medium(_KINDS[kind], part["value"]))}
-    return rest
+    kind, source, medium = part.get("type"), None, _KINDS.get(str(part.get("type")))
+    held = part.get("input_audio" if kind == "input_audio" else "source")
+    if kind == "input_audio" and isinstance(held, Mapping):
+        medium, source = "audio", f"data:audio/{held.get('format')};base64,{held.get('data')}"
+    elif medium and isinstance(held, Mapping) and held.get("type") == "base64":
+        source = f"data:{held.get('media_type')};base64,{held.get('data')}"
+    elif medium and isinstance(held, Mapping) and held.get("type") == "url":
+        source = held.get("url")
+    elif medium and part.get("base64") is not None:
+        source = f"data:{medium};base64,{part['base64']}"
+    elif medium:
+        source = part.get("value")
+    read = (*_BOOKKEEPING, *(("input_audio", "source", "base64", "value") if source is not None else ()))
+    rest = {key: value for key, value in part.items() if key not in read}
+    if medium and source is not None:
+        return {**rest, **_medium(medium, source)}
+    if kind == "text" and rest.get("value") is not None:
+        rest["text"] = rest.pop("value")
+    return {**rest, "type": "text"} if kind == "output_text" else rest
 
 
 def _medium(kind: str, source: Any) -> dict[str, Any]:
@@ -315,9 +318,7 @@ def _tool(tool: Any) -> Any:
     return {"type": "function", "function": {**rest, "parameters": tool["input_schema"]}}
 
 
-READERS: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (
-    *(_pairs, _questions, _numbered_images, _parts, _beside),
-)
+READERS: Sequence[Callable[[dict[str, Any]], dict[str, Any]]] = (_pairs, _questions, _numbered_images, _parts, _beside)
 """The formats, in the order in which a row is tried; a row may be of several."""
 
 
@@ -332,18 +333,14 @@ def from_folder(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _placed_in(turn: Any, folder: Path) -> Any:
-    if not isinstance(turn, Mapping) or "content" not in turn:
-        return turn
-    content = turn["content"]  # a list of parts, or one part alone
-    is_medium = isinstance(content, Mapping) and content.get("type") != "text"
+    content = turn.get("content") if isinstance(turn, Mapping) else None  # a text, a list of parts, or one part alone
     if _is_list(content):
-        parts = [part if isinstance(part, str) or _is_text(part) else _placed(part, folder) for part in content]
-        return {**turn, "content": parts}
-    return {**turn, "content": _placed(content, folder)} if is_medium else turn
+        return {**turn, "content": [_placed_part(part, folder) for part in content]}
+    return {**turn, "content": _placed_part(content, folder)} if isinstance(content, Mapping) else turn
 
 
-def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text"
+def _placed_part(part: Any, folder: Path) -> Any:
+    return _placed(part, folder) if isinstance(part, Mapping) and part.get("type") != "text" else part
 
 
 def _placed(media: Any, folder: Path) -> Any:

@@ -88,21 +88,14 @@ def open_dataset(
         source, split, named = described.source, described.split or split, described.columns
     else:
         named = ColumnMap() if columns is None else read_columns(columns, source)
-    root = named.folder if image_root is None else _root(image_root)
+    root = named.folder if image_root is None else Path(image_root).expanduser().absolute()
+    if root is not None and not root.is_dir():
+        raise ConfigError(f"image_root={str(image_root)!r} is no folder; give the one at which images' paths start")
     dataset = replace(find_source(source, split), columns=named)
     if root is not None:
         dataset = replace(dataset, folders=(root,) * len(dataset.files))
     dataset = replace(dataset, are_receipts=_are_receipts(dataset))
     return replace(dataset, first_turns=_first_turns(dataset) if branches == "turns" else None, num=num)
-
-
-def _root(image_root: str | Path) -> Path:
-    if not isinstance(image_root, str | os.PathLike):
-        raise ConfigError(f"image_root has to be the path of a folder, got a {type(image_root).__name__}")
-    root = Path(image_root).expanduser().absolute()
-    if not root.is_dir():
-        raise ConfigError(f"image_root={str(image_root)!r} is no folder; give the one at which images' paths start")
-    return root
 
 
 def find_source(source: Source, split: str) -> OpenDataset:
@@ -142,11 +135,9 @@ def _find_named(source: str | os.PathLike[str], split: str) -> OpenDataset:
         return OpenDataset(files=(folder_rows(path, split),), folders=(path,), name=name)
     if path.is_file() and path.suffix in JSON_FILES:
         return OpenDataset(files=(json_rows(path),), folders=(path.parent,), name=name)
-    if is_shard(path):
-        shards = [Path(shard) for shard in expand(str(path))]
-        return OpenDataset(files=(named_rows(shards),), folders=(path.parent,), name=name)
-    if path.suffix == ".parquet" or (path.is_file() and not path.suffix):
-        return OpenDataset(files=(named_rows([path]),), folders=(path.parent,), name=name)
+    if is_shard(path) or path.suffix == ".parquet" or (path.is_file() and not path.suffix):
+        paths = [Path(each) for each in expand(str(path))] if is_shard(path) else [path]
+        return OpenDataset(files=(named_rows(paths),), folders=(path.parent,), name=name)
     if path.is_file():
         raise ConfigError(
             f"{source} is a {path.suffix} file; give {', '.join(JSON_FILES)}, .parquet or .tar, unpacked; CSV, text "

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import tarfile
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,8 +42,6 @@ class Rows(Protocol):
 
 JSON_FILES = (".json", ".jsonl", ".ndjson")
 """Ends of the names of such files."""
-CHUNK = 2**24
-"""Bytes of a JSONL file that are read together."""
 MARK = b"\xef\xbb\xbf"
 """The byte-order mark that some editors put in front of UTF-8."""
 
@@ -112,27 +111,21 @@ def is_array(path: Path) -> bool:
 
 
 def _line_spans(path: Path) -> np.ndarray:
-    """Every line that is not blank; whole lines at a time, and only those without a brace are read one by one."""
-    spans, at = [np.zeros((0, 2), np.int64)], 0
+    """Every line that is not blank."""
+    spans, at = array("q"), 0
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK) + file.readline():
-            ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + 1
-            if not len(ends) or ends[-1] < len(chunk):
-                ends = np.append(ends, len(chunk))
-            starts = np.concatenate([[0], ends[:-1]])
-            odd = np.flatnonzero(np.frombuffer(chunk, np.uint8)[starts] != ord("{"))
-            blank = [i for i in odd.tolist() if not chunk[starts[i] : ends[i]].strip()]
-            spans.append(np.delete(np.stack([starts, ends], 1) + at, blank, axis=0))
-            at += len(chunk)
-    return np.concatenate(spans)
+        for line in file:
+            if not line.isspace():
+                spans.extend((at, at + len(line)))
+            at += len(line)
+    return np.frombuffer(spans, np.int64).reshape(-1, 2) if spans else np.zeros((0, 2), np.int64)
 
 
 def _object_span(path: Path) -> np.ndarray | None:
     """The file itself, if it is one object over several lines."""
     with path.open("rb") as file:
-        if file.readline().removeprefix(MARK).strip() != b"{":
-            return None
-        data = file.read()
+        begins_alone = file.readline().removeprefix(MARK).strip() == b"{"
+        data = file.read() if begins_alone else b""
     try:
         json.loads(b"{" + data)
     except (ValueError, RecursionError):
