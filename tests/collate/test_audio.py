@@ -17,6 +17,7 @@ from cases import slow
 from PIL import Image
 from transformers import Qwen2_5OmniConfig, Qwen3OmniMoeConfig
 
+from vlmpack.cli.inputs import named_processor
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.conversation import read_conversation
 from vlmpack.data import load_processor, open_dataset
@@ -307,7 +308,8 @@ def test_a_processor_that_was_saved_makes_the_same_batch(family: str, tmp_path: 
     check_equal(VLMCollator(load_processor(tmp_path))([sample]), made)
     whole_model = {POOLED: Qwen2_5OmniConfig, CONVOLVED: Qwen3OmniMoeConfig}[family]
     whole_model().save_pretrained(tmp_path)  # as in the released checkpoints, which hold the talker too
-    check_equal(VLMCollator(load_processor(tmp_path))([sample]), made)
+    for loaded in (load_processor(tmp_path), named_processor(str(tmp_path))):
+        check_equal(VLMCollator(loaded)([sample]), made)
 
 
 def test_a_measured_sample_whose_longest_audio_was_cut_off_is_decoded_as_it_is_collated() -> None:

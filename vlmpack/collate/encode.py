@@ -39,7 +39,7 @@ from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.collate.video import DEFAULT_RULES, FileRules
 from vlmpack.data.formats import as_messages
 from vlmpack.data.images import ImageLimits
-from vlmpack.errors import FamilyError, Refusal
+from vlmpack.errors import FamilyError, Refusal, SampleError
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of_processor
 
@@ -216,6 +216,8 @@ class Encoder:
         else:
             try:
                 feature = as_messages(feature, inline=self.metadata.has_vision and self.markers != "text")
+            except SampleError as error:
+                raise Refusal(error.reason, error.detail) from error
             except ValueError as error:
                 raise Refusal("bad_row", f"it {error}") from error
             conversation = read_conversation(

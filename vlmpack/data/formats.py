@@ -5,6 +5,7 @@
                       {"conversation": [{"human", "assistant"}, ...]}         │
     VQA sets          {"question", "answer" or "answers"}                     ├─▶ {"messages": [...], ...}
     captions          {"response"} or {"txt"}, beside an image                │
+    CORD              {"image", "ground_truth"}                               │
     MiniCPM-V         {"image": {"<image_00>": path}, "conversations"}        │
     LLaMA-Factory v1  {"content": [{"type": "text", "value"}], "loss_weight"} │
     Anthropic         {"content": [{"type": "tool_use"}, ...]}               ─┘
@@ -31,6 +32,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeGuard, final
 
+from vlmpack.data.cord import to_conversation
 from vlmpack.data.tool_calls import CALLING, calls_in
 from vlmpack.errors import ConfigError
 
@@ -67,6 +69,7 @@ def as_messages(row: Mapping[str, Any], *, inline: bool = True) -> dict[str, Any
 
     Raises:
         ValueError: the row is of a shape above and contradicts itself.
+        SampleError: a receipt whose ground truth cannot be read.
     """
     written = dict(row.items())
     for read in (*READERS, *((_inline_media,) if inline else ()), _from_data_path):
@@ -110,6 +113,13 @@ def _questions(row: dict[str, Any]) -> dict[str, Any]:
 def _turns_of(pairs: Sequence[tuple[Any, Any]]) -> list[dict[str, Any]]:
     roles = ("user", "assistant")
     return [{"role": r, "content": _text(text, r)} for pair in pairs for r, text in zip(roles, pair, strict=True)]
+
+
+def _receipts(row: dict[str, Any]) -> dict[str, Any]:
+    """An image and its values, as CORD v2 has them."""
+    if "ground_truth" not in row or any(row.get(name) is not None for name in CHAT):
+        return row
+    return {**{name: row[name] for name in ("id", "sample_id") if name in row}, **to_conversation(row)}
 
 
 def _media_turn(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -318,7 +328,14 @@ def _tool(tool: Any) -> Any:
     return {"type": "function", "function": {**rest, "parameters": tool["input_schema"]}}
 
 
-READERS: Sequence[Callable[[dict[str, Any]], dict[str, Any]]] = (_pairs, _questions, _numbered_images, _parts, _beside)
+READERS: Sequence[Callable[[dict[str, Any]], dict[str, Any]]] = (
+    _pairs,
+    _questions,
+    _receipts,
+    _numbered_images,
+    _parts,
+    _beside,
+)
 """The formats, in the order in which a row is tried; a row may be of several."""
 
 
@@ -387,6 +404,8 @@ class ColumnMap:
     """Columns that have to be there."""
     folder: Path | None = None
     """Where paths of media start; None: where the source says."""
+    is_read: bool = True
+    """False: rows keep the shape in which they are stored."""
 
     def apply(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the row with its columns renamed, and its turns or pairs as messages.
@@ -405,7 +424,7 @@ class ColumnMap:
                 renamed[target] = value
         if self.tags is not None and renamed.get("messages") is not None:
             renamed["messages"] = [_tagged(turn, self.tags) for turn in renamed["messages"]]
-        return as_messages(renamed)
+        return as_messages(renamed) if self.is_read else renamed
 
 
 def _tagged(turn: Any, tags: TurnTags) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     file of JSON, JSONL    ─┐           messages, conversations, prompt + completion, input_ids ──▶ as it stands
     parquet, saved, hub id ─┼─▶ row ──┼ any other shape, any names by columns= (formats.py)     ──▶ messages
-    tar shards             ─┘           image and ground_truth (CORD)                           ──▶ conversation
+    tar shards             ─┘
 
 Paths of images, videos and audio that are not absolute are meant from the folder of the file that names them, or from
 `image_root`.
@@ -25,7 +25,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from vlmpack.data.branches import DIALOGUES, Branches, branch_turns, num_answers
-from vlmpack.data.cord import COLUMNS, to_conversation
+from vlmpack.data.cord import COLUMNS
 from vlmpack.data.formats import CHAT, MEDIA, ColumnMap, Columns, described_in, from_folder, read_columns
 from vlmpack.data.readers import (
     JSON_FILES,
@@ -94,7 +94,7 @@ def open_dataset(
     dataset = replace(find_source(source, split), columns=named)
     if root is not None:
         dataset = replace(dataset, folders=(root,) * len(dataset.files))
-    dataset = replace(dataset, are_receipts=_are_receipts(dataset))
+    _check_first_rows(dataset)
     return replace(dataset, first_turns=_first_turns(dataset) if branches == "turns" else None, num=num)
 
 
@@ -111,8 +111,7 @@ def find_source(source: Source, split: str) -> OpenDataset:
         raise ConfigError(
             "what is opened is a file, a list of files, a folder or a hub id, each by its name; got a "
             f"{type(source).__name__}{of}. Samples that are in memory, such as a list of dicts or a datasets.Dataset, "
-            "need no opening: give them to VLMCollator, to a DataLoader or to the trainer as they are (receipts: what "
-            "to_conversation makes of them)"
+            "need no opening: give them to VLMCollator, to a DataLoader or to the trainer as they are"
         )
     names = [source] if is_name else list(source)
     if split != "train" and all(Path(str(name)).suffix in (*JSON_FILES, ".parquet", ".tar") for name in names):
@@ -207,8 +206,6 @@ class OpenDataset(SampleDataset):
     first_turns: np.ndarray | None = None
     """int64 [rows + 1]: place of each row's first sample where each of its questions is one; None: a row is a sample.
     """
-    are_receipts: bool = False
-    """True if a row is an image and its ground truth, and not a conversation."""
 
     def __post_init__(self) -> None:
         if self.num is not None and not 0 <= self.num <= (total := len(replace(self, num=None))):
@@ -234,7 +231,7 @@ class OpenDataset(SampleDataset):
         Raises:
             IndexError: there is no such sample.
             TypeError: the index is no place, such as the name of a column.
-            SampleError: its row cannot be read, or is no receipt where all others are.
+            SampleError: its row cannot be read.
         """
         if isinstance(index, slice):
             return [self._sample(at) for at in range(len(self))[index]]
@@ -259,8 +256,6 @@ class OpenDataset(SampleDataset):
                 message = f"its record {record} had more questions when it was opened; open the data set again"
                 raise SampleError(message, index=at, reason="row_unreadable")
             sample = branches[turn]
-        if self.are_receipts:
-            return to_conversation(sample, index=at)
         has_name = sample.get("id") is not None or sample.get("sample_id") is not None
         return sample if has_name else {**sample, "id": at}
 
@@ -281,7 +276,7 @@ class OpenDataset(SampleDataset):
             folder = self.folders[file]
             return row if folder is None else from_folder(row, folder)
         except SampleError as error:
-            raise SampleError(error.detail, index=index, reason=error.reason) from error
+            raise SampleError(error.detail, index=index, reason=error.reason, sample_id=error.sample_id) from error
         except ValueError as error:
             raise SampleError(f"its row {error}", index=index, reason="row_unreadable") from error
         except RecursionError as error:  # JSON is read a little deeper than Python calls itself
@@ -295,8 +290,8 @@ class OpenDataset(SampleDataset):
 # ---------------------------------------------------------------------- what the rows are
 
 
-def _are_receipts(dataset: OpenDataset) -> bool:
-    """Return whether rows are receipts, by their columns; of several files all have to be.
+def _check_first_rows(dataset: OpenDataset) -> None:
+    """Read the first row of each file.
 
     Raises:
         ConfigError: a file holds no samples or none that are known, its first row cannot be read, or a column that is
@@ -305,7 +300,6 @@ def _are_receipts(dataset: OpenDataset) -> bool:
     """
     if not len(dataset):
         raise ConfigError(f"{dataset.name} holds no samples")
-    kinds = []
     for rows, at in zip(dataset.files, dataset._starts, strict=False):
         name = str(rows.path) if isinstance(rows, JsonRows) else dataset.name
         _check_required(rows, dataset.columns, name)
@@ -313,16 +307,11 @@ def _are_receipts(dataset: OpenDataset) -> bool:
             first = dataset.row(at)
         except SampleError as error:
             raise ConfigError(f"the first sample of {name} cannot be read: {error.detail}{_hint(rows)}") from error
-        is_receipt = set(COLUMNS) <= set(first) and not set(first).intersection(CHAT)
-        if not is_receipt and set(first).isdisjoint(CHAT):
+        if set(first).isdisjoint(CHAT):
             raise ConfigError(
                 f"{name} holds {', '.join(map(str, first)) or 'nothing'}, and none of "
                 f"{', '.join(CHAT)}; {_remedy(first)}{_hint(rows) if len(rows) == 1 else ''}"
             )
-        kinds.append(is_receipt)
-    if len(set(kinds)) > 1:
-        raise ConfigError(f"of {dataset.name}, some hold receipts and the others do not; open them apart")
-    return kinds[0]
 
 
 def _check_required(rows: Rows, columns: ColumnMap, name: str) -> None:
