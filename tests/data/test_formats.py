@@ -335,6 +335,7 @@ def test_anthropics_system_and_tools_are_columns() -> None:
             "has reasoning_content beside the message and in its parts",
         ),
         ({"question": "?", "answer": True}, "no text for answer, but True"),
+        ({"question": "?", "choices": ["a", "b"], "answer": 1}, "has choices, which its question does not show"),
         ({"question": "?", "answers": []}, r"no text for answers, but \[\]"),
     ],
 )

@@ -356,25 +356,29 @@ class MediaReader:
     @cached_property
     def _blank(self) -> Callable[[tuple[Size, ...]], tuple[Visual, ...]]:
         """The images of one sample as measured ones, from what the processor writes for blank ones of these sizes."""
-        blank = self._shapes_alone
-        try:
-            pairs = ((blank((size,))[0], self._written_of((size,))[0]) for size in TRIALS)
-            is_alike = all((one.runs, one.written) == (other.runs, other.written) for one, other in pairs)
-        except Exception:  # a processor that leaves the classes of transformers
-            is_alike = False
-        return lru_cache(maxsize=SIZES_KEPT)(blank if is_alike else self._written_of)
+        expected = [[(image.runs, image.written) for image in self._written_of((size,))] for size in TRIALS]
+        for unmade in (("do_rescale", "do_normalize", "do_pad"), ("do_rescale", "do_normalize")):
+            try:
+                blank = self._shapes_alone(unmade)
+                if [[(image.runs, image.written) for image in blank((size,))] for size in TRIALS] == expected:
+                    return lru_cache(maxsize=SIZES_KEPT)(blank)
+            except Exception:  # a processor that needs what is not made, or leaves the classes of transformers
+                continue
+        return lru_cache(maxsize=SIZES_KEPT)(self._written_of)
 
     def _written_of(self, sizes: tuple[Size, ...], **options: Any) -> tuple[Visual, ...]:
         visuals = self.process([Image.new("RGB", (width, height)) for height, width in sizes], **options)
         return tuple(Visual(pixels=None, runs=visual.runs, written=visual.written) for visual in visuals)
 
-    @cached_property
-    def _shapes_alone(self) -> Callable[[tuple[Size, ...]], tuple[Visual, ...]]:
-        """What the processor writes of blank images, from shapes alone: it cuts and counts, and makes no pixels."""
+    def _shapes_alone(self, unmade: Sequence[str]) -> Callable[[tuple[Size, ...]], tuple[Visual, ...]]:
+        """What the processor writes of blank images, from shapes alone: it cuts and counts, and makes no pixels.
+
+        `unmade`: steps of the image processor that are left out.
+        """
         processor, images = copy(self.processor), copy(parts_of(self.processor).image_processor)
         images.__class__ = _without_pixels(type(images))
         processor.image_processor = images
-        options = {name: False for name in ("do_rescale", "do_normalize", "do_pad") if hasattr(images, name)}
+        options = {name: False for name in unmade if hasattr(images, name)}
         return partial(replace(self, processor=processor)._written_of, **options, resample=NEAREST)
 
     @cached_property
@@ -441,15 +445,20 @@ class MediaReader:
 
 
 def _without_pixels(cls: type) -> type:
-    """An image processor of this class whose back-end, where that is Pillow's, gives arrays of the right shapes."""
-    from transformers.image_processing_backends import PilBackend
+    """An image processor of this class whose back-end gives arrays of the right shapes, where it knows them."""
+    from transformers.image_processing_backends import PilBackend, TorchvisionBackend
 
-    class Shapes(PilBackend):
-        def resize(self, image: np.ndarray, size: Any, *args: Any, **options: Any) -> np.ndarray:
-            """Zeros of the new size, which take no memory; a size that Pillow is asked for is its own affair."""
+    backend: Any = PilBackend if issubclass(cls, PilBackend) else TorchvisionBackend
+
+    class Shapes(backend):
+        def resize(self, image: Any, size: Any, *args: Any, **options: Any) -> Any:
+            """Zeros of the new size, which take no memory; a size by its edges is the back-end's own affair."""
             if not (size.height and size.width):
                 return super().resize(image, size, *args, **options)
-            return np.broadcast_to(np.zeros((), image.dtype), (image.shape[0], size.height, size.width))
+            shape = (*image.shape[:-2], size.height, size.width)
+            if isinstance(image, torch.Tensor):
+                return image.new_zeros(()).expand(shape)
+            return np.broadcast_to(np.zeros((), image.dtype), shape)
 
     return type(cls.__name__, (cls, Shapes), {})
 

@@ -102,6 +102,8 @@ def _questions(row: dict[str, Any]) -> dict[str, Any]:
     if len(shape) == 1:
         return {**rest, "messages": [*_media_turn(rest), {"role": "assistant", "content": answer}]}
     question = _text(row[shape[0]], shape[0])
+    if choices := next((name for name in ("choices", "options") if row.get(name)), None):
+        raise ValueError(f"has {choices}, which its question does not show; write them, and the answer, as texts")
     if more := row.get("input"):
         question = f"{question}\n{_text(more, 'input')}" if question else _text(more, "input")
     history = row.get("history") or []
