@@ -119,7 +119,7 @@ def _turns_of(pairs: Sequence[tuple[Any, Any]]) -> list[dict[str, Any]]:
 
 def _receipts(row: dict[str, Any]) -> dict[str, Any]:
     """An image and its values, as CORD v2 has them."""
-    if "ground_truth" not in row or any(row.get(name) is not None for name in CHAT):
+    if not {"image", "ground_truth"} <= row.keys() or any(row.get(name) is not None for name in CHAT):
         return row
     return {**{name: row[name] for name in ("id", "sample_id") if name in row}, **to_conversation(row)}
 
