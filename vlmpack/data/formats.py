@@ -185,20 +185,25 @@ def _numbered_images(row: dict[str, Any]) -> dict[str, Any]:
 
 def _inline_media(row: dict[str, Any]) -> dict[str, Any]:
     """ms-swift's media by their paths inside users' texts, `<img>dog.jpg</img>`."""
-    return _with_turns(row, lambda turn: [_split(turn)])
+    return _with_turns(row, _holds_media, _split)
 
 
-def _split(turn: Any) -> Any:
+def _holds_media(turn: Any) -> bool:
     text = turn.get("content", turn.get("value")) if isinstance(turn, Mapping) else None
     if not isinstance(text, str) or "</" not in text or turn.get("role", turn.get("from")) in _ANSWERING:
-        return turn
-    parts, at = list[dict[str, Any]](), 0
+        return False
+    return _INLINE.search(text) is not None
+
+
+def _split(turn: Any) -> list[Any]:
+    message, at, parts = _renamed(turn), 0, list[dict[str, Any]]()
+    text = message["content"]
     for match in _INLINE.finditer(text):
         before = [{"type": "text", "text": text[at : match.start()]}] if at < match.start() else []
         parts += [*before, _medium(match["tag"].lower().replace("img", "image"), match["source"])]
         at = match.end()
     rest = [{"type": "text", "text": text[at:]}] if at < len(text) else []
-    return {**_renamed(turn), "content": [*parts, *rest]} if parts else turn
+    return [{**message, "content": [*parts, *rest]}]
 
 
 def _from_data_path(row: dict[str, Any]) -> dict[str, Any]:
@@ -215,20 +220,25 @@ _BOOKKEEPING = ("cache_control", "signature", "citations", "annotations")
 _KINDS = {f"{kind}{end}": kind for kind in ENDS for end in ("", "_url")}
 _SPOKEN = ("tool_use", "tool_result", "tool_call", "thinking", "reasoning", "output_text", "input_audio")
 """Types of parts of other libraries."""
+_FOREIGN = ("value", "base64", "source", *_BOOKKEEPING)
+"""Keys of their parts."""
 
 
 def _parts(row: dict[str, Any]) -> dict[str, Any]:
     """Parts of LLaMA-Factory v1, Anthropic, OpenAI and transformers as parts of messages."""
-    return _with_turns(row, _turn)
+    return _with_turns(row, _is_foreign, _turn)
 
 
-def _with_turns(row: dict[str, Any], read: Callable[[Any], list[Any]]) -> dict[str, Any]:
-    """The row with what `read` makes of each turn; all turns of a list are spelt alike, by `role` and `content`."""
+def _with_turns(
+    row: dict[str, Any], is_meant: Callable[[Any], bool], read: Callable[[Any], list[Any]]
+) -> dict[str, Any]:
+    """The row with the messages that `read` makes of the turns that are meant; the others of their list are spelt like
+    them, by `role` and `content`."""
     for name in TURNS:
-        turns = row[name] if _is_list(row.get(name)) else ()
-        written = [read(turn) for turn in turns]
-        if any(len(made) != 1 or made[0] is not turn for made, turn in zip(written, turns, strict=True)):
-            row = {**row, name: [_renamed(message) for made in written for message in made]}
+        turns = row.get(name)
+        if _is_list(turns) and any(map(is_meant, turns)):
+            written = (message for turn in turns for message in (read(turn) if is_meant(turn) else (turn,)))
+            row = {**row, name: [*map(_renamed, written)]}
     return row
 
 
@@ -240,13 +250,9 @@ def _renamed(turn: Any) -> Any:
 
 
 def _turn(turn: Any) -> list[Any]:
-    """A turn as messages: itself, or what its parts say; the results of tools are messages before it."""
-    content = turn.get("content") if isinstance(turn, Mapping) else None
-    parts = [content] if isinstance(content, Mapping) else content
-    if not _is_list(parts) or not any(isinstance(part, Mapping) and _is_foreign(part) for part in parts):
-        return [turn]
+    """What the parts of a turn say, as messages; the results of tools are messages before it."""
     said, results, calls, thoughts = list[Any](), list[Any](), list[Any](), list[str]()
-    for part in parts:
+    for part in _parts_of(turn):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if (calls and kind not in ("tool_use", "tool_call")) or (said and kind == "tool_result"):
             raise ValueError(
@@ -273,10 +279,14 @@ def _turn(turn: Any) -> list[Any]:
     return [*results, *([{**message, "content": said or "", **more}] if said or more else [])]
 
 
-def _is_foreign(part: Mapping[str, Any]) -> bool:
-    return part.get("type") in _SPOKEN or any(
-        part.get(key) is not None for key in ("value", "base64", "source", *_BOOKKEEPING)
-    )
+def _parts_of(turn: Any) -> Sequence[Any]:
+    content = turn.get("content") if isinstance(turn, Mapping) else None
+    return [content] if isinstance(content, Mapping) else content if _is_list(content) else ()
+
+
+def _is_foreign(turn: Any) -> bool:
+    parts = (part for part in _parts_of(turn) if isinstance(part, Mapping))
+    return any(part.get("type") in _SPOKEN or any(part.get(key) is not None for key in _FOREIGN) for part in parts)
 
 
 def _result(part: Mapping[str, Any]) -> dict[str, Any]:
