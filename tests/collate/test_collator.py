@@ -224,7 +224,7 @@ WRONG = {
     "lists in lists": (chat(tools=nested(100_000)), "bad_row", "it is nested too deeply to be read"),
     "a name of lists in lists": (chat(id=nested(100_000)), "bad_row", "it is nested too deeply to be read"),
     "too large": (Broken(MemoryError("no 9 GB")), "out_of_memory", "the memory does not suffice for it (no 9 GB)"),
-    "an error of its own": (Broken(KeyError("shard 3")), "unexpected", "KeyError: 'shard 3' (conversation.py, line "),
+    "an error of its own": (Broken(KeyError("shard 3")), "unexpected", "KeyError: 'shard 3' (encode.py, line "),
 }
 
 

@@ -59,15 +59,19 @@ def test_a_processor_s_count_is_relied_on_where_trials_confirm_it(family, monkey
     collator = collator_of(family)
     images = collator._encoder.media
     assert (images._counted is not None) == (family in COUNTED)
-    runs = []
-    process = type(images).process
-    monkeypatch.setattr(type(images), "process", lambda self, images: runs.append(len(images)) or process(self, images))
+    runs, process = [], type(images).process
+
+    def counting(self, images, **options):
+        runs.append((len(images), "do_rescale" in options))
+        return process(self, images, **options)
+
+    monkeypatch.setattr(type(images), "process", counting)
     for size in (*SIZES, *SIZES):
         (image,) = collator.measure(feature_of(family, encoded(picture(*size)))).images
         assert sum(image.runs) > 0
-    trials = [] if family in COUNTED else [1] * len(SIZES)
-    confirming = [2] if images.metadata.images_together else [1, 1]
-    assert sorted(runs) == sorted([*confirming, *trials])  # blank images are made once a size
+    trials = [] if family in COUNTED else [(1, True)] * len(SIZES)
+    confirming = [(2, False)] if images.metadata.images_together else [(1, False)] * 2
+    assert sorted(runs) == sorted([*confirming, *trials])  # blank images are cut once a size, and have no pixels
 
 
 def test_a_count_that_the_trials_contradict_is_not_relied_on(monkeypatch):

@@ -173,11 +173,6 @@ def _remedy(feature: Mapping[str, Any]) -> str:
     near = [f"{name!r}: did you mean {hit[0]!r}?" for name, hit in names.items() if hit and name not in _TEXT_COLUMNS]
     has_own = any(isinstance(feature[name], str | list | tuple | Mapping) for name in feature if name not in _KEPT)
     remedies = (
-        (
-            {"image", "ground_truth"} <= feature.keys(),
-            "These are receipts as CORD has them: make a conversation of each with vlmpack.data.to_conversation, or "
-            "let open_dataset read them",
-        ),
         (near, f"{' '.join(near)} Rename the column"),
         (
             {"chosen", "rejected"} <= feature.keys(),

@@ -37,8 +37,9 @@ from vlmpack.collate.media import BatchMedia, MediaReader, trial_image
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.collate.video import DEFAULT_RULES, FileRules
+from vlmpack.data.formats import as_messages
 from vlmpack.data.images import ImageLimits
-from vlmpack.errors import FamilyError, Refusal
+from vlmpack.errors import FamilyError, Refusal, SampleError
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of_processor
 
@@ -213,6 +214,12 @@ class Encoder:
             made = self._family.expert_types if self._family else None  # kinds of tokens, by which experts are chosen
             self._check_unread({name: feature[name] for name in feature if name != made}, sample)
         else:
+            try:
+                feature = as_messages(feature, inline=self.metadata.has_vision and self.markers != "text")
+            except SampleError as error:
+                raise Refusal(error.reason, error.detail) from error
+            except ValueError as error:
+                raise Refusal("bad_row", f"it {error}") from error
             conversation = read_conversation(
                 feature,
                 has_vision=self.metadata.has_vision,
@@ -261,10 +268,6 @@ class Encoder:
         if (num_images or num_videos) and not self.metadata.has_vision:
             seen = f"it has {num_images} image(s) and {num_videos} video(s), but a tokenizer reads text only"
             raise Refusal("no_vision", f"{seen}; give VLMCollator the processor of a vision-language model")
-        if num_videos and self.metadata.has_audio:
-            fault = f"it has {num_videos} video(s), which a {type(self.processor).__name__} samples by rules of its own"
-            remedy = "tokenise it with the processor (input_ids, labels, pixel_values_videos, ...)"
-            raise Refusal("no_video", f"{fault} that need torchvision: {remedy}, or give frames as images")
         media: Visuals = {kind: read(conversation, kind) for kind in KINDS}
         if media["image"]:
             assert self._is_confirmed
