@@ -68,6 +68,8 @@ class HostMetadata:
     """Tokens of a row's prefix tree that are a target of at least one sample; None: no tree, or not counted."""
     sample_ids: tuple[int | str, ...] = ()
     """Ids of the samples, where they have them."""
+    channels: tuple[str | None, ...] = ()
+    """Name of each sample's data set, None of one without; empty: no sample has one."""
     segments: Segments | None = None
     """The boundaries of a row in a batch dictionary; None of a padded batch, and in a `PackedRow`, which holds them."""
     tree: PrefixTree | None = None
