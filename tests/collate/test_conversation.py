@@ -582,7 +582,7 @@ def test_a_weight_comes_with_each_label(answer: dict[str, Any], expected: list[A
 
 
 def test_a_weight_that_nothing_would_weigh_is_refused() -> None:
-    with pytest.raises(SampleError, match="has the weight 0.5, but train_on='all' weighs every token"):
+    with pytest.raises(SampleError, match=r"has the weight 0\.5, but train_on='all' weighs every token"):
         trained_text(two_answers(first=("weight", 0.5)), train_on="all")
     around = says([weighed("4", 0), {"type": "image", "image": A}, weighed("4", 1)])
     with pytest.raises(SampleError, match="the template does not write '44' once in it"):

@@ -344,15 +344,16 @@ class Encoder:
         """
         spans = None if self.train_on == "all" else [(answer.start, answer.stop) for answer in answers]
         types = np.arange(len(ids)) >= (len(ids) if prefix is None else prefix)
-        return Encoded(
+        sample = Encoded(
             input_ids=ids,
-            **weighed(make_labels(ids, self.metadata, spans=spans, untrained=around), weights),
+            labels=make_labels(ids, self.metadata, spans=spans, untrained=around),
             types=token_types(ids, self.metadata),
             images=tuple(media.get("image", ())),
             videos=tuple(media.get("video", ())),
             audios=tuple(media.get("audio", ())),
             columns=dict.fromkeys(self._columns, types.astype(np.int64)),
         )
+        return weighed(sample, weights)
 
     # ------------------------------------------------------------------ answers
 

@@ -312,11 +312,13 @@ def make_labels(
     return mask_media(labels, input_ids, metadata)
 
 
-def weighed(labels: np.ndarray, weights: np.ndarray | None) -> dict[str, np.ndarray | None]:
-    """`labels` and `weights` of a sample: none of weight 0 is a label, and weights that are all 1 are None."""
-    labels = labels if weights is None else np.where(weights == 0, IGNORE, labels)
-    changes = weights is not None and (weights[labels != IGNORE] != 1).any()
-    return {"labels": labels, "weights": weights if changes else None}
+def weighed(sample: Encoded, weights: np.ndarray | None) -> Encoded:
+    """The sample with these weights, float32 [n]: a label of weight 0 is none, and weights that are all 1 are None."""
+    if weights is None:
+        return sample
+    labels = np.where(weights == 0, IGNORE, sample.labels)
+    is_weighed = (weights[labels != IGNORE] != 1).any()
+    return replace(sample, labels=labels, weights=weights if is_weighed else None)
 
 
 def mask_media(labels: np.ndarray, input_ids: np.ndarray, metadata: ProcessorMetadata) -> np.ndarray:

@@ -69,13 +69,14 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
         if train_on == "assistant" and all(feature.get(name) is None for name in LABEL_COLUMNS):
             fault = f"its template is not ChatML; give {', '.join(LABEL_COLUMNS)} or messages, or choose train_on='all'"
             raise Refusal("turn_mismatch", fault, of_all=True)
-    return Encoded(
+    sample = Encoded(
         input_ids=ids,
-        **weighed(_labels(feature, ids, count, keep, metadata, train_on), _weights(feature, count, keep)),
+        labels=_labels(feature, ids, count, keep, metadata, train_on),
         types=types,
         images=_visuals(feature, "pixel_values", "image_grid_thw", metadata),
         videos=_visuals(feature, "pixel_values_videos", "video_grid_thw", metadata),
     )
+    return weighed(sample, _weights(feature, count, keep))
 
 
 def _check_read(feature: Mapping[str, Any]) -> None:
