@@ -12,7 +12,7 @@ import moe
 import pytest
 import torch
 from trainer.packed_runs import fingerprint, fresh, planned, scene
-from training import collator, descend, distance, gradients, lengths_of, loss_sums, receipts
+from training import collator, descend, distance, gradients, lengths_of, loss_alone, loss_sums, receipts
 
 from vlmpack.model import enable_packing
 from vlmpack.testing import padded, tiny_model
@@ -111,10 +111,13 @@ def test_ranks_end_together_on_an_odd_number_of_rows_and_share_every_sample_of_e
 
 def test_weights_are_equal_on_both_ranks_and_those_of_one_process_with_both_their_rows(packed, folder, tmp_path):
     assert packed[0]["planned"]["weights"] == packed[1]["planned"]["weights"]
-    alone = planned(tmp_path, dropout=0.0, gradient_accumulation_steps=2)
+    alone = planned(tmp_path, dropout=0.0, gradient_accumulation_steps=2, loss="square")
     before = {name: p.detach().clone() for name, p in alone.model.named_parameters()}
     alone.train()
-    assert fingerprint(alone)["losses"] == pytest.approx(packed[0]["planned"]["losses"], rel=1e-5)
+    for name in ("losses", "loss/long", "loss/short"):
+        assert len({*packed[0]["planned"][name]} - {None}) > 3
+        assert packed[0]["planned"][name] == packed[1]["planned"][name]
+        assert fingerprint(alone)[name] == pytest.approx(packed[0]["planned"][name], rel=1e-5)
     weights = torch.load(folder / "planned0.pt")
     assert any(not torch.allclose(weights[name], p) for name, p in before.items())
     for name, p in alone.model.named_parameters():
@@ -134,12 +137,11 @@ def test_ranks_share_the_rows_of_a_stream_pass_after_pass(packed):
 
 def test_trainer_evaluates_planned_rows_alike_on_both_ranks(packed):
     _, samples = scene()
-    with torch.no_grad():
-        sums, counts = loss_sums(fresh(), samples)
     one, other = (rank["planned"]["metrics"] for rank in packed)
-    assert one["eval_sample_loss"] == other["eval_sample_loss"]
-    assert one["eval_token_loss"] == other["eval_token_loss"]
-    assert one["eval_token_loss"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
+    for name, loss in (("loss", "square"), ("sample_loss", "sample"), ("token_loss", "token")):
+        assert one[f"eval_{name}"] == other[f"eval_{name}"]
+        with torch.no_grad():
+            assert one[f"eval_{name}"] == pytest.approx(float(loss_alone(fresh(), samples, loss)), rel=1e-6)
     assert one["eval_num_samples"] == len(samples)
 
 
