@@ -90,5 +90,5 @@ def fingerprint(run: PackedTrainer) -> dict[str, Any]:
     for parameter in run.model.parameters():
         digest.update(parameter.detach().numpy().tobytes())
     steps = [entry for entry in run.state.log_history if "loss" in entry]
-    channels = {name: [entry.get(name) for entry in steps] for name in ("loss/long", "loss/short")}
+    channels = {name: [entry.get(name, 0.0) for entry in steps] for name in ("loss/long", "loss/short")}
     return {"steps": run.state.global_step, "losses": logged(run), "weights": digest.hexdigest(), **channels}

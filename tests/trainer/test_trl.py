@@ -327,6 +327,9 @@ def test_data_sets_of_others_than_datasets_are_trained_on_as_they_are(tmp_path):
         assert run.train_dataset is data
         ours, reached = finish(run)
         assert ours.losses == expected.losses
+        assert [entry.get("loss/chats", 0) for entry in run.state.log_history[:2]] == pytest.approx(
+            ours.losses if data is mix else [0, 0], rel=1e-6
+        )
         assert distance(weights, reached) == 0
         exact = planned(saved(tmp_path), tmp_path).evaluate()["eval_loss"]
         run.model.load_state_dict(saved(tmp_path).state_dict())
@@ -420,6 +423,24 @@ def test_without_trls_packing_nothing_is_named(tmp_path):
 def test_a_policy_by_name_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"packing cannot be enabled on 'policy', which TRL would load: load the"):
         PackedGRPOTrainer("policy", train_dataset=prompts())
+
+
+def test_weights_that_trl_would_ignore_are_refused(tmp_path):
+    weighed = samples(messages, images=False).to_list()
+    for at, sample in enumerate(weighed):
+        sample["messages"][1]["weight"] = 0.5 + (at == 0) / 2
+    collator = VLMCollator(processor_of(), layout="packed")
+    for extras, told in (
+        ({}, r"sample 1 of train_dataset has weight=0\.5, which TRL would ignore; use PackedTrainer"),
+        ({"loss": "sample", "data_collator": collator}, "TRL computes the loss by targets, so loss='sample' cannot"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            data = Dataset.from_list(weighed)
+            run_of("SFT", PackedSFTTrainer, saved(tmp_path), tmp_path, dataset=data, extras=extras)
+    extras = {"data_collator": collator}
+    run = run_of("SFT", PackedSFTTrainer, saved(tmp_path), tmp_path, dataset=weighed[1:], extras=extras, **ROWS)
+    with pytest.raises(ConfigError, match="TRL's loss would ignore shift_weights of the batch; use PackedTrainer"):
+        run.train()
 
 
 def test_placeholders_of_videos_are_not_suppressed_where_there_are_none(tmp_path):
