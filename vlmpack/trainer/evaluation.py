@@ -53,7 +53,7 @@ class Evaluation:
     sample_ids: np.ndarray
     """int64 [N]: the place of each sample in the data set, rising; refused samples have no entry."""
     sample_losses: np.ndarray
-    """float64 [N]: mean cross-entropy (nats) of each sample's targets; 0 for a sample without any."""
+    """float64 [N]: cross-entropy (nats) times weight, over each sample's targets; 0 for a sample without any."""
     sample_targets: np.ndarray
     """int64 [N]: targets of each sample."""
     refused: tuple[Refused, ...]
@@ -452,7 +452,7 @@ def loss_metrics(model: nn.Module) -> LossMetrics:
     `Seq2SeqTrainer` generates (`predict_with_generate=True`):
 
         loss           the same as token_loss; Trainer reports it as `eval_loss`, and chooses the best model by it
-        token_loss     cross-entropy (nats) of all targets / number of targets
+        token_loss     cross-entropy (nats), times weights if there are any, of all targets / number of targets
         sample_loss    mean over samples of each sample's mean; samples without targets are left out
         perplexity     exp(token_loss)
         num_targets    targets of the whole set
