@@ -93,8 +93,7 @@ class PackedTrainer(RenamedWeights):
         """True if an evaluation is in planned rows."""
         self.evaluation: Evaluation | None = None
         """Of the last evaluation in planned rows: the loss of every sample, in the data set's order."""
-        self._row_losses: RowLosses | None = None
-        self._batch_losses: BatchLosses | None = None
+        self._losses: RowLosses | BatchLosses | None = None
         self.loss: Loss = loss
         """What counts the same in the loss of a step."""
         self._channel_losses = ChannelLosses(loss)
@@ -344,40 +343,31 @@ class PackedTrainer(RenamedWeights):
         Raises:
             ConfigError: over several ranks, in batches of which some samples may be counted twice.
         """
-        if isinstance(dataloader, EvaluationLoader):
-            return self._evaluate_rows(dataloader, description, ignore_keys, metric_key_prefix)
-        self._batch_losses = losses = BatchLosses(self.accelerator, self.args.eval_batch_size, dataloader.dataset)
+        in_rows = isinstance(dataloader, EvaluationLoader)
+        size, data = self.args.eval_batch_size, dataloader.dataset
+        losses = self._losses = RowLosses(dataloader) if in_rows else BatchLosses(self.accelerator, size, data)
+        only_loss = True if in_rows else prediction_loss_only
         try:
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+            output = super().evaluation_loop(dataloader, description, only_loss, ignore_keys, metric_key_prefix)
+            if isinstance(losses, RowLosses):
+                return self._evaluated(losses.total(), output, metric_key_prefix)
         finally:
-            self._batch_losses = None
+            self._losses = None
         if output.metrics is not None and (loss := losses.mean(self.loss)) is not None:
             output.metrics[f"{metric_key_prefix}_loss"] = loss
         return output
 
-    def _evaluate_rows(
-        self, loader: EvaluationLoader, description: str, ignore_keys: list[str] | None, prefix: str
-    ) -> EvalLoopOutput:
-        self._row_losses = RowLosses(loader)
-        try:
-            output = super().evaluation_loop(loader, description, True, ignore_keys, prefix)
-            self.evaluation = evaluation = self._row_losses.total()
-        finally:
-            self._row_losses = None
-        predictions: Any = (evaluation.sample_losses, evaluation.sample_targets)
-        sums = evaluation.sample_losses * evaluation.sample_targets
-        metrics = {"loss": mean_loss(sums, evaluation.sample_targets, self.loss), **evaluation.metrics}
+    def _evaluated(self, evaluation: Evaluation, output: EvalLoopOutput, prefix: str) -> EvalLoopOutput:
+        self.evaluation = evaluation
+        losses, targets = predictions = (evaluation.sample_losses, evaluation.sample_targets)
+        metrics = evaluation.metrics
         if self.compute_metrics is not None:
-            metrics |= self.compute_metrics(EvalPrediction(predictions=predictions, label_ids=np.zeros(0)))
+            given: Any = predictions
+            metrics |= self.compute_metrics(EvalPrediction(predictions=given, label_ids=np.zeros(0)))
+        metrics["loss"] = mean_loss(losses * targets, targets, self.loss)
         named = {f"{prefix}_{name.removeprefix(f'{prefix}_')}": value for name, value in metrics.items()}
-        return EvalLoopOutput(
-            predictions=predictions,
-            label_ids=None,
-            metrics={**(output.metrics or {}), **named},
-            num_samples=len(evaluation.sample_ids),
-        )
+        metrics, count = {**(output.metrics or {}), **named}, len(losses)
+        return EvalLoopOutput(predictions=cast(Any, predictions), label_ids=None, metrics=metrics, num_samples=count)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -387,27 +377,27 @@ class PackedTrainer(RenamedWeights):
         Raises:
             ConfigError: packing is not enabled on the model.
         """
-        call = StepCall(None)
-        if self._row_losses is not None:
+        losses, call = self._losses, StepCall(None)
+        if isinstance(losses, RowLosses):
             super().prediction_step(model, {**inputs, STEP: call}, True, ignore_keys)
             if call.result is None:
                 raise ConfigError("evaluation in planned rows needs PackedTrainer(model=enable_packing(model), ...)")
-            self._row_losses.add(inputs, call.result)
+            losses.add(inputs, call.result)
             return None, None, None
-        if self._batch_losses is None or not is_packing(model):
-            outputs = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-            if self._batch_losses is not None and outputs[0] is not None and not self._warned_of_means:
-                self._warned_of_means = True
-                warnings.warn(
-                    "packing is not enabled on the model, so eval_loss is HF Trainer's mean of the batches' means. "
-                    "PackedTrainer(model=enable_packing(model), ...) gives the exact one",
-                    UnpackedWarning,
-                    stacklevel=2,
-                )
+        if losses is not None and is_packing(model):
+            outputs = super().prediction_step(model, {**inputs, STEP: call}, prediction_loss_only, ignore_keys)
+            if outputs[0] is not None:
+                losses.add(call.result)
             return outputs
-        outputs = super().prediction_step(model, {**inputs, STEP: call}, prediction_loss_only, ignore_keys)
-        if outputs[0] is not None:
-            self._batch_losses.add(call.result)
+        outputs = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if losses is not None and outputs[0] is not None and not self._warned_of_means:
+            self._warned_of_means = True
+            warnings.warn(
+                "packing is not enabled on the model, so eval_loss is HF Trainer's mean of the batches' means. "
+                "PackedTrainer(model=enable_packing(model), ...) gives the exact one",
+                UnpackedWarning,
+                stacklevel=2,
+            )
         return outputs
 
 

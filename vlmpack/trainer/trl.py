@@ -29,6 +29,7 @@ from vlmpack.model.plain import find_model
 from vlmpack.model.result import Work
 from vlmpack.trainer.check import packing_of_trl, shared_rows
 from vlmpack.trainer.checkpoints import RenamedWeights
+from vlmpack.trainer.evaluation import BatchLosses, RowLosses
 from vlmpack.trainer.loss import channels_of, sample_losses_of
 from vlmpack.trainer.packed_trainer import PackedTrainer
 
@@ -260,7 +261,7 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):  # pyright: igno
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Compute the loss as TRL does; of an evaluation in planned rows as Trainer does."""
-        if self._row_losses is not None:
+        if isinstance(self._losses, RowLosses):
             return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
         if METADATA_KEY in inputs and inputs.get("attention_mask") is None:
             inputs = {**inputs, "attention_mask": (~inputs["moe_padding_mask"]).long()}  # TRL counts tokens by it
@@ -277,12 +278,12 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):  # pyright: igno
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
         """Compute a batch of an evaluation, or a planned row, and store its samples' losses."""
-        if self._batch_losses is None:
+        if not isinstance(self._losses, BatchLosses):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         with _scored(model) as scored:
             predictions = SFTTrainer.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
         (output,) = scored
-        self._batch_losses.add(sample_losses_of(output, inputs.get(METADATA_KEY)))
+        self._losses.add(sample_losses_of(output, inputs.get(METADATA_KEY)))
         return predictions
 
     def _refuse_packing_of_trl(self) -> None:
