@@ -206,6 +206,12 @@ def loss_sums(model: Any, samples: Sequence[Sample]) -> tuple[torch.Tensor, torc
     return torch.stack(sums), torch.tensor(counts)
 
 
+def losses_alone(model: Any, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same without a graph."""
+    with torch.no_grad():
+        return loss_sums(model, samples)
+
+
 def descend(model: Any, samples: Sequence[Sample], *, size: int, steps: int, rate: float = 0.1) -> Run:
     """The reference: plain SGD on `size` samples a step, every sample alone through an untouched model."""
     losses, seen = [], []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +13,7 @@ from chats import chat, processor_of
 from datasets import Dataset
 from trainer.packed_runs import planned, streamed
 from training import LAYOUTS, Samples, Stream, arguments, collator, descend, receipts, trainer
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments, default_data_collator
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, default_data_collator
 
 import vlmpack.trainer
 from vlmpack.collate import VLMCollator
@@ -396,26 +396,20 @@ def test_a_loss_that_goes_past_the_packed_forward(name, remedy, tmp_path):
             check_trainer(klass(*settings))
 
 
-@dataclass
-class SFTArguments(TrainingArguments):
-    """With TRL's settings, and their defaults."""
-
-    max_length: int | None = 1024
-    loss_type: str = "nll"
-    completion_only_loss: bool | None = None
-    assistant_only_loss: bool = False
-    truncation_mode: str = "keep_start"
-    packing: bool = False
-    eval_packing: bool | None = None
-    padding_free: bool = False
-    pad_to_multiple_of: int | str | None = None
-    shuffle_dataset: bool = False
-
-
 def sft_arguments(folder, **settings):
-    return SFTArguments(str(folder), use_cpu=True, report_to=[], remove_unused_columns=False, **settings)
+    trl = pytest.importorskip("trl", reason="needs TRL: pip install trl")
+    return trl.SFTConfig(
+        str(folder),
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        remove_unused_columns=False,
+        gradient_checkpointing=False,
+        **settings,
+    )
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL's settings
 @pytest.mark.parametrize(
     ("settings", "seen"),
     [
@@ -429,6 +423,7 @@ def sft_arguments(folder, **settings):
 )
 def test_settings_that_nothing_reads_are_named(settings, seen, tmp_path):
     args = sft_arguments(tmp_path)
+    assert all(name in vars(args) for name in OF_TRL)
     collate = VLMCollator(processor_of(), layout="packed")
     run = Trainer(enabled(processor=processor_of()), args, collate, [chat()])
     check_trainer(run)
@@ -439,45 +434,13 @@ def test_settings_that_nothing_reads_are_named(settings, seen, tmp_path):
         check_trainer(run)
 
 
-@pytest.mark.parametrize(
-    ("settings", "flattened", "seen"),
-    [
-        ({"packing": True, "packing_strategy": "bfd"}, True, "packing=True has TRL lay samples out in rows"),
-        ({"padding_free": True}, True, "padding_free=True has TRL lay samples out in rows"),
-        ({"packing": True, "packing_strategy": "wrapped"}, False, "packing_strategy='wrapped' cuts samples in two"),
-        ({"eval_packing": True}, False, "eval_packing=True evaluates each row as one sample"),
-        ({}, False, "rows hold several samples (seq_lengths): use data_collator=RowCollator()"),
-    ],
-)
-def test_rows_of_text_that_trl_packs_itself(settings, flattened, seen, tmp_path):
-    row = {"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8], **({} if settings else {"seq_lengths": [2, 2]})}
-    run = Trainer(enabled(), arguments(tmp_path, remove_unused_columns=False), lambda rows: rows, [row])
-    vars(run)["_skip_prepare_dataset"] = False  # TRL makes tokens of text
-    vars(run)["padding_free"] = flattened
-    vars(run.args).update(settings)
-    assert seen in refusal(run)
-    run.data_collator = RowCollator()
-    check_trainer(run)
-
-
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_settings_that_say_what_the_collator_does(tmp_path):
     for learnt, is_answers in (("assistant", True), ("all", False)):
         collate = VLMCollator(processor_of(), layout="packed", max_length=60, train_on=learnt)
         settings = {"max_length": 60, "completion_only_loss": is_answers, "assistant_only_loss": is_answers}
         args = sft_arguments(tmp_path, **settings)
         check_trainer(Trainer(enabled(processor=processor_of()), args, collate, [chat()]))
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_trls_trainers_are_known_by_their_modules(tmp_path):
-    trl = pytest.importorskip("trl", reason="needs TRL: pip install trl")
-    for trl_trainer in (trl.SFTTrainer, trl.DPOTrainer, trl.GRPOTrainer):
-        assert trl_trainer.compute_loss.__module__.startswith("trl.")
-    config = trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False)
-    ours = SFTArguments(str(tmp_path), use_cpu=True)
-    assert all(name in vars(config) for name in OF_TRL)
-    names = {*SFTArguments.__annotations__}
-    assert {name: getattr(config, name) for name in names} == {name: getattr(ours, name) for name in names}
 
 
 def test_a_machine_without_trl(monkeypatch):

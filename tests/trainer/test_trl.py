@@ -78,6 +78,11 @@ class Aligned(trl.GRPOTrainer):
             family.backbone(model).register_forward_pre_hook(align, with_kwargs=True)
 
 
+def questions():
+    """Prompts of text alone."""
+    return Dataset.from_list([{"prompt": said("user", "How much is it? " * n)} for n in (2, 4, 3, 5)])
+
+
 RATES = {"temperature": 0.7, "gradient_accumulation_steps": 2, "num_iterations": 2}
 SETTINGS = {
     "SFT": [
@@ -115,6 +120,7 @@ SETTINGS = {
         {"pad_to_multiple_of": 16},
         {"gradient_checkpointing": True},
         {"cast_lm_head_to_fp32": True},
+        {"dataset": questions(), "beta": 0.1, "gradient_accumulation_steps": 2},
     ],
 }
 
@@ -194,12 +200,6 @@ def test_an_adapter_of_before_whose_reference_is_its_copy(tmp_path):
     run = compared("GRPO", tmp_path, adapted=adapted, beta=0.3, num_iterations=2, learning_rate=0.1)
     assert "ref" in run.model.peft_config
     assert run.state.log_history[1]["kl"] > 0
-
-
-@pytest.mark.slow
-def test_prompts_of_text_alone(tmp_path):
-    questions = [{"prompt": [{"role": "user", "content": "How much is it? " * n}]} for n in (2, 4, 3, 5)]
-    compared("GRPO", tmp_path, dataset=Dataset.from_list(questions), beta=0.1, gradient_accumulation_steps=2)
 
 
 @pytest.mark.slow
@@ -455,14 +455,6 @@ def test_settings_that_another_loss_or_no_packing_would_come_of(tmp_path):
         run_of("GRPO", PackedGRPOTrainer, moe, tmp_path)
     with pytest.raises(ConfigError, match="torch_compile=True breaks off at packed rows"):
         run_of("SFT", PackedSFTTrainer, saved(tmp_path), tmp_path, torch_compile=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["GRPO", "DPO"])
-def test_the_check_of_settings_names_the_packed_trainer(name, tmp_path):
-    plain = run_of(name, getattr(trl, f"{name}Trainer"), enable_packing(saved(tmp_path)), tmp_path)
-    with pytest.raises(ConfigError, match=rf"TRL's {name}Trainer computes the loss itself.*import Packed{name}Trainer"):
-        check_trainer(plain)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import moe
 import pytest
 import torch
 from trainer.packed_runs import fingerprint, fresh, planned, scene
-from training import collator, descend, distance, gradients, lengths_of, loss_alone, loss_sums, receipts
+from training import collator, descend, distance, gradients, lengths_of, loss_alone, losses_alone, receipts
 
 from vlmpack.model import enable_packing
 from vlmpack.testing import padded, tiny_model
@@ -61,8 +61,7 @@ def test_a_step_equals_one_step_on_all_samples(ranks):
 
 def test_predictions_come_once_and_in_order(ranks):
     result, _ = ranks
-    with torch.no_grad():
-        sums, counts = loss_sums(fresh(), receipts(tiny_model()))
+    sums, counts = losses_alone(fresh(), receipts(tiny_model()))
     assert result["sample_targets"] == counts.tolist()
     assert result["sample_losses"] == pytest.approx((sums / counts).tolist(), rel=1e-6)
     assert result["metrics"]["eval_token_loss"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
@@ -71,8 +70,7 @@ def test_predictions_come_once_and_in_order(ranks):
 def test_eval_loss_is_the_mean_over_all_targets_however_the_last_batches_are_filled_up(ranks):
     """Where ranks have too few samples for a batch, accelerate gives them the first ones again."""
     result, _ = ranks
-    with torch.no_grad():
-        sums, counts = loss_sums(fresh(), receipts(tiny_model()))
+    sums, counts = losses_alone(fresh(), receipts(tiny_model()))
     assert len(result["eval_losses"]) == 12
     for count, size, layout, loss in result["eval_losses"]:
         exact = float(sums[:count].sum() / counts[:count].sum())
@@ -150,8 +148,7 @@ def test_every_sample_is_evaluated_once_and_every_rank_has_the_whole_answer(pack
     """With one row for two ranks, one of them only keeps the other company."""
     model = tiny_model()
     samples = receipts(model)
-    with torch.no_grad():
-        sums, counts = loss_sums(model, samples)
+    sums, counts = losses_alone(model, samples)
     one, other = (rank["evaluated"][case] for rank in packed)
     assert one == other
     assert one["sample_ids"] == list(range(7))
