@@ -157,7 +157,7 @@ def test_families(name, family, tmp_path):
     settings |= {"dataset": samples(prompt_and_completion)} if name == "SFT" else {}
     if name == "GRPO":
         settings |= {"beta": 0.1, "padded": Aligned if family.startswith("gemma") else None}
-    run = compared(name, tmp_path, family, steps=10 if family in BEYOND_QWEN and name != "GRPO" else 3, **settings)
+    run = compared(name, tmp_path, family, steps=3, **settings)
     assert name == "DPO" or ("aux_loss" in run.state.log_history[0]) == family.endswith("moe")
 
 
