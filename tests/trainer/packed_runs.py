@@ -31,9 +31,9 @@ class Noting:
         return self._collate(features)
 
 
-def fresh() -> Any:
+def fresh(**settings: Any) -> Any:
     """A model that is always the same, as small as can be."""
-    return tiny_model(hidden=16, heads=2, layers=1, vision_depth=1)
+    return tiny_model(hidden=16, heads=2, layers=1, vision_depth=1, **settings)
 
 
 def scene(dropout: float = 0.1) -> tuple[Any, list[Any]]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from accelerate.utils import concatenate, slice_tensors
 from chats import chat, processor_of
 from datasets import Dataset
-from trainer.packed_runs import planned, streamed
+from trainer.packed_runs import fresh, planned, streamed
 from training import LAYOUTS, Samples, Stream, arguments, collator, descend, receipts, trainer
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, default_data_collator
 
@@ -34,7 +34,7 @@ def refusal(run) -> str:
 
 
 def enabled(**settings):
-    return enable_packing(tiny_model(hidden=16, heads=2, layers=1, vision_depth=1, **settings))
+    return enable_packing(fresh(**settings))
 
 
 def of_args(**settings):

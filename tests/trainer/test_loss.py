@@ -130,7 +130,7 @@ def test_trees_weigh_a_shared_target_for_each_sample(tmp_path):
         samples.append({"messages": [*messages, {"role": "assistant", "content": last}]})
     found = []
     for share_prefixes in (False, True):
-        model = tiny_model(processor=processor, hidden=16, heads=2, layers=1, vision_depth=1)
+        model = fresh(processor=processor)
         collate = VLMCollator(processor, layout="packed", share_prefixes=share_prefixes and SharePrefixes(min_shared=4))
         result = PackedStep(model)(collate.collate(samples))
         result.loss.backward()
