@@ -135,14 +135,14 @@ def with_options(shared: type) -> Callable[[Callable[..., None]], Callable[..., 
     return decorate
 
 
-def make_folder(option: str, folder: Path, *, mode: int = 0o777) -> None:
+def make_folder(option: str, folder: Path) -> None:
     """Make the folder that a verb writes into, before anything is computed.
 
     Raises:
         ConfigError: a file is in its place or above it, or the folder cannot be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=mode)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         message = f"{option} {folder} cannot be a folder ({error.strerror}); name one that is there or can be made"
         raise ConfigError(message) from error
