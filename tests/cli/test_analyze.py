@@ -126,7 +126,7 @@ def test_it_prints_lengths_and_a_recipe_and_a_folder_gets_the_numbers_and_a_pict
 def test_a_wrong_option_is_refused_before_anything_is_measured(
     arguments: list[str], told: str, chats: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlmpack.store.measure.measure_lengths", None)
+    monkeypatch.setattr("vlmpack.lengths.measure_lengths", None)
     monkeypatch.chdir(Path(chats).parent)
     refused = analyze(chats, *arguments)
     assert (refused.exit_code, refused.stdout) == (2, "")

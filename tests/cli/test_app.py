@@ -110,7 +110,7 @@ def test_what_the_system_refuses_is_one_line_and_a_bug_is_not(monkeypatch: pytes
     def refused(source: Path) -> bool:
         raise OSError(code, os.strerror(code), "a/folder")
 
-    monkeypatch.setattr("vlmpack.store.manifest.is_store", refused)
+    monkeypatch.setattr("vlmpack.rows.is_packed", refused)
     for code in (errno.EACCES, errno.EROFS, errno.ENOSPC):
         result = CliRunner().invoke(app, ["analyze", "rows"])
         assert result.exit_code == 2

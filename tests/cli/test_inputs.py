@@ -22,7 +22,7 @@ from vlmpack.cli.inputs import (
 from vlmpack.cli.options import DataOptions
 from vlmpack.data import mix_datasets, open_dataset, save_processor
 from vlmpack.errors import ConfigError, FamilyError, SampleError
-from vlmpack.store import PackedDataset
+from vlmpack.rows import PackedDataset
 from vlmpack.testing import tiny_config, tiny_processor
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]

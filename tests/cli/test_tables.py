@@ -24,8 +24,7 @@ from vlmpack.collate import VLMCollator
 from vlmpack.plan import PaddedRecipe
 from vlmpack.probing import Report
 from vlmpack.probing.report import Baseline, Check
-from vlmpack.store import PackedDataset, StoreSettings, write_rows
-from vlmpack.store.manifest import Manifest
+from vlmpack.rows import Manifest, PackedDataset, StoreSettings, write_rows
 from vlmpack.terminal import print_text
 from vlmpack.testing import tiny_processor
 from vlmpack.testing.comparison import GradientCosine

@@ -74,12 +74,12 @@ def analyze(
     if out is not None:
         check_extra("plots", "matplotlib", needed_by="`vlmpack analyze --out`")
 
+    from vlmpack.lengths import why_no_marks
     from vlmpack.plan.simulation import CAPACITIES, PaddedRecipe
-    from vlmpack.store.content import why_no_marks
-    from vlmpack.store.manifest import is_store
+    from vlmpack.rows import is_packed
 
     console = Console(quiet=as_json)
-    if is_store(Path(data.dataset).expanduser()):
+    if is_packed(Path(data.dataset).expanduser()):
         _analyze_store(data, rows, console, as_json=as_json)
         return
     recipe = PaddedRecipe(world_size=world_size, per_device_batch=per_device_batch)
@@ -268,7 +268,7 @@ def _analyze_store(data: DataOptions, rows: int, console: Console, *, as_json: b
     Raises:
         ConfigError: the folder is damaged, or options by which rows would be planned are given.
     """
-    from vlmpack.store.read import PackedDataset
+    from vlmpack.rows import PackedDataset
 
     given = [field.name for field in fields(data)[2:] if getattr(data, field.name) != field.default]
     if given:
@@ -286,8 +286,8 @@ def _analyze_store(data: DataOptions, rows: int, console: Console, *, as_json: b
 
 def _planned_rows(inputs: Inputs, analysis: Analysis, rows: int, *, min_shared: int | None) -> list[dict[str, Any]]:
     """Plan rows as `vlmpack pack` does, and describe the first of them."""
+    from vlmpack.lengths import tree_of
     from vlmpack.plan.planner import plan_bins
-    from vlmpack.store.content import tree_of
 
     table = analysis.table
     if not rows or not len(table):

@@ -118,15 +118,15 @@ def check_source(source: str, *, split: str) -> None:
         ConfigError: a folder of packed rows, finished or not, or a split of a file that has none.
     """
     from vlmpack.data.readers import JSON_FILES
-    from vlmpack.store.manifest import is_store, is_unfinished_store
+    from vlmpack.rows import WORK, is_packed
 
     path = Path(source).expanduser()
-    if is_store(path):
+    if is_packed(path):
         raise ConfigError(
             f"{source} is packed already: `vlmpack pack` wrote it. `vlmpack analyze {source} --rows 1` shows a row; "
             "give the data set that it was made of"
         )
-    if is_unfinished_store(path):
+    if (path / WORK).is_dir():
         raise ConfigError(
             f"{source} is not packed to its end: `vlmpack pack` was interrupted there, or refused a sample. Run it "
             "again, and it goes on where it was"
@@ -139,7 +139,7 @@ def check_source(source: str, *, split: str) -> None:
 
 def measure(inputs: Inputs, data: DataOptions, *, quiet: bool, min_shared: int | None) -> LengthTable:
     """Measure the lengths of all samples, with progress; `min_shared`: None: look for no shared prefixes."""
-    from vlmpack.store.measure import measure_lengths
+    from vlmpack.lengths import measure_lengths
 
     with skipped_are_reported(), progress_lines(quiet=quiet) as progress:  # `analyze` lists them
         return measure_lengths(
