@@ -9,7 +9,7 @@ import torch
 from cases import slow
 from chats import chat, processor_of
 from trainer.packed_runs import fingerprint, fresh, plan_of, planned, scene, streamed
-from training import Samples, Stream, arguments, collator, lengths_of, loss_sums, receipts
+from training import Samples, Stream, arguments, collator, lengths_of, losses_alone, receipts
 from transformers import Trainer
 
 from vlmpack.collate import SharePrefixes, VLMCollator
@@ -78,7 +78,7 @@ def test_a_plan_of_a_table_leaves_out_what_cannot_be_used_and_nothing_else(tmp_p
     collate = VLMCollator(processor_of(), layout="packed")
     table = measure_lengths(samples, collate)
     run = PackedTrainer(
-        enable_packing(tiny_model(processor=processor_of(), hidden=16, heads=2, layers=1, vision_depth=1)),
+        enable_packing(fresh(processor=processor_of())),
         arguments(tmp_path, max_steps=-1, num_train_epochs=1, dataloader_pin_memory=False),
         noting,
         samples,
@@ -96,7 +96,7 @@ def test_a_plan_of_other_samples_is_warned_of_once(tmp_path):
     samples = [chat(answer="yes " * n, id=n) for n in range(1, 9)]
     collate = VLMCollator(processor_of(), layout="packed")
     plan = plan_bins(measure_lengths(samples, collate), 200)
-    model = enable_packing(tiny_model(processor=processor_of(), hidden=16, heads=2, layers=1, vision_depth=1))
+    model = enable_packing(fresh(processor=processor_of()))
     run = PackedTrainer(model, arguments(tmp_path), collate, samples, plan=plan)
     run.train()
     longer = [chat(answer="yes " * (n + 50), id=n) for n in range(1, 9)]
@@ -110,7 +110,7 @@ def test_rows_that_were_written_before_bring_their_collator(tmp_path):
     packed = VLMCollator(processor_of(), layout="packed")
     write_rows([chat(), chat()], tmp_path / "rows", packed, StoreSettings(capacity=200))
     rows = PackedDataset(tmp_path / "rows", processor_of())
-    model = enable_packing(tiny_model(processor=processor_of(), hidden=16, heads=2, layers=1, vision_depth=1))
+    model = enable_packing(fresh(processor=processor_of()))
     run = PackedTrainer(model, arguments(tmp_path, max_steps=1), train_dataset=rows, plan=rows.plan)
     assert run.data_collator == rows.collate
     run.train()
@@ -195,8 +195,7 @@ def evaluation_set():
     model = fresh()
     samples = receipts(model)
     samples[3]["labels"] = torch.full_like(samples[3]["labels"], -100)
-    with torch.no_grad():
-        sums, counts = loss_sums(model, samples)
+    sums, counts = losses_alone(model, samples)
     return enable_packing(model), samples, sums, counts
 
 

@@ -38,7 +38,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 
 from vlmpack.collate.columns import is_empty
-from vlmpack.collate.conversation import Conversation, text_of
+from vlmpack.collate.conversation import Conversation, is_trained, text_of
 from vlmpack.collate.processor_metadata import parts_of
 from vlmpack.errors import ConfigError, Refusal
 
@@ -148,8 +148,10 @@ class ChatTemplate:
             answers: the answers in it that are trained on; None: the last message is looked at alone.
         """
         if answers is None:
-            flags = conversation.trained_turns
-            is_answer = conversation.messages[-1]["role"] == "assistant" and (flags is None or flags[-1])
+            weights = conversation.turn_weights
+            is_answer = conversation.messages[-1]["role"] == "assistant" and (
+                weights is None or is_trained(weights[-1])
+            )
             answers = [(0, len(text))] if is_answer else []
         unended = [span for span in answers if not self.is_ended(text[slice(*span)])]
         if unended and self.add_stop is not None:
