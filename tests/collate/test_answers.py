@@ -105,24 +105,23 @@ def refusal(messages, template, *, family="internvl", **settings):
     return str(caught.value)
 
 
-def test_a_template_that_writes_a_turn_otherwise_when_others_follow_is_refused_by_name():
-    forgetful = (
+UNCLEAR = {
+    "messages[1]": ("{% if not loop.last %}{{ 'once said ' }}{% endif %}", ""),
+    "messages[:1] and its prompt": ("", "in short: "),
+}
+"""What a template writes otherwise than alone, by what it writes before an answer, and where it asks for one."""
+
+
+@pytest.mark.parametrize(("written", "before", "prompt"), [(name, *texts) for name, texts in UNCLEAR.items()])
+def test_a_template_that_begins_an_answer_otherwise_than_it_asks_for_it_is_refused_by_name(written, before, prompt):
+    template = (
         "{% for message in messages %}{{ '<|im_start|>' + message['role'] + ':' }}"
-        "{% if message['role'] == 'assistant' and not loop.last %}{{ 'once said ' }}{% endif %}"
-        "{{ message['content'] }}{{ '<|im_end|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant:' }}{% endif %}"
+        "{% if message['role'] == 'assistant' %}" + before + "{% endif %}{{ message['content'] + '<|im_end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant:" + prompt + "' }}{% endif %}"
     )
-    message = refusal([ASK, say("4"), ASK, say("5")], forgetful)
-    assert "writes messages[:2] otherwise alone than before other messages" in message
-    assert "tokens are the answer of messages[1]" in message
-
-
-def test_a_template_whose_prompt_is_no_beginning_of_an_answer_is_refused():
-    thinking = (
-        "{% for message in messages %}{{ message['role'] + ':' + message['content'] + '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant:<think>' }}{% endif %}"
-    )
-    assert "writes messages[:1] and its prompt otherwise" in refusal([ASK, say("4")], thinking)
+    message = refusal([ASK, say("4"), ASK, say("5")], template)
+    assert f"the chat template writes {written} otherwise alone than before other messages" in message
+    assert "it is not known which tokens are messages[1]" in message
 
 
 def test_a_template_that_marks_other_turns_than_answers_is_refused():

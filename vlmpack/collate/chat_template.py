@@ -1,13 +1,17 @@
 """Chat templates: conversations as text, and the places in it of what an assistant says.
 
-    text      <bos><start_of_turn>user\n...<end_of_turn>\n<start_of_turn>model\nIt costs 5.<end_of_turn>\n
-    question  ─────────── with the generation prompt ─────────────────────────▶│                         │
-    answer    ─────────── with the answer, without what follows ─────────────────────────────────────────▶│
-    trained on                                                                 │It costs 5.<end_of_turn>│
+    text        <bos><start_of_turn>user\nP0<end_of_turn>\n<start_of_turn>model\nP1<end_of_turn>\n<start_of_turn>user...
+    question    behind P0, with the prompt │<end_of_turn>\n<start_of_turn>model\n│
+    answer      behind P1, as the last turn                                        │<end_of_turn>\n│
+    trained on                                                                   P1<end_of_turn>
 
-A template that marks its assistant's text itself (`{% generation %}`) is taken at its word. Of any other one the
-conversation is written turn by turn: what an answer adds to the text before it is trained on, up to the token that ends
-it. That token may be the beginning of the next turn (GLM's `<|user|>`), or stand behind the marks.
+A template that marks its assistant's text itself (`{% generation %}`) is taken at its word. Of any other one each shape
+of conversation is written with probes in place of its texts, and so is each of its beginnings. An answer starts where
+the text behind the last probe before it leaves the generation prompt, and stops where the text behind its own last one
+leaves what the template writes without the turns that follow. So a template may end its last turn otherwise (gpt-oss,
+Phi-3), leave earlier thoughts out (GLM-4-MoE, MiniCPM-V), or open thoughts in its generation prompt alone (DeepSeek).
+The token that ends an answer may be the beginning of the next turn (GLM's `<|user|>`), or stand behind the marks. An
+empty thought that the sample did not write is not trained on.
 
 A template has to write every text of every message, or the sample is refused:
 
@@ -25,9 +29,11 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import Any, Literal, NamedTuple, final, get_args
 
 import numpy as np
@@ -81,12 +87,16 @@ class ChatTemplate:
     """True if the content of a message may be a list of parts: templates of text models take none."""
     special_tokens: tuple[str, ...] = ()
     """The tokenizer's special tokens; needed for `answers` and `tokens` alone."""
+    reads_marks: bool = True
+    """False: answers are found in the same way whether the template marks them or not, as of ChatML."""
     add_stop: str | None = None
     """Token written behind the last answer where the template writes none that ends it; None: nothing is."""
     is_first: Callable[[str], bool] | None = None
     """Returns whether an event has not been warned of; None: no warning."""
     shapes: dict[Any, Shape | None] = field(default_factory=dict)
     """By shape of a conversation what the template writes of it; None: it cannot write its probes."""
+    layouts: dict[str, Layout | None] = field(default_factory=dict)
+    """By all of a conversation but its texts where its answers lie; None: the template cannot write its probes."""
 
     def render(self, conversation: Conversation) -> str:
         """The text of its messages.
@@ -111,24 +121,39 @@ class ChatTemplate:
         return text
 
     def answers(self, conversation: Conversation, text: str) -> list[Span]:
-        """Find what each of the assistant's turns says in `text`, which `render` returned, its end included.
+        """Find what each of the trained turns says in `text`, which `render` returned, its end included.
 
         Raises:
-            Refusal: the template writes another number of answers, or writes a turn otherwise when others follow it
-                (`turn_mismatch`).
+            Refusal: the template marks another number of answers, or begins or ends a turn otherwise when others follow
+                it (`turn_mismatch`).
         """
-        roles = [message["role"] for message in conversation.messages]
-        answers = [at for at, role in enumerate(roles) if role == "assistant"]
-        if self.marks_answers:
-            spans = self._marked(conversation, text)
-        else:
-            spans = [self._added(conversation, text, at) for at in answers]
-        if len(spans) != len(answers):
-            fault = f"the chat template marks {len(spans) or 'no'} answers of its {len(answers)} assistant messages, so"
+        messages = conversation.messages
+        turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        flags = dict(zip(turns, conversation.trained_turns or (True,) * len(turns), strict=True))
+        if not self.marks_answers:
+            layout, ends = self._located(conversation, text)
+            spans = []
+            for marks in (marks for at, marks in zip(turns, layout.answers, strict=True) if flags[at]):
+                if isinstance(marks, str):
+                    remedy = (
+                        "use a template with {% generation %} marks, train_on='all', or tokenised samples with labels"
+                    )
+                    raise Refusal("turn_mismatch", f"the chat template writes {marks}; {remedy}")
+                (one, start), (other, stop) = marks
+                spans.append((ends[one] + start, ends[other] + stop))
+            return spans
+        spans, speakers = self._marked(conversation, text), turns
+        if len(spans) > len(turns):  # perhaps several of a turn, as TRL's templates mark Phi-3's end of a text
+            layout, ends = self._located(conversation, text)
+            before = [bisect_right(ends, stop) - 1 for _, stop in spans]
+            speakers = [layout.messages[number - 1] if number else -1 for number in before]
+        if len(spans) != len(speakers) or not flags.keys() >= set(speakers):
+            fault = f"the chat template marks {len(spans) or 'no'} answers of its {len(turns)} assistant messages, so"
             remedy = "repair its {% generation %}, use train_on='all', or give tokenised samples with labels"
             of_all = not spans
             raise Refusal("turn_mismatch", f"{fault} it is not known which tokens to learn; {remedy}", of_all=of_all)
-        return [self._with_end(text, span, roles[at + 1 :]) for at, span in zip(answers, spans, strict=True)]
+        said = ((at, self._thoughtful(messages[at], text, span)) for at, span in zip(speakers, spans, strict=True))
+        return [self._with_end(text, span, messages[at + 1 :]) for at, span in said if flags[at]]
 
     def is_ended(self, said: str) -> bool:
         """Return whether the text of an answer ends with a token that the template writes, blanks behind it aside."""
@@ -174,7 +199,7 @@ class ChatTemplate:
     @cached_property
     def marks_answers(self) -> bool:
         """Return whether the template marks its assistant's text itself (`{% generation %}`)."""
-        return re.search(r"\{%-?\s*generation\s*-?%\}", self._source) is not None
+        return self.reads_marks and re.search(r"\{%-?\s*generation\s*-?%\}", self._source) is not None
 
     def _marked(self, conversation: Conversation, text: str) -> list[Span]:
         """Spans of the template's own `{% generation %}` blocks."""
@@ -191,23 +216,114 @@ class ChatTemplate:
             raise Refusal("turn_mismatch", f"{fault} it, so answers are not known; use train_on='all'", of_all=True)
         return [(int(start), int(stop)) for start, stop in spans]
 
-    def _added(self, conversation: Conversation, text: str, at: int) -> Span:
-        """Find what the answer `messages[at]` adds to the text before it."""
-        question = self._prefix(conversation, at, add_generation_prompt=True)
-        answer = text if at + 1 == len(conversation.messages) else self._prefix(conversation, at + 1)
-        for written, name in ((answer, f"messages[:{at + 1}]"), (question, f"messages[:{at}] and its prompt")):
-            if written is None or not text.startswith(written):
-                fault = (
-                    f"the chat template writes {name} otherwise alone than before other messages, so it is not known"
-                )
-                remedy = "use a template with {% generation %} marks, train_on='all', or tokenised samples with labels"
-                raise Refusal("turn_mismatch", f"{fault} which tokens are the answer of messages[{at}]; {remedy}")
-        assert question is not None
-        assert answer is not None
-        said = answer[len(question) :]
-        return len(question), len(question) + len(said.rstrip() if self.is_ended(said) else said)
+    def _located(self, conversation: Conversation, text: str) -> tuple[Layout, list[int]]:
+        """The layout of a conversation, and the ends of its written texts in `text` after a 0."""
+        messages, options = conversation.messages, conversation.template_options
+        key = repr(([map_texts(message, at, lambda *_: "") for at, message in enumerate(messages)], options))
+        leaves, _ = _leaves(messages, options)
+        layout = self.layouts.get(key)
+        ends = layout and layout.ends(leaves, text)
+        if ends is None:
+            numbers = count()
+            tried = [map_texts(message, at, lambda *_: probe(next(numbers))) for at, message in enumerate(messages)]
+            layout = self._layout(tried, options, [leaf._replace(text=probe(at)) for at, leaf in enumerate(leaves)])
+            if len(self.layouts) >= _SHAPES_KEPT:
+                self.layouts.clear()
+            self.layouts[key] = layout
+            ends = layout and layout.ends(leaves, text)
+        if layout is None or ends is None:  # its texts change what the template writes around them
+            layout, ends = self._layout(messages, options, ()), [0]
+            assert layout is not None
+        return layout, ends
 
-    def _with_end(self, text: str, span: Span, following: Sequence[str]) -> Span:
+    def _layout(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], probes: Sequence[Leaf]
+    ) -> Layout | None:
+        """Find the answers of messages whose texts are these probes; None: the template cannot write them.
+
+        Without probes whole texts are compared, and beginnings have to be written as they stand in the conversation.
+        """
+        text = self._tried(messages, options)
+        if text is None:
+            return None
+        roles = [message["role"] for message in messages]
+
+        def spots_in(written: str) -> dict[int, Spot]:
+            found = ((at, _spot(leaf, roles[leaf.message], written)) for at, leaf in enumerate(probes))
+            return {at: spot for at, spot in found if spot is not None}
+
+        spots = spots_in(text)
+        order = sorted(spots, key=spots.__getitem__)
+        starts, ends = [*(spots[at].start for at in order), len(text)], [0, *(spots[at].stop for at in order)]
+
+        def compare(stop: int, **prompt: bool) -> tuple[int, int, str, Mapping[int, str]] | None:
+            """How messages[:stop] are written alone; None: they cannot be.
+
+            (Number of the last text before, where `text` leaves them, what is left of them, what stands before a text)
+            """
+            written = self._tried(messages[:stop], {**options, **prompt})
+            if written is None:
+                return None
+            there = {at: spot for at, spot in spots_in(written).items() if at in spots and probes[at].message < stop}
+            last = max(there, key=there.__getitem__, default=None)
+            number = 0 if last is None else order.index(last) + 1
+            alone = written if last is None else written[there[last].stop :]
+            shared = self._shared(alone, text[ends[number] : starts[number]])
+            return number, ends[number] + shared, alone[shared:], {at: written[: there[at].start] for at in there}
+
+        def find(at: int) -> tuple[Mark, Mark] | str:
+            fault = f"otherwise alone than before other messages, so it is not known which tokens are messages[{at}]"
+            question, answer = compare(at, add_generation_prompt=True), compare(at + 1)
+            if question is None or not (_OPENED if probes else _NOTHING).fullmatch(question[2]):
+                return f"messages[:{at}] and its prompt {fault}"
+            if answer is None or (self._token.sub("", answer[2]) if probes else answer[2]).strip():
+                return f"messages[:{at + 1}] {fault}"
+            (before, start, _, _), (number, stop, _, alone) = question, answer
+            said = [one for one in order if probes[one].message == at]
+            own = [spots[one] for one in said]
+            first = own[0].start if own else max(start, stop)
+            if _WRITTEN_EMPTY.search(text_of(messages[at])) and (empty := _EMPTY.search(text, ends[before], start)):
+                start = start - len(empty.group().lstrip()) if empty.end() == start else start
+            start, _ = self._thoughtful(messages[at], text, (start, first))
+            if self.is_ended(text[start:stop]):
+                stop = start + len(text[start:stop].rstrip())
+            start, stop = self._with_end(text, (start, stop), messages[at + 1 :])
+            inside = [one for one in spots.values() if one.start < stop and one.stop > start]
+            if said and not alone[said[0]].endswith(text[start : max(start, first)]):
+                return f"messages[{at}] {fault}"
+            if sorted(inside) != own or start > stop:
+                return f"other messages inside of messages[{at}] {fault}"
+            return (before, start - ends[before]), (number, stop - ends[number])
+
+        literals = [text[end:start] for end, start in zip(ends, starts, strict=True)]
+        answers = [find(at) for at, role in enumerate(roles) if role == "assistant"]
+        return Layout(
+            order=tuple(order),
+            messages=tuple(probes[at].message for at in order),
+            forms=tuple(spots[at].form for at in order),
+            literals=tuple(literals),
+            answers=tuple(answers),
+        )
+
+    def _thoughtful(self, message: Mapping[str, Any], text: str, span: Span) -> Span:
+        """Leave an empty thought out with which an answer begins, unless its message has one."""
+        empty = None if _WRITTEN_EMPTY.search(text_of(message)) else _EMPTY.match(text, *span)
+        return span if empty is None else (empty.end(), span[1])
+
+    def _shared(self, one: str, other: str) -> int:
+        """Characters with which both begin; a special token counts as a whole."""
+        size = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
+        size = min(size, len(other))
+        cut = (token.start() for text in (one, other) for token in self._token.finditer(text) if token.end() > size)
+        return min((size, *cut))
+
+    @cached_property
+    def _token(self) -> re.Pattern[str]:
+        """One of the template's special tokens."""
+        longest = sorted(self.tokens, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest)) or "(?!)")
+
+    def _with_end(self, text: str, span: Span, following: Sequence[Mapping[str, Any]]) -> Span:
         """Extend an answer by the token that ends it, where the template writes that behind it.
 
         The beginning of another turn is one only where a user or a tool speaks: nothing else stops the model there.
@@ -215,7 +331,7 @@ class ChatTemplate:
         start, stop = span
         if self.is_ended(text[start:stop]) or not (end := self._end.match(text, stop)):
             return span
-        is_end = not following or following[0] in ("user", "tool") or end.group().strip() == self._own_end
+        is_end = not following or following[0]["role"] in ("user", "tool") or end.group().strip() == self._own_end
         return (start, end.end()) if is_end else span
 
     @cached_property
@@ -233,8 +349,7 @@ class ChatTemplate:
     @cached_property
     def _end(self) -> re.Pattern[str]:
         """One of the template's special tokens, after blanks."""
-        longest = sorted(self.tokens, key=len, reverse=True)
-        return re.compile(rf"\s*(?:{'|'.join(map(re.escape, longest)) or '(?!)'})")
+        return re.compile(rf"\s*(?:{self._token.pattern})")
 
     @cached_property
     def tokens(self) -> tuple[str, ...]:
@@ -403,7 +518,8 @@ class ChatTemplate:
         text = self._tried(tried, options)
         if text is None:
             return None
-        places = tuple(_place(leaf, messages[leaf.message]["role"], text) for leaf in probes)
+        spots = [_spot(leaf, messages[leaf.message]["role"], text) for leaf in probes]
+        places = tuple(-1 if spot is None else spot.start for spot in spots)
         order = tuple(sorted((at for at, place in enumerate(places) if place >= 0), key=places.__getitem__))
         spoken, unread = {(leaf.message, leaf.key) for leaf in probes}, []
         for at, message in enumerate(messages):
@@ -447,6 +563,13 @@ _LINKS = ("id", "type", "index")
 """Keys inside calls and the like that say nothing themselves."""
 _TAGS = re.compile(r"(</?think>)")
 """Marks around thoughts inside the content of an answer."""
+_EMPTY = re.compile(r"\s*(?:<think>)?\s*</think>\s*")
+"""An empty thought, or its end."""
+_WRITTEN_EMPTY = re.compile(r"<think>\s*</think>|^\s*</think>")
+"""An empty thought in the content of an answer."""
+_OPENED = re.compile(r"(?:\s|</?think>)*")
+"""What a generation prompt may write and an answer leave out."""
+_NOTHING = re.compile("")
 _THOUGHT = "thought"
 """Path of a text between such marks."""
 _SHAPES_KEPT = 4096
@@ -490,6 +613,57 @@ class Shape(NamedTuple):
     """(message, key) of keys without a text that change nothing."""
 
 
+class Spot(NamedTuple):
+    """A text inside another one."""
+
+    start: int
+    """Its first character."""
+    stop: int
+    """The character after its last."""
+    form: int
+    """0: as it is, 1: as JSON, 2: as Python shows it."""
+
+
+Mark = tuple[int, int]
+"""A place in a text: number of a written leaf, 0: none, and the characters behind it, or else from the beginning."""
+
+
+class Layout(NamedTuple):
+    """Where a template writes the texts and answers of all conversations that differ in their texts alone."""
+
+    order: tuple[int, ...]
+    """Numbers of the w written leaves in the order in which they stand in the text."""
+    messages: tuple[int, ...]
+    """The message of each of them."""
+    forms: tuple[int, ...]
+    """How each of them is written: see `Spot`."""
+    literals: tuple[str, ...]
+    """The w + 1 texts before each of them and behind the last."""
+    answers: tuple[tuple[Mark, Mark] | str, ...]
+    """Start and stop of each answer, or why it has none."""
+
+    def ends(self, leaves: Sequence[Leaf], text: str) -> list[int] | None:
+        """Find the ends of the written leaves in a text, after a 0; None: it is not of this layout.
+
+        A template may take blanks around a leaf away.
+        """
+        ends, at = [0], len(self.literals[0])
+        if not text.startswith(self.literals[0]):
+            return None
+        for number, form, literal in zip(self.order, self.forms, self.literals[1:], strict=True):
+            said = leaves[number].text.strip() if form == 0 else _forms(leaves[number].text)[form]
+            start = text.find(said, at)
+            is_last = len(ends) == len(self.order)
+            stop = len(text) - len(literal) if is_last else text.find(literal, start + len(said))
+            if start < 0 or stop < start + len(said) or (is_last and not text.endswith(literal)):
+                return None
+            if text[at:start].strip() or text[start + len(said) : stop].strip():
+                return None
+            ends.append(stop)
+            at = stop + len(literal)
+        return ends
+
+
 def probe(number: int) -> str:
     """A text that stands in what a template writes only if the template writes it as it is."""
     return f'probe {number}:\n"it\'s" {number}.'
@@ -500,12 +674,16 @@ def is_written(text: str, number: int = 0) -> bool:
     return probe(number) in text
 
 
-def _place(leaf: Leaf, role: str, text: str) -> int:
+def _spot(leaf: Leaf, role: str, text: str) -> Spot | None:
     """Find a probe; what tools return or are called with may be written as JSON or Python has it too."""
-    forms = [leaf.text]
-    if not leaf.is_content or role == "tool":
-        forms += [json.dumps(leaf.text, ensure_ascii=False)[1:-1], repr(leaf.text)[1:-1]]
-    return next((place for form in forms if (place := text.find(form)) >= 0), -1)
+    forms = _forms(leaf.text)[: 1 if leaf.is_content and role != "tool" else None]
+    found = ((text.find(form), number, len(form)) for number, form in enumerate(forms))
+    return next((Spot(at, at + length, number) for at, number, length in found if at >= 0), None)
+
+
+def _forms(text: str) -> tuple[str, str, str]:
+    """A text as it is, as JSON, and as Python shows it."""
+    return text, json.dumps(text, ensure_ascii=False)[1:-1], repr(text)[1:-1]
 
 
 def _check_shape(shape: Shape, leaves: Sequence[Leaf], messages: Sequence[Mapping[str, Any]]) -> None:
@@ -526,6 +704,8 @@ def _refusal(leaf: Leaf, messages: Sequence[Mapping[str, Any]]) -> Refusal:
         said = f"{'thinks' if leaf.path == _THOUGHT else 'says'} {leaf.text.strip()[:40]!r}"
         fault = f"{where} {said}, which the chat template does not write"
         remedy = "compare the message's role, its place and its content with what the template expects"
+        if leaf.path == _THOUGHT:
+            remedy = "use one that does, such as trl.chat_template_utils.get_training_chat_template(processor) returns"
     elif leaf.key != "tool_calls":
         remedy += f" (VLMCollator(ignored_keys=({leaf.key!r},)) leaves it out)"
     return Refusal("template_ignores", f"{fault}; {remedy}")

@@ -199,6 +199,7 @@ class Encoder:
             processor=self.processor,
             takes_parts=self.metadata.has_vision,
             special_tokens=self.metadata.special_tokens,
+            reads_marks=self.metadata.by_processor,
             add_stop=self.add_stop,
             is_first=self.is_first,
         )
@@ -275,16 +276,15 @@ class Encoder:
         if self._columns:
             raise Refusal("template_error", f"it is a conversation, but {self._is_of_prefix}", of_all=True)
         text = self._template.render(conversation)
-        if not self.metadata.by_processor:
+        if not self.metadata.by_processor and ("</think>" not in text or self.train_on == "all"):
             tokens = self._tokenise(text + self._template.end_of(conversation, text), media)
             return self._encoded(tokens.ids, self._spans(tokens.ids, conversation), media)
-        flags = conversation.trained_turns
         answers = [] if self.train_on == "all" else self._template.answers(conversation, text)
-        answers = [span for at, span in enumerate(answers) if flags is None or flags[at]]
         if end := self._template.end_of(conversation, text, None if self.train_on == "all" else answers):
             text += end
             answers[-1:] = [(start, len(text)) for start, _ in answers[-1:]]
-        tokens = self._tokenise(self._laid_out(text, len(media["image"]), is_chat=True), media)
+        laid_out = self._laid_out(text, len(media["image"]), is_chat=True)
+        tokens = self._tokenise(laid_out, media, has_places=True)
         around = self._around_media(tokens)
         sample = self._encoded(tokens.ids, [self._answer(tokens, span) for span in answers], media, around=around)
         if self.max_length is None or sample.num_tokens <= self.max_length:
@@ -386,13 +386,14 @@ class Encoder:
 
     # ------------------------------------------------------------------ tokens
 
-    def _tokenise(self, text: str, media: Visuals, *, is_continued: bool = False) -> Tokens:
+    def _tokenise(self, text: str, media: Visuals, *, is_continued: bool = False, has_places: bool = False) -> Tokens:
         """Expand the placeholders of a text, tokenise it, and repeat each placeholder as often as its medium needs.
 
         Args:
             text: with one placeholder a medium.
             media: in their order.
             is_continued: true of a text that follows another one, which gets no beginning of its own.
+            has_places: whether the characters of each token are needed, though the template is ChatML.
 
         Raises:
             Refusal: it has another number of placeholders (`placeholder_mismatch`), or half a character (`bad_text`).
@@ -404,11 +405,12 @@ class Encoder:
         options = self.media.text_options if self.metadata.has_vision else {}
         if begins or is_continued:
             options = {"add_special_tokens": False}
-        out = tokenizer(expanded, return_offsets_mapping=self.metadata.by_processor, **options)
+        has_places = has_places or self.metadata.by_processor
+        out = tokenizer(expanded, return_offsets_mapping=has_places, **options)
         ids = np.asarray(out["input_ids"], np.int64)
         repeats = self._repeats(ids, media)
         columns = {"ids": ids}
-        if self.metadata.by_processor:
+        if has_places:
             offsets = np.array(out["offset_mapping"], np.int64).reshape(-1, 2)
             is_empty = offsets[:, 0] >= offsets[:, 1]
             ended = np.maximum.accumulate(np.where(is_empty, 0, offsets[:, 1]))
