@@ -85,8 +85,8 @@ def test_videos_go_with_their_question():
 def test_an_answer_that_is_not_learnt_is_not_learnt_alone_either():
     record = dialogue("Q0", "A0", "Q1", "A1")
     record["messages"][3]["weight"] = 0
-    learnt = [read_conversation(branch).trained_turns for branch in branch_turns(record)]
-    assert learnt == [(True,), (False,)]
+    weights = [read_conversation(branch).turn_weights for branch in branch_turns(record)]
+    assert weights == [((("", 1),),), ((("", 0),),)]
 
 
 def test_a_branch_is_the_sample_of_that_question_alone():

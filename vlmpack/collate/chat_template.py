@@ -29,7 +29,6 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -44,7 +43,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 
 from vlmpack.collate.columns import is_empty
-from vlmpack.collate.conversation import Conversation, text_of
+from vlmpack.collate.conversation import Conversation, is_trained, text_of
 from vlmpack.collate.processor_metadata import parts_of
 from vlmpack.errors import ConfigError, Refusal
 
@@ -121,39 +120,34 @@ class ChatTemplate:
         return text
 
     def answers(self, conversation: Conversation, text: str) -> list[Span]:
-        """Find what each of the trained turns says in `text`, which `render` returned, its end included.
+        """Find what each of the assistant's turns says in `text`, which `render` returned, its end included.
 
         Raises:
-            Refusal: the template marks another number of answers, or begins or ends a turn otherwise when others follow
-                it (`turn_mismatch`).
+            Refusal: the template marks another number of answers, or begins or ends a turn that is trained on otherwise
+                when others follow it (`turn_mismatch`).
         """
         messages = conversation.messages
         turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-        flags = dict(zip(turns, conversation.trained_turns or (True,) * len(turns), strict=True))
         if not self.marks_answers:
             layout, ends = self._located(conversation, text)
-            spans = []
-            for marks in (marks for at, marks in zip(turns, layout.answers, strict=True) if flags[at]):
-                if isinstance(marks, str):
-                    remedy = (
-                        "use a template with {% generation %} marks, train_on='all', or tokenised samples with labels"
-                    )
-                    raise Refusal("turn_mismatch", f"the chat template writes {marks}; {remedy}")
-                (one, start), (other, stop) = marks
-                spans.append((ends[one] + start, ends[other] + stop))
-            return spans
-        spans, speakers = self._marked(conversation, text), turns
-        if len(spans) > len(turns):  # perhaps several of a turn, as TRL's templates mark Phi-3's end of a text
-            layout, ends = self._located(conversation, text)
-            before = [bisect_right(ends, stop) - 1 for _, stop in spans]
-            speakers = [layout.messages[number - 1] if number else -1 for number in before]
-        if len(spans) != len(speakers) or not flags.keys() >= set(speakers):
+            weights = conversation.turn_weights or [(("", 1.0),)] * len(turns)
+            faults = (x for x, weight in zip(layout.answers, weights, strict=True) if is_trained(weight))
+            if fault := next((x for x in faults if isinstance(x, str)), None):
+                remedy = "use a template with {% generation %} marks, train_on='all', or tokenised samples with labels"
+                raise Refusal("turn_mismatch", f"the chat template writes {fault}; {remedy}")
+            marks = (((0, 0), (0, 0)) if isinstance(x, str) else x for x in layout.answers)
+            return [(ends[one] + start, ends[other] + stop) for (one, start), (other, stop) in marks]
+        spans = self._marked(conversation, text)
+        for at in range(len(spans) - 1, 0, -1):  # TRL's templates mark an answer and its end one after the other
+            if len(spans) > len(turns) and not text[spans[at - 1][1] : spans[at][0]].strip():
+                spans[at - 1 : at + 1] = [(spans[at - 1][0], spans[at][1])]
+        if len(spans) != len(turns):
             fault = f"the chat template marks {len(spans) or 'no'} answers of its {len(turns)} assistant messages, so"
             remedy = "repair its {% generation %}, use train_on='all', or give tokenised samples with labels"
             of_all = not spans
             raise Refusal("turn_mismatch", f"{fault} it is not known which tokens to learn; {remedy}", of_all=of_all)
-        said = ((at, self._thoughtful(messages[at], text, span)) for at, span in zip(speakers, spans, strict=True))
-        return [self._with_end(text, span, messages[at + 1 :]) for at, span in said if flags[at]]
+        said = ((at, self._thoughtful(messages[at], text, span)) for at, span in zip(turns, spans, strict=True))
+        return [self._with_end(text, span, messages[at + 1 :]) for at, span in said]
 
     def is_ended(self, said: str) -> bool:
         """Return whether the text of an answer ends with a token that the template writes, blanks behind it aside."""
@@ -173,8 +167,10 @@ class ChatTemplate:
             answers: the answers in it that are trained on; None: the last message is looked at alone.
         """
         if answers is None:
-            flags = conversation.trained_turns
-            is_answer = conversation.messages[-1]["role"] == "assistant" and (flags is None or flags[-1])
+            weights = conversation.turn_weights
+            is_answer = conversation.messages[-1]["role"] == "assistant" and (
+                weights is None or is_trained(weights[-1])
+            )
             answers = [(0, len(text))] if is_answer else []
         unended = [span for span in answers if not self.is_ended(text[slice(*span)])]
         if unended and self.add_stop is not None:
@@ -299,7 +295,6 @@ class ChatTemplate:
         answers = [find(at) for at, role in enumerate(roles) if role == "assistant"]
         return Layout(
             order=tuple(order),
-            messages=tuple(probes[at].message for at in order),
             forms=tuple(spots[at].form for at in order),
             literals=tuple(literals),
             answers=tuple(answers),
@@ -633,8 +628,6 @@ class Layout(NamedTuple):
 
     order: tuple[int, ...]
     """Numbers of the w written leaves in the order in which they stand in the text."""
-    messages: tuple[int, ...]
-    """The message of each of them."""
     forms: tuple[int, ...]
     """How each of them is written: see `Spot`."""
     literals: tuple[str, ...]

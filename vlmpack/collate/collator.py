@@ -14,7 +14,7 @@ import torch
 
 from vlmpack.collate.assemble import SharePrefixes, to_packed, to_padded
 from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
-from vlmpack.collate.columns import Markers
+from vlmpack.collate.columns import CHANNEL_COLUMN, Markers
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import OVERLENGTH, Encoded, Overlength, TrainOn, check_labels_are_ids, fit
 from vlmpack.collate.media import BatchMedia
@@ -300,13 +300,15 @@ class VLMCollator:
         """Make a sample with the id in `feature`; a refusal becomes an error that names it."""
         sample_id = None
         try:
-            sample_id = sample_id_of(feature)
+            sample_id, channel = sample_id_of(feature), channel_of(feature)
             sample = make()
         except VlmpackError:
             raise
         except Exception as error:  # a data set may hold anything
             raise self._error(_to_refusal(error), index, sample_id) from error
-        return sample if sample.sample_id == sample_id else replace(sample, sample_id=sample_id)
+        names = {"sample_id": sample_id, "channel": sample.channel if channel is None else channel}
+        is_named = (sample.sample_id, sample.channel) == tuple(names.values())
+        return sample if is_named else replace(sample, **names)
 
     def _error(self, refusal: Refusal, index: int | None, sample_id: int | str | None) -> SampleError | ConfigError:
         """Name the sample in a refusal; a mistake of the setup is a ConfigError, unless samples are to be skipped."""
@@ -382,6 +384,12 @@ def sample_id_of(feature: Any) -> int | str | None:
         return None
     value = feature.get("id") if feature.get("id") is not None else feature.get("sample_id")
     return value if value is None or isinstance(value, int | str) else str(value)
+
+
+def channel_of(feature: Any) -> str | None:
+    """Return the name of a sample's data set, in its column `channel`; None: it has none."""
+    channel = feature.get(CHANNEL_COLUMN) if isinstance(feature, Mapping) else None
+    return channel if isinstance(channel, str) else None
 
 
 def _check_lengths(layout: BatchLayout, slots: SlotRule | None, max_length: int | None, overlength: Overlength) -> None:

@@ -24,6 +24,10 @@ MEDIA_COLUMNS = ("image", "images", "video", "videos")
 AUDIO_COLUMNS = ("audio", "audios")
 LABEL_COLUMNS = ("labels", "completion_mask", "assistant_masks", "loss_mask")
 """Columns from which labels are made; the masks are TRL's and SeqPacker's, 0 where nothing is trained on."""
+WEIGHT_COLUMN = "loss_weights"
+"""The weight of each label of a tokenised sample, not shifted."""
+CHANNEL_COLUMN = "channel"
+"""The data set of a sample, by whose name its loss is logged: ms-swift's name."""
 SECONDS_COLUMNS = ("second_per_grid_ts", "video_second_per_grid")
 """Names of the seconds from one grid of each video to the next, of Qwen2.5-VL and of Qwen-Omni."""
 BOUNDARY_COLUMNS = ("cu_seqlens_q", "cu_seqlens", "cu_seq_lens_q", "seq_lengths", "seq_idx")
@@ -31,11 +35,13 @@ BOUNDARY_COLUMNS = ("cu_seqlens_q", "cu_seqlens", "cu_seq_lens_q", "seq_lengths"
 MISSPELT_COLUMNS = ("shift_labels", "label_mask", "labels_mask", "loss_masks", "completion_masks", "assistant_mask")
 """Names that look like one of labels, and that no library writes."""
 _TEXT_COLUMNS = ("input_ids", *CONVERSATION_COLUMNS, "completion")
-_READ = {*_TEXT_COLUMNS, *MEDIA_COLUMNS, "system", "tools", "chat_template_kwargs", "id", "sample_id", BRANCH_COLUMN}
+_NAMES = ("id", "sample_id", CHANNEL_COLUMN)
+_READ = {*_TEXT_COLUMNS, *MEDIA_COLUMNS, "system", "tools", "chat_template_kwargs", *_NAMES, BRANCH_COLUMN}
 _OF_TOKENS = (
     *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"),
     *("input_features", "feature_attention_mask", SECONDS_COLUMNS[1]),
     *LABEL_COLUMNS[1:],
+    WEIGHT_COLUMN,
 )
 """Of samples that were tokenised before, which no conversation has."""
 _KNOWN = {*_READ, *_OF_TOKENS, *AUDIO_COLUMNS, *SECONDS_COLUMNS, "labels", "attention_mask", "mm_token_type_ids"}

@@ -31,8 +31,24 @@ from PIL import Image
 from vlmpack.collate.audio import AudioReader
 from vlmpack.collate.chat_template import ChatTemplate, Span, check_characters
 from vlmpack.collate.columns import KINDS, Kind, Markers, check_unread
-from vlmpack.collate.conversation import Conversation, check_answered, read_conversation, unplaced_marker
-from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, check_sample, make_labels, tokens_of
+from vlmpack.collate.conversation import (
+    Conversation,
+    Weights,
+    check_answered,
+    is_trained,
+    read_conversation,
+    unplaced_marker,
+)
+from vlmpack.collate.encoded import (
+    Encoded,
+    TrainOn,
+    Visual,
+    assistant_spans,
+    check_sample,
+    make_labels,
+    tokens_of,
+    weighed,
+)
 from vlmpack.collate.media import BatchMedia, MediaReader, trial_image
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.tokenised import read_tokenised, token_types
@@ -276,17 +292,24 @@ class Encoder:
         if self._columns:
             raise Refusal("template_error", f"it is a conversation, but {self._is_of_prefix}", of_all=True)
         text = self._template.render(conversation)
+        weights = conversation.turn_weights
+        if self.train_on == "all":
+            _check_unweighed(conversation)
         if not self.metadata.by_processor and ("</think>" not in text or self.train_on == "all"):
-            tokens = self._tokenise(text + self._template.end_of(conversation, text), media)
-            return self._encoded(tokens.ids, self._spans(tokens.ids, conversation), media)
+            has_pieces = any(len(pieces) > 1 for pieces in weights or ())
+            tokens = self._tokenise(text + self._template.end_of(conversation, text), media, has_offsets=has_pieces)
+            spans = self._spans(tokens.ids, conversation)
+            return self._encoded(tokens.ids, spans, media, weights=_weights(tokens, spans, conversation))
         answers = [] if self.train_on == "all" else self._template.answers(conversation, text)
-        if end := self._template.end_of(conversation, text, None if self.train_on == "all" else answers):
+        trained = [span for at, span in enumerate(answers) if weights is None or is_trained(weights[at])]
+        if end := self._template.end_of(conversation, text, None if self.train_on == "all" else trained):
             text += end
             answers[-1:] = [(start, len(text)) for start, _ in answers[-1:]]
         laid_out = self._laid_out(text, len(media["image"]), is_chat=True)
-        tokens = self._tokenise(laid_out, media, has_places=True)
-        around = self._around_media(tokens)
-        sample = self._encoded(tokens.ids, [self._answer(tokens, span) for span in answers], media, around=around)
+        tokens = self._tokenise(laid_out, media, has_offsets=True)
+        around, spans = self._around_media(tokens), [self._answer(tokens, span) for span in answers]
+        weights_n = _weights(tokens, spans, conversation)
+        sample = self._encoded(tokens.ids, spans, media, around=around, weights=weights_n)
         if self.max_length is None or sample.num_tokens <= self.max_length:
             return sample
         ends = [tokens.between((0, tokens.moved(end))).stop for end in self._template.ends(conversation, text)]
@@ -315,14 +338,15 @@ class Encoder:
         *,
         around: Sequence[slice] = (),
         prefix: int | None = None,
+        weights: np.ndarray | None = None,
     ) -> Encoded:
         """Label a sample: its answers, or everything, but for media, the tokens `around` them and the first token.
 
-        `prefix`: tokens of the prompt; None: all of them.
+        `prefix`: tokens of the prompt; None: all of them. `weights`: float32 [n] of its tokens; None: 1.
         """
         spans = None if self.train_on == "all" else [(answer.start, answer.stop) for answer in answers]
         types = np.arange(len(ids)) >= (len(ids) if prefix is None else prefix)
-        return Encoded(
+        sample = Encoded(
             input_ids=ids,
             labels=make_labels(ids, self.metadata, spans=spans, untrained=around),
             types=token_types(ids, self.metadata),
@@ -331,11 +355,12 @@ class Encoder:
             audios=tuple(media.get("audio", ())),
             columns=dict.fromkeys(self._columns, types.astype(np.int64)),
         )
+        return weighed(sample, weights)
 
     # ------------------------------------------------------------------ answers
 
     def _spans(self, ids: np.ndarray, conversation: Conversation) -> list[slice]:
-        """The tokens of ChatML's answers that are trained on."""
+        """The tokens of ChatML's answers."""
         if self.train_on == "all":
             return []
         spans = assistant_spans(ids, self.metadata)
@@ -345,8 +370,7 @@ class Encoder:
             remedy = "use a ChatML template (every Qwen-VL has one), train_on='all', or tokenised samples with labels"
             of_all = not spans
             raise Refusal("turn_mismatch", f"{fault} messages, so answers are not known; {remedy}", of_all=of_all)
-        flags = conversation.trained_turns or (True,) * count
-        return [slice(*span) for span, is_trained in zip(spans, flags, strict=True) if is_trained]
+        return [slice(*span) for span in spans]
 
     def _answer(self, tokens: Tokens, span: Span) -> slice:
         """The tokens of an answer in the template's text.
@@ -386,14 +410,14 @@ class Encoder:
 
     # ------------------------------------------------------------------ tokens
 
-    def _tokenise(self, text: str, media: Visuals, *, is_continued: bool = False, has_places: bool = False) -> Tokens:
+    def _tokenise(self, text: str, media: Visuals, *, is_continued: bool = False, has_offsets: bool = False) -> Tokens:
         """Expand the placeholders of a text, tokenise it, and repeat each placeholder as often as its medium needs.
 
         Args:
             text: with one placeholder a medium.
             media: in their order.
             is_continued: true of a text that follows another one, which gets no beginning of its own.
-            has_places: whether the characters of each token are needed, though the template is ChatML.
+            has_offsets: also find the characters of each token; of processors that are used whole, they always are.
 
         Raises:
             Refusal: it has another number of placeholders (`placeholder_mismatch`), or half a character (`bad_text`).
@@ -405,12 +429,12 @@ class Encoder:
         options = self.media.text_options if self.metadata.has_vision else {}
         if begins or is_continued:
             options = {"add_special_tokens": False}
-        has_places = has_places or self.metadata.by_processor
-        out = tokenizer(expanded, return_offsets_mapping=has_places, **options)
+        has_offsets = has_offsets or self.metadata.by_processor
+        out = tokenizer(expanded, return_offsets_mapping=has_offsets, **options)
         ids = np.asarray(out["input_ids"], np.int64)
         repeats = self._repeats(ids, media)
         columns = {"ids": ids}
-        if has_places:
+        if has_offsets:
             offsets = np.array(out["offset_mapping"], np.int64).reshape(-1, 2)
             is_empty = offsets[:, 0] >= offsets[:, 1]
             ended = np.maximum.accumulate(np.where(is_empty, 0, offsets[:, 1]))
@@ -610,3 +634,56 @@ def _sides(slices: Iterable[slice]) -> Iterator[int]:
     """Places before and after each of these tokens."""
     for around in slices:
         yield from (around.start, around.stop)
+
+
+# ---------------------------------------------------------------------- weights
+
+
+def _check_unweighed(conversation: Conversation) -> None:
+    """Refuse weights where everything is trained on, answer or not; 0 and 1 say what is an answer to be learnt."""
+    factors = [weight for pieces in conversation.turn_weights or () for _, weight in pieces]
+    if odd := next((weight for weight in factors if weight not in (0, 1)), None):
+        fault = f"an answer has the weight {odd}, but train_on='all' weighs every token alike"
+        raise Refusal("bad_row", f"{fault}; choose train_on='assistant', or leave the weight out")
+
+
+def _weights(tokens: Tokens, answers: Sequence[slice], conversation: Conversation) -> np.ndarray | None:
+    """float32 [n]: the weight of each token of the answers, 1 elsewhere; None: 1 everywhere.
+
+    Raises:
+        Refusal: `turn_mismatch`: texts of an answer have several weights, and are not found in it.
+    """
+    if conversation.turn_weights is None or not answers:
+        return None
+    weights = np.ones(len(tokens.ids), np.float32)
+    for answer, pieces in zip(answers, conversation.turn_weights, strict=True):
+        weights[answer] = pieces[0][1] if len(pieces) == 1 else _weights_of_pieces(tokens, answer, pieces)
+    return weights
+
+
+def _weights_of_pieces(tokens: Tokens, answer: slice, pieces: Weights) -> list[float]:
+    """The weight of each token of an answer whose texts have several.
+
+        texts     "2 + 2 = 5? "  weight 0     "No, 4."  weight 1
+        tokens     2  +  2  =  5  ?           No  ,  4  .  <|im_end|>
+
+    A token belongs to the texts in which its characters lie, blanks aside; one that lies in several gets the least of
+    their weights. What the template writes before the first text and behind the last belongs to these.
+    """
+    start, stop = int(tokens.starts[answer.start]), int(tokens.stops[answer.stop - 1])
+    places = [at for at in range(start, stop) if not tokens.text[at].isspace()]  # templates strip blanks
+    said = "".join(map(tokens.text.__getitem__, places))
+    sizes = [len("".join(text.split())) for text, _ in pieces]
+    wanted = "".join("".join(text.split()) for text, _ in pieces)
+    first = said.find(wanted)
+    if first < 0 or (first and said.find(wanted, first + 1) >= 0):
+        fault = f"texts of an answer have several weights, but the template does not write {wanted[:40]!r} once in it"
+        raise Refusal("turn_mismatch", f"{fault}; give the whole answer one weight, or tokenised samples loss_weights")
+    begins = np.array([places[first + at] for at in accumulate(sizes[:-1])])  # of the second text, and so on
+    weights = []
+    for begin, end in zip(tokens.starts[answer].tolist(), tokens.stops[answer].tolist(), strict=True):
+        text = tokens.text[begin:end]
+        begin, end = begin + len(text) - len(text.lstrip()), end - len(text) + len(text.rstrip())
+        lies_in = np.searchsorted(begins, [begin, max(begin, end - 1)], side="right").tolist()
+        weights.append(min(weight for _, weight in pieces[lies_in[0] : lies_in[1] + 1]))
+    return weights

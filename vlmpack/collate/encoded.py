@@ -65,6 +65,8 @@ class Encoded:
     """int64 [n]."""
     labels: np.ndarray
     """int64 [n], not shifted; -100 where nothing is trained on."""
+    weights: np.ndarray | None = None
+    """float32 [n]: the weight of each label in the loss; None: 1."""
     types: np.ndarray
     """int64 [n]: 0 text, 1 image, 2 video, 3 audio."""
     images: tuple[Visual, ...] = ()
@@ -79,6 +81,8 @@ class Encoded:
     """Tokens before which it may be cut, of a sample longer than `max_length` whose template may not be ChatML."""
     sample_id: int | str | None = None
     """The sample's own id, where it has one."""
+    channel: str | None = None
+    """Name of its data set, where it has one."""
 
     @property
     def num_tokens(self) -> int:
@@ -308,6 +312,15 @@ def make_labels(
     return mask_media(labels, input_ids, metadata)
 
 
+def weighed(sample: Encoded, weights: np.ndarray | None) -> Encoded:
+    """The sample with these weights, float32 [n]: a label of weight 0 is none, and weights that are all 1 are None."""
+    if weights is None:
+        return sample
+    labels = np.where(weights == 0, IGNORE, sample.labels)
+    is_weighed = (weights[labels != IGNORE] != 1).any()
+    return replace(sample, labels=labels, weights=weights if is_weighed else None)
+
+
 def mask_media(labels: np.ndarray, input_ids: np.ndarray, metadata: ProcessorMetadata) -> np.ndarray:
     """A copy of `labels` with -100 on placeholders, on the tokens around them, and on the first token."""
     labels = labels.copy()
@@ -360,9 +373,10 @@ def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int) -
     cut = max((c for c in boundaries(sample, metadata) if c <= max_length), default=0)
     ids = sample.input_ids[:cut]
     labels, types = sample.labels[:cut], sample.types[:cut]
+    weights = None if sample.weights is None else sample.weights[:cut]
     columns = {name: column[:cut] for name, column in sample.columns.items()}
     media = {f"{kind}s": _whole(visuals, types, metadata, kind=kind) for kind, visuals in sample.media.items()}
-    shorter = replace(sample, input_ids=ids, labels=labels, types=types, columns=columns, **media)
+    shorter = replace(sample, input_ids=ids, labels=labels, weights=weights, types=types, columns=columns, **media)
     fault = ""
     if metadata.images_together and len(shorter.images) < len(sample.images):
         kept = f"{len(shorter.images)} of its {len(sample.images)} images"

@@ -16,9 +16,10 @@ from vlmpack.collate.columns import (
     LABEL_COLUMNS,
     MISSPELT_COLUMNS,
     SECONDS_COLUMNS,
+    WEIGHT_COLUMN,
     is_empty,
 )
-from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, make_labels, mask_media
+from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, make_labels, mask_media, weighed
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.data.branches import BRANCH_COLUMN
 from vlmpack.errors import LayoutError, Refusal
@@ -33,6 +34,7 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
 
     Padding is removed by `attention_mask`; `labels` are kept except on media and on the first token; without labels
     they are made as for any other sample, or are the ids where TRL's `completion_mask` or `assistant_masks` allow it.
+    `loss_weights` weigh them.
     `mm_token_type_ids` are checked, not needed.
 
     Raises:
@@ -67,13 +69,14 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
         if train_on == "assistant" and all(feature.get(name) is None for name in LABEL_COLUMNS):
             fault = f"its template is not ChatML; give {', '.join(LABEL_COLUMNS)} or messages, or choose train_on='all'"
             raise Refusal("turn_mismatch", fault, of_all=True)
-    return Encoded(
+    sample = Encoded(
         input_ids=ids,
         labels=_labels(feature, ids, count, keep, metadata, train_on),
         types=types,
         images=_visuals(feature, "pixel_values", "image_grid_thw", metadata),
         videos=_visuals(feature, "pixel_values_videos", "video_grid_thw", metadata),
     )
+    return weighed(sample, _weights(feature, count, keep))
 
 
 def _check_read(feature: Mapping[str, Any]) -> None:
@@ -121,7 +124,7 @@ def _tokens(feature: Mapping[str, Any], name: str) -> np.ndarray:
     if values.size and not np.issubdtype(values.dtype, np.integer) and not (is_mask and values.dtype == bool):
         raise Refusal("bad_dtype", f"{name} holds {values.dtype}; it must hold whole numbers")
     if name in LABEL_COLUMNS[1:] and ((values != 0) & (values != 1)).any():
-        raise Refusal("bad_mask", f"{name} holds other values than 0 and 1; weights of targets are no mask")
+        raise Refusal("bad_mask", f"{name} holds other values than 0 and 1; weights belong in {WEIGHT_COLUMN}")
     return values.astype(np.int64)
 
 
@@ -177,6 +180,18 @@ def _labels(
     for mask in values.values():
         labels = np.where(mask == 0, IGNORE, labels)
     return mask_media(labels, ids, metadata)
+
+
+def _weights(feature: Mapping[str, Any], count: int, keep: slice) -> np.ndarray | None:
+    """float32 [n]; None: there are none."""
+    if feature.get(WEIGHT_COLUMN) is None:
+        return None
+    values = _array(feature[WEIGHT_COLUMN], WEIGHT_COLUMN).reshape(-1).astype(np.float32)
+    if len(values) != count:
+        raise Refusal("bad_shape", f"{WEIGHT_COLUMN} covers {len(values)} tokens but input_ids has {count}")
+    if not (np.isfinite(values) & (values >= 0)).all():
+        raise Refusal("bad_mask", f"{WEIGHT_COLUMN} holds {values.min()}; a weight is a number from 0, not trained on")
+    return values[keep]
 
 
 def _visuals(

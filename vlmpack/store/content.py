@@ -144,7 +144,7 @@ def _content_of(
         raise TypeError("audio is measured each time: counting it takes its length alone")
     images = [[read(ref.source), ref.options] for ref in row.images]
     videos = [[_frames(ref.source, read, read_file), ref.options] for ref in row.videos]
-    return [row.messages, row.plain, row.trained_turns, row.template_options, images, videos]
+    return [row.messages, row.plain, row.turn_weights, row.template_options, images, videos]
 
 
 def _frames(video: Any, read: Callable[[Any], Any], read_file: Callable[[Any], Any]) -> Any:

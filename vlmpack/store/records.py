@@ -103,11 +103,14 @@ def record_of(
     """Make the columns of one row; those of media may be left out if there are none.
 
     Raises:
-        SampleError: an image cannot be read; names its sample's place.
+        SampleError: an image cannot be read, or labels have weights; names its sample's place.
         ConfigError: a sample brought patches instead of images.
     """
     images, videos = [], []
     for sample, place in zip(samples, places, strict=True):
+        if sample.weights is not None:
+            fault = "its labels have weights, which stored rows do not hold; train from the data set itself"
+            raise SampleError(fault, index=place, reason="weights", sample_id=sample.sample_id)
         try:
             images += [_stored_image(_source(image).source, limits) for image in sample.images]
             videos += [_stored_video(_source(video).source, limits, video_limits) for video in sample.videos]
