@@ -7,6 +7,7 @@ from itertools import groupby
 import pytest
 
 from vlmpack.collate import VLMCollator
+from vlmpack.data import branch_turns
 from vlmpack.errors import SampleError
 from vlmpack.testing import tiny_processor
 
@@ -86,6 +87,17 @@ def test_answers_of_several_turns_are_found(name):
 @pytest.mark.parametrize(("name", "key"), THOUGHTFUL)
 def test_thoughts_are_trained_on_where_the_template_writes_them(name, key):
     assert targets(getattr(trl, f"{name}_chat_template"), thinking(key)) == list(THOUGHTFUL[name, key])
+
+
+@pytest.mark.parametrize("name", ["glm4moe", "gptoss", "qwen3"])
+def test_each_answer_as_a_sample_keeps_its_thoughts(name):
+    """In the whole conversation the template leaves the first answer's out."""
+    key = "thinking" if name == "gptoss" else "reasoning_content"
+    template, record = getattr(trl, f"{name}_chat_template"), {"messages": thinking(key)}
+    first, second = (targets(template, **sample) for sample in branch_turns(record, branches="answers"))
+    assert len(first) == len(second) == 1
+    assert "Two twos." in first[0]
+    assert "Two threes." in second[0]
 
 
 @pytest.mark.parametrize("name", ["deepseekv3", "deepseek_r1_distill"])

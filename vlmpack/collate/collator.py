@@ -58,7 +58,8 @@ class VLMCollator:
         overlength: what happens to a longer one: "error" refuses it as a bad sample, "drop" leaves it out and counts
             it, "truncate" cuts it between messages or beside an image, never inside one.
         train_on: "assistant" learns the assistant's turns, their end included (of prompt and completion only the
-            completion); "all" learns everything but media tokens. Labels of tokenised samples are kept.
+            completion), "last" only the last of them; "all" learns everything but media tokens. Labels of tokenised
+            samples are kept.
         add_stop: a token of the tokenizer, such as "</s>", that is written and trained on behind the last answer of a
             sample if the chat template writes none there that ends it; None: nothing is, and a warning says so once.
         ignored_keys: keys of messages and their parts that are left out. Any other key has to be one that the chat

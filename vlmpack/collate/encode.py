@@ -36,6 +36,7 @@ from vlmpack.collate.conversation import (
     Weights,
     check_answered,
     is_trained,
+    last_alone,
     read_conversation,
     unplaced_marker,
 )
@@ -237,6 +238,8 @@ class Encoder:
                 markers=self.markers,
                 ignored_keys=self.ignored_keys,
             )
+            if self.train_on == "last":
+                conversation = last_alone(conversation)
             if self.train_on != "all":
                 check_answered(conversation)
             self._warn_of_markers(conversation, feature)

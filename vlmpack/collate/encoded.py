@@ -265,7 +265,7 @@ def _some(numbers: Sequence[int], most: int = 8) -> str:
 
 # ---- labels
 
-TrainOn = Literal["assistant", "all"]
+TrainOn = Literal["assistant", "last", "all"]
 
 
 def assistant_spans(input_ids: np.ndarray, metadata: ProcessorMetadata) -> list[tuple[int, int]]:
