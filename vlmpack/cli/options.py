@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Device = Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="By default cuda if there is one.")]
 Dtype = Literal["float32", "bfloat16"]
-Overlength = Literal["error", "drop", "truncate"]
+Overlength = Literal["error", "drop", "truncate", "truncate_start"]
 TrainOn = Literal["assistant", "last", "all"]
 Branches = Literal["conversation", "turns", "answers"]
 Stopping = Literal["first_exhausted", "all_exhausted"]

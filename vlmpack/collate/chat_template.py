@@ -153,10 +153,10 @@ class ChatTemplate:
         """Return whether the text of an answer ends with a token that the template writes, blanks behind it aside."""
         return said.rstrip().endswith(self.tokens)
 
-    def ends(self, conversation: Conversation, text: str) -> list[int]:
-        """Find the ends of its messages in `text`, of those that the template writes alike without what follows."""
-        prefixes = [self._prefix(conversation, stop) for stop in range(1, len(conversation.messages))]
-        return [*(len(prefix) for prefix in prefixes if prefix and text.startswith(prefix)), len(text)]
+    def stop_of(self, text: str, span: Span) -> int:
+        """Find where the special tokens begin with which an answer ends; none: its end."""
+        ending = re.search(rf"(?:{self._token.pattern})*$", text[slice(*span)])
+        return span[1] if ending is None else span[0] + ending.start()
 
     def end_of(self, conversation: Conversation, text: str, answers: Sequence[Span] | None = None) -> str:
         """Return the token to write behind a conversation; "": there is none to be written. Warn once where one lacks.
@@ -358,10 +358,6 @@ class ChatTemplate:
         read = [str(token) for name, token in named.items() if name in self._variables]
         written = "\n".join((*tried, *sources, *read))
         return tuple(sorted((token for token in self.special_tokens if token in written), key=written.index))
-
-    def _prefix(self, conversation: Conversation, stop: int, **options: bool) -> str | None:
-        """Write the first messages alone; None: the template cannot."""
-        return self._tried(conversation.messages[:stop], {**conversation.template_options, **options})
 
     # ------------------------------------------------------------------ what the template takes
 
