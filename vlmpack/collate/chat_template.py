@@ -13,20 +13,11 @@ Phi-3), leave earlier thoughts out (GLM-4-MoE, MiniCPM-V), or open thoughts in i
 The token that ends an answer may be the beginning of the next turn (GLM's `<|user|>`), or stand behind the marks. An
 empty thought that the sample did not write is not trained on.
 
-A template has to write every text of every message, or the sample is refused:
-
-    messages   system "Be short."   user "Total?"   assistant "5"
-    probes     system P0            user P1         assistant P2        rendered once for each shape of conversation
-    written    <|im_start|>system\nP0<|im_end|>...P1...P2...            a probe that is not there: its text is refused
-    texts      "Be short.", "Total?", "5"                               are looked for in the order of their probes
-
-A probe holds a line break and both quotation marks. It does not occur in a list of parts that a template writes as
-Python shows it, though the words of a text do.
+A template has to write every text of every message, or the sample is refused (`probes.py`).
 """
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +26,6 @@ from functools import cached_property
 from itertools import count
 from typing import Any, Literal, NamedTuple, final, get_args
 
-import numpy as np
 from jinja2 import Environment, TemplateError
 from jinja2.ext import Extension
 from jinja2.meta import find_undeclared_variables
@@ -44,6 +34,22 @@ from jinja2.parser import Parser
 
 from vlmpack.collate.columns import is_empty
 from vlmpack.collate.conversation import Conversation, is_trained, text_of
+from vlmpack.collate.probes import (
+    THOUGHTS,
+    Layout,
+    Leaf,
+    Mark,
+    Shape,
+    Spot,
+    check_shape,
+    extra_keys,
+    find_spot,
+    is_written,
+    leaves_of,
+    map_texts,
+    probe,
+    refusal_of,
+)
 from vlmpack.collate.processor_metadata import parts_of
 from vlmpack.errors import ConfigError, Refusal
 
@@ -62,6 +68,15 @@ _OFF = ("add_generation_prompt", "continue_final_message")
 """Options that no sample may turn on: a turn would have no answer, or no end."""
 _NOT_OPTIONS = {*_OFF, "messages", "tools", "raise_exception", "strftime_now", "dict", "namespace"}
 """Variables of a template that no sample chooses: those that transformers sets, and those that no sample may set."""
+_EMPTY = re.compile(r"\s*(?:<think>)?\s*</think>\s*")
+"""An empty thought, or its end."""
+_WRITTEN_EMPTY = re.compile(r"<think>\s*</think>|^\s*</think>")
+"""An empty thought in the content of an answer."""
+_OPENED = re.compile(r"(?:\s|</?think>)*")
+"""What a generation prompt may write and an answer leave out."""
+_NOTHING = re.compile("")
+_SHAPES_KEPT = 4096
+"""Shapes of conversations whose probes are kept."""
 
 
 class _Generation(Extension):
@@ -73,6 +88,19 @@ class _Generation(Extension):
         """The statements inside the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Beginning(NamedTuple):
+    """A conversation's first messages as a template writes them alone, compared with its whole text."""
+
+    number: int
+    """Of the last text that both have, in the order of the whole one; 0: none."""
+    stop: int
+    """Where the whole text leaves the other one behind it."""
+    rest: str
+    """What the other one has from there on."""
+    before: Mapping[int, str]
+    """What the other one has before each text."""
 
 
 @final
@@ -216,7 +244,7 @@ class ChatTemplate:
         """The layout of a conversation, and the ends of its written texts in `text` after a 0."""
         messages, options = conversation.messages, conversation.template_options
         key = repr(([map_texts(message, at, lambda *_: "") for at, message in enumerate(messages)], options))
-        leaves, _ = _leaves(messages, options)
+        leaves, _ = leaves_of(messages, options)
         layout = self.layouts.get(key)
         ends = layout and layout.ends(leaves, text)
         if ends is None:
@@ -245,18 +273,15 @@ class ChatTemplate:
         roles = [message["role"] for message in messages]
 
         def spots_in(written: str) -> dict[int, Spot]:
-            found = ((at, _spot(leaf, roles[leaf.message], written)) for at, leaf in enumerate(probes))
+            found = ((at, find_spot(leaf, roles[leaf.message], written)) for at, leaf in enumerate(probes))
             return {at: spot for at, spot in found if spot is not None}
 
         spots = spots_in(text)
         order = sorted(spots, key=spots.__getitem__)
         starts, ends = [*(spots[at].start for at in order), len(text)], [0, *(spots[at].stop for at in order)]
 
-        def compare(stop: int, **prompt: bool) -> tuple[int, int, str, Mapping[int, str]] | None:
-            """How messages[:stop] are written alone; None: they cannot be.
-
-            (Number of the last text before, where `text` leaves them, what is left of them, what stands before a text)
-            """
+        def compare(stop: int, **prompt: bool) -> _Beginning | None:
+            """How messages[:stop] are written alone; None: they cannot be."""
             written = self._tried(messages[:stop], {**options, **prompt})
             if written is None:
                 return None
@@ -265,16 +290,17 @@ class ChatTemplate:
             number = 0 if last is None else order.index(last) + 1
             alone = written if last is None else written[there[last].stop :]
             shared = self._shared(alone, text[ends[number] : starts[number]])
-            return number, ends[number] + shared, alone[shared:], {at: written[: there[at].start] for at in there}
+            before = {at: written[: there[at].start] for at in there}
+            return _Beginning(number, ends[number] + shared, alone[shared:], before)
 
         def find(at: int) -> tuple[Mark, Mark] | str:
             fault = f"otherwise alone than before other messages, so it is not known which tokens are messages[{at}]"
             question, answer = compare(at, add_generation_prompt=True), compare(at + 1)
-            if question is None or not (_OPENED if probes else _NOTHING).fullmatch(question[2]):
+            if question is None or not (_OPENED if probes else _NOTHING).fullmatch(question.rest):
                 return f"messages[:{at}] and its prompt {fault}"
-            if answer is None or (self._token.sub("", answer[2]) if probes else answer[2]).strip():
+            if answer is None or (self._token.sub("", answer.rest) if probes else answer.rest).strip():
                 return f"messages[:{at + 1}] {fault}"
-            (before, start, _, _), (number, stop, _, alone) = question, answer
+            start, stop, before, number = question.stop, answer.stop, question.number, answer.number
             said = [one for one in order if probes[one].message == at]
             own = [spots[one] for one in said]
             first = own[0].start if own else max(start, stop)
@@ -285,7 +311,7 @@ class ChatTemplate:
                 stop = start + len(text[start:stop].rstrip())
             start, stop = self._with_end(text, (start, stop), messages[at + 1 :])
             inside = [one for one in spots.values() if one.start < stop and one.stop > start]
-            if said and not alone[said[0]].endswith(text[start : max(start, first)]):
+            if said and not answer.before[said[0]].endswith(text[start : max(start, first)]):
                 return f"messages[{at}] {fault}"
             if sorted(inside) != own or start > stop:
                 return f"other messages inside of messages[{at}] {fault}"
@@ -480,13 +506,13 @@ class ChatTemplate:
         Raises:
             Refusal: `template_ignores`.
         """
-        leaves, key = _leaves(messages, options)
+        leaves, key = leaves_of(messages, options)
         if key not in self.shapes:
             if len(self.shapes) >= _SHAPES_KEPT:
                 self.shapes.clear()
             self.shapes[key] = self._shape(messages, options)
         if (shape := self.shapes[key]) is not None:
-            _check_shape(shape, leaves, messages)
+            check_shape(shape, leaves, messages)
         at = 0
         for number in range(len(leaves)) if shape is None else shape.order:
             leaf = leaves[number]
@@ -494,7 +520,7 @@ class ChatTemplate:
                 continue
             said = leaf.text.strip()
             if (found := text.find(said, at)) < 0:
-                raise _refusal(leaf, messages)
+                raise refusal_of(leaf, messages)
             at = found + len(said)
 
     def _shape(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Shape | None:
@@ -509,12 +535,12 @@ class ChatTemplate:
         text = self._tried(tried, options)
         if text is None:
             return None
-        spots = [_spot(leaf, messages[leaf.message]["role"], text) for leaf in probes]
+        spots = [find_spot(leaf, messages[leaf.message]["role"], text) for leaf in probes]
         places = tuple(-1 if spot is None else spot.start for spot in spots)
         order = tuple(sorted((at for at, place in enumerate(places) if place >= 0), key=places.__getitem__))
         spoken, unread = {(leaf.message, leaf.key) for leaf in probes}, []
         for at, message in enumerate(messages):
-            for key in (key for key in _extra(message) if (at, key) not in spoken):
+            for key in (key for key in extra_keys(message) if (at, key) not in spoken):
                 without = {name: value for name, value in tried[at].items() if name != key}
                 if self._tried([*tried[:at], without, *tried[at + 1 :]], options) == text:
                     unread.append((at, key))
@@ -544,234 +570,3 @@ def check_characters(text: str) -> None:
         fault = f"its text holds {text[error.start]!r}, half of a surrogate pair, in {context!r}"
         remedy = "remove it, or put '?' in its place with text.encode(errors='replace').decode()"
         raise Refusal("bad_text", f"{fault}; {remedy}") from error
-
-
-# ---------------------------------------------------------------------- every text is written
-
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of an assistant's thoughts, which templates may leave out of all answers but the last."""
-_LINKS = ("id", "type", "index")
-"""Keys inside calls and the like that say nothing themselves."""
-_TAGS = re.compile(r"(</?think>)")
-"""Marks around thoughts inside the content of an answer."""
-_EMPTY = re.compile(r"\s*(?:<think>)?\s*</think>\s*")
-"""An empty thought, or its end."""
-_WRITTEN_EMPTY = re.compile(r"<think>\s*</think>|^\s*</think>")
-"""An empty thought in the content of an answer."""
-_OPENED = re.compile(r"(?:\s|</?think>)*")
-"""What a generation prompt may write and an answer leave out."""
-_NOTHING = re.compile("")
-_THOUGHT = "thought"
-"""Path of a text between such marks."""
-_SHAPES_KEPT = 4096
-"""Shapes of conversations whose probes are kept."""
-
-
-class Leaf(NamedTuple):
-    """One text of a conversation that has more than blanks in it."""
-
-    message: int
-    """Number of its message."""
-    path: str
-    """Where it stands in the message: "content", "content[1]", "tool_calls[0].function.name", ..."""
-    text: str
-    """The text."""
-
-    @property
-    def key(self) -> str:
-        """The key of the message under which it stands."""
-        return re.split(r"[.\[]", self.path, maxsplit=1)[0]
-
-    @property
-    def is_content(self) -> bool:
-        """Return whether it is a text of the content, and not of another key."""
-        return self.path in ("content", _THOUGHT) or self.path.startswith("content[")
-
-    @property
-    def is_thought(self) -> bool:
-        """Return whether it is a thought, which templates may leave out of all answers but the last."""
-        return self.path == _THOUGHT or (not self.is_content and self.key in THOUGHTS)
-
-
-class Shape(NamedTuple):
-    """What a template writes of all conversations that have texts in the same places."""
-
-    places: tuple[int, ...]
-    """Place of each leaf's probe in the text; -1: the template does not write it."""
-    order: tuple[int, ...]
-    """Numbers of the written leaves in the order in which they stand in the text."""
-    unread: tuple[tuple[int, str], ...]
-    """(message, key) of keys without a text that change nothing."""
-
-
-class Spot(NamedTuple):
-    """A text inside another one."""
-
-    start: int
-    """Its first character."""
-    stop: int
-    """The character after its last."""
-    form: int
-    """0: as it is, 1: as JSON, 2: as Python shows it."""
-
-
-Mark = tuple[int, int]
-"""A place in a text: number of a written leaf, 0: none, and the characters behind it, or else from the beginning."""
-
-
-class Layout(NamedTuple):
-    """Where a template writes the texts and answers of all conversations that differ in their texts alone."""
-
-    order: tuple[int, ...]
-    """Numbers of the w written leaves in the order in which they stand in the text."""
-    forms: tuple[int, ...]
-    """How each of them is written: see `Spot`."""
-    literals: tuple[str, ...]
-    """The w + 1 texts before each of them and behind the last."""
-    answers: tuple[tuple[Mark, Mark] | str, ...]
-    """Start and stop of each answer, or why it has none."""
-
-    def ends(self, leaves: Sequence[Leaf], text: str) -> list[int] | None:
-        """Find the ends of the written leaves in a text, after a 0; None: it is not of this layout.
-
-        A template may take blanks around a leaf away.
-        """
-        ends, at = [0], len(self.literals[0])
-        if not text.startswith(self.literals[0]):
-            return None
-        for number, form, literal in zip(self.order, self.forms, self.literals[1:], strict=True):
-            said = leaves[number].text.strip() if form == 0 else _forms(leaves[number].text)[form]
-            start = text.find(said, at)
-            is_last = len(ends) == len(self.order)
-            stop = len(text) - len(literal) if is_last else text.find(literal, start + len(said))
-            if start < 0 or stop < start + len(said) or (is_last and not text.endswith(literal)):
-                return None
-            if text[at:start].strip() or text[start + len(said) : stop].strip():
-                return None
-            ends.append(stop)
-            at = stop + len(literal)
-        return ends
-
-
-def probe(number: int) -> str:
-    """A text that stands in what a template writes only if the template writes it as it is."""
-    return f'probe {number}:\n"it\'s" {number}.'
-
-
-def is_written(text: str, number: int = 0) -> bool:
-    """Return whether a probe stands in a text as it is."""
-    return probe(number) in text
-
-
-def _spot(leaf: Leaf, role: str, text: str) -> Spot | None:
-    """Find a probe; what tools return or are called with may be written as JSON or Python has it too."""
-    forms = _forms(leaf.text)[: 1 if leaf.is_content and role != "tool" else None]
-    found = ((text.find(form), number, len(form)) for number, form in enumerate(forms))
-    return next((Spot(at, at + length, number) for at, number, length in found if at >= 0), None)
-
-
-def _forms(text: str) -> tuple[str, str, str]:
-    """A text as it is, as JSON, and as Python shows it."""
-    return text, json.dumps(text, ensure_ascii=False)[1:-1], repr(text)[1:-1]
-
-
-def _check_shape(shape: Shape, leaves: Sequence[Leaf], messages: Sequence[Mapping[str, Any]]) -> None:
-    if len(shape.order) < len(leaves):
-        last = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-        for leaf, place in zip(leaves, shape.places, strict=True):
-            if place < 0 and not (leaf.is_thought and leaf.message < last):
-                raise _refusal(leaf, messages)
-    for at, key in shape.unread:
-        raise _refusal(Leaf(at, key, ""), messages)
-
-
-def _refusal(leaf: Leaf, messages: Sequence[Mapping[str, Any]]) -> Refusal:
-    where = f"messages[{leaf.message}] ({messages[leaf.message]['role']})"
-    fault = f"{where} has {leaf.path}, which the chat template does not write, so the model would not see it"
-    remedy = "write it into the content, give the processor a chat template that writes it, or take it out"
-    if leaf.is_content:
-        said = f"{'thinks' if leaf.path == _THOUGHT else 'says'} {leaf.text.strip()[:40]!r}"
-        fault = f"{where} {said}, which the chat template does not write"
-        remedy = "compare the message's role, its place and its content with what the template expects"
-        if leaf.path == _THOUGHT:
-            remedy = "use one that does, such as trl.chat_template_utils.get_training_chat_template(processor) returns"
-    elif leaf.key != "tool_calls":
-        remedy += f" (VLMCollator(ignored_keys=({leaf.key!r},)) leaves it out)"
-    return Refusal("template_ignores", f"{fault}; {remedy}")
-
-
-# ---------------------------------------------------------------------- texts of messages
-
-
-def map_texts(message: Mapping[str, Any], at: int, visit: Callable[[int, str, str], str]) -> dict[str, Any]:
-    """Copy a message, each text that has more than blanks in it replaced by what `visit` makes of its place and itself.
-
-    Numbers and kinds of calls, and the keys of a tool's result that name its call, are left as they are.
-    """
-
-    def seen(path: str, text: str) -> str:
-        return visit(at, path, text) if text.strip() else text
-
-    def content(path: str, text: str) -> str:
-        if message["role"] != "assistant" or "</think>" not in text:
-            return seen(path, text)
-        pieces = _TAGS.split(text)
-        end = len(pieces) - 1 - pieces[::-1].index("</think>")
-        return "".join(
-            piece if number % 2 else seen(path if number > end else _THOUGHT, piece)
-            for number, piece in enumerate(pieces)
-        )
-
-    def nested(path: str, value: Any) -> Any:
-        if isinstance(value, str):
-            return seen(path, value)
-        if isinstance(value, np.ndarray):
-            value = value.tolist()
-        if isinstance(value, Mapping):
-            return {k: v if k in _LINKS else nested(f"{path}.{k}", v) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return [nested(f"{path}[{number}]", inner) for number, inner in enumerate(value)]
-        return value
-
-    copy = dict(message)
-    given = message["content"]
-    if isinstance(given, str):
-        copy["content"] = content("content", given)
-    else:
-        copy["content"] = [
-            {**part, "text": content(f"content[{number}]", part["text"])} if part["type"] == "text" else part
-            for number, part in enumerate(given)
-        ]
-    if len(message) > 2:
-        copy |= {key: nested(key, message[key]) for key in _extra(message)}
-    return copy
-
-
-def _extra(message: Mapping[str, Any]) -> list[str]:
-    """The keys of a message that hold something, beside role, content, and what ties a result to its call."""
-    known = ("role", "content", *(("name", "tool_call_id") if message["role"] == "tool" else ()))
-    return [key for key, value in message.items() if key not in known and not is_empty(value)]
-
-
-def _leaves(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[list[Leaf], Any]:
-    """Return a conversation's texts, and its shape: where they stand and what else may change the writing."""
-    leaves: list[Leaf] = []
-
-    def take(message: int, path: str, text: str) -> str:
-        leaves.append(Leaf(message, path, text))
-        return text
-
-    shape: list[Any] = []
-    for at, message in enumerate(messages):
-        count = len(leaves)
-        map_texts(message, at, take)
-        content = message["content"]
-        shape.append(message["role"])
-        shape.append(None if isinstance(content, str) else tuple(part["type"] for part in content))
-        shape.append(tuple(leaf.path for leaf in leaves[count:]))
-        if len(message) > 2:
-            others = ((key, message[key]) for key in _extra(message))
-            shape.append(tuple((key, repr(x) if isinstance(x, bool) else type(x).__name__) for key, x in others))
-    if options:
-        shape.append(tuple((name, bool(value) if name == "tools" else repr(value)) for name, value in options.items()))
-    return leaves, tuple(shape)
