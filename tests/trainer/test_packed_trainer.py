@@ -9,7 +9,7 @@ import torch
 from cases import slow
 from chats import chat, processor_of
 from trainer.packed_runs import fingerprint, fresh, plan_of, planned, scene, streamed, torchdata_on_new_torch
-from training import Samples, Stream, arguments, collator, lengths_of, loss_sums, receipts
+from training import Samples, Stream, arguments, collator, lengths_of, losses_alone, receipts
 from transformers import Trainer
 
 from vlmpack.collate import SharePrefixes, VLMCollator
@@ -198,8 +198,7 @@ def evaluation_set():
     model = fresh()
     samples = receipts(model)
     samples[3]["labels"] = torch.full_like(samples[3]["labels"], -100)
-    with torch.no_grad():
-        sums, counts = loss_sums(model, samples)
+    sums, counts = losses_alone(model, samples)
     return enable_packing(model), samples, sums, counts
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import families
 from chats import processor_of
-from training import Gradients, Samples, arguments, descend, distance, logged, loss_sums, receipts
+from training import Gradients, Samples, arguments, descend, distance, logged, losses_alone, receipts
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
@@ -86,8 +86,7 @@ def test_evaluation_with_the_language_modelling_collator_gives_every_sample_its_
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     run = Trainer(model, args, collate, eval_dataset=Samples(rows), compute_metrics=loss_metrics(model))
     losses, targets = run.predict(Samples(rows)).predictions
-    with torch.no_grad():
-        sums, counts = loss_sums(tiny("qwen3"), samples)
+    sums, counts = losses_alone(tiny("qwen3"), samples)
     assert targets.tolist() == counts.tolist()
     torch.testing.assert_close(torch.from_numpy(losses), sums / counts, rtol=1e-5, atol=1e-6)
     assert run.evaluate()["eval_token_loss"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)

@@ -44,7 +44,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.files import atomic_file, write_text, writing
-from vlmpack.trainer.evaluation import gathered
+from vlmpack.trainer.loss import gathered
 
 PLAN_FILE = "packed_plan.json"
 """In a checkpoint: the plan of its steps, and how its rows were dealt to ranks and steps."""
