@@ -1,10 +1,15 @@
 """What is learnt of a conversation whose template is not ChatML: the answers, their end included."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from chats import BEYOND, CHATTING, SHOWN, fast_and_slow, learnt, needs, picture
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vlmpack.collate import VLMCollator
+from vlmpack.collate.conversation import read_conversation
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.testing import tiny_processor
 
@@ -94,6 +99,39 @@ def test_an_answer_after_a_picture_lies_where_the_picture_s_tokens_end():
     ]
     pictures = [picture(seed=seed) for seed in range(3)]
     assert learnt_of(family, messages, images=pictures) == expected(family, "Both", "It too")
+
+
+# ---------------------------------------------------------------------- any texts
+
+WORDS = st.sampled_from(["4", "a", "user", "model", "assistant", 'It\'s "so"', "{}", "x\ny", "probe 1:", "\\n"])
+SAID = st.tuples(st.sampled_from(["", " ", "\n\n"]), WORDS, st.sampled_from(["", "  ", "\n"])).map("".join)
+WITHOUT_MARKS = [family for family in SHOWN if family not in MARKED and family not in NEXT_TURN]
+
+
+def added(processor, messages, at):
+    """What an answer adds to the text before it, by writing the conversation turn by turn."""
+    write = partial(processor.apply_chat_template, tokenize=False)
+    question, whole = write(messages[:at], add_generation_prompt=True), write(messages)
+    answer = write(messages[: at + 1])
+    assert whole.startswith(answer)
+    assert answer.startswith(question)
+    return len(question), len(answer.rstrip())
+
+
+@pytest.mark.parametrize("family", WITHOUT_MARKS)
+@given(texts=st.lists(SAID, min_size=2, max_size=6))
+def test_answers_lie_where_they_lie_turn_by_turn_whatever_texts_say(family, texts):
+    processor = tiny_processor(family)
+    texts = texts[: len(texts) // 2 * 2]
+    roles = ("user", "assistant") * len(texts)
+    rows = [
+        {"role": role, "content": [{"type": "text", "text": text}]} for role, text in zip(roles, texts, strict=False)
+    ]
+    encoder = VLMCollator(processor)._encoder
+    conversation = read_conversation({"messages": rows})
+    found = encoder._template.answers(conversation, encoder._template.render(conversation))
+    assert found == [added(processor, rows, at) for at in range(1, len(rows), 2)]
+    assert found
 
 
 # ---------------------------------------------------------------------- refused

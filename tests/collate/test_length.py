@@ -69,6 +69,16 @@ def test_the_refusal_names_tokens_limit_and_remedy(policy):
     )
 
 
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sample_that_is_too_long_is_encoded_by_its_text_as_others_are_by_their_ids(family, train_on):
+    sample, _ = encoded(dialogue(frames=4), family, train_on)
+    by_ids = VLMCollator(processor_of(family), train_on=train_on).measure(dialogue(frames=4))
+    assert (sample.whole, by_ids.whole) == (sample.whole or None, ())
+    assert sample.input_ids.tolist() == by_ids.input_ids.tolist()
+    assert sample.labels.tolist() == by_ids.labels.tolist()
+
+
 END, START = "truncate", "truncate_start"
 MEDIUM = re.compile(
     r"<\|vision_start\|>(<\|image_pad\|>)+<\|vision_end\|>|<\|vision_start\|>"

@@ -192,15 +192,9 @@ _TYPES: Mapping[Kind, int] = {"image": IMAGE, "video": VIDEO, "audio": AUDIO}
 
 def run_lengths(types: np.ndarray, of_kind: int) -> list[int]:
     """Lengths of the unbroken runs of tokens of a kind, in order."""
-    return [stop - start for start, stop in runs(types, of_kind)]
-
-
-def runs(input_ids: np.ndarray, token_id: int) -> list[tuple[int, int]]:
-    """(start, stop) of each unbroken run of `token_id`, in order."""
-    hit = input_ids == token_id
-    changes = (np.flatnonzero(hit[1:] != hit[:-1]) + 1).tolist()
-    edges = [0] * bool(hit[:1].any()) + changes + [len(hit)] * bool(hit[-1:].any())
-    return list(zip(edges[::2], edges[1::2], strict=True))
+    hit = np.concatenate(([False], types == of_kind, [False]))
+    edges = np.flatnonzero(hit[1:] != hit[:-1])
+    return (edges[1::2] - edges[::2]).tolist()
 
 
 def tokens_of(visual: Visual, metadata: ProcessorMetadata, *, kind: Kind) -> list[int]:
@@ -284,8 +278,8 @@ def assistant_spans(input_ids: np.ndarray, metadata: ProcessorMetadata) -> list[
     spans = []
     for turn, limit in zip(starts, [*starts, len(input_ids)][1:], strict=True):
         newline = turn + 1 + count
-        role = tuple(input_ids[turn + 1 : newline].tolist())
-        if role == metadata.assistant_ids and _is_newline(input_ids, newline, metadata):
+        *role, then = input_ids[turn + 1 : newline + 1].tolist() or (None,)
+        if tuple(role) == metadata.assistant_ids and then in metadata.newline_ids:
             ends = np.flatnonzero(input_ids[newline + 1 : limit] == metadata.turn_end_id)
             spans.append((newline + 1, newline + int(ends[0]) + 2 if len(ends) else limit))
     return spans
@@ -330,10 +324,6 @@ def mask_media(labels: np.ndarray, input_ids: np.ndarray, metadata: ProcessorMet
         labels[input_ids == token_id] = IGNORE
     labels[:1] = IGNORE
     return labels
-
-
-def _is_newline(ids: np.ndarray, position: int, metadata: ProcessorMetadata) -> bool:
-    return position < len(ids) and int(ids[position]) in metadata.newline_ids
 
 
 # ---- length
