@@ -109,7 +109,7 @@ def test_a_template_that_drops_the_last_thoughts_too_is_refused(name):
 
 def test_an_empty_thought_is_trained_on_if_the_sample_wrote_it():
     wrote = [ASK, {**FOUR, "content": "<think>\n\n</think>\n\nIt is 4."}]
-    for name in ("qwen3", "nemotron_3_nano"):
+    for name in ("qwen3", "nemotron_3_nano", "qwen3_5_nothink"):
         (said,) = targets(getattr(trl, f"{name}_chat_template"), wrote)
         assert said.endswith("</think>\n\nIt is 4." + CHATML)
 

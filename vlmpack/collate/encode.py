@@ -334,9 +334,10 @@ class Encoder:
             raise Refusal("bad_row", f"a {name} writes no prompt without an image, and it has none; leave it out")
         if not completion.rstrip().endswith(self.metadata.eos_token):
             completion += self.metadata.eos_token
-        before = self._tokenise(self._laid_out(prompt, len(media["image"])), media, has_offsets=True)
-        tokens = before.followed_by(self._tokenise(completion, {}, is_continued=True, has_offsets=True))
-        around, count = self._around_media(tokens), len(before.ids)
+        may_cut = self.max_length is not None
+        before = self._tokenise(self._laid_out(prompt, len(media["image"])), media, has_offsets=may_cut)
+        tokens = before.followed_by(self._tokenise(completion, {}, is_continued=True, has_offsets=may_cut))
+        around, count = self._around_media(tokens) if len(tokens.starts) else [], len(before.ids)
         sample = self._encoded(tokens.ids, [slice(count, None)], media, around=around, prefix=count)
         return replace(sample, whole=tuple((whole.start, whole.stop) for whole in around))
 
