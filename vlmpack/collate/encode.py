@@ -302,25 +302,22 @@ class Encoder:
         if self.train_on == "all":
             _check_unweighed(conversation)
         if not self.metadata.by_processor and ("</think>" not in text or self.train_on == "all"):
-            has_pieces = any(len(pieces) > 1 for pieces in weights or ())
-            tokens = self._tokenise(text + self._template.end_of(conversation, text), media, has_offsets=has_pieces)
-            if not self._is_too_long(tokens):
-                spans = self._spans(tokens.ids, conversation)
-                return self._encoded(tokens.ids, spans, media, weights=_weights(tokens, spans, conversation))
-        answers = [] if self.train_on == "all" else self._template.answers(conversation, text)
-        trained = [span for at, span in enumerate(answers) if weights is None or is_trained(weights[at])]
-        if end := self._template.end_of(conversation, text, None if self.train_on == "all" else trained):
-            text += end
-            answers[-1:] = [(start, len(text)) for start, _ in answers[-1:]]
-        laid_out = self._laid_out(text, len(media["image"]), is_chat=True)
-        tokens = self._tokenise(laid_out, media, has_offsets=True)
-        around, spans = self._around_media(tokens), [self._answer(tokens, span) for span in answers]
+            text += self._template.end_of(conversation, text)
+            tokens = self._tokenise(text, media, has_offsets=any(len(pieces) > 1 for pieces in weights or ()))
+            if self._is_too_long(tokens):
+                tokens = self._tokenise(text, media, has_offsets=True)
+            spans, ends = self._spans(tokens.ids, conversation), []
+        else:
+            answers = [] if self.train_on == "all" else self._template.answers(conversation, text)
+            trained = [span for at, span in enumerate(answers) if weights is None or is_trained(weights[at])]
+            if end := self._template.end_of(conversation, text, None if self.train_on == "all" else trained):
+                text += end
+                answers[-1:] = [(start, len(text)) for start, _ in answers[-1:]]
+            tokens = self._tokenise(self._laid_out(text, len(media["image"]), is_chat=True), media, has_offsets=True)
+            spans = [self._answer(tokens, span) for span in answers]
+            ends = [self._answer(tokens, (self._template.stop_of(text, span), span[1])) for span in answers]
         weights_n = _weights(tokens, spans, conversation)
-        sample = self._encoded(tokens.ids, spans, media, around=around, weights=weights_n)
-        if not self._is_too_long(tokens):
-            return sample
-        ends = [self._answer(tokens, (self._template.stop_of(text, span), span[1])) for span in answers]
-        return replace(sample, whole=tuple((whole.start, whole.stop) for whole in (*around, *ends)))
+        return self._labelled(tokens, spans, media, ends=ends, weights=weights_n)
 
     def _is_too_long(self, tokens: Tokens) -> bool:
         return self.max_length is not None and len(tokens.ids) > self.max_length
@@ -337,9 +334,24 @@ class Encoder:
         may_cut = self.max_length is not None
         before = self._tokenise(self._laid_out(prompt, len(media["image"])), media, has_offsets=may_cut)
         tokens = before.followed_by(self._tokenise(completion, {}, is_continued=True, has_offsets=may_cut))
-        around, count = self._around_media(tokens) if len(tokens.starts) else [], len(before.ids)
-        sample = self._encoded(tokens.ids, [slice(count, None)], media, around=around, prefix=count)
-        return replace(sample, whole=tuple((whole.start, whole.stop) for whole in around))
+        return self._labelled(tokens, [slice(len(before.ids), None)], media, prefix=len(before.ids))
+
+    def _labelled(
+        self,
+        tokens: Tokens,
+        answers: Sequence[slice],
+        media: Visuals,
+        *,
+        ends: Sequence[slice] = (),
+        prefix: int | None = None,
+        weights: np.ndarray | None = None,
+    ) -> Encoded:
+        """A sample of a text; of one that is too long what may not be torn: its media, and the `ends` of answers."""
+        around = self._around_media(tokens) if len(tokens.starts) else []
+        untrained = around if self.metadata.by_processor else ()
+        sample = self._encoded(tokens.ids, answers, media, around=untrained, prefix=prefix, weights=weights)
+        whole = [(kept.start, kept.stop) for kept in (*around, *ends)]
+        return replace(sample, whole=tuple(whole)) if self._is_too_long(tokens) else sample
 
     def _encoded(
         self,
@@ -359,7 +371,7 @@ class Encoder:
         types = np.arange(len(ids)) >= (len(ids) if prefix is None else prefix)
         sample = Encoded(
             input_ids=ids,
-            labels=make_labels(ids, self.metadata, spans=spans, untrained=around if self.metadata.by_processor else ()),
+            labels=make_labels(ids, self.metadata, spans=spans, untrained=around),
             types=token_types(ids, self.metadata),
             images=tuple(media.get("image", ())),
             videos=tuple(media.get("video", ())),
