@@ -77,6 +77,8 @@ _OPENED = re.compile(r"(?:\s|</?think>)*")
 _NOTHING = re.compile("")
 _SHAPES_KEPT = 4096
 """Shapes of conversations whose probes are kept."""
+_LAYOUTS_KEPT = 512
+"""Layouts that are kept: each holds all that a template writes around texts, tools among it."""
 
 
 class _Generation(Extension):
@@ -251,7 +253,7 @@ class ChatTemplate:
             numbers = count()
             tried = [map_texts(message, at, lambda *_: probe(next(numbers))) for at, message in enumerate(messages)]
             layout = self._layout(tried, options, [leaf._replace(text=probe(at)) for at, leaf in enumerate(leaves)])
-            if len(self.layouts) >= _SHAPES_KEPT:
+            if len(self.layouts) >= _LAYOUTS_KEPT:
                 self.layouts.clear()
             self.layouts[key] = layout
             ends = layout and layout.ends(leaves, text)
