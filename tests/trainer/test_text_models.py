@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import families
+from cases import slow
 from chats import processor_of
 from training import Gradients, Samples, arguments, descend, distance, logged, losses_alone, receipts
 from transformers import (
@@ -48,10 +48,7 @@ def tolerance(family):
     return 5e-5 if family in ("qwen3_next", "qwen3_5") else 1e-5
 
 
-@pytest.mark.parametrize(
-    "family",
-    families(lambda family: family.model_type != "paligemma", always=TEXT_MODELS),  # it needs to know its prompts
-)
+@pytest.mark.parametrize("family", [*TEXT_MODELS, *slow("qwen3_5", "gemma3", "llava")])
 def test_training_with_the_seq2seq_collator_equals_samples_alone(family, tokenizer, tmp_path):
     tokenizer.padding_side = ("left", "right")[len(family) % 2]
     model = enable_packing(tiny(family), StepConfig(slots=SlotRule(multiple=4)))

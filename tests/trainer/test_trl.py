@@ -131,7 +131,7 @@ SETTINGS = {
     [pytest.param(name, case, id=f"{name}-{at}") for name, cases in SETTINGS.items() for at, case in enumerate(cases)],
 )
 def test_settings(name, settings, tmp_path):
-    compared(name, tmp_path, **{"steps": 4 if name == "SFT" else 3, **settings})
+    compared(name, tmp_path, **{"steps": 3 if name == "GRPO" else 2, **settings})
 
 
 SHARE = {"SFT": 1, "DPO": 0.65, "KTO": 0.9, "RLOO": 0.9, "GRPO": 0.5}
@@ -143,21 +143,21 @@ SHARE = {"SFT": 1, "DPO": 0.65, "KTO": 0.9, "RLOO": 0.9, "GRPO": 0.5}
     ("name", "settings"),
     [("SFT", {}), ("DPO", {}), ("KTO", {}), ("RLOO", {"beta": 0.1}), ("GRPO", {"beta": 0.1, "num_iterations": 2})],
 )
-def test_ten_steps(name, settings, tmp_path):
-    run = compared(name, tmp_path, steps=10, **settings)
+def test_steps(name, settings, tmp_path):
+    run = compared(name, tmp_path, steps=4, **settings)
     assert run.state.log_history[0]["packing/computed"] <= SHARE[name]
     assert name not in ("DPO", "GRPO") or is_packing(run.ref_model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "qwen3_vl_moe", *BEYOND_QWEN])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_vl_moe", *BEYOND_QWEN])
 @pytest.mark.parametrize("name", ["SFT", "DPO", "GRPO"])
 def test_families(name, family, tmp_path):
     settings = {"router_aux_loss_coef": 0.1} if family.endswith("moe") else {}
     settings |= {"dataset": samples(prompt_and_completion)} if name == "SFT" else {}
     if name == "GRPO":
         settings |= {"beta": 0.1, "padded": Aligned if family.startswith("gemma") else None}
-    run = compared(name, tmp_path, family, steps=10 if family in BEYOND_QWEN and name != "GRPO" else 3, **settings)
+    run = compared(name, tmp_path, family, steps=3 if name == "GRPO" else 2, **settings)
     assert name == "DPO" or ("aux_loss" in run.state.log_history[0]) == family.endswith("moe")
 
 

@@ -192,8 +192,9 @@ def _counted_in_tree(images: Sequence[Visual], joins: Mapping[str, Join]) -> Seq
 
 def _weights_of(samples: Sequence[Encoded]) -> list[np.ndarray] | None:
     """float32 [n] of each sample; None: no sample has weights."""
-    weights = [np.ones(s.num_tokens, np.float32) if s.weights is None else s.weights for s in samples]
-    return None if all(sample.weights is None for sample in samples) else weights
+    if all(sample.weights is None for sample in samples):
+        return None
+    return [np.ones(s.num_tokens, np.float32) if s.weights is None else s.weights for s in samples]
 
 
 def _write(arrays: Sequence[np.ndarray], starts: Sequence[int], total: int, fill: float) -> torch.Tensor:

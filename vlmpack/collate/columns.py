@@ -121,7 +121,7 @@ def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence
     for name, value in unread.items():
         fault = ""
         if _is_preference(name.lower(), value):
-            fault = "which says what is trained on: preferences and weights are not trained on; leave the column out"
+            fault = "which says what is trained on: give each message its `weight`; preferences are not trained on"
         elif not has_media and (looks := _looks_like(name.lower(), value)):
             fault = f"which looks like its {looks}, and it has no other; rename it so, or leave it out if it needs none"
         elif name == "objects" and (match := next((x for x in _GROUNDING if any(x in text for text in texts)), None)):

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, default_data_collator
 
 from vlmpack.collate.collator import VLMCollator
-from vlmpack.collate.columns import CONVERSATION_COLUMNS, MEDIA_COLUMNS
+from vlmpack.collate.columns import CHANNEL_COLUMN, CONVERSATION_COLUMNS, MEDIA_COLUMNS
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.data.branches import ANSWER_COLUMN, BRANCH_COLUMN, PAIRS_COLUMN
 from vlmpack.errors import ConfigError, SampleError
@@ -37,7 +37,7 @@ from vlmpack.trainer.packed_trainer import PackedTrainer
 READ = (
     *(*CONVERSATION_COLUMNS, "completion", *MEDIA_COLUMNS, "system", "tools", "chat_template_kwargs"),
     *(ANSWER_COLUMN, BRANCH_COLUMN, PAIRS_COLUMN),
-    *("completion_mask", "assistant_masks", "loss_mask", "seq_lengths", "id", "sample_id"),
+    *("completion_mask", "assistant_masks", "loss_mask", "seq_lengths", "id", "sample_id", CHANNEL_COLUMN),
 )
 """Columns that our collators read and no model does."""
 PACKED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
