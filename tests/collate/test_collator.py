@@ -286,8 +286,8 @@ def test_it_can_be_pickled():
     ("settings", "message"),
     [
         ({"layout": "flat"}, "layout must be one of padded, packed, got 'flat'"),
-        ({"overlength": "cut"}, "overlength must be one of error, drop, truncate, got 'cut'"),
-        ({"train_on": "user"}, "train_on must be one of assistant, all, got 'user'"),
+        ({"overlength": "cut"}, "overlength must be one of error, drop, truncate, truncate_start, got 'cut'"),
+        ({"train_on": "user"}, "train_on must be one of assistant, last, all, got 'user'"),
         ({"on_bad": "ignore"}, "on_bad must be one of raise, skip, got 'ignore'"),
         (
             {"slots": SlotRule()},

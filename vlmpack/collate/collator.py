@@ -56,9 +56,11 @@ class VLMCollator:
             `PrefixTree`. True: `SharePrefixes()`. Labels have to be token ids.
         max_length: most tokens of a sample; None: no limit.
         overlength: what happens to a longer one: "error" refuses it as a bad sample, "drop" leaves it out and counts
-            it, "truncate" cuts it between messages or beside an image, never inside one.
+            it, "truncate" keeps its first tokens and "truncate_start" its last ones, without the media and the ends of
+            answers that the limit would tear; `skip_log.truncated` counts such samples.
         train_on: "assistant" learns the assistant's turns, their end included (of prompt and completion only the
-            completion); "all" learns everything but media tokens. Labels of tokenised samples are kept.
+            completion), "last" only the last of them; "all" learns everything but media tokens. Labels of tokenised
+            samples are kept.
         add_stop: a token of the tokenizer, such as "</s>", that is written and trained on behind the last answer of a
             sample if the chat template writes none there that ends it; None: nothing is, and a warning says so once.
         ignored_keys: keys of messages and their parts that are left out. Any other key has to be one that the chat
@@ -150,6 +152,7 @@ class VLMCollator:
             name_unread=self.skip_log.name_unread,
             is_first=self.skip_log.is_first,
             max_length=max_length,
+            truncates_start=overlength == "truncate_start",
             file_rules=self.file_rules,
             add_stop=add_stop,
             ignored_keys=self.ignored_keys,
@@ -325,7 +328,7 @@ class VLMCollator:
         with self.skip_log.at_once():
             for outcome in outcomes:
                 if isinstance(outcome, Encoded):
-                    self.skip_log.use()
+                    self.skip_log.use(truncated=int(outcome.num_cut > 0))
                 elif self._is_fatal(outcome):
                     self.skip_log.note(outcome)
                     raise outcome

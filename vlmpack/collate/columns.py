@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from vlmpack.collate.vision_keys import misspelt_key
-from vlmpack.data.branches import BRANCH_COLUMN, PAIRS_COLUMN
+from vlmpack.data.branches import ANSWER_COLUMN, BRANCH_COLUMN, PAIRS_COLUMN
 from vlmpack.errors import Refusal
 
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "prompt")
@@ -35,8 +35,9 @@ BOUNDARY_COLUMNS = ("cu_seqlens_q", "cu_seqlens", "cu_seq_lens_q", "seq_lengths"
 MISSPELT_COLUMNS = ("shift_labels", "label_mask", "labels_mask", "loss_masks", "completion_masks", "assistant_mask")
 """Names that look like one of labels, and that no library writes."""
 _TEXT_COLUMNS = ("input_ids", *CONVERSATION_COLUMNS, "completion")
+_TURNS = (BRANCH_COLUMN, ANSWER_COLUMN)
 _NAMES = ("id", "sample_id", CHANNEL_COLUMN)
-_READ = {*_TEXT_COLUMNS, *MEDIA_COLUMNS, "system", "tools", "chat_template_kwargs", *_NAMES, BRANCH_COLUMN}
+_READ = {*_TEXT_COLUMNS, *MEDIA_COLUMNS, "system", "tools", "chat_template_kwargs", *_NAMES, *_TURNS}
 _OF_TOKENS = (
     *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"),
     *("input_features", "feature_attention_mask", SECONDS_COLUMNS[1]),

@@ -46,7 +46,7 @@ from vlmpack.collate.columns import (
     split_at_markers,
 )
 from vlmpack.collate.vision_keys import KNOWN_KEYS, misspelt_key
-from vlmpack.data.branches import BRANCH_COLUMN, PAIRS_COLUMN
+from vlmpack.data.branches import ANSWER_COLUMN, BRANCH_COLUMN, FACTORS, FLAGS, PAIRS_COLUMN
 from vlmpack.data.tool_calls import CALLING, calls_in, read_tools, with_arguments, without_nulls
 from vlmpack.errors import Refusal
 
@@ -61,12 +61,9 @@ ALIASES = {
     "developer": "system",
 }
 """Other names of the same roles. Qwen's templates have no developer, and some leave such a turn out."""
-FACTORS = ("weight", "loss_scale", "loss_weight")
-"""Keys of the weight of an answer, or of a text in it: of OpenAI, ms-swift and LLaMA-Factory."""
-FLAGS = (*FACTORS, "loss", "loss_mask", "train", "training", "trainable")
-"""The same and keys by which it is trained on or not: of ms-swift, axolotl and Tinker."""
 Weights = tuple[tuple[str, float], ...]
 """Texts of an answer, one after the other, and the weight of each; ("", weight) if it has one weight."""
+_ONE: Weights = (("", 1.0),)
 SPEAKING = ("tool_calls", "reasoning_content")
 """Keys with which a turn needs no content."""
 _READ_AS_JSON = (
@@ -401,8 +398,9 @@ def read_conversation(
     conversation = _read(present, feature, marked, has_audio=has_audio)
     missing: list[Kind] = [kind for kind in marked if not conversation.media[kind]]
     check_markers(_questions(conversation), feature, missing=missing)
-    turn = present.get(BRANCH_COLUMN)
-    return conversation if turn is None else branch_of(conversation, turn)
+    if (turn := present.get(BRANCH_COLUMN)) is not None:
+        conversation = branch_of(conversation, turn)
+    return conversation if (turn := present.get(ANSWER_COLUMN)) is None else up_to_answer(conversation, turn)
 
 
 def _without_keys(turns: Any, keys: Collection[str]) -> Any:
@@ -431,7 +429,7 @@ def check_answered(conversation: Conversation) -> None:
         texts, which = [conversation.plain[1]], "its completion is"
     else:
         answers = [message for message in conversation.messages if message["role"] == "assistant"]
-        weights = conversation.turn_weights or ((("", 1.0),),) * len(answers)
+        weights = conversation.turn_weights or (_ONE,) * len(answers)
         trained = [(message, pieces) for message, pieces in zip(answers, weights, strict=True) if is_trained(pieces)]
         if any(not is_empty(message.get(key)) for message, _ in trained for key in SPEAKING):
             return
@@ -513,7 +511,7 @@ def _conversation(turns: list[Turn], present: Mapping[str, Any], marked: Collect
     weights = tuple(turn.weights for turn in turns if turn.message["role"] == "assistant")
     return Conversation(
         messages=tuple(map(_for_template, messages)),
-        turn_weights=None if all(pieces == (("", 1.0),) for pieces in weights) else weights,
+        turn_weights=None if all(pieces == _ONE for pieces in weights) else weights,
         template_options=_template_options(present),
         **media,
     )
@@ -559,7 +557,49 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     return written
 
 
-# ---------------------------------------------------------------------- one question of a conversation
+# ---------------------------------------------------------------------- one answer of a conversation
+
+
+def last_alone(conversation: Conversation) -> Conversation:
+    """Return a conversation of whose answers the last alone is trained on, by its own weights."""
+    count = sum(message["role"] == "assistant" for message in conversation.messages)
+    weights = conversation.turn_weights or (_ONE,) * count
+    unread: tuple[Weights, ...] = ((("", 0.0),),) * (count - 1)
+    return replace(conversation, turn_weights=(*unread, weights[-1])) if count else conversation
+
+
+def up_to_answer(conversation: Conversation, turn: Any) -> Conversation:
+    """Return a conversation up to one of its answers, which alone is trained on.
+
+    Args:
+        conversation: of messages.
+        turn: number of the answer, from 0.
+
+    Raises:
+        Refusal: `bad_row`: it has no such answer.
+    """
+    answers = [at for at, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    number = _number(ANSWER_COLUMN, turn, len(answers), "answers")
+    messages, weights = conversation.messages[: answers[number] + 1], conversation.turn_weights
+    kinds = [part["type"] for message in messages for part in parts_in(message)]
+    media: dict[str, Any] = {f"{kind}s": refs[: kinds.count(kind)] for kind, refs in conversation.media.items()}
+    kept = None if weights is None else weights[: number + 1]
+    return last_alone(replace(conversation, messages=messages, turn_weights=kept, **media))
+
+
+def _number(column: str, turn: Any, count: int, named: str) -> int:
+    """Read the number of a question or an answer.
+
+    Raises:
+        Refusal: `bad_row`: there is none of this number.
+    """
+    try:
+        number = index(turn)
+    except TypeError:
+        number = -1
+    if not 0 <= number < count:
+        raise Refusal("bad_row", f"its {column} is {turn!r}, but it has {count} {named}, counted from 0")
+    return number
 
 
 def branch_of(conversation: Conversation, turn: Any) -> Conversation:
@@ -590,12 +630,7 @@ def branch_of(conversation: Conversation, turn: Any) -> Conversation:
             f"{fault} need questions and answers in turn, after any system messages; open the data set with "
             "branches='conversation', or leave the sample out",
         )
-    try:
-        number = index(turn)
-    except TypeError:
-        number = -1
-    if not 0 <= number < pairs:
-        raise Refusal("bad_row", f"its {BRANCH_COLUMN} is {turn!r}, but it has {pairs} questions, counted from 0")
+    number = _number(BRANCH_COLUMN, turn, pairs, "questions")
     refs: dict[str, Iterator[MediaRef]] = {kind: iter(media) for kind, media in conversation.media.items()}
     parts = [
         [(part, next(refs[part["type"]]) if part["type"] in refs else None) for part in parts_in(message)]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -36,6 +36,7 @@ from vlmpack.collate.conversation import (
     Weights,
     check_answered,
     is_trained,
+    last_alone,
     read_conversation,
     unplaced_marker,
 )
@@ -134,6 +135,8 @@ class Encoder:
     """Returns whether an event has not been warned of; None: no warning."""
     max_length: int | None = None
     """Tokens beyond which media are not made, as no sample holds them; None: no limit."""
+    truncates_start: bool = False
+    """Of a longer sample the end is kept: its first media are cut off, not its last."""
     file_rules: FileRules = DEFAULT_RULES
     """Rules for sampling and sizing files of videos."""
     add_stop: str | None = None
@@ -152,7 +155,8 @@ class Encoder:
         def load(conversation: Conversation, kind: Kind) -> Sequence[Visual]:
             if kind == "audio":
                 return self._audio.load_each(conversation.audios)
-            return self.media.load_each(conversation.media[kind], kind=kind, batch=batch, max_tokens=self.max_length)
+            limit = None if self.truncates_start else self.max_length
+            return self.media.load_each(conversation.media[kind], kind=kind, batch=batch, max_tokens=limit)
 
         return self._encode(feature, load)
 
@@ -216,6 +220,7 @@ class Encoder:
             processor=self.processor,
             takes_parts=self.metadata.has_vision,
             special_tokens=self.metadata.special_tokens,
+            reads_marks=self.metadata.by_processor,
             add_stop=self.add_stop,
             is_first=self.is_first,
         )
@@ -243,6 +248,8 @@ class Encoder:
                 markers=self.markers,
                 ignored_keys=self.ignored_keys,
             )
+            if self.train_on == "last":
+                conversation = last_alone(conversation)
             if self.train_on != "all":
                 check_answered(conversation)
             self._warn_of_markers(conversation, feature)
@@ -294,27 +301,29 @@ class Encoder:
         if self._columns:
             raise Refusal("template_error", f"it is a conversation, but {self._is_of_prefix}", of_all=True)
         text = self._template.render(conversation)
+        weights = conversation.turn_weights
         if self.train_on == "all":
             _check_unweighed(conversation)
-        if not self.metadata.by_processor:
-            has_pieces = any(len(pieces) > 1 for pieces in conversation.turn_weights or ())
-            tokens = self._tokenise(text + self._template.end_of(conversation, text), media, has_offsets=has_pieces)
-            spans = self._spans(tokens.ids, conversation)
-            return self._encoded(tokens.ids, spans, media, weights=_weights(tokens, spans, conversation))
-        answers = [] if self.train_on == "all" else self._template.answers(conversation, text)
-        weights = conversation.turn_weights
-        trained = [span for at, span in enumerate(answers) if weights is None or is_trained(weights[at])]
-        if end := self._template.end_of(conversation, text, None if self.train_on == "all" else trained):
-            text += end
-            answers[-1:] = [(start, len(text)) for start, _ in answers[-1:]]
-        tokens = self._tokenise(self._laid_out(text, len(media["image"]), is_chat=True), media)
-        around, spans = self._around_media(tokens), [self._answer(tokens, span) for span in answers]
+        if not self.metadata.by_processor and ("</think>" not in text or self.train_on == "all"):
+            text += self._template.end_of(conversation, text)
+            tokens = self._tokenise(text, media, has_offsets=any(len(pieces) > 1 for pieces in weights or ()))
+            if self._is_too_long(tokens):
+                tokens = self._tokenise(text, media, has_offsets=True)
+            spans, ends = self._spans(tokens.ids, conversation), []
+        else:
+            answers = [] if self.train_on == "all" else self._template.answers(conversation, text)
+            trained = [span for at, span in enumerate(answers) if weights is None or is_trained(weights[at])]
+            if end := self._template.end_of(conversation, text, None if self.train_on == "all" else trained):
+                text += end
+                answers[-1:] = [(start, len(text)) for start, _ in answers[-1:]]
+            tokens = self._tokenise(self._laid_out(text, len(media["image"]), is_chat=True), media, has_offsets=True)
+            spans = [self._answer(tokens, span) for span in answers]
+            ends = [self._answer(tokens, (self._template.stop_of(text, span), span[1])) for span in answers]
         weights_n = _weights(tokens, spans, conversation)
-        sample = self._encoded(tokens.ids, spans, media, around=around, weights=weights_n)
-        if self.max_length is None or sample.num_tokens <= self.max_length:
-            return sample
-        ends = [tokens.between((0, tokens.moved(end))).stop for end in self._template.ends(conversation, text)]
-        return replace(sample, cuts=tuple(sorted({*ends, *_sides(around)})))
+        return self._labelled(tokens, spans, media, ends=ends, weights=weights_n)
+
+    def _is_too_long(self, tokens: Tokens) -> bool:
+        return self.max_length is not None and len(tokens.ids) > self.max_length
 
     def _plain(self, conversation: Conversation, media: Visuals) -> Encoded:
         """Tokenise prompt and completion apart, as generation will do it; the completion and its end are the target."""
@@ -325,11 +334,27 @@ class Encoder:
             raise Refusal("bad_row", f"a {name} writes no prompt without an image, and it has none; leave it out")
         if not completion.rstrip().endswith(self.metadata.eos_token):
             completion += self.metadata.eos_token
-        before = self._tokenise(self._laid_out(prompt, len(media["image"])), media)
-        tokens = before.followed_by(self._tokenise(completion, {}, is_continued=True))
-        around, count = self._around_media(tokens), len(before.ids)
-        sample = self._encoded(tokens.ids, [slice(count, None)], media, around=around, prefix=count)
-        return replace(sample, cuts=tuple(_sides(around))) if self.metadata.by_processor else sample
+        may_cut = self.max_length is not None
+        before = self._tokenise(self._laid_out(prompt, len(media["image"])), media, has_offsets=may_cut)
+        tokens = before.followed_by(self._tokenise(completion, {}, is_continued=True, has_offsets=may_cut))
+        return self._labelled(tokens, [slice(len(before.ids), None)], media, prefix=len(before.ids))
+
+    def _labelled(
+        self,
+        tokens: Tokens,
+        answers: Sequence[slice],
+        media: Visuals,
+        *,
+        ends: Sequence[slice] = (),
+        prefix: int | None = None,
+        weights: np.ndarray | None = None,
+    ) -> Encoded:
+        """A sample of a text; of one that is too long what may not be torn: its media, and the `ends` of answers."""
+        around = self._around_media(tokens) if len(tokens.starts) else []
+        untrained = around if self.metadata.by_processor else ()
+        sample = self._encoded(tokens.ids, answers, media, around=untrained, prefix=prefix, weights=weights)
+        whole = [(kept.start, kept.stop) for kept in (*around, *ends)]
+        return replace(sample, whole=tuple(whole)) if self._is_too_long(tokens) else sample
 
     def _encoded(
         self,
@@ -389,9 +414,7 @@ class Encoder:
         return slice(hit.start + bool(before and not self._template.marks_answers), hit.stop - bool(behind))
 
     def _around_media(self, tokens: Tokens) -> list[slice]:
-        """The tokens of each medium, those that the template writes around it included; ChatML needs them not."""
-        if not self.metadata.by_processor:
-            return []
+        """The tokens of each medium, those that the template writes around it included."""
         ids, (start, end), slices = tokens.ids.tolist(), self._borders, []
         for span in tokens.media:
             hit = tokens.between(span)
@@ -629,12 +652,6 @@ def _tensor(visual: Visual, name: str) -> torch.Tensor | None:
         return torch.tensor([visual.grid])
     assert visual.pixels is not None
     return visual.pixels if name == "pixel_values" else visual.tensors.get(name)
-
-
-def _sides(slices: Iterable[slice]) -> Iterator[int]:
-    """Places before and after each of these tokens."""
-    for around in slices:
-        yield from (around.start, around.stop)
 
 
 # ---------------------------------------------------------------------- weights

@@ -21,7 +21,7 @@ from vlmpack.collate.columns import (
 )
 from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, make_labels, mask_media, weighed
 from vlmpack.collate.processor_metadata import ProcessorMetadata
-from vlmpack.data.branches import BRANCH_COLUMN
+from vlmpack.data.branches import ANSWER_COLUMN, BRANCH_COLUMN
 from vlmpack.errors import LayoutError, Refusal
 from vlmpack.layout.batch import AUDIO, IMAGE, TEXT, VIDEO, Grid, lengths_from_mask
 from vlmpack.layout.row import IGNORE
@@ -66,7 +66,7 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
         if pixels and not metadata.has_grids:
             fault = f"it has input_ids and {pixels[0]}, but no grids of this family's images; give messages and images"
             raise Refusal("bad_row", fault, of_all=True)
-        if train_on == "assistant" and all(feature.get(name) is None for name in LABEL_COLUMNS):
+        if train_on != "all" and all(feature.get(name) is None for name in LABEL_COLUMNS):
             fault = f"its template is not ChatML; give {', '.join(LABEL_COLUMNS)} or messages, or choose train_on='all'"
             raise Refusal("turn_mismatch", fault, of_all=True)
     sample = Encoded(
@@ -86,8 +86,8 @@ def _check_read(feature: Mapping[str, Any]) -> None:
     if named := next((name for name in MISSPELT_COLUMNS if feature.get(name) is not None), None):
         labels = f"labels and masks, token by token and unshifted, are {', '.join(LABEL_COLUMNS)}"
         fault = f"{named}, which nothing reads; {labels}: rename it, or leave it out"
-    elif feature.get(BRANCH_COLUMN) is not None:
-        fault = f"input_ids and {BRANCH_COLUMN}, which takes one question of messages; leave one out"
+    elif named := next((name for name in (BRANCH_COLUMN, ANSWER_COLUMN) if feature.get(name) is not None), None):
+        fault = f"input_ids and {named}, which takes one answer of messages; leave one out"
     for pixels, columns in (
         ("pixel_values", ("image", "images")),
         ("pixel_values_videos", ("video", "videos")),
@@ -175,7 +175,8 @@ def _labels(
             raise Refusal("bad_shape", f"{name} covers {len(column)} tokens but input_ids has {count}")
         values[name] = column[keep]
     if not values:
-        return make_labels(ids, metadata, spans=None if train_on == "all" else assistant_spans(ids, metadata))
+        spans = assistant_spans(ids, metadata)[-1 if train_on == "last" else 0 :]
+        return make_labels(ids, metadata, spans=None if train_on == "all" else spans)
     labels = values.pop("labels", ids)
     for mask in values.values():
         labels = np.where(mask == 0, IGNORE, labels)

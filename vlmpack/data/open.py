@@ -24,7 +24,7 @@ from typing import Any, final, get_args, overload
 import numpy as np
 from torch.utils.data import Dataset
 
-from vlmpack.data.branches import DIALOGUES, Branches, branch_turns, num_answers
+from vlmpack.data.branches import DIALOGUES, Branches, branch_turns, num_branches
 from vlmpack.data.cord import COLUMNS
 from vlmpack.data.formats import CHAT, MEDIA, ColumnMap, Columns, described_in, from_folder, read_columns
 from vlmpack.data.readers import (
@@ -68,8 +68,8 @@ def open_dataset(
         image_root: folder at which paths of images and videos start that are not absolute; None: at the folder of the
             file that names them.
         branches: "conversation" makes a record one sample; "turns" makes each of its questions, with its answer and the
-            record's images, a sample of its own (`branch_turns`), and `num` counts those. All conversations are read
-            once to count them.
+            record's images, a sample (`branch_turns`), "answers" each of its answers with all that comes before; `num`
+            counts those. All conversations are read once to count them.
         columns: columns of the data set -> the names that are read, such as `{"question": "query", "answer":
             "response"}`; as JSON, as ms-swift's `--columns` has it; or the path of a LLaMA-Factory `dataset_info.json`
             that describes the source. Where `chosen` is read, rejected answers are left out. None: the columns have
@@ -95,7 +95,8 @@ def open_dataset(
     if root is not None:
         dataset = replace(dataset, folders=(root,) * len(dataset.files))
     _check_first_rows(dataset)
-    return replace(dataset, first_turns=_first_turns(dataset) if branches == "turns" else None, num=num)
+    first_turns = None if branches == "conversation" else _first_turns(dataset, branches)
+    return replace(dataset, branches=branches, first_turns=first_turns, num=num)
 
 
 def find_source(source: Source, split: str) -> OpenDataset:
@@ -203,6 +204,8 @@ class OpenDataset(SampleDataset):
     """Use the first so many samples; None: all."""
     columns: ColumnMap = field(default_factory=ColumnMap)
     """Names of the columns."""
+    branches: Branches = "conversation"
+    """What a sample is."""
     first_turns: np.ndarray | None = None
     """int64 [rows + 1]: place of each row's first sample where each of its questions is one; None: a row is a sample.
     """
@@ -251,7 +254,8 @@ class OpenDataset(SampleDataset):
             sample = self.row(at)
         else:
             record = int(np.searchsorted(self.first_turns, at, side="right")) - 1
-            branches, turn = branch_turns(self.row(record, index=at)), at - int(self.first_turns[record])
+            branches = branch_turns(self.row(record, index=at), branches=self.branches)
+            turn = at - int(self.first_turns[record])
             if turn >= len(branches):
                 message = f"its record {record} had more questions when it was opened; open the data set again"
                 raise SampleError(message, index=at, reason="row_unreadable")
@@ -362,7 +366,7 @@ def _remedy(first: Mapping[str, Any]) -> str:
     )
 
 
-def _first_turns(dataset: OpenDataset) -> np.ndarray:
+def _first_turns(dataset: OpenDataset, branches: Branches) -> np.ndarray:
     """int64 [rows + 1]: place of each row's first sample. Conversations are read once, images of tables are not.
 
     Raises:
@@ -375,12 +379,12 @@ def _first_turns(dataset: OpenDataset) -> np.ndarray:
             each = rows.batches([name for name in rows.columns if dataset.columns.names.get(name, name) not in MEDIA])
         for row in each:
             try:
-                counts.append(num_answers(dataset.columns.apply(row)))
+                counts.append(num_branches(dataset.columns.apply(row), branches))
             except ValueError:  # the row is refused when its turn comes
                 counts.append(0)
     if not any(counts):
         raise ConfigError(
-            f"branches='turns' makes a sample of each question of a conversation, and {dataset.name} holds none of "
+            f"branches={branches!r} makes a sample of each answer of a conversation, and {dataset.name} holds none of "
             f"{', '.join(DIALOGUES)}; leave branches out"
         )
     return np.append(0, np.cumsum(np.maximum(counts, 1)))
