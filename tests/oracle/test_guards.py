@@ -185,8 +185,8 @@ def test_a_missing_gradient_is_a_difference() -> None:
 
 # ---------------------------------------------------------------------- of the suite itself
 
-PUBLIC_MODULES = ("vlmpack.trainer.trl",)
-"""Modules that the pages name, beside packages: what imports TRL."""
+PUBLIC_MODULES = ("vlmpack.trainer.trl", "vlmpack.rows", "vlmpack.lengths")
+"""Modules that the pages name, beside packages."""
 OWN_COMPARISON = ("compare", "run_alone", "run_packed", "outcome_of", "problems", "EQUAL", "alone", "padded")
 """Names of `vlmpack.testing` by which vlmpack compares itself: the suite has to do without them."""
 

@@ -208,7 +208,6 @@ OPEN = r"'chats\.jsonl' is a path: open it with vlmpack\.data\.open_dataset\(pat
         ({"strategy": "luck"}, "strategy must be one of"),
         ({"seed": -1}, "seed"),
     ],
-    ids=str,
 )
 def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path, arguments, message):
     with pytest.raises(ConfigError, match=message):
