@@ -97,8 +97,8 @@ def the_last_token_of_a_sample_predicts_the_next_sample(original, segments, dept
 
 
 @breaks("vlmpack.layout.packing._Take._joined", tests="layout oracle/test_calls.py")
-def labels_of_a_packed_batch_are_not_shifted(original, take, tensor, *, ahead=0):
-    return original(take, tensor, ahead=0)
+def labels_of_a_packed_batch_are_not_shifted(original, take, tensor, fill, *, ahead=0):
+    return original(take, tensor, fill, ahead=0)
 
 
 @breaks("vlmpack.model.engine.divisor")
