@@ -66,7 +66,7 @@ class PeerWork:
 
     def _with_image(self, ids: torch.Tensor, rng: torch.Generator) -> dict[str, torch.Tensor]:
         """An image at the start of the sample, in place of as many of its tokens."""
-        tokens = FAMILY.tokens_per_image(self.shapes.grid, FAMILY.merge(self.config))
+        tokens = FAMILY.media_tokens([self.shapes.grid], self.config)
         ids[0], ids[tokens + 1] = self.processor.vision_start_token_id, self.processor.vision_end_token_id
         ids[1 : tokens + 1] = self.processor.image_token_id
         sample = _labelled(ids)
@@ -208,9 +208,10 @@ def collated_images(work: PeerWork) -> Way:
 
     def call() -> PackedRow:
         row = collate.collate(work.images)
-        assert isinstance(row, PackedRow) and row.metadata is not None
-        grids = row.metadata.image_grids
-        positions = FAMILY.positions(row.mm_token_type_ids, row.segments, config=work.config, image_grids=grids)
+        assert isinstance(row, PackedRow)
+        assert row.metadata is not None
+        assert row.metadata.media is not None
+        positions = FAMILY.positions(row.metadata.media, row.segments, config=work.config)
         return replace(row, position_ids=positions)
 
     def read(row: PackedRow) -> list[Sample]:

@@ -67,9 +67,7 @@ class Case:
         row, model = self.row, self.model
         metadata = self.packed.metadata
         assert metadata is not None
-        positions = family_of(model).positions(
-            row.get("mm_token_type_ids"), self.packed.segments, config=model.config, image_grids=metadata.image_grids
-        )
+        positions = family_of(model).positions(metadata.media, self.packed.segments, config=model.config)
         names = ("input_ids", "mm_token_type_ids", "pixel_values", "image_grid_thw")
         ids = positions if family_of(model).has_vision else positions[0]
         return {**{name: row[name] for name in names if name in row}, "position_ids": ids}

@@ -190,7 +190,7 @@ def test_a_sample_that_is_too_long_is_cut_beside_an_image_or_after_a_turn(family
         ids = batch.input_ids[0].tolist()
         assert ids == whole[: len(ids)]
         assert len(ids) <= max_length
-        tokens = batch.metadata.image_tokens or [rows * columns // 4 for _, rows, columns in batch.metadata.image_grids]
+        tokens = [image.tokens for image in batch.metadata.media.images]
         assert sum(tokens) == ids.count(processor.image_token_ids[0])
         lengths.add((len(ids), len(tokens)))
     assert min(lengths) == (first, 1)

@@ -325,7 +325,7 @@ def short_beginnings_are_not_shared(original, samples, groups, min_shared):
     return original(samples, groups, 10**6)
 
 
-@breaks("vlmpack.layout.media_units.content_numbers", tests=f"layout {EQUAL} collate -k 'prefix or shared or share'")
+@breaks("vlmpack.layout.media.content_numbers", tests=f"layout {EQUAL} collate -k 'prefix or shared or share'")
 def different_images_are_taken_for_one(original, blocks):
     return [0] * len(blocks)
 

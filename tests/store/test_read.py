@@ -16,6 +16,7 @@ from vlmpack.collate import FrameSampling, VLMCollator
 from vlmpack.collate.skipped import read_skip_log
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PackedRow
+from vlmpack.layout.media import VIDEO
 from vlmpack.loading import PackedBatchSampler
 from vlmpack.store import PackedDataset
 from vlmpack.testing import tiny_processor
@@ -239,7 +240,7 @@ def test_the_frames_that_are_taken_are_decided_when_rows_are_packed(tmp_path: Pa
     samples = [asked({"type": "video", "video": clip_bytes(), "min_pixels": 1024, "max_pixels": 6144}), *texts(2)]
     store(tmp_path / "rows", samples, packing(sampling=FrameSampling(fps=None, num_frames=6)), capacity=400)
     dataset = PackedDataset(tmp_path / "rows", processor_of())
-    grids = [grid for at in range(len(dataset)) for grid in dataset.row(at).metadata.video_grids]
+    grids = [grid for at in range(len(dataset)) for grid in dataset.row(at).metadata.media.grids(VIDEO)]
     assert [grid[0] for grid in grids] == [3]
     with pytest.raises(ConfigError, match="sampling: decided when the rows were packed"):
         PackedDataset(tmp_path / "rows", processor_of("qwen3_vl"), sampling=FrameSampling())

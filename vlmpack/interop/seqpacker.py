@@ -541,7 +541,7 @@ class PackedBatch:
 
         row = PackedRow.from_hf(self.to_hf(position_rows=position_rows))
         sample_ids = tuple(sample for pack in self.packs for sample in pack.sequence_ids)
-        return replace(row, metadata=replace(row.host_metadata(), sample_ids=sample_ids))
+        return replace(row, metadata=replace(row.known_metadata, sample_ids=sample_ids))
 
 
 def pack_result_to_tensors(

@@ -142,8 +142,8 @@ def _check_metadata(batch: PaddedBatch, metadata: HostMetadata) -> None:
     (rows, width), spans = batch.input_ids.shape, metadata.spans
     ends = map(sum, zip(spans.offsets, spans.lengths, strict=False))
     agree = len(spans.lengths) == len(spans.offsets) == rows and max(ends, default=0) <= width
-    counts = *metadata.media_per_sample, metadata.media_runs, metadata.type_runs
-    agree = agree and {*map(len, counts)} <= {0, rows}
+    media = () if metadata.media is None else metadata.media.media
+    agree = agree and all(m.sample < rows and m.runs[-1][1] <= spans.lengths[m.sample] for m in media if m.runs)
     if agree and on_host(batch.attention_mask):
         agree = lengths_from_mask(batch.attention_mask) == spans
     if not agree:
@@ -162,14 +162,7 @@ def _check_empty_rows(batch: PaddedBatch, spans: MaskSpans, *, keep_empty: bool)
             "leave the sample out, or pass keep_empty=True (in StepConfig, for an enabled model) to keep it as a "
             "segment of length 0"
         )
-    metadata = batch.metadata
-    counts = () if metadata is None else metadata.media_per_sample
-    for row in empty:
-        if any(per_sample and per_sample[row] for per_sample in counts):
-            raise LayoutError(
-                f"row {row}: no real token, but images, videos or audio belong to it; leave its media out"
-            )
-    if metadata is None and batch.mm_token_type_ids is not None:
+    if batch.metadata is None and batch.mm_token_type_ids is not None:
         _check_hidden_media(batch.mm_token_type_ids, batch.attention_mask)
 
 
