@@ -177,9 +177,9 @@ def a_span_reaches_one_token_beyond_its_window(original, queries, keys, window, 
     return original(queries, keys, window + 1, device)
 
 
-@breaks("vlmpack.families.spans.media_runs", tests="families model -k span")
-def an_image_is_one_token_longer_than_its_span(original, types):
-    return tuple((start, stop - 1) for start, stop in original(types))
+@breaks("vlmpack.families.spans.ImageSpans.of_row", tests="families model -k span")
+def an_image_is_one_token_longer_than_its_span(original, spans, row, table):
+    return tuple((start, stop - 1) for start, stop in original(spans, row, table))
 
 
 @breaks("vlmpack.model.mechanisms.attention.with_chunk", tests="model -k chunk")
@@ -191,18 +191,18 @@ def chunked_layers_attend_to_the_whole_sample(original, reaches, pattern, layer)
 
 
 @breaks("vlmpack.families.media.row_positions")
-def image_positions_run_on_over_samples(original, types, segments, **media):
-    return original(types, segments, **media) + segments.seq_idx()[None, None]
+def image_positions_run_on_over_samples(original, places, offsets, restarts):
+    return original(places, offsets, restarts) + restarts.seq_idx().numpy()
 
 
 @breaks("vlmpack.families.media.row_positions")
-def height_and_width_are_exchanged(original, types, segments, **media):
-    return original(types, segments, **media)[[0, 1, 3, 2]]
+def height_and_width_are_exchanged(original, places, offsets, restarts):
+    return original(places, offsets, restarts)[[0, 1, 3, 2]]
 
 
 @breaks("vlmpack.families.media.timed_run", tests="families model -k 'position or second or video'")
-def frames_of_a_video_are_at_one_time(original, videos, seconds, vision, **settings):
-    return replace(original(videos, seconds, vision, **settings), interval=np.zeros(len(videos.grids), np.float32))
+def frames_of_a_video_are_at_one_time(original, grid, seconds, vision, **settings):
+    return replace(original(grid, seconds, vision, **settings), interval=0.0)
 
 
 @breaks("vlmpack.model.mechanisms.llama4.QueryScale.prepare", tests="model -k 'scale or llama4'")
@@ -270,8 +270,8 @@ def audios_attend_to_each_other(original, frames, audio):
     return type(whole).from_lengths([whole.total])
 
 
-@breaks("vlmpack.families.media.check_runs", tests="model families -k 'placeholder or runs or another'")
-def placeholders_that_fit_no_image_pass(original, types, segments, expected):
+@breaks("vlmpack.layout.media._check_runs", tests="model families -k 'placeholder or runs or another'")
+def placeholders_that_fit_no_image_pass(original, found, sizes, medium):
     return None
 
 

@@ -7,8 +7,7 @@ image's features: transformers puts them, one after the other, on the placeholde
     tokens        4                 2     2             of each tile or image, in the order of the tensors
     ends                4                 8             placeholders up to the end of each sample
 
-A sample ends where an image does, so no image's features lie in two samples. Where the host metadata counts the images
-of samples, each sample has the placeholders of its own.
+A sample ends where an image does, so no image's features lie in two samples (`layout.media.place`).
 
 N tiles or images, S samples, T row tokens.
 """

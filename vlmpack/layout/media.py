@@ -258,19 +258,19 @@ def _check_runs(found: _Found, sizes: np.ndarray, medium: np.ndarray) -> None:
             f"{seen}the {name} {measure} make {sizes.sum()} tokens, but the row has another number of {name} "
             f"placeholders, {lengths.sum()}; {_EVERY}"
         )
+    if _PADDING in samples:
+        at = int(starts[samples.argmin()])
+        raise LayoutError(f"place {at} of the row is padding, but has {name} placeholders; {_EVERY}")
     if first < shared:
         stop, follows = found.stops[first], samples[first + 1 : first + 2]
         cut_short = lengths[first] < sizes[first] and stop in starts
-        if cut_short and follows[0] not in (samples[first], _PADDING):
+        if cut_short and follows[0] != samples[first]:
             raise LayoutError(_split(found, int(medium[first]), int(follows[0])))
         part = "a frame of " if (medium == medium[first]).sum() > 1 else ""
         raise LayoutError(
             f"sample {samples[first]}: a run of {lengths[first]} {name} placeholders begins at place {starts[first]} "
             f"of the row, but {part}{name} {medium[first]}, which is next, makes {sizes[first]} tokens; {_REMEDY}"
         )
-    if _PADDING in samples:
-        at = int(starts[samples.argmin()])
-        raise LayoutError(f"place {at} of the row is padding, but has {name} placeholders; {_EVERY}")
     if len(split := np.flatnonzero((medium[1:] == medium[:-1]) & (samples[1:] != samples[:-1]))):
         raise LayoutError(_split(found, int(medium[split[0]]), int(samples[split[0] + 1])))
 
@@ -303,13 +303,14 @@ def _check_totals(found: _Found, tokens: np.ndarray) -> None:
     counted = np.bincount(found.samples[is_inside], found.lengths[is_inside], len(found.segments.lengths)).astype(int)
     if total != counted.sum():
         raise LayoutError(f"padding of the row has {total - counted.sum()} {name} placeholders; {_EVERY}")
+    if len(empty := np.flatnonzero(tokens < 1)):
+        raise LayoutError(f"{name} {empty[0]} of the row makes no token; leave it out of its sample")
     differs, seen = ~np.isin(counted.cumsum(), np.append(tokens.cumsum(), 0)), ""
     if differs.any():
         at = int(differs.argmax())
-        inside = f"sample {at} ends in the middle of an {name}: "
-        seen = inside if total == tokens.sum() else (
-            f"sample {at} has {counted[at]} {name} placeholders and ends where no {name} does: "
-        )  # fmt: skip
+        seen = f"sample {at} ends in the middle of an {name}: "
+        if total != tokens.sum():
+            seen = f"sample {at} has {counted[at]} {name} placeholders and ends where no {name} does: "
     if seen or total != tokens.sum():
         raise LayoutError(
             f"{seen}the row has {total} {name} placeholders, but its {len(tokens)} {name}s or tiles make "
