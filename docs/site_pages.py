@@ -15,7 +15,6 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from troubleshooting import troubleshooting
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
@@ -77,7 +76,6 @@ def _made_pages() -> dict[str, str]:
         made[uri] = f"# {name}\n\n```python\n{made[uri]}```\n"
     made["reference/vlmpack.md"] = _reference("vlmpack")
     made |= {f"reference/{name}.md": _reference(f"vlmpack.{name}") for name in _documented()}
-    made["troubleshooting.md"] = troubleshooting()
     return made
 
 

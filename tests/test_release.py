@@ -127,8 +127,8 @@ def test_there_is_a_case_for_every_extra() -> None:
     assert extras() == CASES.keys() | OF_USERS
 
 
-def test_the_page_on_installing_lists_every_extra_of_users() -> None:
-    page = (ROOT / "docs" / "install.md").read_text()
+def test_the_home_page_lists_every_extra_of_users() -> None:
+    page = (ROOT / "docs" / "index.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == extras() - {"test", "dev", "peers"}
 
 

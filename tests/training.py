@@ -1,4 +1,4 @@
-"""HF Trainer runs over random samples: what the tests of the trainer room share."""
+"""HF Trainer runs over random samples: what the trainer tests share."""
 
 from __future__ import annotations
 

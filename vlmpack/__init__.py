@@ -4,8 +4,7 @@
 
     trainer = Trainer(model=enable_packing(model), data_collator=VLMCollator(processor, layout="packed"), ...)
 
-This file is the whole public face. Every name is loaded when it is first used, so that `import vlmpack` costs
-nothing and brings in no transformers.
+Names are loaded when they are first used, so `import vlmpack` is quick and does not import transformers.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ __all__ = [
     "unpack",
 ]
 
-_ROOM = {
+_NAMES = {
     "collate": ("VLMCollator",),
     "errors": ("VlmpackError",),
     "layout": ("PackedRow", "PaddedBatch", "Segments", "SlotRule", "pack", "unpack"),
@@ -70,11 +69,11 @@ _ROOM = {
     "probing": ("probe",),
     "trainer": ("PackedTrainer",),
 }
-_HOME = {name: f"vlmpack.{room}" for room, names in _ROOM.items() for name in names}
+_HOME = {name: f"vlmpack.{package}" for package, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from its room the first time somebody asks for it."""
+    """Import the package of a public name when the name is first used."""
     if name not in _HOME:
         raise AttributeError(f"module 'vlmpack' has no attribute {name!r}; it has {', '.join(__all__)}")
     value = vars(import_module(_HOME[name]))[name]

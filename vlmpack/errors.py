@@ -1,4 +1,4 @@
-"""Every error vlmpack raises on purpose, and the checks of arguments that many rooms need.
+"""Every error vlmpack raises on purpose, and the argument checks that several packages need.
 
 VlmpackError
 ├── SampleError    one sample cannot be used: which one, what was seen, what to do
@@ -174,11 +174,11 @@ def _rebuild_sample_error(message: str, index: int | None, reason: str, sample_i
 
 
 @final
-class Refusal(Exception):  # noqa: N818 (never leaves the room: the collator turns it into a SampleError)
+class Refusal(Exception):  # noqa: N818 (never leaves the package: the collator turns it into a SampleError)
     """A sample cannot be used. The collator adds its index and id, and counts it under `reason`.
 
     Args:
-        reason: a short slug, listed in the room's README.
+        reason: a short slug, listed in docs/troubleshooting.md.
         message: what was seen and what to do about it.
         of_all: whether it is likely true of all samples, and so a mistake of the setup.
     """

@@ -208,7 +208,7 @@ def test_a_sample_whose_images_are_cut_together_keeps_them_all():
     assert dict(collator.skip_log.reasons) == {"truncated_away": 1}
 
 
-# ---------------------------------------------------------------------- other rooms
+# ---------------------------------------------------------------------- other packages
 
 
 def test_the_largest_area_of_an_image_is_no_option_of_other_processors():

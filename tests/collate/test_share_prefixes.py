@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import io
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -195,9 +194,7 @@ def test_a_beginning_has_at_least_one_token():
         SharePrefixes(min_shared=0)
 
 
-def test_a_model_without_packing_raises_what_the_troubleshooting_page_explains(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs")
-    message = next(iter(import_module("troubleshooting").OF_TRANSFORMERS))
+def test_a_model_without_packing_raises_what_the_troubleshooting_page_explains():
     batch = collator().collate(mixed()).to_hf()
-    with pytest.raises(ValueError, match=message.replace("…", r"\d+")):
+    with pytest.raises(ValueError, match=r"Image features and image tokens do not match, tokens: \d+, features: \d+"):
         tiny_model("qwen3_vl", processor=processor_of())(**batch)

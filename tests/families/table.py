@@ -1,7 +1,7 @@
-"""The families tables, made of the registry and of tiny configurations: `python tests/families/table.py`.
+"""The table of docs/families.md, made from the registry and from tiny configurations: `python tests/families/table.py`.
 
-The README and the page for newcomers have a line for what families take. Whatever the registry has is in the equality
-matrix of `tests/model/test_equality.py`. `test_table.py` compares the files with this.
+Every family of the registry is in the equality matrix of `tests/model/test_equality.py`. `test_table.py` compares the
+page with this.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from vlmpack.testing.samples import kinds_of
 
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- families: made by tests/families/table.py -->\n", "<!-- end of families -->\n"
-HEAD = "| Takes | Families (kept apart besides attention and positions) |\n|---|---|\n"
 NAMES = {
     "qwen2_vl": "Qwen2-VL",
     "qwen2_5_vl": "Qwen2.5-VL",
@@ -78,60 +77,51 @@ MECHANISMS = {
     "experts": "experts",
     "per_sample": "sparse attention with its indexer, n-gram layers",
     "short_conv": "short convolutions",
-    "query_scale": "queries scaled by place",
+    "query_scale": "position-scaled queries",
 }
-
-
-def rows() -> dict[tuple[str, str], list[str]]:
-    """Families by what they take and what is kept apart, in the order of the registry."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for model_type, family in FAMILIES.items():
-        found.setdefault(properties(model_type, family), []).append(model_type)
-    return found
+KINDS = ("text", "image", "video", "audio")
+COLUMNS = ("Family", "`model_type`", "Text", "Image", "Video", "Audio", "transformers", "Also kept apart")
+HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
 
 
 def table() -> str:
-    """One line for all families that take the same; those that take most come first."""
-    lines: dict[str, list[str]] = {}
-    for (takes, apart), names in rows().items():
-        families = ", ".join(NAMES[name] for name in names)
-        lines.setdefault(takes, []).append(f"{families} ({apart})" if apart else families)
-    of_most = sorted(lines.items(), key=lambda line: -len(line[0]))
-    return HEAD + "".join(f"| {takes} | {'; '.join(families)} |\n" for takes, families in of_most)
+    """One line a family; those that take most come first, in the order of the registry."""
+    lines = []
+    for model_type, family in FAMILIES.items():
+        config = tiny_config(model_type)
+        kinds = {"text", *kinds_of(config), *(["audio"] if family.has_audio else [])}
+        ticks = ["✓" if kind in kinds else "" for kind in KINDS]
+        apart = ", ".join(kept_apart(family, family.text_config(config)))
+        version = "≥ " + ".".join(map(str, family.oldest_transformers))
+        row = " | ".join([NAMES[model_type], f"`{model_type}`", *ticks, version, apart])
+        lines.append((-len(kinds & set(KINDS)), f"| {row} |\n"))
+    return HEAD + "".join(line for _, line in sorted(lines, key=lambda line: line[0]))
 
 
-def properties(model_type: str, family: Family) -> tuple[str, str]:
-    """What a family takes, and what is kept apart: as its descriptor and its tiny configuration have it."""
-    config = tiny_config(model_type)
-    kinds = kinds_of(config)
-    takes = ["text", *["images"] * ("image" in kinds), *["videos"] * ("video" in kinds), *["audio"] * family.has_audio]
-    apart = [words for name, words in MECHANISMS.items() if family.has(name)]
-    apart += [words for words, there in _patterns(family, family.text_config(config)) if there]
-    return ", ".join(takes), ", ".join(apart)
+def kept_apart(family: Family, text_config: Any) -> list[str]:
+    """What a row keeps apart besides attention and positions: by the family's mechanisms and tiny configuration."""
+    layers = getattr(text_config, "layer_types", None) or ["sliding_attention"]
+    has_windows = "sliding_attention" in layers and bool(getattr(text_config, "sliding_window", None))
+    patterns = {
+        "sliding windows": has_windows,
+        "chunks": "chunked_attention" in layers,
+        "attention sinks": text_config.model_type == "gpt_oss",
+        "bidirectional image tokens": isinstance(family.sees, ImageSpans),
+        "bidirectional prefixes": isinstance(family.sees, Prefix),
+        "scaled or capped logits": family.logits.__name__ != "plain_logits",
+    }
+    mechanisms = [words for name, words in MECHANISMS.items() if family.has(name)]
+    return mechanisms + [words for words, there in patterns.items() if there]
 
 
-def _patterns(family: Family, text_config: Any) -> list[tuple[str, bool]]:
-    kinds = getattr(text_config, "layer_types", None) or ["sliding_attention"]
-    has_windows = "sliding_attention" in kinds and bool(getattr(text_config, "sliding_window", None))
-    return [
-        ("sliding windows", has_windows),
-        ("chunks", "chunked_attention" in kinds),
-        ("attention sinks", text_config.model_type == "gpt_oss"),
-        ("image tokens that see later ones", isinstance(family.sees, ImageSpans)),
-        ("prefixes that see all of themselves", isinstance(family.sees, Prefix)),
-        ("scaled or capped logits", family.logits.__name__ != "plain_logits"),
-    ]
-
-
-FILES = (ROOT / "README.md", ROOT / "docs" / "is_it_for_me.md")
+PAGE = ROOT / "docs" / "families.md"
 
 
 def written(text: str) -> str:
-    """A file with the table in its place."""
+    """The page with the table in its place."""
     before, rest = text.split(BEGIN)
     return before + BEGIN + table() + END + rest.split(END)[1]
 
 
 if __name__ == "__main__":
-    for path in FILES:
-        path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -57,7 +57,7 @@ def test_mixed_precision_rebuilds_the_inputs_and_the_step_stands_it(mesh, given)
 
 @pytest.mark.parametrize("family", one_of_each())
 def test_a_model_sharded_on_the_meta_device_is_loaded_afterwards(mesh, family):
-    """The order of docs/recipes.md."""
+    """The order of docs/parallelism.md."""
     source = enable_packing(tiny_model(family))
     with torch.device("meta"):
         model = enable_packing(tiny_model(family, lively=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plan.naive import Bins, naive_best_sum, naive_decreasing, naive_lower_bound, naive_next_fit
@@ -50,14 +51,23 @@ def test_on_receipts_best_fit_wastes_a_row_in_seventy_and_exact_fill_next_to_non
     assert best_fit_decreasing(lengths, receipts.capacity).max() + 1 > 1.01 * bound
 
 
-def test_where_hardly_any_row_can_be_filled_the_search_ends(monkeypatch):
-    """Two samples of about half a row leave a gap that nothing fits; 8 draws for every length would be 22,000."""
-    lengths = np.arange(44_000, 66_000, 8)
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "fewer"),
+    [
+        (np.arange(44_000, 66_000, 8), 131_072, 0),  # two samples of about half a row leave a gap that nothing fits
+        (np.random.default_rng(0).integers(1, 8_193, 5_000), 8_192, 0),
+        (np.arange(2_000, 7_900), 16_384, 0.02),
+        (np.tile(np.arange(2_600, 2_900), 10), 8_192, 0.03),
+    ],
+)
+def test_the_search_goes_on_only_where_it_saves_rows(monkeypatch, lengths, capacity, fewer):
     draws = []
     draw = Stock.draw
     monkeypatch.setattr(Stock, "draw", lambda stock, room: draws.append(room) or draw(stock, room))
-    assert exact_fill(lengths, 131_072).max() <= best_fit_decreasing(lengths, 131_072).max()
-    assert 8 * 64 <= len(draws) < len(lengths)
+    rows = exact_fill(lengths, capacity).max() + 1
+    best_fit = best_fit_decreasing(lengths, capacity).max() + 1
+    assert rows <= (1 - fewer) * best_fit
+    assert 0 < len(draws) < (len(lengths) if fewer else 512 + len(lengths) // 8)
 
 
 CAPACITY = 13

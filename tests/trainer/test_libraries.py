@@ -68,7 +68,7 @@ def test_the_lightning_module_trains_as_a_loop_over_padded_batches(tmp_path, mon
     lightning = pytest.importorskip("lightning", reason="needs Lightning: pip install lightning")
     monkeypatch.chdir(tmp_path)
     page = {"__name__": "page"}
-    for example in examples(DOCS / "recipes.md"):
+    for example in examples(DOCS / "works_with.md"):
         if "Liger" not in example.mark:
             exec(example.code, page)
     assert float(page["trainer"].callback_metrics["loss"]) > 0

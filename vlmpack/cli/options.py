@@ -100,7 +100,10 @@ class DataOptions:
     workers: Annotated[int, of_samples(min=0, help="Processes that read samples; 0: this one.")] = 0
     cache: Annotated[str | None, of_samples(metavar="FILE", help="File that keeps measured lengths.")] = None
     strategy: Annotated[
-        Strategy, of_rows(metavar="NAME", help="exact_fill: fewest rows; rolling_fill: mixes long and short samples.")
+        Strategy,
+        of_rows(
+            metavar="NAME", help="exact_fill: no more rows than best fit; rolling_fill: mixes long and short samples."
+        ),
     ] = "exact_fill"
     max_patches: Annotated[int | None, of_rows(min=1, metavar="N", help="Most vision patches of a row.")] = None
     min_shared: Annotated[

@@ -110,7 +110,7 @@ class Encoded:
 
 
 def check_sample(sample: Encoded, metadata: ProcessorMetadata) -> None:
-    """Raise a `Refusal` for the first thing that is wrong with a sample; reasons are listed in docs/bad_input.md."""
+    """Raise a `Refusal` for the first thing that is wrong with a sample (reasons: docs/troubleshooting.md)."""
     check_ids(sample.input_ids, metadata)
     _check_labels(sample.labels, metadata)
     for visual in chain.from_iterable(sample.media.values()):

@@ -79,6 +79,12 @@ class Placements:
         self._rows.append((at, first_bin, per_bin, per_bin * bins))
         self.bins = max(self.bins, first_bin + bins)
 
+    def copy(self) -> Placements:
+        """The same placements, to which nothing is added."""
+        same = Placements()
+        same.bins, same._rows = self.bins, list(self._rows)
+        return same
+
     def assign(self, order: np.ndarray) -> np.ndarray:
         """int64 [N]: the bin of each sample where `order` holds the sorted samples; -1 for one that was not placed."""
         bin_of = np.full(len(order), -1)
@@ -220,18 +226,22 @@ CANDIDATES = 64
 TRIES = 8
 """Draws without success after which a length is left to best fit."""
 
-SKIPPED = 64
-"""Lengths left to best fit one after the other, after which all shorter ones are left to it too."""
-
 SLACK = 1024
 """A row counts as full with less than a part in this many left over."""
 
 NEGLIGIBLE = 10_000
 """Best fit is good enough where less than one bin in this many could be saved."""
 
+MIN_DRAWS = 256
+"""Draws without a gain after which the search ends, or more: fewer gain too little in a small set to be seen."""
+
 
 def exact_fill(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Fill rows exactly, many alike at a time; where best-fit-decreasing needs no more bins, that is kept.
+    """Fill rows exactly, many alike at a time, for as long as that saves rows; best-fit-decreasing places the rest.
+
+    From time to time the samples left over are placed on trial, which gives the number of bins if the search ended
+    there. It ends where that number has stopped falling, and goes back to where it was lowest. So there are never more
+    bins than best fit needs, and where nothing can be gained the search costs little more than best fit itself.
 
     Args:
         lengths: int64 [N], each from 1 to `capacity` tokens.
@@ -243,33 +253,58 @@ def exact_fill(lengths: np.ndarray, capacity: int) -> np.ndarray:
     order = longest_first(lengths)
     sorted_lengths = lengths[order]
     best_fit = place_sorted(sorted_lengths, capacity)
-    if best_fit.bins - lower_bound(lengths, capacity) <= best_fit.bins // NEGLIGIBLE:
+    bound = lower_bound(lengths, capacity)
+    if best_fit.bins - bound <= best_fit.bins // NEGLIGIBLE:
         return best_fit.assign(order)
-    exact = _fill_rows(sorted_lengths, capacity)
+    exact = _fill_rows(sorted_lengths, capacity, best_fit=best_fit.bins, bound=bound)
+    if not exact.bins:
+        return best_fit.assign(order)
     bin_of = exact.assign(order)
-    if not len(rest := np.flatnonzero(bin_of < 0)):
-        return bin_of
-    bin_of[rest] = exact.bins + best_fit_decreasing(lengths[rest], capacity)
-    return bin_of if int(bin_of[rest].max()) + 1 < best_fit.bins else best_fit.assign(order)
+    if len(rest := order[bin_of[order] < 0]):
+        bin_of[rest] = exact.bins + place_sorted(lengths[rest], capacity).assign(np.arange(len(rest)))
+    return bin_of
 
 
-def _fill_rows(sorted_lengths: np.ndarray, capacity: int) -> Placements:
-    """Make rows around the longest lengths while full ones are found; samples are left over."""
-    stock, placements, skipped = Stock(sorted_lengths), Placements(), 0
-    while skipped < SKIPPED and stock.seek_longest():
-        room = capacity - stock.longest
-        for _ in range(TRIES):
-            company = stock.draw(room)
-            chosen = company[best_subset(stock.sizes[company].tolist(), room)]
-            if room - int(stock.sizes[chosen].sum()) <= capacity // SLACK:
-                stock.use(chosen, placements)
-                skipped = 0
-                break
+def _fill_rows(sorted_lengths: np.ndarray, capacity: int, *, best_fit: int, bound: int) -> Placements:
+    """Make full rows around the longest lengths, up to where best fit of the rest gives the fewest bins in all.
+
+    Args:
+        sorted_lengths: int64 [N], falling.
+        capacity: of a bin, in tokens.
+        best_fit: bins that best fit needs for all of them.
+        bound: no packing needs fewer bins.
+    """
+    stock, placements = Stock(sorted_lengths), Placements()
+    best, fewest, best_draws, useless = placements.copy(), best_fit, 0, 0
+    # draws before the first trial take about as long as the trial itself, a best fit of what is left
+    first_trial = 1 + 2048 * len(stock.sizes) // (16384 + capacity)
+    next_trial, left = first_trial, True
+    while left and fewest > bound:
+        while (left := stock.seek_longest()) and stock.draws < next_trial:
+            _fill_rows_of_longest(stock, placements, capacity)
+        bins = placements.bins + place_sorted(stock.left(), capacity).bins
+        if bins < fewest:
+            best, fewest, best_draws, useless = placements.copy(), bins, stock.draws, 0
         else:
-            # without any company a draw costs next to nothing
-            skipped += bool(len(company))  # pyright: ignore[reportPossiblyUnboundVariable]
-            stock.skip_longest()
-    return placements
+            useless += 1
+        if useless >= (2 if best_draws else 1) and stock.draws - best_draws >= MIN_DRAWS:
+            break
+        next_trial = stock.draws + (2 if best_draws else 1) * first_trial
+    return best
+
+
+def _fill_rows_of_longest(stock: Stock, placements: Placements, capacity: int) -> None:
+    """Make full rows around the longest length that is left, or leave it to best fit."""
+    room = capacity - stock.longest
+    for _ in range(TRIES):
+        company = stock.draw(room)
+        chosen = company[best_subset(stock.sizes[company].tolist(), room)]
+        if room - int(stock.sizes[chosen].sum()) <= capacity // SLACK:
+            stock.use(chosen, placements)
+            return
+        if not len(company):
+            break
+    stock.skip_longest()
 
 
 @final
@@ -289,6 +324,8 @@ class Stock:
         self._shares = self._left.cumsum()
         self._used = 0
         self._top = 0
+        self.draws = 0
+        """Times that samples were drawn."""
         self._random = np.random.default_rng(0)
 
     @property
@@ -302,12 +339,17 @@ class Stock:
             self._top += 1
         return self._top < len(self.sizes)
 
+    def left(self) -> np.ndarray:
+        """int64: the lengths of all samples that are left, falling."""
+        return np.repeat(self.sizes, self._left)
+
     def skip_longest(self) -> None:
         """Leave the longest length alone from now on, except as company of shorter ones."""
         self._top += 1
 
     def draw(self, room: int) -> np.ndarray:
         """Indices into `sizes`, falling lengths: samples of at most `room` tokens, drawn as often as they occur."""
+        self.draws += 1
         if self._used >= CANDIDATES // 8:  # the shares are good enough for a while
             self._shares, self._used = self._left.cumsum(), 0
         fitting = int(np.searchsorted(-self.sizes, -room))

@@ -1,4 +1,4 @@
-"""The examples in the rooms' READMEs do what they say, in the order in which a reader meets them."""
+"""The examples in the packages' READMEs do what they say, in the order in which a reader meets them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlmpack import VLMCollator
 from vlmpack.families import family_of
 from vlmpack.testing import tiny_model, tiny_processor
 
-ROOMS = sorted(path.parent.name for path in (ROOT / "vlmpack").glob("*/README.md") if examples(path))
+PACKAGES = sorted(path.parent.name for path in (ROOT / "vlmpack").glob("*/README.md") if examples(path))
 
 
 def collated() -> dict[str, Any]:
@@ -35,15 +35,15 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "probing": modelled,
     "model": modelled,
 }
-"""What the examples of a room take as given; of the others: nothing."""
+"""What the examples of a package take as given; of the others: nothing."""
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # PyTorch imports its compiler
-@pytest.mark.parametrize("room", [*(room for room in ROOMS if room != "probing"), *slow("probing")])
-def test_the_examples_run(room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("package", [*(package for package in PACKAGES if package != "probing"), *slow("probing")])
+def test_the_examples_run(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(ROOT / "vlmpack" / room / "README.md", **GIVEN.get(room, dict)()) > 0
+    assert run(ROOT / "vlmpack" / package / "README.md", **GIVEN.get(package, dict)()) > 0
 
 
-def test_there_are_rooms_with_examples() -> None:
-    assert {"collate", "plan", "trainer", *GIVEN} <= set(ROOMS)
+def test_there_are_packages_with_examples() -> None:
+    assert {"collate", "plan", "trainer", *GIVEN} <= set(PACKAGES)

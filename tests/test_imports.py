@@ -43,7 +43,7 @@ def lint_imports(where: Path) -> str:
     return subprocess.run(command, cwd=where, capture_output=True, text=True).stdout
 
 
-def test_every_room_imports_only_what_it_may() -> None:
+def test_every_package_imports_only_what_it_may() -> None:
     said = lint_imports(ROOT)
     assert [name for name in CONTRACTS if f"{name} KEPT" not in said] == [], said
 
@@ -58,8 +58,8 @@ def test_every_import_contract_can_fail(tmp_path: Path) -> None:
     assert [name for name in CONTRACTS if f"{name} BROKEN" not in said] == [], said
 
 
-def test_every_room_says_in_one_line_what_it_is_for() -> None:
-    rooms = [path for path in FILES if path.name == "__init__.py"]
-    silent = [path for path in rooms if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))]
-    assert rooms
+def test_every_package_says_in_one_line_what_it_is_for() -> None:
+    packages = [path for path in FILES if path.name == "__init__.py"]
+    silent = [path for path in packages if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))]
+    assert packages
     assert silent == []

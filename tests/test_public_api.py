@@ -1,4 +1,4 @@
-"""The public face: which names there are, and what asking for them costs."""
+"""The public API: which names there are, and what asking for them costs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_dir_shows_the_public_names() -> None:
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_loads_and_is_the_one_its_room_has(name: str) -> None:
+def test_every_public_name_loads_and_is_the_one_its_module_has(name: str) -> None:
     public = vars(vlmpack).get(name) or vlmpack.__getattr__(name)
     home = sys.modules[public.__module__]
     assert public.__module__.startswith("vlmpack.")
@@ -76,13 +76,13 @@ def test_every_public_name_loads_and_is_the_one_its_room_has(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_what_a_public_name_takes_is_on_the_face_of_a_room(name: str) -> None:
+def test_what_a_public_name_takes_is_exported_by_a_package(name: str) -> None:
     public = vlmpack.__getattr__(name)
     parameters = public.__init__ if inspect.isclass(public) else public
     hints = get_type_hints(parameters)
     ours = {kind for parameter, hint in hints.items() if parameter != "return" for kind in _ours(hint)}
-    rooms = {kind: import_module(".".join(kind.__module__.split(".")[:2])) for kind in ours}
-    private = {kind.__name__ for kind, room in rooms.items() if vars(room).get(kind.__name__) is not kind}
+    packages = {kind: import_module(".".join(kind.__module__.split(".")[:2])) for kind in ours}
+    private = {kind.__name__ for kind, package in packages.items() if vars(package).get(kind.__name__) is not kind}
     assert private == set()
 
 
