@@ -253,7 +253,9 @@ FAST = {
     "keys of another head": Broken(breaks=attended(k=lambda k: k.roll(1, 1)), causes=("mask",)),
     "seconds of videos": Broken(
         breaks=wrapped(
-            type(family_named("qwen2_5_vl")), "placement", lambda x, *_, **__: replace(x, interval=x.interval / 2)
+            type(family_named("qwen2_5_vl")),
+            "placements",
+            lambda x, *_, **__: [replace(each, interval=each.interval / 2) for each in x],
         ),
         causes=("positions",),
         family="qwen2_5_vl",

@@ -224,9 +224,9 @@ class Family:
         restarts = restarts or segments
         if not (table.images or table.videos) or self.positions_rule.axes == 1:
             return restarts.position_in_segment(device).repeat(4, 1, 1)
-        placements = [self.placement(m, n, config) for of in (table.images, table.videos) for n, m in enumerate(of)]
-        places_M = placeholders((*table.images, *table.videos), segments)
-        positions_4T = row_positions(places_M, token_offsets(placements), restarts)
+        media = (*table.images, *table.videos)
+        offsets_4M = token_offsets(self.placements(media, config))
+        positions_4T = row_positions(placeholders(media, segments), offsets_4M, restarts)
         if isinstance(rule := self.positions_rule, AskModel):
             positions_4T = rule.replace_videos(positions_4T, table, segments, restarts, config)
         return to_device(positions_4T[:, None], torch.device(device))
@@ -241,26 +241,33 @@ class Family:
 
     # ------------------------------------------------------------------ media
 
-    def placement(self, medium: Medium, number: int, config: Any) -> Placement:
-        """The tokens of an image or video with a grid; `number`: which of its kind it is, for errors."""
-        name = f"{KINDS[medium.kind]} {number}"
-        assert medium.grid is not None, "a family with grids"
-        grid = merged_grid(medium.grid, self.merge(config), name)
-        if medium.kind == IMAGE:
-            return Placement(cells=(grid,))
-        try:
-            return self.videos(grid, medium.seconds, config.vision_config)
-        except LayoutError as error:
-            raise LayoutError(f"{name}: {error}") from None
+    def placements(self, media: Sequence[Medium], config: Any) -> list[Placement]:
+        """The tokens of images and videos with grids, of each kind in its order.
+
+        Raises:
+            LayoutError: a grid that cannot be; names its place among those of its kind.
+        """
+        merge, vision = self.merge(config), config.vision_config
+        numbers, placements = dict.fromkeys(KINDS, 0), []
+        for medium in media:
+            name = f"{KINDS[medium.kind]} {numbers[medium.kind]}"
+            numbers[medium.kind] += 1
+            assert medium.grid is not None, "a family with grids"
+            grid = merged_grid(medium.grid, merge, name)
+            try:
+                of_video = self.videos(grid, medium.seconds, vision) if medium.kind == VIDEO else None
+            except LayoutError as error:
+                raise LayoutError(f"{name}: {error}") from None
+            placements.append(of_video or Placement(cells=(grid,)))
+        return placements
 
     def media_tokens(self, grids: Sequence[Grid], config: Any) -> int:
         """Placeholder tokens of all these images."""
-        return sum(prod(merged_grid(grid, self.merge(config), f"image {at}")) for at, grid in enumerate(grids))
+        return sum(sum(each.tokens) for each in self.placements([Medium(kind=IMAGE, grid=g) for g in grids], config))
 
     def video_runs(self, grids: Sequence[Grid], config: Any) -> list[int]:
         """Tokens of each run of placeholders that these videos stand for: whole videos, or single frames."""
-        videos = [Medium(kind=VIDEO, grid=grid) for grid in grids]
-        return [n for at, video in enumerate(videos) for n in self.placement(video, at, config).tokens]
+        return [n for each in self.placements([Medium(kind=VIDEO, grid=g) for g in grids], config) for n in each.tokens]
 
     @outside_graph
     def media_of_row(self, row: PackedRow, config: Any) -> MediaTable:

@@ -84,28 +84,21 @@ def _timed(grids: Sequence[Grid], seconds: Any) -> list[Medium]:
 
 def _expected(family: Family, media: Sequence[Medium], config: Any) -> list[Expected]:
     """The placeholders that each medium needs; an image without a grid, as many as it has."""
-    numbers = dict.fromkeys(KINDS, 0)
-    expected = []
-    for medium in media:
-        number = numbers[medium.kind]
-        numbers[medium.kind] += 1
-        if medium.kind == AUDIO:
-            tokens = (_audio_tokens(family, medium, number, config),)
-        else:
-            tokens = family.placement(medium, number, config).tokens if family.has_grids else (medium.tokens,)
-        expected.append(Expected(medium=medium, tokens=tokens))
+    if not family.has_grids:
+        return [Expected(medium=medium, tokens=(medium.tokens,)) for medium in media]
+    visual = [medium for medium in media if medium.kind != AUDIO]
+    placed = zip(visual, family.placements(visual, config), strict=True)
+    expected = [Expected(medium=medium, tokens=placement.tokens) for medium, placement in placed]
+    for number, audio in enumerate(medium for medium in media if medium.kind == AUDIO):
+        assert family.audio is not None, "a family with audio"
+        count = family.audio.tokens(audio.frames, config.audio_config)
+        if count < 1:
+            raise LayoutError(
+                f"audio {number} of the row has {audio.frames} frames (feature_attention_mask), too few for one token; "
+                "leave it out of its sample"
+            )
+        expected.append(Expected(medium=audio, tokens=(count,)))
     return expected
-
-
-def _audio_tokens(family: Family, audio: Medium, number: int, config: Any) -> int:
-    assert family.audio is not None, "a family with audio"
-    count = family.audio.tokens(audio.frames, config.audio_config)
-    if count < 1:
-        raise LayoutError(
-            f"audio {number} of the row has {audio.frames} frames (feature_attention_mask), too few for one token; "
-            "leave it out of its sample"
-        )
-    return count
 
 
 def _tiles(family: Family, media: Media, config: Any, kind: int) -> list[Expected]:

@@ -11,8 +11,9 @@ T row tokens.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import prod
 from typing import final
 
@@ -225,21 +226,21 @@ def place(
     return MediaTable(media=tuple(media))
 
 
-def _placed(medium: Medium, sample: int, runs: np.ndarray, segments: Segments) -> Medium:
-    """`runs`: int64 [N, 2], in the row."""
-    inside = runs - segments.stride[sample]
-    return replace(medium, sample=sample, runs=tuple((start, stop) for start, stop in inside.tolist()))
+def _placed(medium: Medium, sample: int, runs: Iterable[tuple[int, int]], segments: Segments) -> Medium:
+    """`runs`: in the row."""
+    first = segments.stride[sample]
+    return replace(medium, sample=sample, runs=tuple([(start - first, stop - first) for start, stop in runs]))
 
 
 def _place_runs(expected: Sequence[Expected], found: _Found) -> list[Medium]:
     sizes = np.asarray([tokens for each in expected for tokens in each.tokens], np.int64)
-    counts = [len(each.tokens) for each in expected]
-    medium = np.repeat(np.arange(len(expected)), counts)
+    medium = np.repeat(np.arange(len(expected)), [len(each.tokens) for each in expected])
     _check_runs(found, sizes, medium)
-    runs, firsts = np.stack((found.starts, found.stops), 1), np.cumsum(counts) - counts
+    runs = zip(found.starts.tolist(), found.stops.tolist(), strict=True)
+    samples = found.samples[np.searchsorted(medium, np.arange(len(expected)))].tolist()
     return [
-        _placed(each.medium, int(found.samples[first]), runs[first : first + len(each.tokens)], found.segments)
-        for each, first in zip(expected, firsts.tolist(), strict=True)
+        _placed(each.medium, sample, islice(runs, len(each.tokens)), found.segments)
+        for each, sample in zip(expected, samples, strict=True)
     ]
 
 
@@ -292,7 +293,8 @@ def _place_counted(expected: Sequence[Expected], found: _Found) -> list[Medium]:
     for each, stop, count in zip(expected, tokens.cumsum().tolist(), tokens.tolist(), strict=True):
         own = places[stop - count : stop]
         breaks = np.flatnonzero(np.diff(own) > 1) + 1
-        runs = np.stack((own[np.append(0, breaks)], own[np.append(breaks, len(own)) - 1] + 1), 1)
+        starts, stops = own[np.append(0, breaks)], own[np.append(breaks, count) - 1] + 1
+        runs = zip(starts.tolist(), stops.tolist(), strict=True)
         media.append(_placed(each.medium, int(sample_of[stop - count]), runs, found.segments))
     return media
 
