@@ -23,6 +23,8 @@ FENCE = re.compile(r"^(```python)[^\n]*$", re.MULTILINE)
 PACKAGES = sorted(path.parent.name for path in (ROOT / "vlmpack").glob("*/__init__.py"))
 MODULES = {"interop": ("megatron", "seqpacker")}
 """Modules that users import from, of packages that export nothing themselves."""
+FILES = ("lengths", "rows")
+"""Modules that users import from and that are no packages."""
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 
@@ -80,8 +82,8 @@ def _made_pages() -> dict[str, str]:
 
 
 def _documented() -> list[str]:
-    """Packages that users import from."""
-    return [name for name in PACKAGES if name in MODULES or _exported(f"vlmpack.{name}")]
+    """Packages and modules that users import from."""
+    return sorted([*FILES, *(name for name in PACKAGES if name in MODULES or _exported(f"vlmpack.{name}"))])
 
 
 def _reference(module: str) -> str:
@@ -99,7 +101,8 @@ def _reference(module: str) -> str:
 
 
 def _exported(module: str) -> list[str]:
-    path = ROOT.joinpath(*module.split("."), "__init__.py")
+    folder = ROOT.joinpath(*module.split("."))
+    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     lists = [value for names, value in _assignments(path) if names == ["__all__"]]
     return ast.literal_eval(lists[0]) if lists else []
 

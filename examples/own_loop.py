@@ -28,7 +28,7 @@ from vlmpack import (
 )
 from vlmpack.context_parallel import Parallel, sum_counts
 from vlmpack.data import load_processor, open_dataset
-from vlmpack.store import measure_lengths
+from vlmpack.lengths import measure_lengths
 from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
 from vlmpack.trainer import evaluate
 

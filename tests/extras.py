@@ -13,7 +13,7 @@ EXTRAS = frozenset(
     {
         *("accelerate", "apted", "av", "datasets", "google", "httpx", "ipykernel", "jupyter_client"),
         *("matplotlib", "megatron", "nbclient", "nbformat", "peft", "pyarrow", "qwen_vl_utils", "rapidfuzz", "ray"),
-        *("starlette", "tinker", "torchdata", "trl", "uvicorn", "zstandard"),
+        *("starlette", "tinker", "torchdata", "trl", "uvicorn"),
     }
 )
 """By the names under which they are imported."""

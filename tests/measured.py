@@ -14,8 +14,8 @@ from chats import chat, picture
 from torch.utils.data import Dataset, IterableDataset
 
 from vlmpack.collate import VLMCollator
+from vlmpack.collate.digests import settings_key
 from vlmpack.errors import SampleError
-from vlmpack.store.content import settings_key
 
 
 def encoded(width: int, height: int, kind: str = "JPEG", *, seed: int = 0) -> bytes:

@@ -56,7 +56,7 @@ def model_of(engine: Engine) -> Any:
         return model
 
 
-def sample(*, num_samples: int = 1, prompt_logprobs: bool = False, **params: Any) -> Sample:
+def sample(*, num_samples: int = 1, prompt_logprobs: bool = False, top: int = 0, **params: Any) -> Sample:
     """A request; its prompt is given to the sampler encoded."""
     settings = SamplingParams(**{"max_tokens": 12, "seed": 1, "stop_tokens": (), **params})
     return Sample(
@@ -66,6 +66,7 @@ def sample(*, num_samples: int = 1, prompt_logprobs: bool = False, **params: Any
         num_samples=num_samples,
         params=settings,
         prompt_logprobs=prompt_logprobs,
+        topk_prompt_logprobs=top,
     )
 
 
@@ -130,5 +131,12 @@ def plain_logprobs(model: Any, prompt: EncodedSequence, sequence: SampledSequenc
     """Log-probability of each token after the first of a prompt and what was sampled, in one full forward pass."""
     more = [] if sequence is None else sequence.tokens.tolist()
     inputs = plain_inputs(prompt, model.config, more=more)
-    logprobs = model(**inputs, use_cache=False).logits[0].float().log_softmax(-1)
-    return logprobs[:-1].gather(1, inputs["input_ids"][0, 1:, None])[:, 0].numpy()
+    logprobs = plain_distribution(model, prompt, more)
+    return logprobs.gather(1, inputs["input_ids"][0, 1:, None])[:, 0].numpy()
+
+
+@torch.no_grad()
+def plain_distribution(model: Any, prompt: EncodedSequence, more: Sequence[int] = ()) -> torch.Tensor:
+    """Log-probabilities of every id in the place of each token after the first, in one full forward pass."""
+    inputs = plain_inputs(prompt, model.config, more=more)
+    return model(**inputs, use_cache=False).logits[0, :-1].float().log_softmax(-1)

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from test_example import write_chats
+from transformers import AutoModelForImageTextToText
+
+from vlmpack.testing import tiny_model, tiny_processor
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -51,10 +55,20 @@ def test_the_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # PyTorch imports its compiler
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT reads it
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")  # readers have a GPU
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=lambda page: page.stem)
 def test_the_examples_of_a_page_run_by_themselves(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model stands in for the one that a page downloads, and conversations made here for the reader's."""
+    processor, load = tiny_processor(), AutoModelForImageTextToText.from_pretrained
+
+    def load_model(name: str, **settings: object) -> object:
+        return tiny_model(processor=processor) if name.startswith("Qwen/") else load(name, **settings)
+
     monkeypatch.chdir(tmp_path)
+    write_chats(tmp_path, broken=False)
+    monkeypatch.setattr("vlmpack.data.load_processor", lambda name: processor)
+    monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", load_model)
     runnable = [example for example in examples(page) if not example.mark]
     assert run(page) == len(runnable)
 

@@ -55,9 +55,9 @@ def _parquet() -> None:
 
 
 def _ray() -> None:
-    from vlmpack.store.executors import in_order_on_ray
+    from vlmpack.workers import in_order
 
-    next(in_order_on_ray(str, 1))
+    next(in_order(str, 1, executor="ray"))
 
 
 def _megatron() -> None:

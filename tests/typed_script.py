@@ -37,8 +37,9 @@ from vlmpack import (
     unpack,
 )
 from vlmpack.data import OpenDataset, load_processor, open_dataset
+from vlmpack.lengths import measure_lengths
 from vlmpack.plan import LengthTable
-from vlmpack.store import PackedDataset, StoreSettings, measure_lengths, write_rows
+from vlmpack.rows import PackedDataset, StoreSettings, write_rows
 from vlmpack.testing import tiny_model
 
 

@@ -26,7 +26,7 @@ from benchmarks.measuring import BenchSettings, Figure, Target, alternate, one_t
 from vlmpack.collate import PixelBuffers, VLMCollator
 from vlmpack.data import to_conversation
 from vlmpack.layout import IGNORE, Grid, HostMetadata, PaddedBatch, SlotRule, lengths_from_mask, pack
-from vlmpack.store import measure_lengths
+from vlmpack.lengths import measure_lengths
 from vlmpack.testing import SyntheticReceipts, tiny_processor
 
 TOKEN_AREA = 32**2

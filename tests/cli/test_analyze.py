@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli import app
-from vlmpack.cli.analyze import Analysis, histogram_bars, print_analysis, row_numbers, short
+from vlmpack.cli.analyze import analysis_of, histogram_bars, print_analysis, row_numbers
 from vlmpack.collate.encoded import Encoded
 from vlmpack.errors import ConfigError
 from vlmpack.layout import PrefixTree, Segments
@@ -62,10 +62,9 @@ def table_of(lengths: list[int], refused: tuple[Refused, ...] = ()) -> LengthTab
 
 
 def printed(table: LengthTable, *, source: str = "mine", capacity: int = 20, min_shared: int | None = None) -> str:
-    recipe = PaddedRecipe(per_device_batch=2)
-    analysis = Analysis(table=table, recipe=recipe, capacities=(capacity,), source=source, min_shared=min_shared)
+    numbers = analysis_of(table, PaddedRecipe(per_device_batch=2), [capacity], source=source, min_shared=min_shared)
     file = io.StringIO()
-    print_analysis(analysis, Console(file=file, width=80, force_terminal=True, color_system=None))
+    print_analysis(numbers, table, Console(file=file, width=80, force_terminal=True, color_system=None))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
@@ -126,7 +125,7 @@ def test_it_prints_lengths_and_a_recipe_and_a_folder_gets_the_numbers_and_a_pict
 def test_a_wrong_option_is_refused_before_anything_is_measured(
     arguments: list[str], told: str, chats: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlmpack.store.measure.measure_lengths", None)
+    monkeypatch.setattr("vlmpack.lengths.measure_lengths", None)
     monkeypatch.chdir(Path(chats).parent)
     refused = analyze(chats, *arguments)
     assert (refused.exit_code, refused.stdout) == (2, "")
@@ -142,11 +141,11 @@ def test_where_no_sample_can_be_used_it_fails(tmp_path: Path) -> None:
 
 def test_padded_and_packed_stand_side_by_side() -> None:
     lines = printed(table_of([5, 15, 10, 8, 2])).splitlines()
-    found = [line.split() for line in lines if line.startswith((" padded to", " packed"))]
+    found = [line.split() for line in lines if line.startswith((" padding to", " packed in"))]
     assert found == [
-        ["padded", "to", "batch", "5", "23.1%", "1", "1", "2", "3", "0"],
-        ["padded", "to", "max", "5", "46.7%", "1", "1", "2", "3", "0"],
-        ["packed,", "20", "2", "0.0%", "2.50", "1", "2.5", "2", "0"],
+        ["padding", "to", "the", "5", "23.1%", "1", "1", "2", "3", "0"],
+        ["padding", "to", "the", "5", "46.7%", "1", "1", "2", "3", "0"],
+        ["packed", "in", "rows", "of", "2", "0.0%", "2.50", "1", "2.5", "2", "0"],
     ]
 
 
@@ -160,7 +159,7 @@ def test_refused_samples_are_counted_and_the_first_are_listed() -> None:
     assert [line for line in told.splitlines() if "it is lost" in line] == [
         f"  {at} (id 'r{at}'): image_missing: [red] it is lost" for at in range(5)
     ]
-    assert "  and 3 more (--out writes them all)" in told
+    assert "  and 3 more (`vlmpack analyze --json` lists all)" in told
 
 
 @pytest.mark.parametrize("ascii_only", [False, True])
@@ -203,7 +202,7 @@ def test_savings_are_those_of_the_plans_with_and_without_sharing(questions: str)
     assert packed["shared"]["tokens"] < packed["plain"]["tokens"]
     assert packed["saved"]["patches"] == pytest.approx(2 / 3)
     told = analyze(questions, "--capacity", 1000).stdout
-    assert "6 samples begin like others with 64 tokens or more, in 2 groups." in told
+    assert "6 samples share a beginning of 64 tokens or more with others, in 2 groups." in told
     assert ["1,000:", "patches", "1,536", "512", "66.7%"] in [line.split() for line in told.splitlines()]
 
 
@@ -215,9 +214,7 @@ def test_large_savings_fit_eighty_columns() -> None:
     )
     lines = printed(table, capacity=10**8, min_shared=64).split("Shared prefixes")[1].splitlines()
     assert max(map(len, lines)) <= 80
-    assert any("40.0 M" in line and "10.0 M" in line and "75.0%" in line for line in lines)
-    sizes = (7, 9_999_999, 10**7, 123_456_789, 4 * 10**9)
-    assert [short(count) for count in sizes] == ["7", "9,999,999", "10.0 M", "123 M", "4.00 G"]
+    assert any("40,000,006" in line and "10,000,006" in line and "75.0%" in line for line in lines)
 
 
 def test_nothing_to_share_is_said_and_not_looking_is_silent(questions: str) -> None:

@@ -44,21 +44,21 @@ assert isinstance(GROUP, TyperGroup)
 def test_help_names_every_verb_in_paragraphs_without_the_line_ends_of_the_source() -> None:
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    assert [verb for verb in ("analyze", "pack", "demo", "doctor", "serve") if verb not in result.stdout] == []
+    assert [verb for verb in ("analyze", "pack", "train", "demo", "doctor", "serve") if verb not in result.stdout] == []
     texts = [verb.help or "" for verb in GROUP.commands.values()]
-    assert len(texts) == 5 and all(text and "\n" not in text.replace("\n\n", "") for text in texts)
+    assert len(texts) == 6 and all(text and "\n" not in text.replace("\n\n", "") for text in texts)
     assert CliRunner().invoke(app, ["--version"]).stdout == f"vlmpack {__version__}\n"
 
 
 def test_analyze_and_pack_share_their_options() -> None:
     analyzed, packed = ({option.name for option in GROUP.commands[verb].params} for verb in ("analyze", "pack"))
     shared = {field.name for field in fields(DataOptions)}
-    assert shared <= analyzed & packed and len(shared) > 20
+    assert shared <= analyzed & packed and len(shared) > 15
 
 
 def test_the_words_of_options_are_those_of_the_library() -> None:
     from vlmpack.collate import collator
-    from vlmpack.data import mixed, open
+    from vlmpack.data import open
     from vlmpack.plan import lengths, planner
 
     annotations = {name: get_args(option.annotation)[0] for name, option in signature(pack).parameters.items()}
@@ -68,7 +68,6 @@ def test_the_words_of_options_are_those_of_the_library() -> None:
         "train_on": get_args(collator.TrainOn),
         "on_bad": get_args(collator.OnBad),
         "branches": get_args(open.Branches),
-        "stopping_strategy": get_args(mixed.StoppingStrategy),
         "strategy": tuple(planner.STRATEGIES),
         "oversize": lengths.OVERSIZE,
     }
@@ -110,7 +109,7 @@ def test_what_the_system_refuses_is_one_line_and_a_bug_is_not(monkeypatch: pytes
     def refused(source: Path) -> bool:
         raise OSError(code, os.strerror(code), "a/folder")
 
-    monkeypatch.setattr("vlmpack.store.manifest.is_store", refused)
+    monkeypatch.setattr("vlmpack.rows.is_packed", refused)
     for code in (errno.EACCES, errno.EROFS, errno.ENOSPC):
         result = CliRunner().invoke(app, ["analyze", "rows"])
         assert result.exit_code == 2
@@ -231,6 +230,13 @@ def test_the_page_lists_the_keys_that_analyze_and_pack_print(tmp_path: Path) -> 
         check_keys("analyze", {name: part for name, part in printed.items() if name != "rows"})
 
 
+def test_the_page_lists_the_keys_that_train_prints(tmp_path: Path) -> None:
+    check_keys(
+        "train",
+        json_of("train", "model=tiny", "data=synthetic", "num=3", f"output_dir={tmp_path}", "max_new_tokens=0", "-q"),
+    )
+
+
 @pytest.mark.slow
 def test_the_page_lists_the_keys_that_doctor_and_demo_print(tmp_path: Path) -> None:
     check_keys("doctor", json_of("doctor"))
@@ -249,8 +255,10 @@ LONG: dict[str, tuple[tuple[str, ...], str, str]] = {
     "analyze": (
         ("analyze", "synthetic", "--num", "5000", *TINY, "--workers", "2"), "measuring samples", "--cache FILE",
     ),
-    "demo": (("demo", "--steps", "50", "--out", "out"), "training, padded", "nothing was written"),
-    "doctor --probe": (("doctor", "--probe"), "each sample alone", "vlmpack doctor --probe tiny:qwen3_vl"),
+    "train": (
+        ("train", "model=tiny", "data=synthetic", "num=40", "max_steps=500", "max_new_tokens=0", "--quiet"),
+        "'loss'", "resume_from_checkpoint=true",
+    ),
     "serve": (("serve", "--demo", "--port", "0", "--state", "out"), "reading the model", "in the journal"),
 }  # fmt: skip
 """Arguments, what is drawn while it works, and how to go on."""

@@ -22,7 +22,7 @@ from vlmpack.cli.inputs import (
 from vlmpack.cli.options import DataOptions
 from vlmpack.data import mix_datasets, open_dataset, save_processor
 from vlmpack.errors import ConfigError, FamilyError, SampleError
-from vlmpack.store import PackedDataset
+from vlmpack.rows import PackedDataset
 from vlmpack.testing import tiny_config, tiny_processor
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
@@ -152,7 +152,7 @@ def test_packed_samples_are_those_of_the_same_mix_in_python(files: dict[str, Pat
 
 
 def test_tables_count_every_data_set(files: dict[str, Path]) -> None:
-    mix = ("--mix", f"{files['chats']}=2", "--stopping-strategy", "all_exhausted")
+    mix = ("--mix", f"{files['chats']}=2")
     done = vlmpack("analyze", files["receipts"], *TEXT, *mix, "--num", 9)
     assert done.exit_code == 0, done.output
     assert f"{files['receipts']} + {files['chats']}=2: 9 samples" in done.stdout
@@ -190,7 +190,6 @@ def test_a_file_whose_name_has_an_equals_sign_is_a_file(tmp_path: Path, monkeypa
         (["--mix", "b.jsonl=inf"], "a weight is a number above 0"),
         (["--mix", "b.jsonl=2", "--mix", "c.jsonl"], "--mix c.jsonl: others have a weight; give it one too"),
         (["--mix", "synthetic=2"], "--mix synthetic: it is in the mix already; name it once, and weigh it"),
-        (["--stopping-strategy", "all_exhausted"], "--stopping-strategy is of a mix"),
         (["--mix", "nowhere.jsonl=2"], "nowhere.jsonl"),
     ],
 )

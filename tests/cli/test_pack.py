@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 from chats import picture, processor_of
-from store.stores import digests, encoded
+from stores import digests, encoded
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli import app
 from vlmpack.cli.inputs import limit_pixels
 from vlmpack.errors import ConfigError
-from vlmpack.store import PackedDataset
-from vlmpack.store.manifest import Manifest
+from vlmpack.rows import Manifest, PackedDataset
 from vlmpack.terminal import format_bytes
 
 

@@ -40,6 +40,10 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
         assert "needs a MODEL, or --demo without one" in refused(*arguments)
     said = refused("--demo", *state, VLMPACK_API_KEY="secret")
     assert 'VLMPACK_API_KEY: the client takes keys that begin with "tml-"' in said
+    (tmp_path / "key").write_text("secret")
+    said = refused("--demo", *state, "--key-file", str(tmp_path / "key"))
+    assert 'the client takes keys that begin with "tml-"' in said
+    assert not (tmp_path / "state").exists()
     other = ("--state", str(tmp_path / "other"))
     assert "no model can be read there" in refused(str(tmp_path / "model"), *other, "--port", "0", **key)
     with socket.socket() as taken:
@@ -55,9 +59,10 @@ def test_a_state_folder_that_cannot_be_served_is_refused_before_anything_is_writ
     assert "is no state folder: it holds 'holiday.jpg'" in said
     assert [entry.name for entry in tmp_path.iterdir()] == ["holiday.jpg"]
     state = tmp_path / "state"
-    locked = StateFolder(state)
+    locked = StateFolder(state, base_model="no/model")
     assert "used by another server" in refused("no/model", "--state", str(state), "--port", "0")
     locked.close()
+    (state / "journal.sqlite3").unlink()
     Journal(state / "journal.sqlite3", base_model="other/model").close()
     assert "belongs to the base model 'other/model'" in refused("no/model", "--state", str(state), "--port", "0")
 

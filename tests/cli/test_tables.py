@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from vlmpack.cli.analyze import Analysis, print_analysis, print_rows, row_numbers
+from vlmpack.cli.analyze import analysis_of, print_analysis, print_rows, row_numbers
 from vlmpack.cli.demo import print_comparison
 from vlmpack.cli.doctor import Device, Serving, Version, print_environment, print_reports
 from vlmpack.cli.pack import print_store
@@ -24,8 +24,7 @@ from vlmpack.collate import VLMCollator
 from vlmpack.plan import PaddedRecipe
 from vlmpack.probing import Report
 from vlmpack.probing.report import Baseline, Check
-from vlmpack.store import PackedDataset, StoreSettings, write_rows
-from vlmpack.store.manifest import Manifest
+from vlmpack.rows import Manifest, PackedDataset, StoreSettings, write_rows
 from vlmpack.terminal import print_text
 from vlmpack.testing import tiny_processor
 from vlmpack.testing.comparison import GradientCosine
@@ -47,10 +46,10 @@ def test_a_sentence_is_one_line_in_a_pipe_and_wrapped_at_a_terminal() -> None:
 # ---------------------------------------------------------------------- results, as long as real ones
 
 
-def analysis() -> Analysis:
+def print_lengths(console: Console) -> None:
     table = table_of(np.random.default_rng(0).integers(1_000, 100_000, 300).tolist())
     recipe = PaddedRecipe(world_size=64, per_device_batch=16)
-    return Analysis(table=table, recipe=recipe, capacities=(8_192, 131_072), source="a/data/set")
+    print_analysis(analysis_of(table, recipe, (8_192, 131_072), source="a/data/set"), table, console)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +111,7 @@ def environment() -> dict[str, list[Any]]:
 
 
 VERBS: dict[str, Callable[[Console, Path], None]] = {
-    "analyze": lambda console, _: print_analysis(analysis(), console),
+    "analyze": lambda console, _: print_lengths(console),
     "pack": lambda console, store: print_store(store, Manifest.load(store), console),
     "rows": lambda console, store: print_rows(rows(store), console),
     "demo": lambda console, _: print_comparison(

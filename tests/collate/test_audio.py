@@ -19,8 +19,8 @@ from vlmpack.data import load_processor, open_dataset
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PaddedBatch, pack
 from vlmpack.layout.media import AUDIO
+from vlmpack.lengths import measure_lengths
 from vlmpack.model import PackedStep
-from vlmpack.store import measure_lengths
 from vlmpack.testing import tiny_model, tiny_processor
 
 POOLED, CONVOLVED = "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"

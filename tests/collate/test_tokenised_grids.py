@@ -19,8 +19,8 @@ from vlmpack.collate import VLMCollator
 from vlmpack.collate.encode import TOKEN_NAMES
 from vlmpack.errors import SampleError
 from vlmpack.families.registry import FAMILIES
+from vlmpack.lengths import measure_lengths
 from vlmpack.model import PackedStep
-from vlmpack.store import measure_lengths
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model, tiny_processor
 
 pytestmark = [

@@ -31,7 +31,7 @@ from vlmpack.collate.video import load_video as load_clip
 from vlmpack.data import ImageError, VideoLimits, save_processor
 from vlmpack.data.videos import VideoHeader, decode_frames
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.store import measure_lengths
+from vlmpack.lengths import measure_lengths
 from vlmpack.testing import tiny_config, tiny_model, tiny_processor
 
 REFERENCE = Path(__file__).with_name("transformers_videos.py")

@@ -17,7 +17,7 @@ from PIL import Image
 from vlmpack.collate import VLMCollator
 from vlmpack.data import mix_datasets, open_dataset
 from vlmpack.errors import SampleError
-from vlmpack.store import measure_lengths
+from vlmpack.lengths import measure_lengths
 from vlmpack.testing import tiny_processor
 
 datasets = pytest.importorskip("datasets")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import families, slow
 
+from vlmpack.context_parallel import Parallel
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing
@@ -196,6 +197,12 @@ WAYS = {
 )
 def test_generation_is_that_of_the_plain_model(family, way):
     ours, theirs = (model.generate(**prompt_of(family), **WAYS[way]) for model in (enabled(family), plain(family)))
+    assert same(ours, theirs)
+
+
+def test_generation_from_an_image_is_that_of_the_plain_model_where_ranks_keep_their_towers_in_step():
+    model = enable_packing(tiny_model("qwen3_vl").eval(), parallel=Parallel())
+    ours, theirs = (each.generate(**prompt_of("qwen3_vl")) for each in (model, plain("qwen3_vl")))
     assert same(ours, theirs)
 
 

@@ -32,9 +32,10 @@ from tests.oracle.plain import (
     user,
 )
 from vlmpack import PackedBatchSampler, PackedStep, PackedStream, enable_packing, plan_bins
+from vlmpack.lengths import measure_lengths
 from vlmpack.loading import RowSettings
 from vlmpack.plan import PrefixGroups
-from vlmpack.store import PackedDataset, StoreSettings, measure_lengths, write_rows
+from vlmpack.rows import PackedDataset, StoreSettings, write_rows
 
 QWEN, TEXT = CASES[1], CASES[7]
 CAPACITY = 120

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainingArguments
 from tests.oracle.packed import collator_of
 from tests.oracle.plain import CASES, Case, conversations, encoded, in_one_batch, run_alone
 from vlmpack import PackedTrainer, enable_packing, plan_bins
-from vlmpack.store import measure_lengths
+from vlmpack.lengths import measure_lengths
 from vlmpack.trainer import loss_metrics
 
 QWEN, EXPERTS, GATED_DELTA, GEMMA = CASES[1], CASES[2], CASES[3], CASES[5]

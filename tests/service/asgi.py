@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
 
-from service.fake_queue import BASE, FakeQueue
+from service.fakes import FakeBase, FakeEngine
 
 from vlmpack.service.bodies import BodyReader
+from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.engine import BaseModel
 from vlmpack.service.http import Endpoints, make_app
 from vlmpack.service.limits import ServiceLimits
+from vlmpack.service.queue import RequestQueue
 
+BASE = FakeBase().name
 KEY = "tml-a-key-of-the-tests"
 MODEL = BaseModel(name=BASE, arch="fake", tokenizer_id="/nowhere", max_context=4096, is_vision=False, eos=())
 
@@ -31,23 +37,12 @@ class Answer:
 
 @dataclass
 class Client:
-    """Sends requests to an app on a fake queue."""
+    """Sends requests to an app."""
 
-    limits: ServiceLimits = field(default_factory=lambda: ServiceLimits(poll_seconds=0.01))
-    queue: Any = field(default_factory=FakeQueue)
+    app: Any
+    queue: Any = None
+    bodies: Any = None
     draining: bool = False
-
-    app: Any = None
-    """Another app; by default one on `queue`."""
-
-    def __post_init__(self) -> None:
-        if self.app is not None:
-            return
-        self.bodies = BodyReader(limits=self.limits)
-        endpoints = Endpoints(
-            queue=self.queue, base=MODEL, limits=self.limits, bodies=self.bodies, is_draining=lambda: self.draining
-        )
-        self.app = make_app(endpoints.routes(), key=KEY, endpoints=endpoints)
 
     def session(self) -> str:
         return self.post("create_session", tags=[], sdk_version="0.38.0").json()["session_id"]
@@ -56,7 +51,7 @@ class Client:
         """Create a session and a model in it."""
         session_id = self.session()
         body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
-        self.post("create_model", **body)
+        self.retrieve(self.post("create_model", **body).json()["request_id"])
         return f"{session_id}:train:0"
 
     def post(self, path: str, /, **body: Any) -> Answer:
@@ -101,6 +96,25 @@ class Client:
             "server": ("127.0.0.1", 8000),
         }
         return asyncio.run(_exchange(self.app, scope, pieces, leaves=leaves))
+
+
+@contextmanager
+def client_of(state: Path, limits: ServiceLimits, gate: threading.Semaphore | None = None) -> Iterator[Client]:
+    """A client of a queue on a tiny engine."""
+    engine = FakeEngine(gate)
+    queue = RequestQueue(cast("Any", engine), StateFolder(state, base_model=BASE), limits=limits)
+    queue.start()
+    client = Client(app=None, queue=queue, bodies=BodyReader(limits=limits))
+    endpoints = Endpoints(
+        queue=queue, base=MODEL, limits=limits, bodies=client.bodies, key=KEY, is_draining=lambda: client.draining
+    )
+    client.app = make_app(endpoints.routes(), endpoints=endpoints)
+    try:
+        yield client
+    finally:
+        if gate is not None:
+            gate.release(1000)
+        queue.close()
 
 
 async def _exchange(app: Any, scope: dict[str, Any], pieces: list[bytes], *, leaves: bool) -> Answer:

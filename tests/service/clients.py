@@ -15,6 +15,7 @@ import numpy as np
 from service.fakes import FakeEngine, PickleCodec
 
 from vlmpack.service import messages
+from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.queue import RequestQueue
 
@@ -36,12 +37,16 @@ def optim_step(model: str, seq: int, *, rate: float = 0.1) -> messages.Request:
     return messages.OptimStep(model_id=model, seq_id=seq, adam=replace(ADAM, learning_rate=rate))
 
 
-def save(model: str, seq: int, name: str, *, overwrite: bool = False) -> messages.Request:
-    return messages.SaveWeights(model_id=model, seq_id=seq, name=name, overwrite=overwrite)
+def save(model: str, seq: int, name: str, *, overwrite: bool = False, ttl: int | None = None) -> messages.Request:
+    return messages.SaveWeights(model_id=model, seq_id=seq, name=name, overwrite=overwrite, ttl_seconds=ttl)
 
 
-def save_for_sampler(model: str, seq: int, name: str | None = None, *, number: int | None = None) -> messages.Request:
-    return messages.SaveForSampler(model_id=model, seq_id=seq, name=name, sampling_session_seq_id=number)
+def save_for_sampler(
+    model: str, seq: int, name: str | None = None, *, number: int | None = None, ttl: int | None = None
+) -> messages.Request:
+    return messages.SaveForSampler(
+        model_id=model, seq_id=seq, name=name, sampling_session_seq_id=number, ttl_seconds=ttl
+    )
 
 
 def load(model: str, seq: int, path: str, *, optimizer: bool = True) -> messages.Request:
@@ -75,7 +80,7 @@ class Client:
         self.queue = queue
 
     def post(self, request: messages.Request) -> str:
-        return self.queue.submit(request, pickle.dumps(request)).request_id
+        return self.queue.submit(request, pickle.dumps(request))
 
     def reply(self, request_id: str, timeout: float = 20.0) -> Any:
         return asyncio.run(self.queue.reply(request_id, timeout))
@@ -112,7 +117,8 @@ def served(
 ) -> Iterator[tuple[Client, FakeEngine]]:
     """A queue on a state folder, and its engine."""
     engine = engine or FakeEngine()
-    queue = RequestQueue(cast("Any", engine), state, codec=codec or PickleCodec(), limits=limits)
+    folder = StateFolder(state, base_model=engine.base.name)
+    queue = RequestQueue(cast("Any", engine), folder, codec=codec or PickleCodec(), limits=limits)
     if start:
         queue.start()
     try:

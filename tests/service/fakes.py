@@ -148,9 +148,11 @@ class FakeEngine:
 
     Args:
         gate: taken before each row, step and slice: a test that holds it decides how far the engine goes.
+        most_models: at one time.
     """
 
-    def __init__(self, gate: threading.Semaphore | None = None) -> None:
+    def __init__(self, gate: threading.Semaphore | None = None, *, most_models: int = 100) -> None:
+        self.most_models = most_models
         self.base = FakeBase()
         self.gate = gate
         self.all: dict[str, FakeModel] = {}
@@ -180,6 +182,8 @@ class FakeEngine:
 
     def create(self, model_id: str, lora: messages.LoraConfig | None) -> None:
         assert model_id not in self.all
+        if len(self.all) >= self.most_models:
+            raise RequestError(f"there are {len(self.all)} models, as many as this server has; finish sessions")
         if lora is not None and lora.rank > 64:
             raise RequestError(f"rank {lora.rank} is over 64; choose a smaller one")
         seed = 0 if lora is None else lora.seed

@@ -13,8 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import ray
+from local_ray import start_ray
 from ray import serve
-from store.rays import start_ray
 
 from vlmpack.cli.serve import DEMO_NAME, make_demo
 from vlmpack.service.cluster import app

@@ -11,21 +11,21 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from service.clients import forward_backward, optim_step, save, save_for_sampler, served
-from service.fakes import FakeBase, FakeEngine, PickleCodec
+from service.fakes import FakeBase, FakeEngine
 
 from vlmpack.errors import ConfigError, RequestError
-from vlmpack.service.checkpoints import StateFolder, parse_path
-from vlmpack.service.queue import RequestQueue
+from vlmpack.service.checkpoints import StateFolder
+from vlmpack.service.journal import parse_path
 
 
 def refusal(state: Path, engine: FakeEngine | None = None) -> str:
     """Why a state folder cannot be served."""
     with pytest.raises(ConfigError) as error:
-        RequestQueue(cast("Any", engine or FakeEngine()), state, codec=PickleCodec())
+        StateFolder(state, base_model=(engine or FakeEngine()).base.name)
     return str(error.value)
 
 
@@ -60,7 +60,7 @@ def test_other_texts_are_no_path(text: str) -> None:
 
 
 def test_a_second_server_is_refused_while_the_first_lives(tmp_path: Path) -> None:
-    script = "import sys, pathlib, vlmpack.service.checkpoints as c; c.StateFolder(pathlib.Path(sys.argv[1]))"
+    script = "import sys, pathlib as p, vlmpack.service as s; s.StateFolder(p.Path(sys.argv[1]), base_model='b')"
     with served(tmp_path):
         assert "used by another server" in refusal(tmp_path)
         other = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
@@ -195,7 +195,7 @@ def test_a_folder_that_is_refused_keeps_its_rights(tmp_path: Path) -> None:
 
 
 def test_a_folder_has_no_name_until_it_is_published(tmp_path: Path) -> None:
-    state = StateFolder(tmp_path)
+    state = StateFolder(tmp_path, base_model="b")
     with state.new("a") as folder:
         (folder / "part").mkdir()
         (folder / "part" / "file").write_text("text")
@@ -210,7 +210,7 @@ def test_a_folder_has_no_name_until_it_is_published(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_leaves_nothing_and_names_the_remedy(tmp_path: Path) -> None:
-    state = StateFolder(tmp_path)
+    state = StateFolder(tmp_path, base_model="b")
     with pytest.raises(ConfigError, match="Make room"), state.new("a") as folder:
         (folder / "half").write_text("half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

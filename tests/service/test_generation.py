@@ -8,6 +8,7 @@ import torch
 from sampled import (
     finish,
     model_of,
+    plain_distribution,
     plain_greedy,
     plain_logprobs,
     prompt_of,
@@ -69,15 +70,19 @@ def check_batch_of_prompts(family: str) -> None:
 def test_log_probabilities_of_prompts_are_the_unmodified_models(family: str) -> None:
     engine, plain = tiny_engine(family), plain_model(family)
     prompts = prompts_of(engine, count=5)
-    wanted = {str(i): (p, sample(max_tokens=1 + i % 2, prompt_logprobs=True)) for i, p in enumerate(prompts)}
+    wanted = {str(i): (p, sample(max_tokens=1 + i % 2, prompt_logprobs=True, top=i)) for i, p in enumerate(prompts)}
     results = run(sampler_of(engine), wanted)
     for i, prompt in enumerate(prompts):
         result = results[str(i)]
         assert isinstance(result, SampleResult)
-        assert result.prompt_logprobs is not None
-        assert result.prompt_logprobs.dtype == np.float32
-        assert np.isnan(result.prompt_logprobs[0])
-        np.testing.assert_allclose(result.prompt_logprobs[1:], plain_logprobs(plain, prompt), atol=2e-5)
+        assert result.scores is not None
+        assert result.scores.logprobs.dtype == np.float32
+        assert np.isnan(result.scores.logprobs[0])
+        np.testing.assert_allclose(result.scores.logprobs[1:], plain_logprobs(plain, prompt), atol=2e-5)
+        assert result.scores.top_ids.shape == result.scores.top_logprobs.shape == (prompt.length, i)
+        likeliest = plain_distribution(plain, prompt).topk(max(i, 1))
+        np.testing.assert_allclose(result.scores.top_logprobs[1:], likeliest.values[:, :i], atol=2e-5)
+        assert np.isnan(result.scores.top_logprobs[0]).all()
 
 
 # ---------------------------------------------------------------------- blocks that are checked together
@@ -177,9 +182,9 @@ def test_an_end_that_a_check_takes_back_is_none() -> None:
 def test_a_prompt_of_one_token(engine: Engine) -> None:
     prompt = prompt_of(engine, np.random.default_rng(0), length=1)
     result = run_one(sampler_of(engine), prompt, sample(prompt_logprobs=True, temperature=0.0))
-    assert result.prompt_logprobs is not None
-    assert np.isnan(result.prompt_logprobs).all()
-    assert result.prompt_logprobs.shape == (1,)
+    assert result.scores is not None
+    assert np.isnan(result.scores.logprobs).all()
+    assert result.scores.logprobs.shape == (1,)
     assert tokens_of(result) == [
         plain_greedy(plain_model(), prompt, count=12, suppressed=Reader(model_of(engine), rounding=0).placeholders)
     ]

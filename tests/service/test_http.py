@@ -1,27 +1,29 @@
-"""The HTTP face on a queue that makes results up: statuses, names, refusals, limits, the key."""
+"""The HTTP API on a queue with a tiny engine: statuses, names, refusals, limits, the key."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import zstandard
-from service.asgi import KEY, Client
-from service.fake_queue import BASE
+from service.asgi import BASE, KEY, Client, client_of
 from service.test_wire import ADAM, SAMPLE
 
 from vlmpack.service import protobuf
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.messages import CreateFromCheckpoint, LoadWeights, Sample
+from vlmpack.service.queue import Pending
 
 
 @pytest.fixture
-def client() -> Client:
-    return Client()
+def client(tmp_path: Path) -> Iterator[Client]:
+    with client_of(tmp_path, ServiceLimits()) as client:
+        yield client
 
 
 def training(model_id: str, seq_id: int = 1, *, datums: int = 1, **fields: Any) -> bytes:
@@ -56,25 +58,28 @@ def test_without_the_key_nothing_is_served(client: Client, headers: dict[str, st
         answer = client.send(method, path, b"{}", headers=headers, key=None)
         assert answer.status == 401
         assert "X-API-Key" in answer.json()["detail"]
-    assert client.queue.session_ids == []
+    assert client.queue.sessions() == []
 
 
 @pytest.mark.parametrize("headers", [{"x-api-key": KEY}, {"authorization": f"Bearer {KEY}"}])
-def test_the_key_opens(headers: dict[str, str]) -> None:
-    assert Client().send("GET", "/api/v1/sessions", headers=headers, key=None).status == 200
+def test_the_key_opens(client: Client, headers: dict[str, str]) -> None:
+    assert client.send("GET", "/api/v1/sessions", headers=headers, key=None).status == 200
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/api/v1/healthz"])
-def test_health_needs_no_key(path: str) -> None:
-    answer = Client().send("GET", path, key=None)
+def test_health_needs_no_key_to_be_read(client: Client, path: str) -> None:
+    answer = client.send("GET", path, key=None)
     assert (answer.status, answer.json()) == (200, {"status": "ok"})
+    assert client.send("POST", path, b'{"model_id": "m", "seq_id": 1}', key=None).status == 401
 
 
 def test_the_log_has_one_line_a_request_and_no_key(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="vlmpack.service"):
         client.get("sessions", access=KEY)
         client.send("GET", "/api/v1/a\nb", key="tml-wrong")
-    first, second = caplog.messages
+        client.send("GET", "/api/v1/downloads/9/signature/folder/file", key=None)
+    first, second, third = caplog.messages
+    assert third.startswith("GET /api/v1/downloads/ 403 ")
     assert first.startswith("GET /api/v1/sessions 200 ")
     assert second.startswith(r"GET /api/v1/a\nb 401 ")
     assert KEY not in caplog.text and "tml-wrong" not in caplog.text
@@ -83,8 +88,8 @@ def test_the_log_has_one_line_a_request_and_no_key(client: Client, caplog: pytes
 # ---------------------------------------------------------------------- sessions and clients
 
 
-def test_flags_of_a_client() -> None:
-    flags = Client().post("client/config", sdk_version="0.38.0").json()
+def test_flags_of_a_client(client: Client) -> None:
+    flags = client.post("client/config", sdk_version="0.38.0").json()
     assert flags["pjwt_auth_enabled"] is False
     assert flags["proto_compress_fwdbwd"] is False
     assert flags["create_model_via_load_weights"] is True
@@ -92,19 +97,19 @@ def test_flags_of_a_client() -> None:
 
 
 @pytest.mark.parametrize("path", ["client/config", "create_session"])
-def test_a_client_that_is_too_old_is_refused_in_words(path: str) -> None:
-    answer = Client().post(path, sdk_version="0.24.1", tags=[])
+def test_a_client_that_is_too_old_is_refused_in_words(client: Client, path: str) -> None:
+    answer = client.post(path, sdk_version="0.24.1", tags=[])
     assert answer.status == 400
     assert answer.json()["detail"] == "tinker 0.24.1: this service needs 0.25 or newer; pip install -U tinker"
 
 
 @pytest.mark.parametrize("version", ["0.25.0", "0.38.0", "1.0.0", "unknown", ""])
-def test_other_clients_are_served(version: str) -> None:
-    assert Client().post("client/config", sdk_version=version).status == 200
+def test_other_clients_are_served(client: Client, version: str) -> None:
+    assert client.post("client/config", sdk_version=version).status == 200
 
 
-def test_capabilities() -> None:
-    (model,) = Client().get("get_server_capabilities").json()["supported_models"]
+def test_capabilities(client: Client) -> None:
+    (model,) = client.get("get_server_capabilities").json()["supported_models"]
     assert model == {"model_name": BASE, "max_context_length": 4096, "trainable": True, "sampleable": True}
 
 
@@ -117,14 +122,15 @@ def test_a_session_from_beginning_to_end(client: Client) -> None:
     finished = client.post(f"sessions/{session_id}/finish", reason={"type": "success"})
     assert (finished.status, finished.body) == (204, b"")
     assert client.post("session_heartbeat", session_id=session_id).status == 410
-    assert client.post("session_heartbeat", session_id="other").status == 404
+    assert client.post("session_heartbeat", session_id="other").status == 410
 
 
 def test_a_models_settings(client: Client) -> None:
-    info = client.post("get_info", model_id=client.model()).json()
+    model_id = client.model()
+    info = client.post("get_info", model_id=model_id).json()
     assert info == {
         "type": "get_info",
-        "model_id": "s0:train:0",
+        "model_id": model_id,
         "is_lora": True,
         "lora_rank": 4,
         "model_name": BASE,
@@ -154,30 +160,33 @@ def test_a_sampling_request_names_every_sequence(client: Client) -> None:
     posted = client.post("asample", **{**SAMPLE, "sampling_session_id": sampler, "num_samples": 3}).json()
     assert len(set(posted["sample_sequence_ids"])) == 3
     assert client.retrieve(posted["request_id"]).headers["content-type"] == "application/x-protobuf"
-    assert isinstance(client.queue.submitted[-1], Sample)
 
 
 def test_loading_into_a_model_and_into_a_new_one(client: Client) -> None:
     model_id = client.model()
-    path = f"tinker://{model_id}/weights/a"
-    client.post("load_weights", model_id=model_id, seq_id=1, path=path, optimizer=False)
-    assert isinstance(client.queue.submitted[-1], LoadWeights)
-    client.post("load_weights", session_id="s0", model_seq_id=1, path=path, optimizer=True)
-    assert isinstance(client.queue.submitted[-1], CreateFromCheckpoint)
-    both = client.post("load_weights", session_id="s0", model_id=model_id, model_seq_id=1, seq_id=2, path=path)
-    assert both.status == 400
+    path, session_id = f"tinker://{model_id}/weights/a", model_id.split(":")[0]
+    client.post("save_weights", model_id=model_id, seq_id=1, path="a")
+    posted = client.post("load_weights", model_id=model_id, seq_id=2, path=path, optimizer=False).json()
+    assert client.retrieve(posted["request_id"]).json() == {"path": path, "type": "load_weights"}
+    new = {"session_id": session_id, "model_seq_id": 1, "path": path, "optimizer": True}
+    posted = client.post("load_weights", **new).json()
+    assert client.retrieve(posted["request_id"]).json()["model_id"] == f"{session_id}:train:1"
+    assert client.post("load_weights", **new, model_id=model_id, seq_id=3).status == 400
 
 
-def test_a_result_that_is_not_there_yet(client: Client) -> None:
-    client.queue.pending.add("a")
-    reply = client.retrieve("a")
-    assert reply.status == 408
-    assert reply.json() == {
-        "type": "try_again",
-        "request_id": "a",
-        "queue_state": "paused_capacity",
-        "queue_state_reason": "busy",
-    }
+def test_a_result_that_is_not_there_yet(tmp_path: Path) -> None:
+    with client_of(tmp_path, ServiceLimits(poll_seconds=0.01), threading.Semaphore(0)) as client:
+        request_id = client.protobuf(training(client.model())).json()["request_id"]
+        pending = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+        reply = client.retrieve(request_id)
+        assert (reply.status, reply.json()) == (408, pending)
+
+        async def paused(request_id: str, timeout: float) -> Pending:
+            return Pending(state="paused_capacity", reason="busy")
+
+        client.queue.reply = paused
+        pending |= {"queue_state": "paused_capacity", "queue_state_reason": "busy"}
+        assert client.retrieve(request_id).json() == pending
 
 
 def test_a_result_that_is_lost(client: Client) -> None:
@@ -211,16 +220,15 @@ def with_images(message: Any, *sizes: int) -> None:
     ],
 )  # fmt: skip
 def test_a_bad_training_request_fails_in_its_future_and_uses_its_number_up(
-    limits: dict[str, int], change: Callable[[Any], Any], message: str
+    tmp_path: Path, limits: dict[str, int], change: Callable[[Any], Any], message: str
 ) -> None:
-    client = Client(limits=ServiceLimits(**limits))
-    model_id = client.model()
-    sent = protobuf.message("ForwardBackwardRequest").FromString(training(model_id, 1, datums=3))
-    change(sent)
-    posted = client.protobuf(sent.SerializeToString())
-    assert posted.status == 200
-    assert message in error_of(client, posted.json()["request_id"])
-    assert client.queue.refused[-1][:2] == (model_id, 1)
+    with client_of(tmp_path, ServiceLimits(**limits)) as client:
+        model_id = client.model()
+        sent = protobuf.message("ForwardBackwardRequest").FromString(training(model_id, 1, datums=3))
+        change(sent)
+        posted = client.protobuf(sent.SerializeToString())
+        assert (posted.status, posted.json()["request_id"]) == (200, f"{model_id}:1")
+        assert message in error_of(client, f"{model_id}:1")
 
 
 def test_a_refused_operation_fails_in_the_future(client: Client) -> None:
@@ -241,56 +249,51 @@ def test_another_base_model_fails_in_the_future(client: Client) -> None:
 
 
 def test_a_refused_sampling_request_names_its_sequences_too(client: Client) -> None:
-    posted = client.post("asample", **{**SAMPLE, "topk_sample_logprobs": 4}).json()
+    created = client.post(
+        "create_sampling_session", session_id=client.session(), sampling_session_seq_id=0, base_model=BASE
+    )
+    sampler = created.json()["sampling_session_id"]
+    posted = client.post("asample", **{**SAMPLE, "sampling_session_id": sampler, "topk_sample_logprobs": 4}).json()
     assert len(posted["sample_sequence_ids"]) == 2
     assert "topk_sample_logprobs" in error_of(client, posted["request_id"])
 
 
 def test_a_body_without_a_name_is_refused_at_once(client: Client) -> None:
-    client.model()
-    before = list(client.queue.replies)
+    model_id = client.model()
+    before = client.queue.stats().requests_failed
     assert client.protobuf(b"\xff\xff").status == 400
     assert client.post("optim_step", seq_id=1, adam_params=ADAM).status == 400
-    assert client.post("optim_step", model_id="s0:train:0", seq_id="1", adam_params=ADAM).status == 400
+    assert client.post("optim_step", model_id=model_id, seq_id="1", adam_params=ADAM).status == 400
     assert client.post("asample", **{**SAMPLE, "num_samples": 10**9}).status == 400
     assert client.send("POST", "/api/v1/optim_step", b"not json").status == 400
-    assert list(client.queue.replies) == before
+    assert client.queue.stats().requests_failed == before
 
 
 def test_what_the_queue_rejects_is_answered_with_its_status(client: Client) -> None:
-    answer = client.protobuf(training("nobody", 1))
+    answer = client.protobuf(training(client.session() + ":train:0", 1))
     assert answer.status == 404
-    assert "nobody" in answer.json()["detail"]
+    assert "there is no model" in answer.json()["detail"]
 
 
 # ---------------------------------------------------------------------- bodies
 
 
-@pytest.mark.parametrize("is_packed", [False, True], ids=["body", "bomb"])
-def test_a_body_that_is_too_large_uses_its_number_up(*, is_packed: bool) -> None:
-    client = Client(limits=ServiceLimits(body_bytes=20_000, decoded_bytes=40_000))
-    model_id = client.model()
-    body, encoding = training(model_id, 1) + b"\x7a\xff\xff\xff\x07" + bytes(10**7), {}
-    if is_packed:
-        body, encoding = zstandard.ZstdCompressor().compress(body), {"content-encoding": "zstd"}
-    answer = client.protobuf(body, **encoding)
-    said = "after decompression" if is_packed else "more than 20,000 bytes"
-    assert said in error_of(client, answer.json()["request_id"])
-    assert client.queue.refused[-1][:2] == (model_id, 1)
+def test_a_body_that_is_too_large_uses_its_number_up(tmp_path: Path) -> None:
+    with client_of(tmp_path, ServiceLimits(body_bytes=20_000)) as client:
+        model_id = client.model()
+        answer = client.protobuf(training(model_id, 1) + b"\x7a\xff\xff\xff\x07" + bytes(10**7))
+        assert answer.json()["request_id"] == f"{model_id}:1"
+        assert "more than 20,000 bytes" in error_of(client, f"{model_id}:1")
+        assert client.protobuf(b"\xff" * 30_000).status == 413  # it has no name
 
 
-def test_a_body_that_is_too_large_without_a_name_is_413() -> None:
-    answer = Client(limits=ServiceLimits(body_bytes=200)).protobuf(b"\xff" * 300)
-    assert answer.status == 413
-
-
-def test_an_operation_whose_json_is_too_large_uses_its_number_up() -> None:
-    client = Client(limits=ServiceLimits(json_bytes=200))
-    model_id = client.model()
-    for seq_id, path in enumerate(("save_weights", "save_weights_for_sampler", "load_weights", "optim_step"), 1):
-        posted = client.post(path, path="x" * 200, model_id=model_id, seq_id=seq_id, adam_params=ADAM, optimizer=True)
-        assert "at most 200" in error_of(client, posted.json()["request_id"])
-        assert client.queue.refused[-1][:2] == (model_id, seq_id)
+def test_an_operation_whose_json_is_too_large_uses_its_number_up(tmp_path: Path) -> None:
+    with client_of(tmp_path, ServiceLimits(json_bytes=200)) as client:
+        model_id = client.model()
+        for seq_id, path in enumerate(("save_weights", "save_weights_for_sampler", "load_weights", "optim_step"), 1):
+            posted = client.post(path, path="x" * 200, model_id=model_id, seq_id=seq_id, adam_params=ADAM)
+            assert posted.json()["request_id"] == f"{model_id}:{seq_id}"
+            assert "at most 200" in error_of(client, f"{model_id}:{seq_id}")
 
 
 def test_training_in_json_is_refused_in_words(client: Client) -> None:
@@ -302,9 +305,10 @@ def test_training_in_json_is_refused_in_words(client: Client) -> None:
 
 
 def test_a_training_request_holds_the_gaps_of_its_model_while_it_is_received(client: Client) -> None:
-    model_id = client.model()
+    model_id, received, receiving = client.model(), [], client.queue.receiving
+    client.queue.receiving = lambda model: received.append(model) or receiving(model)
     client.protobuf(training(model_id, 1))
-    assert client.queue.received == [model_id]
+    assert received == [model_id]
 
 
 def test_a_client_that_leaves_within_a_body_changes_nothing(client: Client) -> None:
@@ -313,13 +317,14 @@ def test_a_client_that_leaves_within_a_body_changes_nothing(client: Client) -> N
     client.send(
         "POST", "/api/v1/forward_backward", body, headers={"content-type": "application/x-protobuf"}, leaves=True
     )
-    assert f"{model_id}:1" not in client.queue.replies
+    assert client.retrieve(f"{model_id}:1").json()["category"] == "server"  # it is not known
     assert client.bodies.held == 0
 
 
 def test_a_service_that_stops_takes_no_requests_but_gives_results(client: Client) -> None:
     model_id = client.model()
     client.protobuf(training(model_id, 1))
+    assert client.retrieve(f"{model_id}:1").status == 200
     client.draining = True
     answer = client.protobuf(training(model_id, 2))
     assert answer.status == 503
@@ -336,34 +341,31 @@ def test_training_runs(client: Client) -> None:
     assert answer["cursor"] == {"offset": 0, "limit": 5, "total_count": 1}
     (run,) = answer["training_runs"]
     assert run["training_run_id"] == model_id
-    assert run["last_request_time"] == "2001-09-09T01:46:40+00:00"
+    ago = datetime.now(timezone.utc) - datetime.fromisoformat(run["last_request_time"])
+    assert 0 <= ago.total_seconds() < 60
     assert client.get(f"training_runs/{model_id}").json() == run
     assert client.get("training_runs/other").status == 404
 
 
 def test_checkpoints(client: Client) -> None:
-    first, second = client.get("checkpoints").json()["checkpoints"]
+    model_id = client.model()
+    client.post("save_weights", model_id=model_id, seq_id=1, path="one")
+    saved = client.post("save_weights_for_sampler", model_id=model_id, seq_id=2, path="two", ttl_seconds=3600).json()
+    path = client.retrieve(saved["request_id"]).json()["path"]
+    second, first = client.get("checkpoints").json()["checkpoints"]
     assert (first["checkpoint_id"], first["checkpoint_type"]) == ("weights/one", "training")
     assert (second["checkpoint_id"], second["checkpoint_type"]) == ("sampler_weights/two", "sampler")
-    assert client.get("training_runs/s0:train:0/checkpoints").json()["checkpoints"] == [first, second]
-    assert len(client.get("checkpoints", limit=1, offset=1).json()["checkpoints"]) == 1
-    path = "/api/v1/training_runs/s0:train:0/checkpoints/weights/one"
-    assert client.send("DELETE", path).status == 204
-    assert client.queue.deleted == ["tinker://s0:train:0/weights/one"]
-    assert client.send("DELETE", path).status == 404
-
-
-def test_what_a_model_is_created_with_from_a_checkpoint(client: Client) -> None:
-    info = client.post("weights_info", tinker_path="tinker://s0:train:0/weights/one").json()
-    assert info == {
-        "base_model": BASE,
-        "is_lora": True,
-        "lora_rank": 4,
-        "train_unembed": True,
-        "train_mlp": True,
-        "train_attn": True,
-    }
+    assert first["expires_at"] is None and second["expires_at"] > second["time"]
+    assert client.get(f"training_runs/{model_id}/checkpoints").json()["checkpoints"] == [second, first]
+    assert client.get("checkpoints", limit=1, offset=1).json()["checkpoints"] == [first]
+    adapted = {"train_unembed": True, "train_mlp": True, "train_attn": True}
+    info = client.post("weights_info", tinker_path=path).json()
+    assert info == {"base_model": BASE, "is_lora": True, "lora_rank": 4, **adapted}
     assert client.post("weights_info", tinker_path="nonsense").status == 400
+    url = f"/api/v1/training_runs/{model_id}/checkpoints/weights/one"
+    assert client.send("DELETE", url).status == 204
+    assert client.send("DELETE", url).status == 404
+    assert client.send("PUT", f"{url}/ttl", b'{"ttl_seconds": 9}').status == 404
 
 
 @pytest.mark.parametrize("number", ["-1", "x", "9999999999", "١", "1e3", ""])
@@ -380,20 +382,19 @@ def test_pages_have_numbers(client: Client, number: str) -> None:
 @pytest.mark.parametrize(
     "path", ["forward", "copy_weights", "retrieve_futures", "unload_model", "auth/token", "nonsense"]
 )
-def test_an_endpoint_that_is_not_there_is_404_and_never_501(path: str) -> None:
-    answer = Client().post(path)
+def test_an_endpoint_that_is_not_there_is_404_and_never_501(client: Client, path: str) -> None:
+    answer = client.post(path)
     assert answer.status == 404
     assert answer.json()["detail"]
 
 
-@pytest.mark.parametrize("path", ["save_weights_external", "forward", "an_operation_of_a_newer_client"])
+@pytest.mark.parametrize("path", ["forward", "an_operation_of_a_newer_client"])
 def test_an_operation_that_is_not_served_fails_in_its_future_and_uses_its_number_up(client: Client, path: str) -> None:
     model_id = client.model()
     for _ in range(2):  # the client sends it again if it has lost the answer
         posted = client.post(path, model_id=model_id, seq_id=1, path="x")
-        assert (posted.status, posted.json()["model_id"]) == (200, model_id)
+        assert (posted.status, posted.json()["request_id"]) == (200, f"{model_id}:1")
         assert f"POST /api/v1/{path}: this service does not have it" in error_of(client, posted.json()["request_id"])
-    assert {refusal[:2] for refusal in client.queue.refused} == {(model_id, 1)}
     assert client.post(path, model_id=model_id, seq_id=0).status == 404
 
 
@@ -401,20 +402,31 @@ def test_an_operation_that_is_not_served_fails_in_its_future_and_uses_its_number
     ("method", "path", "message"),
     [
         ("POST", "training_runs/s:train:0/checkpoints/weights/a/publish", "whoever has the key sees all checkpoints"),
-        ("PUT", "training_runs/s:train:0/checkpoints/weights/a/ttl", "checkpoints stay until they are deleted"),
+        ("DELETE", "training_runs/s:train:0/checkpoints/weights/a/publish", "whoever has the key"),
         ("PUT", "sessions/s/project", "sessions have no projects"),
+        ("POST", "sessions/s/trace_export", "the log of the service"),
         ("POST", "sessions/search", "list sessions"),
-        ("GET", "audit", "this service does not have it"),
+        ("GET", "audit", "the log of the service"),
+        ("POST", "billing/usage/events", "bills nothing"),
+        ("GET", "optim_step", "GET /api/v1/optim_step: this service does not have it"),
     ],
 )
-def test_what_is_not_there_is_refused_in_words(method: str, path: str, message: str) -> None:
-    answer = Client().send(method, f"/api/v1/{path}", b"{}")
+def test_what_is_not_there_is_refused_in_words(client: Client, method: str, path: str, message: str) -> None:
+    answer = client.send(method, f"/api/v1/{path}", b"{}")
     assert answer.status in (404, 405)
     assert message in answer.json()["detail"]
 
 
-def test_another_method_is_405() -> None:
-    assert Client().get("optim_step").status == 405
+def test_what_would_be_ignored_is_refused(client: Client) -> None:
+    session_id = client.session()
+    assert "no projects" in client.post("create_session", tags=[], project_id="p").json()["detail"]
+    assert "no projects" in client.get("training_runs", project_id="p").json()["detail"]
+    sampler = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE}
+    model = {"session_id": session_id, "model_seq_id": 0, "path": "tinker://m/weights/a", "optimizer": False}
+    token = {"weights_access_token": "t"}
+    assert "leave it out" in client.post("create_sampling_session", **sampler, **token).json()["detail"]
+    posted = client.post("load_weights", **model, **token).json()
+    assert "weights_access_token" in error_of(client, posted["request_id"])
 
 
 def test_an_error_of_ours_is_500_without_a_word_of_it(client: Client, caplog: pytest.LogCaptureFixture) -> None:

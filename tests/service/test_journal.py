@@ -189,21 +189,3 @@ def test_a_change_of_a_request_does_not_write_its_body_again(journal: Journal) -
     journal.finish_request(MODEL, 1, state="done", reply=reply, keep_body=True)
     journal.note_retrieved([(MODEL, 1)], now=2.0)
     assert wal.stat().st_size - before < 2**17
-
-
-def test_a_journal_of_version_1_is_read(journal: Journal) -> None:
-    journal.add_request(request(1), body=b"one", now=1.0)
-    journal.add_request(request(2), body=None, now=1.0)
-    journal.close()
-    with closing(sqlite3.connect(journal.path)) as old:
-        old.executescript(
-            "ALTER TABLE requests ADD COLUMN body BLOB;"
-            "UPDATE requests SET body = (SELECT body FROM bodies WHERE bodies.seq = requests.seq);"
-            "DROP TRIGGER requests_deleted; DROP TABLE bodies;"
-            "ALTER TABLE sessions DROP COLUMN display_name; PRAGMA user_version = 1;"
-        )
-    for _ in range(2):
-        read = again(journal)
-        assert [(row.seq, row.size) for row in read.requests()] == [(1, 3), (2, 0)]
-        assert read.body(MODEL, 1) == b"one"
-        read.close()

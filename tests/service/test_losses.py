@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from vlmpack.service.losses import LOSSES, bind_loss, check_inputs
 
 Array = np.ndarray
 EPS = 1e-4
+MASK = np.array([0, 1, 1, 0, 1, 0, 0, 1, 1, 1, 1, 0], np.float32)
 
 
 def in_numpy(name: str, lp: Array, q: Array, a: Array, w: Array, **settings: float) -> float:
@@ -45,11 +47,26 @@ def drawn(seed: int, n: int = 12) -> tuple[Array, Array, Array, Array]:
     return tuple(x.astype(np.float32).astype(np.float64) for x in (lp, lp - np.log(ratio), *rng.normal(size=(2, n))))
 
 
-def computed(name: str, config: dict[str, float], lp: Array, q: Array, a: Array, w: Array) -> tuple[float, Array]:
-    """Our loss and its derivatives."""
+def gspo_in_numpy(lp: Array, fixed: Array, q: Array, a: Array, w: Array, low: float, high: float) -> float:
+    """Of two datums; `fixed`: log-probabilities whose mean is not derived."""
+    value = 0.0
+    for at in (slice(0, 5), slice(5, None)):
+        marked = MASK[at] != 0
+        s = np.exp((fixed - q)[at][marked].mean()) * np.exp(lp - fixed)[at]
+        value -= (w[at] * np.minimum(s * a[at], np.clip(s, low, high) * a[at])).sum()
+    return float(value)
+
+
+def computed(name: str, config: dict[str, Any], lp: Array, q: Array, a: Array, w: Array) -> tuple[float, Array]:
+    """Our loss of two datums and its derivatives."""
     leaf = torch.tensor(lp, dtype=torch.float32, requires_grad=True)
-    inputs = {"logprobs": q, "advantages": a, "weights": w}
-    losses = bind_loss(name, config)(leaf, {k: torch.tensor(v, dtype=torch.float32) for k, v in inputs.items()})
+    loss = bind_loss(name, {key: value for key, value in config.items() if np.ndim(value) == 0})
+    given = {"target_tokens": np.zeros(len(lp), int), "weights": w}
+    given |= {} if name == "cross_entropy" else {"logprobs": q, "advantages": a}
+    given |= {"sequence_ratio_mask": MASK} if name == "gspo" else {}
+    given |= {key: value for key, value in config.items() if np.ndim(value) == 1}  # one for each token
+    inputs = {key: torch.from_numpy(value) for key, value in check_inputs(loss, given, len(lp)).arrays.items()}
+    losses = loss(leaf, {**inputs, "lengths": torch.tensor([5, len(lp) - 5])})
     assert losses.shape == leaf.shape
     losses.sum().backward()
     assert leaf.grad is not None
@@ -67,8 +84,10 @@ DEFAULTS = {
     "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
     "dro": {"beta": 0.05},
+    "gspo": {},
 }
 CHANGED = {
+    "gspo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3},
     "ppo": {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0},
     "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "dro": {"beta": 0.7},
@@ -79,13 +98,16 @@ CHANGED = {
 @given(seed=st.integers(0, 10_000))
 def test_a_loss_and_its_derivatives_are_those_of_numpy(name: str, seed: int) -> None:
     lp, q, a, w = drawn(seed)
-    for config in ({}, CHANGED.get(name, {})):
+    changed = CHANGED.get(name, {})
+    each = {key: np.linspace(value, value + 0.05, len(lp)) for key, value in changed.items() if key != "beta"}
+    for config in (*([] if name == "gspo" else [{}]), changed, {**changed, **({} if name == "gspo" else each)}):
         settings = {**DEFAULTS[name], **config}
-        if name == "cispo":
+        if name in ("cispo", "gspo"):
             low, high = settings.values()
+            detached = cispo_in_numpy if name == "cispo" else gspo_in_numpy
 
-            def expected(x: Array, low: float = low, high: float = high) -> float:
-                return cispo_in_numpy(x, lp, q, a, w, low, high)
+            def expected(x: Array, low: Any = low, high: Any = high, detached: Any = detached) -> float:
+                return detached(x, lp, q, a, w, low, high)
         else:
 
             def expected(x: Array, settings: dict[str, float] = settings) -> float:
@@ -102,6 +124,8 @@ BAD_SETTINGS = [
     ("nothing", {}, "loss_fn 'nothing' is not known here; use one of cross_entropy"),
     ("", {}, "loss_fn '' is not known"),
     ("custom", {}, "loss_fn 'custom' is not known"),
+    ("stable_reinforce", {}, "its formula is not published; use importance_sampling"),
+    ("gspo", {"clip_low_threshold": 0.9}, "gspo needs clip_high_threshold"),
     ("cross_entropy", {"beta": 1.0}, "cross_entropy has no setting 'beta'; it has no settings"),
     ("ppo", {"clip": 0.2}, "ppo has no setting 'clip'; it has clip_low_threshold"),
     ("ppo", {"clip_low_threshold": float("nan")}, "clip_low_threshold is nan"),
@@ -124,6 +148,7 @@ def test_unknown_losses_and_settings_are_refused(name: str, config: dict, messag
 
 TARGETS = np.array([1, 2, 3])
 ONES = np.ones(3, np.float32)
+RATED = {"target_tokens": TARGETS, "logprobs": ONES, "advantages": ONES}
 BAD_INPUTS = [
     ("cross_entropy", {}, "cross_entropy needs target_tokens"),
     ("ppo", {"target_tokens": TARGETS, "advantages": ONES}, "ppo needs logprobs"),
@@ -131,12 +156,23 @@ BAD_INPUTS = [
     ("cross_entropy", {"target_tokens": TARGETS, "logprobs": ONES}, "does not read the input 'logprobs'"),
     ("cross_entropy", {"target_tokens": TARGETS[:2]}, "target_tokens has shape [2], but the datum has 3 tokens"),
     ("cross_entropy", {"target_tokens": np.ones((3, 2), int)}, "target_tokens has shape [3, 2]"),
+    (
+        "cross_entropy",
+        {"target_tokens": np.ones((2, 2), int), "weights": np.ones((2, 2))},
+        "but the datum has 3 tokens",
+    ),
+    ("cross_entropy", {"target_tokens": np.ones((3, 999), int), "weights": np.ones((3, 999))}, "K at most 256"),
+    ("cross_entropy", {"target_tokens": np.ones((3, 2), int), "weights": np.full((3, 2), np.inf)}, "weights is inf"),
+    ("ppo", {**RATED, "target_tokens": np.ones((3, 2), int)}, "target_tokens has shape [3, 2]"),
     ("cross_entropy", {"target_tokens": TARGETS, "weights": ONES[:, None]}, "weights has shape [3, 1]"),
     ("cross_entropy", {"target_tokens": TARGETS, "weights": np.float32(1)}, "weights has shape []"),
     ("cross_entropy", {"target_tokens": ONES}, "target_tokens is float32; send token ids as int64"),
     ("cross_entropy", {"target_tokens": TARGETS, "weights": ONES * np.nan}, "weights is nan at token 0"),
     ("cross_entropy", {"target_tokens": TARGETS, "weights": ONES.astype(complex)}, "weights is complex128"),
     ("cross_entropy", {"target_tokens": TARGETS, "weights": np.full(3, 1e300)}, "weights is 1e+300 at token 0"),
+    ("ppo", {**RATED, "clip_low_threshold": ONES * 2}, "token 0: thresholds are 2 and 1.2"),
+    ("dro", {**RATED, "clip_low_threshold": ONES}, "dro does not read the input 'clip_low_threshold'"),
+    ("gspo", {**RATED, "sequence_ratio_mask": ONES * 0}, "sequence_ratio_mask marks no token"),
     (
         "dro",
         {"target_tokens": TARGETS, "logprobs": np.full(3, -np.inf), "advantages": ONES},
@@ -148,13 +184,19 @@ BAD_INPUTS = [
 @pytest.mark.parametrize(("loss", "inputs", "message"), BAD_INPUTS)
 def test_inputs_that_a_loss_cannot_use_are_refused(loss: str, inputs: dict, message: str) -> None:
     with pytest.raises(RequestError) as raised:
-        check_inputs(loss, inputs, 3)
+        check_inputs(bind_loss(loss, CHANGED["gspo"] if loss == "gspo" else {}), inputs, 3)
     assert message in str(raised.value)
 
 
 def test_weights_are_1_where_there_are_none_and_may_be_anything_finite() -> None:
-    assert check_inputs("cross_entropy", {"target_tokens": TARGETS}, 3)["weights"].tolist() == [1, 1, 1]
+    assert check_inputs(bind_loss("cross_entropy", {}), {"target_tokens": TARGETS}, 3).arrays["weights"].tolist() == [
+        1,
+        1,
+        1,
+    ]
     weights = np.array([-2.5, 0, 7])
-    checked = check_inputs("cross_entropy", {"target_tokens": TARGETS, "weights": weights}, 3)["weights"]
+    checked = check_inputs(bind_loss("cross_entropy", {}), {"target_tokens": TARGETS, "weights": weights}, 3).arrays[
+        "weights"
+    ]
     assert checked.dtype == np.float32
     assert checked.tolist() == weights.tolist()

@@ -16,8 +16,10 @@ from vlmpack.service.messages import (
     ForwardBackward,
     ForwardBackwardResult,
     ImageChunk,
+    PromptScores,
     SampledSequence,
     SampleResult,
+    SparseMatrix,
     TextChunk,
 )
 
@@ -112,21 +114,27 @@ def test_the_client_reads_results() -> None:
     pytest.importorskip("tinker", reason="the client needs Python 3.11")
     from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
-    logprobs = (np.array([-1.5], np.float32), np.array([-2.0, -0.25, 0.0], np.float32))
+    logprobs = (np.array([-1.5], np.float32), np.array([[-2.0, -0.25], [-1.0, 0.0]], np.float32))
     result = ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": 3.75, "tokens:sum": 4.0})
     output = deserialize_forward_backward_output(protobuf.encode_result(result))
-    assert [entry["logprobs"].tolist() for entry in output.loss_fn_outputs] == [[-1.5], [-2.0, -0.25, 0.0]]
+    assert [entry["logprobs"].tolist() for entry in output.loss_fn_outputs] == [[-1.5], [[-2.0, -0.25], [-1.0, 0.0]]]
     assert output.metrics == {"loss:sum": 3.75, "tokens:sum": 4.0}
 
     sequences = (
         SampledSequence(tokens=np.array([4, 1]), logprobs=np.array([-0.5, -1]), stop_reason="stop"),
         SampledSequence(tokens=np.array([], np.int32), logprobs=np.array([]), stop_reason="length"),
     )
-    sampled = SampleResult(sequences=sequences, prompt_logprobs=np.array([np.nan, -3], np.float32))
+    scores = PromptScores(
+        logprobs=np.array([np.nan, -3], np.float32),
+        top_ids=np.array([[0, 0], [7, 8]], np.int32),
+        top_logprobs=np.array([[np.nan, np.nan], [-0.5, -1.5]], np.float32),
+    )
+    sampled = SampleResult(sequences=sequences, scores=scores)
     response = deserialize_sample_response(protobuf.encode_result(sampled))
     assert [sequence.tokens for sequence in response.sequences] == [[4, 1], []]
     assert [sequence.stop_reason for sequence in response.sequences] == ["stop", "length"]
     assert response.prompt_logprobs == [None, -3.0]
+    assert response.topk_prompt_logprobs == [None, [(7, -0.5), (8, -1.5)]]
 
 
 # ---------------------------------------------------------------------- tensors and settings
@@ -150,6 +158,12 @@ def test_of_an_entry_sent_twice_the_last_counts_and_settings_of_version_2_go_fir
     assert read.loss_config == {"beta": 3.0, "kind": "soft"}
 
 
+def csr(ends: list[int], columns: list[int]) -> dict[str, bytes]:
+    values = np.ones(len(columns), "<f4").tobytes()
+    numbers = (np.array(each, "<i8").tobytes() for each in (ends, columns))
+    return {"values": values, **dict(zip(("crow_indices", "col_indices"), numbers, strict=True))}
+
+
 ONE_FLOAT = np.ones(1, "<f4").tobytes()
 
 
@@ -162,7 +176,12 @@ ONE_FLOAT = np.ones(1, "<f4").tobytes()
         ({"dense": b"", "dtype": 1, "shape": [2**62, 2**62, 0, -1]}, "0 numbers, but shape"),
         ({"dense": ONE_FLOAT, "dtype": 0, "shape": [1]}, "dtype 0; send float32 or int64"),
         ({"dense": ONE_FLOAT, "dtype": 77, "shape": [1]}, "dtype 77"),
-        ({"sparse_csr": {"values": b""}, "dtype": 1}, "datum 0: weights: a sparse tensor"),
+        ({"sparse_csr": {"values": b""}, "dtype": 1}, "datum 0: weights: a sparse matrix of shape"),
+        ({"sparse_csr": csr([], []), "dtype": 1, "shape": [-1, 3]}, "with other counts of entries"),
+        ({"sparse_csr": csr([0, 1, 0], [0]), "dtype": 1, "shape": [2, 3]}, "with other counts of entries"),
+        ({"sparse_csr": csr([0, 1, 3], [0]), "dtype": 1, "shape": [2, 3]}, "with other counts of entries"),
+        ({"sparse_csr": csr([0, 1], [3]), "dtype": 1, "shape": [1, 3]}, "columns of a sparse matrix that are outside"),
+        ({"sparse_csr": csr([0, 2], [1, 1]), "dtype": 1, "shape": [1, 3]}, "twice there, or not in order"),
     ],
 )
 def test_a_tensor_that_cannot_be_is_refused(fields: dict[str, object], message: str) -> None:
@@ -242,7 +261,10 @@ def test_what_is_encoded_is_decoded() -> None:
             ImageChunk(data=b"png", format="png", expected_tokens=4),
             ImageChunk(data=b"jpeg", format="jpeg"),
         ),
-        inputs={"target_tokens": np.arange(3), "weights": np.array([0.5, -1.0, 0.0], np.float32)},
+        inputs={
+            "target_tokens": SparseMatrix(keys=np.array([1, 3, 4]), values=np.arange(3), shape=(4, 2)),
+            "weights": np.array([0.5, -1.0, 0.0], np.float32),
+        },
     )
     request = ForwardBackward(
         model_id="m:train:0",

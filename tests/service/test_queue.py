@@ -34,10 +34,10 @@ from service.clients import (
 from service.fakes import FakeEngine
 
 from vlmpack.errors import RequestError
+from vlmpack.service import journal as journals
 from vlmpack.service.journal import Journal
-from vlmpack.service.ledger import Rejected
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.messages import ForwardBackward, Reply
+from vlmpack.service.messages import ForwardBackward, Rejected, Reply
 from vlmpack.service.queue import Pending
 
 
@@ -116,7 +116,7 @@ def test_content_is_compared_and_not_its_bytes(client: Client, model: str) -> No
     assert isinstance(request, ForwardBackward)
     one = replace(request, loss_config={"a": 1.0, "b": float("nan")})
     two = replace(request, loss_config={"b": float("nan"), "a": 1.0})
-    assert client.post(one) == client.queue.submit(two, pickle.dumps(two) + b" ").request_id
+    assert client.post(one) == client.queue.submit(two, pickle.dumps(two) + b" ")
 
 
 def test_an_unnamed_save_is_repeated_with_the_next_number_of_a_sampling_session(client: Client, model: str) -> None:
@@ -127,15 +127,6 @@ def test_an_unnamed_save_is_repeated_with_the_next_number_of_a_sampling_session(
     assert client.queue.session(session).sampler_ids == (f"{session}:sample:0",)
 
 
-def test_every_sequence_of_a_sample_has_an_id(client: Client) -> None:
-    sampler = client.sampler()
-    request = sample(sampler, 3 * 10**9, count=3)
-    first = client.queue.submit(request, pickle.dumps(request))
-    assert len(set(first.sequence_ids)) == 3
-    assert client.queue.submit(request, pickle.dumps(request)) == first
-    assert len(client.outcome(first.request_id).sequences) == 3
-
-
 # ---------------------------------------------------------------------- refusals
 
 
@@ -143,8 +134,8 @@ def test_a_refused_number_is_used_up_and_its_future_says_why(tmp_path: Path) -> 
     with served(tmp_path) as (client, engine):
         model = client.model()
         client.call(forward_backward(model, 1))
-        name = client.queue.refuse(model, 2, "datum 3: weights are NaN").request_id
-        assert client.queue.refuse(model, 2, "datum 3: weights are NaN").request_id == name
+        name = client.queue.refuse(model, 2, "datum 3: weights are NaN")
+        assert client.queue.refuse(model, 2, "datum 3: weights are NaN") == name
         assert client.queue.stats().queued == 0
         assert is_failure(client.outcome(name), "datum 3", "user")
         client.call(optim_step(model, 3))
@@ -160,13 +151,11 @@ def test_a_refused_number_is_used_up_and_its_future_says_why(tmp_path: Path) -> 
 
 def test_creations_and_samples_are_refused_in_their_futures_too(client: Client) -> None:
     session = client.queue.create_session()
-    name = client.queue.refuse(f"{session}:train:0", 0, "no such optimiser", is_creation=True).request_id
+    name = client.queue.refuse(f"{session}:train:0", 0, "no such optimiser", is_creation=True)
     assert is_failure(client.outcome(name), "no such optimiser")
     assert is_failure(client.call(optim_step(f"{session}:train:0", 1)), "was not created")
     sampler = client.sampler(session)
-    refused = client.queue.refuse(sampler, 0, "pointers are not fetched", samples=2)
-    assert len(set(refused.sequence_ids)) == 2
-    assert is_failure(client.outcome(refused.request_id), "pointers")
+    assert is_failure(client.outcome(client.queue.refuse(sampler, 0, "pointers are not fetched")), "pointers")
 
 
 def test_a_datum_that_cannot_be_encoded_fails_its_request_alone(client: Client, engine: FakeEngine, model: str) -> None:
@@ -181,8 +170,9 @@ def test_a_datum_that_cannot_be_encoded_fails_its_request_alone(client: Client, 
 
 def test_unknown_models_and_sessions_are_refused_at_once(client: Client) -> None:
     session = client.queue.create_session()
-    for request in (optim_step(f"{session}:train:7", 1), sample(f"{session}:sample:0", 0), create("nobody")):
+    for request in (optim_step(f"{session}:train:7", 1), sample(f"{session}:sample:0", 0)):
         assert status(client.post, request) == 404
+    assert status(client.post, create("nobody")) == 410
     for name in ("", "x", f"{session}:train:0:1", f"{session}:sample:0:1", ":", "a:b", "a:²"):
         assert client.reply(name) is None
 
@@ -311,6 +301,7 @@ def test_on_a_full_disk_requests_are_refused_and_nothing_is_lost(tmp_path: Path)
         with pytest.raises(Rejected, match="make room") as refusal:
             client.post(forward_backward(model, 2, datum(*range(20_000))))
         assert refusal.value.status == 429
+        assert "make room" in str(client.queue.stats().paused)
         journal._writer.execute("PRAGMA max_page_count = 1000000")
         assert client.call(forward_backward(model, 2, datum(*range(20_000)))).metrics
     with served(tmp_path) as (client, engine):
@@ -321,7 +312,7 @@ def test_on_a_full_disk_requests_are_refused_and_nothing_is_lost(tmp_path: Path)
 def test_which_replies_were_fetched_is_noted_once_there_is_room(tmp_path: Path) -> None:
     with served(tmp_path, start=False) as (client, _):
         session = client.queue.create_session()
-        client.outcome(client.queue.refuse(f"{session}:train:0", 0, "no", is_creation=True).request_id)
+        client.outcome(client.queue.refuse(f"{session}:train:0", 0, "no", is_creation=True))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Journal, "_commit", lambda self: self._writer.execute("INSERT INTO nowhere VALUES (1)"))
             client.queue._tidy()
@@ -345,7 +336,10 @@ def test_a_step_waits_for_the_disk_and_says_so(tmp_path: Path) -> None:
             assert pending.state == "paused_capacity"
             assert "make room" in str(pending.reason)
         assert client.outcome(name).metrics
-        assert client.queue.stats().paused is None
+        assert client.queue.stats().paused is not None  # a while longer: small writes may pass while large ones fail
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(journals, "FAULT_SECONDS", 0.0)
+            until(lambda: client.queue.stats().paused is None)
         assert journal.requests(model)[0].state == "done"
 
 
@@ -390,16 +384,6 @@ def test_polls_return_when_the_server_drains(tmp_path: Path) -> None:
         client.queue.close(drain=5.0)
         assert isinstance(poll.result(5.0), Pending)
         assert QueueEngine.all
-
-
-def test_replies_beyond_the_memory_are_read_from_the_journal(tmp_path: Path) -> None:
-    with served(tmp_path, limits=ServiceLimits(replies_cached=1)) as (client, _):
-        model = client.model()
-        names = [client.post(forward_backward(model, seq)) for seq in (1, 2, 3)]
-        client.outcome(names[-1])
-        replies = [client.reply(name) for name in names]
-        assert all(isinstance(reply, Reply) for reply in replies)
-        assert len({pickle.loads(reply.body).metrics["loss:sum"] for reply in replies}) == 3
 
 
 def test_a_reply_that_was_fetched_is_dropped_in_time_and_its_number_stays_used(tmp_path: Path) -> None:
@@ -459,6 +443,30 @@ def test_a_silent_session_ends_and_heartbeats_keep_one(tmp_path: Path) -> None:
         assert status(client.queue.heartbeat, silent.split(":")[0]) == 410
 
 
+def test_the_longest_silent_model_gives_its_place_to_a_new_one(tmp_path: Path) -> None:
+    limits = ServiceLimits(models=2, silent_seconds=0.3)
+    with served(tmp_path, FakeEngine(most_models=2), limits=limits) as (client, engine):
+        without, silent, kept = client.queue.create_session(), client.model(), client.model()
+        session = kept.split(":")[0]
+        assert is_failure(client.call(create(session, 1)), "as many as this server has")
+        until(lambda: len(client.queue._ledger.silent(0.3)) == 3)
+        assert client.call(create(session, 2)).model_id == f"{session}:train:2"
+        assert {*engine.models()} == {kept, f"{session}:train:2"}
+        assert status(client.queue.heartbeat, silent.split(":")[0]) == 410
+        assert {*client.queue.sessions()} == {without, session}
+
+
+def test_the_longest_silent_session_gives_its_place_to_a_new_one(tmp_path: Path) -> None:
+    with served(tmp_path, start=False, limits=ServiceLimits(sessions=2, silent_seconds=0.3)) as (client, _):
+        silent, kept = client.queue.create_session(), client.queue.create_session()
+        assert status(client.queue.create_session) == 429
+        until(lambda: len(client.queue._ledger.silent(0.3)) == 2)
+        client.queue.heartbeat(kept)
+        new = client.queue.create_session()
+        assert client.queue.sessions() == [new, kept]
+        assert status(client.queue.heartbeat, silent) == 410
+
+
 def test_a_poll_keeps_a_session(tmp_path: Path) -> None:
     with served(tmp_path, limits=ServiceLimits(idle_seconds=1.0)) as (client, _):
         model = client.model()
@@ -487,8 +495,8 @@ def test_a_session_lists_its_models_and_samplers(client: Client) -> None:
     assert (info.row.user_metadata, info.row.display_name) == ({"who": "me"}, "mine")
     other = client.queue.create_session()
     assert client.queue.sessions() == [other, session]
-    assert status(client.queue.session, "nobody") == 404
-    assert status(client.queue.finish, "nobody") == 404
+    assert status(client.queue.session, "nobody") == 410
+    client.queue.finish("nobody")
 
 
 # ---------------------------------------------------------------------- a slow disk
@@ -523,7 +531,7 @@ def test_a_deletion_that_a_save_has_overtaken_deletes_what_it_saw_alone(tmp_path
     with served(tmp_path) as (client, _):
         model = client.model()
         path = client.call(save(model, 1, "a")).path
-        old = client.queue._ledger.checkpoints[model, "weights", "a"]
+        old = client.queue.checkpoint(path)
         client.call(save(model, 2, "a", overwrite=True))
         client.queue._ledger.journal.drop_checkpoint(old)
     with served(tmp_path) as (client, _):
@@ -564,7 +572,7 @@ def test_a_sampling_session_is_begun_once_a_number(client: Client, model: str) -
     assert status(begin, session, 1, path=None, base_model=None) == 400
     assert status(begin, session, 1, path=f"tinker://{model}/weights/none", base_model=None) == 404
     assert status(begin, session, 1, path="/etc/passwd", base_model=None) == 400
-    assert status(begin, "nobody", 1, path=path, base_model=None) == 404
+    assert status(begin, "nobody", 1, path=path, base_model=None) == 410
     assert status(client.queue.sampler, f"{session}:sample:1") == 404
 
 
@@ -680,6 +688,46 @@ def test_a_name_that_could_leave_the_folder_is_refused(tmp_path: Path, name: str
         path = f"tinker://{model}/weights/{name}"
         assert is_failure(client.call(load(model, 3, path)), "no path of a checkpoint")
         assert [*(tmp_path / "weights").iterdir()] == []
+
+
+def test_a_checkpoint_expires_and_its_time_can_be_changed(tmp_path: Path) -> None:
+    with served(tmp_path) as (client, _):
+        model = client.model()
+        paths = [client.call(save(model, seq, f"a{seq}", ttl=ttl)).path for seq, ttl in ((1, 1), (2, 1), (3, None))]
+        first, second, third = paths
+        assert client.queue.checkpoint(first).expires == pytest.approx(client.queue.checkpoint(first).created + 1)
+        client.queue.set_ttl(second, None)
+        client.queue.set_ttl(third, 3600)
+        until(lambda: len(client.queue.checkpoints()) == 2)
+        assert status(client.queue.set_ttl, first, 1) == 404
+        until(lambda: len([*(tmp_path / "weights").iterdir()]) == 2)
+        assert client.queue.checkpoint(second).expires is None
+        assert client.queue.checkpoint(third).expires == pytest.approx(time.time() + 3600, abs=60)
+        client.queue._journal.set_expiry(client.queue.checkpoint(third), 0.0)
+    with served(tmp_path) as (client, _):
+        until(lambda: [one.path for one in client.queue.checkpoints()] == [second])
+
+
+def test_an_expired_checkpoint_stays_while_a_load_waits_or_a_sampling_session_has_it(tmp_path: Path) -> None:
+    with served(tmp_path, start=False) as (client, _):
+        session = client.queue.create_session()
+        model = f"{session}:train:0"
+        for request in (create(session), save(model, 1, "a", ttl=3600), save_for_sampler(model, 2, "b", ttl=3600)):
+            client.post(request)
+        loading = client.post(load(model, 4, f"tinker://{model}/weights/a"))  # 3 is missing
+        client.queue.start()
+        client.outcome(f"{model}:2")
+        sampler = client.queue.create_sampling_session(
+            session, 0, path=f"tinker://{model}/sampler_weights/b", base_model=None
+        )
+        for row in client.queue.checkpoints():
+            client.queue._journal.set_expiry(row, 0.0)
+        client.queue._tidy()
+        assert len(client.queue.checkpoints()) == 2
+        client.post(optim_step(model, 3))
+        assert client.outcome(loading).path
+        until(lambda: client.queue.checkpoints() == [])
+        assert client.call(sample(sampler, 0)).sequences
 
 
 def test_a_snapshot_to_sample_from_has_no_optimiser_to_load(client: Client, engine: FakeEngine, model: str) -> None:

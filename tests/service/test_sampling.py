@@ -96,8 +96,8 @@ def noisy(monkeypatch: pytest.MonkeyPatch, *, size: float) -> None:
         logits, cache = prefill(self, prompts)
         return shaken(logits), cache
 
-    def noisy_score(self: Reader, prompts: Any) -> Any:
-        logprobs, logits = score(self, prompts)
+    def noisy_score(self: Reader, prompts: Any, tops: Any) -> Any:
+        logprobs, logits = score(self, prompts, tops)
         return logprobs, shaken(logits)
 
     monkeypatch.setattr(Reader, "prefill", noisy_prefill)
@@ -169,7 +169,7 @@ def test_rounding_of_this_machine_is_far_within_the_default() -> None:
             prompts = prompts_of(engine, count=12)
             batched = reader.prefill(prompts)[0].float()
             for prompt, logits in zip(prompts, batched, strict=True):
-                alone = reader.score([prompt])[1][0].float()
+                alone = reader.score([prompt], [0])[1][0].float()
                 seen.append(float((alone - logits).abs().max() / logits.abs().max()))
         assert max(seen) * least < default, (dtype, max(seen))
 
@@ -557,7 +557,8 @@ def test_training_on_does_not_change_a_snapshot_and_sampling_does_not_change_tra
     during = finish(sampler)["during"]
     assert tokens_of(during) == tokens_of(before)
     assert isinstance(during, SampleResult)
-    np.testing.assert_array_equal(during.prompt_logprobs, before.prompt_logprobs)
+    assert during.scores is not None and before.scores is not None
+    np.testing.assert_array_equal(during.scores.logprobs, before.scores.logprobs)
     assert any(p.requires_grad for p in engine.client("a").parameters)
     assert result is not None
 

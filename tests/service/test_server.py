@@ -6,12 +6,13 @@ import gc
 import io
 import os
 import socket
+import sqlite3
 import threading
 import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import uvicorn
 from PIL import Image
 
 from vlmpack.errors import ConfigError
-from vlmpack.service import Base, Service, ServiceLimits, ServiceSettings, bind
-from vlmpack.service.server import read_key
+from vlmpack.service import Base, Service, ServiceLimits, ServiceSettings, StateFolder, bind
+from vlmpack.service.server import make_key, read_key
 from vlmpack.testing import tiny_model, tiny_processor
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
@@ -58,10 +58,10 @@ def serving(folder: Path, limits: ServiceLimits) -> Iterator[Running]:
     model = tiny_model(processor=processor)
     model.save_pretrained(folder / "model")
     processor.save_pretrained(folder / "model")
-    base = Base(name=NAME, source=str(folder / "model"), model=model, processor=processor)
-    service = Service(base, ServiceSettings(state=folder / "state", key=KEY, limits=limits))
-    listening = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(service.app(), log_config=None, access_log=False, lifespan="on"))
+    base = Base(name=NAME, source=str(folder / "model"), model=model, processor=processor, tokenizer="a/tokenizer")
+    state = StateFolder(folder / "state", base_model=NAME)
+    service = Service(base, state, ServiceSettings(key=KEY, limits=limits))
+    listening, server = bind("127.0.0.1", 0), service.server()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     plain = tiny_model(processor=processor).eval()
@@ -154,6 +154,43 @@ def test_a_call_of_many_requests_is_one_sum(running: Running, model: Any) -> Non
     assert len(result.loss_fn_outputs) == 6
 
 
+def test_ratios_of_sequences_and_bounds_of_tokens_are_those_of_each_datum_alone(model: Any) -> None:
+    def datum(number: int) -> Any:
+        n = len(TEXT) + number
+        inputs = {name: tensor([value] * n, np.float32) for name, value in (("logprobs", -4.0), ("advantages", 1.0))}
+        inputs["target_tokens"] = tensor(range(9, 9 + n), np.int64)
+        extra = (
+            {"sequence_ratio_mask": [0.0, *[1.0] * (n - 1)]} if loss == "gspo" else {"clip_high_threshold": [2.0] * n}
+        )
+        inputs |= {name: tensor(values, np.float32) for name, values in extra.items()}
+        return types.Datum(model_input=types.ModelInput.from_ints([*TEXT, *range(number)]), loss_fn_inputs=inputs)
+
+    config = {"clip_low_threshold": 0.2, "clip_high_threshold": 3.0}
+    for loss in ("gspo", "ppo"):
+        data = [datum(number) for number in range(3)]
+        together = model.forward(data, loss, config).result(WAIT).metrics["loss:sum"]
+        alone = [model.forward([each], loss, config).result(WAIT).metrics["loss:sum"] for each in data]
+        assert together == pytest.approx(sum(alone), rel=1e-5) and abs(together) > 0.1
+
+
+def test_tokens_may_have_several_targets(model: Any, running: Running) -> None:
+    """As recipes of distillation send them: dense, and sparse where most are padding."""
+    rng = np.random.default_rng(0)
+    targets, weights = rng.integers(0, 300, (len(TEXT), 8)), rng.random((len(TEXT), 8)).astype(np.float32)
+    weights[1:, 1:] = targets[1:, 1:] = 0
+    with torch.no_grad():
+        logits = running.plain(input_ids=torch.tensor([TEXT])).logits[0].log_softmax(-1)
+    expected = logits.gather(1, torch.from_numpy(targets)).numpy() * (weights != 0)
+    for cast in (torch.from_numpy, np.asarray):
+        inputs = {"target_tokens": cast(targets), "weights": cast(weights)}
+        datum = types.Datum(model_input=types.ModelInput.from_ints(TEXT), loss_fn_inputs=inputs)
+        assert (datum.loss_fn_inputs["weights"].sparse_crow_indices is None) == (cast is np.asarray)
+        result = model.forward([text_datum(), datum], "cross_entropy").result(WAIT)
+        np.testing.assert_allclose(result.loss_fn_outputs[1]["logprobs"].to_numpy(), expected, atol=1e-4)
+        first = model.forward([text_datum()], "cross_entropy").result(WAIT).metrics["loss:sum"]
+        assert result.metrics["loss:sum"] - first == pytest.approx(-(expected * weights).sum(), rel=1e-4)
+
+
 def test_a_loss_of_the_client(model: Any) -> None:
     def loss(_: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         value = sum((entry**2).sum() for entry in logprobs)
@@ -162,23 +199,6 @@ def test_a_loss_of_the_client(model: Any) -> None:
     before = model.forward([text_datum()], "cross_entropy").result(WAIT).loss_fn_outputs[0]["logprobs"].to_numpy()
     result = model.forward_backward_custom([text_datum()], loss).result(WAIT)
     assert result.metrics["squares"] == pytest.approx(float((before**2).sum()), rel=1e-4)
-
-
-def test_saving_training_on_and_going_back(client: Any, model: Any) -> None:
-    datum = text_datum()
-    model.forward_backward([datum], "cross_entropy")
-    model.optim_step(types.AdamParams(learning_rate=1e-2)).result(WAIT)
-    saved = model.forward([datum], "cross_entropy").result(WAIT).metrics["loss:sum"]
-    path = model.save_state("here").result(WAIT).path
-    again = client.create_training_client_from_state_with_optimizer(path)
-    again = again if isinstance(again, tinker.TrainingClient) else again.result(WAIT)
-    assert again.forward([datum], "cross_entropy").result(WAIT).metrics["loss:sum"] == saved
-    after = []
-    for trained in (model, again):
-        trained.forward_backward([datum], "cross_entropy")
-        trained.optim_step(types.AdamParams(learning_rate=1e-2)).result(WAIT)
-        after.append(trained.forward([datum], "cross_entropy").result(WAIT).metrics["loss:sum"])
-    assert after[0] == after[1] < saved
 
 
 # ---------------------------------------------------------------------- sampling
@@ -191,46 +211,20 @@ def test_a_response_says_how_many_tokens_of_its_prompt_were_cached(client: Any) 
     assert hits == [0, 4]
 
 
-# ---------------------------------------------------------------------- many at once
-
-CLIENTS = 16
-
-
-def life(running: Running, number: int) -> list[list[int]]:
-    """One client: an adapter, two steps, samples of the snapshot, of every kind."""
-    client = tinker.ServiceClient(base_url=running.address, api_key=KEY)
-    model = client.create_lora_training_client(base_model=NAME, rank=2 + number % 3, seed=number).result(WAIT)
-    tokens, pictured = [40 + number, *TEXT], image_datum(running, png(seed=number))
-    for _ in range(2):
-        model.forward_backward([text_datum(tokens), pictured], "cross_entropy").result(WAIT)
-        model.optim_step(types.AdamParams(learning_rate=1e-2)).result(WAIT)
-    sampler = model.save_weights_and_get_sampling_client().result(WAIT)
-    prompts = [types.ModelInput.from_ints(tokens[:3]), pictured.model_input, types.ModelInput.from_ints(tokens)]
-    kinds = ({"temperature": 0.0}, {"top_k": 30, "seed": number}, {"top_p": 0.9, "seed": number})
-    params = [types.SamplingParams(**{"max_tokens": 10, "stop": [], "seed": 5, **kind}) for kind in kinds]
-    futures = [sampler.sample(prompt, 2, each) for prompt, each in zip(prompts, params, strict=True)]
-    found = [list(sequence.tokens) for future in futures for sequence in future.result(WAIT).sequences]
-    client.close("success").result(WAIT)
-    return found
-
-
-@pytest.mark.slow
-def test_sixteen_clients_at_once_get_what_each_gets_alone(tmp_path: Path) -> None:
-    """No token depends on who else is served; nobody waits for all the others."""
-    with serving(tmp_path / "many", ServiceLimits()) as running, ThreadPoolExecutor(CLIENTS) as pool:
-        began, ended = time.monotonic(), []
-
-        def timed(number: int) -> list[list[int]]:
-            found = life(running, number)
-            ended.append(time.monotonic() - began)
-            return found
-
-        together = list(pool.map(timed, range(CLIENTS)))
-    assert len({str(tokens) for tokens in together}) == CLIENTS
-    assert max(ended) <= 3 * sum(ended) / CLIENTS
-    with serving(tmp_path / "alone", ServiceLimits()) as running:
-        for number in (0, 5, 15):
-            assert life(running, number) == together[number], number
+def test_the_likeliest_tokens_of_a_prompt_and_scores_of_its_last_ones(client: Any, running: Running) -> None:
+    sampler = client.create_sampling_client(base_model=NAME).result(WAIT)
+    prompt, params = types.ModelInput.from_ints(TEXT), types.SamplingParams(max_tokens=1)
+    with torch.no_grad():
+        likeliest = running.plain(input_ids=torch.tensor([TEXT])).logits[0].log_softmax(-1).topk(3)
+    response = sampler.sample(prompt, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=3).result(WAIT)
+    assert response.topk_prompt_logprobs[0] is None
+    for at, entries in enumerate(response.topk_prompt_logprobs[1:]):
+        assert [token for token, _ in entries] == likeliest.indices[at].tolist()
+        assert [value for _, value in entries] == pytest.approx(likeliest.values[at].tolist(), abs=1e-4)
+    last = sampler.sample(prompt, 1, params, include_prompt_logprobs=True, prompt_logprobs_last_n=2).result(WAIT)
+    assert last.prompt_logprobs == [None] * (len(TEXT) - 2) + response.prompt_logprobs[-2:]
+    with pytest.raises(tinker.RequestFailedError, match=r"prompt_logprobs_last_n is 6; the prompt has 6 tokens"):
+        sampler.sample(prompt, 1, params, include_prompt_logprobs=True, prompt_logprobs_last_n=6).result(WAIT)
 
 
 # ---------------------------------------------------------------------- refusals
@@ -247,9 +241,9 @@ def test_a_bad_datum_is_named_and_leaves_nothing(running: Running, model: Any) -
 
 
 def test_an_operation_that_is_not_served_fails_by_name_and_the_model_goes_on(model: Any) -> None:
-    unserved = model.save_weights_external("x")
+    unserved = model.save_weights_external("x", age_encryption_recipients=["age1x"])
     after = model.forward([text_datum()], "cross_entropy")
-    with pytest.raises(tinker.RequestFailedError, match="checkpoints stay in the state folder") as failed:
+    with pytest.raises(tinker.RequestFailedError, match="encrypt what you download") as failed:
         unserved.result(WAIT)
     assert str(failed.value.category).endswith("user")
     assert after.result(WAIT).metrics["loss:sum"] > 0
@@ -288,6 +282,137 @@ def test_another_key(running: Running) -> None:
 # ---------------------------------------------------------------------- lists and pages
 
 
+def test_a_checkpoint_expires_unless_it_is_told_to_stay(client: Any, model: Any) -> None:
+    rest = client.create_rest_client()
+    path = model.save_state("brief", ttl_seconds=7200).result(WAIT).path
+    run = path.split("/")[2]
+
+    def listed() -> dict[str, Any]:
+        return {each.tinker_path: each.expires_at for each in rest.list_checkpoints(run).result(WAIT).checkpoints}
+
+    in_two_hours = listed()[path].timestamp() - time.time()
+    assert 7100 < in_two_hours <= 7200
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result(WAIT)
+    assert listed() == {path: None}
+    rest.set_checkpoint_ttl_from_tinker_path(path, 1).result(WAIT)
+    begin = time.monotonic()
+    while listed():
+        assert time.monotonic() < begin + 10
+        time.sleep(0.1)
+    with pytest.raises(tinker.RequestFailedError, match="has expired"):
+        model.load_state(path).result(WAIT)
+
+
+def test_rank_0_trains_all_weights(client: Any) -> None:
+    whole = client.create_lora_training_client(NAME, rank=0).result(WAIT)
+    info = whole.get_info()
+    assert (info.is_lora, info.model_data.tokenizer_id) == (False, "a/tokenizer")
+    before = whole.forward([text_datum()], "cross_entropy").result(WAIT).metrics["loss:sum"]
+    whole.forward_backward([text_datum()], "cross_entropy").result(WAIT)
+    whole.optim_step(types.AdamParams(learning_rate=1e-3)).result(WAIT)
+    assert whole.forward([text_datum()], "cross_entropy").result(WAIT).metrics["loss:sum"] < before
+    with pytest.raises(tinker.RequestFailedError, match="rank 0 trains all weights"):
+        client.create_lora_training_client(NAME, rank=0, train_mlp=False).result(WAIT)
+
+
+@pytest.mark.parametrize("rank", [4, 0])
+def test_weights_are_downloaded_as_peft_and_transformers_load_them(client: Any, tmp_path: Path, rank: int) -> None:
+    import httpx
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    model = client.create_lora_training_client(NAME, rank=rank, seed=1).result(WAIT)
+    model.forward_backward([text_datum()], "cross_entropy")
+    model.optim_step(types.AdamParams(learning_rate=1e-2)).result(WAIT)
+    logprobs = model.forward([text_datum()], "cross_entropy").result(WAIT).loss_fn_outputs[0]["logprobs"].to_numpy()
+    path = model.save_weights_external("out").result(WAIT).path
+    rest = client.create_rest_client()
+    signed = rest.get_external_weights_urls(path).result(WAIT)
+    assert signed.expires.timestamp() > time.time() + 3000
+    for name, url in signed.urls.items():
+        (tmp_path / name).write_bytes(httpx.get(url).content)
+    assert httpx.get(url[:-1]).status_code == httpx.get(url.replace("/downloads/", "/downloads/1")).status_code == 403
+    plain: Any = tiny_model(processor=tiny_processor(max_pixels=64 * 32 * 32)).eval()
+    if rank:
+        plain = PeftModel.from_pretrained(plain, tmp_path)
+    else:
+        plain = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        logits = plain(input_ids=torch.tensor([TEXT])).logits[0].log_softmax(-1)
+    targets = torch.tensor(text_datum().loss_fn_inputs["target_tokens"].data)
+    np.testing.assert_allclose(logits.gather(1, targets[:, None])[:, 0].numpy(), logprobs, atol=1e-4)
+    with pytest.raises(tinker.RequestFailedError, match="is to be downloaded"):
+        model.load_state(path).result(WAIT)
+    rest.delete_checkpoint_from_tinker_path(path).result(WAIT)
+    begin = time.monotonic()
+    while httpx.get(url).status_code == 200:
+        assert time.monotonic() < begin + 10
+        time.sleep(0.1)
+
+
+# ---------------------------------------------------------------------- connections
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Return whether the other side has closed a connection, in time."""
+    connection.settimeout(5.0)
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_connections_that_send_nothing_or_slowly_are_closed_and_make_room(tmp_path: Path) -> None:
+    import httpx
+
+    limits = ServiceLimits(connections=8, header_seconds=0.5)
+    with serving(tmp_path, limits) as running, ExitStack() as stack:
+        port = int(running.address.rpartition(":")[2])
+
+        def connect(sent: bytes = b"") -> socket.socket:
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            connection.sendall(sent)
+            return connection
+
+        crowd = [connect() for _ in range(20)]
+        assert httpx.get(f"{running.address}/healthz").json() == {"status": "ok"}
+        assert is_closed(crowd[0])
+        header = connect(b"GET /healthz HTTP/1.1\r\nHost: a\r\n")
+        body = connect(b"POST /api/v1/telemetry HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
+        assert all(is_closed(each) for each in (header, body, crowd[-1]))
+
+
+def test_a_disk_that_is_slow_for_many_requests_stops_no_answer_that_needs_none(tmp_path: Path) -> None:
+    """Another process writes to the journal, while more requests wait for it than there are threads."""
+    import httpx
+
+    with serving(tmp_path, ServiceLimits()) as running, ThreadPoolExecutor(60) as pool:
+        http = httpx.Client(base_url=f"{running.address}/api/v1", headers={"X-API-Key": KEY}, timeout=WAIT)
+        session = http.post("create_session", json={"tags": [], "sdk_version": "0.38.0"}).json()["session_id"]
+        with closing(sqlite3.connect(tmp_path / "state" / "journal.sqlite3", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            body = {"session_id": session, "base_model": NAME}
+            posted = [
+                pool.submit(http.post, "create_sampling_session", json={**body, "sampling_session_seq_id": number})
+                for number in range(60)
+            ]
+            time.sleep(0.5)
+            answers = [
+                http.get("healthz", timeout=5.0),
+                http.post("session_heartbeat", json={"session_id": session}, timeout=5.0),
+                http.post("retrieve_future", json={"request_id": f"{session}:train:0:0"}, timeout=5.0),
+            ]
+            assert not any(each.done() for each in posted)
+            other.execute("ROLLBACK")
+        assert [each.status_code for each in answers] == [200, 200, 200]
+        assert {each.result(WAIT).status_code for each in posted} == {200}
+        http.close()
+
+
 def test_what_the_client_lists(client: Any, model: Any) -> None:
     path = model.save_state("listed", ttl_seconds=None).result(WAIT).path
     rest = client.create_rest_client()
@@ -322,11 +447,15 @@ def test_pages_without_a_key(running: Running) -> None:
 
     page = httpx.get(running.address)
     assert page.status_code == 200
-    assert NAME in page.text and "<svg" in page.text
+    assert NAME in page.text
     assert "<script" not in page.text and "http://" not in page.text.replace(running.address, "")
     metrics = httpx.get(f"{running.address}/metrics").text
     assert "vlmpack_trained_tokens_total" in metrics
-    assert "vlmpack_fill_ratio" in metrics
+    assert "vlmpack_computed_tokens_total" in metrics and "\nvlmpack_up 1\n" in metrics
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running.service.state.journal, "_failed", (time.monotonic(), "the disk is full: make room"))
+        assert "\nvlmpack_up 0\n" in httpx.get(f"{running.address}/metrics").text
+        assert "the disk is full: make room" in httpx.get(running.address).text
 
 
 def test_a_port_that_is_taken() -> None:
@@ -338,7 +467,8 @@ def test_a_port_that_is_taken() -> None:
 
 
 def test_the_key_file_is_for_its_owner_alone(tmp_path: Path) -> None:
-    key = read_key(tmp_path / "new" / "key")
+    assert read_key(tmp_path / "new" / "key") is None
+    key = make_key(tmp_path / "new" / "key")
     assert key.startswith("tml-") and len(key) > 40
     assert read_key(tmp_path / "new" / "key") == key
     assert (tmp_path / "new" / "key").stat().st_mode & 0o077 == 0

@@ -122,7 +122,8 @@ class FakeLLM:
         number = 0 if adapter is None else adapter.lora_int_id
         of_prompt = None
         if params.prompt_logprobs is not None:
-            of_prompt = [None] + [self._entry(ids[:i], ids[i], number) for i in range(1, len(ids))]
+            k = params.prompt_logprobs
+            of_prompt = [None] + [self._entry(ids[:i], ids[i], number, k) for i in range(1, len(ids))]
         return FakeOutput(ids, of_prompt, [self._completion(ids, params, number)], self.cached)
 
     def _completion(self, ids: list[int], params: FakeParams, adapter: int) -> FakeCompletion:
@@ -147,8 +148,10 @@ class FakeLLM:
         return FakeCompletion(tokens, entries if params.logprobs is not None else None, reason)
 
     @staticmethod
-    def _entry(before: Sequence[int], token: int, adapter: int) -> dict[int, FakeLogprob]:
+    def _entry(before: Sequence[int], token: int, adapter: int, k: int = 0) -> dict[int, FakeLogprob]:
         logprobs = logprobs_of(distribution(before, adapter))
+        if k:
+            return {int(each): FakeLogprob(float(logprobs[each])) for each in (token, *np.argsort(logprobs)[-k:])}
         return {int(logprobs.argmax()): FakeLogprob(9.9), token: FakeLogprob(float(logprobs[token]))}
 
 
@@ -189,7 +192,7 @@ PICTURE: tuple[Chunk, ...] = (text(20), ImageChunk(data=png(64, 96), format="png
 
 
 def sample(
-    chunks: tuple[Chunk, ...] = PROMPT, *, num_samples: int = 1, logprobs: bool = False, **params: Any
+    chunks: tuple[Chunk, ...] = PROMPT, *, num_samples: int = 1, logprobs: bool = False, top: int = 0, **params: Any
 ) -> Sample:
     settings = SamplingParams(**{"max_tokens": 6, "seed": 3, "stop_tokens": (), **params})
     return Sample(
@@ -199,6 +202,7 @@ def sample(
         num_samples=num_samples,
         params=settings,
         prompt_logprobs=logprobs,
+        topk_prompt_logprobs=top,
     )
 
 
@@ -272,10 +276,15 @@ def test_log_probabilities_are_of_the_tokens_by_the_whole_distribution(engine: E
     (sequence,) = result.sequences
     whole = [*ids, *sequence.tokens.tolist()]
     expected = [logprobs_of(distribution(whole[:i], 0))[whole[i]] for i in range(1, len(whole))]
-    assert result.prompt_logprobs is not None
-    assert np.isnan(result.prompt_logprobs[0])
-    seen = np.concatenate((result.prompt_logprobs[1:], sequence.logprobs))
+    assert result.scores is not None
+    assert np.isnan(result.scores.logprobs[0])
+    seen = np.concatenate((result.scores.logprobs[1:], sequence.logprobs))
     np.testing.assert_allclose(seen, expected, rtol=1e-6)
+    top = run(sampler_of(engine), engine, {"a": sample(PICTURE, top=3)})["a"].scores
+    for at in range(1, len(ids)):
+        logprobs = logprobs_of(distribution(ids[:at], 0))
+        np.testing.assert_allclose(top.top_logprobs[at], np.sort(logprobs)[:-4:-1], rtol=1e-6)
+        np.testing.assert_allclose(logprobs[top.top_ids[at]], top.top_logprobs[at], rtol=1e-6)
     assert sequence.tokens.dtype == np.int32
     assert sequence.stop_reason == "length"
 

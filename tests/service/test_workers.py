@@ -1,15 +1,19 @@
-"""`vlmpack serve` on two ranks, started by itself and by torchrun: equal to one process, and none outlives another."""
+"""`vlmpack serve` killed again and again, and on two ranks: equal to one process that is left alone."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
 ROWS = ("--row-tokens", "40")
 """So that a batch is several rows: each rank has some."""
 GONE_WITHIN = 30.0
+KILLS = 5
 OPTIONS = {"one": (), "workers": ("--workers", "2"), "sharded": ("--workers", "2", "--shard")}
 
 
@@ -93,6 +98,27 @@ def check_equal(server: Server, expected: dict[str, Any], tensors: dict[str, np.
         np.testing.assert_allclose(tensor, tensors[name], rtol=1e-4, atol=close, err_msg=name)
 
 
+def has_model(server: Server) -> bool:
+    with closing(sqlite3.connect(f"file:{server.state}/journal.sqlite3?mode=ro", uri=True)) as journal:
+        return journal.execute("SELECT count(*) FROM models").fetchone()[0] > 0
+
+
+def test_a_server_that_is_killed_again_and_again_loses_nothing_and_does_nothing_twice(
+    tmp_path: Path, alone: Any
+) -> None:
+    with serving(tmp_path / "killed", "one") as server, ThreadPoolExecutor(1) as pool:
+        trains, draw, kills = pool.submit(check_equal, server, *alone), random.Random(5), 0
+        until(lambda: has_model(server), 60.0, server.printed)  # the client tries to create one only so often
+        for _ in range(KILLS):
+            time.sleep(draw.uniform(0.2, 3.0))
+            if not trains.done():
+                server.kill()
+                server.start()
+                kills += 1
+        trains.result()
+        assert kills >= KILLS / 2
+
+
 def test_two_ranks_are_one_service(tmp_path: Path, alone: Any) -> None:
     """Equal results and checkpoints; SIGTERM to rank 0 ends all with status 0."""
     with serving(tmp_path / "two", "sharded") as server:
@@ -126,4 +152,4 @@ def test_rank_0_that_cannot_serve_leaves_no_process(tmp_path: Path) -> None:
     assert ended.returncode != 0
     assert "cannot be served" in ended.stderr
     assert "Traceback" not in ended.stderr
-    assert (tmp_path / "state").is_dir()
+    assert not (tmp_path / "state").exists()

@@ -21,7 +21,7 @@ from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.interop.seqpacker import RowCollator, pack_dataset
 from vlmpack.model import enable_packing
 from vlmpack.model.engine import packing_state
-from vlmpack.store import PackedDataset, StoreSettings, write_rows
+from vlmpack.rows import PackedDataset, StoreSettings, write_rows
 from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer, check_trainer, loss_metrics
 from vlmpack.trainer.check import OF_TRL

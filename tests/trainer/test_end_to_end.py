@@ -16,9 +16,9 @@ from transformers import Trainer
 from vlmpack.collate import SkipLimit, VLMCollator
 from vlmpack.data import to_conversation
 from vlmpack.families.registry import FAMILIES as DESCRIPTORS
+from vlmpack.lengths import measure_lengths
 from vlmpack.model import enable_packing
 from vlmpack.plan import plan_bins
-from vlmpack.store import measure_lengths
 from vlmpack.testing import SyntheticReceipts, tiny_model, tiny_processor
 from vlmpack.trainer import PackedTrainer, check_trainer, loss_metrics
 

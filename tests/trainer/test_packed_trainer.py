@@ -14,10 +14,11 @@ from transformers import Trainer
 
 from vlmpack.collate import SharePrefixes, VLMCollator
 from vlmpack.errors import ConfigError, SkippedWarning, UnpackedWarning
+from vlmpack.lengths import measure_lengths
 from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.model import disable_packing, enable_packing
 from vlmpack.plan import LengthTable, PrefixGroups, plan_bins
-from vlmpack.store import PackedDataset, StoreSettings, measure_lengths, write_rows
+from vlmpack.rows import PackedDataset, StoreSettings, write_rows
 from vlmpack.testing import tiny_model, tiny_processor
 from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
 from vlmpack.trainer.evaluation import EvaluationRows, check_sharing

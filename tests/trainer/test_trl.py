@@ -39,10 +39,10 @@ from vlmpack.data import mix_datasets, open_dataset
 from vlmpack.errors import ConfigError, UnpackedWarning
 from vlmpack.families import family_of
 from vlmpack.interop.seqpacker import RowCollator, pack_dataset
+from vlmpack.lengths import measure_lengths
 from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.model import StepConfig, enable_packing, is_packing, plain
 from vlmpack.plan import plan_bins
-from vlmpack.store import measure_lengths
 from vlmpack.testing import tiny_model, tiny_processor
 from vlmpack.trainer import PackedGRPOTrainer, check_trainer, evaluate, loss_metrics
 from vlmpack.trainer.trl import PackedDPOTrainer, PackedSFTTrainer

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.columns import Columns
@@ -18,32 +17,38 @@ from rich.table import Table
 from rich.text import Text
 
 from vlmpack.cli import options
-from vlmpack.cli.inputs import Inputs, measure, mix_lines, mix_numbers, open_inputs
+from vlmpack.cli.inputs import Inputs, measure, mix_lines, mix_numbers, open_inputs, print_refused
 from vlmpack.cli.options import DataOptions, of_rows
 from vlmpack.cli.pack import print_store, store_numbers
 from vlmpack.errors import ConfigError, check_extra
 from vlmpack.files import write_text
-from vlmpack.terminal import make_table, number_columns, print_table, print_text, sample_name, text_column
+from vlmpack.terminal import make_table, number_columns, print_table, print_text, text_column
 
 if TYPE_CHECKING:
     import numpy as np
 
     from vlmpack.collate.encoded import Encoded
     from vlmpack.layout.prefix_tree import PrefixTree
-    from vlmpack.plan.length_table import LengthTable, Summary
-    from vlmpack.plan.simulation import PaddedRecipe, Padding, Simulation
+    from vlmpack.plan.length_table import LengthTable
+    from vlmpack.plan.simulation import PaddedRecipe, Simulation
 
+WORDS = {
+    "tokens": "tokens",
+    "text": "text tokens",
+    "image": "image tokens",
+    "video": "video tokens",
+    "targets": "tokens trained on",
+    "patches": "vision patches",
+}
+"""What is measured of a sample, as tables say it."""
 HISTOGRAMS = ("tokens", "text", "image", "video")
-"""Columns that are drawn as histograms."""
-LISTED = 5
-"""Refused samples that are printed with their details."""
+"""What is drawn as histograms."""
+PADDED = {"to_longest": "padding to the longest in the batch", "to_max": "padding to the longest of all"}
 BAR = 20
 """Characters of the longest bar of a histogram."""
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 MIN_SHARED = 64
 """Tokens of the shortest shared prefix, unless --min-shared is given."""
-UNITS = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"))
-"""Of large counts, so that tables fit 80 columns."""
 
 
 @options.with_options(DataOptions)
@@ -74,12 +79,12 @@ def analyze(
     if out is not None:
         check_extra("plots", "matplotlib", needed_by="`vlmpack analyze --out`")
 
+    from vlmpack.lengths import why_no_marks
     from vlmpack.plan.simulation import CAPACITIES, PaddedRecipe
-    from vlmpack.store.content import why_no_marks
-    from vlmpack.store.manifest import is_store
+    from vlmpack.rows import is_packed
 
     console = Console(quiet=as_json)
-    if is_store(Path(data.dataset).expanduser()):
+    if is_packed(Path(data.dataset).expanduser()):
         _analyze_store(data, rows, console, as_json=as_json)
         return
     recipe = PaddedRecipe(world_size=world_size, per_device_batch=per_device_batch)
@@ -91,172 +96,112 @@ def analyze(
     without = why_no_marks(inputs.collator) if data.min_shared is None else None
     min_shared = None if without or data.min_shared == 0 else data.min_shared or MIN_SHARED
     table = measure(inputs, data, quiet=quiet, min_shared=min_shared)
-    analysis = Analysis(
-        source=data.title, table=table, recipe=recipe, capacities=tuple(capacity or CAPACITIES), strategy=data.strategy,
-        max_patches=data.max_patches, min_shared=min_shared, mix=mix_numbers(inputs.dataset),
-    )  # fmt: skip
-    drawn = _planned_rows(inputs, analysis, rows, min_shared=data.min_shared)
-    print_analysis(analysis, console)
+    capacities, settings = tuple(capacity or CAPACITIES), {"strategy": data.strategy, "max_patches": data.max_patches}
+    numbers = analysis_of(
+        table, recipe, capacities, source=data.title, mix=mix_numbers(inputs.dataset), min_shared=min_shared, **settings
+    )
+    numbers["rows"] = _planned_rows(inputs, data, table, capacities[0], rows)
+    print_analysis(numbers, table, console)
     if without:
         console.print()
         print_text(console, Text(f"Shared prefixes were not looked for: {without}."))
-    print_rows(drawn, console)
-    numbers = {**analysis.to_dict(), "rows": drawn}
-    for path in _save(analysis, numbers, out) if out is not None else ():
-        console.print(f"written: {path}", highlight=False, markup=False)
+    print_rows(numbers["rows"], console)
+    if out is not None:
+        files = [out / "analysis.json"]
+        write_text(files[0], json.dumps(numbers, indent=2) + "\n")
+        if len(table):
+            from vlmpack.plots import plot_lengths, save
+
+            drawn = {name: values for name, values in columns_of(table).items() if name in HISTOGRAMS}
+            files += [save(plot_lengths(drawn, capacities=capacities, title=data.title), out / "lengths.png")]
+        for path in files:
+            console.print(f"written: {path}", highlight=False, markup=False)
     if as_json:
         typer.echo(json.dumps(numbers, indent=2))
     raise typer.Exit(0 if len(table) else 1)
 
 
-def _save(analysis: Analysis, numbers: dict[str, Any], folder: Path) -> list[Path]:
-    """Write the numbers, and the picture if there are samples."""
-    file = folder / "analysis.json"
-    write_text(file, json.dumps(numbers, indent=2) + "\n")
-    if not len(analysis.table):
-        return [file]
-    from vlmpack.plots import plot_lengths, save
-
-    figure = plot_lengths(analysis.histograms, capacities=analysis.capacities, title=analysis.source)
-    return [file, save(figure, folder / "lengths.png")]
-
-
 # ---------------------------------------------------------------------- numbers
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Analysis:
-    """The result of `vlmpack analyze`."""
+def analysis_of(
+    table: LengthTable,
+    recipe: PaddedRecipe,
+    capacities: Sequence[int],
+    *,
+    source: str,
+    mix: dict[str, Any] | None = None,
+    min_shared: int | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Return every number, for JSON and the tables.
 
-    source: str
-    """The data set."""
-    table: LengthTable
-    """Its samples."""
-    recipe: PaddedRecipe
-    """Training without packing: its samples per update are kept."""
-    capacities: tuple[int, ...]
-    """Of rows, in tokens; each is simulated."""
-    strategy: str = "exact_fill"
-    """Placement of samples, see `plan_bins`."""
-    max_patches: int | None = None
-    """Most patches of the vision tower in a row; None: no limit."""
-    min_shared: int | None = None
-    """Tokens of the shortest prefix that counts as shared; None: shared prefixes were not looked for."""
-    mix: dict[str, Any] | None = None
-    """Counts of each data set of a mix; None: there is one data set."""
+    Args:
+        table: lengths of the samples.
+        recipe: training without packing, whose samples an update are kept.
+        capacities: of rows, in tokens; each is simulated.
+        source: the data set.
+        mix: counts of each data set of a mix; None: there is one data set.
+        min_shared: tokens of the shortest prefix that counts as shared; None: shared prefixes were not looked for.
+        settings: further ones of `simulate`.
+    """
+    from vlmpack.plan.length_table import summary
+    from vlmpack.plan.simulation import simulate
 
-    @cached_property
-    def simulations(self) -> tuple[Simulation, ...]:
-        """The table packed, once for each capacity; none without samples."""
-        return self._simulated(share_prefixes=False)
-
-    @cached_property
-    def shared(self) -> tuple[Simulation, ...]:
-        """The same with each shared prefix computed once a row; none where there is nothing to share."""
-        return self._simulated(share_prefixes=True) if self.table.groups is not None and len(self.table.groups) else ()
-
-    def _simulated(self, *, share_prefixes: bool) -> tuple[Simulation, ...]:
-        from vlmpack.plan.simulation import simulate
-
-        return tuple(
-            simulate(
-                self.table, capacity, recipe=self.recipe, strategy=self.strategy, max_patches=self.max_patches,
-                share_prefixes=share_prefixes,
-            )
-            for capacity in (self.capacities if len(self.table) else ())
-        )  # fmt: skip
-
-    @property
-    def sharing_samples(self) -> int:
-        """Samples that share a prefix with others."""
-        return 0 if self.table.groups is None else int((self.table.groups.of_samples >= 0).sum())
-
-    @property
-    def columns(self) -> dict[str, np.ndarray]:
-        """int64 [N] each: tokens, and every other column that is not zero throughout."""
-        table = self.table
-        columns = {
-            "tokens": table.tokens,
-            "text": table.text_tokens,
-            "image": table.image_tokens,
-            "video": table.video_tokens,
-            "targets": table.targets,
-            "patches": table.patches,
+    capacities = capacities if len(table) else ()
+    packed = [simulate(table, capacity, recipe=recipe, **settings) for capacity in capacities]
+    paddings = {"to_longest": recipe.padding(table.tokens), "to_max": recipe.padding(table.tokens, to="max")}
+    shared_prefixes = None
+    if min_shared is not None and table.groups is not None and len(table):
+        shared = capacities if len(table.groups) else ()
+        shared = [simulate(table, each, recipe=recipe, share_prefixes=True, **settings) for each in shared]
+        shared_prefixes = {
+            "min_shared": min_shared,
+            "groups": len(table.groups),
+            "samples": int((table.groups.of_samples >= 0).sum()),
+            "packed": [_savings(plain, with_trees) for plain, with_trees in zip(packed, shared, strict=False)],
         }
-        return {name: values for name, values in columns.items() if name == "tokens" or values.any()}
-
-    @property
-    def histograms(self) -> dict[str, np.ndarray]:
-        """The columns for histograms."""
-        return {name: values for name, values in self.columns.items() if name in HISTOGRAMS}
-
-    @property
-    def summaries(self) -> dict[str, Summary]:
-        """Mean, percentiles and total of each column."""
-        from vlmpack.plan.length_table import summary
-
-        return {name: summary(values) for name, values in self.columns.items()}
-
-    @property
-    def paddings(self) -> dict[str, Padding]:
-        """Batches of neighboring samples, padded to the longest of the batch, or of all samples."""
-        tokens = self.table.tokens
-        return {"to_longest": self.recipe.padding(tokens), "to_max": self.recipe.padding(tokens, to="max")}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return every number, for JSON."""
-        table, recipe = self.table, self.recipe
-        return {
-            "source": self.source,
-            "mix": self.mix,
-            "samples": len(table),
-            "refused": {
-                "samples": len(table.refused),
-                "reasons": table.reasons,
-                "listed": [asdict(refused) for refused in table.refused],
-            },
-            "images": int(table.images.sum()),
-            "videos": int(table.videos.sum()),
-            "columns": {name: asdict(summary) for name, summary in self.summaries.items()},
-            "padded": {
-                **asdict(recipe),
-                "samples_per_update": recipe.samples_per_update,
-                "updates": recipe.updates(len(table)),
-                **{name: {**asdict(padding), "waste": padding.waste} for name, padding in self.paddings.items()},
-            },
-            "packed": [{**each.to_dict(), "explained": each.explain()} for each in self.simulations],
-            "shared_prefixes": self._shared_numbers(),
-        }
-
-    def _shared_numbers(self) -> dict[str, Any] | None:
-        if self.min_shared is None or self.table.groups is None or not len(self.table):
-            return None
-        packed = [
-            {
-                "capacity": plain.capacity,
-                "plain": dict(_counts(plain)),
-                "shared": dict(_counts(shared)),
-                "saved": {name: share for name, _, _, share in _savings(plain, shared)},
-            }
-            for plain, shared in zip(self.simulations, self.shared, strict=False)
-        ]
-        groups = {"groups": len(self.table.groups), "samples": self.sharing_samples}
-        return {"min_shared": self.min_shared, **groups, "packed": packed}
+    return {
+        "source": source,
+        "mix": mix,
+        "samples": len(table),
+        "refused": {
+            "samples": len(table.refused),
+            "reasons": table.reasons,
+            "listed": [asdict(refused) for refused in table.refused],
+        },
+        "images": int(table.images.sum()),
+        "videos": int(table.videos.sum()),
+        "columns": {name: asdict(summary(values)) for name, values in columns_of(table).items()},
+        "padded": {
+            **asdict(recipe),
+            "samples_per_update": recipe.samples_per_update,
+            "updates": recipe.updates(len(table)),
+            **{name: {**asdict(padding), "waste": padding.waste} for name, padding in paddings.items()},
+        },
+        "packed": [{**each.to_dict(), "explained": each.explain()} for each in packed],
+        "shared_prefixes": shared_prefixes,
+    }
 
 
-def _counts(simulation: Simulation) -> Iterator[tuple[str, int]]:
-    """Yield (name, count) of what an epoch computes."""
-    yield "rows", simulation.rows
-    assert simulation.computed is not None, "simulate counts it"
-    yield from asdict(simulation.computed).items()
+def columns_of(table: LengthTable) -> dict[str, np.ndarray]:
+    """Return int64 [N] each: tokens, and every other column that is not zero throughout."""
+    measured = {
+        "tokens": table.tokens,
+        "text": table.text_tokens,
+        "image": table.image_tokens,
+        "video": table.video_tokens,
+        "targets": table.targets,
+        "patches": table.patches,
+    }
+    return {name: values for name, values in measured.items() if name == "tokens" or values.any()}
 
 
-def _savings(plain: Simulation, shared: Simulation) -> Iterator[tuple[str, int, int, float]]:
-    """Yield (name, without sharing, with it, the part that is saved) of everything that is not 0."""
-    for (name, before), (_, after) in zip(_counts(plain), _counts(shared), strict=True):
-        if before:
-            yield name, before, after, 1 - after / before
+def _savings(plain: Simulation, shared: Simulation) -> dict[str, Any]:
+    """Return what an epoch computes without sharing and with it, and the part that is saved of all that is not 0."""
+    before, after = ({"rows": each.rows, **each.to_dict()["computed"]} for each in (plain, shared))
+    saved = {name: 1 - after[name] / count for name, count in before.items() if count}
+    return {"capacity": plain.capacity, "plain": before, "shared": after, "saved": saved}
 
 
 # ---------------------------------------------------------------------- rows
@@ -268,7 +213,7 @@ def _analyze_store(data: DataOptions, rows: int, console: Console, *, as_json: b
     Raises:
         ConfigError: the folder is damaged, or options by which rows would be planned are given.
     """
-    from vlmpack.store.read import PackedDataset
+    from vlmpack.rows import PackedDataset
 
     given = [field.name for field in fields(data)[2:] if getattr(data, field.name) != field.default]
     if given:
@@ -284,23 +229,24 @@ def _analyze_store(data: DataOptions, rows: int, console: Console, *, as_json: b
         typer.echo(json.dumps({**store_numbers(folder, dataset.manifest), "rows": drawn}, indent=2))
 
 
-def _planned_rows(inputs: Inputs, analysis: Analysis, rows: int, *, min_shared: int | None) -> list[dict[str, Any]]:
+def _planned_rows(
+    inputs: Inputs, data: DataOptions, table: LengthTable, capacity: int, rows: int
+) -> list[dict[str, Any]]:
     """Plan rows as `vlmpack pack` does, and describe the first of them."""
+    from vlmpack.lengths import tree_of
     from vlmpack.plan.planner import plan_bins
-    from vlmpack.store.content import tree_of
 
-    table = analysis.table
     if not rows or not len(table):
         return []
     plan = plan_bins(
-        table, analysis.capacities[0], strategy=analysis.strategy, oversize="drop",
-        budgets=table.budgets(patches=analysis.max_patches), groups=table.groups if min_shared else None,
+        table, capacity, strategy=data.strategy, oversize="drop",
+        budgets=table.budgets(patches=data.max_patches), groups=table.groups if data.min_shared else None,
     )  # fmt: skip
     found = []
     for row, ids in enumerate(plan.bins[:rows]):
         samples = [inputs.collator.measure(inputs.dataset[at], at) for at in ids]
         limits = inputs.collator.limits
-        tree = tree_of(samples, limits=limits, min_shared=min_shared) if min_shared else None
+        tree = tree_of(samples, limits=limits, min_shared=data.min_shared) if data.min_shared else None
         found.append(row_numbers(row, samples, tree))
     return found
 
@@ -359,25 +305,32 @@ def print_rows(rows: Iterable[dict[str, Any]], console: Console) -> None:
 # ---------------------------------------------------------------------- tables
 
 
-def print_analysis(analysis: Analysis, console: Console) -> None:
+def print_analysis(numbers: Mapping[str, Any], table: LengthTable, console: Console) -> None:
     """Print tables, histograms and recipes."""
-    console.print(_head(analysis), soft_wrap=not console.is_terminal)
-    for line in mix_lines(analysis.mix):
+    counts = {"samples": len(table), "tokens": int(table.tokens.sum()), "images": numbers["images"]}
+    counts = {**counts, "videos": numbers["videos"]}.items()
+    head = ", ".join(f"{count:,} {name}" for name, count in counts if count or name in ("samples", "tokens"))
+    console.print(f"[bold]{escape(numbers['source'])}[/]: {head}\n", soft_wrap=not console.is_terminal)
+    for line in mix_lines(numbers["mix"]):
         print_text(console, Text(line), indent=2)
-    _print_refused(analysis.table, console)
-    if not len(analysis.table):
+    print_refused(table, console)
+    if not len(table):
         return
-    print_table(console, _summaries(analysis))
+    lengths = make_table("in a sample", *number_columns("mean", "median", "95 % below", "99 % below", "most", "sum"))
+    for name, of in numbers["columns"].items():
+        lengths.add_row(WORDS[name], *(f"{of[key]:,.0f}" for key in ("mean", "median", "p95", "p99", "max", "total")))
+    print_table(console, lengths)
     ascii_only = console.options.ascii_only
-    bars = (histogram_bars(name, values, ascii_only=ascii_only) for name, values in analysis.histograms.items())
+    drawn = {name: values for name, values in columns_of(table).items() if name in HISTOGRAMS}
+    bars = (histogram_bars(WORDS[name], values, ascii_only=ascii_only) for name, values in drawn.items())
     console.print(Columns(bars, padding=(0, 4)))
-    print_table(console, _layouts(analysis))
-    for simulation in analysis.simulations:
-        console.print(f"[bold]Rows of {simulation.capacity:,} tokens[/]", highlight=False)
-        for sentence in simulation.explain():
+    print_table(console, _layouts(numbers["padded"], numbers["packed"], len(table)))
+    for packed in numbers["packed"]:
+        console.print(f"[bold]Rows of {packed['capacity']:,} tokens[/]", highlight=False)
+        for sentence in packed["explained"]:
             print_text(console, Text(sentence), indent=2)
-    if analysis.min_shared is not None and analysis.table.groups is not None:
-        _print_savings(analysis, analysis.min_shared, console)
+    if numbers["shared_prefixes"] is not None:
+        _print_savings(numbers["shared_prefixes"], console)
 
 
 def histogram_bars(name: str, values: np.ndarray, *, ascii_only: bool = False) -> Group:
@@ -395,101 +348,48 @@ def histogram_bars(name: str, values: np.ndarray, *, ascii_only: bool = False) -
     digits = len(f"{bins[-1].start:,}") if bins else 0
     lines = [Text(name, style="bold")]
     for each in bins:
+        eighths = max(round(each.count / most * BAR * 8), 1 if each.count else 0)
+        blocks = EIGHTHS[8] * (eighths // 8) + EIGHTHS[eighths % 8].strip()
         line = Text(f"{each.start:>{digits},}{' ' if each.stop else '+'} ", no_wrap=True)
-        line.append(f"{_bar(each.count / most, ascii_only=ascii_only):<{BAR}}", style="cyan")
+        line.append(f"{'#' * -(-eighths // 8) if ascii_only else blocks:<{BAR}}", style="cyan")
         lines.append(line.append(f" {each.count:,}"))
     return Group(*lines, Text())
 
 
-def _bar(part: float, *, ascii_only: bool) -> str:
-    """Draw 0 to 1 in blocks; a part above 0 has an eighth of a block at least."""
-    eighths = max(round(part * BAR * 8), 1 if part else 0)
-    if ascii_only:
-        return "#" * -(-eighths // 8)
-    return EIGHTHS[8] * (eighths // 8) + EIGHTHS[eighths % 8].strip()
-
-
-def _head(analysis: Analysis) -> str:
-    table = analysis.table
-    media = {"images": table.images.sum(), "videos": table.videos.sum()}
-    counts = [f"{len(table):,} samples", f"{table.tokens.sum():,} tokens"]
-    counts += [f"{count:,} {name}" for name, count in media.items() if count]
-    return f"[bold]{escape(analysis.source)}[/]: {', '.join(counts)}\n"
-
-
-def _print_refused(table: LengthTable, console: Console) -> None:
-    if not table.refused:
-        return
-    reasons = ", ".join(f"{reason} {count:,}" for reason, count in table.reasons.items())
-    count = f"{len(table.refused):,} of {table.measured:,}"
-    console.print(f"[yellow]{count} samples cannot be used[/]: {escape(reasons)}", highlight=False)
-    for each in table.refused[:LISTED]:
-        line = f"{sample_name(each.index, each.sample_id)}: {each.reason}: {each.detail}"
-        print_text(console, Text(line), indent=2)
-    more = len(table.refused) - LISTED
-    console.print(f"  and {more:,} more (--out writes them all)\n" if more > 0 else "", highlight=False)
-
-
-def _summaries(analysis: Analysis) -> Table:
-    table = make_table("a sample", *number_columns("mean", "median", "p95", "p99", "max", "in all"))
-    for name, of in analysis.summaries.items():
-        table.add_row(name, *(f"{n:,.0f}" for n in (of.mean, of.median, of.p95, of.p99, of.max, of.total)))
-    return table
-
-
-def _layouts(analysis: Analysis) -> Table:
+def _layouts(padded: Mapping[str, Any], packed: Iterable[Mapping[str, Any]], samples: int) -> Table:
     """Make the table of padded and packed; rows are counted as if they were filled up to their capacity."""
-    recipe, samples = analysis.recipe, len(analysis.table)
-    titles = ("rows", "padding", "samples\na row", "accumu-\nlation", "samples\nan update", "updates\nan epoch")
-    table = make_table("", *number_columns(*titles, "too\nlong"))
-    padded = f"{recipe.accumulation:,}", f"{recipe.samples_per_update:,}", f"{recipe.updates(samples):,}"
-    for name, padding in zip(("padded to batch", "padded to max"), analysis.paddings.values(), strict=True):
-        table.add_row(name, f"{samples:,}", f"{padding.waste:.1%}", "1", *padded, "0")
+    table = make_table(
+        text_column(""), *number_columns("rows", "padding", "samples\na row", "accumu-\nlation", "samples\nan update"),
+        *number_columns("updates\nan epoch", "too\nlong"),
+    )  # fmt: skip
+    update = [f"{padded[name]:,}" for name in ("accumulation", "samples_per_update", "updates")]
+    for name, words in PADDED.items():
+        table.add_row(words, f"{samples:,}", f"{padded[name]['waste']:.1%}", "1", *update, "0")
     table.add_section()
-    for packed in analysis.simulations:
-        table.add_row(
-            f"packed, {packed.capacity:,}",
-            f"{packed.rows:,}",
-            f"{1 - packed.fill:.1%}" if packed.rows else "",
-            f"{packed.samples_per_row:.2f}",
-            f"{packed.accumulation:,}",
-            f"{packed.samples_per_update:,.1f}",
-            f"{packed.updates:,}",
-            f"{len(packed.oversize):,}",
-        )
+    for row in packed:
+        waste = f"{1 - row['fill']:.1%}" if row["rows"] else ""
+        update = [f"{row['accumulation']:,}", f"{row['samples_per_update']:,.1f}", f"{row['updates']:,}"]
+        cells = [f"{row['rows']:,}", waste, f"{row['samples_per_row']:.2f}", *update, f"{len(row['oversize']):,}"]
+        table.add_row(f"packed in rows of {row['capacity']:,}", *cells)
     return table
 
 
-def _print_savings(analysis: Analysis, min_shared: int, console: Console) -> None:
+def _print_savings(shared: Mapping[str, Any], console: Console) -> None:
     """Print what sharing prefixes would save, or that there is nothing to share."""
     console.print("[bold]Shared prefixes[/]", highlight=False)
-    if not analysis.shared:
-        nothing = f"No samples share a beginning of {min_shared:,} tokens or more."
-        print_text(console, Text(nothing), indent=2)
+    least = f"{shared['min_shared']:,} tokens or more"
+    if not shared["packed"]:
+        print_text(console, Text(f"No samples share a beginning of {least}."), indent=2)
         return
     found = (
-        f"{analysis.sharing_samples:,} samples begin like others with {min_shared:,} tokens or more, in "
-        f'{len(analysis.table.groups or ()):,} groups. VLMCollator(layout="packed", share_prefixes=True) computes what '
-        "they share once a row, exactly:"
+        f"{shared['samples']:,} samples share a beginning of {least} with others, in {shared['groups']:,} groups. "
+        'VLMCollator(layout="packed", share_prefixes=True) computes it once a row, exactly:'
     )
     print_text(console, Text(found), indent=2)
     table = make_table("rows of", *number_columns("as they are", "shared", "saved"))
-    for plain, shared in zip(analysis.simulations, analysis.shared, strict=True):
-        for name, before, after, part in _savings(plain, shared):
-            what = f"{plain.capacity:,}: {name.replace('_', ' ')}"
-            table.add_row(what, short(before), short(after), f"{part:.1%}")
+    for each in shared["packed"]:
+        for name, part in each["saved"].items():
+            what = f"{each['capacity']:,}: {name.replace('_', ' ')}"
+            table.add_row(what, f"{each['plain'][name]:,}", f"{each['shared'][name]:,}", f"{part:.1%}")
         table.add_section()
     print_table(console, table)
-
-
-def short(count: int) -> str:
-    """Write a count with thousands separators, from ten million on with three digits and a unit.
-
-    >>> short(9_876_543), short(12_345_678), short(4_000_000_000)
-    ('9,876,543', '12.3 M', '4.00 G')
-    """
-    for size, unit in UNITS:
-        if count >= max(size, 10**7):
-            digits = 2 if count < 10 * size else 1 if count < 100 * size else 0
-            return f"{count / size:,.{digits}f} {unit}"
-    return f"{count:,}"

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from vlmpack import __version__
-from vlmpack.cli import analyze, demo, doctor, pack, serve
+from vlmpack.cli import analyze, demo, doctor, pack, serve, train
 from vlmpack.errors import VlmpackError
 
 SYSTEM_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO})
@@ -25,6 +25,7 @@ INTERRUPTED = 128 + signal.SIGINT
 VERBS: Mapping[Callable[..., None], str] = {
     analyze.analyze: "nothing was written; with --cache FILE the next run keeps the lengths that it has measured",
     pack.pack: "run the same command again: it goes on where it was, and the files will be the same",
+    train.train: "run it again with resume_from_checkpoint=true: it goes on from the last checkpoint, if there is one",
     demo.demo: "nothing was written; run it again, with fewer --steps if it takes long",
     doctor.doctor: "nothing was changed; run it again, or probe one family: vlmpack doctor --probe tiny:qwen3_vl",
     serve.serve: "run it again: requests that were accepted are in the journal, and go on",
@@ -54,6 +55,8 @@ class OneLineErrors(TyperGroup):
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # once more ends it at once, without a traceback
             if os.environ.get("LOCAL_RANK", "0") != "0":
                 raise typer.Exit(INTERRUPTED) from None  # rank 0 prints it for all
+            if sys.stderr.isatty():
+                typer.echo(err=True)  # a bar of progress may stand on the line
             hints = {verb.__name__: hint for verb, hint in VERBS.items()}
             raise _exit(f"interrupted; {hints[ctx.invoked_subcommand]}", INTERRUPTED) from None
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import quiet_transformers
@@ -22,7 +21,7 @@ from vlmpack.files import write_text
 from vlmpack.terminal import make_table, number_columns, print_table, print_text, progress_lines
 
 if TYPE_CHECKING:
-    from vlmpack.cli.training import Run, Setup
+    from vlmpack.cli.training import Run
     from vlmpack.collate.collator import BatchLayout
     from vlmpack.testing.comparison import GradientCosine
 
@@ -61,68 +60,47 @@ def demo(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     dtype = dtype or ("bfloat16" if model is not None and device == "cuda" else "float32")
 
-    from vlmpack.cli.training import Setup, packed_against_alone
+    from vlmpack.cli.training import Setup, packed_against_alone, train
+    from vlmpack.collate.collator import VLMCollator
+    from vlmpack.layout.batch import PaddedBatch
+    from vlmpack.plots import plot_losses, plot_rows, save
 
     console = Console(quiet=as_json)
     options.torch_device(device)
     options.make_folder("--out", out)
     setup = Setup(model=model, data=data, device=device, dtype=dtype, steps=steps, batch_size=batch_size, seed=seed)
-    with quiet_transformers():
-        with progress_lines("reading processor and receipts", quiet=quiet):
-            samples, processor = setup.first_batch(), setup.processor
+    with quiet_transformers(), TemporaryDirectory() as scratch, progress_lines(quiet=quiet) as progress:
+        progress("reading processor and receipts")
+        samples = setup.receipts[:batch_size]
+        batch = VLMCollator(setup.processor, layout="padded").collate(samples)
         print_text(console, f"[bold]{escape(setup.title)}[/], on {escape(data)} receipts, {device}")
-        padded, packed, trained = _train_both(setup, quiet=quiet)
-        with progress_lines("comparing gradients: packed, and each sample alone", quiet=quiet):
-            agreement = packed_against_alone(trained, processor, samples)
-    parts = {"padded": padded, "packed": packed, "gradients": agreement}
-    numbers = {"settings": {**asdict(setup), "out": str(out)}, **{name: asdict(part) for name, part in parts.items()}}
-    _save(setup, padded, packed, out)
-    write_text(out / NUMBERS, json.dumps(numbers, indent=2) + "\n")
+        runs: dict[str, Run] = {}
+        trained: Any = None
+        layouts: tuple[BatchLayout, ...] = ("padded", "packed")
+        for layout in layouts:
+            report = partial(progress, f"training, {layout}", total=steps)
+            report(0)
+            trained = None  # before the next one is made: two may not fit
+            trained = setup.make_model()
+            runs[layout] = train(layout, trained, setup, scratch=scratch, report=report)
+        progress("comparing gradients: packed, and each sample alone")
+        agreement = packed_against_alone(trained, setup.processor, samples)
+    padded, packed = runs["padded"], runs["packed"]
+    assert isinstance(batch, PaddedBatch)
+    save(plot_rows(batch), out / ROWS)
+    save(plot_losses({"padded, unmodified model": padded.losses, "packed": packed.losses}), out / LOSSES)
+    parts = {name: asdict(part) for name, part in {**runs, "gradients": agreement}.items()}
+    numbers = json.dumps({"settings": {**asdict(setup), "out": str(out)}, **parts}, indent=2)
+    write_text(out / NUMBERS, numbers + "\n")
     console.print()
     print_comparison(padded, packed, agreement, console, device=device)
     print_text(console, escape(f"Pictures: {out / ROWS}, {out / LOSSES}\nNumbers:  {out / NUMBERS}"))
     if as_json:
-        typer.echo(json.dumps(numbers, indent=2))
-
-
-def _train_both(setup: Setup, *, quiet: bool) -> tuple[Run, Run, Any]:
-    """Train padded, then packed; returns both runs and the packed model."""
-    from vlmpack.cli.training import train
-
-    runs: list[Run] = []
-    model: Any = None
-    layouts: tuple[BatchLayout, ...] = ("padded", "packed")
-    with tempfile.TemporaryDirectory() as scratch, progress_lines(quiet=quiet) as progress:
-        for layout in layouts:
-            report = partial(progress, f"training, {layout}", total=setup.steps)
-            report(0)
-            model = None  # before the next one is made: two may not fit
-            model = setup.make_model()
-            runs.append(train(layout, model, setup, scratch=scratch, report=report))
-    return runs[0], runs[1], model
-
-
-def _save(setup: Setup, padded: Run, packed: Run, out: Path) -> None:
-    """Write the pictures of rows and losses."""
-    from vlmpack.collate.collator import VLMCollator
-    from vlmpack.layout.batch import PaddedBatch
-    from vlmpack.plots import plot_losses, plot_rows, save
-
-    batch = VLMCollator(setup.processor, layout="padded").collate(setup.first_batch())
-    assert isinstance(batch, PaddedBatch)
-    save(plot_rows(batch), out / ROWS)
-    save(plot_losses({"padded, unmodified model": padded.losses, "packed": packed.losses}), out / LOSSES)
+        typer.echo(numbers)
 
 
 def print_comparison(padded: Run, packed: Run, agreement: GradientCosine, console: Console, *, device: str) -> None:
-    """Print the table, and the meaning of its numbers."""
-    print_table(console, comparison(padded, packed, agreement, device=device))
-    for line in notes(padded, packed, agreement, device=device):
-        print_text(console, line)
-
-
-def comparison(padded: Run, packed: Run, agreement: GradientCosine, *, device: str) -> Table:
-    """Make the table: one row a measure."""
+    """Print the table, one row a measure, and the meaning of its numbers."""
     table = make_table("", *number_columns("padded", "packed", "packed / padded"))
 
     def add(name: str, form: str, before: float, after: float) -> None:
@@ -136,21 +114,11 @@ def comparison(padded: Run, packed: Run, agreement: GradientCosine, *, device: s
     memory = "peak memory" if device == "cuda" else "peak memory*"
     add(memory, "{:,.0f} MiB", padded.peak_bytes / 2**20, packed.peak_bytes / 2**20)
     table.add_section()
-    final, largest = loss_differences(padded, packed)
-    table.add_row("final loss", f"{padded.losses[-1]:.6f}", f"{packed.losses[-1]:.6f}", f"off by {final:.1e}")
-    table.add_row("largest loss difference", "", "", f"{largest:.1e}")
+    differences = [abs(a - b) for a, b in zip(padded.losses, packed.losses, strict=True)]  # nats per target
+    table.add_row("final loss", f"{padded.losses[-1]:.6f}", f"{packed.losses[-1]:.6f}", f"off by {differences[-1]:.1e}")
+    table.add_row("largest loss difference", "", "", f"{max(differences):.1e}")
     table.add_row("smallest gradient cosine", "", "", f"[bold green]{agreement.cosine:.13f}[/]")
-    return table
-
-
-def loss_differences(padded: Run, packed: Run) -> tuple[float, float]:
-    """Return (that of the last step, the largest of all steps), in nats per target."""
-    differences = [abs(a - b) for a, b in zip(padded.losses, packed.losses, strict=True)]
-    return differences[-1], max(differences)
-
-
-def notes(padded: Run, packed: Run, agreement: GradientCosine, *, device: str) -> list[str]:
-    """Explain the table's numbers, and sum them up."""
+    print_table(console, table)
     lengths = [length for step in packed.lengths for length in step]
     lines = [
         f"[dim]{len(packed.losses)} steps of {len(packed.lengths[0])} samples, {min(lengths)} to {max(lengths)} tokens "
@@ -162,4 +130,5 @@ def notes(padded: Run, packed: Run, agreement: GradientCosine, *, device: str) -
         lines.append("[dim]* tensors alive at one time in the forward and backward pass of one batch.[/]")
     speed, memory = padded.step_seconds / packed.step_seconds, packed.peak_bytes / padded.peak_bytes
     result = f"[bold]{speed:.2f} times as fast[/] with [bold]{memory:.2f} times the memory[/]"
-    return [*lines, "", f"The same training, {result}."]
+    for line in (*lines, "", f"The same training, {result}."):
+        print_text(console, line)

@@ -6,12 +6,12 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
+from itertools import product
 from textwrap import indent
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, final
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -53,7 +53,6 @@ PARTS = {
     "work": "work",
 }
 GRADIENT = "gradient of "
-ROUTERS = ("load-balancing loss", "routers' part of the loss", "routers' gradient")
 COLORS = {"ok": "green", "exact": "green", "leaks": "red", "differs": "red", "fails": "red"}
 PLAIN_COLORS = {"exact": "green", "leaks": "yellow", "differs": "yellow", "fails": "yellow"}
 CAPTION = """\
@@ -331,55 +330,42 @@ def _probe(
         attention = ALL
     import torch
 
+    from vlmpack.families.registry import FAMILIES
+    from vlmpack.probing.report import Check, Report
+    from vlmpack.probing.run import backends_for, probe
+    from vlmpack.probing.weights import load
+
     place = options.torch_device(device)
     names = [dtype] if dtype else ["float32"] if model or place.type == "cpu" else ["float32", "bfloat16"]
     dtypes: list[torch.dtype] = [getattr(torch, name) for name in names]
-    recipes = _recipes(model, place, dtypes, tiny=tiny)
-    total = None if model is not None else len(recipes)
+    families: Sequence[str | None] = [*FAMILIES] if model is None else [tiny_family(model)]
+    total = None if model is not None else len(families) * len(dtypes)
     with quiet_transformers(), progress_lines("probing", quiet=quiet) as progress:
-        for done, recipe in enumerate(recipes):
-            report = partial(progress, "probing", done, total)
+        for done, (family, each) in enumerate(product(families, dtypes)):
             try:
-                yield from _probes_of(recipe, attention, plain=recipe.dtype == dtypes[0], report=report)
+                if family is None:
+                    loaded = load(str(model), device=place, dtype=each, tiny=tiny)
+                else:
+                    loaded = _made_here(family, place, each, named=model)
+                name = loaded.model.config.model_type
+                for at, backend in enumerate(backends_for(loaded.model) if attention == ALL else [attention]):
+                    what = f"{name}, {backend}" if backend else name
+                    found = probe(
+                        loaded.model, loaded.processor, attention=backend, plain=each == dtypes[0] and at == 0,
+                        progress=lambda part, what=what, done=done: progress("probing", done, total, f"{part}: {what}"),
+                    )  # fmt: skip
+                    yield replace(found, weights=loaded.weights)
             except Exception as error:
-                if recipe.family is None:
+                if model is not None:
                     raise
-                yield _failed_report(recipe, place.type, attention, error)
+                yield Report(  # before anything could be checked
+                    model="not known", family=str(family), weights=MADE_HERE, device=place.type,
+                    dtype=str(each).removeprefix("torch."), attention=attention or "auto", samples=(), row_tokens=0,
+                    checks=(Check.raised("equality", "probe", error),), circumstances={}, plain=(),
+                )  # fmt: skip
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class _Recipe:
-    """A model to be probed."""
-
-    family: str | None
-    """The family of which it is made here; None: it is the model that was named."""
-    dtype: torch.dtype
-    """Element type of its weights."""
-    make: Callable[[], Loaded]
-    """Load or make it."""
-
-
-def _recipes(name: str | None, device: torch.device, dtypes: Sequence[torch.dtype], *, tiny: bool) -> list[_Recipe]:
-    """List the models to be probed: the one of this name, or one of every family."""
-    from vlmpack.families.registry import FAMILIES
-    from vlmpack.probing.weights import load
-
-    if name is None:
-        return [
-            _Recipe(family=family, dtype=each, make=partial(_made_here, family, device, each))
-            for family in FAMILIES
-            for each in dtypes
-        ]
-    family = tiny_family(name)
-    if family is None:
-        makes = [partial(load, name, device=device, dtype=each, tiny=tiny) for each in dtypes]
-    else:
-        makes = [partial(_made_here, family, device, each, named=name) for each in dtypes]
-    return [_Recipe(family=None, dtype=each, make=make) for each, make in zip(dtypes, makes, strict=True)]
-
-
-def _made_here(family: str, device: torch.device, dtype: torch.dtype, *, named: str | None = None) -> Loaded:
+def _made_here(family: str, device: torch.device, dtype: torch.dtype, *, named: str | None) -> Loaded:
     """Make a tiny model; one that was named goes with a processor, if there is a tiny one of its family.
 
     Raises:
@@ -394,45 +380,6 @@ def _made_here(family: str, device: torch.device, dtype: torch.dtype, *, named: 
     processor = named_processor(named) if named and family in processor_families() else None
     model = tiny_model(family, dtype=dtype, processor=processor).to(device)
     return Loaded(model=model, processor=processor, weights=MADE_HERE)
-
-
-def _probes_of(
-    recipe: _Recipe, attention: str | None, *, plain: bool, report: Callable[[str], None]
-) -> Iterator[Report]:
-    """Probe a model by one back-end, or by each that can serve; `plain`: with plain transformers in the first."""
-    from vlmpack.probing.run import backends_for, probe
-
-    loaded = recipe.make()
-    family = loaded.model.config.model_type
-    for at, backend in enumerate(backends_for(loaded.model) if attention == ALL else [attention]):
-        what = f"{family}, {backend}" if backend else family
-        found = probe(
-            loaded.model,
-            loaded.processor,
-            attention=backend,
-            plain=plain and at == 0,
-            progress=lambda part, what=what: report(f"{part}: {what}"),
-        )
-        yield replace(found, weights=loaded.weights)
-
-
-def _failed_report(recipe: _Recipe, device: str, attention: str | None, error: Exception) -> Report:
-    """Report what raised before anything could be checked."""
-    from vlmpack.probing.report import Check, Report
-
-    return Report(
-        model="not known",
-        family=str(recipe.family),
-        weights=MADE_HERE,
-        device=device,
-        dtype=str(recipe.dtype).removeprefix("torch."),
-        attention=attention or "auto",
-        samples=(),
-        row_tokens=0,
-        checks=(Check.raised("equality", "probe", error),),
-        circumstances={},
-        plain=(),
-    )
 
 
 # ---------------------------------------------------------------------- tables of probes
@@ -491,8 +438,9 @@ def print_report(report: Report, console: Console) -> None:
     console.print(f"[bold]{report.model}[/] [dim]({report.family})[/], {escape(report.weights)}", highlight=False)
     console.print(f"{report.device}, {report.dtype}, attention by {report.attention}", highlight=False)
     print_text(console, f"rows of up to {report.row_tokens} tokens: {'; '.join(report.samples)}\n")
-    for table in (_checks(report.checks), _circumstances(report), _gradients(report.checks)):
-        print_table(console, table)
+    print_table(console, _checks(report.checks))
+    print_text(console, f"Compared in: {'; '.join(report.circumstances.values())}")
+    print_table(console, _equality(report))
     console.print(CAPTION)
     if report.plain:
         console.print("[bold]Plain transformers[/], given the same samples")
@@ -547,58 +495,33 @@ def _checks(checks: Sequence[Check]) -> Table:
     return table
 
 
-def _circumstances(report: Report) -> Table:
-    """Make a line for each circumstance, and for each comparison that belongs to none of the columns."""
-    numbers = number_columns("logits", "loss", "samples'", "gradients")
-    table = make_table(text_column("against each sample alone"), *numbers, text_column("finding"))
-    equality = [check for check in report.checks if check.part == "equality"]
-    for circumstance, title in report.circumstances.items():
-        checks = {
-            check.name.removeprefix(f"{circumstance}: "): check
-            for check in equality
-            if check.name.partition(": ")[0] == circumstance
-        }
-        if checks:
-            columns = [[checks[key]] if key in checks else [] for key in ("logits", "loss", "sample losses")]
-            columns.append([check for key, check in checks.items() if key.startswith(GRADIENT)])
-            table.add_row(title, *(_number(_largest(column)) for column in columns), _findings(checks.values()))
-    for check in equality:
-        if check.name.partition(":")[0] not in report.circumstances:
-            table.add_row(check.name, "", "", "", "", _colored(check.finding))
-    for router in ROUTERS:
-        if additions := [check for check in equality if check.name.endswith(router)]:
-            worst = _number(_largest(additions) or 0.0)
-            cells = ("", "", "", worst) if "gradient" in router else ("", worst, "", "")
-            table.add_row(f"  {router}", *cells, _findings(additions))
-    return table
+def _equality(report: Report) -> Table:
+    """Make a line for each thing that is compared: the worst of all circumstances, and mixed precision.
 
-
-def _gradients(checks: Sequence[Check]) -> Table:
-    """Make a line for each group of parameters: the worst of all circumstances, and mixed precision.
-
-    They stand below their part of the model, so that a name fits a narrow terminal.
+    Groups of parameters stand below their part of the model, so that a name fits a narrow terminal.
     """
-    groups: dict[str, list[Check]] = {}
-    for check in checks:
-        group = check.name.partition(": ")[2]
-        if check.part == "equality" and group.startswith(GRADIENT):
-            groups.setdefault(group, []).append(check)
+    compared: dict[str, list[Check]] = {}
+    for check in report.checks:
+        circumstance, _, name = check.name.partition(": ")
+        if check.part == "equality":
+            compared.setdefault(name if circumstance in report.circumstances else check.name, []).append(check)
     numbers = number_columns("value", "allowed", "autocast")
-    table = make_table(text_column("worst parameter of each group"), *numbers, text_column("finding"))
+    table = make_table(text_column("against each sample alone"), *numbers, text_column("finding"))
     above = ""
-    for group, of_group in groups.items():
-        part, _, rest = group.removeprefix(GRADIENT).partition(".")
+    for name, checks in compared.items():
+        part, _, rest = name.removeprefix(GRADIENT).partition(".") if name.startswith(GRADIENT) else ("", "", "")
         part = part if rest else ""
         if part != above:
             table.add_section()
             if part:
                 table.add_row(f"[dim]gradients of {part}[/]")
         above = part
-        mixed = [check for check in of_group if check.name.startswith("autocast: ")]
-        others = [check for check in of_group if check not in mixed]
+        mixed = [check for check in checks if check.name.startswith("autocast: ")]
+        others = [check for check in checks if check not in mixed]
         allowed = max((check.allowed for check in others if check.allowed is not None), default=None)
-        cells = [_number(value) for value in (_largest(others), allowed, _largest(mixed[:1]))]
-        table.add_row(f"  {rest}" if rest else group, *cells, _findings(others))
+        cells = [_number(value) for value in (_largest(others), allowed, _largest(mixed))]
+        findings = dict.fromkeys(check.finding for check in checks if check.finding != "ok")
+        table.add_row(f"  {rest}" if rest else name, *cells, ", ".join(map(_colored, findings or ["ok"])))
     return table
 
 
@@ -613,12 +536,6 @@ def _plain(report: Report) -> Table:
 
 def _largest(checks: Iterable[Check]) -> float | None:
     return max((check.value for check in checks if check.value is not None), default=None)
-
-
-def _findings(checks: Iterable[Check]) -> str:
-    """List the findings that are not ok; ok if there are none."""
-    findings = dict.fromkeys(check.finding for check in checks if check.finding != "ok")
-    return ", ".join(map(_colored, findings or ["ok"]))
 
 
 def _colored(finding: str, colors: Mapping[str, str] = COLORS) -> str:

@@ -10,9 +10,13 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
 from vlmpack.cli.options import DataOptions, refuse_file
 from vlmpack.errors import ConfigError, skipped_are_reported
-from vlmpack.terminal import progress_lines
+from vlmpack.terminal import print_text, progress_lines, sample_name
 
 if TYPE_CHECKING:
     from vlmpack.collate.collator import VLMCollator
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
 
 SYNTHETIC = "synthetic"
 TINY = "tiny"
+LISTED = 5
+"""Refused samples that are printed with their details."""
 
 
 class Inputs(NamedTuple):
@@ -47,8 +53,6 @@ def open_inputs(data: DataOptions, **settings: Any) -> Inputs:
     from vlmpack.collate.collator import VLMCollator
     from vlmpack.data.mixed import mix_datasets
 
-    if data.stopping_strategy != "first_exhausted" and not data.mix:
-        raise ConfigError("--stopping-strategy is of a mix; name its other data sets with --mix SOURCE=WEIGHT")
     weights = mixed_sources(data.dataset, data.mix or ())
     columns = columns_by_source(data.columns or (), [*weights])
 
@@ -65,7 +69,6 @@ def open_inputs(data: DataOptions, **settings: Any) -> Inputs:
             {name: open_one(source) for source, name in names.items()},
             {names[source]: weight for source, weight in weights.items() if weight is not None} or None,
             num=data.num,
-            stopping_strategy=data.stopping_strategy,
             seed=data.seed,
         )
     else:
@@ -118,15 +121,15 @@ def check_source(source: str, *, split: str) -> None:
         ConfigError: a folder of packed rows, finished or not, or a split of a file that has none.
     """
     from vlmpack.data.readers import JSON_FILES
-    from vlmpack.store.manifest import is_store, is_unfinished_store
+    from vlmpack.rows import WORK, is_packed
 
     path = Path(source).expanduser()
-    if is_store(path):
+    if is_packed(path):
         raise ConfigError(
             f"{source} is packed already: `vlmpack pack` wrote it. `vlmpack analyze {source} --rows 1` shows a row; "
             "give the data set that it was made of"
         )
-    if is_unfinished_store(path):
+    if (path / WORK).is_dir():
         raise ConfigError(
             f"{source} is not packed to its end: `vlmpack pack` was interrupted there, or refused a sample. Run it "
             "again, and it goes on where it was"
@@ -139,13 +142,27 @@ def check_source(source: str, *, split: str) -> None:
 
 def measure(inputs: Inputs, data: DataOptions, *, quiet: bool, min_shared: int | None) -> LengthTable:
     """Measure the lengths of all samples, with progress; `min_shared`: None: look for no shared prefixes."""
-    from vlmpack.store.measure import measure_lengths
+    from vlmpack.lengths import measure_lengths
 
     with skipped_are_reported(), progress_lines(quiet=quiet) as progress:  # `analyze` lists them
         return measure_lengths(
             *inputs, progress=lambda done, total: progress("measuring samples", done, total), workers=data.workers,
             cache=data.cache, min_shared=min_shared,
         )  # fmt: skip
+
+
+def print_refused(table: LengthTable, console: Console) -> None:
+    """Print how many samples of a table cannot be used, why, and the first of them."""
+    if not table.refused:
+        return
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in table.reasons.items())
+    count = f"{len(table.refused):,} of {table.measured:,}"
+    console.print(f"[yellow]{count} samples cannot be used[/]: {escape(reasons)}", highlight=False)
+    for each in table.refused[:LISTED]:
+        line = f"{sample_name(each.index, each.sample_id)}: {each.reason}: {each.detail}"
+        print_text(console, Text(line), indent=2)
+    more = len(table.refused) - LISTED
+    console.print(f"  and {more:,} more (`vlmpack analyze --json` lists all)\n" if more > 0 else "", highlight=False)
 
 
 # ---------------------------------------------------------------------- mixes

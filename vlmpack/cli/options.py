@@ -21,7 +21,6 @@ Dtype = Literal["float32", "bfloat16"]
 Overlength = Literal["error", "drop", "truncate"]
 TrainOn = Literal["assistant", "all"]
 Branches = Literal["conversation", "turns"]
-Stopping = Literal["first_exhausted", "all_exhausted"]
 Strategy = Literal["exact_fill", "best_fit_decreasing", "rolling_fill", "next_fit"]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Draw no progress.")]
@@ -76,13 +75,6 @@ class DataOptions:
             help="Another data set to mix in, with WEIGHT samples for each of DATASET. Repeatable.",
         ),
     ] = None
-    stopping_strategy: Annotated[
-        Stopping,
-        of_samples(
-            metavar="RULE",
-            help="first_exhausted: a mix ends before a sample comes twice; all_exhausted: when every sample came.",
-        ),
-    ] = "first_exhausted"
     seed: Annotated[int, of_samples(min=0, help="Seed of the order of a mix, and of synthetic receipts.")] = 0
     max_length: Annotated[int | None, of_samples(min=2, metavar="N", help="Most tokens of a sample.")] = None
     overlength: Annotated[Overlength, of_samples(help="What to do with a longer sample.")] = "error"
@@ -135,14 +127,14 @@ def with_options(shared: type) -> Callable[[Callable[..., None]], Callable[..., 
     return decorate
 
 
-def make_folder(option: str, folder: Path, *, mode: int = 0o777) -> None:
+def make_folder(option: str, folder: Path) -> None:
     """Make the folder that a verb writes into, before anything is computed.
 
     Raises:
         ConfigError: a file is in its place or above it, or the folder cannot be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=mode)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         message = f"{option} {folder} cannot be a folder ({error.strerror}); name one that is there or can be made"
         raise ConfigError(message) from error

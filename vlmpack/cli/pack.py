@@ -30,7 +30,7 @@ from vlmpack.terminal import (
 )
 
 if TYPE_CHECKING:
-    from vlmpack.store.manifest import Manifest
+    from vlmpack.rows import Manifest
 
 LISTED = 5
 """Samples in no row that are printed with their details."""
@@ -58,14 +58,14 @@ def pack(
         float | None, of_samples(min=0, max=1, metavar="PART", help="Most samples to skip as bad; by default 0.01.")
     ] = None,
     shard_rows: Annotated[int, typer.Option(min=1, help="Rows of a file.")] = 128,
-    ray: Annotated[bool, typer.Option("--ray", help="Measure and write as tasks of Ray, not by --workers.")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Measure and write on Ray Data, not by --workers.")] = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Plan which samples share a row, and write the rows: token ids, labels, and images still encoded.
 
     If it is stopped or killed, run it again: it continues, and the files are the same, byte for byte. Train on them
-    with vlmpack.store.PackedDataset(OUT, processor). With --min-shared, rows compute shared prefixes once.
+    with vlmpack.rows.PackedDataset(OUT, processor). With --min-shared, rows compute shared prefixes once.
     """
     check_extra("data", "pyarrow", needed_by="`vlmpack pack`")
     if ray:
@@ -74,7 +74,7 @@ def pack(
     from vlmpack.collate.assemble import SharePrefixes
     from vlmpack.collate.skipped import SkipLimit
     from vlmpack.layout.segments import SlotRule
-    from vlmpack.store.write import StoreSettings, write_rows
+    from vlmpack.rows import StoreSettings, write_rows
 
     settings = StoreSettings(
         capacity=capacity, max_patches=data.max_patches, strategy=data.strategy, oversize=oversize,
@@ -98,7 +98,7 @@ def pack(
 
 def store_numbers(out: Path, manifest: Manifest) -> dict[str, Any]:
     """Return the numbers of the store in the folder `out`, for JSON."""
-    from vlmpack.store.manifest import LEFT_OUT
+    from vlmpack.rows import LEFT_OUT
 
     has_left_out = manifest.counts.refused + manifest.counts.dropped
     return {
@@ -149,7 +149,7 @@ def _lines(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
 
 
 def _print_left_out(out: Path, manifest: Manifest, console: Console) -> None:
-    from vlmpack.store.manifest import LEFT_OUT
+    from vlmpack.rows import LEFT_OUT
 
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in manifest.reasons.items())
     console.print(f"[yellow]Left out[/] (all are listed in {escape(str(out / LEFT_OUT))}): {escape(reasons)}")

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,10 @@ def serve(
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model; by default its own name.")] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Hub id that clients elsewhere load the tokenizer from, if MODEL is a folder.", metavar="ID"),
+    ] = None,
     device: options.Device = None,
     dtype: Annotated[options.Dtype | None, typer.Option(help="By default float32 on cpu, bfloat16 on cuda.")] = None,
     lora_only: Annotated[bool, typer.Option("--lora-only", help="Refuse training of all weights.")] = False,
@@ -61,6 +66,12 @@ def serve(
     row_tokens: Annotated[int, typer.Option(min=2, help="Token budget of a packed row.")] = 8192,
     max_patches: Annotated[int | None, typer.Option(min=1, metavar="N", help="Most vision patches of a row.")] = None,
     max_models: Annotated[int, typer.Option(min=1, help="Most models of all clients at one time.")] = 64,
+    silent_after: Annotated[
+        float,
+        typer.Option(
+            min=15, metavar="S", help="Seconds without a heartbeat after which a session may lose its place to another."
+        ),
+    ] = 60.0,
     sampler: Annotated[
         Literal["exact", "fast", "vllm"],
         typer.Option(help="fast: rounding may change tokens of a seed; vllm: fast on a GPU."),
@@ -76,7 +87,7 @@ def serve(
 
     Clients train LoRA adapters or all weights, sample and save; see vlmpack/service/README.md.
     """
-    check_extra("serve", "starlette", "uvicorn", "google.protobuf", "zstandard", needed_by="`vlmpack serve`")
+    check_extra("serve", "starlette", "uvicorn", "google.protobuf", needed_by="`vlmpack serve`")
     if demo == (model is not None):
         raise ConfigError("vlmpack serve needs a MODEL, or --demo without one")
     if model is not None:
@@ -84,19 +95,33 @@ def serve(
     # Read when torch is first imported: threads that spin at a barrier slow down other work on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vlmpack.layout.sharing import MIN_SHARED
+    from vlmpack.service.checkpoints import StateFolder
     from vlmpack.service.limits import ServiceLimits
     from vlmpack.service.ranks import Launched, end, join
-    from vlmpack.service.server import Service, ServiceSettings, bind, check_key, check_state, load_base, read_key
+    from vlmpack.service.server import (
+        Service,
+        ServiceSettings,
+        bind,
+        check_key,
+        load_base,
+        make_key,
+        model_name,
+        read_key,
+    )
 
     launched = Launched(workers, sys.argv[1:]) if workers > 1 and "LOCAL_RANK" not in os.environ else None
-    served = name or (DEMO_NAME if model is None else Path(model).resolve().name if Path(model).is_dir() else model)
+    served = name or (DEMO_NAME if model is None else model_name(model))
     folder = (state or default_state(served)).expanduser()
-    options.make_folder("--state", folder, mode=0o700)
     chosen = options.torch_device(device)
     settings = ServiceSettings(
-        state=folder,
         key="",  # read below, by rank 0
-        limits=ServiceLimits(context=max_length, row_tokens=row_tokens, row_patches=max_patches, models=max_models),
+        limits=ServiceLimits(
+            context=max_length,
+            row_tokens=row_tokens,
+            row_patches=max_patches,
+            models=max_models,
+            silent_seconds=silent_after,
+        ),
         lora_only=lora_only,
         gradient_checkpointing=gradient_checkpointing,
         min_shared=MIN_SHARED if share_prefixes else None,
@@ -104,26 +129,28 @@ def serve(
         shard_on=chosen.type if shard else None,
     )
     base = partial(
-        load_base, model or str(folder / "demo-model"), name=served, device="cpu" if shard else str(chosen),
-        dtype=dtype or ("float32" if str(chosen) == "cpu" else "bfloat16"),
+        load_base, model or str(folder / "demo-model"), name=served, tokenizer=tokenizer,
+        device="cpu" if shard else str(chosen), dtype=dtype or ("float32" if str(chosen) == "cpu" else "bfloat16"),
     )  # fmt: skip
     ranks = join(launched)
     _log_to_stderr(logging.WARNING if quiet else logging.INFO)
     if ranks is not None and ranks.rank > 0:
         _follow(base, settings, ranks)
-    check_state(folder, served)
-    key, key_file = os.environ.get(KEY_VARIABLE), (key_file or folder / "key").expanduser()
-    settings = replace(settings, key=check_key(key, KEY_VARIABLE) if key else read_key(key_file))
-    with bind(host, port) as listening:
+    given, key_file = os.environ.get(KEY_VARIABLE), (key_file or folder / "key").expanduser()
+    key = check_key(given, KEY_VARIABLE) if given else read_key(key_file)
+    # whatever may be refused is looked at before anything is written, and before a model is read
+    with bind(host, port) as listening, closing(StateFolder(folder, base_model=served)) as opened:
+        settings = replace(settings, key=key or make_key(key_file))
         with quiet_transformers():
             if model is None:
                 make_demo(folder / "demo-model")
+                opened.make_private()
             if ranks is not None:
                 ranks.send(None)
             with progress_lines("reading the model", quiet=quiet):
-                service = Service(base(), settings, ranks=ranks)
+                service = Service(base(), opened, settings, ranks=ranks)
         address = f"http://{_shown(host)}:{listening.getsockname()[1]}"
-        facts = described(service, address, None if key else key_file)
+        facts = described(service, address, None if given else key_file)
         text = json.dumps(facts, indent=2) if as_json else announcement(facts)
         service.run(listening, on_start=lambda: print_now(text))
     if launched is not None:
@@ -182,7 +209,7 @@ def described(service: Service, address: str, key_file: Path | None) -> dict[str
         "model": base.name,
         "architecture": base.arch,
         "takes_images": base.is_vision,
-        "state": str(service.settings.state.resolve()),
+        "state": str(service.state.path.resolve()),
         "limits": {
             "datum_tokens": base.max_context,
             "row_tokens": limits.row_tokens,

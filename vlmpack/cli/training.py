@@ -33,7 +33,7 @@ from vlmpack.testing.samples import Sample
 
 TINY_RATE, PRETRAINED_RATE = 1e-3, 1e-5
 """Learning rates of AdamW."""
-TINY_SIZES = {"hidden": 128, "layers": 4, "vision_hidden": 64, "vision_heads": 4}
+TINY_SIZES: dict[str, Any] = {"hidden": 128, "layers": 4, "vision_hidden": 64, "vision_heads": 4}
 TOKENS = ("input_ids", "labels", "mm_token_type_ids")
 """Tensors of a batch with one entry a token."""
 NOT_OF_SAMPLES = ("attention_mask", METADATA_KEY)
@@ -62,7 +62,7 @@ class Setup:
     @property
     def torch_dtype(self) -> torch.dtype:
         """Element type of weights and pixels."""
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.dtype]
+        return getattr(torch, self.dtype)
 
     @property
     def title(self) -> str:
@@ -76,10 +76,8 @@ class Setup:
         Raises:
             ConfigError: it cannot be read.
         """
-        if self.model is None:
-            return tiny_processor()
-        with reading("--model", self.model):
-            return load_processor(self.model)
+        with reading("--model", self.model or ""):
+            return load_processor(self.model) if self.model else tiny_processor()
 
     @cached_property
     def receipts(self) -> OpenDataset:
@@ -91,15 +89,10 @@ class Setup:
         if self.data != SYNTHETIC and not open_dataset(self.data).are_receipts:
             raise ConfigError(
                 f"--data {self.data}: the demo trains on receipts alone, with the columns image and ground_truth of "
-                "CORD: give synthetic, a hub id, a folder or a parquet file; `vlmpack analyze` and `vlmpack pack` read "
-                "other data"
+                "CORD: give synthetic, a hub id, a folder or a parquet file; `vlmpack train` trains on other data"
             )
         num = self.steps * self.batch_size
         return open_samples(self.data, num=num, seed=self.seed, small=self.model is None)
-
-    def first_batch(self) -> list[dict[str, Any]]:
-        """Return the samples of the first step, unshuffled."""
-        return self.receipts[: self.batch_size]
 
     def make_model(self) -> Any:
         """Make the model with its initial weights, the same at every call.
@@ -109,8 +102,7 @@ class Setup:
         """
         dtype = self.torch_dtype
         if self.model is None:
-            sizes: dict[str, Any] = {**TINY_SIZES, "seed": self.seed, "dtype": dtype, "lively": False}
-            model: Any = tiny_model(processor=self.processor, **sizes)
+            model: Any = tiny_model(processor=self.processor, **TINY_SIZES, seed=self.seed, dtype=dtype, lively=False)
         else:
             with reading("--model", self.model):
                 model = AutoModelForImageTextToText.from_pretrained(self.model, dtype=dtype, attn_implementation="sdpa")
@@ -121,22 +113,12 @@ class Setup:
     def arguments(self, scratch: str) -> TrainingArguments:
         """Make the arguments of Trainer, which writes into the folder `scratch`."""
         arguments = TrainingArguments(
-            output_dir=scratch,
-            max_steps=self.steps,
-            per_device_train_batch_size=self.batch_size,
-            learning_rate=TINY_RATE if self.model is None else PRETRAINED_RATE,
-            lr_scheduler_type="constant",
-            seed=self.seed,
-            data_seed=self.seed,
-            use_cpu=self.device == "cpu",
-            dataloader_pin_memory=self.device != "cpu",
-            dataloader_drop_last=True,
-            remove_unused_columns=False,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        )
+            scratch, max_steps=self.steps, per_device_train_batch_size=self.batch_size,
+            learning_rate=TINY_RATE if self.model is None else PRETRAINED_RATE, lr_scheduler_type="constant",
+            seed=self.seed, use_cpu=self.device == "cpu", dataloader_pin_memory=self.device != "cpu",
+            dataloader_drop_last=True, remove_unused_columns=False, save_strategy="no", logging_strategy="no",
+            report_to="none", disable_tqdm=True,
+        )  # fmt: skip
         # On several GPUs Trainer would wrap the model in DataParallel, which cuts batches apart.
         arguments._n_gpu = min(arguments.n_gpu, 1)
         return arguments

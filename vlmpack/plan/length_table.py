@@ -22,7 +22,7 @@ from typing import Any, final
 
 import numpy as np
 
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan.lengths import Budget
 from vlmpack.plan.plan import read_archive, write_archive
 from vlmpack.plan.prefix_groups import ALONE, PrefixGroups
@@ -110,6 +110,10 @@ class Refused:
     """The slug under which it is counted."""
     detail: str
     """The fault, and the remedy."""
+
+    def error(self) -> SampleError:
+        """Return the refusal as the error that names its sample."""
+        return SampleError(self.detail, index=self.index, reason=self.reason, sample_id=self.sample_id)
 
 
 @final

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.engine import Engine, EngineConfig
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import Datum, ForwardBackward, ImageChunk, LoraConfig, TextChunk
@@ -19,6 +20,7 @@ __all__ = [
     "Service",
     "ServiceLimits",
     "ServiceSettings",
+    "StateFolder",
     "TextChunk",
     "bind",
     "encode_forward_backward",

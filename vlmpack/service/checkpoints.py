@@ -27,19 +27,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal, final
+from typing import final
 from uuid import uuid4
 
 from vlmpack.errors import ConfigError, RequestError
 from vlmpack.files import unwritable, writing
-from vlmpack.service.journal import CheckpointRow
+from vlmpack.service.journal import NAME, CheckpointRow, Journal
 
 log = logging.getLogger("vlmpack.service")
 
-Kind = Literal["weights", "sampler_weights"]
-
-SCHEME = "tinker://"
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 ENTRIES = {
     "lock",
     "weights",
@@ -50,21 +46,6 @@ ENTRIES = {
 """Names in a state folder; key and demo model are of the command."""
 ABOUT = "vlmpack_checkpoint.json"
 """File in the folder of a checkpoint, written by `describe`."""
-
-
-def parse_path(path: str) -> tuple[str, str, str]:
-    """Return model, kind and name of the path of a checkpoint.
-
-    Raises:
-        RequestError: it is no such path.
-    """
-    model, *rest = path.removeprefix(SCHEME).split("/") if path.startswith(SCHEME) else [""]
-    if not model or len(rest) != 2 or rest[0] not in ("weights", "sampler_weights") or not NAME.fullmatch(rest[1]):
-        raise RequestError(
-            f"{path!r:.200} is no path of a checkpoint: use one that a save returned, "
-            "tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME"
-        )
-    return model, rest[0], rest[1]
 
 
 def check_name(name: str) -> str:
@@ -83,18 +64,19 @@ def check_name(name: str) -> str:
 
 @final
 class StateFolder:
-    """The folder of a server's state, locked against a second server.
+    """The folder of a server's state, locked against a second server, with its journal.
 
     Args:
         path: the folder; made if there is none.
+        base_model: name of the base model, to which all that is in it belongs.
 
     Raises:
-        ConfigError: another server uses it, it holds something else, or it cannot be written.
+        ConfigError: another server uses it, it holds something else or is of another base model, is damaged, or cannot
+            be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, base_model: str) -> None:
         self.path = path
-        self.journal = path / "journal.sqlite3"
         self._weights = path / "weights"
         self._check_is_ours()
         with writing(path):
@@ -107,8 +89,15 @@ class StateFolder:
             raise ConfigError(
                 f"the state folder {path} is used by another server: stop that one, or choose another folder (--state)"
             ) from error
-        with writing(self._weights):
-            self._weights.mkdir(exist_ok=True, mode=0o700)
+        try:
+            with writing(self._weights):
+                self._weights.mkdir(exist_ok=True, mode=0o700)
+            self.journal = Journal(path / "journal.sqlite3", base_model=base_model)
+            """Says whose folder is which."""
+            self.make_private()
+        except BaseException:
+            os.close(self._lock)
+            raise
 
     def _check_is_ours(self) -> None:
         if self.path.is_dir() and not (self.path / "journal.sqlite3").exists():
@@ -132,8 +121,11 @@ class StateFolder:
             log.warning("others may read the state folder (%s): let its owner run chmod -R go= on it", error)
 
     def close(self) -> None:
-        """Unlock the folder."""
-        os.close(self._lock)
+        """Close the journal and unlock the folder; a second time does nothing."""
+        self.journal.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
 
     def folder(self, name: str) -> Path:
         """Folder of a state.
@@ -163,7 +155,7 @@ class StateFolder:
             with writing(folder):
                 folder.mkdir(mode=0o700)
             yield folder
-            with suppress(PermissionError):  # a file system without rights, of which `make_private` has warned
+            with suppress(PermissionError):  # a file system without rights, of which a warning was given
                 _make_private(folder)
             with writing(folder):
                 for entry in [*folder.rglob("*"), folder]:

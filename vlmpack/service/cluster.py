@@ -33,13 +33,14 @@ ONGOING = 8192
 LAST_SECONDS = 30.0
 """Beside the time to drain: until Serve ends a replica that is to stop."""
 KEY_VARIABLE = "VLMPACK_API_KEY"
-WORDS = {"true": True, "false": False}
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
     """Arguments of the application. Those of `serve run` are texts."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     model: str
     """Hub name, or a folder that all nodes reach."""
@@ -75,20 +76,14 @@ class ClusterSettings:
         Raises:
             ConfigError: an unknown or missing argument, or a value that cannot be.
         """
-        kinds = {field.name: str(field.type) for field in fields(cls)}
-        if unknown := sorted(arguments.keys() - kinds.keys()):
-            raise ConfigError(f"there is no argument {unknown[0]!r}; those of the service are {', '.join(kinds)}")
-        if missing := sorted({"model", "state"} - arguments.keys()):
-            raise ConfigError(f"the argument {missing[0]!r} is missing; name the model and its state folder")
-        read: Mapping[str, Any] = {"int": int, "str": str, "bool": lambda value: WORDS[str(value).lower()]}
-        given = {}
-        for name, value in arguments.items():
-            try:
-                given[name] = read[kinds[name]](value)
-            except (ValueError, KeyError) as error:
-                kind = "a number" if kinds[name] == "int" else kinds[name]
-                raise ConfigError(f"the argument {name} is {value!r}; it is {kind}") from error
-        settings = cls(**given)
+        from pydantic import TypeAdapter, ValidationError  # which comes with Ray Serve
+
+        try:
+            settings = TypeAdapter(cls).validate_python(dict(arguments))
+        except ValidationError as error:
+            found = "; ".join(f"{each['loc'][0]}: {each['msg']}" for each in error.errors())
+            names = ", ".join(field.name for field in fields(cls))
+            raise ConfigError(f"arguments of the application: {found}. They are {names}") from error
         if settings.workers < 1 or settings.gpus not in (0, 1) or settings.sampler not in ("exact", "fast"):
             raise ConfigError("workers is 1 or more, gpus is 0 or 1, sampler is exact or fast; set it so")
         return settings
@@ -98,20 +93,26 @@ class ClusterSettings:
         """Of every rank; Ray shows each its GPU alone."""
         return "cuda" if self.gpus else "cpu"
 
+    @property
+    def served_name(self) -> str:
+        """The name of the model for clients."""
+        from vlmpack.service.server import model_name
+
+        return self.name or model_name(self.model)
+
     def load(self) -> Base:
         """Load the base model on this rank."""
         from vlmpack.service.server import load_base
 
         dtype = self.dtype or ("bfloat16" if self.gpus else "float32")
         device = "cpu" if self.shard else self.device
-        return load_base(self.model, name=self.name or None, device=device, dtype=dtype)
+        return load_base(self.model, name=self.served_name, device=device, dtype=dtype)
 
     def service(self, *, key: str) -> ServiceSettings:
         """The settings of the service on every rank."""
         from vlmpack.service.server import ServiceSettings
 
         return ServiceSettings(
-            state=Path(self.state),
             key=key,
             limits=ServiceLimits(row_tokens=self.row_tokens, models=self.max_models),
             lora_only=self.lora_only,
@@ -163,12 +164,15 @@ def app(arguments: Mapping[str, Any]) -> Any:
 
 def replica(settings: ClusterSettings) -> ASGIApp:
     """Make the app of rank 0, in the replica's process; the other ranks start as its actors."""
-    from vlmpack.service.server import Service, check_key, read_key
+    from vlmpack.service.checkpoints import StateFolder
+    from vlmpack.service.server import Service, check_key, make_key, read_key
 
-    key = os.environ.get(KEY_VARIABLE)
-    key = check_key(key, KEY_VARIABLE) if key else read_key(Path(settings.state) / "key")
+    key, file = os.environ.get(KEY_VARIABLE), Path(settings.state) / "key"
+    key = check_key(key, KEY_VARIABLE) if key else read_key(file)
+    state = StateFolder(Path(settings.state), base_model=settings.served_name)
+    service = settings.service(key=key or make_key(file))
     ranks = _start_others(settings) if settings.workers > 1 else None
-    return Service(settings.load(), settings.service(key=key), ranks=ranks).app()
+    return Service(settings.load(), state, service, ranks=ranks).app()
 
 
 def _start_others(settings: ClusterSettings) -> Ranks:

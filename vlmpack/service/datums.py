@@ -9,7 +9,7 @@ of it is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +25,7 @@ from vlmpack.errors import RequestError
 from vlmpack.families.family import Family
 from vlmpack.layout.batch import Grid
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.losses import TARGETS, BoundLoss, bind_loss, check_inputs
+from vlmpack.service.losses import TARGETS, BoundLoss, LossInputs, bind_loss, check_inputs
 from vlmpack.service.messages import Chunk, ForwardBackward, ImageChunk, Sample, TextChunk
 
 FORMATS = ("png", "jpeg")
@@ -101,18 +101,19 @@ class EncodedDatum:
 
     sequence: EncodedSequence
     """Its tokens and images."""
-    inputs: Mapping[str, np.ndarray]
-    """Inputs of the loss, [N] each: `target_tokens` int64, the others float32, `weights` always."""
+    inputs: LossInputs
+    """Inputs of the loss, M of each."""
 
     @property
     def targets(self) -> np.ndarray:
-        """int64 [N]: the id that each token predicts."""
-        return self.inputs[TARGETS]
+        """int64 [M]: the ids that tokens predict."""
+        return self.inputs.arrays[TARGETS]
 
     @property
-    def floats(self) -> tuple[str, ...]:
-        """Names of the inputs beside the targets."""
-        return tuple(name for name in self.inputs if name != TARGETS)
+    def places(self) -> np.ndarray:
+        """int64 [M]: the token that predicts each target."""
+        keys = self.inputs.keys
+        return np.arange(self.sequence.length) if keys is None else keys // self.inputs.shape[1]
 
 
 @final
@@ -180,15 +181,18 @@ class Encoder:
         Raises:
             RequestError: of the request, or of a datum, which it names.
         """
-        loss, patches, checked = bind_loss(request.loss_fn, request.loss_config), 0, []
+        loss, patches, targets, checked = bind_loss(request.loss_fn, request.loss_config), 0, 0, []
         for at, datum in enumerate(request.data):  # everything that headers say, before any image is decoded
             with _named(f"datum {at}"):
                 size = self._check_chunks(datum.chunks)
-                inputs = check_inputs(loss.name, datum.inputs, size.tokens)
-                self._check_ids(TARGETS, inputs[TARGETS])
+                inputs = check_inputs(loss, datum.inputs, size.tokens)
+                self._check_ids(TARGETS, inputs.arrays[TARGETS])
             checked.append((size, inputs))
             patches += size.patches
             self._check_patches(patches)
+            targets += prod(inputs.shape)
+            if targets > self.limits.soft_targets and inputs.keys is not None:
+                raise RequestError(f"more than {self.limits.soft_targets:,} targets in a request: send fewer datums")
         data = []
         for at, (size, inputs) in enumerate(checked):
             with _named(f"datum {at}"):

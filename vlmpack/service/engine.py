@@ -142,6 +142,7 @@ class Engine:
         """Of the base model; None: this rank has all of it."""
         if ranks is not None and self.config.shard_on is not None:
             self.sharding = Sharding(self.model, self.family, ranks, device=self.config.shard_on)
+        self._processor = processor
         self.counts = WorkCount()
         """Counts of the rows computed since the engine began."""
         self._clients: dict[str, ClientModel] = {}
@@ -214,6 +215,18 @@ class Engine:
         """Write a client model into an existing empty folder; accumulated gradients are not saved."""
         client = self.client(model_id)
         client.save(folder, optimizer=optimizer, base_name=self.base.name, model_type=self.base.arch)
+
+    def export(self, model_id: str, folder: Path) -> None:
+        """Write a client model for others into an existing empty folder: an adapter as PEFT loads it, a model that is
+        trained as a whole, with its processor, as transformers does.
+        """
+        client = self.client(model_id)
+        model: Any = client.model
+        if client.adapter is not None:
+            client.adapter.save(folder, base_name=self.base.name)
+        else:
+            model.save_pretrained(folder)
+            self._processor.save_pretrained(folder)
 
     def load(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
         """Read a client model back; accumulated gradients are dropped.

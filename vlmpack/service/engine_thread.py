@@ -194,8 +194,6 @@ class EngineThread:
         """True if a model waits for room to encode, so that those behind it may not take it."""
         self._stop = False
         self._drain_until: float | None = None
-        self.paused: str | None = None
-        """Why nothing can be committed now."""
         self.fault: str | None = None
         """Why the thread ended."""
         self.is_restored = False
@@ -299,7 +297,7 @@ class EngineThread:
         head = lane.entries.get(lane.next)
         if head is None or not head.accepted or self._drain_until is not None:
             return None
-        if lane.failure is None and lane.next > 0 and lane.id not in self._ledger.models:
+        if lane.failure is None and lane.next > 0 and not lane.is_created:
             lane.failure = f"{lane.id} was not created: its creation failed"
         if lane.failure is not None:
             message = lane.failure
@@ -451,6 +449,8 @@ class EngineThread:
     def _operate(self, lane: Lane, entry: Entry) -> None:
         begin = time.perf_counter()
         try:
+            if entry.row.kind in CREATIONS:
+                self._make_room(lane)
             done = self._operations.run(lane, entry)
         except Exception as error:
             done = Done(outcome=_failure(error))
@@ -466,6 +466,17 @@ class EngineThread:
         elif done.is_replayed and not lane.is_closed and self._operations.snapshot_is_due(lane):
             self._snapshot(lane)
         self._ledger.is_swept = False
+
+    def _make_room(self, lane: Lane) -> None:
+        """End silent sessions, the longest first, while there is no room for a new model."""
+        limits = self._ledger.limits
+        for session in self._ledger.silent(limits.silent_seconds):
+            if len(self._engine.models()) < limits.models:
+                return
+            if session.id != lane.session and any(one.id in self._engine.models() for one in session.lanes):
+                log.info("the session %s ended: its client fell silent, and a new model needs its place", session.id)
+                self._ledger.end_session(session.id)
+                self._free_closed()
 
     def _clean_up(self, lane: Lane, entry: Entry, error: Exception) -> None:
         if not isinstance(error, VlmpackError):
@@ -494,7 +505,7 @@ class EngineThread:
     def _restore_all(self) -> None:
         self.sweep()
         for lane in self._lanes():
-            if lane.id in self._ledger.models:
+            if lane.is_created:
                 self._restore(lane)
             if self._stop or self._drain_until is not None:
                 raise Stopped
@@ -530,9 +541,9 @@ class EngineThread:
         if done is not None and done.take_in is not None:
             with self._ledger.lock:
                 done.take_in()
-        for entry, state, reply in replies:
+        for entry, state, _ in replies:
             self.counts[f"{entry.row.kind}.{state}"] += 1
-            self._ledger.done(entry, state, reply, group=group)
+            self._ledger.done(entry, state, group=group)
 
     def _encoded(self, entry: Entry, outcome: Outcome) -> tuple[Entry, State, Reply]:
         try:
@@ -549,12 +560,8 @@ class EngineThread:
             try:
                 with self._ledger.journal.transaction():
                     write()
-                self.paused = None
                 return
             except JournalError as error:
-                if self.paused is None:
-                    log.exception("waiting for the disk")
-                self.paused = str(error)
                 with self._ledger.lock:
                     if self._stop or self._drain_until is not None:
                         raise Stopped from error

@@ -36,7 +36,7 @@ from vlmpack.model.plain import cache_name, find_model
 from vlmpack.service import caches
 from vlmpack.service.choice import Choice, Draw, choose
 from vlmpack.service.datums import EncodedSequence
-from vlmpack.service.messages import SampledSequence, SamplingParams, StopReason
+from vlmpack.service.messages import PromptScores, SampledSequence, SamplingParams, StopReason
 from vlmpack.service.rows import last_hidden, tokens_row
 
 Agree = Callable[[list[Choice]], list[Choice]]
@@ -251,19 +251,29 @@ class Reader:
         )
         return output.logits[:, -1]
 
-    def score(self, prompts: Sequence[EncodedSequence]) -> tuple[list[np.ndarray], torch.Tensor]:
+    def score(self, prompts: Sequence[EncodedSequence], tops: Sequence[int]) -> tuple[list[PromptScores], torch.Tensor]:
         """Run prompts as one packed row, as in training.
 
+        Args:
+            prompts: of some requests.
+            tops: K of each: how many of the most likely tokens are wanted.
+
         Returns:
-            The log-probability of each token of each prompt after those before it, float32 [N], NaN at the first; and
-            the logits [B, V] after each prompt.
+            The scores of each prompt; and the logits [B, V] after each prompt.
         """
         lengths = [prompt.length for prompt in prompts]
         hidden_TD, head, found = last_hidden(self.core, prompts), self.family.to_logits(self.core), []
-        for hidden_ND, prompt in zip(hidden_TD.split(lengths), prompts, strict=True):
+        for hidden_ND, prompt, top in zip(hidden_TD.split(lengths), prompts, tops, strict=True):
             targets = torch.from_numpy(prompt.input_ids[1:]).to(self.device)
             logprobs = target_logprobs(hidden_ND[:-1], targets, head, chunk=HEAD_CHUNK).cpu().numpy()
-            found.append(np.concatenate((np.full(1, np.nan, np.float32), logprobs)))
+            pieces = hidden_ND[:-1].split(HEAD_CHUNK) if top and prompt.length > 1 else ()
+            best = [head(piece).float().log_softmax(-1).topk(top) for piece in pieces]
+            ids, values = np.zeros((prompt.length, top), np.int32), np.full((prompt.length, top), np.nan, np.float32)
+            if best:
+                ids[1:] = torch.cat([piece.indices for piece in best]).cpu().numpy()
+                values[1:] = torch.cat([piece.values for piece in best]).cpu().numpy()
+            logprobs = np.concatenate((np.full(1, np.nan, np.float32), logprobs))
+            found.append(PromptScores(logprobs=logprobs, top_ids=ids, top_logprobs=values))
         return found, head(hidden_TD[[end - 1 for end in accumulate(lengths)]])
 
     def canonical_row(self, sequence: Growing) -> tuple[EncodedSequence, int]:

@@ -9,6 +9,7 @@ Handlers only enqueue. What takes time (parsing, the journal) runs in threads, n
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 import re
@@ -20,21 +21,22 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
+import anyio
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from vlmpack.errors import RequestError
 from vlmpack.service import messages, protobuf, wire
-from vlmpack.service.bodies import BodyReader, HTTPError
+from vlmpack.service.bodies import BodyReader
 from vlmpack.service.journal import CheckpointRow
-from vlmpack.service.ledger import Rejected
 from vlmpack.service.limits import ServiceLimits, check
-from vlmpack.service.queue import ModelInfo, Pending, RequestQueue, Submitted
+from vlmpack.service.messages import Rejected
+from vlmpack.service.queue import ModelInfo, Pending, RequestQueue
 from vlmpack.service.wire import INT32, INT64, JSON, PROTOBUF, Fields, to_json
 
 if TYPE_CHECKING:
@@ -46,8 +48,14 @@ OPEN_PATHS = ("/", "/metrics", "/healthz", "/api/v1/healthz")
 """Served without the key."""
 UNREAD_BYTES = 4 * 2**20
 """Bytes of a body that are read and thrown away when the key is wrong, so that the client sees the answer."""
+INLINE_BYTES = 65_536
+"""Largest body that is parsed in the event loop."""
 LOGGED = 120
 """Most characters of a path in the log."""
+DOWNLOADS = "/api/v1/downloads/"
+"""Beginning of the paths of files that a signature opens instead of the key."""
+SIGNED_SECONDS = 3600
+"""Time for which such a path works."""
 OWNER = "vlmpack"
 """Owner of every training run: a service has one key."""
 PAGE = 100
@@ -59,9 +67,9 @@ NAMED_SAMPLES = 65_536
 REQUEST_ID = 512
 """Longest id of a request, in characters."""
 SAMPLE_ID = re.compile(r".*:sample:\d+:\d+", re.DOTALL)
+CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 NOT_SERVED = {
     "forward": "training requests in JSON: use tinker 0.25 or newer",
-    "save_weights_external": "checkpoints stay in the state folder of this service",
     "copy_weights": "checkpoints are not copied; load them by their path",
     "create_custom_loss": "custom losses are computed in the client",
     "retrieve_futures": "results are fetched one by one, with retrieve_future",
@@ -70,12 +78,13 @@ NOT_SERVED = {
     "unload_model": "a model is freed when its session is finished",
     "token": "the key is sent as it is",
     "publish": "whoever has the key sees all checkpoints",
-    "ttl": "checkpoints stay until they are deleted",
     "project": "sessions have no projects",
     "search": "list sessions, and look at each one",
-    "external_weights_urls": "checkpoints stay in the state folder of this service",
+    "trace_export": "the log of the service has a line for each request",
+    "billing": "this service bills nothing; /metrics counts what it has done",
+    "audit": "the log of the service has a line for each request",
 }
-"""Remedies for endpoints that clients try and that this service does not have, by the last part of their paths."""
+"""Remedies for endpoints that clients try and that this service does not have, by a part of their paths."""
 
 
 def answer(value: Mapping[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -87,7 +96,7 @@ def error_response(error: Exception) -> Response | None:
     """Return the answer for an error that a client caused; None: the error is ours."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=400)
-    if isinstance(error, HTTPError | Rejected):
+    if isinstance(error, Rejected):
         headers = {} if error.retry_after is None else {"Retry-After": f"{max(error.retry_after, 0.1):g}"}
         return answer({"detail": str(error)}, status=error.status, headers=headers)
     return answer({"detail": str(error)}, status=400) if isinstance(error, RequestError) else None
@@ -109,6 +118,8 @@ class Endpoints:
     """Of the service."""
     bodies: BodyReader
     """Receives bodies."""
+    key: str
+    """Clients send it as X-API-Key, or as Authorization: Bearer; it signs what they may download without it."""
     is_draining: Callable[[], bool]
     """True once the service is about to stop."""
 
@@ -128,6 +139,7 @@ class Endpoints:
             "optim_step": partial(self.enqueue, partial(self._submit_operation, "OptimStep")),
             "save_weights": partial(self.enqueue, partial(self._submit_operation, "SaveWeights")),
             "save_weights_for_sampler": partial(self.enqueue, partial(self._submit_operation, "SaveForSampler")),
+            "save_weights_external": partial(self.enqueue, partial(self._submit_operation, "SaveExternal")),
             "load_weights": partial(self.enqueue, self._submit_load),
             "create_sampling_session": self.create_sampling_session,
             "asample": partial(self.enqueue, self._submit_sample),
@@ -140,6 +152,7 @@ class Endpoints:
             "training_runs": self.training_runs,
             run: self.training_run,
             f"{run}/checkpoints": self.checkpoints_of_run,
+            f"{run}/checkpoints/{{kind}}/{{name}}/external_weights_urls": self.downloads,
             "checkpoints": self.checkpoints,
             "sessions": self.sessions,
             "sessions/{session_id}": self.session,
@@ -149,7 +162,9 @@ class Endpoints:
             *(Route(f"/api/v1/{path}", endpoint, methods=["POST"]) for path, endpoint in posts.items()),
             *(Route(f"/api/v1/{path}", endpoint, methods=["GET"]) for path, endpoint in gets.items()),
             Route(f"/api/v1/{run}/checkpoints/{{kind}}/{{name}}", self.delete_checkpoint, methods=["DELETE"]),
+            Route(f"/api/v1/{run}/checkpoints/{{kind}}/{{name}}/ttl", self.set_ttl, methods=["PUT"]),
             Route("/healthz", self.health, methods=["GET"]),
+            Route(DOWNLOADS + "{expires:int}/{signature}/{folder}/{file}", self.download, methods=["GET"]),
         ]
 
     # ------------------------------------------------------------------ bodies
@@ -157,27 +172,27 @@ class Endpoints:
     async def fields(self, request: Request, *, most: int | None = None) -> Fields:
         """Receive a JSON object."""
         body = await self.body(request, most=most or self.limits.json_bytes)
+        if len(body) <= INLINE_BYTES:  # threads may all be waiting for a slow disk
+            return Fields.parse(body)
         return await run_in_threadpool(Fields.parse, body)
 
-    async def body(
-        self, request: Request, *, most: int, decoded: int | None = None, under_way: ExitStack | None = None
-    ) -> bytes:
+    async def body(self, request: Request, *, most: int, under_way: ExitStack | None = None) -> bytes:
         """Receive a body; of a training request, its model's gaps are held until `under_way` ends."""
         encoding = request.headers.get("content-encoding", "").strip().lower()
         pieces = self._pieces(request, under_way)
-        return await self.bodies.read(pieces, encoding=encoding, most=most, decoded=decoded)
+        return await self.bodies.read(pieces, encoding=encoding, most=most)
 
     async def _pieces(self, request: Request, under_way: ExitStack | None) -> AsyncIterator[bytes]:
         async for piece in request.stream():
             if under_way is not None:
-                with suppress(RequestError):  # without a name in its first piece, or compressed
+                with suppress(RequestError):  # without a name in its first piece
                     under_way.enter_context(self.queue.receiving(protobuf.identify(piece).model_id))
                 under_way = None
             yield piece
 
     def _refuse_if_draining(self) -> None:
         if self.is_draining():
-            raise HTTPError(503, "the service is being stopped; it goes on when it is started again", retry_after=2)
+            raise Rejected("the service is being stopped; try again once it runs", status=503, retry_after=2)
 
     # ------------------------------------------------------------------ clients and sessions
 
@@ -217,6 +232,8 @@ class Endpoints:
         fields = await self.fields(request)
         version = fields.text("sdk_version", "")
         check_client(version)
+        if "project_id" in fields:
+            raise RequestError("project_id: this service has no projects; leave it out")
         tags = [wire.check_text(tag, "tags") for tag in fields.array("tags", [])]
         metadata, name = fields.metadata(), fields.text("display_name", None)
         session_id = await run_in_threadpool(
@@ -227,7 +244,7 @@ class Endpoints:
     async def heartbeat(self, request: Request) -> Response:
         """Keep a session open."""
         fields = await self.fields(request)
-        await run_in_threadpool(self.queue.heartbeat, fields.text("session_id"))
+        self.queue.heartbeat(fields.text("session_id"))
         return answer({"type": "session_heartbeat"})
 
     async def finish(self, request: Request) -> Response:
@@ -249,11 +266,9 @@ class Endpoints:
         body = await self.body(request, most=self.limits.sample_bytes)
         return await run_in_threadpool(submit, body)
 
-    def _submit(
-        self, owner: str, seq: int, body: bytes, read: Callable[[], messages.Request], **refusal: Any
-    ) -> Submitted:
-        """Read a request and submit it; one that is refused fails in its future, as its number is used up then, and
-        those after it do not wait for it.
+    def _submit(self, owner: str, seq: int, body: bytes, read: Callable[[], messages.Request], **refusal: Any) -> str:
+        """Read a request, submit it, and return its id. One that is refused fails in its future: its number is used up
+        then, and those after it do not wait for it.
         """
         try:
             request = read()
@@ -277,14 +292,14 @@ class Endpoints:
             self._check_base(request.base_model)
             return request
 
-        submitted = self._submit(f"{session_id}:train:{number}", 0, body, read, is_creation=True)
-        return answer({"request_id": submitted.request_id})
+        request_id = self._submit(f"{session_id}:train:{number}", 0, body, read, is_creation=True)
+        return answer({"request_id": request_id})
 
     def _submit_operation(self, kind: str, body: bytes) -> Response:
         fields = Fields.parse(body)
         model_id, seq_id = fields.text("model_id"), fields.integer("seq_id", low=1)
-        submitted = self._submit(model_id, seq_id, body, lambda: self._read(kind, fields, body))
-        return answer({"request_id": submitted.request_id, "model_id": model_id})
+        request_id = self._submit(model_id, seq_id, body, lambda: self._read(kind, fields, body))
+        return answer({"request_id": request_id, "model_id": model_id})
 
     def _submit_load(self, body: bytes) -> Response:
         """Go back to a checkpoint, or create a model from one."""
@@ -299,20 +314,19 @@ class Endpoints:
         fields = Fields.parse(body)
         session_id, seq_id = fields.text("sampling_session_id"), fields.integer("seq_id", high=INT64)
         count = fields.integer("num_samples", 1, low=1, high=NAMED_SAMPLES)
-        submitted = self._submit(session_id, seq_id, body, lambda: wire.READERS["Sample"](fields), samples=count)
-        return answer({"request_id": submitted.request_id, "sample_sequence_ids": list(submitted.sequence_ids)})
+        request_id = self._submit(session_id, seq_id, body, lambda: wire.READERS["Sample"](fields))
+        return answer({"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{at}" for at in range(count)]})
 
     async def forward_backward(self, request: Request) -> Response:
         """Enqueue a training request."""
         self._refuse_if_draining()
         if not request.headers.get("content-type", "").startswith(PROTOBUF):
             detail = f"training requests are {PROTOBUF}: use tinker {_version(OLDEST_CLIENT)} or newer"
-            return await self._refuse_unread(request, HTTPError(415, detail))
-        most, decoded = self.limits.body_bytes, self.limits.decoded_bytes
+            return await self._refuse_unread(request, Rejected(detail, status=415))
         with ExitStack() as under_way:
             try:
-                body = await self.body(request, most=most, decoded=decoded, under_way=under_way)
-            except HTTPError as error:
+                body = await self.body(request, most=self.limits.body_bytes, under_way=under_way)
+            except Rejected as error:
                 try:
                     identity = protobuf.identify(error.beginning)
                 except RequestError:
@@ -330,31 +344,31 @@ class Endpoints:
                 raise RequestError("model_id or seq_id twice in one request: send them once")
             return request
 
-        submitted = self._submit(identity.model_id, identity.seq_id, body, read)
-        return answer({"request_id": submitted.request_id, "model_id": identity.model_id})
+        request_id = self._submit(identity.model_id, identity.seq_id, body, read)
+        return answer({"request_id": request_id, "model_id": identity.model_id})
 
     def _refuse(self, model_id: str, seq_id: int, detail: str) -> Response:
-        return answer({"request_id": self.queue.refuse(model_id, seq_id, detail).request_id, "model_id": model_id})
+        return answer({"request_id": self.queue.refuse(model_id, seq_id, detail), "model_id": model_id})
 
     async def not_found(self, request: Request, error: HTTPException) -> Response:
         """Answer for an endpoint that is not here. An operation of a model, whatever its name, fails in its future."""
         path = request.url.path
         detail = f"{request.method} {path[:120]}: this service does not have it"
-        if (remedy := NOT_SERVED.get(path.rpartition("/")[2])) is not None:
-            detail = f"{detail}; {remedy}"
+        if remedies := [NOT_SERVED[part] for part in path.split("/") if part in NOT_SERVED]:
+            detail = f"{detail}; {remedies[-1]}"
         try:
-            return await self._refuse_unread(request, HTTPError(error.status_code, detail))
-        except (HTTPError, RequestError, ClientDisconnect) as refusal:  # Starlette takes no errors of this handler
+            return await self._refuse_unread(request, Rejected(detail, status=error.status_code))
+        except (RequestError, ClientDisconnect) as refusal:  # Starlette takes no errors of this handler
             response = error_response(refusal)
             assert response is not None
             return response
 
-    async def _refuse_unread(self, request: Request, refusal: HTTPError) -> Response:
+    async def _refuse_unread(self, request: Request, refusal: Rejected) -> Response:
         """Let a request fail in its future if it is an operation of a model; else answer with a status."""
         try:
             fields = await self.fields(request, most=self.limits.sample_bytes)
             model_id, seq_id = fields.text("model_id"), fields.integer("seq_id", low=1)
-        except (HTTPError, RequestError):
+        except RequestError:
             raise refusal from None
         self._refuse_if_draining()
         return await run_in_threadpool(self._refuse, model_id, seq_id, str(refusal))
@@ -377,6 +391,7 @@ class Endpoints:
         """Open a sampling session on a snapshot or on the base model."""
         self._refuse_if_draining()
         fields = await self.fields(request)
+        wire.refuse_access_token(fields)
         path, base = fields.text("model_path", None), fields.text("base_model", None)
         if path is None and base is None:
             raise RequestError("neither model_path nor base_model: send one of them")
@@ -428,10 +443,37 @@ class Endpoints:
 
     async def delete_checkpoint(self, request: Request) -> Response:
         """Delete a checkpoint."""
-        names = request.path_params
-        path = f"tinker://{names['model_id']}/{names['kind']}/{names['name']}"
-        await run_in_threadpool(self.queue.delete_checkpoint, path)
+        await run_in_threadpool(self.queue.delete_checkpoint, _path(request))
         return Response(status_code=204)
+
+    async def set_ttl(self, request: Request) -> Response:
+        """Change when a checkpoint expires."""
+        ttl = (await self.fields(request)).ttl()
+        await run_in_threadpool(self.queue.set_ttl, _path(request), ttl)
+        return Response(status_code=204)
+
+    async def downloads(self, request: Request) -> Response:
+        """Return a signed URL for each file of external weights."""
+        row = await run_in_threadpool(self.queue.checkpoint, _path(request))
+        if row.kind != "external_weights":
+            raise RequestError(f"{row.path} is not to be downloaded: save it with save_weights_external")
+        files = await run_in_threadpool(self.queue.files, row)
+        expires = int(time.time()) + SIGNED_SECONDS
+        begin = f"{str(request.base_url).rstrip('/')}{DOWNLOADS}{expires}"
+        urls = {file: f"{begin}/{self._signature(expires, row.folder, file)}/{row.folder}/{file}" for file in files}
+        return answer({"urls": urls, "expires": _iso(expires)})
+
+    async def download(self, request: Request) -> Response:
+        """Send a file whose URL is signed."""
+        names = ("expires", "signature", "folder", "file")
+        expires, signature, folder, file = (request.path_params[name] for name in names)
+        is_ours = hmac.compare_digest(signature.encode(), self._signature(expires, folder, file).encode())
+        if not is_ours or expires < time.time():
+            raise Rejected("the signature of this URL is wrong or has expired: ask for the URLs again", status=403)
+        return FileResponse(await run_in_threadpool(self.queue.file, folder, file))
+
+    def _signature(self, expires: int, folder: str, file: str) -> str:
+        return hmac.new(self.key.encode(), f"{expires}/{folder}/{file}".encode(), hashlib.sha256).hexdigest()
 
     async def weights_info(self, request: Request) -> Response:
         """Return what a model is created with from a checkpoint."""
@@ -462,10 +504,16 @@ class Endpoints:
         return answer({"sampler_id": row.id, "base_model": self.base.name, **path})
 
 
+def _path(request: Request) -> str:
+    """Path of the checkpoint that a URL names."""
+    names = request.path_params
+    return f"tinker://{names['model_id']}/{names['kind']}/{names['name']}"
+
+
 def _lost(request_id: str) -> Response:
     """Answer for a request that is not known: the client samples again by itself, but must not train again."""
     if SAMPLE_ID.fullmatch(request_id):
-        raise HTTPError(410, f"request {request_id} is not known any more: sample again")
+        raise Rejected(f"request {request_id} is not known any more: sample again", status=410)
     error = (
         f"request {request_id} is not known to this service: it never arrived, or its result was kept for as long as "
         "the session was open. The model is as the requests before it left it"
@@ -493,6 +541,8 @@ def _version(numbers: tuple[int, int]) -> str:
 def _page(request: Request, entries: Sequence[Any]) -> tuple[list[Any], Mapping[str, int]]:
     """Return (the entries asked for, where they stand in the whole list)."""
     limit, offset = _number(request, "limit", PAGE), _number(request, "offset", 0)
+    if "project_id" in request.query_params:
+        raise RequestError("project_id: this service has no projects; leave it out")
     cursor = {"offset": offset, "limit": limit, "total_count": len(entries)}
     return list(entries[offset : offset + limit]), cursor
 
@@ -513,7 +563,7 @@ def _training_run(info: ModelInfo) -> dict[str, Any]:
         "base_model": row.base_model,
         "model_owner": OWNER,
         **_rank(row.lora),
-        "last_request_time": _iso(info.last_request),
+        "last_request_time": _iso(row.last_request),
         "last_checkpoint": _checkpoint(info.last_checkpoint),
         "last_sampler_checkpoint": _checkpoint(info.last_sampler_checkpoint),
         "corrupted": info.is_corrupted,
@@ -530,11 +580,12 @@ def _checkpoint(row: CheckpointRow | None) -> dict[str, Any] | None:
         return None
     return {
         "checkpoint_id": f"{row.kind}/{row.name}",
-        "checkpoint_type": "training" if row.kind == "weights" else "sampler",
+        "checkpoint_type": CHECKPOINT_TYPES[row.kind],
         "time": _iso(row.created),
         "tinker_path": row.path,
         "size_bytes": row.size,
         "public": False,
+        "expires_at": None if row.expires is None else _iso(row.expires),
         "user_metadata": dict(row.user_metadata),
     }
 
@@ -546,15 +597,12 @@ def _iso(seconds: float) -> str:
 # ---------------------------------------------------------------------- the app
 
 
-def make_app(
-    routes: Sequence[BaseRoute], *, key: str, endpoints: Endpoints, lifespan: Lifespan[Any] | None = None
-) -> ASGIApp:
+def make_app(routes: Sequence[BaseRoute], *, endpoints: Endpoints, lifespan: Lifespan[Any] | None = None) -> ASGIApp:
     """Put routes, the key and errors together.
 
     Args:
         routes: of the service.
-        key: clients send it as X-API-Key, or as Authorization: Bearer.
-        endpoints: answers for a path or method that is not among the routes.
+        endpoints: has the key, and answers for a path or method that is not among the routes.
         lifespan: of the app.
     """
 
@@ -563,21 +611,26 @@ def make_app(
         return error_response(error) or ours
 
     handlers: Mapping[Any, Any] = {
-        **dict.fromkeys((HTTPError, RequestError, ClientDisconnect, Exception), answer_error),
+        **dict.fromkeys((RequestError, ClientDisconnect, Exception), answer_error),
         404: endpoints.not_found,
         405: endpoints.not_found,
     }
-    return Gate(Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan), key=key)
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    return Gate(app, key=endpoints.key, seconds=endpoints.limits.header_seconds)
 
 
 @final
 class Gate:
-    """Lets requests with the key through, logs each one, and answers for errors of ours."""
+    """Lets requests with the key through, logs each one, and answers for errors of ours.
 
-    def __init__(self, app: ASGIApp, *, key: str) -> None:
-        """Keep the app behind it and the key."""
-        self._app = app
-        self._key = key.encode("utf-8")
+    Args:
+        app: behind it.
+        key: clients have to send it.
+        seconds: for which the body of a request without it is read, so that its client sees the answer.
+    """
+
+    def __init__(self, app: ASGIApp, *, key: str, seconds: float) -> None:
+        self._app, self._key, self._seconds = app, key.encode("utf-8"), seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -597,27 +650,34 @@ class Gate:
             if self._is_allowed(scope):
                 await self._app(scope, receive, send_and_count)
             else:
-                await _discard(receive)
+                with anyio.move_on_after(self._seconds):
+                    await _discard(receive)
                 detail = "the key (X-API-Key) is not this service's; it stands in the service's key file"
-                await answer({"detail": detail}, status=401)(scope, receive, send_and_count)
+                refusal = answer({"detail": detail}, status=401, headers={"Connection": "close"})
+                await refusal(scope, receive, send_and_count)
         except Exception as error:  # that no handler took
             response = error_response(error)
             if response is None:
-                log.error("%s %s failed", scope["method"], ascii(scope["path"][:LOGGED])[1:-1], exc_info=error)
+                log.error("%s %s failed", scope["method"], _logged(scope["path"]), exc_info=error)
             elif not seen["status"]:  # no answer is under way
                 await response(scope, receive, send_and_count)
         finally:
             milliseconds = (time.perf_counter() - start) * 1000
-            path = ascii(scope["path"][:LOGGED])[1:-1]
             sizes = f"{seen['status']} {milliseconds:.1f} ms {seen['bytes']} bytes"
-            log.info("%s %s %s", scope["method"], path, sizes)
+            log.info("%s %s %s", scope["method"], _logged(scope["path"]), sizes)
 
     def _is_allowed(self, scope: Scope) -> bool:
-        if scope["path"] in OPEN_PATHS:
+        is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(DOWNLOADS)
+        if is_open and scope["method"] in ("GET", "HEAD"):
             return True
         headers = dict(reversed(scope["headers"]))  # of one sent twice the first
         sent = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
         return hmac.compare_digest(sent, self._key)
+
+
+def _logged(path: str) -> str:
+    """Return what the log has of a path; not a signature, which opens a file."""
+    return DOWNLOADS if path.startswith(DOWNLOADS) else ascii(path[:LOGGED])[1:-1]
 
 
 async def _discard(receive: Receive) -> None:

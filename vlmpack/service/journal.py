@@ -14,21 +14,26 @@ does not wait for writing. Bodies have a table of their own: SQLite writes a cha
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, TypeVar, final, get_args
 
-from vlmpack.errors import ConfigError, VlmpackError
-from vlmpack.service.messages import LoraConfig, Reply
+from vlmpack.errors import ConfigError, RequestError, VlmpackError
+from vlmpack.service.messages import LoraConfig, Rejected, Reply
+
+log = logging.getLogger("vlmpack.service")
 
 APPLICATION = 0x766C6D70
 """Marks a SQLite file as ours."""
-VERSION = 3
+VERSION = 4
 """Of the tables below."""
 
 SCHEMA = """
@@ -43,31 +48,27 @@ CREATE TABLE sampling_sessions (
     id TEXT PRIMARY KEY, session TEXT NOT NULL, created REAL NOT NULL, model TEXT, path TEXT, folder TEXT);
 CREATE TABLE checkpoints (
     model TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL, folder TEXT NOT NULL, created REAL NOT NULL,
-    size INTEGER NOT NULL, base_model TEXT NOT NULL, lora TEXT, user_metadata TEXT NOT NULL,
+    size INTEGER NOT NULL, base_model TEXT NOT NULL, lora TEXT, user_metadata TEXT NOT NULL, expires REAL,
     PRIMARY KEY (model, kind, name));
 CREATE TABLE requests (
     owner TEXT NOT NULL, seq INTEGER NOT NULL, session TEXT NOT NULL, kind TEXT NOT NULL, digest BLOB NOT NULL,
     seed INTEGER, state TEXT NOT NULL, grp INTEGER, retrieved REAL, reply_type TEXT, reply BLOB,
     PRIMARY KEY (owner, seq));
 CREATE INDEX requests_session ON requests (session);
-"""
-BODIES = """
+CREATE INDEX requests_retrieved ON requests (retrieved) WHERE reply IS NOT NULL;
 CREATE TABLE bodies (owner TEXT NOT NULL, seq INTEGER NOT NULL, body BLOB NOT NULL, PRIMARY KEY (owner, seq));
 CREATE TRIGGER requests_deleted AFTER DELETE ON requests
 BEGIN DELETE FROM bodies WHERE owner = OLD.owner AND seq = OLD.seq; END;
 """
-BODIES_OF_REQUESTS = """
-INSERT INTO bodies SELECT owner, seq, body FROM requests WHERE body IS NOT NULL;
-ALTER TABLE requests DROP COLUMN body;
-"""
-DISPLAY_NAMES = "ALTER TABLE sessions ADD COLUMN display_name TEXT"
-MIGRATIONS = {1: (BODIES, BODIES_OF_REQUESTS), 2: (DISPLAY_NAMES,)}
-"""Statements that bring tables to the next version. 1 had bodies in the table of requests, 2 no display names."""
-
+FAULT_SECONDS = 5.0
+"""Time for which a failed write is shown at least: small ones succeed on a disk that is full for large ones."""
+SCHEME = "tinker://"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 T = TypeVar("T")
 
 State = Literal["queued", "done", "failed"]
+Kind = Literal["weights", "sampler_weights", "external_weights"]
 
 
 @final
@@ -138,12 +139,12 @@ class SamplingRow:
 @final
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRow:
-    """A training checkpoint, or a snapshot to sample from, that has a name."""
+    """A training checkpoint, a snapshot to sample from, or files to download, that have a name."""
 
     model: str
     """Id of the model it is from."""
-    kind: Literal["weights", "sampler_weights"]
-    """A training checkpoint, or a snapshot to sample from."""
+    kind: Kind
+    """What it is."""
     name: str
     """The client's name for it."""
     folder: str
@@ -158,11 +159,28 @@ class CheckpointRow:
     """Adapter of the model; None: all weights."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     """The client's own notes."""
+    expires: float | None = None
+    """Unix seconds; None: it stays until it is deleted."""
 
     @property
     def path(self) -> str:
         """`tinker://MODEL/KIND/NAME`."""
-        return f"tinker://{self.model}/{self.kind}/{self.name}"
+        return f"{SCHEME}{self.model}/{self.kind}/{self.name}"
+
+
+def parse_path(path: str) -> tuple[str, str, str]:
+    """Return model, kind and name of the path of a checkpoint.
+
+    Raises:
+        RequestError: it is no such path.
+    """
+    model, *rest = path.removeprefix(SCHEME).split("/") if path.startswith(SCHEME) else [""]
+    if not model or len(rest) != 2 or rest[0] not in get_args(Kind) or not NAME.fullmatch(rest[1]):
+        raise RequestError(
+            f"{path!r:.200} is no path of a checkpoint: use one that a save returned, "
+            "tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME"
+        )
+    return model, rest[0], rest[1]
 
 
 @final
@@ -200,11 +218,11 @@ class RequestRow:
 # ---------------------------------------------------------------------- the file
 
 
-TABLES: dict[type, str] = {
-    SessionRow: "sessions ORDER BY created",
-    SamplingRow: "sampling_sessions ORDER BY created",
-    ModelRow: "models ORDER BY created DESC, id",
-    CheckpointRow: "checkpoints ORDER BY created DESC, model, kind, name",
+TABLES: dict[type, tuple[str, str]] = {
+    SessionRow: ("sessions", "created"),
+    SamplingRow: ("sampling_sessions", "created"),
+    ModelRow: ("models", "created DESC, id"),
+    CheckpointRow: ("checkpoints", "created DESC, name"),
 }
 """The table of each kind of row, and their order."""
 
@@ -227,7 +245,7 @@ class Journal:
         base_model: name of the base model, to which all that the journal holds belongs.
 
     Raises:
-        ConfigError: the file is damaged, not ours, of a newer version, or of another base model.
+        ConfigError: the file is damaged, not ours, of another version, or of another base model.
     """
 
     def __init__(self, path: Path, *, base_model: str) -> None:
@@ -235,6 +253,7 @@ class Journal:
         self._lock = threading.RLock()
         self._reading = threading.Lock()
         self._depth = 0
+        self._failed: tuple[float, str] | None = None
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its other files the mode of this one
             self._writer = self._connect()
@@ -260,22 +279,19 @@ class Journal:
         (tables,) = self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if tables == 0 and application == 0:
             with self.transaction():
-                self._run(SCHEMA, BODIES)
+                for statement in SCHEMA.split(";\n"):
+                    self._writer.execute(statement)
                 self._writer.execute("INSERT INTO facts VALUES ('base_model', ?)", (base_model,))
                 self._writer.execute(f"PRAGMA application_id = {APPLICATION}")
                 self._writer.execute(f"PRAGMA user_version = {VERSION}")
             return
         if application != APPLICATION:
             raise ConfigError(f"{self.path} is no journal of vlmpack: choose another state folder (--state)")
-        if not 1 <= version <= VERSION:
+        if version != VERSION:
             raise ConfigError(
                 f"{self.path} has tables of version {version}, this vlmpack knows version {VERSION}: "
                 "use the vlmpack that wrote it, or another state folder (--state)"
             )
-        for old in range(version, VERSION):
-            with self.transaction():
-                self._run(*MIGRATIONS[old])
-                self._writer.execute(f"PRAGMA user_version = {old + 1}")
         (result,) = self._writer.execute("PRAGMA quick_check(1)").fetchone()
         if result != "ok":
             raise sqlite3.DatabaseError(result)
@@ -285,12 +301,6 @@ class Journal:
                 f"{self.path} belongs to the base model {name!r}, not to {base_model!r}: "
                 "serve that model, or choose another state folder (--state)"
             )
-
-    def _run(self, *scripts: str) -> None:
-        """Carry out statements that each end with a line."""
-        for script in scripts:
-            for statement in script.split(";\n"):
-                self._writer.execute(statement)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -307,8 +317,14 @@ class Journal:
                 yield
                 if self._depth == 1:
                     self._commit()
+                    self._note_success()
             except sqlite3.Error as error:
-                raise JournalError(f"{self.path} cannot be written ({error}): make room on its disk") from error
+                remedy = "end the process that holds it" if "locked" in str(error) else "make room on its disk"
+                message = f"{self.path} cannot be written ({error}): {remedy}"
+                if self._failed is None:
+                    log.error("%s", message)
+                self._failed = time.monotonic(), message
+                raise JournalError(message) from error
             finally:
                 self._depth -= 1
                 if self._depth == 0 and self._writer.in_transaction:
@@ -316,6 +332,25 @@ class Journal:
 
     def _commit(self) -> None:
         self._writer.execute("COMMIT")
+
+    def _note_success(self) -> None:
+        if self._failed is not None and time.monotonic() >= self._failed[0] + FAULT_SECONDS:
+            log.warning("%s can be written again", self.path)
+            self._failed = None
+
+    @property
+    def fault(self) -> str | None:
+        """Why the journal cannot be written, or could not a moment ago; None: it can be."""
+        return None if self._failed is None else self._failed[1]
+
+    def try_again(self) -> None:
+        """Write something if the last write failed.
+
+        Raises:
+            JournalError: it still cannot be written.
+        """
+        if self._failed is not None:
+            self._write("UPDATE facts SET value = value")
 
     def _write(self, statement: str, *values: Any) -> None:
         with self.transaction():
@@ -336,14 +371,39 @@ class Journal:
     def put(self, row: SessionRow | ModelRow | SamplingRow | CheckpointRow) -> None:
         """Enter a row, in the place of one of its name; its fields are the columns, lists and mappings as JSON."""
         values = {name: _to_sql(value) for name, value in asdict(row).items()}
-        table, marks = TABLES[type(row)].partition(" ")[0], ", ".join("?" * len(values))
-        self._write(f"INSERT OR REPLACE INTO {table} ({', '.join(values)}) VALUES ({marks})", *values.values())
+        columns, marks = ", ".join(values), ", ".join("?" * len(values))
+        statement = f"INSERT OR REPLACE INTO {TABLES[type(row)][0]} ({columns}) VALUES ({marks})"
+        self._write(statement, *values.values())
 
-    def rows(self, kind: type[T]) -> list[T]:
-        """All rows of a kind: sessions and sampling sessions from the oldest on, models and checkpoints the newest."""
+    def rows(self, kind: type[T], /, **equal: Any) -> list[T]:
+        """Rows whose columns equal values: sessions and sampling sessions oldest first, models and checkpoints newest
+        first.
+        """
         names = [column.name for column in fields(kind)]  # type: ignore[arg-type]
-        found = self._read(f"SELECT {', '.join(names)} FROM {TABLES[kind]}")
-        return [kind(**{name: _from_sql(name, value) for name, value in zip(names, row, strict=True)}) for row in found]
+        table, order = TABLES[kind]
+        where = " AND ".join(("1", *(f"{name} = ?" for name in equal)))
+        statement = f"SELECT {', '.join(names)} FROM {table} WHERE {where} ORDER BY {order}"
+        return [
+            kind(**{name: _from_sql(name, value) for name, value in zip(names, row, strict=True)})
+            for row in self._read(statement, *equal.values())
+        ]
+
+    def row(self, kind: type[T], /, **equal: Any) -> T | None:
+        """Return the first of `rows`; None: there is none."""
+        return next(iter(self.rows(kind, **equal)), None)
+
+    def checkpoint(self, path: str) -> CheckpointRow:
+        """Look up a checkpoint.
+
+        Raises:
+            RequestError: it is no path. Rejected: 404: there is none.
+        """
+        model, kind, name = parse_path(path)
+        row = self.row(CheckpointRow, model=model, kind=kind, name=name)
+        if row is None:
+            message = f"there is no checkpoint {path}: it was never saved here, was deleted, or has expired"
+            raise Rejected(message, status=404)
+        return row
 
     def end_session(self, session: str, *, now: float) -> None:
         """End a session: its requests, replies, sampling sessions and states of models go; checkpoints stay."""
@@ -372,12 +432,25 @@ class Journal:
             self._write("UPDATE models SET snapshot = ?, covered = ? WHERE id = ?", snapshot, covered, model)
             self._write("DELETE FROM bodies WHERE owner = ? AND seq <= ?", model, covered)
 
+    def set_expiry(self, row: CheckpointRow, expires: float | None) -> None:
+        """Change when a checkpoint expires; one that has taken its place keeps its own time."""
+        self._write("UPDATE checkpoints SET expires = ? WHERE folder = ?", expires, row.folder)
+
+    def drop_expired(self, *, now: float) -> int:
+        """Forget the checkpoints that have expired; return their number."""
+        statement = "SELECT count(*) FROM checkpoints WHERE expires <= ?"
+        if not (count := self._read(statement, now)[0][0]):
+            return 0
+        self._write("DELETE FROM checkpoints WHERE expires <= ?", now)
+        return count
+
+    def count_checkpoints(self) -> int:
+        """Return the number of checkpoints."""
+        return self._read("SELECT count(*) FROM checkpoints")[0][0]
+
     def drop_checkpoint(self, row: CheckpointRow) -> None:
         """Forget a checkpoint; one that has taken its place stays."""
-        self._write(
-            "DELETE FROM checkpoints WHERE model = ? AND kind = ? AND name = ? AND folder = ?",
-            row.model, row.kind, row.name, row.folder,
-        )  # fmt: skip
+        self._write("DELETE FROM checkpoints WHERE folder = ?", row.folder)
 
     def folders(self) -> set[str]:
         """Names of the folders that something refers to."""
@@ -450,6 +523,11 @@ class Journal:
             for owner, seq in keys:
                 statement = "UPDATE requests SET retrieved = ? WHERE owner = ? AND seq = ? AND retrieved IS NULL"
                 self._write(statement, now, owner, seq)
+
+    def fetched(self, *, before: float) -> list[tuple[str, int]]:
+        """Owner and number of the replies that were fetched before a time and are still here."""
+        statement = "SELECT owner, seq FROM requests WHERE retrieved < ? AND reply IS NOT NULL"
+        return [(owner, seq) for owner, seq in self._read(statement, before)]
 
     def drop_requests(self, keys: Sequence[tuple[str, int]]) -> None:
         """Delete requests whose numbers may be used again: samples, which change nothing."""

@@ -1,4 +1,4 @@
-"""All that the server has accepted, in memory: sessions, models with their numbered operations, samples, checkpoints.
+"""What is open, in memory: sessions, models with their numbered operations, samples, and the long polls for them.
 
     Ledger ── Session ── Lane              operations of one model, in the order of their numbers
                  │         └─ Entry        one request, from its POST until its session ends
@@ -8,8 +8,8 @@
     numbers of a lane     1 2 3 4 5 . 7 8     5 is next; 7 and 8 are early: they wait for 6
                           done  ▲     early
 
-The journal holds the same and is written first; a start reads it. One lock guards all of it. The event loop takes it
-too, so nobody waits for the disk while holding it.
+The journal is written first and holds the rest: replies, checkpoints, what models are. A start reads it. One lock
+guards what is here. The event loop takes it too, so nobody waits for the disk while holding it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import asyncio
 import hashlib
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -27,31 +26,13 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from vlmpack.errors import RequestError
-from vlmpack.service.checkpoints import parse_path
-from vlmpack.service.journal import CheckpointRow, Journal, ModelRow, Reply, RequestRow, SamplingRow, SessionRow, State
+from vlmpack.service.journal import Journal, ModelRow, RequestRow, SamplingRow, SessionRow, State
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import Creation, ForwardBackward, Request, Sample
 
 if TYPE_CHECKING:
     from vlmpack.service.distributed import DistributedWork
     from vlmpack.service.rows import RowWork
-
-
-@final
-class Rejected(RequestError):  # noqa: N818 (an answer, not an accident)
-    """A POST or GET is answered with a status instead of a result.
-
-    Args:
-        message: what was seen and the remedy.
-        status: 400, 404, 410 or 429.
-        retry_after: seconds after which to try again.
-    """
-
-    def __init__(self, message: str, *, status: int, retry_after: float | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.retry_after = retry_after
 
 
 NOT_CONTENT = ("sampling_session_seq_id",)
@@ -184,6 +165,8 @@ class Lane:
     """Why the model is of no use."""
     alone: int = 0
     """Next requests that go through the model one by one: one of them broke the group that they were in."""
+    is_created: bool = False
+    """True once the journal has its model."""
     turn: int = 0
     """When it was last served."""
     is_closed: bool = False
@@ -266,8 +249,8 @@ class SamplingSession:
 class Session:
     """A session of a client."""
 
-    row: SessionRow
-    """Its row in the journal."""
+    id: str
+    """Of the session."""
     last_seen: float
     """Monotonic seconds."""
     lanes: list[Lane] = field(default_factory=list)
@@ -286,15 +269,10 @@ class Ledger:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.sessions: dict[str, Session] = {}
-        self.ended: set[str] = set()
         self.lanes: dict[str, Lane] = {}
         self.closed: list[Lane] = []
         """Of ended sessions, not yet freed in the engine."""
         self.samplers: dict[str, SamplingSession] = {}
-        self.models: dict[str, ModelRow] = {}
-        self.checkpoints: dict[tuple[str, str, str], CheckpointRow] = {}
-        self.last_requests: dict[str, float] = {}
-        """Unix seconds, by model."""
         self.is_swept = True
         """True if no folder lost its last reference since the folders were last swept."""
         self.new_samples: list[Entry] = []
@@ -305,12 +283,8 @@ class Ledger:
         """Requests that wait, samples too."""
         self.waiting_bytes = 0
         self.waiting_samples = 0
-        self.retrieved: dict[tuple[str, int], float] = {}
-        """Replies that were fetched, and when (Unix seconds)."""
-        self.retrieved_now: list[tuple[str, int]] = []
-        """Return entries that are not in the journal."""
-        self._replies: OrderedDict[tuple[str, int], Reply] = OrderedDict()
-        self._reply_bytes = 0
+        self.fetched: list[tuple[str, int]] = []
+        """Replies that were fetched, which the journal does not say yet."""
         self._read()
 
     # ------------------------------------------------------------------ from the journal
@@ -320,24 +294,20 @@ class Ledger:
         self.journal.forget_ended()
         for row in self.journal.rows(SessionRow):
             if row.ended is None:
-                self.sessions[row.id] = Session(row=row, last_seen=now)
-            else:
-                self.ended.add(row.id)
-        self.models = {row.id: row for row in reversed(self.journal.rows(ModelRow))}
-        self.checkpoints = {(row.model, row.kind, row.name): row for row in self.journal.rows(CheckpointRow)}
+                self.sessions[row.id] = Session(id=row.id, last_seen=now)
         for row in self.journal.rows(SamplingRow):
             if row.session in self.sessions:
                 self.add_sampler(row)
         for row in self.journal.requests():
             if row.session in self.sessions:
                 self._read_request(row)
+        created = {row.id for row in self.journal.rows(ModelRow)}
         for lane in self.lanes.values():
+            lane.is_created = lane.id in created
             lane.advance()
 
     def _read_request(self, row: RequestRow) -> None:
         entry = Entry(row=row, accepted=True, journaled=ARRIVED)
-        if row.retrieved is not None:
-            self.retrieved[row.owner, row.seq] = row.retrieved
         sampler = self.samplers.get(row.owner)
         if sampler is None:
             lane = self.lanes.get(row.owner) or self.add_lane(row.owner, row.session)
@@ -378,29 +348,43 @@ class Ledger:
             if entry.is_sample:
                 self.new_samples.append(entry)
         if (lane := self.lanes.get(entry.row.owner)) is not None:
-            self.last_requests[lane.id] = time.time()
             lane.advance()
         entry.journaled.set()
         entry.journaled = ARRIVED
         self.changed.notify_all()
 
-    def done(self, entry: Entry, state: State, reply: Reply, *, group: int | None = None) -> None:
-        """Take the reply of a request in, which the journal has."""
+    def done(self, entry: Entry, state: State, *, group: int | None = None) -> None:
+        """Take in that a request is done; the journal has its reply."""
         with self.lock:
             if not entry.is_done:
                 self._count(entry, -1)
             self._release(entry)
             entry.row = replace(entry.row, state=state, group=group)
-            self._cache((entry.row.owner, entry.row.seq), reply)
             if (lane := self.lanes.get(entry.row.owner)) is not None:
                 lane.open.pop(entry.row.seq, None)
                 lane.advance()
             entry.wake()
 
-    def end(self, session: Session) -> None:
-        """Forget a session that the journal has ended; its long polls return."""
-        self.sessions.pop(session.row.id, None)
-        self.ended.add(session.row.id)
+    def end_session(self, session_id: str) -> None:
+        """End a session, if it is open: its models, replies and unnamed saves go; its long polls return. Not under the
+        lock.
+
+        Raises:
+            JournalError: the journal cannot be written.
+        """
+        self.journal.end_session(session_id, now=time.time())
+        with self.lock:
+            if (session := self.sessions.pop(session_id, None)) is not None:
+                self._end(session)
+
+    def silent(self, seconds: float) -> list[Session]:
+        """Sessions whose clients have not been heard of for some time, the longest first."""
+        late = time.monotonic() - seconds
+        with self.lock:
+            silent = [session for session in self.sessions.values() if session.last_seen < late]
+        return sorted(silent, key=lambda session: session.last_seen)
+
+    def _end(self, session: Session) -> None:
         for lane in session.lanes:
             lane.is_closed = True
             self.lanes.pop(lane.id, None)
@@ -409,14 +393,11 @@ class Ledger:
         for sampler in session.samplers:
             self.samplers.pop(sampler.row.id, None)
             self._forget(sampler.entries)
-        self.new_samples = [entry for entry in self.new_samples if entry.row.session != session.row.id]
+        self.new_samples = [entry for entry in self.new_samples if entry.row.session != session.id]
         self.changed.notify_all()
 
     def _forget(self, entries: dict[int, Entry]) -> None:
         for entry in entries.values():
-            key = (entry.row.owner, entry.row.seq)
-            self.retrieved.pop(key, None)
-            self.uncache(key)
             if entry.accepted and not entry.is_done:
                 self._count(entry, -1)
                 entry.row = replace(entry.row, state="failed")
@@ -453,32 +434,3 @@ class Ledger:
         """Request of this number; None: there is none."""
         lane = self.lanes.get(owner) or self.samplers.get(owner)
         return None if lane is None else lane.entries.get(seq)
-
-    def checkpoint(self, path: str) -> CheckpointRow:
-        """Look up a checkpoint.
-
-        Raises:
-            RequestError: it is no path. Rejected: 404: there is none.
-        """
-        row = self.checkpoints.get(parse_path(path))
-        if row is None:
-            raise Rejected(f"there is no checkpoint {path}: it was never saved here, or deleted", status=404)
-        return row
-
-    # ------------------------------------------------------------------ replies
-
-    def cached(self, key: tuple[str, int]) -> Reply | None:
-        """Reply in memory."""
-        return self._replies.get(key)
-
-    def _cache(self, key: tuple[str, int], reply: Reply) -> None:
-        self.uncache(key)
-        self._replies[key] = reply
-        self._reply_bytes += len(reply.body)
-        while self._reply_bytes > self.limits.replies_cached and len(self._replies) > 1:
-            self.uncache(next(iter(self._replies)))
-
-    def uncache(self, key: tuple[str, int]) -> None:
-        """Drop a reply from memory."""
-        if (reply := self._replies.pop(key, None)) is not None:
-            self._reply_bytes -= len(reply.body)

@@ -20,9 +20,7 @@ class ServiceLimits:
     """Limits and times of a service."""
 
     body_bytes: int = 128 * 2**20
-    """Largest body of a training request as it arrives, compressed or not."""
-    decoded_bytes: int = 256 * 2**20
-    """Largest body of a training request once it is decompressed."""
+    """Largest body of a training request."""
     sample_bytes: int = 64 * 2**20
     """Largest body of a sampling request, whose images are in base64."""
     json_bytes: int = 4 * 2**20
@@ -31,6 +29,12 @@ class ServiceLimits:
     """Bytes of bodies that are received at one time; further requests get status 429."""
     body_seconds: float = 60.0
     """Longest time that a body may take to arrive."""
+    header_seconds: float = 20.0
+    """Longest time until a new connection has sent the header of its first request, and that the body of a request with
+    a wrong key may take to arrive."""
+    connections: int = 4096
+    """Connections at one time, and at most half of the process's open files; the one that has waited longest for a
+    request gives way to a new one."""
 
     datums: int = 4096
     """Datums of a request."""
@@ -42,6 +46,8 @@ class ServiceLimits:
     """Width times height of an image, read from its header before it is decoded."""
     pixel_bytes: int = 8 * 2**30
     """Bytes of the patches of a request's images, counted from their headers before any is decoded."""
+    soft_targets: int = 2**25
+    """Tokens times targets of each, of a request of which tokens have several: the reply has a number for each."""
     fields: int = 500_000
     """Protobuf fields of a request: many empty ones take far more memory than they have bytes."""
     context: int | None = None
@@ -80,6 +86,9 @@ class ServiceLimits:
     client may wait until it tries again."""
     idle_seconds: float = 600.0
     """A session without heartbeats is finished after this time, and its models are freed."""
+    silent_seconds: float = 60.0
+    """A session without heartbeats for this time is finished when a new session or model needs its place; the client
+    sends one every 10 s."""
     result_seconds: float = 600.0
     """Seconds that a result is kept after it was fetched."""
 
@@ -101,8 +110,6 @@ class ServiceLimits:
     """Share of the time of a model's operations that writing its state may take."""
     replayed_bytes: int = 512 * 2**20
     """Bytes of bodies kept for a model's replay, after which its state is written whatever the time."""
-    replies_cached: int = 128 * 2**20
-    """Bytes of replies kept in memory; the others are read from the journal."""
 
     chunk_bytes: int = 64_000_000
     """Size at which the client cuts a call into several requests."""

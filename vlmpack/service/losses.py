@@ -1,13 +1,16 @@
 """The losses of a training request: their inputs and settings, and what each token adds.
 
 Every loss is a sum over the tokens of all datums, never a mean. lp: log-probability of a target, with its gradient; q:
-`logprobs`, that of the policy that sampled it; A: `advantages`; w: `weights`, 1 where there are none; r = exp(lp - q).
+`logprobs`, that of the policy that sampled it; A: `advantages`; w: `weights`, 1 where there are none; r = exp(lp - q);
+s: exp(mean of lp - q over the tokens of a datum that `sequence_ratio_mask` marks), with the gradient of the token's lp.
+Bounds of clip are settings of the request, or inputs, one for each token.
 
-    cross_entropy          -w lp
+    cross_entropy          -w lp                        a token may have K targets, [N, K], each with its weight
     importance_sampling    -w r A
     ppo                    -w min(r A, clip(r, low, high) A)
     cispo                  -w stop_gradient(clip(r, low, high)) lp A
     dro                    -w (lp A - beta / 2 (lp - q)^2)
+    gspo                   -w min(s A, clip(s, low, high) A)
 """
 
 from __future__ import annotations
@@ -15,20 +18,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
 
 from vlmpack.errors import RequestError
+from vlmpack.service.messages import SparseMatrix
 
 TARGETS = "target_tokens"
 """The input that every loss needs: the id that each token predicts."""
 
+MOST_TARGETS = 256
+"""Most targets of a token."""
+LENGTHS = "lengths"
+"""Beside the inputs, int64 [datums]: targets of each datum."""
+
 Inputs = Mapping[str, torch.Tensor]
 Settings = Mapping[str, float]
 TokenLosses = Callable[[torch.Tensor, Inputs, Settings], torch.Tensor]
-"""Log-probabilities [n], inputs [n] by name and settings to what each token adds, [n]; weights are applied after it."""
+"""Log-probabilities [n] of some datums, inputs [n] by name with their lengths, and settings to what each token adds,
+[n]; weights are applied after it."""
 
 
 def cross_entropy(lp: torch.Tensor, inputs: Inputs, settings: Settings) -> torch.Tensor:
@@ -43,13 +53,22 @@ def importance_sampling(lp: torch.Tensor, inputs: Inputs, settings: Settings) ->
 
 def ppo(lp: torch.Tensor, inputs: Inputs, settings: Settings) -> torch.Tensor:
     """Clipped surrogate objective (Schulman et al., 2017, Proximal Policy Optimization, equation 7)."""
-    ratio, advantages = _ratio(lp, inputs), inputs["advantages"]
-    return -torch.minimum(ratio * advantages, _clipped(ratio, settings) * advantages)
+    return _clipped_objective(_ratio(lp, inputs), inputs)
+
+
+def gspo(lp: torch.Tensor, inputs: Inputs, settings: Settings) -> torch.Tensor:
+    """Clipped objective of a datum's ratio, with token gradients (Zheng et al., 2025, GSPO, equations 7 and 13)."""
+    mask, lengths = (inputs["sequence_ratio_mask"] != 0).to(lp.dtype), inputs[LENGTHS]
+    sums, counts = (
+        torch.segment_reduce(x, "sum", lengths=lengths) for x in (mask * (lp.detach() - inputs["logprobs"]), mask)
+    )
+    mean = (sums / counts).repeat_interleave(lengths, output_size=len(lp))
+    return _clipped_objective(torch.exp(mean + lp - lp.detach()), inputs)
 
 
 def cispo(lp: torch.Tensor, inputs: Inputs, settings: Settings) -> torch.Tensor:
     """Clipped importance-sampling weights on every token (MiniMax, 2025, MiniMax-M1, equation 4)."""
-    return -_clipped(_ratio(lp, inputs), settings).detach() * lp * inputs["advantages"]
+    return -_clipped(_ratio(lp, inputs), inputs).detach() * lp * inputs["advantages"]
 
 
 def dro(lp: torch.Tensor, inputs: Inputs, settings: Settings) -> torch.Tensor:
@@ -62,8 +81,13 @@ def _ratio(lp: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     return torch.exp(lp - inputs["logprobs"])
 
 
-def _clipped(ratio: torch.Tensor, settings: Settings) -> torch.Tensor:
-    return ratio.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"])
+def _clipped(ratio: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    return ratio.clamp(inputs["clip_low_threshold"], inputs["clip_high_threshold"])
+
+
+def _clipped_objective(ratio: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    advantages = inputs["advantages"]
+    return -torch.minimum(ratio * advantages, _clipped(ratio, inputs) * advantages)
 
 
 @final
@@ -75,8 +99,8 @@ class Loss:
     """The loss of each token."""
     needs: tuple[str, ...] = ()
     """Inputs that every datum has to have, beside the targets."""
-    settings: Mapping[str, float] = field(default_factory=dict)
-    """Its settings and their defaults."""
+    settings: Mapping[str, float | None] = field(default_factory=dict)
+    """Its settings and their defaults; None: it has to be sent."""
 
 
 _RATED = ("logprobs", "advantages")
@@ -88,6 +112,7 @@ LOSSES: Mapping[str, Loss] = {
     "ppo": Loss(token_losses=ppo, needs=_RATED, settings=dict(zip(_CLIP, (0.8, 1.2), strict=True))),
     "cispo": Loss(token_losses=cispo, needs=_RATED, settings=dict(zip(_CLIP, (0.0, 4.0), strict=True))),
     "dro": Loss(token_losses=dro, needs=_RATED, settings={"beta": 0.05}),
+    "gspo": Loss(token_losses=gspo, needs=(*_RATED, "sequence_ratio_mask"), settings=dict.fromkeys(_CLIP)),
 }
 """The losses by the name that a client sends."""
 
@@ -107,7 +132,7 @@ class BoundLoss:
 
         Args:
             logprobs: float32 [n].
-            inputs: float32 [n] by name, `weights` among them.
+            inputs: float32 [n] by name, `weights` and `lengths` among them.
         """
         return inputs["weights"] * LOSSES[self.name].token_losses(logprobs, inputs, dict(self.settings))
 
@@ -118,9 +143,11 @@ def bind_loss(name: str, config: Mapping[str, float | str]) -> BoundLoss:
     Raises:
         RequestError: an unknown loss or setting; a setting that is no finite number, or out of its range.
     """
+    if name == "stable_reinforce":
+        raise RequestError(f"loss_fn {name}: its formula is not published; use importance_sampling, ppo, cispo or gspo")
     if name not in LOSSES:
         raise RequestError(f"loss_fn {name!r:.80} is not known here; use one of {', '.join(LOSSES)}")
-    settings = dict(LOSSES[name].settings)
+    settings: dict[str, Any] = dict(LOSSES[name].settings)
     for key, value in config.items():
         if key not in settings:
             known = f"it has {', '.join(settings)}" if settings else "it has no settings"
@@ -128,49 +155,112 @@ def bind_loss(name: str, config: Mapping[str, float | str]) -> BoundLoss:
         if isinstance(value, str) or not math.isfinite(value):
             raise RequestError(f"loss_fn_config: {key} is {value!r:.80}; it has to be a finite number")
         settings[key] = float(value)
-    if _CLIP[0] in settings and not 0 <= settings[_CLIP[0]] <= settings[_CLIP[1]]:
-        low, high = (settings[key] for key in _CLIP)
-        raise RequestError(
-            f"loss_fn_config: thresholds are {low:g} and {high:g}; they are bounds of the ratio itself, such as 0.8 "
-            "and 1.2, the lower one at least 0"
-        )
+    if missing := [key for key, value in settings.items() if value is None]:
+        raise RequestError(f"loss_fn_config: {name} needs {', '.join(missing)}, such as the paper's 0.9997 and 1.0004")
+    if _CLIP[0] in settings:
+        _check_thresholds("loss_fn_config", *(settings[key] for key in _CLIP))
     if settings.get("beta", 0.0) < 0:
         raise RequestError(f"loss_fn_config: beta is {settings['beta']:g}; it is 0 or a positive number")
     return BoundLoss(name=name, settings=tuple(settings.items()))
 
 
-def check_inputs(loss: str, inputs: Mapping[str, np.ndarray], length: int) -> dict[str, np.ndarray]:
-    """Check the inputs of one datum's loss; targets come back as int64, everything else as float32, `weights` always.
+def _check_thresholds(place: str, low: float, high: float) -> None:
+    if not 0 <= low <= high:
+        raise RequestError(
+            f"{place}: thresholds are {low:g} and {high:g}; they are bounds of the ratio itself, such as 0.8 and 1.2, "
+            "the lower one at least 0"
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossInputs:
+    """The checked inputs of a datum: of each token, or, of soft targets, of each target of a token that has weight."""
+
+    arrays: Mapping[str, np.ndarray]
+    """[M] by name: `target_tokens` int64, everything else float32, `weights` and the thresholds of a loss that clips
+    always."""
+    keys: np.ndarray | None = None
+    """int64 [M]: token * K + number of the target; None: each token has one target, and M = N."""
+    shape: tuple[int, ...] = ()
+    """[N] or [N, K], of the log-probabilities that are returned."""
+
+    def unflatten(self, values: np.ndarray) -> np.ndarray:
+        """[M] to `shape`, 0 where there is no weight."""
+        if self.keys is None:
+            return values
+        found = np.zeros(self.shape, values.dtype)
+        found.reshape(-1)[self.keys] = values
+        return found
+
+
+def check_inputs(loss: BoundLoss, inputs: Mapping[str, np.ndarray | SparseMatrix], length: int) -> LossInputs:
+    """Check the inputs of one datum's loss.
 
     Args:
-        loss: a name of `LOSSES`.
+        loss: with the settings of the request.
         inputs: as the client sent them.
         length: N, tokens of the datum.
 
     Raises:
-        RequestError: inputs that the loss does not read, or lacks; another shape than [N]; no numbers, or not finite.
+        RequestError: inputs that the loss does not read, or lacks; another shape than [N], or [N, K] of soft targets;
+            no numbers, or not finite.
     """
-    needed = (TARGETS, *LOSSES[loss].needs)
-    allowed = (*needed, "weights")
+    needed, clips = (TARGETS, *LOSSES[loss.name].needs), {key: value for key, value in loss.settings if key in _CLIP}
+    allowed = (*needed, "weights", *clips)
     if unread := sorted(set(inputs) - set(allowed)):
         raise RequestError(
-            f"{loss} does not read the input {unread[0]!r:.80}; it reads {', '.join(allowed)}: leave it out"
+            f"{loss.name} does not read the input {unread[0]!r:.80}; it reads {', '.join(allowed)}: leave it out"
         )
     if missing := [name for name in needed if name not in inputs]:
-        raise RequestError(f"{loss} needs {', '.join(missing)}, one number for each of the {length} tokens")
+        raise RequestError(f"{loss.name} needs {', '.join(missing)}, one number for each of the {length} tokens")
+    if loss.name == "cross_entropy" and len(inputs[TARGETS].shape) == 2:
+        return _soft_targets(inputs, length)
+    arrays: dict[str, np.ndarray] = {}
     for name, values in inputs.items():
-        _check_shape(name, values, length)
-    floats = {name: _checked_floats(name, values) for name, values in inputs.items() if name != TARGETS}
-    weights = floats.pop("weights", np.ones(length, np.float32))
-    return {TARGETS: _checked_targets(inputs[TARGETS]), "weights": weights, **floats}
+        if isinstance(values, SparseMatrix) or values.shape != (length,):
+            raise RequestError(
+                f"{name} has shape {list(values.shape)}, but the datum has {length} tokens (those of its images "
+                f"included); send one number for each, [{length}]"
+            )
+        arrays[name] = values
+    floats = {name: _checked_floats(name, values) for name, values in arrays.items() if name != TARGETS}
+    filled = {name: np.full(length, value, np.float32) for name, value in {"weights": 1.0, **clips}.items()}
+    checked = {TARGETS: _checked_targets(arrays[TARGETS]), **filled, **floats}
+    if clips:
+        low, high = (checked[name] for name in _CLIP)
+        if (bad := np.flatnonzero((low < 0) | (low > high))).size:
+            _check_thresholds(f"token {bad[0]}", low[bad[0]], high[bad[0]])
+    if "sequence_ratio_mask" in needed and not checked["sequence_ratio_mask"].any():
+        raise RequestError("sequence_ratio_mask marks no token; mark those that were sampled with 1")
+    return LossInputs(arrays=checked, shape=(length,))
 
 
-def _check_shape(name: str, values: np.ndarray, length: int) -> None:
-    if values.shape != (length,):
+def _soft_targets(inputs: Mapping[str, np.ndarray | SparseMatrix], length: int) -> LossInputs:
+    """Return the targets that have weight, of [N, K] targets and weights, dense or sparse."""
+    targets, weights = inputs[TARGETS], inputs.get("weights")
+    shape = targets.shape
+    if weights is None or weights.shape != shape or shape[0] != length or not 1 <= shape[1] <= MOST_TARGETS:
         raise RequestError(
-            f"{name} has shape {list(values.shape)}, but the datum has {length} tokens (those of its images included); "
-            f"send one number for each, [{length}]"
+            f"{TARGETS} has shape {list(shape)}, but the datum has {length} tokens (those of its images included); "
+            f"send [{length}], or [{length}, K], K at most {MOST_TARGETS}, with weights of the same shape"
         )
+    sparse = weights if isinstance(weights, SparseMatrix) else _nonzero(weights)
+    floats = _checked_floats("weights", sparse.values)
+    keys, floats = sparse.keys[floats != 0], floats[floats != 0]
+    if isinstance(targets, SparseMatrix):
+        places = np.searchsorted(targets.keys, keys)
+        is_listed = np.append(targets.keys, -1)[places] == keys
+        ids = np.where(is_listed, np.append(targets.values, 0)[places], 0)
+    else:
+        ids = targets.reshape(-1)[keys]
+    return LossInputs(arrays={TARGETS: _checked_targets(ids), "weights": floats}, keys=keys, shape=shape)
+
+
+def _nonzero(matrix: np.ndarray) -> SparseMatrix:
+    flat = matrix.reshape(-1)
+    keys = np.flatnonzero(flat)
+    return SparseMatrix(keys=keys, values=flat[keys], shape=(matrix.shape[0], matrix.shape[1]))
 
 
 def _checked_targets(targets: np.ndarray) -> np.ndarray:

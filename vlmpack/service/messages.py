@@ -5,6 +5,7 @@
     ├─ OptimStep         one step of AdamW                      └─ CreateFromCheckpoint
     ├─ SaveWeights       a training checkpoint
     ├─ SaveForSampler    an immutable snapshot to sample from   Sample: an operation of a sampling session
+    ├─ SaveExternal      files to download
     └─ LoadWeights       back from a checkpoint
 
 A datum has N tokens: those of its text chunks, and as many for each image as the model's processor makes of it.
@@ -17,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import Literal, final
 
 import numpy as np
+
+from vlmpack.errors import RequestError
 
 # ---------------------------------------------------------------------- what a model reads
 
@@ -48,12 +51,25 @@ Chunk = TextChunk | ImageChunk
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
+class SparseMatrix:
+    """The entries of a matrix [N, K] that are listed; all others are 0."""
+
+    keys: np.ndarray
+    """int64 [M]: row * K + column, increasing."""
+    values: np.ndarray
+    """[M]."""
+    shape: tuple[int, int]
+    """N, K."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Datum:
     """One sample of a training request."""
 
     chunks: tuple[Chunk, ...]
     """Text and images in order."""
-    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+    inputs: Mapping[str, np.ndarray | SparseMatrix] = field(default_factory=dict)
     """Inputs of the loss by name, such as `target_tokens` (int64) and `weights` (float32), with the shapes sent."""
 
 
@@ -126,6 +142,8 @@ class SaveWeights:
     """Replace a checkpoint of this name."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     """The client's own notes."""
+    ttl_seconds: int | None = None
+    """Seconds after which it is deleted; None: it stays."""
 
 
 @final
@@ -143,6 +161,25 @@ class SaveForSampler:
     """Number of that sampling session within its session; None with a name."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     """The client's own notes."""
+    ttl_seconds: int | None = None
+    """Seconds after which a snapshot with a name is deleted; None: it stays."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SaveExternal:
+    """Save the weights for others than this service: an adapter as PEFT loads it, a model as transformers does."""
+
+    model_id: str
+    """Of the model."""
+    seq_id: int
+    """Place among the operations of its model."""
+    name: str
+    """Of the files."""
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    """The client's own notes."""
+    ttl_seconds: int | None = None
+    """Seconds after which they are deleted; None: they stay."""
 
 
 @final
@@ -258,10 +295,19 @@ class Sample:
     """Settings."""
     prompt_logprobs: bool = False
     """Also return the log-probability of each token of the prompt."""
+    topk_prompt_logprobs: int = 0
+    """Also return as many of the most likely tokens at each place of the prompt."""
+    prompt_logprobs_last_n: int | None = None
+    """Return both for the last n tokens of the prompt alone; None: for all."""
+
+    @property
+    def wants_scores(self) -> bool:
+        """Return whether anything is wanted of the tokens of the prompt."""
+        return self.prompt_logprobs or self.topk_prompt_logprobs > 0
 
 
 Creation = CreateModel | CreateFromCheckpoint
-Request = ForwardBackward | OptimStep | SaveWeights | SaveForSampler | LoadWeights | Creation | Sample
+Request = ForwardBackward | OptimStep | SaveWeights | SaveForSampler | SaveExternal | LoadWeights | Creation | Sample
 
 # ---------------------------------------------------------------------- results
 
@@ -272,7 +318,8 @@ class ForwardBackwardResult:
     """Of a `ForwardBackward`."""
 
     logprobs: tuple[np.ndarray, ...]
-    """float32 [N] of each datum: log-probability of every target, whatever its weight."""
+    """float32 [N] of each datum: log-probability of every target, whatever its weight; [N, K] where tokens have several
+    targets, 0 where the weight is."""
     metrics: Mapping[str, float]
     """By `name:reduction`, `loss:sum` among them."""
 
@@ -298,10 +345,12 @@ class CreatedModel:
 @final
 @dataclass(frozen=True, kw_only=True)
 class SavedWeights:
-    """Of a `SaveWeights`."""
+    """Of a `SaveWeights` or a `SaveExternal`."""
 
     path: str
     """`tinker://...`"""
+    is_external: bool = False
+    """True of a `SaveExternal`."""
 
 
 @final
@@ -344,13 +393,32 @@ class SampledSequence:
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
+class PromptScores:
+    """What the model says of the tokens of a prompt; where it says nothing, log-probabilities are NaN."""
+
+    logprobs: np.ndarray
+    """float32 [N]: log-probability of each token after those before it, NaN at the first."""
+    top_ids: np.ndarray
+    """int32 [N, K]: the most likely tokens in each one's place, the likeliest first."""
+    top_logprobs: np.ndarray
+    """float32 [N, K]: their log-probabilities."""
+
+    def of_last(self, n: int | None) -> PromptScores:
+        """Return the same of the last n tokens alone; None: of all."""
+        known = np.arange(len(self.logprobs)) >= (0 if n is None else len(self.logprobs) - n)
+        logprobs, top = np.where(known, self.logprobs, np.nan), np.where(known[:, None], self.top_logprobs, np.nan)
+        return PromptScores(logprobs=logprobs, top_ids=self.top_ids, top_logprobs=top)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SampleResult:
     """Of a `Sample`."""
 
     sequences: tuple[SampledSequence, ...]
     """`num_samples` of them, in the order of their seeds."""
-    prompt_logprobs: np.ndarray | None = None
-    """float32 [N]: log-probability of each token after those before it, NaN at the first; None: not wanted."""
+    scores: PromptScores | None = None
+    """Of the prompt; None: not wanted."""
     prompt_cache_hit_tokens: int = 0
     """N if another request had the prompt computed, 0 else; vLLM has numbers between."""
 
@@ -389,3 +457,19 @@ class Reply:
     """JSON, or protobuf for results of training and sampling."""
     body: bytes
     """Encoded."""
+
+
+@final
+class Rejected(RequestError):  # noqa: N818 (an answer, not an accident)
+    """A POST or GET is answered with a status instead of a result.
+
+    Args:
+        message: what was seen and the remedy.
+        status: of the answer.
+        retry_after: seconds after which to try again.
+        beginning: of the body, as far as it was received.
+    """
+
+    def __init__(self, message: str, *, status: int, retry_after: float | None = None, beginning: bytes = b"") -> None:
+        super().__init__(message)
+        self.status, self.retry_after, self.beginning = status, retry_after, beginning

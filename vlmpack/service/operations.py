@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, final
 
 from vlmpack.errors import RequestError
 from vlmpack.service import messages
-from vlmpack.service.checkpoints import SCHEME, Kind, StateFolder, check_name, describe, label_of, size_of
-from vlmpack.service.journal import CheckpointRow, ModelRow, RequestRow, SamplingRow
+from vlmpack.service.checkpoints import StateFolder, check_name, describe, label_of, size_of
+from vlmpack.service.journal import CheckpointRow, Kind, ModelRow, RequestRow, SamplingRow
 from vlmpack.service.ledger import Entry, Lane, Ledger
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ class Operations:
                 return self._save_unnamed(lane, request)
             case messages.SaveForSampler():
                 return self._save(lane, request, "sampler_weights", request.name or "")
+            case messages.SaveExternal():
+                return self._save(lane, request, "external_weights", request.name)
             case messages.LoadWeights():
                 return self._load(lane, entry, request)
             case _:
@@ -99,7 +101,7 @@ class Operations:
         return self._created(lane, request, messages.CreatedModel(model_id=lane.id), lora=request.lora)
 
     def _create_from(self, lane: Lane, request: messages.CreateFromCheckpoint) -> Done:
-        checkpoint = self._checkpoint(request.path)
+        checkpoint = self._journal.checkpoint(request.path)
         if request.base_model not in (None, checkpoint.base_model):
             raise RequestError(
                 f"{request.path} is of the base model {checkpoint.base_model!r}, not {request.base_model!r}"
@@ -120,17 +122,15 @@ class Operations:
         )  # fmt: skip
 
         def take_in() -> None:
-            self._ledger.models[row.id] = row
+            lane.is_created = True
 
         return Done(outcome=outcome, write=lambda: self._journal.put(row), take_in=take_in)
 
     # ------------------------------------------------------------------ checkpoints
 
-    def _checkpoint(self, path: str) -> CheckpointRow:
-        with self._ledger.lock:
-            return self._ledger.checkpoint(path)
-
     def _training_folder(self, checkpoint: CheckpointRow, *, optimizer: bool) -> Path:
+        if checkpoint.kind == "external_weights":
+            raise RequestError(f"{checkpoint.path} is to be downloaded, not loaded: load one of save_state")
         if optimizer and checkpoint.kind != "weights":
             raise RequestError(
                 f"{checkpoint.name!r} of {checkpoint.model} is for sampling and has no optimiser state: load one of "
@@ -138,27 +138,36 @@ class Operations:
             )
         return self._state.folder(checkpoint.folder)
 
-    def _save(self, lane: Lane, request: messages.SaveWeights | messages.SaveForSampler, kind: Kind, name: str) -> Done:
-        path = f"{SCHEME}{lane.id}/{kind}/{check_name(name)}"
-        with self._ledger.lock:
-            exists = (lane.id, kind, name) in self._ledger.checkpoints
+    def _save(
+        self, lane: Lane, request: messages.SaveWeights | messages.SaveForSampler | messages.SaveExternal, kind: Kind,
+        name: str,
+    ) -> Done:  # fmt: skip
+        model, now = self._model(lane), time.time()
+        expires = None if request.ttl_seconds is None else now + request.ttl_seconds
+        row = CheckpointRow(
+            model=lane.id, kind=kind, name=check_name(name), folder="", created=now, size=0, lora=model.lora,
+            base_model=self._base_model, user_metadata=request.user_metadata, expires=expires,
+        )  # fmt: skip
+        exists = self._journal.row(CheckpointRow, model=lane.id, kind=kind, name=name) is not None
         if exists and not (isinstance(request, messages.SaveWeights) and request.overwrite):
-            raise RequestError(f"{path} exists: choose another name, or delete it first")
+            raise RequestError(f"{row.path} exists: choose another name, or delete it first")
         with self._state.new(label_of(lane.id, name)) as folder:
-            self._engine.save(lane.id, folder, optimizer=kind == "weights")
-            row = CheckpointRow(
-                model=lane.id, kind=kind, name=name, folder=folder.name.removeprefix("."), created=time.time(),
-                size=size_of(folder), base_model=self._base_model, lora=self._ledger.models[lane.id].lora,
-                user_metadata=request.user_metadata,
-            )  # fmt: skip
+            if kind == "external_weights":
+                self._engine.export(lane.id, folder)
+            else:
+                self._engine.save(lane.id, folder, optimizer=kind == "weights")
+            row = replace(row, folder=folder.name.removeprefix("."), size=size_of(folder))
             describe(folder, row)
         self._state.publish(folder)
+        outcome: messages.Outcome = messages.SavedWeights(path=row.path, is_external=kind == "external_weights")
+        if kind == "sampler_weights":
+            outcome = messages.SavedForSampler(path=row.path)
+        return Done(outcome=outcome, write=lambda: self._journal.put(row))
 
-        def take_in() -> None:
-            self._ledger.checkpoints[lane.id, kind, name] = row
-
-        outcome = messages.SavedWeights(path=path) if kind == "weights" else messages.SavedForSampler(path=path)
-        return Done(outcome=outcome, write=lambda: self._journal.put(row), take_in=take_in)
+    def _model(self, lane: Lane) -> ModelRow:
+        row = self._journal.row(ModelRow, id=lane.id)
+        assert row is not None, f"{lane.id} was created"
+        return row
 
     def _save_unnamed(self, lane: Lane, request: messages.SaveForSampler) -> Done:
         sampler = f"{lane.session}:sample:{request.sampling_session_seq_id}"
@@ -189,7 +198,7 @@ class Operations:
         return Done(outcome=messages.SavedForSampler(sampling_session_id=sampler), write=write, take_in=take_in)
 
     def _load(self, lane: Lane, entry: Entry, request: messages.LoadWeights) -> Done:
-        checkpoint = self._checkpoint(request.path)
+        checkpoint = self._journal.checkpoint(request.path)
         folder = self._training_folder(checkpoint, optimizer=request.optimizer)
         self._engine.load(lane.id, folder, optimizer=request.optimizer)
         lane.has_gradients = False
@@ -236,7 +245,7 @@ class Operations:
         """
         if lane.id in self._engine.models():
             self._engine.free(lane.id)
-        (row,) = [row for row in self._journal.rows(ModelRow) if row.id == lane.id]
+        row = self._model(lane)
         if row.snapshot is None:
             self._engine.create(lane.id, row.lora)
         else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from math import prod
 from typing import Any, final
 
@@ -25,6 +26,7 @@ from vlmpack.service.messages import (
     ForwardBackwardResult,
     ImageChunk,
     SampleResult,
+    SparseMatrix,
     TextChunk,
 )
 
@@ -53,14 +55,18 @@ SCHEMA = {
         "string loss_fn_output_type=1; repeated ArrayRecord loss_fn_outputs=2; repeated NumberEntry metrics=3"
     ),
     "SampledSequence": "int32 stop_reason=1; bytes tokens=2; optional bytes logprobs=3",
+    "TopkLogprobs": "bytes token_ids=1; bytes logprobs=2; uint32 k=3; uint32 length=4",
     "SampleResponse": (
-        "repeated SampledSequence sequences=1; optional bytes prompt_logprobs=2; int32 prompt_cache_hit_tokens=4"
+        "repeated SampledSequence sequences=1; optional bytes prompt_logprobs=2; TopkLogprobs topk_prompt_logprobs=3; "
+        "int32 prompt_cache_hit_tokens=4"
     ),
 }
 """Fields of each message; those of one `oneof` exclude each other. Enumerations are int32, which has their encoding."""
 
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4", BFLOAT16: "<u2"}
+NO_LOGPROB = -99999.0
+"""Of a place of a prompt for which there are no log-probabilities."""
 STOP_REASONS = {"stop": 0, "length": 1}
 
 NESTED = {("Request", 3): "Datum", ("Datum", 1): "Chunk", ("Datum", 2): "Entry", ("Entry", 2): "Tensor"}
@@ -245,11 +251,19 @@ def encode_forward_backward(request: ForwardBackward) -> bytes:
         added = encoded.data.add()
         for chunk in datum.chunks:
             _add_chunk(added.model_input.add(), chunk)
-        for key, values in datum.inputs.items():
+        for key, given in datum.inputs.items():
             tensor = added.loss_fn_inputs.add(key=key).value
+            values = given.values if isinstance(given, SparseMatrix) else given
             tensor.dtype = INT64 if values.dtype.kind in "iu" else FLOAT32
-            tensor.dense = np.ascontiguousarray(values, DTYPES[tensor.dtype]).tobytes()
-            tensor.shape.extend(values.shape)
+            data = np.ascontiguousarray(values, DTYPES[tensor.dtype]).tobytes()
+            if isinstance(given, SparseMatrix):
+                rows, columns = np.divmod(given.keys, max(given.shape[1], 1))
+                ends = np.searchsorted(rows, np.arange(given.shape[0] + 1)).astype("<i8")
+                tensor.sparse_csr.crow_indices, tensor.sparse_csr.col_indices = ends.tobytes(), columns.tobytes()
+                tensor.sparse_csr.values = data
+            else:
+                tensor.dense = data
+            tensor.shape.extend(given.shape)
     return encoded.SerializeToString()
 
 
@@ -299,19 +313,33 @@ def _chunk(parsed: Any) -> Chunk:
     raise RequestError("a chunk of an unknown kind: this service takes text and images")
 
 
-def _tensor(name: str, parsed: Any) -> np.ndarray:
+def _tensor(name: str, parsed: Any) -> np.ndarray | SparseMatrix:
     """Read a tensor, bfloat16 as float32. Without a shape it has one dimension."""
-    if parsed.WhichOneof("kind") == "sparse_csr":
-        raise RequestError(f"{name}: a sparse tensor; send a dense one, with one number for each token")
     if parsed.dtype not in DTYPES:
         raise RequestError(f"{name}: dtype {parsed.dtype}; send float32 or int64")
-    values = _array(name, parsed.dense, DTYPES[parsed.dtype])
+    is_sparse = parsed.WhichOneof("kind") == "sparse_csr"
+    values = _array(name, parsed.sparse_csr.values if is_sparse else parsed.dense, DTYPES[parsed.dtype])
     if parsed.dtype == BFLOAT16:
         values = (values.astype("<u4") << 16).view("<f4")
     shape = tuple(parsed.shape) or (len(values),)
+    if is_sparse:
+        return _sparse(name, parsed.sparse_csr, values, shape)
     if min(shape) < 0 or prod(shape) != len(values):
         raise RequestError(f"{name}: {len(values)} numbers, but shape {list(shape)}")
     return values.reshape(shape)
+
+
+def _sparse(name: str, parsed: Any, values: np.ndarray, shape: tuple[int, ...]) -> SparseMatrix:
+    """Read a matrix in compressed rows (CSR), without making it dense: a few bytes can stand for gigabytes."""
+    ends, columns = _array(name, parsed.crow_indices, "<i8"), _array(name, parsed.col_indices, "<i8")
+    counts = np.diff(ends)
+    is_whole = len(shape) == 2 and min(shape) >= 0 and shape[1] < 2**31 and len(ends) == shape[0] + 1 and ends[0] == 0
+    if not is_whole or (counts < 0).any() or not ends[-1] == len(columns) == len(values):
+        raise RequestError(f"{name}: a sparse matrix of shape {list(shape)} with other counts of entries than it says")
+    keys = np.repeat(np.arange(len(counts)), counts) * shape[1] + columns
+    if ((columns < 0) | (columns >= shape[1])).any() or (np.diff(keys) <= 0).any():
+        raise RequestError(f"{name}: columns of a sparse matrix that are outside of it, twice there, or not in order")
+    return SparseMatrix(keys=keys, values=values, shape=(shape[0], shape[1]))
 
 
 def _array(name: str, data: bytes, dtype: str) -> np.ndarray:
@@ -336,19 +364,26 @@ def encode_result(result: ForwardBackwardResult | SampleResult) -> bytes:
         for sequence in result.sequences
     ]
     response = message("SampleResponse")(sequences=sequences, prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
-    if result.prompt_logprobs is not None:
-        response.prompt_logprobs = np.asarray(result.prompt_logprobs, dtype="<f4").tobytes()
+    if (scores := result.scores) is not None:
+        response.prompt_logprobs = np.asarray(scores.logprobs, dtype="<f4").tobytes()
+        known, top = np.isfinite(scores.top_logprobs), response.topk_prompt_logprobs
+        if known.size:
+            top.length, top.k = known.shape
+            top.token_ids = np.where(known, scores.top_ids, 0).astype("<i4").tobytes()
+            top.logprobs = np.where(known, scores.top_logprobs, NO_LOGPROB).astype("<f4").tobytes()
     return response.SerializeToString()
 
 
 def _output(result: ForwardBackwardResult) -> bytes:
     output = message("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
-    record = output.loss_fn_outputs.add(num_datums=len(result.logprobs))
-    tensor = record.fields.add(key="logprobs").value
-    pieces = [np.ascontiguousarray(logprobs, dtype="<f4") for logprobs in result.logprobs]
-    tensor.data = b"".join(piece.tobytes() for piece in pieces)
-    tensor.offsets = np.cumsum([0, *(piece.nbytes for piece in pieces)]).astype("<i8").tobytes()
-    tensor.dtype = FLOAT32
+    for trailing, group in groupby(result.logprobs, lambda logprobs: logprobs.shape[1:]):  # a record has one shape
+        pieces = [np.ascontiguousarray(logprobs, dtype="<f4") for logprobs in group]
+        record = output.loss_fn_outputs.add(num_datums=len(pieces))
+        tensor = record.fields.add(key="logprobs").value
+        tensor.data = b"".join(piece.tobytes() for piece in pieces)
+        tensor.offsets = np.cumsum([0, *(piece.nbytes for piece in pieces)]).astype("<i8").tobytes()
+        tensor.dtype = FLOAT32
+        tensor.trailing_shape.extend(trailing)
     for name, value in sorted(result.metrics.items()):
         output.metrics.add(key=name, value=value)
     return output.SerializeToString()

@@ -18,18 +18,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from vlmpack.service import wire
-from vlmpack.service.checkpoints import StateFolder
+from vlmpack.service.checkpoints import ABOUT, StateFolder
 from vlmpack.service.engine_thread import EngineThread
-from vlmpack.service.journal import CheckpointRow, Journal, JournalError, ModelRow, RequestRow, SamplingRow, SessionRow
-from vlmpack.service.ledger import Entry, Lane, Ledger, Rejected, SamplingSession, Session, content_digest, owner_of
+from vlmpack.service.journal import CheckpointRow, JournalError, ModelRow, RequestRow, SamplingRow, SessionRow
+from vlmpack.service.ledger import Entry, Lane, Ledger, SamplingSession, Session, content_digest, owner_of
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.messages import Creation, Failure, ForwardBackward, Reply, Request, Sample
+from vlmpack.service.messages import Creation, Failure, ForwardBackward, Rejected, Reply, Request, Sample
 from vlmpack.service.operations import lacks_seed, with_seed
 
 if TYPE_CHECKING:
@@ -50,8 +50,6 @@ class ModelInfo:
 
     row: ModelRow
     """What it was created with."""
-    last_request: float
-    """Unix seconds."""
     last_checkpoint: CheckpointRow | None = None
     """Its newest training checkpoint."""
     last_sampler_checkpoint: CheckpointRow | None = None
@@ -71,17 +69,6 @@ class SessionInfo:
     """Its models, in the order of their numbers; those whose creation failed are not among them."""
     sampler_ids: tuple[str, ...]
     """Its sampling sessions."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Submitted:
-    """A request that was accepted."""
-
-    request_id: str
-    """Under which its reply is fetched."""
-    sequence_ids: tuple[str, ...] = ()
-    """One a sequence of a `Sample`."""
 
 
 @final
@@ -138,37 +125,28 @@ class RequestQueue:
 
     Args:
         engine: computes; belongs to the queue's thread from `start` on, but for its `encode` methods.
-        state: the state folder.
+        state: the state folder, which is closed with the queue.
         limits: limits and times.
         codec: parses bodies and encodes replies (`decode` and `encode`).
-
-    Raises:
-        ConfigError: the state folder is used by another server, damaged, foreign, or of another base model.
     """
 
     def __init__(
         self,
         engine: ServedEngine,
-        state: Path,
+        state: StateFolder,
         *,
         limits: ServiceLimits = ServiceLimits(),  # noqa: B008 (frozen)
         codec: ModuleType | Any = wire,
     ) -> None:
-        folder = StateFolder(state)
-        try:
-            journal = Journal(folder.journal, base_model=engine.base.name)
-            folder.make_private()
-        except BaseException:
-            folder.close()
-            raise
-        self._ledger, self._state, self._codec = Ledger(journal, limits), folder, codec
+        self._ledger, self._state, self._codec = Ledger(state.journal, limits), state, codec
+        self._journal = state.journal
         self._base_name = engine.base.name
-        self._changing = threading.Lock()
-        """Held while a sampling session is begun or a checkpoint deleted, one at a time, over the journal's commit."""
+        self._beginning = threading.Lock()
+        """Held while a sampling session is begun, over the journal's commit."""
         self._is_draining = False
         self._is_closed = False
         self._began = self._looked = time.monotonic()
-        self._thread = EngineThread(engine, self._ledger, folder, codec=codec, tidy=self._tidy)
+        self._thread = EngineThread(engine, self._ledger, state, codec=codec, tidy=self._tidy)
 
     def start(self) -> None:
         """Start the engine thread, which restores the models of the journal first; requests are accepted meanwhile."""
@@ -190,7 +168,6 @@ class RequestQueue:
             self._is_closed = True
             with suppress(JournalError):
                 self._note_retrieved()
-            self._ledger.journal.close()
             self._state.close()
 
     # ------------------------------------------------------------------ sessions
@@ -212,19 +189,24 @@ class RequestQueue:
             id=f"s{secrets.token_hex(6)}", created=time.time(), tags=tuple(tags),
             user_metadata=dict(user_metadata or {}), sdk_version=ascii(sdk_version)[1:-1], display_name=display_name,
         )  # fmt: skip
-        with self._ledger.lock:
-            if len(self._ledger.sessions) >= self._ledger.limits.sessions:
-                raise self._busy(f"{len(self._ledger.sessions)} sessions are open: finish one, or try again later")
-        self._written(lambda: self._ledger.journal.put(row))
-        with self._ledger.lock:
-            self._ledger.sessions[row.id] = Session(row=row, last_seen=time.monotonic())
+        limits, ledger = self._ledger.limits, self._ledger
+        if len(ledger.sessions) >= limits.sessions:
+            for silent in ledger.silent(limits.silent_seconds)[:1]:
+                log.info("the session %s ended: its client fell silent, and a new one needs its place", silent.id)
+                self.finish(silent.id)
+        with ledger.lock:
+            if len(ledger.sessions) >= limits.sessions:
+                raise self._busy(f"{len(ledger.sessions)} sessions are open: finish one, or try again later")
+        self._written(lambda: self._journal.put(row))
+        with ledger.lock:
+            ledger.sessions[row.id] = Session(id=row.id, last_seen=time.monotonic())
         return row.id
 
     def heartbeat(self, session_id: str) -> None:
         """Keep a session.
 
         Raises:
-            Rejected: 404: there is none; 410: it has ended.
+            Rejected: 410: it has ended, or there never was one.
         """
         with self._ledger.lock:
             self._check_session(session_id)
@@ -234,16 +216,10 @@ class RequestQueue:
         """End a session: its models, replies and unnamed saves go, its checkpoints stay. A second time does nothing.
 
         Raises:
-            Rejected: 404: there is none; 429: the disk is full.
+            Rejected: 429: the disk is full.
         """
-        with self._ledger.lock:
-            if session_id in self._ledger.ended:
-                return
-            self._check_session(session_id)
-        self._written(lambda: self._ledger.journal.end_session(session_id, now=time.time()))
-        with self._ledger.lock:
-            if (session := self._ledger.sessions.get(session_id)) is not None:
-                self._ledger.end(session)
+        if session_id in self._ledger.sessions:
+            self._written(lambda: self._ledger.end_session(session_id))
 
     def sessions(self) -> list[str]:
         """Return the ids of the open sessions, newest first."""
@@ -254,21 +230,19 @@ class RequestQueue:
         """Look up an open session.
 
         Raises:
-            Rejected: 404: there is none; 410: it has ended.
+            Rejected: 410: it has ended, or there never was one.
         """
         with self._ledger.lock:
             session = self._check_session(session_id)
-            return SessionInfo(
-                row=session.row,
-                model_ids=tuple(lane.id for lane in session.lanes if lane.id in self._ledger.models),
-                sampler_ids=tuple(sampler.row.id for sampler in session.samplers),
-            )
+            model_ids = tuple(lane.id for lane in session.lanes if lane.is_created)
+            sampler_ids = tuple(sampler.row.id for sampler in session.samplers)
+        row = self._journal.row(SessionRow, id=session_id)
+        assert row is not None, "a session is in the journal before it is open"
+        return SessionInfo(row=row, model_ids=model_ids, sampler_ids=sampler_ids)
 
     def _check_session(self, session_id: str) -> Session:
-        if session_id in self._ledger.ended:
-            raise Rejected(f"the session {session_id} has ended: begin another", status=410)
         if session_id not in self._ledger.sessions:
-            raise Rejected(f"there is no session {session_id}: begin one", status=404)
+            raise Rejected(f"there is no session {session_id}, or it has ended: begin another", status=410)
         return self._ledger.sessions[session_id]
 
     def _touch(self, session_id: str) -> None:
@@ -283,53 +257,41 @@ class RequestQueue:
         """Begin a sampling session from a checkpoint or the base model; return its id. A repetition returns it again.
 
         Raises:
-            Rejected: 400: neither or a wrong one is given, or the number is used; 404: there is no such checkpoint or
-                session; 410: the session has ended; 429: the disk is full.
+            Rejected: 400: neither or a wrong one is given, or the number is used; 404: there is no such checkpoint;
+                410: there is no such session (any more); 429: the disk is full.
         """
-        name = f"{session_id}:sample:{sampling_session_seq_id}"
-        with self._changing:
-            with self._ledger.lock:
+        name, ledger = f"{session_id}:sample:{sampling_session_seq_id}", self._ledger
+        if path is None and base_model != self._base_name:
+            raise Rejected(f"this server has the base model {self._base_name!r}, not {base_model!r}", status=400)
+        with self._beginning:
+            with ledger.lock:
                 self._touch(session_id)
                 samplers = self._check_session(session_id).samplers
-                known = self._ledger.samplers.get(name)
+                known = ledger.samplers.get(name)
                 if known is not None and (known.row.path != path or known.row.model is not None):
                     raise Rejected(f"the sampling session {name} was begun with another model", status=400)
                 if known is not None:
                     return name
-                if path is not None:
-                    self._ledger.checkpoint(path)
-                elif base_model != self._base_name:
-                    message = f"this server has the base model {self._base_name!r}, not {base_model!r}"
-                    raise Rejected(message, status=400)
-                count = max(len(samplers) - self._ledger.limits.samplers_kept + 1, 0)
+                count = max(len(samplers) - ledger.limits.samplers_kept + 1, 0)
                 dropped = [old.row.id for old in samplers[:count] if not old.is_busy]
                 for old in dropped:
-                    self._ledger.drop_sampler(old)
-            while not self._add_sampling_session(name, session_id, path, dropped):
-                pass
+                    ledger.drop_sampler(old)
+            row = SamplingRow(id=name, session=session_id, created=time.time(), path=path)
+            begun: list[SamplingRow] = []
+
+            def write() -> None:
+                with self._journal.transaction():
+                    folder = None if path is None else self._journal.checkpoint(path).folder
+                    begun.append(replace(row, folder=folder))
+                    for old in dropped:
+                        self._journal.drop_sampling_session(old)
+                    self._journal.put(begun[0])
+
+            self._written(write)  # without the lock, which the event loop takes: a disk may be slow
+            with ledger.lock:
+                self._check_session(session_id)
+                ledger.add_sampler(begun[0])
         return name
-
-    def _add_sampling_session(self, name: str, session_id: str, path: str | None, dropped: Sequence[str]) -> bool:
-        """Enter a sampling session in the place of others; return False if a save replaced its checkpoint meanwhile."""
-        ledger = self._ledger
-        with ledger.lock:
-            folder = None if path is None else ledger.checkpoint(path).folder
-        row = SamplingRow(id=name, session=session_id, created=time.time(), path=path, folder=folder)
-
-        def write() -> None:
-            with ledger.journal.transaction():
-                for old in dropped:
-                    ledger.journal.drop_sampling_session(old)
-                ledger.journal.put(row)
-
-        self._written(write)  # without the lock, which the event loop takes: a disk may be slow
-        with ledger.lock:
-            self._check_session(session_id)
-            if path is not None and ledger.checkpoint(path).folder != folder:
-                return False
-            if name not in ledger.samplers:
-                ledger.add_sampler(row)
-        return True
 
     def sampler(self, sampling_session_id: str) -> SamplingRow:
         """Look up a sampling session.
@@ -351,34 +313,29 @@ class RequestQueue:
         Raises:
             Rejected: 404: there is none (yet).
         """
-        with self._ledger.lock:
-            row = self._ledger.models.get(model_id)
-            if row is None:
-                raise Rejected(f"there is no model {model_id}: wait for its creation, or create it", status=404)
-            return self._info(row, self._last_checkpoints())
+        row = self._journal.row(ModelRow, id=model_id)
+        if row is None:
+            raise Rejected(f"there is no model {model_id}: wait for its creation, or create it", status=404)
+        return self._info(row, self._journal.rows(CheckpointRow, model=model_id))
 
     def models(self) -> list[ModelInfo]:
         """Return the models of open sessions and those that have checkpoints, newest first."""
-        with self._ledger.lock:
-            last = self._last_checkpoints()
-            kept = {model for model, _ in last}
-            rows = [
-                row for row in self._ledger.models.values() if row.session in self._ledger.sessions or row.id in kept
-            ]
-            return [self._info(row, last) for row in reversed(rows)]
+        saved: dict[str, list[CheckpointRow]] = {}
+        for row in self._journal.rows(CheckpointRow):
+            saved.setdefault(row.model, []).append(row)
+        return [
+            self._info(row, saved.get(row.id, []))
+            for row in self._journal.rows(ModelRow)
+            if row.session in self._ledger.sessions or row.id in saved
+        ]
 
-    def _last_checkpoints(self) -> dict[tuple[str, str], CheckpointRow]:
-        """The newest checkpoint of each model and kind."""
-        rows = sorted(self._ledger.checkpoints.values(), key=lambda row: row.created)
-        return {(row.model, row.kind): row for row in rows}
-
-    def _info(self, row: ModelRow, last: Mapping[tuple[str, str], CheckpointRow]) -> ModelInfo:
+    def _info(self, row: ModelRow, checkpoints: Sequence[CheckpointRow]) -> ModelInfo:
         lane = self._ledger.lanes.get(row.id)
+        newest = {each.kind: each for each in reversed(checkpoints)}
         return ModelInfo(
             row=row,
-            last_request=self._ledger.last_requests.get(row.id, row.last_request),
-            last_checkpoint=last.get((row.id, "weights")),
-            last_sampler_checkpoint=last.get((row.id, "sampler_weights")),
+            last_checkpoint=newest.get("weights"),
+            last_sampler_checkpoint=newest.get("sampler_weights"),
             is_corrupted=lane is not None and lane.failure is not None,
         )
 
@@ -388,36 +345,52 @@ class RequestQueue:
         Raises:
             Rejected: 404: there is no such model.
         """
-        with self._ledger.lock:
-            if model_id is not None and model_id not in self._ledger.models:
-                raise Rejected(f"there is no model {model_id}", status=404)
-            rows = [row for row in self._ledger.checkpoints.values() if model_id in (None, row.model)]
-        return sorted(rows, key=lambda row: (-row.created, row.name))
+        if model_id is None:
+            return self._journal.rows(CheckpointRow)
+        if self._journal.row(ModelRow, id=model_id) is None:
+            raise Rejected(f"there is no model {model_id}", status=404)
+        return self._journal.rows(CheckpointRow, model=model_id)
 
     def checkpoint(self, path: str) -> CheckpointRow:
         """Look up a checkpoint.
 
         Raises:
-            Rejected: 400: it is no path; 404: there is none.
+            RequestError: it is no path. Rejected: 404: there is none.
         """
-        with self._ledger.lock:
-            return self._ledger.checkpoint(path)
+        return self._journal.checkpoint(path)
+
+    def files(self, row: CheckpointRow) -> list[str]:
+        """Return the names of the files of a checkpoint."""
+        return sorted(entry.name for entry in self._state.folder(row.folder).iterdir() if entry.name != ABOUT)
+
+    def file(self, folder: str, name: str) -> Path:
+        """Return the path of a file of a checkpoint.
+
+        Raises:
+            Rejected: 404: it is gone.
+        """
+        if (file := self._state.folder(folder) / name).is_file():
+            return file
+        raise Rejected(f"there is no file {name} any more", status=404)
 
     def delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint. Sampling sessions that were begun from it go on.
 
         Raises:
-            Rejected: 400: it is no path; 404: there is none; 429: the disk fails.
+            RequestError: it is no path. Rejected: 404: there is none; 429: the disk fails.
         """
-        with self._changing:
-            with self._ledger.lock:
-                row = self._ledger.checkpoint(path)
-            self._written(lambda: self._ledger.journal.drop_checkpoint(row))
-            with self._ledger.lock:
-                key = (row.model, row.kind, row.name)
-                if self._ledger.checkpoints.get(key) is row:  # no save has taken its place meanwhile
-                    del self._ledger.checkpoints[key]
-                self._ledger.is_swept = False
+        row = self._journal.checkpoint(path)
+        self._written(lambda: self._journal.drop_checkpoint(row))
+        self._ledger.is_swept = False
+
+    def set_ttl(self, path: str, seconds: int | None) -> None:
+        """Delete a checkpoint after some time from now on; None: keep it until it is deleted.
+
+        Raises:
+            RequestError: it is no path. Rejected: 404: there is none; 429: the disk fails.
+        """
+        row = self._journal.checkpoint(path)
+        self._written(lambda: self._journal.set_expiry(row, None if seconds is None else time.time() + seconds))
 
     def _busy(self, message: str) -> Rejected:
         return Rejected(message, status=429, retry_after=self._ledger.limits.retry_seconds)
@@ -442,12 +415,12 @@ class RequestQueue:
             with self._ledger.lock:
                 lane.receiving -= 1
 
-    def submit(self, request: Request, body: bytes) -> Submitted:
-        """Accept a request; it is on the disk when this returns.
+    def submit(self, request: Request, body: bytes) -> str:
+        """Accept a request; it is on the disk when this returns. Return the id under which its reply is fetched.
 
         Args:
             request: parsed.
-            body: what it was parsed from, decompressed, for the codec's `decode`.
+            body: what it was parsed from, for the codec's `decode`.
 
         Raises:
             Rejected: 400: its number is used by other content; 404, 410: no such model or session (any more); 429: no
@@ -463,25 +436,23 @@ class RequestQueue:
         forward_only = isinstance(request, ForwardBackward) and request.forward_only
         entry = Entry(row=row, request=with_seed(request, seed), forward_only=forward_only)
         self._accept(entry, body, is_creation=isinstance(request, Creation))
-        count = request.num_samples if isinstance(request, Sample) else 0
-        return _submitted(owner, seq, count)
+        return f"{owner}:{seq}"
 
-    def refuse(self, owner: str, seq: int, message: str, *, is_creation: bool = False, samples: int = 0) -> Submitted:
-        """Use up the number of a request that could not be read; its future fails.
+    def refuse(self, owner: str, seq: int, message: str, *, is_creation: bool = False) -> str:
+        """Use up the number of a request that could not be read; its future, whose id is returned, fails.
 
         Args:
             owner: id of its model, or sampling session.
             seq: its number, 0 of a creation.
             message: what was seen and the remedy.
             is_creation: whether it would have created the model.
-            samples: sequences that it asked for.
 
         Raises:
             Rejected: as `submit`; 400: the number was accepted before, with what could be read.
         """
         row = RequestRow(owner=owner, seq=seq, session=_session_of(owner), kind=REFUSED, digest=b"", state="failed")
         self._accept(Entry(row=row), None, is_creation=is_creation, failure=message)
-        return _submitted(owner, seq, samples)
+        return f"{owner}:{seq}"
 
     def _accept(self, entry: Entry, body: bytes | None, *, is_creation: bool, failure: str | None = None) -> None:
         with self._ledger.lock:
@@ -508,16 +479,16 @@ class RequestQueue:
     def _enter(self, entry: Entry, body: bytes | None, failure: str | None) -> None:
         key = (entry.row.owner, entry.row.seq)
         reply = None if failure is None else self._failed(failure)
-        with self._ledger.journal.transaction():
-            self._ledger.journal.add_request(entry.row, body=body, now=time.time())
+        with self._journal.transaction():
+            self._journal.add_request(entry.row, body=body, now=time.time())
             if reply is not None:
-                self._ledger.journal.finish_request(*key, state="failed", reply=reply, keep_body=False)
+                self._journal.finish_request(*key, state="failed", reply=reply, keep_body=False)
         with self._ledger.lock:
             if entry.row.session not in self._ledger.sessions:
                 raise Rejected(f"the session {entry.row.session} has ended", status=410)
             self._ledger.arrive(entry)
             if reply is not None:
-                self._ledger.done(entry, "failed", reply)
+                self._ledger.done(entry, "failed")
             elif entry.is_sample:
                 self._thread.encode_samples()
             elif (lane := self._ledger.lanes.get(entry.row.owner)) is not None:
@@ -601,33 +572,29 @@ class RequestQueue:
             with self._ledger.lock, suppress(ValueError):
                 entry.waiters.remove((loop, waiter))
         if not entry.is_done:
-            paused = self._thread.paused or self._thread.fault
+            paused = self._journal.fault or self._thread.fault
             return Pending() if paused is None else Pending(state="paused_capacity", reason=paused)
         return await self._stored(key)
 
     async def _stored(self, key: tuple[str, int]) -> Reply | None:
-        with self._ledger.lock:
-            reply = self._ledger.cached(key)
-        if reply is None:
-            reply = await asyncio.to_thread(self._ledger.journal.reply, *key)
+        reply = await asyncio.to_thread(self._journal.reply, *key)
         if reply is not None:
             with self._ledger.lock:
-                if key not in self._ledger.retrieved and self._ledger.find(*key) is not None:
-                    self._ledger.retrieved[key] = time.time()
-                    self._ledger.retrieved_now.append(key)
+                self._ledger.fetched.append(key)
         return reply
 
     def stats(self) -> QueueStats:
         """Return what the queue holds and has done."""
         ledger, thread = self._ledger, self._thread
+        checkpoints = self._journal.count_checkpoints()
         with ledger.lock:
             counts = dict(thread.counts)
             return QueueStats(
                 queued=ledger.waiting, queued_bytes=ledger.waiting_bytes, samples_waiting=ledger.waiting_samples,
-                sessions=len(ledger.sessions), models=len(ledger.lanes), samplers=len(ledger.samplers),
-                checkpoints=len(ledger.checkpoints), snapshots=counts.get("snapshots", 0),
+                sessions=len(ledger.sessions), models=sum(lane.is_created for lane in ledger.lanes.values()),
+                samplers=len(ledger.samplers), checkpoints=checkpoints, snapshots=counts.get("snapshots", 0),
                 requests_done=_by_kind(counts, ".done"), requests_failed=_by_kind(counts, ".failed"),
-                seconds=dict(thread.seconds), uptime=time.monotonic() - self._began, paused=thread.paused,
+                seconds=dict(thread.seconds), uptime=time.monotonic() - self._began, paused=self._journal.fault,
                 fault=thread.fault, is_restored=thread.is_restored,
             )  # fmt: skip
 
@@ -640,10 +607,12 @@ class RequestQueue:
     def _tidy(self) -> None:
         """Look at what has run out; called in the engine thread about twice a second."""
         try:
+            self._journal.try_again()
             self._fail_gaps()
             self._end_silent_sessions()
             self._note_retrieved()
             self._drop_replies()
+            self._drop_expired()
         except (JournalError, Rejected):
             log.exception("the journal cannot be written; tried again")
 
@@ -689,12 +658,12 @@ class RequestQueue:
         with self._ledger.lock:
             for entry in absent:
                 self._ledger.arrive(entry)
-                self._ledger.done(entry, "failed", given_up)
+                self._ledger.done(entry, "failed")
             for entry in early:
-                self._ledger.done(entry, "failed", reply)
+                self._ledger.done(entry, "failed")
 
     def _commit_gap(self, absent: list[Entry], early: list[Entry], given_up: Reply, reply: Reply) -> None:
-        journal = self._ledger.journal
+        journal = self._journal
         with journal.transaction():
             for entry in absent:
                 journal.add_request(entry.row, body=None, now=time.time())
@@ -703,38 +672,38 @@ class RequestQueue:
                 journal.finish_request(entry.row.owner, entry.row.seq, state="failed", reply=reply, keep_body=False)
 
     def _end_silent_sessions(self) -> None:
-        late = time.monotonic() - self._ledger.limits.idle_seconds
-        with self._ledger.lock:
-            silent = [session.row.id for session in self._ledger.sessions.values() if session.last_seen < late]
-        for session in silent:
-            log.info("the session %s ended: its client fell silent", session)
-            self.finish(session)
+        for session in self._ledger.silent(self._ledger.limits.idle_seconds):
+            log.info("the session %s ended: its client fell silent", session.id)
+            self.finish(session.id)
 
     def _note_retrieved(self) -> None:
         """Enter in the journal which replies were fetched."""
         with self._ledger.lock:
-            keys = [*self._ledger.retrieved_now]
+            keys = [*self._ledger.fetched]
         if keys:
-            self._ledger.journal.note_retrieved(keys, now=time.time())
+            self._journal.note_retrieved(keys, now=time.time())
             with self._ledger.lock:
-                del self._ledger.retrieved_now[: len(keys)]
+                del self._ledger.fetched[: len(keys)]
 
     def _drop_replies(self) -> None:
-        old = time.time() - self._ledger.limits.result_seconds
-        with self._ledger.lock:
-            keys = [key for key, when in self._ledger.retrieved.items() if when < old]
-        if keys:
+        if keys := self._journal.fetched(before=time.time() - self._ledger.limits.result_seconds):
             samples = [key for key in keys if key[0] in self._ledger.samplers]
-            with self._ledger.journal.transaction():
-                self._ledger.journal.drop_requests(samples)
-                self._ledger.journal.drop_replies(keys)
+            with self._journal.transaction():
+                self._journal.drop_replies(keys)
+                self._journal.drop_requests(samples)
             with self._ledger.lock:
-                for key in keys:
-                    self._ledger.uncache(key)
-                    self._ledger.retrieved.pop(key, None)
                 for owner, seq in samples:
                     if (sampler := self._ledger.samplers.get(owner)) is not None:
                         sampler.entries.pop(seq, None)
+
+    def _drop_expired(self) -> None:
+        """Delete checkpoints that have expired, unless a load waits, which may be of one of them; weights that a
+        sampling session has stay.
+        """
+        with self._ledger.lock:
+            kinds = {entry.row.kind for lane in self._ledger.lanes.values() for entry in lane.open.values()}
+        if not kinds & {"LoadWeights", "CreateFromCheckpoint"} and self._journal.drop_expired(now=time.time()):
+            self._ledger.is_swept = False
 
 
 def _by_kind(counts: dict[str, int], suffix: str) -> dict[str, int]:
@@ -743,8 +712,3 @@ def _by_kind(counts: dict[str, int], suffix: str) -> dict[str, int]:
 
 def _session_of(owner: str) -> str:
     return owner.rsplit(":", 2)[0]
-
-
-def _submitted(owner: str, seq: int, samples: int) -> Submitted:
-    name = f"{owner}:{seq}"
-    return Submitted(request_id=name, sequence_ids=tuple(f"{name}:{number}" for number in range(samples)))

@@ -29,6 +29,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from vlmpack.families.family import Family
 from vlmpack.layout.batch import HostMetadata, Media
@@ -45,7 +46,7 @@ from vlmpack.plan.planner import plan_bins
 from vlmpack.plan.prefix_groups import ALONE, PrefixGroups
 from vlmpack.service.clients import Adapters, ClientModel, Gradients
 from vlmpack.service.datums import EncodedDatum, EncodedRequest, EncodedSequence
-from vlmpack.service.losses import TARGETS, BoundLoss, bind_loss
+from vlmpack.service.losses import LENGTHS, TARGETS, BoundLoss, LossInputs, bind_loss
 from vlmpack.service.messages import Failure, ForwardBackwardResult
 from vlmpack.service.ranks import Ranks, Sharding
 
@@ -85,8 +86,6 @@ class WorkCount:
     """Tokens of datums."""
     computed: int = 0
     """Tokens that went through the model; what datums of a row begin with is computed once."""
-    capacity: int = 0
-    """Tokens that these rows had room for."""
     patches: int = 0
     """Patches that went through the vision tower."""
 
@@ -233,7 +232,7 @@ class DatumResult:
     """Results of a datum."""
 
     logprobs: np.ndarray
-    """float32 [N]."""
+    """float32 [N] or [N, K]."""
     loss: float
     """Summed over its tokens; NaN if it is not finite."""
     is_finite: bool
@@ -277,15 +276,15 @@ def compute_row(
     if min_shared is not None:
         packed = share(packed, min_shared=min_shared)
     with torch.set_grad_enabled(row.backward), adapters.applied(row.client.adapter):
-        targets = np.concatenate([item.datum.targets for item in items])
-        logprobs = _logprobs(model, _hidden_of(model, packed), targets, packed.tree)
+        logprobs = _logprobs(model, _hidden_of(model, packed), items, packed.tree)
         leaf = logprobs.detach().requires_grad_(row.backward)
         losses = _token_losses(leaf, items)
         slopes = torch.autograd.grad(losses.sum(), leaf)[0] if row.backward else torch.zeros_like(leaf)
         results = _split(leaf, losses, slopes, items)
         if row.backward and agree(all(result.is_finite for result in results)):
             torch.autograd.backward(logprobs, slopes)
-    return ComputedRow(results=results, tokens=len(targets) if packed.tree is None else packed.tree.num_tokens)
+    tokens = sum(item.datum.sequence.length for item in items)
+    return ComputedRow(results=results, tokens=tokens if packed.tree is None else packed.tree.num_tokens)
 
 
 def _set_recomputing(model: Any, *, recomputes: bool) -> None:
@@ -307,28 +306,67 @@ def _hidden_of(model: Any, row: PackedRow) -> torch.Tensor:
     return step.row_last_hidden[0]
 
 
-def _logprobs(model: Any, hidden_TD: torch.Tensor, targets_T: np.ndarray, tree: PrefixTree | None) -> torch.Tensor:
-    """float32 [T]: log-probability of every target; what datums share, targets too, goes through the head once."""
+def _logprobs(model: Any, hidden_TD: torch.Tensor, items: Sequence[RowItem], tree: PrefixTree | None) -> torch.Tensor:
+    """float32 [M]: log-probability of every target; what datums share, targets too, goes through the head once."""
     state = packing_state(model)
     head, chunk, device = state.family.to_logits(model), state.config.head_chunk, hidden_TD.device
-    if tree is None:
-        return target_logprobs(hidden_TD, torch.from_numpy(targets_T).to(device), head, chunk=chunk)
-    pairs_2T = np.stack([tree.place("cpu").numpy(), targets_T])
-    _, first, entry = np.unique(pairs_2T, axis=1, return_index=True, return_inverse=True)
+    targets_M = np.concatenate([item.datum.targets for item in items])
+    has_several = any(item.datum.inputs.keys is not None for item in items)
+    if tree is None and not has_several:
+        return target_logprobs(hidden_TD, torch.from_numpy(targets_M).to(device), head, chunk=chunk)
+    starts = np.cumsum([0, *(item.datum.sequence.length for item in items)])
+    rows_M = np.concatenate([item.datum.places + start for item, start in zip(items, starts, strict=False)])
+    places_M = rows_M if tree is None else tree.place("cpu").numpy()[rows_M]
+    if has_several:
+        return _several_logprobs(hidden_TD, rows_M, places_M, targets_M, head, chunk=chunk)
+    _, first, entry = np.unique(np.stack([places_M, targets_M]), axis=1, return_index=True, return_inverse=True)
     distinct, of_row = (torch.from_numpy(places.reshape(-1)).to(device) for places in (first, entry))
-    targets = torch.from_numpy(targets_T[first]).to(device)
+    targets = torch.from_numpy(targets_M[first]).to(device)
     return target_logprobs(hidden_TD.index_select(0, distinct), targets, head, chunk=chunk).index_select(0, of_row)
 
 
+def _several_logprobs(
+    hidden_TD: torch.Tensor, rows_M: np.ndarray, places_M: np.ndarray, targets_M: np.ndarray, head: Any, *, chunk: int
+) -> torch.Tensor:
+    """The same where places have several targets: the logits of a place are computed once, for all of its targets."""
+    device = hidden_TD.device
+    if not len(rows_M):
+        return hidden_TD[:0].float().sum(-1)
+    _, first, place_M, counts = np.unique(places_M, return_index=True, return_inverse=True, return_counts=True)
+    place_M = place_M.reshape(-1)
+    number_M = np.empty_like(place_M)  # of a target among those of its place
+    number_M[np.argsort(place_M, kind="stable")] = np.arange(len(place_M)) - np.repeat(
+        np.cumsum(counts) - counts, counts
+    )
+    targets_PK = np.zeros((len(first), counts.max()), np.int64)
+    targets_PK[place_M, number_M] = targets_M
+    hidden_PD = hidden_TD.index_select(0, torch.from_numpy(rows_M[first]).to(device))
+
+    def scores(hidden_pD: torch.Tensor, targets_pK: torch.Tensor) -> torch.Tensor:
+        logits_pV = head(hidden_pD).float()
+        return logits_pV.gather(1, targets_pK) - logits_pV.logsumexp(-1, keepdim=True)
+
+    pieces = [*zip(hidden_PD.split(chunk), torch.from_numpy(targets_PK).to(device).split(chunk), strict=True)]
+    if len(pieces) == 1:
+        scores_PK = scores(*pieces[0])
+    else:
+        scores_PK = torch.cat([checkpoint(scores, *piece, use_reentrant=False) for piece in pieces])
+    return scores_PK[tuple(torch.from_numpy(np.stack([place_M, number_M])).to(device))]
+
+
 def _token_losses(logprobs: torch.Tensor, items: Sequence[RowItem]) -> torch.Tensor:
-    """float32 [T]: what each token adds; neighbors with the same loss are computed together."""
-    parts, pieces = [], iter(logprobs.split([item.datum.sequence.length for item in items]))
+    """float32 [M]: what each target adds; neighbors with the same loss are computed together."""
+    parts, pieces = [], iter(logprobs.split([len(item.datum.targets) for item in items]))
     for loss, same in groupby(items, lambda item: item.loss):
         group = list(same)
         inputs = {
-            name: torch.from_numpy(np.concatenate([item.datum.inputs[name] for item in group])).to(logprobs.device)
-            for name in group[0].datum.floats
+            name: torch.from_numpy(np.concatenate([each.datum.inputs.arrays[name] for each in group])).to(
+                logprobs.device
+            )
+            for name in group[0].datum.inputs.arrays
+            if name != TARGETS
         }
+        inputs[LENGTHS] = torch.tensor([len(each.datum.targets) for each in group], device=logprobs.device)
         parts.append(loss(torch.cat([next(pieces) for _ in group]), inputs))
     return torch.cat(parts)
 
@@ -337,13 +375,15 @@ def _split(
     logprobs: torch.Tensor, losses: torch.Tensor, slopes: torch.Tensor, items: Sequence[RowItem]
 ) -> list[DatumResult]:
     """By datum, on the host."""
-    bounds = np.cumsum([item.datum.sequence.length for item in items])[:-1]
+    bounds = np.cumsum([len(item.datum.targets) for item in items])[:-1]
     columns = torch.stack([logprobs.detach(), losses.detach(), slopes]).cpu().numpy()
     results = []
-    for part in np.split(columns, bounds, axis=1):
+    for item, part in zip(items, np.split(columns, bounds, axis=1), strict=True):
         is_finite = bool(np.isfinite(part).all())
         loss = float(part[1].sum(dtype=np.float64)) if is_finite else math.nan
-        results.append(DatumResult(logprobs=part[0].copy(), loss=loss, is_finite=is_finite))
+        results.append(
+            DatumResult(logprobs=item.datum.inputs.unflatten(part[0].copy()), loss=loss, is_finite=is_finite)
+        )
     return results
 
 
@@ -469,7 +509,6 @@ class RowWork:
                 datums=len(sequences),
                 tokens=sum(sequence.length for sequence in sequences),
                 computed=computed.tokens,
-                capacity=max(computed.tokens, self._settings.tokens),
                 patches=sum(sequence.patches for sequence in sequences),
             )
         )
@@ -525,6 +564,6 @@ class RowWork:
 
 def _idle_item() -> RowItem:
     """The only item of a row that computes nothing that counts."""
-    inputs = {TARGETS: np.zeros(1, np.int64), "weights": np.zeros(1, np.float32)}
+    inputs = LossInputs(arrays={TARGETS: np.zeros(1, np.int64), "weights": np.zeros(1, np.float32)}, shape=(1,))
     datum = EncodedDatum(sequence=EncodedSequence(input_ids=np.zeros(1, np.int64)), inputs=inputs)
     return RowItem(request=0, number=0, datum=datum, loss=bind_loss("cross_entropy", {}))

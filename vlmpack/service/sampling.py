@@ -17,14 +17,13 @@ from pathlib import Path
 from secrets import randbits
 from typing import TYPE_CHECKING, final
 
-import numpy as np
 import torch
 from torch import nn
 
 from vlmpack.errors import RequestError, VlmpackError
 from vlmpack.service.datums import EncodedSequence
 from vlmpack.service.generation import Agree, Batch, Ending, Growing, Prefilled, Reader, begin, groups_by_length, itself
-from vlmpack.service.messages import Failure, Sample, SampleResult
+from vlmpack.service.messages import Failure, PromptScores, Sample, SampleResult
 
 if TYPE_CHECKING:
     from vlmpack.service.engine import Weights
@@ -60,8 +59,8 @@ class Job:
     """Sequences that have not begun."""
     sequences: tuple[Growing, ...] = ()
     """All of them, in the order of their seeds."""
-    prompt_logprobs: np.ndarray | None = None
-    """float32 [N]; None: not wanted, or not yet computed."""
+    scores: PromptScores | None = None
+    """Of its prompt; None: not wanted, or not yet computed."""
     is_cached: bool = False
     """True if another request had its prompt computed."""
     unfinished: int = 0
@@ -72,7 +71,7 @@ class Job:
     @property
     def needs_scores(self) -> bool:
         """Return whether the log-probabilities of its prompt are still to be computed."""
-        return self.request.prompt_logprobs and self.prompt_logprobs is None
+        return self.request.wants_scores and self.scores is None
 
     @property
     def ends_at_once(self) -> bool:
@@ -99,7 +98,7 @@ class Job:
                 return Failure(message=sequence.error, category="server")
         results = tuple(sequence.result() for sequence in self.sequences)
         hits = self.prompt.length if self.is_cached else 0
-        return SampleResult(sequences=results, prompt_logprobs=self.prompt_logprobs, prompt_cache_hit_tokens=hits)
+        return SampleResult(sequences=results, scores=self.scores, prompt_cache_hit_tokens=hits)
 
 
 def ending_of(prompt: EncodedSequence, request: Sample, model: SampledModel) -> Ending:
@@ -108,6 +107,8 @@ def ending_of(prompt: EncodedSequence, request: Sample, model: SampledModel) -> 
     Raises:
         RequestError: the model's context has no room for it.
     """
+    if (last := request.prompt_logprobs_last_n) is not None and not last < prompt.length:
+        raise RequestError(f"prompt_logprobs_last_n is {last}; the prompt has {prompt.length} tokens, so send 1 less")
     params, room = request.params, model.max_context - prompt.length + 1  # the last token is not read again
     if room < 1:
         raise RequestError(
@@ -368,9 +369,11 @@ class BatchedSampling:
         """Compute prompts: in packed rows what is scored or ends at once, with a cache what goes on."""
         scored = [(job, group) for job, group in taken if job.needs_scores or job.ends_at_once]
         if scored:
-            found, logits_BV = reader.score([job.prompt for job, _ in scored])
-            for (job, _), logprobs in zip(scored, found, strict=True):
-                job.prompt_logprobs = logprobs if job.request.prompt_logprobs else None
+            prompts, tops = zip(*((job.prompt, job.request.topk_prompt_logprobs) for job, _ in scored), strict=True)
+            found, logits_BV = reader.score(prompts, tops)
+            for (job, _), scores in zip(scored, found, strict=True):
+                request = job.request
+                job.scores = scores.of_last(request.prompt_logprobs_last_n) if request.wants_scores else None
             rows = [row for row, (job, group) in enumerate(scored) if job.ends_at_once for _ in group]
             if rows:
                 sequences = [sequence for job, group in scored if job.ends_at_once for sequence in group]
@@ -381,7 +384,7 @@ class BatchedSampling:
         for job, group in taken:
             if not job.ends_at_once:
                 digest = job.prompt.digest
-                if group[0] is job.sequences[0] and not job.request.prompt_logprobs:
+                if group[0] is job.sequences[0] and not job.request.wants_scores:
                     job.is_cached = digest in going_on or (lane.folder, digest) in self._prompts
                 going_on.setdefault(digest, []).extend(group)
         for digest in [digest for digest in going_on if (lane.folder, digest) in self._prompts]:

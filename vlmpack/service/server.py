@@ -1,6 +1,9 @@
 """The service put together: base model, engine, queue, app, and the process that serves them.
 
-load_base ──▶ BaseFiles ──Service──▶ engine, queue, routes ──run──▶ uvicorn, until SIGTERM
+StateFolder ──▶ load_base ──▶ Base ──Service──▶ engine, queue, routes ──run──▶ uvicorn, until SIGTERM
+
+A connection waits for a request only so long, and gives way to a new one when there are too many: whoever reaches the
+port, with or without the key, cannot use up the process's files.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -15,25 +19,27 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
 import uvicorn
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vlmpack.data.processor import load_processor
 from vlmpack.errors import ConfigError
 from vlmpack.families.registry import family_named
+from vlmpack.service import status
 from vlmpack.service.bodies import BodyReader
 from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.distributed import DistributedEngine, follow
 from vlmpack.service.engine import Engine, EngineConfig
 from vlmpack.service.http import Endpoints, make_app
-from vlmpack.service.journal import Journal
 from vlmpack.service.queue import RequestQueue
 from vlmpack.service.ranks import Ranks
-from vlmpack.service.status import INTERVAL, Metric, Snapshot, Status
+from vlmpack.service.status import Metric, Snapshot
 from vlmpack.service.vllm import set_sampler
 
 log = logging.getLogger("vlmpack.service")
@@ -44,6 +50,8 @@ KEEP_ALIVE = 75
 """Seconds that an idle connection stays open; the client's heartbeats come every 10 s."""
 LAST_ANSWERS = 10
 """Seconds that answers under way get when the service stops."""
+FILES = 65_536
+"""Open files that the process asks for; the system may allow fewer."""
 BACKLOG = 2048
 """Connections that wait to be accepted: a call of many requests opens one for each."""
 
@@ -56,15 +64,19 @@ class Base:
     name: str
     """The name that clients use."""
     source: str
-    """Hub name or folder, where clients find its tokenizer."""
+    """Hub name or folder."""
     model: Any
     """On its device."""
     processor: Any
     """Its processor; of a text model its tokenizer."""
+    tokenizer: str | None = None
+    """Hub name or folder from which clients load the tokenizer; None: `source`, which clients elsewhere do not find if
+    it is a folder."""
 
     def engine(self, config: EngineConfig, ranks: Ranks | None) -> Engine:
         """Make the engine of one process, which is one of `ranks`."""
-        return Engine(self.model, self.processor, name=self.name, tokenizer_id=self.source, config=config, ranks=ranks)
+        tokenizer = self.tokenizer or self.source
+        return Engine(self.model, self.processor, name=self.name, tokenizer_id=tokenizer, config=config, ranks=ranks)
 
 
 @final
@@ -72,8 +84,6 @@ class Base:
 class ServiceSettings(EngineConfig):
     """Settings of a service."""
 
-    state: Path
-    """The state folder."""
     key: str
     """Clients send it with each request."""
     sampler: str = "exact"
@@ -82,12 +92,25 @@ class ServiceSettings(EngineConfig):
     """Time for work under way when the service stops; what is left is done after the next start."""
 
 
-def load_base(source: str, *, name: str | None = None, device: str = "cpu", dtype: str = "float32") -> Base:
+def model_name(source: str) -> str:
+    """Return what clients call a model by default: its hub name, or the name of its folder."""
+    return Path(source).resolve().name if Path(source).is_dir() else source
+
+
+def load_base(
+    source: str,
+    *,
+    name: str | None = None,
+    tokenizer: str | None = None,
+    device: str = "cpu",
+    dtype: str = "float32",
+) -> Base:
     """Load a base model and its processor.
 
     Args:
         source: hub name or folder.
         name: what clients call it; None: the hub name, or the folder's name.
+        tokenizer: hub name or folder from which clients load the tokenizer; None: `source`.
         device: of torch.
         dtype: of the weights.
 
@@ -107,49 +130,44 @@ def load_base(source: str, *, name: str | None = None, device: str = "cpu", dtyp
         raise ConfigError(
             f"{source}: no model can be read there ({reason}); give a hub name or a model's folder"
         ) from error
-    folder = Path(source)
-    is_folder = folder.is_dir()
     return Base(
-        name=name or (folder.resolve().name if is_folder else source),
-        source=str(folder.resolve()) if is_folder else source,
+        name=name or model_name(source),
+        source=str(Path(source).resolve()) if Path(source).is_dir() else source,
         model=model.to(torch.device(device)),
         processor=processor,
+        tokenizer=tokenizer,
     )
 
 
-def check_state(state: Path, base_model: str) -> None:
-    """Refuse a state folder that cannot be served, before a model is read or anything else is written there.
-
-    Args:
-        state: the folder; made if there is none.
-        base_model: name of the base model to be served.
+def read_key(file: Path) -> str | None:
+    """Return the key in a file; None: there is no such file.
 
     Raises:
-        ConfigError: it is used by another server, damaged, foreign, or of another base model.
-    """
-    folder = StateFolder(state)
-    try:
-        Journal(folder.journal, base_model=base_model).close()
-    finally:
-        folder.close()
-
-
-def read_key(file: Path) -> str:
-    """Return the key in a file, which is made with a random key if there is none; only its owner may read it.
-
-    Raises:
-        ConfigError: the file holds no key that the client takes, or cannot be read or written.
+        ConfigError: the file holds no key that the client takes, or cannot be read.
     """
     try:
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
-                opened.write(KEY_PREFIX + secrets.token_urlsafe(32) + "\n")
-        key = file.read_text(encoding="utf-8").strip()
+        return check_key(file.read_text(encoding="utf-8").strip(), f"key file {file}")
+    except FileNotFoundError:
+        return None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"key file {file}: {error}; name another with --key-file") from error
-    return check_key(key, f"key file {file}")
+
+
+def make_key(file: Path) -> str:
+    """Write a random key into a new file that only its owner may read, and return it.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
+            opened.write(key + "\n")
+    except OSError as error:
+        raise ConfigError(f"key file {file}: {error}; name another with --key-file") from error
+    return key
 
 
 def check_key(key: str, place: str) -> str:
@@ -172,25 +190,26 @@ class Service:
 
     Args:
         base: the model.
+        state: the state folder, closed with the service. Open it before the model is loaded: it may be refused.
         settings: of the service.
         ranks: rank 0 of several; None: this process alone.
 
     Raises:
-        ConfigError: the state folder cannot be used. FamilyError: the model cannot be packed exactly.
+        FamilyError: the model cannot be packed exactly.
     """
 
-    def __init__(self, base: Base, settings: ServiceSettings, *, ranks: Ranks | None = None) -> None:
-        self.settings = settings
+    def __init__(
+        self, base: Base, state: StateFolder, settings: ServiceSettings, *, ranks: Ranks | None = None
+    ) -> None:
+        self.state, self.settings = state, settings
         engine = base.engine(settings, ranks)
         set_sampler(engine, settings.sampler, source=base.source)
         if settings.sampler == "exact" and base.model.dtype.itemsize < 4:
             log.info("exact sampling in 16 bits: each block of tokens is checked in a pass of its own; --sampler fast")
         self.engine = engine if ranks is None else DistributedEngine(engine, ranks)
         """Computes."""
-        self.queue = RequestQueue(self.engine, settings.state, limits=settings.limits)
+        self.queue = RequestQueue(self.engine, state, limits=settings.limits)
         """Orders and remembers."""
-        self.status = Status(snapshot=self._snapshot)
-        """Shows."""
         self._draining = threading.Event()
         self._drainer: threading.Thread | None = None
 
@@ -202,27 +221,21 @@ class Service:
             base=self.engine.base,
             limits=limits,
             bodies=BodyReader(limits=limits),
+            key=self.settings.key,
             is_draining=self._draining.is_set,
         )
-        routes: list[BaseRoute] = [*endpoints.routes(), *self.status.routes()]
-        return make_app(routes, key=self.settings.key, endpoints=endpoints, lifespan=self._lifespan)
+        routes: list[BaseRoute] = [*endpoints.routes(), *status.routes(self._snapshot)]
+        return make_app(routes, endpoints=endpoints, lifespan=self._lifespan)
 
     @asynccontextmanager
     async def _lifespan(self, app: Any) -> AsyncIterator[None]:
         self.queue.start()
-        ticks = asyncio.create_task(self._tick())
         try:
             yield
         finally:
-            ticks.cancel()
             self.drain()
             assert self._drainer is not None
             await asyncio.to_thread(self._drainer.join)
-
-    async def _tick(self) -> None:
-        while True:
-            self.status.tick()
-            await asyncio.sleep(INTERVAL)
 
     def drain(self) -> None:
         """Take no more requests, let the work under way finish, and save the state; returns at once."""
@@ -239,15 +252,18 @@ class Service:
             self.engine.stop()
         log.info("stopped")
 
-    def run(self, listening: socket.socket, *, on_start: Callable[[], None] | None = None) -> None:
-        """Serve until SIGTERM or SIGINT, then drain.
+    def server(self, *, on_start: Callable[[], None] | None = None) -> uvicorn.Server:
+        """Make the server of the app, which drains on SIGTERM or SIGINT, and raise the process's limit of open files.
 
         Args:
-            listening: a bound socket.
             on_start: called when requests are served.
         """
+        limits, files = self.settings.limits, raise_file_limit()
+        most = min(limits.connections, files // 2)
         config = uvicorn.Config(
             self.app(),
+            http=partial(_Connection, most=most, header_seconds=limits.header_seconds),  # pyright: ignore
+            ws="none",
             access_log=False,
             log_config=None,
             lifespan="on",
@@ -256,13 +272,23 @@ class Service:
             timeout_graceful_shutdown=LAST_ANSWERS,
             backlog=BACKLOG,
         )
-        _Server(config, on_start=on_start, on_exit=self.drain).run(sockets=[listening])
+        return _Server(config, on_start=on_start, on_exit=self.drain)
+
+    def run(self, listening: socket.socket, *, on_start: Callable[[], None] | None = None) -> None:
+        """Serve until SIGTERM or SIGINT, then drain.
+
+        Args:
+            listening: a bound socket.
+            on_start: called when requests are served.
+        """
+        self.server(on_start=on_start).run(sockets=[listening])
 
     def _snapshot(self) -> Snapshot:
         stats, counts = self.queue.stats(), self.engine.counts
+        fault = stats.fault or stats.paused
         metrics = (
             Metric(name="uptime_seconds", help="Seconds since the start.", value=stats.uptime),
-            Metric(name="up", help="1 while the engine runs, 0 after a fault.", value=float(stats.fault is None)),
+            Metric(name="up", help="1 while work goes on, 0 on a full disk or after a fault.", value=float(not fault)),
             Metric(name="sessions", help="Open sessions.", value=stats.sessions),
             Metric(name="models", help="Models of open sessions.", value=stats.models),
             Metric(name="samplers", help="Sampling sessions.", value=stats.samplers),
@@ -277,16 +303,10 @@ class Service:
             Metric(name="rows_total", help="Packed rows.", value=counts.rows),
             Metric(name="trained_tokens_total", help="Tokens of datums.", value=counts.tokens),
             Metric(name="computed_tokens_total", help="Tokens less what datums shared.", value=counts.computed),
-            Metric(name="row_tokens_total", help="Tokens that the rows had room for.", value=counts.capacity),
             Metric(name="patches_total", help="Patches of images.", value=counts.patches),
-            Metric(
-                name="fill_ratio", help="Computed tokens over room.", value=counts.computed / max(counts.capacity, 1)
-            ),
             Metric(name="sampled_tokens_total", help="Tokens sampled.", value=self.engine.sampler.sampled_tokens),
         )
-        tokens = counts.tokens + self.engine.sampler.sampled_tokens
-        fault = stats.fault or stats.paused
-        return Snapshot(title=self.engine.base.name, metrics=metrics, tokens=tokens, fault=fault)
+        return Snapshot(title=self.engine.base.name, metrics=metrics, fault=fault)
 
 
 # ---------------------------------------------------------------------- the process
@@ -324,6 +344,54 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+def raise_file_limit() -> int:
+    """Raise the process's limit of open files as far as `FILES` and the system allow, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return FILES if soft == resource.RLIM_INFINITY else soft
+
+
+@final
+class _Connection(H11Protocol):
+    """A connection of uvicorn.
+
+    Args:
+        most: connections at one time; the one that has waited longest for a request gives way to a new one.
+        header_seconds: time for the first request's header to arrive.
+    """
+
+    def __init__(self, *args: Any, most: int, header_seconds: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._most, self._header_seconds = most, header_seconds
+        self.since = self.loop.time()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether no request is being served; a header that has not arrived as a whole is none."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        every = cast("set[_Connection]", self.connections)
+        opened = [each for each in every if not each.transport.is_closing()]
+        if len(opened) > self._most:
+            waiting = [each for each in opened if each.is_waiting and each is not self]
+            min(waiting, key=lambda each: each.since, default=self).transport.close()
+
+    def on_response_complete(self) -> None:
+        self.since = self.loop.time()
+        super().on_response_complete()
+
+    def close_if_late(self) -> None:
+        """Close the connection if it has waited too long; uvicorn's own timer ends with the first byte of a header."""
+        seconds = self._header_seconds if self.cycle is None else KEEP_ALIVE
+        if self.is_waiting and self.loop.time() > self.since + seconds:
+            self.transport.close()
+
+
 @final
 class _Server(uvicorn.Server):
     """uvicorn, which begins to drain as soon as a signal comes, and ends with status 0."""
@@ -339,6 +407,12 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started and self._on_start is not None:
             self._on_start()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:  # once a second
+            for connection in [*self.server_state.connections]:
+                connection.close_if_late()  # pyright: ignore
+        return await super().on_tick(counter)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -5,23 +5,16 @@ Both are served without the key, and hold numbers alone: no ids of sessions, no 
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from html import escape
 from typing import final
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-HISTORY = 300
-"""Points of the sparkline."""
-INTERVAL = 2.0
-"""Seconds between two of them."""
-WIDTH, HEIGHT = 600, 60
-"""Of the sparkline, in pixels."""
 SECONDS_A_DAY = 86_400
 
 HEADERS = {
@@ -37,7 +30,6 @@ h1 { font-size: 1.3rem; margin-bottom: 0 } p { margin: .2rem 0 1.2rem; opacity: 
 table { border-collapse: collapse; width: 100% } th { text-align: left; font-weight: 400; opacity: .7 }
 td { text-align: right; font-variant-numeric: tabular-nums } tr { border-bottom: 1px solid #8883 }
 th, td { padding: .3rem 0 }
-svg { width: 100%; height: 60px; margin: 1rem 0 0 } polyline { fill: none; stroke: #3a7; stroke-width: 1.5 }
 .fault { color: #c33; opacity: 1 }
 """
 
@@ -76,8 +68,6 @@ class Snapshot:
     """Name of the base model."""
     metrics: tuple[Metric, ...]
     """Numbers."""
-    tokens: int
-    """Tokens trained and sampled since the start."""
     fault: str | None = None
     """Why the service does not go on; None: it does."""
 
@@ -87,50 +77,30 @@ class Snapshot:
         return sum(value.values()) if isinstance(value, Mapping) else value
 
 
-@final
-@dataclass(kw_only=True)
-class Status:
-    """Serves the state of a service, and remembers its speed."""
+def routes(snapshot: Callable[[], Snapshot]) -> list[Route]:
+    """Return the routes of the page and of the metrics; `snapshot` returns the state."""
 
-    snapshot: Callable[[], Snapshot]
-    """Returns the state."""
-    clock: Callable[[], float] = time.monotonic
-    """In seconds."""
-    _speeds: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
-    _last: tuple[float, int] | None = None
-
-    def routes(self) -> list[Route]:
-        """Return the route of each endpoint."""
-        return [Route("/", self.page, methods=["GET"]), Route("/metrics", self.metrics, methods=["GET"])]
-
-    def tick(self) -> None:
-        """Add a point to the sparkline; called every `INTERVAL` seconds."""
-        now, tokens = self.clock(), self.snapshot().tokens
-        if self._last is not None and now > self._last[0]:
-            self._speeds.append((tokens - self._last[1]) / (now - self._last[0]))
-        self._last = now, tokens
-
-    async def metrics(self, request: Request) -> Response:
-        """Return numbers for Prometheus."""
-        lines = [line for metric in self.snapshot().metrics for line in metric.lines()]
+    async def metrics(request: Request) -> Response:
+        state = await run_in_threadpool(snapshot)
+        lines = [line for metric in state.metrics for line in metric.lines()]
         return Response("\n".join(lines) + "\n", media_type=TYPES)
 
-    async def page(self, request: Request) -> Response:
-        """Return the status page."""
-        return Response(render(self.snapshot(), list(self._speeds)), media_type="text/html", headers=HEADERS)
+    async def page(request: Request) -> Response:
+        text = render(await run_in_threadpool(snapshot))
+        return Response(text, media_type="text/html", headers=HEADERS)
+
+    return [Route("/", page, methods=["GET"]), Route("/metrics", metrics, methods=["GET"])]
 
 
-def render(state: Snapshot, speeds: Sequence[float]) -> str:
+def render(state: Snapshot) -> str:
     """Write the status page: no scripts, nothing loaded from elsewhere; it loads itself again every 5 s."""
-    speed = speeds[-1] if speeds else 0.0
     fault = "" if state.fault is None else f'<p class="fault">{escape(state.fault)}</p>'
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in _rows(state).items())
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="5">'
         f"<title>{escape(state.title)}: vlmpack serve</title><style>{STYLE}</style></head><body>"
         f"<h1>{escape(state.title)}</h1><p>vlmpack serve, up {_span(state.number('uptime_seconds'))}</p>{fault}"
-        f"{sparkline(speeds)}<p>{speed:,.0f} tokens/s, trained and sampled; "
-        f"the last {HISTORY * INTERVAL / 60:.0f} minutes at most</p><table>{rows}</table></body></html>\n"
+        f"<table>{rows}</table></body></html>\n"
     )
 
 
@@ -148,24 +118,9 @@ def _rows(state: Snapshot) -> dict[str, str]:
         "tokens trained": f"{number('trained_tokens_total'):,.0f}",
         "tokens sampled": f"{number('sampled_tokens_total'):,.0f}",
         "packed rows": f"{number('rows_total'):,.0f}",
-        "fill of the rows": f"{number('fill_ratio'):.1%}",
+        "tokens a row": f"{number('computed_tokens_total') / max(number('rows_total'), 1):,.0f}",
         "vision patches": f"{number('patches_total'):,.0f}",
     }
-
-
-def sparkline(speeds: Sequence[float]) -> str:
-    """Draw a curve as SVG, from 0 to the largest value, the newest at the right."""
-    top = max(speeds, default=0.0) or 1.0
-    step = WIDTH / (HISTORY - 1)
-    start = HISTORY - len(speeds)
-    points = " ".join(
-        f"{(start + index) * step:.1f},{HEIGHT - 2 - (HEIGHT - 4) * speed / top:.1f}"
-        for index, speed in enumerate(speeds)
-    )
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="tokens per second"><polyline points="{points}"/></svg>'
-    )
 
 
 def _span(seconds: float) -> str:

@@ -23,7 +23,7 @@ from vlmpack.data.images import ImageLimits, load_image
 from vlmpack.errors import RequestError, VlmpackError, check_extra
 from vlmpack.service.datums import EncodedSequence
 from vlmpack.service.generation import Ending
-from vlmpack.service.messages import Failure, ImageChunk, Sample, SampledSequence, SampleResult, TextChunk
+from vlmpack.service.messages import Failure, ImageChunk, PromptScores, Sample, SampledSequence, SampleResult, TextChunk
 from vlmpack.service.sampling import Finished, SampledModel, SamplingSettings, ending_of
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ class VllmSampling:
             skip_special_tokens=False,
             detokenize=bool(params.stop_strings),
             logprobs=0,  # of the sampled token
-            prompt_logprobs=0 if first and job.request.prompt_logprobs else None,
+            prompt_logprobs=job.request.topk_prompt_logprobs if first and job.request.wants_scores else None,
             logit_bias=dict.fromkeys(self._forbidden, NEVER) or None,
         )
 
@@ -274,13 +274,22 @@ class VllmSampling:
                 "settings differ; start it with the processor's own (mm_processor_kwargs)",
                 category="server",
             )
-        ids, logprobs = outputs[0].prompt_token_ids, None
-        if job.request.prompt_logprobs:
-            logprobs = np.full(len(ids), np.nan, np.float32)
-            logprobs[1:] = _of_tokens(ids[1:], outputs[0].prompt_logprobs[1:])
+        scores = _scores(outputs[0], job.request) if job.request.wants_scores else None
         sequences = tuple(_sequence(output.outputs[0]) for output in outputs)
         hits = outputs[0].num_cached_tokens or 0
-        return SampleResult(sequences=sequences, prompt_logprobs=logprobs, prompt_cache_hit_tokens=hits)
+        return SampleResult(sequences=sequences, scores=scores, prompt_cache_hit_tokens=hits)
+
+
+def _scores(output: Any, request: Sample) -> PromptScores:
+    """What vLLM says of the tokens of a prompt."""
+    ids, tables, top = output.prompt_token_ids, output.prompt_logprobs, request.topk_prompt_logprobs
+    logprobs = np.array([np.nan, *_of_tokens(ids[1:], tables[1:])], np.float32)
+    top_ids, top_logprobs = np.zeros((len(ids), top), np.int32), np.full((len(ids), top), np.nan, np.float32)
+    for at, table in enumerate(tables[1:], 1):  # beside the likeliest it has the prompt's own token
+        best = sorted(table.items(), key=lambda entry: -entry[1].logprob)[:top]
+        top_ids[at], top_logprobs[at] = [token for token, _ in best], [entry.logprob for _, entry in best]
+    scores = PromptScores(logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs)
+    return scores.of_last(request.prompt_logprobs_last_n)
 
 
 def _sequence(completion: Any) -> SampledSequence:

@@ -22,6 +22,10 @@ from vlmpack.service import messages, protobuf
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 INT32, INT64 = 2**31 - 1, 2**63 - 1
+TTL = 10 * 366 * 86_400
+"""Most seconds until a checkpoint expires: ten years, as the client's documents say."""
+MOST_TOP = 256
+"""Most tokens whose log-probabilities are returned for a place of a prompt."""
 METADATA_CHARACTERS = 16_384
 """Most characters of the notes that a client attaches to a session, model or checkpoint."""
 
@@ -35,15 +39,14 @@ ADAM_DEFAULTS = {
 }
 """The client's own."""
 
-NOT_SAMPLED = (
-    "topk_prompt_logprobs",
-    "topk_sample_logprobs",
-    "target_prompt_logprobs",
-    "prompt_alt_tokens_k",
-    "prompt_logprobs_last_n",
-    "record_stability_info",
-)
-"""Settings of a sampling request that this service does not have."""
+NOT_SAMPLED = {
+    "topk_sample_logprobs": "only those of the sampled tokens are computed",
+    "target_prompt_logprobs": "score each continuation with compute_logprobs",
+    "prompt_alt_tokens_k": "sample after each beginning of the prompt",
+    "record_stability_info": "it is for stable_reinforce, whose formula is not published; leave it out, and train with "
+    "importance_sampling, ppo, cispo or gspo",
+}
+"""Settings of a sampling request that this service does not have, and what to do instead."""
 
 
 # ---------------------------------------------------------------------- fields of a JSON object
@@ -152,6 +155,10 @@ class Fields:
             raise RequestError(f"user_metadata: more than {METADATA_CHARACTERS} characters")
         return notes
 
+    def ttl(self) -> int | None:
+        """Return the seconds after which a checkpoint is deleted; None: it stays."""
+        return self.integer("ttl_seconds", None, low=1, high=TTL)
+
     def refuse_others(self, known: Collection[str]) -> None:
         """Raise for settings that this service does not know."""
         others = sorted(set(self.values) - set(known))
@@ -189,7 +196,7 @@ def decode(kind: str, body: bytes) -> messages.Request:
 
     Args:
         kind: name of the request's class.
-        body: decompressed.
+        body: of the request.
 
     Raises:
         RequestError: it cannot be read, or asks for what this service does not do.
@@ -233,6 +240,7 @@ def _save_weights(fields: Fields) -> messages.SaveWeights:
         name=fields.text("path"),
         overwrite=fields.flag("overwrite", False),
         user_metadata=fields.metadata(),
+        ttl_seconds=fields.ttl(),
     )
 
 
@@ -249,15 +257,34 @@ def _save_for_sampler(fields: Fields) -> messages.SaveForSampler:
         name=name,
         sampling_session_seq_id=number if name is None else None,
         user_metadata=fields.metadata(),
+        ttl_seconds=fields.ttl(),
+    )
+
+
+def _save_external(fields: Fields) -> messages.SaveExternal:
+    if "age_encryption_recipients" in fields:
+        raise RequestError("age_encryption_recipients: files are stored as they are; encrypt what you download")
+    return messages.SaveExternal(
+        **_numbered(fields),
+        name=fields.text("path"),
+        user_metadata=fields.metadata(),
+        ttl_seconds=fields.ttl(),
     )
 
 
 def _load_weights(fields: Fields) -> messages.LoadWeights:
+    refuse_access_token(fields)
     return messages.LoadWeights(
         **_numbered(fields),
         path=fields.text("path"),
         optimizer=fields.flag("optimizer"),
     )
+
+
+def refuse_access_token(fields: Fields) -> None:
+    """Raise for a token that would open the checkpoints of another account."""
+    if "weights_access_token" in fields:
+        raise RequestError("weights_access_token: the key opens all checkpoints of this service; leave it out")
 
 
 def _refuse_other_optimizers(fields: Fields) -> None:
@@ -271,24 +298,29 @@ def _create_model(fields: Fields) -> messages.CreateModel:
         session_id=fields.text("session_id"),
         model_seq_id=fields.integer("model_seq_id"),
         base_model=fields.text("base_model"),
-        lora=_lora(fields.inner("lora_config")) if "lora_config" in fields else None,
+        lora=_lora(fields.inner("lora_config")) if "lora_config" in fields else None,  # None: all weights
         user_metadata=fields.metadata(),
     )
 
 
-def _lora(fields: Fields) -> messages.LoraConfig:
+def _lora(fields: Fields) -> messages.LoraConfig | None:
+    """Return the settings of an adapter; None: rank 0, by which the client, as of SkyRL, asks for all weights."""
     targets = ("train_unembed", "train_mlp", "train_attn")
     fields.refuse_others(("rank", "seed", *targets))
     chosen = {name: fields.flag(name, True) for name in targets}
     if not any(chosen.values()):
         raise RequestError("lora_config: no part of the model is trained; set one of " + ", ".join(targets))
-    return messages.LoraConfig(
-        rank=fields.integer("rank", low=1), seed=fields.integer("seed", None, low=-INT64 - 1, high=INT64), **chosen
-    )
+    rank, seed = fields.integer("rank"), fields.integer("seed", None, low=-INT64 - 1, high=INT64)
+    if rank == 0 and not all(chosen.values()):
+        raise RequestError(
+            "lora_config: rank 0 trains all weights; leave " + ", ".join(targets) + " out, or set a rank"
+        )
+    return messages.LoraConfig(rank=rank, seed=seed, **chosen) if rank else None
 
 
 def _create_from_checkpoint(fields: Fields) -> messages.CreateFromCheckpoint:
     _refuse_other_optimizers(fields)
+    refuse_access_token(fields)
     return messages.CreateFromCheckpoint(
         session_id=fields.text("session_id"),
         model_seq_id=fields.integer("model_seq_id"),
@@ -300,9 +332,9 @@ def _create_from_checkpoint(fields: Fields) -> messages.CreateFromCheckpoint:
 
 
 def _sample(fields: Fields) -> messages.Sample:
-    for name in NOT_SAMPLED:
+    for name, remedy in NOT_SAMPLED.items():
         if fields.values.get(name, 0) not in (0, False):
-            raise RequestError(f"{name} {_shown(fields.values[name])}: this service does not compute it")
+            raise RequestError(f"{name} {_shown(fields.values[name])}: this service does not have it; {remedy}")
     return messages.Sample(
         sampling_session_id=fields.text("sampling_session_id"),
         seq_id=fields.integer("seq_id", high=INT64),
@@ -313,6 +345,8 @@ def _sample(fields: Fields) -> messages.Sample:
         num_samples=fields.integer("num_samples", 1, low=1),
         params=_sampling_params(fields.inner("sampling_params")),
         prompt_logprobs=fields.flag("prompt_logprobs", False),
+        topk_prompt_logprobs=fields.integer("topk_prompt_logprobs", 0, high=MOST_TOP),
+        prompt_logprobs_last_n=fields.integer("prompt_logprobs_last_n", None, low=1),
     )
 
 
@@ -365,6 +399,7 @@ READERS: Mapping[str, Callable[[Fields], messages.Request]] = {
     "OptimStep": _optim_step,
     "SaveWeights": _save_weights,
     "SaveForSampler": _save_for_sampler,
+    "SaveExternal": _save_external,
     "LoadWeights": _load_weights,
     "CreateModel": _create_model,
     "CreateFromCheckpoint": _create_from_checkpoint,
@@ -393,7 +428,8 @@ def _plain(outcome: messages.Outcome) -> dict[str, Any]:
         case messages.CreatedModel():
             return {"model_id": outcome.model_id, "type": "create_model"}
         case messages.SavedWeights():
-            return {"path": outcome.path, "type": "save_weights"}
+            kind = "save_weights_external" if outcome.is_external else "save_weights"
+            return {"path": outcome.path, "type": kind}
         case messages.SavedForSampler():
             session = outcome.sampling_session_id
             extra = {} if session is None else {"sampling_session_id": session}

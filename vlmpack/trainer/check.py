@@ -30,7 +30,7 @@ from vlmpack.loading.stream import PackedStream
 from vlmpack.model.enable import is_packing
 from vlmpack.model.engine import PackingState, packing_state
 from vlmpack.model.plain import find_model
-from vlmpack.store.read import PackedDataset
+from vlmpack.rows import PackedDataset
 from vlmpack.trainer.evaluation import LossMetrics
 from vlmpack.trainer.packed_trainer import PackedTrainer
 

@@ -27,6 +27,7 @@ from vlmpack.collate.collator import VLMCollator, sample_id_of
 from vlmpack.collate.encoded import OVERLENGTH
 from vlmpack.errors import ConfigError, SampleError, skipped_are_reported
 from vlmpack.layout.batch import METADATA_KEY, HostMetadata
+from vlmpack.lengths import measure_lengths
 from vlmpack.loading.resumable import MapStyle, check_samples
 from vlmpack.model.enable import bind_loss_metrics, disable_packing, is_packing
 from vlmpack.model.engine import packing_state
@@ -38,7 +39,6 @@ from vlmpack.plan.balance import EMPTY, balance_rows
 from vlmpack.plan.length_table import Refused
 from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import plan_bins
-from vlmpack.store.measure import measure_lengths
 
 Collator = Callable[[Sequence[Any]], Mapping[str, Any]]
 """A list of samples → a padded batch or a packed row, as a dictionary with host metadata."""

@@ -22,7 +22,7 @@ from vlmpack.loading.stream import PackedStream
 from vlmpack.model.enable import is_packing
 from vlmpack.model.forward import STEP, StepCall
 from vlmpack.plan.plan import Plan
-from vlmpack.store.read import PackedDataset
+from vlmpack.rows import PackedDataset
 from vlmpack.trainer import checkpoints
 from vlmpack.trainer.checkpoints import PLAN_FILE, RenamedWeights, stream_file
 from vlmpack.trainer.evaluation import (

@@ -176,10 +176,10 @@ def features_class(base: Any) -> type[nn.Module]:
         plain = vars(base)[name]
 
         @functools.wraps(plain)
-        def features(self: Any, pixels: Any, grids: torch.Tensor | None = None, **kwargs: Any) -> Any:
-            if isinstance(pixels, Computed):
+        def features(self: Any, *args: Any, **kwargs: Any) -> Any:  # by any name: `generate` has that of pixels
+            if args and isinstance(args[0], Computed):
                 return kwargs[CONTEXT].entries[Vision.name].features[name]
-            return plain(self, pixels, grids, **kwargs)
+            return plain(self, *args, **kwargs)
 
         return features
 

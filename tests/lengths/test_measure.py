@@ -14,11 +14,10 @@ from chats import chat, picture, processor_of, tokenised
 from measured import UNREADABLE, Deadly, KeyTeller, Stored, Stream, conversations, encoded
 
 from vlmpack.collate import SkipLimit, VLMCollator
+from vlmpack.collate.digests import settings_key
 from vlmpack.errors import ConfigError, SampleError, SkippedWarning
+from vlmpack.lengths import PART, measure_lengths
 from vlmpack.plan.length_table import LengthTable
-from vlmpack.store import measure_lengths
-from vlmpack.store.content import settings_key
-from vlmpack.store.measure import PART
 
 SAMPLES = conversations(150)
 
@@ -160,23 +159,6 @@ def test_a_mistake_of_the_setup_is_raised_under_the_number_of_its_sample() -> No
         measure_lengths(rows, collator_of())
 
 
-def test_a_number_of_workers_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match="workers must be a whole number of at least 0, got -1"):
-        measure_lengths(SAMPLES, collator_of(), workers=-1)
-
-
-# ---------------------------------------------------------------------- told
-
-
-def test_progress_is_told_after_each_part() -> None:
-    told: list[Any] = []
-    measure_lengths(SAMPLES, collator_of(), progress=lambda *now: told.append(now))
-    assert told == [(done, 150) for done in (*range(PART, 150, PART), 150)]
-    told.clear()
-    measure_lengths(iter(SAMPLES[:3]), collator_of(), progress=lambda *now: told.append(now))
-    assert told == [(3, None)]
-
-
 # ---------------------------------------------------------------------- worker processes
 
 
@@ -192,6 +174,8 @@ def test_workers_give_what_one_process_gives(truth: LengthTable) -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
     assert os.environ.get("TOKENIZERS_PARALLELISM") == tokenizers
     assert multiprocessing.active_children() == []
+    with pytest.raises(ConfigError, match="workers must be a whole number of at least 0, got -1"):
+        measure_lengths(SAMPLES, collator_of(), workers=-1)
 
 
 @pytest.mark.slow

@@ -3,38 +3,53 @@
 dataset ──▶ part of 32 samples ──key──▶ in the cache? ──yes──▶ Entry ──▶ LengthTable
                   │                            │ no              ▲
                   └─── a worker process: measure ────────────────┘
+
+Keys are those of `collate.digests`: of an image its size counts, and its bytes where shared prefixes are looked for.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sqlite3
 import sys
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
+import torch
 from torch.utils.data import IterableDataset
 
+from vlmpack.collate.assemble import media_table
 from vlmpack.collate.collator import VLMCollator, sample_id_of
-from vlmpack.collate.encoded import Encoded
+from vlmpack.collate.digests import content_sums, sample_key, settings_key
+from vlmpack.collate.encoded import Encoded, Visual
+from vlmpack.collate.processor_metadata import ProcessorMetadata
+from vlmpack.data.images import ImageLimits
 from vlmpack.data.readers import StoredRows
 from vlmpack.errors import ConfigError, Refusal, SampleError, SkippedWarning, check_kind, check_whole_number
+from vlmpack.files import writing
+from vlmpack.layout.batch import HostMetadata
+from vlmpack.layout.media import IMAGE, VIDEO
+from vlmpack.layout.prefix_tree import PrefixTree
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.segments import Segments
+from vlmpack.layout.sharing import find_prefix_tree
 from vlmpack.loading.resumable import MapStyle, check_samples, sample_at
 from vlmpack.plan.length_table import LengthTable, Refused
 from vlmpack.plan.lengths import divided_up
 from vlmpack.plan.prefix_groups import PrefixMarks, groups_of_marks
-from vlmpack.store.content import marks_of, num_patches, sample_key, settings_key, why_no_marks
-from vlmpack.store.executors import InOrder, Start, in_order
+from vlmpack.workers import Executor, Start, in_order
 
-SampleProgress = Callable[[int, int | None], None]
-"""Is called with the number of samples that are measured and the number of all; None: the data set has no length."""
+__all__ = ["LengthCache", "measure_lengths"]
 
 PART = 32
 """Samples that go to a worker at a time."""
@@ -46,8 +61,6 @@ BUSY_SECONDS = 60.0
 """Time for which another process may be writing to the cache before an access fails."""
 NO_COLUMNS = "no_columns"
 """Reason of a row without known columns: a bad sample, unless all rows are so."""
-_UNREADABLE = "row_unreadable"
-"""Reason of a row of which not even the columns could be read."""
 
 
 def measure_lengths(
@@ -55,8 +68,9 @@ def measure_lengths(
     collator: VLMCollator,
     *,
     workers: int = 0,
+    executor: Executor = "local",
     cache: str | Path | None = None,
-    progress: SampleProgress | None = None,
+    progress: Callable[[int, int | None], None] | None = None,
     min_shared: int | None = None,
     start: Start | None = None,
 ) -> LengthTable:
@@ -74,6 +88,7 @@ def measure_lengths(
             measured in this process whatever `workers` is.
         collator: the one that will be used for training.
         workers: processes; 0: this one alone.
+        executor: "ray" measures as tasks of Ray Data instead of by `workers`.
         cache: a file that keeps lengths between calls, see `LengthCache`; None: none.
         progress: is called with (samples done, samples in all or None) now and then.
         min_shared: find samples that share a prefix of so many tokens or more, `LengthTable.groups`; images and videos
@@ -88,26 +103,6 @@ def measure_lengths(
             without a known column; the collator shares only longer prefixes than `min_shared`; the workers or the
             cache fail.
     """
-    return measure_with(
-        partial(in_order, workers=workers, start=start),
-        dataset,
-        collator,
-        cache=cache,
-        progress=progress,
-        min_shared=min_shared,
-    )
-
-
-def measure_with(
-    in_parts: InOrder,
-    dataset: Any,
-    collator: VLMCollator,
-    *,
-    cache: str | Path | None = None,
-    progress: SampleProgress | None = None,
-    min_shared: int | None = None,
-) -> LengthTable:
-    """Measure as `measure_lengths` does, parts of a map-style data set by an executor."""
     check_samples(dataset)
     check_kind("collator", collator, VLMCollator, "VLMCollator(processor)")
     if min_shared is not None:
@@ -121,7 +116,10 @@ def measure_with(
         settings=b"" if entries is None else settings_key(collator, has_marks=has_marks),
     )
     total = None if isinstance(dataset, IterableDataset) or not isinstance(dataset, MapStyle) else len(dataset)
-    parts = _streamed(dataset, measurer) if total is None else in_parts(measurer, divided_up(total, PART))
+    if total is None:
+        parts = measurer.stream()
+    else:
+        parts = in_order(measurer, divided_up(total, PART), workers=workers, executor=executor, start=start)
     samples: list[_Measured] = []
     with closing(parts), closing(parts if entries is None else _saved(parts, entries)) as measured:
         for part in measured:
@@ -131,8 +129,23 @@ def measure_with(
     table = _table_of(samples, min_shared)
     _check_columns(table, collator)
     if refused := [each for each in table.refused if not collator.leaves_out(each.reason)]:
-        warnings.warn(_about_refused(refused, table.measured), SkippedWarning, stacklevel=3)
+        warnings.warn(_about_refused(refused, table.measured), SkippedWarning, stacklevel=2)
     return table
+
+
+def undecoded(dataset: Any) -> Any:
+    """Read a `datasets.Dataset` without a format of its own as plain values, images encoded; else return `dataset`."""
+    datasets = sys.modules.get("datasets")
+    if datasets is None or not isinstance(dataset, datasets.Dataset) or dataset.format["type"] is not None:
+        return dataset
+    return StoredRows(table=dataset.with_format("arrow", columns=dataset.format["columns"]))
+
+
+def why_no_marks(collator: VLMCollator) -> str | None:
+    """Return the reason why shared prefixes of a collator's samples are not found, in words; None: they are."""
+    if not collator.metadata.has_audio:
+        return None
+    return f"samples of a {type(collator.processor).__name__} may have audio, whose content is not summed up"
 
 
 def _check_min_shared(min_shared: int, collator: VLMCollator) -> None:
@@ -168,20 +181,14 @@ def _check_columns(table: LengthTable, collator: VLMCollator) -> None:
     Raises:
         ConfigError: so it is, and bad samples are not to be skipped; names the first row.
     """
-    read = [refused for refused in table.refused if refused.reason != _UNREADABLE]
+    read = [refused for refused in table.refused if refused.reason != "row_unreadable"]
     if collator.on_bad == "raise" and not len(table) and read and {refused.reason for refused in read} == {NO_COLUMNS}:
-        first = read[0]
-        named = {"index": first.index, "reason": first.reason, "sample_id": first.sample_id}
-        raise ConfigError(str(SampleError(first.detail, **named)))
+        raise ConfigError(str(read[0].error()))
 
 
 def _about_refused(refused: Sequence[Refused], total: int) -> str:
     """Return a warning of refused samples: how many there are, the first ones, and where all are."""
-    errors = [
-        SampleError(each.detail, index=each.index, reason=each.reason, sample_id=each.sample_id)
-        for each in refused[:LISTED]
-    ]
-    listed = "; ".join(f"{error} ({error.reason})" for error in errors)
+    listed = "; ".join(f"{each.error()} ({each.reason})" for each in refused[:LISTED])
     more = f"; and {len(refused) - LISTED:,} more" if len(refused) > LISTED else ""
     return (
         f"{len(refused):,} of {total:,} samples cannot be used, so that no plan of this table has them: {listed}{more}"
@@ -189,21 +196,40 @@ def _about_refused(refused: Sequence[Refused], total: int) -> str:
     )
 
 
-def lengths_of(sample: Encoded) -> Entry:
-    """Count tokens, media, patches and targets of one sample, cut into patches or only measured."""
-    text, image, video, audio = np.bincount(sample.types, minlength=4).tolist()
-    return Entry(
-        text_tokens=text + audio,
-        image_tokens=image,
-        video_tokens=video,
-        images=len(sample.images),
-        videos=len(sample.videos),
-        patches=sum(num_patches(visual) for visual in (*sample.images, *sample.videos)),
-        targets=sample.num_targets,
-    )
-
-
 # ---------------------------------------------------------------------- one part
+
+
+class Entry(NamedTuple):
+    """The lengths of one sample, a row of a `LengthTable`, or a refusal."""
+
+    text_tokens: int = 0
+    image_tokens: int = 0
+    video_tokens: int = 0
+    images: int = 0
+    videos: int = 0
+    patches: int = 0
+    targets: int = 0
+    reason: str | None = None
+    """The slug of its refusal; None: it can be used."""
+    detail: str | None = None
+    """The fault, and the remedy."""
+    marks: bytes | None = None
+    """Of `PrefixMarks.to_bytes`; None: shared prefixes are not looked for."""
+
+    @classmethod
+    def of(cls, sample: Encoded, marks: bytes | None = None) -> Entry:
+        """Count tokens, media, patches and targets of a sample, cut into patches or only measured."""
+        text, image, video, audio = np.bincount(sample.types, minlength=4).tolist()
+        return cls(
+            text_tokens=text + audio,
+            image_tokens=image,
+            video_tokens=video,
+            images=len(sample.images),
+            videos=len(sample.videos),
+            patches=sum(num_patches(visual) for visual in (*sample.images, *sample.videos)),
+            targets=sample.num_targets,
+            marks=marks,
+        )
 
 
 class _Measured(NamedTuple):
@@ -235,6 +261,13 @@ class _Measurer:
         places = range(part * PART, min((part + 1) * PART, len(self.dataset)))
         return self.measure([sample_at(self.dataset, place) for place in places], places.start)
 
+    def stream(self) -> Generator[list[_Measured]]:
+        """Measure a data set without places, some samples at a time."""
+        samples, start = iter(self.dataset), 0
+        while part := list(islice(samples, PART)):
+            yield self.measure(part, start)
+            start += len(part)
+
     def measure(self, samples: Sequence[Any], start: int) -> list[_Measured]:
         """Measure samples, or the refusals that a data set raised in their place; `start`: place of the first."""
         keys: list[bytes | None] = [None] * len(samples)
@@ -245,7 +278,7 @@ class _Measurer:
         found = []
         for place, (sample, key) in enumerate(zip(samples, keys, strict=True), start):
             if isinstance(sample, SampleError):
-                found.append(_Measured(_refusal(sample), sample.sample_id))
+                found.append(_Measured(Entry(reason=sample.reason, detail=sample.detail), sample.sample_id))
             elif key is not None and key in cached:
                 found.append(_Measured(cached[key], sample_id_of(sample)))
             else:
@@ -255,60 +288,18 @@ class _Measurer:
     def _entry(self, sample: Any, place: int) -> Entry:
         try:
             measured = self.collator.measure(sample, place)
-            entry = lengths_of(measured)
-            if self.has_marks:
-                marks = marks_of(measured, self.collator.metadata, self.collator.limits)
-                entry = entry._replace(marks=marks.to_bytes())
+            marks = marks_of(measured, self.collator.metadata, self.collator.limits) if self.has_marks else None
+            return Entry.of(measured, None if marks is None else marks.to_bytes())
         except SampleError as error:
-            return _refusal(error)
+            return Entry(reason=error.reason, detail=error.detail)
         except ConfigError as error:
             refusal = error.__cause__
             if not isinstance(refusal, Refusal) or refusal.reason != NO_COLUMNS:
                 raise
             return Entry(reason=refusal.reason, detail=refusal.message)  # other rows may have columns
-        return entry
-
-
-def _refusal(error: SampleError) -> Entry:
-    return Entry(reason=error.reason, detail=error.detail)
-
-
-def _streamed(dataset: Any, measurer: _Measurer) -> Generator[list[_Measured]]:
-    """Measure a data set without places, some samples at a time."""
-    samples, start = iter(dataset), 0
-    while part := list(islice(samples, PART)):
-        yield measurer.measure(part, start)
-        start += len(part)
-
-
-def undecoded(dataset: Any) -> Any:
-    """Read a `datasets.Dataset` without a format of its own as plain values, images encoded; else return `dataset`."""
-    datasets = sys.modules.get("datasets")
-    if datasets is None or not isinstance(dataset, datasets.Dataset) or dataset.format["type"] is not None:
-        return dataset
-    return StoredRows(table=dataset.with_format("arrow", columns=dataset.format["columns"]))
 
 
 # ---------------------------------------------------------------------- the cache
-
-
-class Entry(NamedTuple):
-    """The lengths of one sample, a row of a `LengthTable`, or a refusal."""
-
-    text_tokens: int = 0
-    image_tokens: int = 0
-    video_tokens: int = 0
-    images: int = 0
-    videos: int = 0
-    patches: int = 0
-    targets: int = 0
-    reason: str | None = None
-    """The slug of its refusal; None: it can be used."""
-    detail: str | None = None
-    """The fault, and the remedy."""
-    marks: bytes | None = None
-    """Of `PrefixMarks.to_bytes`; None: shared prefixes are not looked for."""
-
 
 _TABLE = "lengths_4"
 """Its number is raised with every change of `Entry`; a file may have tables of several versions."""
@@ -318,8 +309,7 @@ _TABLE = "lengths_4"
 class LengthCache:
     """Lengths that were measured before, by key, in one SQLite file that several processes may use at a time.
 
-    Connections are opened when they are needed, by each process for itself, and closed by `close` or at the end of a
-    `with` block. The file can be deleted at any time.
+    Every access opens the file anew. It can be deleted at any time.
 
     Args:
         path: the file, made with its folders if it is not there.
@@ -330,66 +320,35 @@ class LengthCache:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._connection: sqlite3.Connection | None = None
-        columns = ", ".join(Entry._fields)
-        try:
-            with self._errors():
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._open().execute(f"CREATE TABLE IF NOT EXISTS {_TABLE} (key BLOB PRIMARY KEY, {columns})")
-        finally:
-            self.close()  # a fork must not inherit an open one
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._connected() as connection:
+            columns = ", ".join(Entry._fields)
+            connection.execute(f"CREATE TABLE IF NOT EXISTS {_TABLE} (key BLOB PRIMARY KEY, {columns})")
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
         """Read the entries that are there, by key."""
-        if not keys:
-            return {}
-        with self._errors():
+        with self._connected() as connection:
             query = f"SELECT * FROM {_TABLE} WHERE key IN ({', '.join('?' * len(keys))})"
-            return {key: Entry(*values) for key, *values in self._open().execute(query, keys)}
+            return {key: Entry(*values) for key, *values in connection.execute(query, keys)}
 
     def put(self, entries: Mapping[bytes, Entry]) -> None:
         """Write entries, all or none of them; a process that is killed meanwhile leaves the file as it was."""
-        if not entries:
-            return
-        with self._errors():
-            connection = self._open()
-            connection.execute("BEGIN IMMEDIATE")
-            with connection:  # commits, or rolls back
-                values = ", ".join("?" * (1 + len(Entry._fields)))
-                rows = ((key, *entry) for key, entry in entries.items())
-                connection.executemany(f"INSERT OR REPLACE INTO {_TABLE} VALUES ({values})", rows)
+        with self._connected() as connection:
+            query = f"INSERT OR REPLACE INTO {_TABLE} VALUES (?{', ?' * len(Entry._fields)})"
+            connection.executemany(query, ((key, *entry) for key, entry in entries.items()))
 
     def __len__(self) -> int:
-        with self._errors():
-            return self._open().execute(f"SELECT COUNT(*) FROM {_TABLE}").fetchone()[0]
-
-    def __enter__(self) -> LengthCache:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close this process's connection; the next use opens another one."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "_connection": None}
-
-    def _open(self) -> sqlite3.Connection:
-        if self._connection is None:
-            self._connection = sqlite3.connect(self.path, timeout=BUSY_SECONDS, isolation_level=None)
-        return self._connection
+        with self._connected() as connection:
+            return connection.execute(f"SELECT COUNT(*) FROM {_TABLE}").fetchone()[0]
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Raise SQLite's errors as a ConfigError that names the file."""
+    def _connected(self) -> Iterator[sqlite3.Connection]:
+        """Open the file for one transaction; SQLite's errors become a ConfigError that names it."""
         try:
-            yield
-        except (sqlite3.Error, OSError) as error:
-            self.close()
+            with closing(sqlite3.connect(self.path, timeout=BUSY_SECONDS)) as connection, connection:
+                yield connection
+        except sqlite3.Error as error:
             fault, remedy = "cannot be used", "see to its folder (rights, room, locks), or name another file"
             if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
                 fault, remedy = "is damaged, or no cache of lengths", "delete it, if it is one: it will be made again"
@@ -399,13 +358,101 @@ class LengthCache:
 def _saved(parts: Iterable[list[_Measured]], cache: LengthCache) -> Generator[list[_Measured]]:
     """Yield parts, and write their new entries every few seconds, at the end, and before an error leaves."""
     pending, due = {}, time.monotonic() + WRITE_EVERY
-    with cache:
-        try:
-            for part in parts:
-                pending |= {sample.new_key: sample.entry for sample in part if sample.new_key is not None}
-                if time.monotonic() > due:
-                    cache.put(pending)
-                    pending, due = {}, time.monotonic() + WRITE_EVERY
-                yield part
-        finally:
+    try:
+        for part in parts:
+            pending |= {sample.new_key: sample.entry for sample in part if sample.new_key is not None}
+            if time.monotonic() > due:
+                cache.put(pending)
+                pending, due = {}, time.monotonic() + WRITE_EVERY
+            yield part
+    finally:
+        if pending:
             cache.put(pending)
+
+
+# ---------------------------------------------------------------------- shared prefixes
+#
+# input_ids    a b <image> <image> <image> c d          placeholders of every image are the same id
+# symbols      a b 7f03..  7f03..  7f03..  c d          a number of the image's bytes and its grid
+
+STRIDE = 61
+"""Of the values of pixels that came cut into patches, every so manieth is summed up."""
+
+
+def num_patches(visual: Visual) -> int:
+    """Patches of an image or video; its tokens, of families that are measured by these."""
+    return sum(visual.runs) if visual.grid is None or visual.runs else prod(visual.grid)
+
+
+def tree_of(samples: Sequence[Encoded], *, limits: ImageLimits, min_shared: int) -> PrefixTree | None:
+    """Find the prefix tree of the row of some samples, without their pixels; None: they share nothing.
+
+    Args:
+        samples: of a row without padding, in its order; sources of their media are read whole.
+        limits: caps for images.
+        min_shared: of `SharePrefixes`.
+    """
+    if not samples:
+        return None
+    images = [image for sample in samples for image in sample.images]
+    videos = [video for sample in samples for video in sample.videos]
+    segments = Segments.from_lengths([sample.num_tokens for sample in samples])
+    columns = (np.concatenate([sample.input_ids for sample in samples]), np.concatenate([s.types for s in samples]))
+    ids, types = (torch.from_numpy(column).view(1, -1) for column in columns)
+    metadata = HostMetadata(lengths=segments.lengths, media=media_table(samples))
+    row = PackedRow(input_ids=ids, segments=segments, mm_token_type_ids=types, metadata=metadata)
+    numbers = {"images": media_numbers(images, limits), "videos": media_numbers(videos, limits)}
+    return find_prefix_tree(row, **numbers, min_shared=min_shared)
+
+
+def marks_of(sample: Encoded, metadata: ProcessorMetadata, limits: ImageLimits) -> PrefixMarks:
+    """Mark what a sample begins with, for `groups_of_marks`.
+
+    Args:
+        sample: cut into patches or only measured; sources of its media are read whole.
+        metadata: of the processor.
+        limits: caps for images.
+    """
+    symbols = np.array(sample.input_ids, np.int64)
+    ends, patches = [], []
+    for kind, visuals in ((IMAGE, sample.images), (VIDEO, sample.videos)):
+        places = np.flatnonzero(sample.types == kind)
+        tokens = [sum(v.runs) if v.runs else prod(v.patch_grid) // metadata.merge_size**2 for v in visuals]
+        symbols[places] = np.repeat(media_numbers(visuals, limits), tokens)
+        ends += (places[np.cumsum(tokens) - 1] + 1).tolist() if visuals else []
+        patches += [num_patches(visual) for visual in visuals]
+    if metadata.by_processor and metadata.has_vision:
+        for start, stop in sample.media_runs:
+            symbols[start:stop] = _number(symbols[start:stop].tobytes())
+    media = np.array(sorted(zip(ends, patches, strict=True)), np.int64).reshape(-1, 2)
+    is_target = sample.labels >= 0
+    turn_ends = np.flatnonzero(is_target[1:] != is_target[:-1]) + 1
+    return PrefixMarks.of(symbols, turn_ends, media[:, 0], media[:, 1])
+
+
+def media_numbers(visuals: Sequence[Visual], limits: ImageLimits) -> list[int]:
+    """Return a number of 63 bits for the content and grid of each image or video, which is far above all token ids.
+
+    Args:
+        visuals: cut into patches or only measured; their sources are read whole.
+        limits: caps for images.
+    """
+    numbers = []
+    for visual in visuals:
+        if visual.source is not None:
+            source = visual.source.source
+            frames = source if isinstance(source, list | tuple) else [source]
+            sums = ((content_sums(frame, limits), frame) for frame in frames)
+            content: Any = [each if isinstance(each, list) else [each, f"{frame!r:.200}"] for each, frame in sums]
+        else:
+            assert visual.pixels is not None, "a medium has a source or pixels"
+            values = visual.pixels.detach().reshape(-1)[::STRIDE].double().numpy().tobytes()
+            content = [len(values), zlib.crc32(values), zlib.adler32(values)]
+        content = [content, visual.grid, visual.seconds, visual.timestamps]
+        content += [visual.runs] if visual.runs else []  # an image beside others may have other tokens than alone
+        numbers.append(_number(json.dumps(content).encode()))
+    return numbers
+
+
+def _number(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1

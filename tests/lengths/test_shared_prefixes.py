@@ -13,8 +13,8 @@ from measured import encoded
 
 from vlmpack.collate import SharePrefixes, VLMCollator
 from vlmpack.errors import ConfigError
+from vlmpack.lengths import measure_lengths
 from vlmpack.plan import LengthTable, plan_bins
-from vlmpack.store import measure_lengths
 from vlmpack.testing import tiny_processor
 
 QUESTIONS = ("What is the total of this receipt?", "Who sold it?", "On which day was it paid?")

@@ -1,9 +1,10 @@
-"""Small data sets, and stores of them, for the tests of rows written ahead."""
+"""Small data sets, and folders of their rows, for the tests of rows written ahead."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ from PIL import Image
 
 from vlmpack.collate import VLMCollator
 from vlmpack.layout import PackedRow
-from vlmpack.store import PackedDataset, StoreSettings, write_rows
-from vlmpack.store.manifest import Manifest
+from vlmpack.rows import Manifest, PackedDataset, StoreSettings, write_rows
 
 CAPACITY = 96
 
@@ -24,6 +24,20 @@ def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
     file = io.BytesIO()
     image.save(file, kind)
     return file.getvalue()
+
+
+class Counting:
+    """A data set that counts how often each sample is read."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples, self.reads = samples, Counter[int]()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads[index] += 1
+        return self.samples[index]
 
 
 def texts(count: int = 12) -> list[dict]:
@@ -75,7 +89,7 @@ def packing(family: str = "qwen3_vl", **settings: Any) -> VLMCollator:
 
 
 def store(folder: Path, samples: Any, collator: VLMCollator | None = None, **settings: Any) -> Manifest:
-    """Write a small store: two rows a file."""
+    """Write rows, two a file."""
     made = StoreSettings(**{"capacity": CAPACITY, "shard_rows": 2, **settings})
     return write_rows(samples, folder, collator or packing(), made)
 

@@ -1,0 +1,116 @@
+"""Fine-tune a vision-language or text model on your own conversations, in packed rows.
+
+    python examples/finetune.py --model Qwen/Qwen3-VL-2B-Instruct --data chats.jsonl
+    torchrun --nproc_per_node 8 examples/finetune.py --model Qwen/Qwen3-VL-2B-Instruct --data chats.jsonl
+    python examples/finetune.py --model tiny --data synthetic  # a random model, drawn receipts: a minute on a CPU
+
+A line of chats.jsonl, whose images lie beside it:
+
+    {"messages": [{"role": "user", "content": "<image>\\nWhat is the total?"},
+                  {"role": "assistant", "content": "Rp 12.000"}], "images": ["images/1.jpg"]}
+
+It writes the adapter to OUTPUT, and to OUTPUT/merged the model with the adapter merged, which needs neither PEFT nor
+vlmpack; with --full the model to OUTPUT.
+"""
+
+import argparse
+import inspect
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import random_split
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, TrainingArguments
+
+from vlmpack import PackedTrainer, VLMCollator, enable_packing, plan_bins
+from vlmpack.context_parallel import Parallel
+from vlmpack.data import load_processor, open_dataset
+from vlmpack.store import measure_lengths
+from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", required=True, help='hub id or folder; "tiny": a random Qwen3-VL made here')
+parser.add_argument("--data", required=True, help='JSONL, Parquet, tar, folder or hub id; "synthetic": drawn receipts')
+parser.add_argument("--output", default="results/finetuned", help="folder for checkpoints and the trained model")
+parser.add_argument("--full", action="store_true", help="train all weights, without LoRA")
+parser.add_argument("--rank", type=int, default=16, help="of LoRA")
+parser.add_argument("--learning-rate", type=float, help="by default 1e-4, with --full 1e-5")
+parser.add_argument("--epochs", type=float, default=1)
+parser.add_argument(
+    "--capacity", type=int, default=8192, help="tokens of a row, which is a batch; memory grows with it"
+)
+parser.add_argument("--accumulation", type=int, default=1, help="rows that a rank adds up before an update")
+parser.add_argument(
+    "--held-out", type=float, default=0.05, help="share of the samples that is evaluated, not trained on"
+)
+options = parser.parse_args()
+on_gpu, is_tiny = torch.cuda.is_available(), options.model == "tiny"
+
+args = TrainingArguments(  # first: it joins the ranks of torchrun
+    options.output,
+    num_train_epochs=options.epochs,
+    learning_rate=options.learning_rate or (1e-5 if options.full else 1e-4),
+    gradient_accumulation_steps=options.accumulation,
+    warmup_steps=0.03,  # a share
+    lr_scheduler_type="cosine",
+    use_cpu=not on_gpu,
+    bf16=on_gpu,
+    gradient_checkpointing=on_gpu,
+    dataloader_pin_memory=on_gpu,
+    dataloader_num_workers=4 if on_gpu else 0,
+    logging_steps=1,
+    save_strategy="epoch",
+    save_total_limit=1,
+    remove_unused_columns=False,
+    report_to="none",
+)
+
+# The data. Texts and image headers give the lengths; samples that cannot be used are named and left out.
+has_images = is_tiny or hasattr(AutoConfig.from_pretrained(options.model), "vision_config")
+load: Any = load_processor if has_images else AutoTokenizer.from_pretrained
+processor = tiny_processor() if is_tiny else load(options.model)
+data: Any = receipt_conversations(num=48, scale=0.35) if options.data == "synthetic" else open_dataset(options.data)
+held_out = max(1, round(options.held_out * len(data)))
+train, test = random_split(data, [len(data) - held_out, held_out], torch.Generator().manual_seed(0))
+collator = VLMCollator(processor, layout="packed", max_length=options.capacity, on_bad="skip")
+with args.main_process_first():
+    lengths = measure_lengths(train, collator, workers=args.dataloader_num_workers, cache=f"{options.output}/lengths")
+plan = plan_bins(lengths, options.capacity)
+
+# The model, unmodified, and adapters on the linear layers of its language model.
+auto: Any = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+dtype = torch.bfloat16 if on_gpu and not options.full else torch.float32
+model: Any = tiny_model(processor=processor) if is_tiny else auto.from_pretrained(options.model, dtype=dtype)
+if not options.full:
+    lora = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear")
+    lora.exclude_modules = r".*(visual|vision).*"
+    model = get_peft_model(model, lora)
+model = enable_packing(model, parallel=Parallel())
+trainer = PackedTrainer(model, args, collator, train, test, processing_class=processor, plan=plan)
+
+
+def evaluate() -> str:
+    """Return the exact loss of the held-out samples, and the last answer of the first of them, generated."""
+    loss = trainer.evaluate()["eval_loss"]
+    assert trainer.evaluation is not None
+    batch = VLMCollator(processor)([test[int(trainer.evaluation.sample_ids[0])]])
+    is_target = batch["labels"][0] >= 0
+    start = int((is_target[1:] & ~is_target[:-1]).nonzero()[-1]) + 1  # the tokens before it are the prompt
+    accepted = inspect.signature((model if options.full else model.get_base_model()).forward).parameters
+    names = [name for name in accepted if isinstance(batch.get(name), torch.Tensor) and name != "labels"]
+    of_tokens = batch["labels"].shape
+    prompt = {name: batch[name][:, :start] if batch[name].shape[:2] == of_tokens else batch[name] for name in names}
+    prompt = {name: tensor.to(args.device) for name, tensor in prompt.items()}
+    ids = model.eval().generate(**prompt, max_new_tokens=128, do_sample=False)
+    return f"loss of the held-out samples {loss:.4f}, an answer: {processor.decode(ids[0, start:])!r}"
+
+
+before = evaluate()
+trainer.train()
+after = evaluate()
+trainer.save_model()
+if args.should_save:
+    if not options.full:
+        model.merge_and_unload().save_pretrained(f"{options.output}/merged")
+        processor.save_pretrained(f"{options.output}/merged")
+    print(plan, f"before: {before}", f"after: {after}", sep="\n")

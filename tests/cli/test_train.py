@@ -1,0 +1,196 @@
+"""`vlmpack train`: its keys, its plan, and a training with the losses of plain transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_example import write_chats
+from transformers import AutoModelForImageTextToText, TrainingArguments
+from typer.testing import CliRunner
+
+from vlmpack import VLMCollator, enable_packing, plan_bins
+from vlmpack.cli import app
+from vlmpack.cli.config import ELSEWHERE, UNUSED, all_keys
+from vlmpack.cli.train import memory_of
+from vlmpack.data import load_processor, open_dataset
+from vlmpack.machine import peak_bytes
+from vlmpack.store import measure_lengths
+from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
+
+CHATS = ("model=tiny", "data=chats.jsonl", "capacity=300", "on_bad=skip", "--quiet")
+
+
+@pytest.fixture
+def chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_chats(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str) -> Any:
+    done = CliRunner().invoke(app, ["train", *arguments, "--json"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    return json.loads(done.stdout)
+
+
+# ---------------------------------------------------------------------- keys
+
+
+def test_help_config_lists_every_key_and_every_name_elsewhere_leads_to_one() -> None:
+    done = CliRunner().invoke(app, ["train", "--help-config"])
+    listed = {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
+    assert all_keys().keys() <= listed and len(all_keys()) > 140
+    assert ELSEWHERE.keys() <= all_keys().keys() and UNUSED.keys() <= set(TrainingArguments.__dataclass_fields__)
+    assert not {name for names in ELSEWHERE.values() for name in names.split()} & all_keys().keys()
+    assert all(key.help for key in all_keys().values())
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("cutoff_len=4", "there is no key cutoff_len; the nearest is capacity: Tokens of a row"),
+        ("model_name_or_path=a", "the nearest is model: Hub id"),
+        ("lerning_rate=1", "there is no key lerning_rate; the nearest is learning_rate: "),
+        ("learning_rate=fast", "learning_rate takes float, got 'fast'"),
+        ("capacity=1.5", "capacity takes int, got 1.5"),
+        ("merge=1", "merge takes bool, got 1"),
+        ("method=qlora", "method takes lora or full, got 'qlora'"),
+        ("seed=", "seed takes int, got None"),
+        ("chats.jsonl", "chats.jsonl: a setting is KEY=VALUE; give a file of them as --config chats.jsonl"),
+        ("data=[a", "data=[a cannot be read: while parsing"),
+        ("data=[]", "data names no data set"),
+        ("eval_strategy=sometimes", "TrainingArguments refuses these keys: sometimes is not a valid"),
+        ("model=nowhere", "nowhere"),
+        ("lora_targets=nothing", "lora_targets nothing: Target modules"),
+        ("on_bad=raise", "cannot be used: on_bad=skip"),
+        ("capacity=20", "no sample can be used (overlength"),
+    ],
+)
+def test_what_a_key_cannot_be_is_refused_in_one_line(setting: str, said: str, chats: Path) -> None:
+    done = CliRunner().invoke(app, ["train", *CHATS, "--dry-run", setting])
+    assert done.exit_code == 2, done.output
+    assert said in " ".join(done.stderr.split()) and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- a", "holds no keys; write lines such as `data: chats.jsonl`"),
+        ("model: tiny", "data must be set"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(text: str, said: str, chats: Path) -> None:
+    Path("train.yaml").write_text(text)
+    done = CliRunner().invoke(app, ["train", "--config", "train.yaml"])
+    assert (done.exit_code, said in done.stderr) == (2, True), done.output
+
+
+# ---------------------------------------------------------------------- the plan
+
+
+def test_a_dry_run_prints_the_rows_that_the_library_plans_and_what_is_trained_on(chats: Path) -> None:
+    Path("train.yaml").write_text("data: {chats.jsonl: 2, synthetic: 1}\nnum: 24\nlearning_rate: 1e-3\ncapacity: 500\n")
+    settings = ("--config", "train.yaml", "val_size=0", "samples_per_update=12", "on_bad=skip", "model=tiny")
+    unused = ("per_device_train_batch_size=4", "method=full", "lora_rank=8", "max_steps=3", "num_train_epochs=2")
+    told = run(*settings, *unused, "--dry-run")
+    assert (told["samples"] + told["left_out"], told["held_out"], told["result"]) == (24, 0, None)
+    assert told["accumulation"] == -(-12 * told["rows"] // told["samples"]) and told["updates"] == 3
+    assert told["ignored"].keys() == {"per_device_train_batch_size", "lora_rank", "num_train_epochs"}
+    sample = "".join(part["text"] for part in told["sample"] if part["trained_on"])
+    assert sample.startswith("Rp ") and sample.endswith(".000<|im_end|>")
+
+    told = run(*CHATS, "val_size=0", "--dry-run")
+    table = measure_lengths(open_dataset("chats.jsonl"), VLMCollator(tiny_processor(), max_length=300))
+    plan = plan_bins(table, 300, oversize="drop")
+    assert (told["rows"], told["samples"], told["left_out"]) == (len(plan), len(table), len(table.refused))
+    assert told["targets"] == table.targets.sum() and told["fill"] == pytest.approx(plan.fill)
+    printed = CliRunner().invoke(app, ["train", *CHATS, "val_size=0", "--dry-run"]).stdout
+    assert "[[Rp " in printed and "row_unreadable: " in printed and f"{len(plan)} of 300 tokens" in printed
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("again", [False, True])
+def test_the_memory_of_a_plan_is_near_that_of_its_largest_row(again: bool) -> None:
+    processor = tiny_processor()
+    model = tiny_model(processor=processor, hidden=128, layers=4, vision_hidden=64, vision_heads=4)
+    row = VLMCollator(processor, layout="packed")(list(receipt_conversations(num=6, scale=0.35)))
+    if again:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    enable_packing(model)
+    tensors = [value for value in row.values() if isinstance(value, torch.Tensor)]
+    peak = peak_bytes(lambda: model(**row).loss.backward(), held=[*model.parameters(), *tensors])
+    args = TrainingArguments(use_cpu=True, gradient_checkpointing=again)
+    sizes = {"tokens": row["input_ids"].shape[1], "patches": row["pixel_values"].shape[0]}
+    told = memory_of(model, model.config, args, **sizes)
+    told.pop("optimizer")  # a forward and backward pass has none
+    assert 0.6 < sum(told.values()) / peak < 1.6
+
+
+# ---------------------------------------------------------------------- a training
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_samples_alone_and_the_merged_model_needs_nothing(chats: Path) -> None:
+    result = run(*CHATS, "learning_rate=1e-2", "max_new_tokens=4", "val_size=5")["result"]
+    assert result["after"]["loss"] < result["before"]["loss"] - 0.3
+    rest = set(range(31)) - {7}  # its line is no JSON
+    loss = {name: loss_alone(model, rest) for name, model in models().items()}
+    told = run(*CHATS, "eval_data=chats.jsonl", "val_size=0", "model=results/merged", "output_dir=more", "max_steps=1")
+    assert told["result"]["before"]["loss"] == pytest.approx(loss["merged"], rel=1e-4)
+    told = run(*CHATS, "eval_data=chats.jsonl", "output_dir=other", "max_steps=1", "max_new_tokens=0", "merge=false")
+    assert told["result"]["before"] == {"loss": pytest.approx(loss["first"], rel=1e-4), "answer": None}
+    assert told["result"]["merged"] is None and Path("other/adapter_config.json").exists()
+
+
+def models() -> dict[str, Any]:
+    processor = load_processor("results/merged")
+    return {
+        "first": tiny_model(processor=processor),
+        "merged": AutoModelForImageTextToText.from_pretrained("results/merged"),
+    }
+
+
+def loss_alone(model: Any, places: set[int]) -> float:
+    """The mean loss of all targets, each sample by itself through plain transformers; a missing image is left out."""
+    collate, data = VLMCollator(tiny_processor()), open_dataset("chats.jsonl")
+    total, targets = 0.0, 0
+    for at in sorted(places - {31}):
+        batch = {name: value for name, value in collate([data[at]]).items() if isinstance(value, torch.Tensor)}
+        count = int((batch["labels"][:, 1:] >= 0).sum())
+        with torch.no_grad():
+            total += float(model.eval()(**batch).loss) * count
+        targets += count
+    return total / targets
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("model=tiny:qwen3", "columns={q: query, a: response}", "data=text.jsonl", "val_size=1", "save_strategy=no"),
+        ("model=tiny:qwen3_5_moe", "processor=tiny", "freeze_vision=false"),
+        ("eval_data=chats.jsonl", "min_shared=8", "method=full", "freeze_vision=false", "dtype=bfloat16"),
+    ],
+    ids=lambda settings: settings[0],
+)
+def test_text_experts_and_shared_prefixes_are_trained_and_answer(settings: tuple[str, ...], chats: Path) -> None:
+    Path("text.jsonl").write_text("".join(f'{{"q": "Say {n}", "a": "number {n}"}}\n' for n in range(9)))
+    told = run(*CHATS, "max_steps=1", "max_new_tokens=3", "learning_rate=1e-2", "warmup_steps=0", *settings)
+    assert told["result"]["after"]["loss"] < told["result"]["before"]["loss"] and not told["ignored"]
+    assert told["result"]["after"]["answer"]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(chats: Path) -> None:
+    settings = (*CHATS, "method=full", "learning_rate=1e-3", "max_new_tokens=0", "save_steps=2")
+    whole = run(*settings, "max_steps=4", "output_dir=whole", "lr_scheduler_type=constant")
+    run(*settings, "max_steps=2", "output_dir=halves", "lr_scheduler_type=constant")
+    resumed = run(
+        *settings, "max_steps=4", "output_dir=halves", "lr_scheduler_type=constant", "resume_from_checkpoint=true"
+    )
+    assert resumed["result"]["after"] == whole["result"]["after"] != whole["result"]["before"]

@@ -1,0 +1,225 @@
+"""The keys of `vlmpack train`: those of the verb and of the data here, all others those of TrainingArguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, final, get_args, get_origin, get_type_hints
+
+import yaml
+from rich.console import Console
+from rich.text import Text
+
+from vlmpack.cli.options import DataOptions
+from vlmpack.errors import ConfigError
+from vlmpack.terminal import make_table, print_table, text_column
+
+Sources = str | list[str] | dict[str, float]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TrainKeys:
+    """Keys beside those of the data and of TrainingArguments."""
+
+    model: Annotated[str, 'Hub id or folder of the model; or "tiny", "tiny:FAMILY": a random one made here.']
+    data: Annotated[Sources, "Data set, as `vlmpack analyze` takes it; a list; or a mapping of each to its weight."]
+    eval_data: Annotated[str | None, "Data set that is evaluated; by default a part of data."] = None
+    val_size: Annotated[float, "Samples of data that are evaluated, not trained on: a share, or a number."] = 0.05
+    capacity: Annotated[int, "Tokens of a row, which is the batch of a rank. Memory grows with it."] = 8192
+    samples_per_update: Annotated[
+        int | None, "Samples that an update should see at least: sets gradient_accumulation_steps."
+    ] = None
+    method: Annotated[Literal["lora", "full"], "Train adapters, or all weights."] = "lora"
+    freeze_vision: Annotated[bool, "Leave the vision part alone; false: train it, or adapters in it, too."] = True
+    lora_rank: Annotated[int, "Rank of the adapters."] = 16
+    lora_alpha: Annotated[int | None, "Scale of the adapters times their rank; by default twice the rank."] = None
+    lora_dropout: Annotated[float, "Dropout in front of the adapters."] = 0.0
+    lora_targets: Annotated[
+        str | list[str], "Layers with adapters, as PEFT takes them; all-linear: every linear one of the language model."
+    ] = "all-linear"
+    merge: Annotated[bool, "Also write the model with its adapters merged, to OUTPUT_DIR/merged."] = True
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None, "Of the weights; by default bfloat16 for LoRA on cuda, else float32."
+    ] = None
+    on_bad: Annotated[Literal["raise", "skip"], "Stop at samples that cannot be used, or list and skip them."] = "raise"
+    max_new_tokens: Annotated[
+        int, "Most tokens of an answer to a held-out sample, generated before and after training; 0: none."
+    ] = 128
+
+
+OF_TRAIN = tuple(field.name for field in fields(TrainKeys))
+OF_DATA = tuple(field.name for field in fields(DataOptions) if field.name not in ("dataset", "mix"))
+DEFAULTS: dict[str, Any] = {
+    "output_dir": "results",
+    "num_train_epochs": 1.0,
+    "warmup_steps": 0.03,
+    "lr_scheduler_type": "cosine",
+    "logging_steps": 1,
+    "save_strategy": "epoch",
+    "save_total_limit": 2,
+    "seed": 0,
+}
+"""Of TrainingArguments, where they are not those of transformers."""
+CHOSEN = {
+    "processor": "model",
+    "max_length": "capacity",
+    "cache": "OUTPUT_DIR/lengths.sqlite",
+    "learning_rate": "1e-4; full: 1e-5",
+    "bf16": "on cuda",
+    "gradient_checkpointing": "on cuda",
+    "use_cpu": "without cuda",
+    "save_strategy": "epoch; steps with save_steps",
+    "dataloader_num_workers": "workers",
+    "dataloader_pin_memory": "on cuda",
+    "resume_from_checkpoint": "none; true: the newest",
+}
+"""Defaults that depend on other keys or on the machine, in words."""
+_UNUSED = {
+    "a batch is a row: capacity says how many tokens it has": "per_device_train_batch_size auto_find_batch_size",
+    "the evaluation is in rows of capacity, too": "per_device_eval_batch_size",
+    "rows are planned, and shuffled each epoch": "train_sampling_strategy length_column_name dataloader_in_order",
+    "rows that do not fill the last step are cut in two, so that no sample is dropped": "dataloader_drop_last",
+    "workers start as PyTorch starts them": "dataloader_multiprocessing_context",
+    "the collator reads the columns, none is removed": "remove_unused_columns",
+    "vlmpack train trains, and evaluates as val_size and eval_data say": "do_train do_eval do_predict",
+}
+UNUSED = {name: reason for reason, names in _UNUSED.items() for name in names.split()}
+"""Keys of TrainingArguments that change nothing here, and why."""
+ELSEWHERE = {
+    "model": "model_name_or_path base_model model_id model_id_or_path",
+    "data": "dataset datasets train_dataset dataset_name train_file",
+    "eval_data": "eval_dataset val_dataset test_datasets validation_file",
+    "val_size": "val_set_size split_dataset_ratio test_size",
+    "capacity": "cutoff_len sequence_len max_seq_length packing sample_packing neat_packing padding_free",
+    "samples_per_update": "micro_batch_size batch_size train_batch_size global_batch_size",
+    "method": "finetuning_type adapter train_type tuner_type",
+    "lora_rank": "lora_r r",
+    "lora_targets": "lora_target lora_target_modules lora_target_linear target_modules",
+    "freeze_vision": "freeze_vision_tower freeze_vit",
+    "train_on": "train_on_prompt train_on_inputs completion_only_loss assistant_only_loss",
+    "num": "max_samples",
+    "image_root": "media_dir image_folder dataset_dir",
+    "max_pixels": "image_max_pixels image_resolution image_size",
+    "workers": "preprocessing_num_workers dataset_num_proc dataset_processes",
+    "num_train_epochs": "num_epochs epochs",
+    "optim": "optimizer",
+    "lr_scheduler_type": "lr_scheduler",
+    "warmup_steps": "warmup_ratio",
+    "dtype": "torch_dtype",
+}
+"""Names of keys in LLaMA-Factory, axolotl, ms-swift and TRL, by ours."""
+
+
+class Key(NamedTuple):
+    """A key of the configuration."""
+
+    kind: Any
+    """Annotation of its values."""
+    default: str
+    """Its default, in words."""
+    help: str
+    """Its meaning, in a sentence."""
+
+
+def all_keys() -> dict[str, Key]:
+    """Return every key by its name."""
+    from transformers import TrainingArguments
+
+    keys: dict[str, Key] = {}
+    for owner, names in ((TrainKeys, OF_TRAIN), (DataOptions, OF_DATA)):
+        kinds = get_type_hints(owner, include_extras=True)
+        for name, default in ((each.name, each.default) for each in fields(owner) if each.name in names):
+            kind, said = get_args(kinds[name])
+            keys[name] = Key(kind, CHOSEN.get(name, _shown(default)), said if isinstance(said, str) else said.help)
+    for each in fields(TrainingArguments):
+        default = CHOSEN.get(each.name) or _shown(DEFAULTS.get(each.name, each.default))
+        meaning = " ".join(str(each.metadata.get("help", "")).split()).partition(". ")[0].rstrip(".") + "."
+        said = f"Changes nothing: {UNUSED[each.name]}." if each.name in UNUSED else meaning
+        keys.setdefault(each.name, Key(each.type, default, said))
+    keys["columns"] = keys["columns"]._replace(kind=str | dict | None)
+    keys["resume_from_checkpoint"] = keys["resume_from_checkpoint"]._replace(kind=str | bool | None)
+    return keys
+
+
+def _shown(default: Any) -> str:
+    return "" if default is None or default is MISSING else str(getattr(default, "value", default))
+
+
+def print_keys(console: Console) -> None:
+    """Print every key with its default and its meaning."""
+    keys = all_keys()
+    parts = {"Training": OF_TRAIN, "Data and rows": OF_DATA}
+    others = [name for name in keys if name not in (*OF_TRAIN, *OF_DATA)]
+    for title, names in {**parts, "TrainingArguments of transformers": others}.items():
+        console.print(f"[bold]{title}[/]", highlight=False)
+        table = make_table("key", "default", text_column("meaning"))
+        for name in names:
+            table.add_row(name, Text(keys[name].default), Text(keys[name].help))
+        print_table(console, table)
+        console.print()
+
+
+def read_config(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
+    """Read the keys of a YAML file, and KEY=VALUE, which goes first.
+
+    Raises:
+        ConfigError: the file is no mapping; an unknown key, with the nearest known one; a value of another kind.
+    """
+    given: dict[str, Any] = {}
+    if file is not None:
+        content = _yaml(f"--config {file}", lambda: file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ConfigError(f"--config {file} holds no keys; write lines such as `data: chats.jsonl`")
+        given |= {str(key): value for key, value in content.items()}
+    for text in settings:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"{text}: a setting is KEY=VALUE; give a file of them as --config {text}")
+        given[key] = _yaml(text, lambda value=value: value)
+    keys = all_keys()
+    for key in given:
+        if key not in keys:
+            ours = next((name for name, others in ELSEWHERE.items() if key in others.split()), None)
+            nearest = ours or get_close_matches(key, keys, n=1, cutoff=0.0)[0]
+            raise ConfigError(
+                f"there is no key {key}; the nearest is {nearest}: {keys[nearest].help} See vlmpack train --help-config"
+            )
+    if missing := [name for name in ("model", "data") if name not in given]:
+        raise ConfigError(f"{' and '.join(missing)} must be set: vlmpack train model=HUB_ID data=FILE, or by --config")
+    return {key: as_kind(key, value, keys[key].kind) for key, value in given.items()}
+
+
+def _yaml(name: str, text: Callable[[], str]) -> Any:
+    try:
+        return yaml.safe_load(text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{name} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def as_kind(key: str, value: Any, kind: Any) -> Any:
+    """Return the value of a key in a type that it takes: YAML reads 1e-4 as text, and no as False.
+
+    Raises:
+        ConfigError: it is of no such type.
+    """
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    words = [word for each in kinds if get_origin(each) is Literal for word in get_args(each)]
+    types: list[type] = [found for each in kinds if isinstance(found := get_origin(each) or each, type)]
+    if value is False and str in types and bool not in types:
+        return "no"
+    if value in words or (value is None and NoneType in types):
+        return value
+    if isinstance(value, str) and str not in types:
+        for convert in (each for each in (int, float, Path) if each in types):
+            with suppress(ValueError):
+                return convert(value)
+    accepted = (*types, int) if float in types else tuple(types)
+    if isinstance(value, accepted) and (bool in types or not isinstance(value, bool)):
+        return value
+    allowed = [*words, *(each.__name__ for each in types if each is not NoneType)]
+    raise ConfigError(f"{key} takes {' or '.join(map(str, allowed))}, got {value!r}")

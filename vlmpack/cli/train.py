@@ -1,0 +1,456 @@
+"""`vlmpack train`: fine-tune a model on conversations in packed rows, by a configuration.
+
+    keys ──▶ data, lengths, rows ──▶ the plan, printed ──▶ model, adapters, PackedTrainer ──▶ weights, losses, answers
+
+It assembles what the library has: reader, collator, plan, PEFT, trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
+from dataclasses import fields
+from inspect import signature
+from itertools import groupby
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, final
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from vlmpack.cli import options
+from vlmpack.cli.config import DEFAULTS, OF_DATA, OF_TRAIN, UNUSED, TrainKeys, print_keys, read_config
+from vlmpack.cli.inputs import Inputs, measure, open_inputs, print_refused, quiet_transformers, reading, tiny_family
+from vlmpack.cli.options import DataOptions
+from vlmpack.errors import ConfigError, SampleError, SkippedWarning, UnpackedWarning, check_extra
+from vlmpack.terminal import format_bytes, make_table, print_table, print_text, text_column
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import TrainingArguments
+
+    from vlmpack.plan.length_table import LengthTable
+    from vlmpack.plan.plan import Plan
+    from vlmpack.trainer.packed_trainer import PackedTrainer
+
+LENGTHS, MERGED = "lengths.sqlite", "merged"
+SHOWN = 1500
+"""Characters of the sample that are printed."""
+
+
+def train(
+    settings: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys; they go before those of the file.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of keys and values.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan, and train nothing; measured lengths are kept.")
+    ] = False,
+    help_config: Annotated[
+        bool, typer.Option("--help-config", help="List every key and its default, and exit.")
+    ] = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Fine-tune a model on conversations in packed rows: LoRA or all weights, evaluated, saved and merged.
+
+    For example: vlmpack train model=Qwen/Qwen3-VL-2B-Instruct data=chats.jsonl --dry-run. The plan has rows, steps,
+    memory, a sample with what is trained on, and keys that change nothing. On several GPUs: torchrun --nproc_per_node 8
+    -m vlmpack train --config train.yaml. A stopped run goes on with resume_from_checkpoint=true.
+    """
+    check_extra("train", "accelerate", needed_by="`vlmpack train`")
+    if help_config:
+        print_keys(Console())
+        return
+    with quiet_transformers():
+        for kind in (SkippedWarning, UnpackedWarning):  # ours are shown
+            warnings.simplefilter("default", kind)
+        run = Run(read_config(config, settings or ()), quiet=quiet)
+        console = Console(quiet=as_json or run.args.process_index > 0)
+        numbers = run.to_dict()
+        print_run(numbers, run.table, console)
+        with redirect_stdout(sys.stderr):  # Trainer's own lines
+            result = None if dry_run else run.train()
+    if result is not None:
+        print_result(result, console)
+    if as_json and run.args.process_index == 0:
+        typer.echo(json.dumps({**numbers, "result": result}, indent=2))
+
+
+def data_options(given: Mapping[str, Any], keys: TrainKeys, sources: Any) -> DataOptions:
+    """Return the options of the data; a sample may be as long as a row."""
+    names = [sources] if isinstance(sources, str) else [*sources]
+    if not names:
+        raise ConfigError("data names no data set; give a file, a folder or a hub id")
+    if isinstance(sources, dict):  # weights, in units of the first
+        names[1:] = [f"{name}={sources[name] / sources[names[0]]}" for name in names[1:]]
+    settings: dict[str, Any] = {
+        "dataset": names[0],
+        "mix": names[1:],
+        "processor": keys.model,
+        "max_length": keys.capacity,
+        "cache": str(Path(given.get("output_dir", DEFAULTS["output_dir"])) / LENGTHS),
+    }
+    settings |= {name: given[name] for name in OF_DATA if given.get(name) is not None}
+    if isinstance(columns := settings.get("columns"), dict):
+        maps = {f"{name}=": each for name, each in columns.items() if isinstance(each, dict)} or {"": columns}
+        settings["columns"] = [f"{name}{json.dumps(each)}" for name, each in maps.items()]
+    elif columns:
+        settings["columns"] = [columns]
+    return DataOptions(**settings)
+
+
+def training_arguments(given: Mapping[str, Any], keys: TrainKeys, *, quiet: bool) -> TrainingArguments:
+    """Make the arguments of the trainer.
+
+    Raises:
+        ConfigError: TrainingArguments refuses them.
+    """
+    import torch
+    from transformers import TrainingArguments
+
+    on_gpu = torch.cuda.is_available()
+    ours: dict[str, Any] = {
+        **DEFAULTS,
+        "learning_rate": 1e-4 if keys.method == "lora" else 1e-5,
+        "bf16": on_gpu,
+        "use_cpu": not on_gpu,
+        "dataloader_pin_memory": on_gpu,
+        "dataloader_num_workers": given.get("workers", 0),
+        "disable_tqdm": quiet,
+        **({"gradient_checkpointing": True} if on_gpu and "activation_checkpointing" not in given else {}),
+        **({"save_strategy": "steps"} if "save_steps" in given else {}),
+    }
+    names = {each.name for each in fields(TrainingArguments)} - {*UNUSED, "resume_from_checkpoint"}
+    settings = {**ours, **{name: value for name, value in given.items() if name in names}}
+    try:
+        return TrainingArguments(**settings, remove_unused_columns=False)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"TrainingArguments refuses these keys: {' '.join(str(error).split())}") from error
+
+
+def make_model(keys: TrainKeys, processor: Any, *, only_shapes: bool = False) -> nn.Module:
+    """Load the model and add the adapters; `only_shapes`: on the meta device, without its weights.
+
+    Raises:
+        ConfigError: it cannot be read. FamilyError: it cannot be packed exactly.
+    """
+    import torch
+
+    from vlmpack.families.registry import family_named, family_of
+    from vlmpack.probing.weights import auto_class, read_config
+    from vlmpack.testing.models import tiny_model
+
+    low = keys.dtype == "bfloat16" or (keys.dtype is None and keys.method == "lora" and torch.cuda.is_available())
+    dtype = torch.bfloat16 if low else torch.float32
+    if tiny := tiny_family(keys.model):
+        is_whole = hasattr(processor, "tokenizer")
+        sizes: dict[str, Any] = {"processor": processor} if is_whole else {"vocab_size": len(processor)}
+        model: Any = tiny_model(tiny, dtype=dtype, **sizes)
+    else:
+        config = read_config(keys.model)
+        loader = auto_class(family_named(config.model_type))
+        make, source = (loader.from_config, config) if only_shapes else (loader.from_pretrained, keys.model)
+        with torch.device("meta" if only_shapes else "cpu"), reading("model", keys.model):
+            model = make(source, dtype=dtype)
+    family = family_of(model)
+    vision = () if family.vision_path is None else (family.vision_path,)
+    if keys.method == "full":
+        for path in vision if keys.freeze_vision else ():
+            model.get_submodule(path).requires_grad_(False)
+        return model
+    check_extra("peft", "peft", needed_by="method=lora")
+    from peft import LoraConfig, get_peft_model
+
+    targets: Any = keys.lora_targets
+    if targets == "all-linear":
+        parts = (family.text_path, *(() if keys.freeze_vision else vision))
+        names = (
+            f"{part}.{name}"
+            for part in parts
+            for name, layer in model.get_submodule(part).named_modules()
+            if isinstance(layer, torch.nn.Linear)
+        )
+        targets = [name for name in names if name != family.head_path]
+    rank, alpha = keys.lora_rank, 2 * keys.lora_rank if keys.lora_alpha is None else keys.lora_alpha
+    lora = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=keys.lora_dropout, target_modules=targets)
+    try:
+        return get_peft_model(model, lora)
+    except ValueError as error:
+        raise ConfigError(f"lora_targets {keys.lora_targets}: {' '.join(str(error).split())}") from error
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def memory_of(model: nn.Module, config: Any, args: TrainingArguments, *, tokens: int, patches: int) -> dict[str, int]:
+    """Return the bytes that a rank needs without sharding: weights, gradients, AdamW's moments, activations.
+
+    Activations are an estimate for the largest row: a layer keeps about 12 hidden and 4 intermediate vectors a token or
+    patch for the backward pass, and with gradient checkpointing one hidden vector, beside two layers that are computed
+    again. A tower without trained weights keeps none.
+
+    Args:
+        model: with adapters, on any device.
+        config: of the whole model.
+        args: of the trainer.
+        tokens: of the largest row.
+        patches: of the row that has most.
+    """
+    trained = [each for each in model.parameters() if each.requires_grad]
+    size = 2 if args.bf16 else next(model.parameters()).element_size()
+    computed_again = bool(args.gradient_checkpointing or getattr(args, "activation_checkpointing", False))
+
+    def kept(part: Any, rows: int, *, has_gradients: bool) -> float:
+        hidden, depth, width, experts = (
+            next((value for name in names.split() if (value := getattr(part, name, None))), 0)
+            for names in ("embed_dim hidden_size", "depth num_hidden_layers", "moe_intermediate_size intermediate_size",
+                          "num_experts_per_tok top_k_experts")
+        )  # fmt: skip
+        layer = 12 * hidden + 4 * (width or 4 * hidden) * (experts or 1)
+        whole = depth * layer if has_gradients and not computed_again else 2 * layer + depth * hidden * has_gradients
+        return size * rows * whole
+
+    activations = kept(config.get_text_config(), tokens, has_gradients=True)
+    if (vision := getattr(config, "vision_config", None)) is not None:
+        has_gradients = any(each.requires_grad and "vis" in name for name, each in model.named_parameters())
+        activations += kept(vision, patches, has_gradients=has_gradients)
+    return {
+        "weights": sum(each.nbytes for each in model.parameters()),
+        "gradients": sum(each.nbytes for each in trained),
+        "optimizer": 2 * sum(each.nbytes for each in trained),
+        "activations": int(activations),
+    }
+
+
+# ---------------------------------------------------------------------- a run
+
+
+@final
+class Run:
+    """A training whose rows are planned; of its model only the configuration is read.
+
+    Args:
+        given: keys that were set.
+        quiet: draw no progress.
+
+    Raises:
+        ConfigError: keys contradict each other, or what they name cannot be read. SampleError: a sample cannot be used,
+            and on_bad is raise.
+    """
+
+    def __init__(self, given: Mapping[str, Any], *, quiet: bool) -> None:
+        from torch import Generator
+        from torch.utils.data import random_split
+
+        from vlmpack.collate.assemble import SharePrefixes
+
+        self.given = given
+        self.keys = keys = TrainKeys(**{name: given[name] for name in OF_TRAIN if name in given})
+        self.args = args = training_arguments(given, keys, quiet=quiet)  # joins the ranks of torchrun
+        self.data = data_options(given, keys, keys.data)
+        share = SharePrefixes(min_shared=self.data.min_shared) if self.data.min_shared else False
+        dataset, self.collator = open_inputs(self.data, on_bad=keys.on_bad, share_prefixes=share)
+        self.train_set: Any = dataset
+        self.eval_set: Any = None
+        if keys.eval_data is not None:
+            self.eval_set = open_inputs(data_options({**given, "num": None}, keys, keys.eval_data)).dataset
+        elif num := min(ceil(keys.val_size * (1 if keys.val_size >= 1 else len(dataset))), len(dataset) - 1):
+            sizes, generator = [len(dataset) - num, num], Generator().manual_seed(self.data.seed)
+            self.train_set, self.eval_set = random_split(self.train_set, sizes, generator)
+        with args.main_process_first(desc="measuring"):  # the others read what it has written
+            options.make_folder("output_dir", Path(str(args.output_dir)))
+            self.table, self.plan = self._planned(self.train_set, quiet=quiet)
+            self.eval_plan = None if self.eval_set is None else self._planned(self.eval_set, quiet=quiet)[1]
+        if keys.samples_per_update is not None:
+            a_step = len(self.plan.sample_ids) / len(self.plan) * args.world_size
+            args.gradient_accumulation_steps = max(1, ceil(keys.samples_per_update / a_step))
+
+    def _planned(self, samples: Any, *, quiet: bool) -> tuple[LengthTable, Plan]:
+        """Measure samples, and plan their rows."""
+        from vlmpack.plan.planner import plan_bins
+
+        data, capacity = self.data, self.keys.capacity
+        table = measure(Inputs(samples, self.collator), data, quiet=quiet, min_shared=data.min_shared)
+        for one in table.refused if self.keys.on_bad == "raise" else ():
+            if not self.collator.leaves_out(one.reason):
+                detail = f"{one.detail}; {len(table.refused):,} of {table.measured:,} cannot be used: on_bad=skip"
+                raise SampleError(detail, index=one.index, reason=one.reason, sample_id=one.sample_id)
+        if not len(table) or table.tokens.min() > capacity:
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in table.reasons.items()) or "there are none"
+            raise ConfigError(f"{data.title}: no sample can be used ({reasons}); `vlmpack analyze` lists them")
+        groups, budgets = table.groups if data.min_shared else None, table.budgets(patches=data.max_patches)
+        return table, plan_bins(
+            table, capacity, strategy=data.strategy, oversize="drop", budgets=budgets, groups=groups
+        )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether ranks hold parts of the weights."""
+        return bool(self.args.fsdp or self.args.deepspeed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan, for JSON."""
+        from vlmpack.loading.sampler import PackedBatchSampler
+        from vlmpack.model.plain import find_model
+        from vlmpack.probing.weights import free_bytes
+
+        plan, args, table = self.plan, self.args, self.table
+        accumulation, ranks = args.gradient_accumulation_steps, args.world_size
+        rows = len(PackedBatchSampler(plan, ranks=ranks, rank=args.process_index, accumulation=accumulation))
+        model = make_model(self.keys, self.collator.processor, only_shapes=True)
+        most = {"tokens": int(plan.tree_tokens.max()), "patches": int(plan.sums(table.by_place(table.patches)).max())}
+        memory = memory_of(model, find_model(model).config, args, **most)
+        return {
+            "model": self.keys.model,
+            "method": self.keys.method,
+            "weights": sum(each.numel() for each in model.parameters()),
+            "trained_weights": sum(each.numel() for each in model.parameters() if each.requires_grad),
+            "samples": len(plan.sample_ids),
+            "held_out": 0 if self.eval_plan is None else len(self.eval_plan.sample_ids),
+            "left_out": table.measured - len(plan.sample_ids),
+            "tokens": int(plan.tokens.sum()),
+            "targets": int(table.targets.sum()),
+            "capacity": plan.capacity,
+            "rows": len(plan),
+            "fill": plan.fill,
+            "ranks": ranks,
+            "accumulation": accumulation,
+            "samples_per_update": len(plan.sample_ids) / len(plan) * ranks * accumulation,
+            "updates": args.max_steps if args.max_steps > 0 else ceil(rows // accumulation * args.num_train_epochs),
+            "memory": {**memory, "free": free_bytes(args.device)},
+            "sample": [{"text": text, "trained_on": is_target} for text, is_target in self.sample()],
+            "ignored": self.ignored(),
+            "output_dir": args.output_dir,
+        }
+
+    def sample(self) -> Iterator[tuple[str, bool]]:
+        """Yield the first sample of the plan as the model gets it: (text, whether it is trained on)."""
+        from vlmpack.collate.processor_metadata import parts_of
+
+        at, collator = int(self.plan[0][0]), self.collator
+        sample, tokenizer = collator.measure(self.train_set[at], at), parts_of(collator.processor).tokenizer
+        kinds = zip((sample.types != 0).tolist(), (sample.labels >= 0).tolist(), sample.input_ids.tolist(), strict=True)
+        for (is_media, is_target), group in groupby(kinds, key=lambda token: token[:2]):
+            ids = [token[2] for token in group]
+            yield f"{tokenizer.decode(ids[0])} x {len(ids):,}" if is_media else tokenizer.decode(ids), is_target
+
+    def ignored(self) -> dict[str, str]:
+        """Return the keys that were set and change nothing, with the reason."""
+        keys, args = self.keys, self.args
+        of_lora, of_text = "lora_rank lora_alpha lora_dropout lora_targets merge", "freeze_vision max_patches"
+        cases = (
+            (keys.method == "full", of_lora, "method is full"),
+            (not self.collator.metadata.has_vision, of_text, "the model takes text alone"),
+            (args.max_steps > 0, "num_train_epochs", "max_steps is set"),
+            (keys.samples_per_update is not None, "gradient_accumulation_steps", "samples_per_update sets it"),
+            (keys.eval_data is not None, "val_size", "eval_data is set"),
+            (args.eval_strategy == "no", "eval_steps", "eval_strategy is no"),
+            (self.eval_plan is None, "eval_strategy eval_steps max_new_tokens", "no samples are held out"),
+            (self.is_sharded, "merge max_new_tokens", "no rank has the whole model"),
+            (args.save_strategy != "steps", "save_steps", f"save_strategy is {args.save_strategy}"),
+        )
+        why = {**UNUSED, **{name: reason for holds, names, reason in cases if holds for name in names.split()}}
+        return {name: why[name] for name in self.given if name in why}
+
+    def train(self) -> dict[str, Any]:
+        """Train, evaluate before and after, save, and merge the adapters.
+
+        Returns:
+            The losses and answers before and after, and where the weights are, for JSON.
+        """
+        from vlmpack.context_parallel.mesh import Parallel
+        from vlmpack.model.enable import enable_packing
+        from vlmpack.trainer.check import check_trainer
+        from vlmpack.trainer.packed_trainer import PackedTrainer
+
+        processor = self.collator.processor
+        trainer = PackedTrainer(
+            enable_packing(make_model(self.keys, processor), parallel=Parallel()), self.args, self.collator,
+            self.train_set, self.eval_set, processing_class=processor, plan=self.plan, eval_plan=self.eval_plan,
+        )  # fmt: skip
+        check_trainer(trainer)
+        before = self._state(trainer)
+        trainer.train(self.given.get("resume_from_checkpoint"))
+        after = self._state(trainer)
+        trainer.save_model()
+        folders = {"saved": self.args.output_dir, "merged": None}
+        if self.keys.method == "lora" and self.keys.merge and not self.is_sharded:
+            folders["merged"] = str(Path(str(self.args.output_dir)) / MERGED)
+            if self.args.should_save:
+                model: Any = trainer.accelerator.unwrap_model(trainer.model)
+                model.merge_and_unload().save_pretrained(folders["merged"])
+                processor.save_pretrained(folders["merged"])
+        return {"before": before, "after": after, **folders}
+
+    def _state(self, trainer: PackedTrainer) -> dict[str, Any] | None:
+        """Return the exact loss of the held-out samples, and the last answer of the first; None: there are none."""
+        from torch import Tensor
+
+        from vlmpack.collate.collator import VLMCollator
+        from vlmpack.model.plain import find_model
+
+        if self.eval_plan is None:
+            return None
+        loss, processor = trainer.evaluate()["eval_loss"], self.collator.processor
+        if not self.keys.max_new_tokens or self.is_sharded:
+            return {"loss": loss, "answer": None}
+        batch = VLMCollator(processor)([self.eval_set[int(self.eval_plan[0][0])]])
+        is_target = batch["labels"][0] >= 0
+        start = int((is_target[1:] & ~is_target[:-1]).nonzero()[-1]) + 1
+        model: Any = trainer.model
+        accepted = signature(find_model(model).forward).parameters
+        prompt = {
+            name: (value[:, :start] if value.shape[:2] == batch["labels"].shape else value).to(self.args.device)
+            for name, value in batch.items()
+            if isinstance(value, Tensor) and name != "labels" and name in accepted
+        }
+        ids = model.eval().generate(**prompt, max_new_tokens=self.keys.max_new_tokens, do_sample=False)
+        return {"loss": loss, "answer": processor.decode(ids[0, start:], skip_special_tokens=True)}
+
+
+# ---------------------------------------------------------------------- what is printed
+
+
+def print_run(run: Mapping[str, Any], table: LengthTable, console: Console) -> None:
+    """Print the plan of a run."""
+    free, needed = run["memory"]["free"], {name: size for name, size in run["memory"].items() if name != "free"}
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in needed.items())
+    of_free = "" if free is None else f" ({format_bytes(free)} free)"
+    lines = {
+        "model": f"{run['model']}, {run['method']}: {run['trained_weights']:,} of {run['weights']:,} weights trained",
+        "samples": f"{run['samples']:,} trained on, {run['held_out']:,} held out, {run['left_out']:,} left out",
+        "tokens": f"{run['tokens']:,}, of which {run['targets']:,} are trained on",
+        "rows": f"{run['rows']:,} of {run['capacity']:,} tokens, {run['fill']:.1%} full",
+        "updates": f"{run['updates']:,}, each of {run['accumulation']:,} rows on {run['ranks']:,} ranks: about "
+        f"{run['samples_per_update']:,.1f} samples",
+        "memory": f"about {format_bytes(sum(needed.values()))} on each rank{of_free}: {parts}",
+        "output": run["output_dir"],
+    }
+    overview = make_table("", text_column(""), header=False)
+    for name, line in lines.items():
+        overview.add_row(name, Text(line))
+    print_table(console, overview)
+    print_refused(table, console)
+    text = Text()
+    for part in run["sample"]:
+        text.append(*((f"[[{part['text']}]]", "green") if part["trained_on"] else (part["text"], "dim")))
+    print_text(console, Text("\nA sample; what is trained on is in [[brackets]]:"))
+    console.print(text[:SHOWN] + Text(" ..." if len(text) > SHOWN else ""), soft_wrap=not console.is_terminal)
+    for name, why in run["ignored"].items():
+        print_text(console, Text(f"{name} changes nothing: {why}", "yellow"))
+
+
+def print_result(result: Mapping[str, Any], console: Console) -> None:
+    """Print losses and answers before and after, and where the weights are."""
+    for name in (name for name in ("before", "after") if result[name]):
+        print_text(console, Text(f"{name}: loss of the held-out samples {result[name]['loss']:.4f}"))
+        if answer := result[name]["answer"]:
+            print_text(console, Text(f"an answer: {answer}"), indent=2)
+    merged = f"; with its adapters merged: {result['merged']}" if result["merged"] else ""
+    print_text(console, Text(f"saved: {result['saved']}{merged}"))

@@ -1,0 +1,961 @@
+"""Rows written ahead of training: planned, tokenized and written to Parquet files once, read by every run.
+
+    samples ──measure──▶ lengths.zip ──plan──▶ plan.zip, left_out.jsonl ──write──▶ rows-*.parquet ──▶ manifest.json
+
+A file gets its name when all of it is on disk. A run that was killed is started again, goes on behind the last of them,
+and ends with the same bytes.
+
+    OUT/.work/lock             held by the one process that writes; the system frees it when that process dies
+    OUT/.work/lengths.sqlite   cache of lengths, unless another one is named
+    OUT/.work/manifest.json    without the shards: until it is there, settings and samples may change
+    OUT/.work/unfinished/      files that are being written; those that a killed run left are removed by the next one
+
+A row of a file, which is a row group: reading one touches no byte of another.
+
+    samples       a: text, image, text (5)     b: text (3)
+    input_ids     a a a a a b b b              without padding: slots are laid out when the row is read
+    labels        . . . a a . b b              not shifted, -100 where nothing is trained on
+    cu_seqlens    0 5 8                        where samples start and end
+    sample_ids    "\\"receipt-17\\"", "4"        their ids as JSON, or else their places in the data set
+    samples       JSON: place and digest of each sample; grid, options and number of its images and videos
+    images        bytes, as files have them: compressed already, never pixels; each image of a row once
+    videos        the encoded frames of each video, or its file alone
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
+from math import lcm
+from operator import index
+from pathlib import Path
+from typing import Any, SupportsIndex, cast, final
+
+import numpy as np
+from PIL import Image
+from torch.utils.data import Dataset
+
+from vlmpack.collate.assemble import SharePrefixes
+from vlmpack.collate.collator import VLMCollator, sample_id_of
+from vlmpack.collate.columns import MediaRef
+from vlmpack.collate.digests import differences, digest_of, fingerprint, sample_digest
+from vlmpack.collate.encoded import Encoded, Visual
+from vlmpack.collate.skipped import SkipLog
+from vlmpack.collate.video import FrameSampling
+from vlmpack.collate.vision_keys import KNOWN_KEYS
+from vlmpack.data.images import DEFAULT_LIMITS, ImageError, load_image, read_encoded
+from vlmpack.data.videos import open_video
+from vlmpack.errors import (
+    ConfigError,
+    SampleError,
+    check_choice,
+    check_extra,
+    check_kind,
+    check_whole_number,
+    skipped_are_reported,
+)
+from vlmpack.families.registry import family_of_processor
+from vlmpack.files import atomic_file, unreadable, write_text, writing
+from vlmpack.layout.media import IMAGE, VIDEO
+from vlmpack.layout.prefix_tree import PrefixTree
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.segments import Segments, SlotRule
+from vlmpack.lengths import measure_lengths, tree_of, undecoded
+from vlmpack.loading.resumable import MapStyle, check_samples, sample_at
+from vlmpack.plan.length_table import LengthTable
+from vlmpack.plan.lengths import OVERSIZE, Budget, Oversize, check_seed, divided_up, round_up
+from vlmpack.plan.plan import Plan
+from vlmpack.plan.planner import STRATEGIES, plan_bins, split_rows
+from vlmpack.plan.totals import Counts, FixedSizes, totals_of
+from vlmpack.workers import Executor, in_order
+
+__all__ = ["Manifest", "PackedDataset", "StoreSettings", "write_rows"]
+
+FORMAT, VERSION = "vlmpack.rows", 5
+NAME, PLAN, LENGTHS, LEFT_OUT = "manifest.json", "plan.zip", "lengths.zip", "left_out.jsonl"
+"""Files beside the shards."""
+WORK, UNFINISHED = ".work", "unfinished"
+"""Folders of what is not finished."""
+SAMPLES = "vlmpack.samples"
+"""Key of a shard's footer: the digest of its samples."""
+NAMED = 5
+"""Changed samples that a refusal lists."""
+
+
+def is_packed(folder: str | Path) -> bool:
+    """Return whether finished rows lie in a folder."""
+    return (Path(folder) / NAME).is_file()
+
+
+def _pyarrow() -> Any:
+    check_extra("data", "pyarrow", needed_by="the Parquet files of stored rows")
+    import pyarrow
+    import pyarrow.parquet
+
+    return pyarrow
+
+
+# ---------------------------------------------------------------------- settings and manifest
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StoreSettings:
+    """Settings of the plan and of the files of stored rows."""
+
+    capacity: int
+    """Tokens that a row may hold."""
+    max_patches: int | None = None
+    """Most patches of the vision tower in a row; None: no limit."""
+    max_images: int | None = None
+    """Most images and videos in a row; None: no limit."""
+    strategy: str = "exact_fill"
+    """Placement of samples: see `plan_bins`."""
+    oversize: Oversize = "error"
+    """Treatment of a sample that exceeds a row by itself: "error", "drop" (listed) or "own_row"."""
+    seed: int | None = None
+    """Shuffles samples and rows; None: samples keep their order."""
+    rows_multiple: int = 1
+    """Rows of many samples are cut in two until the number of rows is a multiple of this: ranks times accumulation."""
+    shard_rows: int = 128
+    """Rows of a file. A kill costs the work on one file."""
+
+    def __post_init__(self) -> None:
+        limits = [name for name in ("max_patches", "max_images") if getattr(self, name) is not None]
+        for name in ("capacity", "rows_multiple", "shard_rows", *limits):
+            check_whole_number(f"StoreSettings.{name}", getattr(self, name))
+        check_seed(self.seed)
+        check_choice("strategy", self.strategy, STRATEGIES)
+        check_choice("oversize", self.oversize, OVERSIZE)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One Parquet file of rows."""
+
+    file: str
+    """Its name in the folder."""
+    rows: int
+    """Rows in it."""
+    bytes: int
+    """Its size."""
+    sha256: str
+    """Of the file."""
+    samples: str
+    """Digest of the digests of its samples, which its footer has too: no other file is taken for it."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything about stored rows that can be read without them. It names no path and no time."""
+
+    settings: Mapping[str, Any]
+    """Data set, collator and capacity that the rows were made with."""
+    processor: Mapping[str, Any]
+    """The processor's fingerprint."""
+    plan: str
+    """SHA-256 of the plan."""
+    counts: Counts
+    """Samples, rows, tokens."""
+    reasons: Mapping[str, int]
+    """Number of samples left out, by reason; each of them is in `left_out.jsonl`."""
+    fill_ratio: float
+    """Tokens of samples per token of row, 0 to 1, rows as wide as the capacity."""
+    sizes: FixedSizes
+    """Largest sizes of any row, which CUDA graphs need."""
+    shards: tuple[Shard, ...] = ()
+    """The files, in the order of their rows; (): they are not finished."""
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row may hold."""
+        return self.settings["capacity"]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.bytes for shard in self.shards)
+
+    def save(self, folder: Path, *, unfinished: Path) -> None:
+        """Write the manifest to a folder; it lies in another one until it is whole."""
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        content["digest"] = digest_of(content)
+        write_text(folder / NAME, json.dumps(content, indent=2) + "\n", folder=unfinished)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Manifest:
+        """Read the manifest of a folder of rows.
+
+        Raises:
+            ConfigError: the folder holds no finished rows, or some of another version, or the file is damaged.
+        """
+        path = Path(folder) / NAME
+        if not path.is_file():
+            remedy = "write some with `vlmpack pack`, or run that again where it was interrupted"
+            raise ConfigError(f"{folder} holds no {NAME}, so it holds no finished rows; {remedy}")
+        with _reading(str(path)):
+            content = json.loads(path.read_bytes())
+            kind = f"{content['format']} of version {content['version']}"
+            if kind == (own := f"{FORMAT} of version {VERSION}"):
+                if content.pop("digest") != digest_of(content):
+                    raise ValueError("it was changed since it was written: its digest is another one")
+                content |= {"counts": Counts(**content["counts"]), "sizes": FixedSizes(**content["sizes"])}
+                content["shards"] = tuple(Shard(**shard) for shard in content["shards"])
+                return cls(**{field.name: content[field.name] for field in fields(cls)})
+        raise ConfigError(f"{path} is {kind}, and this vlmpack reads {own}; remove the folder and pack again")
+
+    def load_plan(self, folder: Path) -> Plan:
+        """Read the plan of the rows.
+
+        Raises:
+            ConfigError: it is not there, damaged, or of other rows.
+        """
+        plan = Plan.load(folder / PLAN)
+        if plan.digest != self.plan:
+            raise _damaged(folder / PLAN, "it is the plan of other rows")
+        return plan
+
+    def check_files(self, folder: Path, *, others: Sequence[str] = (), verify: bool = False) -> None:
+        """Refuse a folder that has lost a file, or in which a shard has another size; with `verify` another SHA-256.
+
+        Raises:
+            ConfigError: it has; names the file.
+        """
+        for name in (*others, *(shard.file for shard in self.shards)):
+            if not (folder / name).is_file():
+                raise _damaged(folder / name, "it is not there")
+        for shard in self.shards:
+            path, size = folder / shard.file, (folder / shard.file).stat().st_size
+            if size != shard.bytes or (verify and _finished_shard(path) != shard):
+                fault = f"it has {size} bytes, not {shard.bytes}" if size != shard.bytes else "its SHA-256 is another"
+                raise _damaged(path, fault)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _damaged(path: object, what: str) -> ConfigError:
+    return ConfigError(f"{path} is damaged: {what}; restore it, or remove the folder and pack again")
+
+
+# ---------------------------------------------------------------------- samples to a row, and back
+
+MEDIA = ("images", "videos")
+COMPRESSION = dict.fromkeys(("input_ids.list.element", "labels.list.element"), "ZSTD")
+PNG_EFFORT = 3
+"""Compression level of PNG, 0 to 9: higher ones take much longer and save little."""
+
+
+def _schema(*, has_media: bool) -> Any:
+    pa = _pyarrow()
+    ints, image = pa.list_(pa.int32()), pa.struct([("bytes", pa.binary()), ("path", pa.string())])  # datasets.Image
+    columns = [("input_ids", ints), ("labels", ints), ("cu_seqlens", ints)]
+    columns += [("sample_ids", pa.list_(pa.string())), ("samples", pa.string())]
+    media = [("images", pa.list_(image)), ("videos", pa.list_(pa.list_(image)))]
+    return pa.schema([*columns, *media] if has_media else columns)
+
+
+def _record(samples: Sequence[Encoded], places: Sequence[int], digests: Sequence[str], collator: VLMCollator) -> dict:
+    """Make the columns of one row.
+
+    Raises:
+        SampleError: an image cannot be read; names its sample's place.
+        ConfigError: a sample brought patches instead of images.
+    """
+    media: dict[str, dict[Any, int]] = {kind: {} for kind in MEDIA}  # content -> its number in the row
+    described = []
+    for sample, place, digest in zip(samples, places, digests, strict=True):
+        about: dict[str, Any] = {"index": place, "digest": digest}
+        try:
+            for kind in MEDIA:
+                about[kind] = [_describe(visual, kind, media[kind], collator) for visual in getattr(sample, kind)]
+        except ImageError as error:
+            raise SampleError(error.detail, index=place, reason=error.reason, sample_id=sample.sample_id) from error
+        described.append({name: value for name, value in about.items() if value != []})
+    return {
+        "input_ids": np.concatenate([sample.input_ids for sample in samples]).astype(np.int32),
+        "labels": np.concatenate([sample.labels for sample in samples]).astype(np.int32),
+        "cu_seqlens": [0, *accumulate(sample.num_tokens for sample in samples)],
+        "sample_ids": [json.dumps(sample.sample_id) for sample in samples],
+        "samples": json.dumps(described, default=lambda number: number.item()),  # of numpy
+        "images": [_stored(data) for (data,) in media["images"]],
+        "videos": [list(map(_stored, frames)) for frames in media["videos"]],
+    }
+
+
+def _describe(visual: Visual, kind: str, media: dict[tuple[bytes, ...], int], collator: VLMCollator) -> dict[str, Any]:
+    """Describe an image or a video, and put its content into `media` unless it is there."""
+    if visual.source is None:
+        fault = "a sample brings patches (pixel_values), and rows are stored with encoded images, never with pixels"
+        raise ConfigError(f"{fault}; give samples as messages with images")
+    source, options = visual.source.source, visual.source.options
+    about: dict[str, Any] = {"options": {key: options[key] for key in KNOWN_KEYS if options.get(key) is not None}}
+    if kind == "images":
+        content = (_encoded(source, collator),)
+    elif isinstance(source, list | tuple):
+        content = tuple(_encoded(frame, collator) for frame in source)
+    else:
+        with open_video(source, limits=collator.file_rules.limits) as file:
+            content, about["is_file"] = (file.read(),), True
+    about["number"] = media.setdefault(content, len(media))
+    times = {"seconds": visual.seconds, "timestamps": visual.timestamps or None}
+    known = {"grid": visual.grid, "runs": visual.runs or None, **times}
+    return about | {name: value for name, value in known.items() if value is not None}
+
+
+def _encoded(source: Any, collator: VLMCollator) -> bytes:
+    """Read an image as its file has it; a PIL image as PNG, upright and RGB, as the collator converts it."""
+    if not isinstance(source, Image.Image):
+        return read_encoded(source, limits=collator.limits)
+    file = io.BytesIO()
+    load_image(source, limits=collator.limits).save(file, "PNG", compress_level=PNG_EFFORT)
+    return file.getvalue()
+
+
+def _stored(data: bytes) -> dict[str, Any]:
+    return {"bytes": data, "path": None}
+
+
+def _samples_of(table: Any, media_ids: tuple[int, int]) -> list[tuple[int, Encoded]]:
+    """Return (place in the data set, sample) of every sample of a row, a pyarrow table.
+
+    Without the columns `MEDIA`, samples have grids and no sources, and cannot be trained on.
+    """
+    lists = (table[name].combine_chunks().values for name in ("input_ids", "labels", "cu_seqlens"))
+    ids, labels, bounds = (each.to_numpy().astype(np.int64) for each in lists)
+    if not bounds[-1] == len(ids) == len(labels):
+        raise ValueError(f"cu_seqlens end at {bounds[-1]}, and there are {len(ids)} input_ids and {len(labels)} labels")
+    types = IMAGE * (ids == media_ids[0]) + VIDEO * (ids == media_ids[1])
+    media = {kind: table[kind][0].as_py() if kind in table.column_names else None for kind in MEDIA}
+    names, described = table["sample_ids"][0].as_py(), json.loads(table["samples"][0].as_py())
+    samples, arrays = [], {"input_ids": ids, "labels": labels, "types": types}
+    for (start, stop), name, about in zip(pairwise(bounds.tolist()), names, described, strict=True):
+        columns: dict[str, Any] = {column: values[start:stop] for column, values in arrays.items()}
+        columns |= {kind: tuple(_visual(each, media[kind]) for each in about.get(kind, ())) for kind in MEDIA}
+        samples.append((about["index"], Encoded(**columns, sample_id=json.loads(name))))
+    return samples
+
+
+def _visual(about: Mapping[str, Any], media: Sequence[Any] | None) -> Visual:
+    source = None
+    if media is not None:
+        content = media[about["number"]]
+        source = MediaRef(source=content[0] if "is_file" in about else content, options=about["options"])
+    times = {"seconds": about.get("seconds"), "timestamps": tuple(about.get("timestamps", ()))}
+    grid, runs = tuple(about["grid"]) if "grid" in about else None, tuple(about.get("runs", ()))
+    return Visual(grid=grid, runs=runs, pixels=None, source=source, **times)
+
+
+def _opened(folder: Path, shard: Shard) -> Any:
+    file = _pyarrow().parquet.ParquetFile(folder / shard.file, page_checksum_verification=True)
+    if file.metadata.metadata.get(SAMPLES.encode()) != shard.samples.encode():
+        raise ValueError(f"it holds other samples than {NAME} lists")
+    return file
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Raise any error of a damaged file as a ConfigError, and a missing right to read it as another."""
+    try:
+        yield
+    except (FileNotFoundError, PermissionError) as error:
+        raise unreadable(name, error) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # on damaged bytes pyarrow raises errors of every kind; OSError: a page's checksum
+        raise _damaged(name, f"it cannot be read: {error}") from error
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def write_rows(
+    dataset: MapStyle,
+    out: str | Path,
+    collator: VLMCollator,
+    settings: StoreSettings,
+    *,
+    workers: int = 0,
+    executor: Executor = "local",
+    cache: str | Path | None = None,
+    progress: Callable[[str, int, int | None], None] = lambda stage, done, total: None,
+) -> Manifest:
+    """Plan the rows of a data set and write them to a folder, images encoded, never as pixels.
+
+    What was written before by the same call is kept: run it again after it was interrupted. The files do not depend
+    on `workers`, `executor` or interruptions. A sample's digest is stored with its row, and compared when rows are
+    continued or asked for again: samples that were changed since are refused by their places.
+
+    Args:
+        dataset: map-style, of samples that the collator takes.
+        out: the folder; what is in it must be of the same call.
+        collator: with `layout="packed"`. Its `slots` decide what samples are rounded up to, which the plan counts. With
+            `share_prefixes` samples with a common prefix share rows.
+        settings: of the plan and the files.
+        workers: processes that measure and write; 0: this one alone.
+        executor: "ray" measures and writes as tasks of Ray Data, on machines that all see `out`, instead of by
+            `workers`.
+        cache: file that keeps lengths between calls; None: as long as this one is not finished (on Ray: none).
+        progress: is called with the stage ("measure" samples, "compare" or "write" files), how many are done, and of
+            how many.
+
+    Returns:
+        The manifest, with the sizes that CUDA graphs need.
+
+    Raises:
+        SampleError: a sample cannot be used and the collator's `on_bad` is "raise", or one exceeds a row and
+            `oversize` is "error".
+        ConfigError: something of another kind (a path, a processor), settings that contradict each other or what is in
+            the folder, samples that were changed since they were packed, finished rows that lost a file, too many bad
+            samples, a full disk, a worker that died, or an extra that is missing.
+    """
+    check_kind("collator", collator, VLMCollator, 'VLMCollator(processor, layout="packed")')
+    check_kind("settings", settings, StoreSettings, "StoreSettings(capacity=4096)")
+    _check_collator(collator, settings)
+    check_samples(dataset)
+    if not isinstance(dataset, MapStyle) or not len(dataset):
+        fault = f"rows are planned over samples with places, and this {type(dataset).__name__} has none"
+        raise ConfigError(f"{fault}: give a data set with len() and [i], such as a split of vlmpack.data.open_dataset")
+    run = _Run(
+        dataset=undecoded(dataset), out=Path(out), collator=collator, settings=settings,
+        workers=workers, executor=executor, cache=cache, progress=progress,
+    )  # fmt: skip
+    manifest = run.finished()
+    if manifest is None or (run.out / WORK).exists():  # the run before may have been killed just before it removed it
+        with _locked(run.out) as work:
+            manifest = run.finished() or run.write(work)
+            with writing(work):
+                shutil.rmtree(work)
+    return manifest
+
+
+def _check_collator(collator: VLMCollator, settings: StoreSettings) -> None:
+    """Refuse the collator unless its rows can be stored.
+
+    Raises:
+        ConfigError: its samples may have audio, or prompts whose tokens attend to each other both ways; it pads, fixes
+            sizes that are fixed when rows are read, or has slots that do not fit the capacity.
+    """
+    metadata, name, slots = collator.metadata, type(collator.processor).__name__, collator.slots
+    more = f"samples of a {name} may have audio" if metadata.has_audio else None
+    if metadata.by_processor and metadata.has_vision and family_of_processor(collator.processor).token_columns:
+        more = f"the prompts of a {name} see all of themselves, and stored rows do not say where they end"
+    if more:
+        remedy = "train from the data set itself: PackedStream and measure_lengths take every family"
+        raise ConfigError(f"stored rows hold ids, labels, images and videos, but {more}; {remedy}")
+    if collator.layout != "packed" or slots.pad_to is not None:
+        remedy = "PackedDataset(pad_to_max_length=True) gives them a fixed width when they are read"
+        raise ConfigError(f"rows are stored by VLMCollator(layout='packed') without slots.pad_to; {remedy}")
+    unit, capacity = lcm(slots.multiple, slots.row_multiple), settings.capacity
+    if capacity % unit:
+        fault = f"a capacity of {capacity} tokens is no multiple of {unit}, which slots and rows are rounded up to"
+        raise ConfigError(f"{fault}; choose {capacity // unit * unit or unit} or {(capacity // unit + 1) * unit}")
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[Path]:
+    """Make, lock and yield the work folder, without unfinished files of a killed run.
+
+    Not by `flock`, which a forked worker would go on holding.
+
+    Raises:
+        ConfigError: the folder is a file or holds something else, cannot be made, or another process writes to it.
+    """
+    import fcntl  # not on every system, and needed for writing only
+
+    work = out / WORK
+    with writing(out):
+        if not work.is_dir():
+            _check_holds_only(out)
+        (work / UNFINISHED).mkdir(parents=True, exist_ok=True)
+        lock = (work / "lock").open("a")
+    with lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            fault = f"another process is writing to {out}, or its disk has no locks ({error})"
+            raise ConfigError(f"{fault}; wait for it, or choose another folder") from error
+        for left_behind in (work / UNFINISHED).iterdir():
+            left_behind.unlink()
+        yield work
+
+
+def _check_holds_only(out: Path, *names: str) -> None:
+    others = sorted(path.name for path in out.iterdir() if path.name not in names) if out.exists() else []
+    if others:
+        raise ConfigError(f"{out} is no folder of rows and not empty ({', '.join(others[:5])}); choose another folder")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """One call of `write_rows`, with its arguments; pickles to workers."""
+
+    dataset: MapStyle
+    out: Path
+    collator: VLMCollator
+    settings: StoreSettings
+    workers: int
+    executor: Executor
+    cache: str | Path | None
+    progress: Callable[[str, int, int | None], None]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "progress": None}
+
+    def finished(self) -> Manifest | None:
+        """Return the manifest of a folder in which this very call was finished before; None: there is none.
+
+        Raises:
+            ConfigError: another one was finished there (names the differences), or the folder has lost a file since.
+        """
+        if not is_packed(self.out):
+            return None
+        manifest = self._same(Manifest.load(self.out))
+        manifest.check_files(self.out, others=(PLAN, LENGTHS, LEFT_OUT))
+        self._compare(manifest.shards)
+        return manifest
+
+    def write(self, work: Path) -> Manifest:
+        """Write whatever is not written yet."""
+        is_planned = is_packed(work)
+        manifest = self._same(Manifest.load(work)) if is_planned else self._plan(work)
+        table, plan = LengthTable.load(self.out / LENGTHS), manifest.load_plan(self.out)
+        files = divided_up(len(plan), self.settings.shard_rows)
+        paths = [self.out / f"rows-{number:05d}-of-{files:05d}.parquet" for number in range(files)]
+        shards = {path: shard for path in paths if (shard := _finished_shard(path))}
+        if is_planned:
+            self._compare(list(shards.values()))
+        missing = [number for number in range(files) if paths[number] not in shards]
+        measured = np.stack([table.by_place(table.tokens), table.by_place(table.targets)], axis=1)
+        columns = _schema(has_media=bool(table.images.any() or table.videos.any()))
+        write_shard = partial(self._write_shard, paths, plan, measured, columns, missing)
+        self.progress("write", len(shards), files)
+        with self._in_order(write_shard, len(missing)) as written:
+            for number, shard in zip(missing, written, strict=True):
+                shards[paths[number]] = shard
+                self.progress("write", len(shards), files)
+        manifest = replace(manifest, shards=tuple(shards[path] for path in paths))
+        manifest.save(self.out, unfinished=work / UNFINISHED)
+        return manifest
+
+    def _in_order(self, work: Callable[[int], Any], parts: int) -> closing:
+        return closing(in_order(work, parts, workers=self.workers, executor=self.executor))
+
+    # ------------------------------------------------------------------ one shard
+
+    def _write_shard(
+        self, paths: Sequence[Path], plan: Plan, measured: np.ndarray, columns: Any, missing: Sequence[int], part: int
+    ) -> Shard:
+        """Write one shard, each row as a row group; an error that the data set raises is no error of the file.
+
+        Raises:
+            SampleError: a sample is not what was measured, or its image cannot be read; names its place.
+            ConfigError: a sample cannot be stored, or the disk is full.
+        """
+        path, size, samples = paths[missing[part]], self.settings.shard_rows, hashlib.sha256()
+        options = {"compression": COMPRESSION, "use_dictionary": False, "write_statistics": False}
+        with atomic_file(path, folder=self.out / WORK / UNFINISHED) as temporary:
+            with _pyarrow().parquet.ParquetWriter(temporary, columns, write_page_checksum=True, **options) as writer:
+                for row in range(len(plan))[missing[part] * size :][:size]:
+                    record = self._record(plan[row].tolist(), measured)
+                    samples.update(record["samples"].encode())
+                    table = _pyarrow().Table.from_pylist([{name: record[name] for name in columns.names}], columns)
+                    with writing(path):
+                        writer.write_table(table)
+                writer.add_key_value_metadata({SAMPLES: samples.hexdigest()})
+            shard = _finished_shard(temporary)
+        return replace(cast(Shard, shard), file=path.name)
+
+    def _record(self, places: Sequence[int], measured: np.ndarray) -> dict[str, Any]:
+        """Make the columns of one row."""
+        samples, digests = [], []
+        for place in places:
+            feature = self.dataset[place]
+            sample = self.collator.measure(feature, place)
+            if (now := [sample.num_tokens, sample.num_targets]) != (before := measured[place].tolist()):
+                fault = f"it has {now[0]} tokens, {now[1]} of them targets; when measured {before[0]} and {before[1]}"
+                detail = f"{fault}: the data set was changed meanwhile; pack into another folder"
+                raise SampleError(detail, index=place, reason="changed", sample_id=sample.sample_id)
+            samples.append(sample)
+            digests.append(sample_digest(feature, self.collator))
+        return _record(samples, places, digests, self.collator)
+
+    # ------------------------------------------------------------------ the same call as before
+
+    def _description(self) -> dict[str, Any]:
+        """Describe everything besides the samples that decides the bytes of the files, as JSON has it."""
+        names = ("slots", "share_prefixes", "max_length", "overlength", "train_on", "on_bad", "markers", "add_stop")
+        decided = {name: getattr(self.collator, name) for name in (*names, "ignored_keys", "limits")}
+        decided["sampling"] = self.collator.file_rules.sampling
+        settings = {**asdict(self.settings), "collator": decided, "samples": len(self.dataset)}
+        content = {"settings": settings, "processor": fingerprint(self.collator)}
+        return json.loads(json.dumps(content, default=_json_value))
+
+    def _same(self, manifest: Manifest) -> Manifest:
+        """Return the manifest of rows that were made as this call makes them."""
+        stored = {"settings": manifest.settings, "processor": manifest.processor}
+        if lines := list(differences(stored, self._description())):
+            fault = f"{self.out} holds rows that were made otherwise: {'; '.join(lines)}"
+            raise ConfigError(f"{fault}. Pack into another folder, or remove this one")
+        return manifest
+
+    def _compare(self, shards: Sequence[Shard]) -> None:
+        """Compare the samples that shards hold, or that are listed as left out, with the data set.
+
+        Raises:
+            ConfigError: a sample was changed; lists places. A file is damaged.
+        """
+        changed = []
+        with self._in_order(partial(self._changed, shards), len(shards) + 1) as parts:
+            for done, part in enumerate(parts, 1):
+                changed += part
+                self.progress("compare", done, len(shards) + 1)
+        if changed:
+            fault = f"{self.out} holds other samples than the data set: {len(changed)} were changed since"
+            places = ", ".join(map(str, sorted(changed)[:NAMED])) + ", ..." * (len(changed) > NAMED)
+            raise ConfigError(f"{fault} they were packed (at {places}). Pack into another folder, or remove this one")
+
+    def _changed(self, shards: Sequence[Shard], part: int) -> list[int]:
+        """Return the places of the changed samples of a shard, or behind the last shard of those left out."""
+        path = self.out / (shards[part].file if part < len(shards) else LEFT_OUT)
+        with _reading(str(path)):
+            if part < len(shards):
+                rows = _opened(self.out, shards[part]).read(["samples"], use_threads=False)["samples"].to_pylist()
+            else:
+                rows = [f"[{line}]" for line in path.read_text(encoding="utf-8").splitlines()]
+            stored = [(int(sample["index"]), sample["digest"]) for row in rows for sample in json.loads(row)]
+        return [at for at, digest in stored if at >= len(self.dataset) or self._digest(at) != digest]
+
+    def _digest(self, place: int) -> str:
+        return sample_digest(sample_at(self.dataset, place), self.collator)
+
+    # ------------------------------------------------------------------ the plan
+
+    def _plan(self, work: Path) -> Manifest:
+        """Measure, plan and list what is left out; a sample that stopped the run before may have been corrected."""
+        _check_holds_only(self.out, WORK, LENGTHS, PLAN, LEFT_OUT)
+        sharing = self.collator.share_prefixes
+        with skipped_are_reported():  # by an error, or in the list of samples in no row
+            cache = work / "lengths.sqlite" if self.cache is None and self.executor == "local" else self.cache
+            where = {"workers": self.workers, "executor": self.executor, "cache": cache}
+            options = {"min_shared": None if sharing is None else sharing.min_shared, **where}
+            table = measure_lengths(self.dataset, self.collator, progress=partial(self.progress, "measure"), **options)
+        _check_refused(table, self.collator)
+        plan = _plan_rows(table, self.settings, self.collator.slots, self.dataset)
+        left_out = [{**each, "digest": self._digest(each["index"])} for each in _left_out(table, plan, self.dataset)]
+        for path, content in ((self.out / LENGTHS, table), (self.out / PLAN, plan)):
+            with atomic_file(path, folder=work / UNFINISHED) as temporary, writing(path):
+                content.save(temporary)
+        lines = "".join(json.dumps(entry) + "\n" for entry in left_out)
+        write_text(self.out / LEFT_OUT, lines, folder=work / UNFINISHED)
+        reasons = dict(Counter(entry["reason"] for entry in left_out).most_common())
+        totals = totals_of(table, plan, row_multiple=self.collator.slots.row_multiple)
+        manifest = Manifest(**self._description(), **totals, plan=plan.digest, reasons=reasons)
+        manifest.save(work, unfinished=work / UNFINISHED)
+        return manifest
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    return value.item() if isinstance(value, np.generic) else asdict(value)
+
+
+def _finished_shard(path: Path) -> Shard | None:
+    """Describe a file that is whole; None: there is none."""
+    try:
+        metadata = _pyarrow().parquet.read_metadata(path)
+        samples, sha256 = metadata.metadata[SAMPLES.encode()].decode(), _sha256(path)
+        return Shard(file=path.name, rows=metadata.num_rows, bytes=path.stat().st_size, sha256=sha256, samples=samples)
+    except (OSError, ValueError, KeyError):  # not there, or damaged: it is written anew
+        return None
+
+
+# ---------------------------------------------------------------------- the plan
+
+
+def _check_refused(table: LengthTable, collator: VLMCollator) -> None:
+    """Raise unless the collator would go on with the samples that are left.
+
+    Raises:
+        SampleError: a sample was refused, and `on_bad` is "raise".
+        ConfigError: more were refused than the collator's limit of skipped samples allows, or all.
+    """
+    errors = [refusal.error() for refusal in table.refused]
+    bad = [error for error in errors if not collator.leaves_out(error.reason)]
+    if bad and collator.on_bad == "raise":
+        remedy = "on_bad='skip' (--on-bad skip) leaves them out and lists them"
+        detail = f"{bad[0].detail}. {len(errors)} sample(s) cannot be used in all; {remedy}"
+        raise SampleError(detail, index=bad[0].index, reason=bad[0].reason, sample_id=bad[0].sample_id)
+    skip_log = SkipLog(limit=collator.skip_log.limit)
+    with skip_log.at_once():
+        for before, error in zip([-1, *(refusal.index for refusal in table.refused)], errors, strict=False):
+            if used := index(error.index or 0) - before - 1:
+                skip_log.use(used)
+            (skip_log.refuse if error in bad else skip_log.note)(error)
+    if not len(table):
+        raise ConfigError(f"none of {table.measured} samples can be packed: {table.reasons or 'the data set is empty'}")
+
+
+def _plan_rows(table: LengthTable, settings: StoreSettings, slots: SlotRule, dataset: MapStyle) -> Plan:
+    """Plan which samples share a row; a sample's id in the plan is its place in the data set.
+
+    Samples count as long as their slots are, and prefixes that a table has groups of once a row. The data set is read
+    for the id of a sample that is refused.
+
+    Raises:
+        SampleError: samples exceed a row by themselves, and `oversize` is "error"; lists their places.
+        ConfigError: there are too few samples for `rows_multiple`.
+    """
+    budgets = table.budgets(patches=settings.max_patches, images=settings.max_images)
+    if slots.max_segments is not None:
+        each = np.ones(len(table), np.int64)
+        budgets = (*budgets, Budget(name="samples", costs=each, limit=slots.max_segments))
+    gaps = round_up(table.tokens, slots.multiple) - table.tokens
+    chosen = {"strategy": settings.strategy, "oversize": settings.oversize, "seed": settings.seed}
+    try:
+        slotted = replace(table, text_tokens=table.text_tokens + gaps)
+        plan = plan_bins(slotted, settings.capacity, budgets=budgets, groups=table.groups, **chosen)
+    except SampleError as error:
+        name = None if error.index is None else sample_id_of(sample_at(dataset, error.index))
+        raise SampleError(error.detail, index=error.index, reason=error.reason, sample_id=name) from None
+    if not len(plan):
+        raise ConfigError(f"all {len(table)} samples exceed a row of {settings.capacity} tokens; raise the capacity")
+    return split_rows(plan, settings.rows_multiple)
+
+
+def _left_out(table: LengthTable, plan: Plan, dataset: MapStyle) -> list[dict[str, Any]]:
+    """List the samples that are in no row by their places; the data set is read for the ids of those too large."""
+    entries = {refusal.index: asdict(refusal) for refusal in table.refused}
+    limits = [("tokens", plan.lengths, plan.capacity), *((b.name, b.costs, b.limit) for b in plan.budgets)]
+    for at in set(plan.dropped.tolist()) - entries.keys():
+        over = [f"{costs[at]} {name} (a row holds {most})" for name, costs, most in limits if costs[at] > most]
+        remedy = "raise the limit, or choose oversize='own_row'"
+        fault = {"reason": "oversize", "detail": f"it exceeds a row by itself: {', '.join(over)}; {remedy}"}
+        entries[at] = {"index": at, "sample_id": sample_id_of(sample_at(dataset, at)), **fault}
+    return [entries[at] for at in sorted(entries)]
+
+
+# ---------------------------------------------------------------------- reading
+
+DECIDED = (
+    *("layout", "slots", "share_prefixes", "max_length", "overlength", "train_on", "markers"),
+    *("vocab_size", "sampling", "add_stop", "ignored_keys"),
+)
+"""Settings of a collator that were decided when the rows were packed."""
+MOST_OPEN = 64
+"""Shards that are open at a time, of those used last: there may be more than a process may open."""
+
+
+@final
+class PackedDataset(Dataset[dict[str, Any]]):
+    """Rows that were written ahead: `dataset[row]` is a batch for `model(**batch)`, `dataset.row(row)` the same as an
+    object.
+
+    Equal to what `VLMCollator(layout="packed")` makes of the same samples: images are decoded and cut into patches when
+    a row is read. Each process opens files at its first access.
+
+    `pad_to_max_length` and `pad_cu_seqlens` are names and rules of Megatron-Bridge's offline packing. There, real
+    lengths end before a final end-of-text token; here they are stored, so that a target counts whatever its id is.
+
+    Args:
+        path: the folder that `write_rows` or `vlmpack pack` wrote.
+        processor: as for `VLMCollator`, with the settings that it had when packing; None: rows are read by `measured`
+            and not be trained on.
+        pad_to_max_length: make every row as wide as the capacity.
+        pad_cu_seqlens: give every row as many boundaries, the last one repeated; needs `pad_to_max_length`.
+        verify: compare the SHA-256 of every file now, which reads all of them. Without it, sizes are compared now, and
+            pages by their checksums when a row is read.
+        settings: further settings of `VLMCollator`: `on_bad`, `skip_log`, `skip_limit`, `limits`, `pixel_dtype`, ...
+
+    Raises:
+        ConfigError: no finished rows, files that are missing or damaged, a processor that differs from the one that
+            packed (names the differences), or settings that contradict each other.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        processor: Any = None,
+        *,
+        pad_to_max_length: bool = False,
+        pad_cu_seqlens: bool = False,
+        verify: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.path = Path(path).absolute()
+        self.manifest = Manifest.load(path)
+        """Counts, and the fixed sizes that CUDA graphs need."""
+        sharing = self.manifest.settings["collator"]["share_prefixes"]
+        self.share_prefixes = None if sharing is None else SharePrefixes(**sharing)
+        """Settings by which samples of a row share prefixes; None: they share nothing."""
+        self.slots = self._slot_rule(pad_to_max_length=pad_to_max_length, pad_cu_seqlens=pad_cu_seqlens)
+        """The rule by which samples lie in the rows."""
+        self.manifest.check_files(self.path, verify=verify)
+        self.collator = None if processor is None else self._collator(processor, settings)
+        """Cuts images into patches, and counts samples in its log of skipped samples; None: without a processor."""
+        self._files: dict[tuple[int, int], Any] = {}
+        """Open shards by process, as a fork opens its own, and number; the last used at the end."""
+        self._starts = [0, *accumulate(shard.rows for shard in self.manifest.shards)]
+
+    def __len__(self) -> int:
+        """Rows."""
+        return self.manifest.counts.rows
+
+    def __repr__(self) -> str:
+        counts, full = self.manifest.counts, f"{self.manifest.fill_ratio:.2%} full"
+        held = f"{len(self)} rows of {self.manifest.capacity} tokens, {full}, {counts.samples} samples"
+        without = ", no processor" if self.collator is None else ""
+        return f"PackedDataset({str(self.path)!r}, {held}, {counts.images} images, {counts.videos} videos{without})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": {}}
+
+    def __getitem__(self, row: SupportsIndex) -> dict[str, Any]:
+        """Return a row as a dictionary for `model(**batch)`.
+
+        Raises:
+            TypeError: rows have numbers, and this is none (the name of a column).
+            IndexError: there is no such row.
+            SampleError: an image cannot be used, and `on_bad` is "raise"; names file, row and sample.
+            ConfigError: a file is damaged, or there is no processor.
+        """
+        return self.row(row).to_hf()
+
+    def row(self, row: SupportsIndex) -> PackedRow:
+        """Return a row as an object; raises as `dataset[row]`."""
+        samples = self._read(row)
+        try:
+            packed = self._needed_collator.decode([sample for _, sample in samples])
+        except SampleError as error:
+            place, (shard, at) = None if error.index is None else samples[error.index][0], self._where(row)
+            detail = f"{error.detail} (row {at} of {self.path / self.manifest.shards[shard].file})"
+            raise SampleError(detail, index=place, reason=error.reason, sample_id=error.sample_id) from error
+        assert isinstance(packed, PackedRow), "the collator packs"
+        return packed
+
+    def measured(self, row: SupportsIndex) -> tuple[Encoded, ...]:
+        """Return the samples of a row without their images: token ids, labels, grids. Needs no processor.
+
+        Raises:
+            IndexError: there is no such row.
+            ConfigError: a file is damaged.
+        """
+        return tuple(sample for _, sample in self._read(row, without=MEDIA))
+
+    def segments(self, row: SupportsIndex) -> Segments:
+        """Return the boundaries of the samples of a row; raises as `measured`."""
+        return Segments.from_lengths([sample.num_tokens for sample in self.measured(row)], self.slots)
+
+    def tree(self, row: SupportsIndex) -> PrefixTree | None:
+        """Return the prefix tree of a row, without its pixels; None: its samples share nothing. Needs no processor.
+
+        Raises:
+            IndexError: there is no such row.
+            ConfigError: a file is damaged.
+        """
+        if self.share_prefixes is None:
+            return None
+        limits = DEFAULT_LIMITS if self.collator is None else self.collator.limits
+        least = self.share_prefixes.min_shared
+        return tree_of([sample for _, sample in self._read(row)], limits=limits, min_shared=least)
+
+    def collate(self, rows: Sequence[dict[str, Any]] | dict[str, Any]) -> dict[str, Any]:
+        """Return the one row of a list, or a step of loss 0 for an empty list: the `collate_fn` of a loader of rows.
+
+        A loader with `batch_size=None` gives a row by itself, which is returned as it is.
+
+        Raises:
+            ConfigError: several rows; a row is a whole batch.
+        """
+        if not isinstance(rows, dict) and len(rows) > 1:
+            remedy = "per_device_train_batch_size=1 (or DataLoader(batch_size=None)) and accumulate gradients instead"
+            raise ConfigError(f"{len(rows)} rows were put into one batch, and each is a batch by itself: set {remedy}")
+        return rows if isinstance(rows, dict) else rows[0] if rows else self._needed_collator([])
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Plan each row as one sample: for `PackedBatchSampler(dataset.plan, ranks=..., remainder="empty")`.
+
+        A row is as long as what it computes, shared prefixes once.
+        """
+        packed, rows = self.manifest.load_plan(self.path), np.arange(len(self))
+        lengths, capacity = packed.tree_tokens, max(packed.capacity, int(packed.tree_tokens.max()))
+        return Plan.from_assignment(rows, lengths=lengths, capacity=capacity)
+
+    @property
+    def _needed_collator(self) -> VLMCollator:
+        if self.collator is None:
+            raise ConfigError(f"the rows of {self.path} need the processor: PackedDataset(path, processor)")
+        return self.collator
+
+    def _collator(self, processor: Any, settings: Mapping[str, Any]) -> VLMCollator:
+        if wrong := [name for name in DECIDED if name in settings]:
+            raise ConfigError(f"{', '.join(wrong)}: decided when the rows were packed; pack again to change that")
+        decided = {"layout": "packed", "slots": self.slots, "share_prefixes": self.share_prefixes or False}
+        decided["vocab_size"] = self.manifest.processor["tokens"]["vocab_size"]
+        decided["sampling"] = FrameSampling(**self.manifest.settings["collator"]["sampling"])
+        collator = VLMCollator(processor, **decided, **settings)
+        if lines := list(differences(self.manifest.processor, fingerprint(collator))):
+            fault = f"{self.path} was packed with another processor: {'; '.join(lines)}"
+            raise ConfigError(f"{fault}. Give that one, or pack again")
+        return collator
+
+    def _slot_rule(self, *, pad_to_max_length: bool, pad_cu_seqlens: bool) -> SlotRule:
+        """Return the rule by which samples lie in the rows.
+
+        Raises:
+            ConfigError: the settings contradict each other, or what the rows were planned for.
+        """
+        sizes, capacity = self.manifest.sizes, self.manifest.capacity
+        if self.share_prefixes is not None and (pad_to_max_length or pad_cu_seqlens):
+            fault = "the rows share prefixes: what they compute is shorter than they are, and has no fixed size"
+            raise ConfigError(f"{fault}: leave pad_to_max_length and pad_cu_seqlens out, or pack without sharing")
+        if pad_cu_seqlens and not pad_to_max_length:
+            fault = "pad_cu_seqlens=True is for CUDA graphs, which need rows of a fixed width too"
+            raise ConfigError(f"{fault}: set pad_to_max_length=True")
+        if pad_to_max_length and sizes.longest_row > capacity:
+            fault = f"pad_to_max_length=True pads rows to {capacity} tokens, but the longest has {sizes.longest_row}"
+            raise ConfigError(f"{fault} (oversize='own_row'). Pack again with oversize='drop', or a larger capacity")
+        fixed = {"pad_to": capacity if pad_to_max_length else None}
+        fixed["max_segments"] = sizes.most_segments if pad_cu_seqlens else None
+        return SlotRule(**{**self.manifest.settings["collator"]["slots"], **fixed})
+
+    def _read(self, row: SupportsIndex, *, without: Sequence[str] = ()) -> list[tuple[int, Encoded]]:
+        """Return (place in the data set, sample) of every sample of a row."""
+        number, at = self._where(row)
+        shard, key, tokens = self.manifest.shards[number], (os.getpid(), number), self.manifest.processor["tokens"]
+        with _reading(f"row {at} of {self.path / shard.file}"):
+            file = self._files.pop(key, None) or _opened(self.path, shard)
+            self._files[key] = file
+            if len(self._files) > MOST_OPEN:
+                del self._files[next(iter(self._files))]
+            columns = [name for name in file.schema_arrow.names if name not in without]
+            table = file.read_row_group(at, columns=columns, use_threads=False)
+            return _samples_of(table, (tokens["image_token_id"], tokens["video_token_id"]))
+
+    def _where(self, row: SupportsIndex) -> tuple[int, int]:
+        """Return the number of the shard of a row, and the row's number in there."""
+        at = index(row)
+        if not -len(self) <= at < len(self):
+            raise IndexError(f"row {at} of {len(self)}")
+        shard = bisect_right(self._starts, at % len(self)) - 1
+        return shard, at % len(self) - self._starts[shard]
