@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from vlmpack import PackedTrainer, VLMCollator, enable_packing, plan_bins
 from vlmpack.context_parallel import Parallel
 from vlmpack.data import load_processor, open_dataset
-from vlmpack.store import measure_lengths
+from vlmpack.lengths import measure_lengths
 from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

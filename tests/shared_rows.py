@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,7 +61,9 @@ class Case:
 
     def row(self, model: Any, *, metadata: bool = False) -> PackedRow:
         samples = mixed_samples(model.config, seed=4, kinds=self.kinds)
-        row = pack(padded(samples, metadata=metadata), rule=SlotRule(multiple=self.multiple, row_multiple=WORLD))
+        batch = padded(samples, metadata=metadata)
+        batch = replace(batch, loss_weights=0.5 + batch.input_ids % 4 / 2)
+        row = pack(batch, rule=SlotRule(multiple=self.multiple, row_multiple=WORLD))
         assert row.shift_labels is not None
         row.shift_labels[:, int(self.learnt * row.segments.total) :] = IGNORE
         return row

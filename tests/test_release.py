@@ -40,13 +40,6 @@ def _grpo() -> None:
     from vlmpack.trainer import PackedGRPOTrainer  # noqa: F401
 
 
-def _stream() -> None:
-    from vlmpack import PackedStream, PackedTrainer
-
-    trainer: Any = PackedTrainer.__new__(PackedTrainer)
-    trainer._stream_loader(PackedStream.__new__(PackedStream))
-
-
 def _parquet() -> None:
     from vlmpack.data import open_dataset
 
@@ -84,7 +77,6 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     "data": (_parquet, "datasets"),
     "plots": (_plots, "matplotlib"),
     "rl": (_grpo, "trl"),
-    "stream": (_stream, "torchdata"),
     "ray": (_ray, "ray"),
     "megatron": (_megatron, "megatron"),
     "video": (_video, "av"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,40 @@ def collator(layout: str, **more: Any):
         return {**(pack(batch) if layout == "packed" else batch).to_hf(), **more}
 
     return collate
+
+
+def weights_of(input_ids: torch.Tensor) -> torch.Tensor:
+    """A weight of each label, by its token."""
+    return 0.5 + input_ids % 4 / 2
+
+
+def channel_of(sample: Sample) -> str:
+    """The data set of a sample, by its length."""
+    return "long" if len(sample["input_ids"]) > 30 else "short"
+
+
+def weighing(layout: str):
+    """The same as `collator` with weights of labels and the samples' channels."""
+
+    def collate(features: Sequence[Sample]) -> dict[str, Any]:
+        batch = padded(features)
+        metadata = replace(batch.metadata, channels=tuple(map(channel_of, features)))
+        batch = replace(batch, loss_weights=weights_of(batch.input_ids), metadata=metadata)
+        return (pack(batch) if layout == "packed" else batch).to_hf()
+
+    return collate
+
+
+def loss_alone(model: Any, samples: Sequence[Sample], loss: str) -> torch.Tensor:
+    """The weighted loss as it is written down, of every sample alone through an untouched model."""
+    total, items = torch.zeros(()), 0.0
+    for sample in samples:
+        logits = model(**{**alone(sample), "labels": None}).logits[0].float()
+        losses = F.cross_entropy(logits[:-1], sample["labels"][1:], reduction="none")
+        count = int((sample["labels"][1:] != -100).sum())
+        factor = {"token": 1, "sample": 1 / max(count, 1), "square": max(count, 1) ** -0.5}[loss]
+        total, items = total + factor * (weights_of(sample["input_ids"])[1:] * losses).sum(), items + factor * count
+    return total / items
 
 
 def receipts(model: Any, *, seed: int = 3, kinds: Sequence[Any] = KINDS) -> list[Sample]:
@@ -170,6 +204,12 @@ def loss_sums(model: Any, samples: Sequence[Sample]) -> tuple[torch.Tensor, torc
         sums.append(F.cross_entropy(logits[:-1], sample["labels"][1:], reduction="sum"))
         counts.append(int((sample["labels"][1:] != -100).sum()))
     return torch.stack(sums), torch.tensor(counts)
+
+
+def losses_alone(model: Any, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same without a graph."""
+    with torch.no_grad():
+        return loss_sums(model, samples)
 
 
 def descend(model: Any, samples: Sequence[Sample], *, size: int, steps: int, rate: float = 0.1) -> Run:

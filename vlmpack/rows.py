@@ -282,13 +282,14 @@ def _record(samples: Sequence[Encoded], places: Sequence[int], digests: Sequence
     media: dict[str, dict[Any, int]] = {kind: {} for kind in MEDIA}  # content -> its number in the row
     described = []
     for sample, place, digest in zip(samples, places, digests, strict=True):
-        about: dict[str, Any] = {"index": place, "digest": digest}
+        weights = [] if sample.weights is None else sample.weights.tolist()
+        about: dict[str, Any] = {"index": place, "digest": digest, "channel": sample.channel, "weights": weights}
         try:
             for kind in MEDIA:
                 about[kind] = [_describe(visual, kind, media[kind], collator) for visual in getattr(sample, kind)]
         except ImageError as error:
             raise SampleError(error.detail, index=place, reason=error.reason, sample_id=sample.sample_id) from error
-        described.append({name: value for name, value in about.items() if value != []})
+        described.append({name: value for name, value in about.items() if value not in (None, [])})
     return {
         "input_ids": np.concatenate([sample.input_ids for sample in samples]).astype(np.int32),
         "labels": np.concatenate([sample.labels for sample in samples]).astype(np.int32),
@@ -349,6 +350,8 @@ def _samples_of(table: Any, media_ids: tuple[int, int]) -> list[tuple[int, Encod
     for (start, stop), name, about in zip(pairwise(bounds.tolist()), names, described, strict=True):
         columns: dict[str, Any] = {column: values[start:stop] for column, values in arrays.items()}
         columns |= {kind: tuple(_visual(each, media[kind]) for each in about.get(kind, ())) for kind in MEDIA}
+        weights = np.asarray(about["weights"], np.float32) if "weights" in about else None
+        columns |= {"weights": weights, "channel": about.get("channel")}
         samples.append((about["index"], Encoded(**columns, sample_id=json.loads(name))))
     return samples
 

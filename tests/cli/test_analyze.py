@@ -116,7 +116,7 @@ def test_it_prints_lengths_and_a_recipe_and_a_folder_gets_the_numbers_and_a_pict
         (["--strategy", "typo"], "Invalid value for '--strategy'"),
         (["--overlength", "drp"], "Invalid value for '--overlength'"),
         (["--overlength", "drop"], "vlmpack: overlength='drop' needs max_length=, the most tokens"),
-        (["--split", "test"], "a JSON file, which is one split, whatever it is called"),
+        (["--split", "test"], "is one split, whatever it is called"),
         (["--image-root", "nowhere"], "vlmpack: image_root='nowhere' is no folder"),
         (["--add-stop", "<stop>"], "add_stop='<stop>' is no special token of the tokenizer"),
         (["--out", "chats.jsonl/below"], "vlmpack: --out chats.jsonl/below cannot be a folder ("),

@@ -17,8 +17,8 @@ from vlmpack.cli import app
 from vlmpack.cli.config import ELSEWHERE, UNUSED, all_keys
 from vlmpack.cli.train import memory_of
 from vlmpack.data import load_processor, open_dataset
+from vlmpack.lengths import measure_lengths
 from vlmpack.machine import peak_bytes
-from vlmpack.store import measure_lengths
 from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
 
 CHATS = ("model=tiny", "data=chats.jsonl", "capacity=300", "on_bad=skip", "--quiet")

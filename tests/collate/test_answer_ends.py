@@ -141,7 +141,7 @@ def test_none_is_added_where_the_last_message_is_no_answer_that_is_learnt(family
 def test_what_is_cut_off_takes_its_end_with_it():
     processor = tiny_processor("glm4v")
     one = VLMCollator(processor)([{"messages": TALK[:2]}])["input_ids"].shape[1]
-    cut = VLMCollator(processor, add_stop="<|user|>", max_length=one + 1, overlength="truncate")([{"messages": TALK}])
+    cut = VLMCollator(processor, add_stop="<|user|>", max_length=one, overlength="truncate")([{"messages": TALK}])
     assert learnt(processor, cut["labels"]) == "It is 4"
 
 

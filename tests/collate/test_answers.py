@@ -1,10 +1,15 @@
 """What is learnt of a conversation whose template is not ChatML: the answers, their end included."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from chats import BEYOND, CHATTING, SHOWN, fast_and_slow, learnt, needs, picture
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vlmpack.collate import VLMCollator
+from vlmpack.collate.conversation import read_conversation
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.testing import tiny_processor
 
@@ -96,6 +101,39 @@ def test_an_answer_after_a_picture_lies_where_the_picture_s_tokens_end():
     assert learnt_of(family, messages, images=pictures) == expected(family, "Both", "It too")
 
 
+# ---------------------------------------------------------------------- any texts
+
+WORDS = st.sampled_from(["4", "a", "user", "model", "assistant", 'It\'s "so"', "{}", "x\ny", "probe 1:", "\\n"])
+SAID = st.tuples(st.sampled_from(["", " ", "\n\n"]), WORDS, st.sampled_from(["", "  ", "\n"])).map("".join)
+WITHOUT_MARKS = [family for family in SHOWN if family not in MARKED and family not in NEXT_TURN]
+
+
+def added(processor, messages, at):
+    """What an answer adds to the text before it, by writing the conversation turn by turn."""
+    write = partial(processor.apply_chat_template, tokenize=False)
+    question, whole = write(messages[:at], add_generation_prompt=True), write(messages)
+    answer = write(messages[: at + 1])
+    assert whole.startswith(answer)
+    assert answer.startswith(question)
+    return len(question), len(answer.rstrip())
+
+
+@pytest.mark.parametrize("family", WITHOUT_MARKS)
+@given(texts=st.lists(SAID, min_size=2, max_size=6))
+def test_answers_lie_where_they_lie_turn_by_turn_whatever_texts_say(family, texts):
+    processor = tiny_processor(family)
+    texts = texts[: len(texts) // 2 * 2]
+    roles = ("user", "assistant") * len(texts)
+    rows = [
+        {"role": role, "content": [{"type": "text", "text": text}]} for role, text in zip(roles, texts, strict=False)
+    ]
+    encoder = VLMCollator(processor)._encoder
+    conversation = read_conversation({"messages": rows})
+    found = encoder._template.answers(conversation, encoder._template.render(conversation))
+    assert found == [added(processor, rows, at) for at in range(1, len(rows), 2)]
+    assert found
+
+
 # ---------------------------------------------------------------------- refused
 
 
@@ -105,24 +143,23 @@ def refusal(messages, template, *, family="internvl", **settings):
     return str(caught.value)
 
 
-def test_a_template_that_writes_a_turn_otherwise_when_others_follow_is_refused_by_name():
-    forgetful = (
+UNCLEAR = {
+    "messages[1]": ("{% if not loop.last %}{{ 'once said ' }}{% endif %}", ""),
+    "messages[:1] and its prompt": ("", "in short: "),
+}
+"""What a template writes otherwise than alone, by what it writes before an answer, and where it asks for one."""
+
+
+@pytest.mark.parametrize(("written", "before", "prompt"), [(name, *texts) for name, texts in UNCLEAR.items()])
+def test_a_template_that_begins_an_answer_otherwise_than_it_asks_for_it_is_refused_by_name(written, before, prompt):
+    template = (
         "{% for message in messages %}{{ '<|im_start|>' + message['role'] + ':' }}"
-        "{% if message['role'] == 'assistant' and not loop.last %}{{ 'once said ' }}{% endif %}"
-        "{{ message['content'] }}{{ '<|im_end|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant:' }}{% endif %}"
+        "{% if message['role'] == 'assistant' %}" + before + "{% endif %}{{ message['content'] + '<|im_end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant:" + prompt + "' }}{% endif %}"
     )
-    message = refusal([ASK, say("4"), ASK, say("5")], forgetful)
-    assert "writes messages[:2] otherwise alone than before other messages" in message
-    assert "tokens are the answer of messages[1]" in message
-
-
-def test_a_template_whose_prompt_is_no_beginning_of_an_answer_is_refused():
-    thinking = (
-        "{% for message in messages %}{{ message['role'] + ':' + message['content'] + '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant:<think>' }}{% endif %}"
-    )
-    assert "writes messages[:1] and its prompt otherwise" in refusal([ASK, say("4")], thinking)
+    message = refusal([ASK, say("4"), ASK, say("5")], template)
+    assert f"the chat template writes {written} otherwise alone than before other messages" in message
+    assert "it is not known which tokens are messages[1]" in message
 
 
 def test_a_template_that_marks_other_turns_than_answers_is_refused():

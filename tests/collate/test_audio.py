@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
+import wave
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +17,7 @@ from cases import slow
 from PIL import Image
 from transformers import Qwen2_5OmniConfig, Qwen3OmniMoeConfig
 
+from vlmpack.cli.inputs import named_processor
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.conversation import read_conversation
 from vlmpack.data import load_processor, open_dataset
@@ -108,7 +113,8 @@ def test_measured_and_tokenised_samples_are_the_same_batch(family: str) -> None:
 @pytest.mark.parametrize("family", [CONVOLVED, *slow(POOLED)])
 def test_a_row_of_the_collator_is_its_padded_batch_packed_and_goes_through_the_model(family: str) -> None:
     processor = processor_of(family)
-    features = [whole(family)[0], {"messages": messages()}, {"messages": messages(heard(30_000, seed=3))}]
+    clip = {"type": "video", "video": [picture()] * 4, "sample_fps": 1.0}
+    features = [whole(family)[0], {"messages": messages()}, {"messages": messages(heard(30_000, seed=3), clip, clip)}]
     row = VLMCollator(processor, layout="packed").collate(features)
     batch = VLMCollator(processor).collate(features)
     assert isinstance(batch, PaddedBatch)
@@ -120,6 +126,26 @@ def test_a_row_of_the_collator_is_its_padded_batch_packed_and_goes_through_the_m
         model(**{n: x for n, x in each.items() if n not in ("vlmpack", "mm_token_type_ids")}).loss for each in alone
     ]
     torch.testing.assert_close(PackedStep(model)(row).sample_losses, torch.stack(losses).detach(), rtol=1e-5, atol=0)
+
+
+@each_family
+def test_a_video_is_written_where_the_whole_processor_writes_it(family: str) -> None:
+    """Its patches are those of Qwen2-VL's video processor, which `test_video_files` compares."""
+    processor, clip = copy.copy(processor_of(family)), {"type": "video", "video": [picture()] * 4, "sample_fps": 1.0}
+    batch = VLMCollator(processor)([{"messages": messages(clip, heard(9_000))}])
+
+    class Clips:
+        temporal_patch_size, merge_size = 2, processor.image_processor.merge_size
+
+        def __call__(self, videos: Any, **_: Any) -> dict[str, Any]:
+            return {name: batch[name] for name in ("pixel_values_videos", "video_grid_thw")}
+
+    processor.video_processor = Clips()
+    text = processor.apply_chat_template(messages({"type": "video"}, {"type": "audio"}), tokenize=False)
+    frames = [np.zeros((4, 120, 90, 3), np.uint8)]
+    made = processor(text=[text], videos=frames, audio=[sound(9_000)], fps=1.0, return_tensors="pt")
+    assert torch.equal(batch["input_ids"], made["input_ids"])
+    assert batch["video_second_per_grid"].tolist() == [float(s) for s in made["video_second_per_grid"]] == [2.0]
 
 
 @pytest.mark.parametrize(
@@ -139,6 +165,35 @@ def test_arrays_of_every_kind_are_the_same_audio(audio: dict[str, Any]) -> None:
     assert torch.equal(found["input_features"], expected["input_features"])
 
 
+def wav(array: np.ndarray, *, rate: int = RATE) -> bytes:
+    """[n, channels] of 16-bit numbers in a file."""
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((array.shape[1], 2, rate, 0, "NONE", ""))
+        file.writeframes(array.astype("<i2").tobytes())
+    return buffer.getvalue()
+
+
+def test_a_file_is_the_audio_that_its_numbers_are(tmp_path: Path) -> None:
+    """Two channels are averaged, and another rate is resampled."""
+    pytest.importorskip("av", reason="waits for PyAV (extra [video])")
+    levels = (sound(9_000) * 32768).round().clip(-32768, 32767)
+    collator = VLMCollator(processor_of(POOLED))
+    expected = collator([{"messages": messages({"type": "audio", "audio": levels.astype(np.float32) / 32768})}])
+    (tmp_path / "dog.wav").write_bytes(data := wav(levels[:, None]))
+    (tmp_path / "two.wav").write_bytes(wav(np.stack([levels, levels], 1)))
+    row = {"messages": messages({"type": "audio"}), "audio": "dog.wav"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    for source in (data, str(tmp_path / "two.wav"), {"bytes": data, "path": None}):
+        found = collator([{"messages": messages({"type": "audio", "audio": source})}])
+        assert torch.equal(found["input_features"], expected["input_features"])
+    assert torch.equal(collator([open_dataset(tmp_path / "rows.jsonl")[0]])["input_ids"], expected["input_ids"])
+    slow = {"type": "audio", "audio": wav(levels[:, None], rate=RATE // 2)}
+    assert collator.measure({"messages": messages(slow)}).audios[0].runs == (
+        collator.measure({"messages": messages(heard(18_000))}).audios[0].runs
+    )
+
+
 def test_a_column_holds_audio_for_placeholders_or_for_the_first_question() -> None:
     collator = VLMCollator(processor_of(POOLED))
     expected = collator([{"messages": messages(heard(9_000))}])
@@ -150,7 +205,9 @@ def test_a_column_holds_audio_for_placeholders_or_for_the_first_question() -> No
 
 
 REFUSED = {
-    "a path": (messages({"type": "audio", "audio": "dog.wav"}), "audio_source", "audio 0 is a str; give an array"),
+    "no file": (messages({"type": "audio", "audio": "a.wav"}), "audio_missing", "there is no audio file at 'a.wav'"),
+    "no audio": (messages({"type": "audio", "audio": b"RIFF"}), "audio_undecodable", "audio 0: libav cannot read it"),
+    "a number": (messages({"type": "audio", "audio": 5}), "audio_source", "audio 0 is a int; give a file, an array"),
     "two channels": (
         messages({"type": "audio", "audio": sound(9_000).reshape(2, -1)}),
         "audio_source",
@@ -174,11 +231,6 @@ REFUSED = {
     ),
     "too short": (messages(heard(300)), "audio_source", "has 300 samples, too few for one token"),
     "no source": (messages({"type": "audio"}), "media_count_mismatch", "1 audio placeholder"),
-    "a video": (
-        messages({"type": "video", "video": [picture()] * 2}),
-        "no_video",
-        "tokenise it with the processor",
-    ),
     "a reserved token": (
         messages({"type": "text", "text": "<|AUDIO|>"}),
         "reserved_token_in_text",
@@ -257,7 +309,8 @@ def test_a_processor_that_was_saved_makes_the_same_batch(family: str, tmp_path: 
     check_equal(VLMCollator(load_processor(tmp_path))([sample]), made)
     whole_model = {POOLED: Qwen2_5OmniConfig, CONVOLVED: Qwen3OmniMoeConfig}[family]
     whole_model().save_pretrained(tmp_path)  # as in the released checkpoints, which hold the talker too
-    check_equal(VLMCollator(load_processor(tmp_path))([sample]), made)
+    for loaded in (load_processor(tmp_path), named_processor(str(tmp_path))):
+        check_equal(VLMCollator(loaded)([sample]), made)
 
 
 def test_a_measured_sample_whose_longest_audio_was_cut_off_is_decoded_as_it_is_collated() -> None:
@@ -329,8 +382,8 @@ def test_turns_of_from_and_value_and_plain_prompts_have_the_same_places() -> Non
         collator.measure({"messages": [{"role": "user", "content": "<audio><audio>"}, asked[1]], "audios": [sound(9)]})
 
 
-def test_audio_of_files_of_data_sets_stands_in_its_place(tmp_path: Any) -> None:
-    """Files of audio are refused later, as audio is read from arrays alone; markers are places."""
+def test_audio_of_files_of_data_sets_stands_in_its_place(tmp_path: Path) -> None:
+    """Their paths start at its folder; markers are places."""
     turns = [{"role": "user", "content": "<audio>What is it?"}, {"role": "assistant", "content": "A dog."}]
     (tmp_path / "demo.json").write_text(json.dumps([{"messages": turns, "audios": ["demo/1.mp3"]}]))
     tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
@@ -342,6 +395,6 @@ def test_audio_of_files_of_data_sets_stands_in_its_place(tmp_path: Any) -> None:
     caption = open_dataset(tmp_path / "rows.jsonl")[0]
     read, captioned = (read_conversation(sample, has_audio=True) for sample in (demo, caption))
     assert read.messages[0]["content"] == [PART, {"type": "text", "text": "What is it?"}]
-    assert [ref.source for ref in read.audios] == ["demo/1.mp3"]
+    assert [ref.source for ref in read.audios] == [str(tmp_path / "demo/1.mp3")]
     assert captioned.messages == ({"role": "user", "content": [PART]}, {"role": "assistant", "content": "A dog."})
     assert [ref.source for ref in captioned.audios] == [[0.25, 0.5]]

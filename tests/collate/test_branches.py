@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from chats import chat, picture, processor_of
+from chats import chat, learnt, picture, processor_of
 
 from vlmpack.collate import SharePrefixes, VLMCollator
 from vlmpack.collate.conversation import read_conversation
@@ -85,8 +85,8 @@ def test_videos_go_with_their_question():
 def test_an_answer_that_is_not_learnt_is_not_learnt_alone_either():
     record = dialogue("Q0", "A0", "Q1", "A1")
     record["messages"][3]["weight"] = 0
-    learnt = [read_conversation(branch).trained_turns for branch in branch_turns(record)]
-    assert learnt == [(True,), (False,)]
+    weights = [read_conversation(branch).turn_weights for branch in branch_turns(record)]
+    assert weights == [((("", 1),),), ((("", 0),),)]
 
 
 def test_a_branch_is_the_sample_of_that_question_alone():
@@ -105,9 +105,37 @@ def test_a_branch_is_the_sample_of_that_question_alone():
     assert (row.tree.parents, row.tree.images) == ((-1, 0, 0), (0,))
 
 
+def test_an_answer_with_all_before_it_is_the_conversation_that_ends_there():
+    record = dialogue([image(FIRST), say("Q0")], "A0", "Q1", "A1", [say("Q2"), image(SECOND)], "A2", id="r")
+    collator = VLMCollator(processor_of(), train_on="last")
+    exploded = branch_turns(record, branches="answers")
+    for number, sample in enumerate(exploded):
+        alone = collator([{"messages": record["messages"][: 2 * number + 2]}])
+        batch = VLMCollator(processor_of())([sample])
+        assert sample["id"] == f"r/{number}"
+        assert all(batch[name].equal(alone[name]) for name in ("input_ids", "labels", "pixel_values"))
+        assert learnt(processor_of(), batch["labels"]) == f"A{number}<|im_end|>"
+    assert len(exploded) == 3
+
+
+def test_only_the_last_answer_is_trained_on():
+    processor = processor_of()
+    record = dialogue("Q0", "A0", "Q1", "A1", "Q2")
+    flagged = {"messages": [*record["messages"][:3], {**record["messages"][3], "weight": 0}]}
+    every, last = VLMCollator(processor), VLMCollator(processor, train_on="last")
+    ids = every.collate([record]).input_ids
+    for sample in (record, {"input_ids": ids[0].tolist()}):
+        labels = last.collate([sample]).labels
+        assert learnt(processor, labels) == "A1<|im_end|>"
+        assert learnt(processor, every.collate([sample]).labels) == "A0<|im_end|>A1<|im_end|>"
+    with pytest.raises(SampleError, match="none of its"):
+        last.collate([flagged])
+
+
 @pytest.mark.parametrize(
     ("feature", "fault"),
     [
+        ({**dialogue("Q0", "A0"), "answer_turn": 1}, "its answer_turn is 1, but it has 1 answers, counted from 0"),
         ({**dialogue("Q0", "A0"), "branch_turn": 1}, "its branch_turn is 1, but it has 1 questions"),
         ({**dialogue("Q0", "A0"), "branch_turn": -1}, "its branch_turn is -1"),
         ({**dialogue("Q0", "A0"), "branch_turn": "0"}, "its branch_turn is '0'"),
@@ -126,8 +154,9 @@ def test_other_conversations_are_refused(feature, fault):
 
 
 def test_tokenised_samples_have_no_questions_to_tell_apart():
-    with pytest.raises(SampleError, match="input_ids and branch_turn"):
-        VLMCollator(processor_of()).collate([{"input_ids": [1, 2, 3], "branch_turn": 0}])
+    for column in ("branch_turn", "answer_turn"):
+        with pytest.raises(SampleError, match=f"input_ids and {column}"):
+            VLMCollator(processor_of()).collate([{"input_ids": [1, 2, 3], column: 0}])
 
 
 def test_a_column_of_notes_named_texts_is_no_conversation():

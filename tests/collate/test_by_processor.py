@@ -191,10 +191,16 @@ def test_both_paths_encode_a_qwen_sample_alike(family, train_on, count):
     feature["messages"].insert(0, {"role": "system", "content": "Be short."})
     feature["messages"][2]["content"] = "\n\nThe total\n is 75,000.  "
     feature["messages"][4]["weight"] = 0
+    if train_on == "assistant":
+        texts = [{"type": "text", "text": "It is", "weight": 0.5}, {"type": "text", "text": " 4. ", "weight": 2}]
+        feature["messages"][6]["content"] = texts
     paths = by_either_path(family, feature, train_on=train_on)
     quick, whole = (path.encode(feature) for path in paths)
     assert quick.input_ids.tolist() == whole.input_ids.tolist()
     assert quick.labels.tolist() == whole.labels.tolist()
+    if train_on == "assistant":
+        assert quick.weights.tolist() == whole.weights.tolist()
+        assert {0.5, 2} < {*quick.weights[quick.labels >= 0].tolist()}
     assert quick.types.tolist() == whole.types.tolist()
     assert [image.grid for image in quick.images] == [image.grid for image in whole.images]
     assert len(whole.images) == count

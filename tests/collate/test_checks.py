@@ -186,11 +186,17 @@ SPOILED: dict[str, tuple[Callable[[Sample], Sample], str, str]] = {
         f"{value} in {name}": (
             lambda sample, name=name, value=value: {**sample, name: put(3, value)(sample["input_ids"] * 0 + 1)},
             "bad_mask",
-            f"{name} holds other values than 0 and 1; weights of targets are no mask",
+            f"{name} holds other values than 0 and 1; weights belong in loss_weights",
         )
         for name in ("completion_mask", "assistant_masks", "loss_mask")
         for value in (2, -1)
     },
+    "weights of other tokens": (without(loss_weights=[1.0]), "bad_shape", "loss_weights covers 1 tokens but input_ids"),
+    "a weight below 0": (
+        lambda sample: {**sample, "loss_weights": put(3, -1)(sample["input_ids"] * 0 + 1)},
+        "bad_mask",
+        "loss_weights holds -1.0; a weight is a number from 0",
+    ),
 }
 
 
@@ -236,6 +242,9 @@ def test_the_masks_of_a_tokenised_sample_say_what_is_trained_on(has_labels: bool
         labels = ENCODER.encode({**plain, **given, name: mask}).labels
         assert labels.tolist() == [-100] * (count - 2) + plain["input_ids"].tolist()[-2:]
         assert ENCODER.encode({**plain, name: torch.tensor(mask, dtype=torch.bool)}).num_targets == 2
+    weighed = ENCODER.encode({**plain, **given, "loss_weights": [0.0] * (count - 2) + [1, 0.5]})
+    assert weighed.labels.tolist() == labels.tolist()
+    assert weighed.weights[-2:].tolist() == [1, 0.5]
 
 
 def test_lists_arrays_and_batches_of_one_are_taken_as_well() -> None:

@@ -224,7 +224,7 @@ WRONG = {
     "lists in lists": (chat(tools=nested(100_000)), "bad_row", "it is nested too deeply to be read"),
     "a name of lists in lists": (chat(id=nested(100_000)), "bad_row", "it is nested too deeply to be read"),
     "too large": (Broken(MemoryError("no 9 GB")), "out_of_memory", "the memory does not suffice for it (no 9 GB)"),
-    "an error of its own": (Broken(KeyError("shard 3")), "unexpected", "KeyError: 'shard 3' (conversation.py, line "),
+    "an error of its own": (Broken(KeyError("shard 3")), "unexpected", "KeyError: 'shard 3' (encode.py, line "),
 }
 
 
@@ -286,8 +286,8 @@ def test_it_can_be_pickled():
     ("settings", "message"),
     [
         ({"layout": "flat"}, "layout must be one of padded, packed, got 'flat'"),
-        ({"overlength": "cut"}, "overlength must be one of error, drop, truncate, got 'cut'"),
-        ({"train_on": "user"}, "train_on must be one of assistant, all, got 'user'"),
+        ({"overlength": "cut"}, "overlength must be one of error, drop, truncate, truncate_start, got 'cut'"),
+        ({"train_on": "user"}, "train_on must be one of assistant, last, all, got 'user'"),
         ({"on_bad": "ignore"}, "on_bad must be one of raise, skip, got 'ignore'"),
         (
             {"slots": SlotRule()},

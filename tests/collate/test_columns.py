@@ -23,8 +23,6 @@ DROPPED = "set TrainingArguments(remove_unused_columns=False)"
         ({"images": [0], "id": 5}, "TRL's trainers keep only messages, prompt, completion, image and images"),
         ({"image_id": 5}, DROPPED),
         ({"labels": [1]}, DROPPED),
-        ({"image": 0, "ground_truth": "{}"}, "receipts as CORD has them: make a conversation of each with "
-         "vlmpack.data.to_conversation, or let open_dataset read them"),
         ({"prompt": "a", "completon": "b"}, "'completon': did you mean 'completion'? Rename the column"),
         ({"Message": []}, "'Message': did you mean 'messages'?"),
         ({"prompt": "a"}, "A prompt comes with its completion: give both"),

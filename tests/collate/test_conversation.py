@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -508,23 +509,24 @@ def test_an_answer_may_say_that_it_is_not_trained_on(flag: tuple[str, Any]) -> N
     assert trained_text(two_answers(first=flag)) == "six<|im_end|>"
     assert trained_text(two_answers(second=flag)) == "four<|im_end|>"
     turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "a", **dict([flag])}]
-    assert read_conversation({"conversations": [*turns, {"from": "gpt", "value": "b"}]}).trained_turns == (False, True)
+    row = read_conversation({"conversations": [*turns, {"from": "gpt", "value": "b"}]})
+    assert row.turn_weights == ((("", 0),), (("", 1),))
 
 
 @pytest.mark.parametrize("flag", ON)
 def test_or_that_it_is(flag: tuple[str, Any]) -> None:
     row = read_conversation(two_answers(flag, flag))
     assert row == read_conversation(two_answers())
-    assert row.trained_turns is None
+    assert row.turn_weights is None
     assert {key for message in row.messages for key in message} == {"role", "content"}
 
 
 def test_only_the_completion_is_trained_on_and_flags_do_not_bring_its_prompt_back() -> None:
     row = read_conversation({"prompt": [user("1"), says("2"), user("3")], "completion": [says("4")]})
-    assert row.trained_turns == (False, True)
+    assert row.turn_weights == ((("", 0),), (("", 1),))
     turns = two_answers(second=("weight", 0))["messages"]
     row = read_conversation({"prompt": [user("?"), says("4", weight=1), user("?")], "completion": turns[1:]})
-    assert row.trained_turns == (False, True, False)
+    assert row.turn_weights == ((("", 0),), (("", 1),), (("", 0),))
 
 
 def test_training_on_everything_takes_them_too() -> None:
@@ -535,15 +537,56 @@ def test_training_on_everything_takes_them_too() -> None:
     assert caught.value.reason == "no_targets"
 
 
-@pytest.mark.parametrize("value", [2, -1, 0.5, "0", "false", [0], float("nan")])
-def test_another_value_of_a_flag_is_refused(value: Any) -> None:
-    assert f"messages[1].weight is {value!r}; a flag of a turn is" in refusal(two_answers(first=("weight", value)))[1]
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        *(([user("?"), says("4", weight=x)], f"].weight is {x!r}; a w") for x in (-1, "0", [0], float("nan"))),
+        *(([user("?"), says("4", train=x)], f"].train is {x!r}; a flag is true") for x in (2, 0.5, "false")),
+        ([user("?"), says("4", weight=0, train=True)], "has {'weight': 0, 'train': True}, which contradict"),
+        ([user("?"), says("4", weight=2, loss_scale=3)], "has {'weight': 2, 'loss_scale': 3}, which contradict"),
+        ([user("?"), says([{**text("4"), "weight": -2}])], "messages[1].content[0].weight is -2; a weight"),
+        ([user("?", weight=0.5), says("4")], "messages[0].weight is 0.5; only the assistant's turns have weights"),
+    ],
+)
+def test_a_weight_that_means_nothing_is_refused(messages: list[Any], said: str) -> None:
+    assert said in refusal({"messages": messages})[1]
 
 
-def test_flags_that_contradict_each_other_are_refused_and_those_of_other_turns_say_nothing() -> None:
-    said = refusal({"messages": [user("?"), says("4", weight=0, train=True)]})[1]
-    assert "messages[1] has {'weight': 0, 'train': True}, which contradict" in said
-    assert read_conversation({"messages": [user("?", weight=0.5), says("4")]}).messages == (user("?"), says("4"))
+def weighed(said: str, weight: Any, **more: Any) -> dict[str, Any]:
+    return {**text(said), "weight": weight, **more}
+
+
+END = "<|im_end|>"
+WEIGHED = {
+    "an answer": (says("It is 4.", weight=0.5), [(f"It is 4.{END}", 0.5)]),
+    "ms-swift's name": (says("It is 4.", loss_scale=3), [(f"It is 4.{END}", 3)]),
+    "texts of it": (says([{**text("5? "), "train": False}, weighed("No, 4.", 2)]), [(f" No, 4.{END}", 2)]),
+    "one without": (says([weighed("It is", 1), text(" 4.")], weight=0.5), [("It is", 1), (f" 4.{END}", 0.5)]),
+    "a token of two": (says([weighed("It i", 2), weighed("s 4.", 1)]), [("It", 2), (f" is 4.{END}", 1)]),
+    "blanks": (says([weighed(" It\n", 2), weighed("\n  is 4. ", 1)]), [(" It\n\n ", 2), (f" is 4. {END}", 1)]),
+}
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize(("answer", "expected"), WEIGHED.values(), ids=WEIGHED)
+def test_a_weight_comes_with_each_label(answer: dict[str, Any], expected: list[Any], layout: str) -> None:
+    batch = VLMCollator(processor_of(), layout=layout)([{"messages": [user("2 + 2?"), answer]}])
+    labels, weights = batch["labels"][0], batch.get("loss_weights")
+    if weights is None:  # of a row, as its targets
+        weights = batch["shift_weights"].roll(1, -1)
+    runs = groupby(zip(labels.tolist(), weights[0].tolist(), strict=True), key=lambda pair: (pair[0] >= 0, pair[1]))
+    read = [
+        (processor_of().tokenizer.decode([x for x, _ in run]), weight) for (is_label, weight), run in runs if is_label
+    ]
+    assert read == expected
+
+
+def test_a_weight_that_nothing_would_weigh_is_refused() -> None:
+    with pytest.raises(SampleError, match=r"has the weight 0\.5, but train_on='all' weighs every token"):
+        trained_text(two_answers(first=("weight", 0.5)), train_on="all")
+    around = says([weighed("4", 0), {"type": "image", "image": A}, weighed("4", 1)])
+    with pytest.raises(SampleError, match="the template does not write '44' once in it"):
+        trained_text({"messages": [user("2 + 2?"), around]})
 
 
 # ---------------------------------------------------------------------- answers without text

@@ -265,20 +265,30 @@ def test_a_whole_surrogate_pair_in_json_is_a_character():
     assert len(encode(chat(question=smile)).input_ids)
 
 
-def test_a_template_that_forgets_the_images_is_noticed():
-    template = CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "")
-    with pytest.raises(Refusal, match=r"its text has 0 image placeholder\(s\) '<\|image_pad\|>' for 1 image") as caught:
-        encoder(tiny_processor(chat_template=template)).encode(chat("?", "x", picture()))
-    assert caught.value.reason == "placeholder_mismatch"
+HEADER = "('reply' if loop.index > 2 else message['role']) + '\\n'"
+TEMPLATES = {
+    "placeholder_mismatch": (
+        CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", ""),
+        r"its text has 0 image placeholder\(s\) '<\|image_pad\|>' for 1 image",
+    ),
+    "template_error": (
+        "{{ raise_exception('Only user and assistant roles are supported!') }}",
+        r"cannot write its messages .*Only user and assistant roles are supported!",
+    ),
+    "turn_mismatch": (
+        CHAT_TEMPLATE.replace("message['role'] + '\\n'", HEADER),
+        r"wrote 1 .*assistant' turns for 2 assistant messages",
+    ),
+}
 
 
-def test_a_template_that_fails_is_one_sample_s_fault():
-    template = "{{ raise_exception('Only user and assistant roles are supported!') }}"
-    with pytest.raises(
-        Refusal, match=r"cannot write its messages .*Only user and assistant roles are supported!"
-    ) as caught:
-        encoder(tiny_processor(chat_template=template)).encode(chat())
-    assert caught.value.reason == "template_error"
+@pytest.mark.parametrize(("reason", "template", "fault"), [(name, *row) for name, row in TEMPLATES.items()])
+def test_a_template_that_forgets_images_or_headers_or_fails_is_noticed(reason, template, fault):
+    feature = chat("?", "x", picture())
+    feature["messages"] = [*feature["messages"], *chat()["messages"]]
+    with pytest.raises(Refusal, match=fault) as caught:
+        encoder(tiny_processor(chat_template=template)).encode(feature)
+    assert caught.value.reason == reason
 
 
 def test_a_template_without_chatml_is_a_mistake_of_the_setup_with_a_remedy():
@@ -289,16 +299,6 @@ def test_a_template_without_chatml_is_a_mistake_of_the_setup_with_a_remedy():
     with pytest.raises(ConfigError, match=seen):
         VLMCollator(tiny_processor(chat_template=template))([chat()])
     assert encoder(tiny_processor(chat_template=template), "all").encode(chat()).num_targets > 0
-
-
-def test_a_template_that_swallows_an_answer_s_header_is_noticed():
-    template = CHAT_TEMPLATE.replace(
-        "message['role'] + '\\n'", "('reply' if loop.index > 2 else message['role']) + '\\n'"
-    )
-    messages = chat()["messages"] * 2
-    with pytest.raises(Refusal, match=r"wrote 1 .*assistant' turns for 2 assistant messages") as caught:
-        encoder(tiny_processor(chat_template=template)).encode({"messages": messages})
-    assert caught.value.reason == "turn_mismatch"
 
 
 def test_a_processor_without_a_template_is_a_mistake_of_the_setup():

@@ -59,21 +59,8 @@ MARKED = ("<img src='a'/> or <image>?", "<video> tag", "the word <image> in <ima
 SIZES = ((28, 28), (61, 43), (32, 90))
 RESERVED = ("<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 JUNK = (
-    None,
-    5,
-    "",
-    [],
-    {},
-    ["x"],
-    "text",
-    True,
-    float("nan"),
-    b"x",
-    -1,
-    {"type": "image"},
-    [[]],
-    {"a": None},
-    "<image>",
+    *(None, 5, "", [], {}, ["x"], "text", True, float("nan"), b"x", -1),
+    *({"type": "image"}, [[]], {"a": None}, "<image>"),
 )
 START, END = "<|im_start|>", "<|im_end|>"
 
@@ -138,13 +125,9 @@ class Scene:
 
     def messages(self, of_part: Callable[[Any], Row] | None = None) -> list[Row]:
         """With holes for the media, or what `of_part` puts there."""
-        return [
-            {
-                **{k: v for k, v in turn.items() if k != "parts"},
-                "content": [self._part(p, of_part) for p in turn["parts"]],
-            }
-            for turn in self.turns
-        ]
+        rest = [{key: value for key, value in turn.items() if key != "parts"} for turn in self.turns]
+        contents = [[self._part(part, of_part) for part in turn["parts"]] for turn in self.turns]
+        return [{**turn, "content": content} for turn, content in zip(rest, contents, strict=True)]
 
     @staticmethod
     def _part(part: Any, of_part: Callable[[Any], Row] | None) -> Row:
@@ -224,11 +207,8 @@ def trl(scene: Scene, _: random.Random) -> Row:
 
 def texts(scene: Scene, _: random.Random) -> Row:
     """Messages of strings, with markers in the users' texts."""
-    return {
-        "messages": [{**m, "content": marked(m["content"])} for m in scene.messages()],
-        **scene.media(),
-        **scene.settings(),
-    }
+    messages = [{**message, "content": marked(message["content"])} for message in scene.messages()]
+    return {"messages": messages, **scene.media(), **scene.settings()}
 
 
 def marked(content: list[Row]) -> str:
@@ -294,10 +274,8 @@ WRITERS = (trl, texts, inline, sharegpt, prompt_completion, plain, tokenised)
 
 def same(row: Row, rng: random.Random) -> Row:
     """What means the same: keys of None, names, other names of roles, one text instead of a list of one."""
-    row = {
-        **row,
-        **rng.choice(({}, {"id": "s 1"}, {"sample_id": 7}, {"tools": row.get("tools")}, {"videos": row.get("videos")})),
-    }
+    names = ({}, {"id": "s 1"}, {"sample_id": 7}, {"tools": row.get("tools")}, {"videos": row.get("videos")})
+    row = {**row, **rng.choice(names)}
     for turn in turns_of(row):
         if rng.random() < 0.3:
             turn.update({"tool_calls": turn.get("tool_calls"), "name": None})
@@ -318,11 +296,8 @@ MEDIA = ("image", "images", "video", "videos")
 
 def turns_of(row: Row) -> list[Row]:
     """All turns, those of a prompt and its completion too."""
-    return [
-        turn
-        for name in ("messages", "conversation", "conversations", "prompt", "completion")
-        for turn in row.get(name, [])
-    ]
+    names = ("messages", "conversation", "conversations", "prompt", "completion")
+    return [turn for name in names for turn in row.get(name, [])]
 
 
 def at_random(row: Row, rng: random.Random) -> None:
@@ -383,15 +358,8 @@ def check_sound(batch: Row, processor: Any, row: Row) -> None:
     assert all(label in (-100, token) for label, token in zip(labels, ids, strict=True))
     assert labels[0] == -100
     assert any(label != -100 for label in labels)
-    inside = False
     for at, token in enumerate(tokens):
-        opened = tokens[at - 2 : at] if at > 1 else []
-        inside = inside or (
-            opened[:1] != [] and tokens[max(at - 3, 0)] == START and "".join(opened).startswith("assistant")
-        )
-        assert labels[at] == -100 or inside or is_answer(processor, ids, at), (at, token)
-        inside = inside and token != END
-        assert labels[at] == -100 or token not in RESERVED[2:]
+        assert labels[at] == -100 or (is_answer(processor, ids, at) and token not in RESERVED[2:]), (at, token)
     for kind, token in (("image", processor.image_token), ("video", processor.video_token)):
         grids = batch.get(f"{kind}_grid_thw", torch.zeros(0, 3, dtype=torch.int64))
         assert tokens.count(token) == int(grids.prod(-1).sum()) // 4
@@ -400,9 +368,9 @@ def check_sound(batch: Row, processor: Any, row: Row) -> None:
 
 
 def is_answer(processor: Any, ids: list[int], at: int) -> bool:
-    """Whether the turn around a token is the assistant's, by its text."""
-    before = processor.tokenizer.decode(ids[: at + 1])
-    return re.match(r"assistant\n", before.rsplit(START, 1)[-1]) is not None
+    """Whether a token is of the assistant's turn, its end included, by its text."""
+    turn = processor.tokenizer.decode(ids[: at + 1]).rsplit(START, 1)[-1]
+    return turn.startswith("assistant\n") and END not in turn.removesuffix(END)
 
 
 def said_in(turns: list[Row]) -> list[str]:

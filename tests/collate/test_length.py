@@ -1,41 +1,39 @@
-"""Samples that are too long: refused by name, or cut where nothing is torn."""
+"""Samples that are too long: refused by name, or cut at the limit, where no medium and no end of an answer is torn."""
 
+import re
 from functools import lru_cache
 
 import pytest
-from chats import FAMILIES, chat, learnt, picture, processor_of
+from chats import FAMILIES, chat, picture, processor_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vlmpack.collate import VLMCollator
 from vlmpack.collate.encode import Encoder
-from vlmpack.collate.encoded import boundaries, check_sample, fit, run_lengths, truncate
+from vlmpack.collate.encoded import check_sample, fit
 from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import Refusal
+from vlmpack.testing import tiny_processor
 
 HOLE = {"type": "image"}
 
 
 def encoded(feature, family="qwen3_vl", train_on="assistant"):
     processor = processor_of(family)
-    encoder = Encoder(processor=processor, metadata=read_processor(processor), limits=ImageLimits(), train_on=train_on)
+    rules = {"limits": ImageLimits(), "train_on": train_on, "max_length": 1, "truncates_start": True}
+    encoder = Encoder(processor=processor, metadata=read_processor(processor), **rules)
     return encoder.encode(feature), encoder.metadata
 
 
 def dialogue(*, frames=0):
     """An image, an answer, two images, an answer; with `frames`, a video in the last question."""
-    video = (
-        [{"type": "video", "video": [picture(64, 64)] * frames, "resized_height": 64, "resized_width": 64}]
-        if frames
-        else []
-    )
+    video = {"type": "video", "video": [picture(64, 64)] * frames, "resized_height": 64, "resized_width": 64}
+    two = {"type": "text", "text": "two"}
     messages = [
         {"role": "user", "content": [HOLE, {"type": "text", "text": "one"}]},
         {"role": "assistant", "content": "first"},
-        {
-            "role": "user",
-            "content": [HOLE, {"type": "text", "text": "two"}, HOLE, *video, {"type": "text", "text": "three"}],
-        },
+        {"role": "user", "content": [HOLE, two, HOLE, *[video] * bool(frames), {"type": "text", "text": "three"}]},
         {"role": "assistant", "content": "second"},
     ]
     return {"messages": messages, "images": [picture(64, 64), picture(96, 64), picture(64, 128)]}
@@ -71,48 +69,92 @@ def test_the_refusal_names_tokens_limit_and_remedy(policy):
     )
 
 
-def test_it_is_cut_after_the_last_message_that_fits():
-    sample, metadata = encoded(dialogue())
-    shorter = truncate(sample, metadata, max_length=sample.num_tokens - 1)
-    text = processor_of().tokenizer.decode(shorter.input_ids)
-    assert text.endswith("three<|im_end|>\n")
-    assert learnt(processor_of(), shorter.labels) == "first<|im_end|>"
-    assert len(shorter.images) == 3
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sample_that_is_too_long_is_encoded_as_others_are(family, train_on):
+    sample, _ = encoded(dialogue(frames=4), family, train_on)
+    short = VLMCollator(processor_of(family), train_on=train_on).measure(dialogue(frames=4))
+    assert sample.whole
+    assert not short.whole
+    assert sample.input_ids.tolist() == short.input_ids.tolist()
+    assert sample.labels.tolist() == short.labels.tolist()
 
 
-def test_nothing_is_cut_between_words():
-    sample, metadata = encoded(chat("many words here", "and many words there"))
-    assert refusal(lambda: truncate(sample, metadata, max_length=sample.num_tokens - 1))[0] == "truncated_away"
+END, START = "truncate", "truncate_start"
+MEDIUM = re.compile(
+    r"<\|vision_start\|>(<\|image_pad\|>)+<\|vision_end\|>|<\|vision_start\|>"
+    r"((<\d\.\d seconds><\|vision_start\|>)?(<\|video_pad\|>)+(<\|vision_end\|>)?)+<\|vision_end\|>"
+)
+"""An image, and a video with its times, as text."""
 
 
-def test_a_beginning_without_an_answer_is_refused_with_the_remedy():
-    sample, metadata = encoded(dialogue())
-    first_answer = int((sample.labels != -100).nonzero()[0][0])
-    reason, message = refusal(lambda: truncate(sample, metadata, max_length=first_answer))
+def cut(sample, metadata, policy, limit):
+    """The shorter sample, and which tokens of the whole one it has to have."""
+    shorter = fit(sample, metadata, max_length=limit, overlength=policy)
+    assert shorter.num_cut == sample.num_tokens - shorter.num_tokens
+    return shorter, slice(None, shorter.num_tokens) if policy == END else slice(shorter.num_cut, None)
+
+
+@pytest.mark.parametrize("policy", [END, START])
+def test_a_long_text_is_cut_at_the_limit(policy):
+    sample, metadata = encoded(chat("?", "many words and many more of them"))
+    shorter, kept = cut(sample, metadata, policy, sample.num_tokens - 9)
+    assert shorter.num_cut == 9
+    assert shorter.input_ids.tolist() == sample.input_ids[kept].tolist()
+    assert shorter.labels.tolist() == [-100, *sample.labels[kept][1:].tolist()]
+
+
+@pytest.mark.parametrize("policy", [END, START])
+def test_a_part_without_a_target_is_refused_with_the_remedy(policy):
+    question, answer = ({"role": role, "content": "x" * 60} for role in ("user", "assistant"))
+    messages = [question, answer] if policy == END else [question, answer, question]
+    sample, metadata = encoded({"messages": messages})
+    reason, message = refusal(lambda: cut(sample, metadata, policy, 9))
     assert reason == "truncated_away"
-    assert f"of {sample.num_tokens}, the last message or image boundary" in message
-    assert f"max_length={first_answer}" in message
+    assert f"which max_length=9 leaves of {sample.num_tokens}, none is a target; raise max_length" in message
 
 
+@pytest.mark.parametrize("policy", [END, START])
 @pytest.mark.parametrize("frames", [0, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-def test_whatever_is_cut_stays_a_good_sample_and_is_as_long_as_it_can_be(family, frames, data):
+def test_whatever_is_cut_stays_a_good_sample_and_is_as_long_as_it_can_be(family, frames, policy, data):
     sample, metadata = encoded_dialogue(family, frames)
-    limit = data.draw(st.integers(4, sample.num_tokens))
-    shorter = fit(sample, metadata, max_length=limit, overlength="truncate")
+    limit = data.draw(st.integers(4, sample.num_tokens - 1))
+    shorter, kept = cut(sample, metadata, policy, limit)
     check_sample(shorter, metadata)  # every image and video whole, and with its pixels
-    assert shorter.num_tokens <= limit
-    assert shorter.input_ids.tolist() == sample.input_ids[: shorter.num_tokens].tolist()
-    assert not [cut for cut in boundaries(sample, metadata) if shorter.num_tokens < cut <= limit]
+    assert shorter.input_ids.tolist() == sample.input_ids[kept].tolist()
+    text, decode = processor_of(family).tokenizer.decode(sample.input_ids), processor_of(family).tokenizer.decode
+    for count in range(shorter.num_tokens + 1, limit + 1):  # every longer part would tear a medium
+        place = len(decode(sample.input_ids[: count if policy == END else sample.num_tokens - count]))
+        assert any(match.start() < place < match.end() for match in MEDIUM.finditer(text))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_boundaries_lie_beside_images_and_after_messages_and_never_inside_a_video(family):
-    sample, metadata = encoded(dialogue(frames=4), family)
-    ids = sample.input_ids
-    cuts = boundaries(sample, metadata)
-    assert len(cuts) == 2 * 3 + 4
-    videos = (ids == metadata.video_token_id).nonzero()[0]
-    assert not [cut for cut in cuts if videos[0] < cut <= videos[-1]]
-    assert len(run_lengths(ids, metadata.video_token_id)) == (2 if metadata.frame_timestamps else 1)
+@pytest.mark.parametrize("policy", [END, START])
+def test_an_end_of_several_tokens_is_not_torn(policy):
+    processor = tiny_processor("aya_vision")
+    messages = [*chat("one?", "one")["messages"], *chat("two?", "two")["messages"]]
+    ids = VLMCollator(processor)([{"messages": messages}])["input_ids"][0]
+    first, last = (processor.tokenizer.convert_tokens_to_ids(x) for x in ("<|END_RESPONSE|>", "<|END_OF_TURN_TOKEN|>"))
+    counts = []
+    for limit in range(len(ids) // 2, len(ids)):
+        collator = VLMCollator(processor, max_length=limit, overlength=policy)
+        counts.append(collator([{"messages": messages}])["input_ids"].shape[1])
+        place = counts[-1] if policy == END else len(ids) - counts[-1]
+        assert ids[place - 1 : place + 1].tolist() != [first, last]
+        assert collator.skip_log.truncated == collator.skip_log.used == 1
+    assert counts != list(range(len(ids) // 2, len(ids)))
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "glm4v"])
+def test_what_was_tokenised_before_is_cut_as_its_messages_are(family):
+    """Images that are cut off go with their pixels."""
+    processor = tiny_processor(family)
+    feature = {"messages": dialogue()["messages"], "images": dialogue()["images"]}
+    batch = VLMCollator(processor)([feature])
+    tokens = {name: batch[name] for name in ("input_ids", "labels", "pixel_values", "image_grid_thw")}
+    for policy, limit in ((END, 30), (END, batch["input_ids"].shape[1] - 20), (START, 40)):
+        collator = VLMCollator(processor, max_length=limit, overlength=policy)
+        for name, value in collator([feature]).items():
+            other = collator([tokens])[name]
+            assert other.equal(value) if hasattr(value, "equal") else name == "vlmpack"

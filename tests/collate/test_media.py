@@ -15,6 +15,7 @@ import torch
 from chats import chat, picture, processor_of, tokenised
 from PIL import ExifTags, Image
 from transformers import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.columns import MediaRef
@@ -270,11 +271,8 @@ def asked_of_frames(**keys: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "keys",
     [
-        {"fps": 1.0},
         {"nframes": 2},
         {"video_start": 1},
-        {"timestamps": [0.5, 4, 9, 20]},
-        {"fps": 30.0, "frames_indices": [0, 30, 90, 300]},
         {"total_num_frames": 9},
     ],
 )
@@ -282,11 +280,44 @@ def test_keys_that_say_when_the_frames_of_a_list_are_are_refused_by_name(keys: d
     collator = VLMCollator(tiny_processor())
     for read in (collator.measure, lambda feature: collator.collate([feature])):
         with pytest.raises(
-            SampleError, match=f"video 0: {next(iter(keys))}=.* is not read: .* sample_fps says"
+            SampleError, match=f"video 0: {next(iter(keys))}=.* is not read: .* of sample_fps; leave it"
         ) as seen:
             read(asked_of_frames(**keys))
         assert seen.value.reason == "vision_key"
     assert collator.measure(asked_of_frames(**dict.fromkeys(keys), sample_fps=4)).videos[0].timestamps == (0.125, 0.625)
+
+
+@pytest.mark.parametrize(
+    ("keys", "indices", "fps"),
+    [
+        ({"fps": 4.0}, [0, 1, 2, 3], 4.0),
+        ({"fps": 30.0, "frames_indices": [0, 30, 90, 300]}, [0, 30, 90, 300], 30.0),
+        ({"timestamps": [0.5, 4, 9, 20]}, [1, 8, 18, 40], 2.0),
+    ],
+)
+def test_times_of_frames_are_those_of_qwen3s_processor(keys: dict[str, Any], indices: list[int], fps: float) -> None:
+    expected = Qwen3VLProcessor._calculate_timestamps(None, indices, fps, 2)  # pyright: ignore[reportArgumentType]
+    collator = VLMCollator(tiny_processor())
+    video = collator.measure(asked_of_frames(**keys)).videos[0]
+    assert list(video.timestamps) == expected
+    text = collator.processor.tokenizer.decode(collator([asked_of_frames(**keys)])["input_ids"][0])
+    assert all(f"<{time:.1f} seconds>" in text for time in expected)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"fps": 1, "timestamps": [0, 1, 2, 3]}, "timestamps and fps beside its frames: give"),
+        ({"frames_indices": [0, 1, 2, 3]}, "frames_indices beside its frames: give timestamps, or fps and"),
+        ({"timestamps": [0, 1]}, r"timestamps=\[0, 1\] must be a rising list of numbers, one for each of its 4"),
+        ({"timestamps": [0, 2, 1, 3]}, "must be a rising list"),
+        ({"fps": 0}, "fps=0 frames per second has no meaning"),
+    ],
+)
+def test_times_that_contradict_each_other_are_refused(keys: dict[str, Any], expected: str) -> None:
+    with pytest.raises(SampleError, match=expected) as seen:
+        VLMCollator(tiny_processor()).measure(asked_of_frames(**keys))
+    assert seen.value.reason == "vision_key"
 
 
 # ---------------------------------------------------------------------- decode(outline) is collate
@@ -350,8 +381,8 @@ def random_conversation(random: np.random.Generator) -> dict[str, Any]:
 @pytest.mark.parametrize("family", VISION)
 def test_any_conversation_is_outlined_as_it_is_collated(family: str) -> None:
     random, outcomes = np.random.default_rng(1), set()
-    for _ in range(8):
-        sample, max_length = random_conversation(random), int(random.integers(30, 400))
+    for _ in range(9):
+        sample, max_length = random_conversation(random), int(random.integers(5, 400))
         collator = VLMCollator(processor_of(family), layout="packed", max_length=max_length, overlength="truncate")
         try:
             truth = collator.collate([sample])

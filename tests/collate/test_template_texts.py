@@ -230,8 +230,8 @@ def test_arguments_and_results_may_be_written_as_json_or_python_has_them(written
 @pytest.mark.parametrize(
     ("part", "key"),
     [
-        ({"type": "text", "text": "2 + 2?", "cache_control": {"type": "ephemeral"}}, "cache_control"),
-        ({"type": "text", "text": "2 + 2?", "train": False}, "train"),
+        ({"type": "text", "text": "2 + 2?", "language": "en"}, "language"),
+        ({"type": "text", "text": "2 + 2?", "trained": False}, "trained"),
         ({"type": "image", "image": picture(), "caption": "A receipt"}, "caption"),
     ],
 )

@@ -38,6 +38,16 @@ def test_each_question_is_a_sample(file):
     assert [sample["id"] for sample in samples[2:4]] == ["r/2", 3]
 
 
+def test_each_answer_that_is_trained_on_is_a_sample(tmp_path):
+    roles = ("user", "assistant", "user", "function_call", "tool", "assistant", "tool_call")
+    turns = [{"role": role, "content": "{}"} for role in roles]
+    flagged = [*turns[:1], {**turns[1], "weight": 0}, *turns[2:]]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": messages}) for messages in (turns, flagged, turns[:2])))
+    samples = open_dataset(path, branches="answers")
+    assert [sample.get("answer_turn") for sample in samples] == [0, 1, 2, 1, 2, None]
+
+
 def test_num_counts_questions(file):
     assert len(open_dataset(file, branches="turns", num=5)) == 5
     with pytest.raises(ConfigError, match=r"num is 7, but .* holds 6"):
@@ -77,7 +87,7 @@ def test_sources_without_questions_are_refused(tmp_path):
     path.write_text(json.dumps({"input_ids": [1, 2, 3]}))
     with pytest.raises(ConfigError, match="holds none of messages, conversations, conversation, texts; leave branches"):
         open_dataset(path, branches="turns")
-    with pytest.raises(ConfigError, match="branches must be one of conversation, turns, got 'turn'"):
+    with pytest.raises(ConfigError, match="branches must be one of conversation, turns, answers, got 'turn'"):
         open_dataset(path, branches="turn")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
@@ -222,15 +221,13 @@ def receipts(datasets: Any) -> Any:
     return datasets.Dataset.from_list(list(SyntheticReceipts(split="train", num=2, seed=0, scale=0.25)))
 
 
-def test_the_recipe_makes_conversations_when_they_are_asked_for(receipts: Any) -> None:
-    page = Path(__file__).parents[2] / "docs" / "data.md"
-    (recipe,) = re.findall(r"```py\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    names: dict[str, Any] = {"receipts": receipts}
-    exec(compile(recipe, str(page), "exec"), names)
-    chats = names["chats"]
-    batch = VLMCollator(tiny_processor()).collate([chats[0], chats[1]])
+def test_a_table_of_receipts_is_read_as_their_conversations(receipts: Any) -> None:
+    batch = VLMCollator(tiny_processor()).collate([receipts[0], receipts[1]])
     truth = VLMCollator(tiny_processor()).collate([to_conversation(record) for record in receipts])
     assert batch.input_ids.tolist() == truth.input_ids.tolist()
+    with pytest.raises(SampleError, match="ground_truth holds no parse") as caught:
+        VLMCollator(tiny_processor()).collate([{**receipts[0], "ground_truth": "{}"}])
+    assert caught.value.reason.startswith("ground_truth")
 
 
 @pytest.mark.parametrize("removed", [[], ["image", "ground_truth"]])

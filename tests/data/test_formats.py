@@ -5,6 +5,7 @@ Each example is written down as in the documentation of the library that is name
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from pathlib import Path
@@ -15,6 +16,7 @@ from PIL import Image
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import open_dataset
+from vlmpack.data.formats import as_messages
 from vlmpack.data.tool_calls import read_tools
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PackedRow
@@ -59,6 +61,7 @@ def chat(*turns: str) -> str:
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 SYSTEM = "<|im_start|>system\n<system><|im_end|>\n"
+PNG = base64.b64encode(png()).decode()
 FOUR = SYSTEM + chat("<query1>", "<response1>", "<query2>", "<response2>")
 ALPACA = {"instruction": "human instruction", "input": "human input", "output": "model response", "images": ["x.jpg"]}
 
@@ -123,14 +126,250 @@ DOCUMENTED = {
         chat(f"{IMAGE}Where is it?", "Here."),
         1,
     ),
+    "LLaMA-Factory v1, data_preparation/data_processing.md": (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "value": "0.png"}, {"type": "text", "value": "What is it?"}],
+                    "loss_weight": 0.0,
+                },
+                {"role": "assistant", "content": [{"type": "text", "value": "Art."}], "loss_weight": 1.0},
+            ]
+        },
+        chat(f"{IMAGE}What is it?", "Art."),
+        1,
+    ),
+    "transformers, chat_templating_multimodal.md: base64": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "base64": PNG}, {"type": "text", "text": "?"}]},
+                {"role": "assistant", "content": "Art."},
+            ]
+        },
+        chat(f"{IMAGE}?", "Art."),
+        1,
+    ),
+    "MiniCPM-V, finetune/readme.md": (
+        {
+            "id": "1",
+            "image": {"<image_00>": "0.png", "<image_01>": "x.png"},
+            "conversations": [
+                {"role": "user", "content": "<image_01>\n<image_00>\nCompare them."},
+                {"role": "assistant", "content": "They are alike."},
+            ],
+        },
+        chat(f"{IMAGE}\n{IMAGE}\nCompare them.", "They are alike."),
+        2,
+    ),
+    "ms-swift and the first Qwen-VL: media in texts": (
+        {"query": "Picture 1:<img>0.png</img>\nWhat is it?", "response": "Art."},
+        chat(f"Picture 1:{IMAGE}\nWhat is it?", "Art."),
+        1,
+    ),
+    "the same in LLaVA's turns": (
+        {
+            "conversations": [
+                {"from": "human", "value": "<img>0.png</img>?"},
+                {"from": "gpt", "value": "<img>0.png</img>"},
+            ]
+        },
+        chat(f"{IMAGE}?", "<img>0.png</img>"),
+        1,
+    ),
+    "Anthropic, vision.md": (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}},
+                        {"type": "text", "text": "What is it?", "cache_control": {"type": "ephemeral"}},
+                    ],
+                },
+                {"role": "assistant", "content": [{"type": "text", "text": "Art."}]},
+            ],
+        },
+        chat(f"{IMAGE}What is it?", "Art."),
+        1,
+    ),
+    "OpenAI, images and vision: responses": (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "input_text", "text": "What is it?"},
+                        {"type": "input_image", "image_url": f"data:image/png;base64,{PNG}"},
+                    ],
+                },
+                {"role": "assistant", "content": [{"type": "output_text", "text": "Art.", "annotations": []}]},
+            ],
+        },
+        chat(f"What is it?{IMAGE}", "Art."),
+        1,
+    ),
+    "Qwen, qwen-vl-finetune: a folder for each sample": (
+        {
+            "data_path": "images",
+            "image": "1.jpg",
+            "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "Art."}],
+        },
+        chat(f"{IMAGE}What?", "Art."),
+        1,
+    ),
+    "A-OKVQA and CLEVR: a number": (
+        {"image": "0.png", "question": "How many?", "answer": 4},
+        chat(f"{IMAGE}How many?", "4"),
+        1,
+    ),
+    "VQAv2: ten answers": (
+        {
+            "image": "0.png",
+            "question": "Color?",
+            "answers": [{"answer": a} for a in ("red", "pink", "crimson", "pink")],
+        },
+        chat(f"{IMAGE}Color?", "pink"),
+        1,
+    ),
+    "TextVQA: answers of equal number": (
+        {"image": "0.png", "question": "Brand?", "answers": ["nokia", "Nokia"]},
+        chat(f"{IMAGE}Brand?", "nokia"),
+        1,
+    ),
 }
+
+CALL = {"name": "sum", "arguments": {"a": 1}}
+CALLED = {"type": "function", "function": CALL}
+TURNS = {
+    "Anthropic: tools": (
+        [
+            {"role": "user", "content": "1 + 1?"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Add.", "signature": "x"},
+                    {"type": "text", "text": "Let me see."},
+                    {"type": "tool_use", "id": "t1", "name": "sum", "input": {"a": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "2"}]},
+                    {"type": "text", "text": "Go on."},
+                    {"type": "text", "text": "Please."},
+                ],
+            },
+        ],
+        [
+            {"role": "user", "content": "1 + 1?"},
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "text": "Let me see."}],
+                "tool_calls": [{"id": "t1", **CALLED}],
+                "reasoning_content": "Add.",
+            },
+            {"role": "tool", "tool_call_id": "t1", "content": [{"type": "text", "text": "2"}]},
+            {"role": "user", "content": [{"type": "text", "text": "Go on."}, {"type": "text", "text": "Please."}]},
+        ],
+    ),
+    "LLaMA-Factory v1: thoughts, calls and weights": (
+        [
+            {
+                "role": "assistant",
+                "content": [{"type": "reasoning", "value": "Add."}, {"type": "tool_call", "value": json.dumps(CALL)}],
+                "loss_weight": 0.5,
+            }
+        ],
+        [{"role": "assistant", "content": "", "weight": 0.5, "tool_calls": [CALLED], "reasoning_content": "Add."}],
+    ),
+    "OpenAI: audio": (
+        [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}]}],
+        [{"role": "user", "content": [{"type": "audio", "audio": "data:audio/wav;base64,AAAA"}]}],
+    ),
+    "a medium's keys stay beside it": (
+        [{"role": "user", "content": [{"type": "video", "base64": "AAAA", "fps": 2}]}],
+        [{"role": "user", "content": [{"type": "video", "video": "data:video;base64,AAAA", "fps": 2}]}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_parts_of_other_libraries_are_written_as_messages(name: str) -> None:
+    turns, messages = TURNS[name]
+    assert as_messages({"messages": turns}) == {"messages": messages}
+    assert as_messages({"messages": messages}) == {"messages": messages}
+
+
+def test_anthropics_system_and_tools_are_columns() -> None:
+    row = {
+        "system": [{"type": "text", "text": "Be brief."}],
+        "tools": [{"name": "sum", "description": "Adds.", "input_schema": {"type": "object"}}],
+    }
+    function = {"name": "sum", "description": "Adds.", "parameters": {"type": "object"}}
+    assert as_messages(row) == {"system": "Be brief.", "tools": [{"type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (
+            {"image": {"<image_00>": "a"}, "messages": [{"role": "user", "content": "?"}]},
+            "has images <image_00>, which",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_call", "value": "{"}]}]},
+            "is no JSON of a name",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "x"}, {"type": "text"}]}]},
+            "has a part of type 'text' where its place",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "reasoning_content": "a", "content": [{"type": "thinking", "thinking": "b"}]}
+                ]
+            },
+            "has reasoning_content beside the message and in its parts",
+        ),
+        ({"question": "?", "answer": True}, "no text for answer, but True"),
+        ({"question": "?", "choices": ["a", "b"], "answer": 1}, "has choices, which its question does not show"),
+        ({"question": "?", "answers": []}, r"no text for answers, but \[\]"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(row: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        as_messages(row)
+    with pytest.raises(SampleError, match=expected):
+        COLLATOR.collate([row])
 
 
 @pytest.mark.filterwarnings("ignore:columns that nothing reads")
 @pytest.mark.parametrize("name", DOCUMENTED)
-def test_a_documented_row_is_read_as_its_library_reads_it(name: str, tmp_path: Path) -> None:
+def test_a_documented_row_is_read_as_its_library_reads_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row, text, images = DOCUMENTED[name]
     assert read(open_dataset(written([row], tmp_path))[0]) == (text, images)
+    monkeypatch.chdir(tmp_path)  # from memory, paths start in the working directory
+    assert read(row) == (text, images)
+
+
+def test_with_markers_text_a_path_in_a_text_is_text(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "<img>0.png</img>"}, {"role": "assistant", "content": "HTML."}]}
+    collator = VLMCollator(PROCESSOR, layout="packed", markers="text")
+    assert "<img>0.png</img>" in PROCESSOR.tokenizer.decode(collator.collate([row]).input_ids[0])
+
+
+def test_samples_may_lie_in_lists(tmp_path: Path) -> None:
+    """Qwen's finetuning code packs the samples of an inner list."""
+    rows = [{"id": str(at), "query": "?", "response": "!"} for at in range(5)]
+    nested = [rows[0], [rows[1], rows[2]], [], [rows[3]], rows[4]]
+    for text in (json.dumps(nested), json.dumps(rows[:2]) + "\n" + json.dumps(rows[2:])):
+        (tmp_path / "nested.json").write_text(text)
+        assert [sample["id"] for sample in open_dataset(tmp_path / "nested.json")] == list("01234")
 
 
 class TestColumns:
@@ -192,7 +431,7 @@ class TestColumns:
     @pytest.mark.parametrize(
         ("row", "expected"),
         [
-            ({"query": "2 + 2?", "response": 4}, "no text for assistant, but 4"),
+            ({"query": "2 + 2?", "response": True}, "no text for response, but True"),
             ({"query": "?", "response": "4", "history": ["a"]}, "a history that is no list of"),
             ({"q": "?", "query": "?", "response": "4"}, "two columns that would be read as 'query'"),
         ],
@@ -207,8 +446,8 @@ class TestColumns:
 
 
 def test_a_first_row_that_cannot_be_converted_is_the_data_sets_fault(tmp_path: Path) -> None:
-    path = written([{"q": "2 + 2?", "a": 4}], tmp_path)
-    with pytest.raises(ConfigError, match=r"the first sample of .* cannot be read: its row has no text for assistant"):
+    path = written([{"q": "2 + 2?", "a": False}], tmp_path)
+    with pytest.raises(ConfigError, match=r"the first sample of .* cannot be read: its row has no text for response"):
         open_dataset(path, columns={"q": "query", "a": "response"})
 
 
@@ -245,9 +484,7 @@ class TestDatasetInfo:
         row = {"conversations": turns, "tools": '[{"name": "sum"}]'}
         entry = {"file_name": "data.json", "formatting": "sharegpt"}
         sample = open_dataset(written([row], tmp_path, "data.json"), columns=self.info(tmp_path, **entry))[0]
-        assert [message["role"] for message in sample["messages"]] == ["user", "assistant", "tool", "assistant"]
-        call = {"type": "function", "function": {"name": "sum", "arguments": {"a": 1}}}
-        assert sample["messages"][1]["tool_calls"] == [call]
+        assert [message["role"] for message in sample["messages"]] == ["user", "function_call", "tool", "assistant"]
         assert read_tools(sample["tools"]) == [{"name": "sum"}]
 
     def test_images_start_at_its_folder(self, tmp_path: Path) -> None:
@@ -259,9 +496,25 @@ class TestDatasetInfo:
         info = self.info(tmp_path, file_name="sub/data.json", columns=columns)
         assert open_dataset(path, columns=info)[0]["images"] == [str(tmp_path / "x.jpg")]
 
+    def test_it_is_a_data_set_by_itself(self, tmp_path: Path) -> None:
+        """Its names are listed, and one is chosen; `columns=` is not needed."""
+        written([ALPACA], tmp_path, "data.json")
+        info = self.info(tmp_path, file_name="data.json")
+        for source in (info, tmp_path):
+            assert open_dataset(f"{source}#dataset_name")[0]["images"] == [str(tmp_path / "x.jpg")]
+            with pytest.raises(ConfigError, match=r"describes other, dataset_name; choose one .*#other'"):
+                open_dataset(source)
+            with pytest.raises(ConfigError, match=r"describes other, dataset_name, and no 'mine'; choose one"):
+                open_dataset(f"{source}#mine")
+        with pytest.raises(ConfigError, match=r"'other' of .* is at .*other.json, where nothing is"):
+            open_dataset(f"{info}#other")
+        with pytest.raises(ConfigError, match="describes its columns itself"):
+            open_dataset(f"{info}#dataset_name", columns={"a": "query"})
+
     @pytest.mark.parametrize(
         ("entry", "expected"),
         [
+            ({"file_name": "data.json", "num_samples": 5}, "has a subset, folder or num_samples"),
             ({"file_name": "another.json"}, "describes other, dataset_name, and none of them is"),
             ({"file_name": "data.json", "ranking": True}, "has preferences"),
             ({"file_name": "data.json", "columns": {"prompt": "text"}}, "has no response, as those for pre-training"),

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chats import chat, processor_of
 from torch.utils.data import DataLoader
 
+from vlmpack.collate import VLMCollator
 from vlmpack.data import mix_datasets
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.loading import PackedStream, RowSettings
@@ -105,6 +107,15 @@ class Broken(list[Any]):
         if index == 3:
             raise SampleError("its row is torn", index=3, reason="row_unreadable")
         return super().__getitem__(index)
+
+
+def test_a_collator_tells_the_data_set_of_each_sample() -> None:
+    mix = mix_datasets({"receipts": [chat("?", str(n)) for n in range(3)], "chats": [chat("?", "no")]}, seed=None)
+    for collator in (VLMCollator(processor_of()), VLMCollator(processor_of(), layout="packed")):
+        for batch in (collator.collate(list(mix)), collator.decode([collator.measure(sample) for sample in mix])):
+            assert [*batch.metadata.channels] == [name.split("/")[0] for name in batch.metadata.sample_ids]
+            assert Counter(batch.metadata.channels) == {"receipts": 3, "chats": 1}
+        assert collator.collate([chat()]).metadata.channels == ()
 
 
 def test_a_sample_that_cannot_be_read_is_named_by_its_data_set() -> None:

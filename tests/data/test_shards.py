@@ -91,7 +91,6 @@ def test_images_are_where_the_json_means_them(files: dict[str, Any], widths: dic
 def test_receipts(tmp_path: Path) -> None:
     truth = json.dumps({"gt_parse": {"total": {"total_price": "4"}}})
     samples = open_dataset(shard(tmp_path / "a.tar", {"0.png": picture(), "0.json": {"ground_truth": truth}}))
-    assert samples.are_receipts
     assert samples[0]["conversation"][1]["content"][0]["text"].startswith("<s_total>")
 
 

@@ -150,10 +150,25 @@ def test_what_is_no_data_set_is_refused(
         open_dataset(source)
 
 
-def test_of_a_folder_of_json_the_files_are_named(tmp_path: Path) -> None:
-    for name in ("train.jsonl", "notes.json"):
-        (tmp_path / name).write_text(json.dumps({"messages": CHAT}))
-    with pytest.raises(ConfigError, match=r"holds notes.json, train.jsonl, and .* name the file, such as .*notes.js"):
+def test_a_folder_of_json_is_read_by_the_names_of_its_files(tmp_path: Path) -> None:
+    def save(name: str, *ids: str, indent: int | None = None) -> None:
+        rows = [{"id": name, "messages": CHAT} for name in ids]
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(rows if len(rows) > 1 else rows[0], indent=indent))
+
+    save("a/1.json", "one", indent=2)  # an object a file
+    save("b.jsonl", "two")
+    save("more.json", "three", "four")
+    save("test.json", "five")
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    assert [sample["id"] for sample in open_dataset(tmp_path)] == ["one", "two", "three", "four"]
+    assert [sample["id"] for sample in open_dataset(tmp_path, split="test")] == ["five"]
+    with pytest.raises(ConfigError, match=r"split 'test' of .*b.jsonl: a file that is named is one split, whatever it"):
+        open_dataset([tmp_path / "b.jsonl"], split="test")
+    save("train.json", "six")
+    with pytest.raises(
+        ConfigError, match=r"holds train.json, named after split 'train', and a/1.json, .* of no split|after"
+    ):
         open_dataset(tmp_path)
 
 

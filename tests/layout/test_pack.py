@@ -323,13 +323,17 @@ def test_labels_and_shifted_labels_of_a_row_say_the_same():
 
 @given(samples=samples_lists, multiple=st.integers(1, 5))
 def test_a_row_survives_the_trip_through_a_dictionary(samples, multiple):
-    row = pack(padded(samples), rule=SlotRule(multiple=multiple))
+    batch = padded(samples)
+    row = pack(replace(batch, loss_weights=batch.labels / 7), rule=SlotRule(multiple=multiple))
     mapping = row.to_hf()
     again = PackedRow.from_hf(mapping)
     assert again.segments == row.segments
     assert row.shift_labels is not None
     assert again.shift_labels is not None
     assert torch.equal(again.shift_labels, row.shift_labels)
+    assert torch.equal(again.shift_weights, row.shift_weights)
+    is_target = row.shift_labels != -100
+    assert torch.equal(row.shift_weights[is_target], row.shift_labels[is_target] / 7)  # shifted as their labels
     # The count of a trainer that knows nothing of rows is the number of targets.
     assert int((mapping["labels"][..., 1:] != -100).sum()) == int((row.shift_labels != -100).sum())
     del mapping["vlmpack"]  # boundaries alone are enough, as lists or as tensors

@@ -11,7 +11,7 @@ from training import arguments
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import to_conversation
-from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings
+from vlmpack.loading import PackedBatchSampler
 from vlmpack.model import enable_packing
 from vlmpack.plan import plan_bins
 from vlmpack.testing import SyntheticReceipts, tiny_model, tiny_processor
@@ -63,19 +63,12 @@ def test_a_run_with_empty_rows_and_workers_sees_every_receipt_and_continues_exac
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("kind", ["sampler", "stream"])
-def test_the_last_rows_of_all_ranks_are_rows_for_the_collator(kind):
+def test_the_last_rows_of_all_ranks_are_rows_for_the_collator():
     """As many on every rank, empty ones included; those hold no sample and no target."""
-    if kind == "sampler":
-        plan = plan_bins(LENGTHS, CAPACITY)
-        dealt = [PackedBatchSampler(plan, ranks=2, rank=rank, remainder="empty") for rank in range(2)]
-        rows = [[[RECEIPTS[at] for at in row] for row in mine] for mine in dealt]
-    else:
-        settings = RowSettings(capacity=CAPACITY, buffer_tokens=0)
-        source = [{**receipt, "length": n} for receipt, n in zip(RECEIPTS, LENGTHS, strict=True)]
-        rows = [[*PackedStream(source, settings, ranks=2, rank=rank, remainder="empty")] for rank in range(2)]
-    assert len({len(mine) for mine in rows}) == 1
-    batches = [COLLATOR.collate(row) for mine in rows for row in mine]
+    plan = plan_bins(LENGTHS, CAPACITY)
+    dealt = [PackedBatchSampler(plan, ranks=2, rank=rank, remainder="empty") for rank in range(2)]
+    assert len({len(mine) for mine in dealt}) == 1
+    batches = [COLLATOR.collate([RECEIPTS[at] for at in row]) for mine in dealt for row in mine]
     empty = [batch for batch in batches if not batch.metadata.sample_ids]
     assert len(empty) == 1
     assert empty[0].metadata.num_targets == 0

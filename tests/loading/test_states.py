@@ -70,39 +70,7 @@ def test_a_state_does_not_continue_in_another_data_set(source, other, told):
         continued(source(other), state)
 
 
-def test_the_state_at_the_end_is_of_the_same_data_set_too():
-    stream = PackedStream(samples()[:30], SETTINGS)
-    list(stream)
-    assert continued(samples()[:30], stream.state_dict()) == []
-    with pytest.raises(ConfigError, match="its sample 29 is another one"):
-        continued(samples("b")[:30], stream.state_dict())
-
-
 # ---------------------------------------------------------------------- edited states
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("rows", "rounds", "ended", "uneven", "ranks", "remainder", "source", "data", "packer", "packer.buffered"),
-        *("packer.alone", "packer.seen", "packer.dropped", "packer.left_out", "packer.carried", "packer.of"),
-    ],
-)
-def test_a_stream_refuses_a_state_of_which_any_field_was_changed_or_lost(path):
-    state, _ = stopped(samples())
-    *folders, name = path.split(".")
-    holder = state
-    for folder in folders:
-        holder = holder[folder]
-    others = [wrong for wrong in (-3, 10**6, 1.5, True, "3", None, [7]) if repr(wrong) != repr(holder[name])]
-    assert len(others) >= 6
-    for wrong in others:
-        holder[name] = wrong
-        with pytest.raises(ConfigError, match="or one that was changed since it was made"):
-            continued(samples(), state)
-    del holder[name]
-    with pytest.raises(ConfigError, match="this is no state of a"):
-        continued(samples(), state)
 
 
 def test_a_packer_that_refuses_a_state_is_as_it_was():
@@ -110,27 +78,18 @@ def test_a_packer_that_refuses_a_state_is_as_it_was():
     packer.add(samples()[0])
     before = packer.state_dict()
     with pytest.raises(ConfigError, match="no state of a StreamPacker"):
-        packer.load_state_dict({**before, "seen": -1})
+        packer.load_state_dict({**before, "counts": [-1, 0, 0, 0]}, packer.buffered)
+    with pytest.raises(ConfigError, match="its sample 0 is another one than before"):
+        packer.load_state_dict(before, {0: samples()[1]})
     assert packer.state_dict() == before
-
-
-@pytest.mark.parametrize("name", ["epoch", "rows"])
-@pytest.mark.parametrize("wrong", [-3, 1.5, True, "3", None, []])
-def test_a_sampler_goes_to_no_place_that_there_is_not(name, wrong):
-    sampler = PackedBatchSampler(plan_bins([5, 3, 4, 2, 6, 7, 1, 2], 10))
-    state = sampler.state_dict()
-    with pytest.raises(ConfigError, match=rf"the state.s {name} must be a whole number "):
-        sampler.load_state_dict({**state, name: wrong})
-    with pytest.raises(ConfigError, match=r"the state.s rows must be a whole number from 0 to 3, got 4"):
-        sampler.load_state_dict({**state, "rows": 4})
-    assert len(list(sampler)) == len(sampler) == 3
 
 
 @pytest.mark.parametrize("state", [None, [], {}, {"epoch": 0, "rows": 0}, {"epoch": 0, "rows": 0, "of": "", "more": 1}])
 def test_what_is_no_state_is_refused(state):
     for what in (PackedBatchSampler(plan_bins([5], 10)), StreamPacker(SETTINGS), PackedStream(samples(), SETTINGS)):
+        more = [{}] if isinstance(what, StreamPacker) else []
         with pytest.raises(ConfigError, match=rf"state.*{type(what).__name__}"):
-            what.load_state_dict(state)
+            what.load_state_dict(state, *more)
 
 
 CASES = pytest.mark.parametrize("cases", [125, *slow(250)])

@@ -1,4 +1,4 @@
-"""PackedStream: the same rows for any number of workers, as many for every rank, and an exact continuation."""
+"""PackedStream and StreamLoader: every sample measured once, as many rows on every rank, an exact continuation."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from itertools import islice
 
 import datasets
 import pytest
+import torch
+from cases import slow, slow_cases
+from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loading.test_place import CountsAtTheEnd
+from torch import distributed
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from benchmarks.cases.planning import LENGTH_SETS
 from vlmpack.errors import ConfigError
-from vlmpack.loading import PackedStream, RowSettings
+from vlmpack.loading import PackedStream, RowSettings, StreamLoader
 
 LENGTHS = LENGTH_SETS["CORD"].lengths(203).tolist()
 SETTINGS = RowSettings(capacity=4096)
@@ -35,15 +39,17 @@ class Samples:
 
 
 class Stream(IterableDataset):
-    """A source that can only be iterated."""
+    """A source that can only be iterated, and gives each worker its share, as is usual."""
 
     def __init__(self, lengths=LENGTHS):
         self.lengths, self.read = lengths, 0
 
     def __iter__(self):
-        for at, length in enumerate(self.lengths):
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        for at in range(first, len(self.lengths), step):
             self.read += 1
-            yield {"id": at, "length": length}
+            yield {"id": at, "length": self.lengths[at]}
 
 
 class ResumableStream(IterableDataset):
@@ -66,110 +72,110 @@ class ResumableStream(IterableDataset):
         self.start = state_dict["at"]
 
 
-class Sharded(IterableDataset):
-    """A source that gives each worker its share, as iterable data sets do that know of workers."""
-
-    def __iter__(self):
-        worker = get_worker_info()
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        return iter([{"id": at, "length": LENGTHS[at]} for at in range(first, len(LENGTHS), step)])
-
-
-def hub_stream():
-    """An iterable data set of `datasets`, in four shards."""
+def hub_stream(shards=4):
+    """An iterable data set of `datasets`."""
     rows = {"id": list(range(len(LENGTHS))), "length": LENGTHS}
-    return datasets.Dataset.from_dict(rows).to_iterable_dataset(num_shards=4)
+    return datasets.Dataset.from_dict(rows).to_iterable_dataset(num_shards=shards)
 
 
-SOURCES = (Samples, Stream, ResumableStream, hub_stream)
+def hub_stream_in_three():
+    """Files that cannot be shared out evenly between two ranks or workers."""
+    return hub_stream(3)
+
+
+def shuffled_hub_stream():
+    """With a shuffle buffer, which is no part of its state."""
+    return hub_stream().shuffle(seed=1, buffer_size=16)
+
+
+SOURCES = (Samples, Stream, ResumableStream, hub_stream, hub_stream_in_three)
 
 
 def ids(rows):
     return [[sample["id"] for sample in row] for row in rows]
 
 
-def identity(row):
-    return row
+def numbers(rows):
+    return sorted(sample["id"] for row in rows for sample in row)
 
 
-def loader(stream, workers=0):
-    return DataLoader(stream, batch_size=None, collate_fn=identity, num_workers=workers)
+def test_four_ranks_measure_every_sample_once_and_read_no_other():
+    source, measured = Samples(), []
+    for rank in range(4):
+        stream = PackedStream(
+            source, SETTINGS, length=lambda sample: measured.append(sample) or sample["length"], ranks=4, rank=rank
+        )
+        assert len(list(stream)) > 10
+    assert sorted(sample["id"] for sample in measured) == list(range(len(LENGTHS)))
+    assert source.read == len(LENGTHS)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0), (2, 2)])
+def test_ranks_and_workers_share_every_sample_out_once(source, ranks, workers):
+    rows = []
+    for rank in range(ranks):
+        stream = PackedStream(source(), SETTINGS, ranks=ranks, rank=rank)
+        mine = list(DataLoader(stream, batch_size=None, collate_fn=list, num_workers=workers))
+        assert len(mine) > 15
+        rows += mine
+    assert numbers(rows) == list(range(len(LENGTHS)))
+    assert all(sum(sample["length"] for sample in row) <= SETTINGS.capacity for row in rows)
 
 
 @given(
     lengths=st.lists(st.integers(1, 25), max_size=50),
     ranks=st.integers(1, 4),
-    remainder=st.sampled_from(["split", "empty", "drop"]),
 )
-@settings(max_examples=80)
-def test_all_ranks_end_together_and_every_sample_is_given_out_once_or_counted(lengths, ranks, remainder):
-    streams = [
-        PackedStream(
-            Stream(lengths), RowSettings(capacity=20, oversize="drop"), ranks=ranks, rank=rank, remainder=remainder
-        )
-        for rank in range(ranks)
-    ]
-    rows = [ids(stream) for stream in streams]
-    assert len({len(mine) for mine in rows}) == 1
-    out = [at for mine in rows for row in mine for at in row]
+@settings(max_examples=60)
+def test_every_sample_is_given_out_once_or_counted(lengths, ranks):
+    dropping = RowSettings(capacity=20, oversize="drop", min_fill=0.5, drop_last=True)
+    streams = [PackedStream(Stream(lengths), dropping, ranks=ranks, rank=rank) for rank in range(ranks)]
+    out = numbers([row for stream in streams for row in stream])
     assert len(out) == len(set(out))
-    assert {stream.dropped for stream in streams} == {sum(n > 20 for n in lengths)}
-    assert {stream.left_out + len(out) + stream.dropped for stream in streams} == {len(lengths)}
-    if remainder == "empty":
-        assert streams[0].left_out == 0
-    else:
-        assert all(row for mine in rows for row in mine)
+    assert sum(stream.dropped for stream in streams) == sum(n > 20 for n in lengths)
+    assert sum(stream.left_out + stream.dropped for stream in streams) + len(out) == len(lengths)
 
 
-def test_a_round_of_rows_is_held_back_so_that_there_is_something_to_split():
-    lengths = [10, 10, 20, 20]  # three rows: when the last one is known, the first two would be gone
-    waits = RowSettings(capacity=20, buffer_tokens=20)
-    assert ids(PackedStream(Stream(lengths), waits)) == [[0, 1], [2], [3]]
-    streams = [PackedStream(Stream(lengths), waits, ranks=2, rank=rank) for rank in range(2)]
-    assert [ids(stream) for stream in streams] == [[[0], [2]], [[1], [3]]]
-    assert streams[0].left_out == 0
-
-
-@pytest.mark.parametrize("source", [Stream, Sharded, hub_stream])
-def test_rows_are_the_same_for_any_number_of_workers(source):
-    alone = ids(loader(PackedStream(source(), SETTINGS, ranks=2, rank=1)))
-    assert len(alone) > 20
-    for workers in (1, 2):
-        assert ids(loader(PackedStream(source(), SETTINGS, ranks=2, rank=1), workers)) == alone
+# ---------------------------------------------------------------------- to continue
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("done", [0, 1, 17, 54])
+@pytest.mark.parametrize("done", [0, 1, 17, "all"])
 def test_a_stream_continues_bit_for_bit_its_buffer_included(source, done):
-    whole = PackedStream(source(), SETTINGS, ranks=2, rank=1)
-    rows = ids(whole)
-    if done > len(rows):
-        done = len(rows)
-    half = PackedStream(source(), SETTINGS, ranks=2, rank=1)
+    def make():
+        return PackedStream(source(), SETTINGS, ranks=2, rank=1)
+
+    rows = ids(make())
+    done = len(rows) if done == "all" else done
+    half = make()
     list(islice(half, done))
     state = pickle.loads(pickle.dumps(half.state_dict()))
-    resumed = PackedStream(source(), SETTINGS, ranks=2, rank=1)
+    resumed = make()
     resumed.load_state_dict(state)
     assert ids(resumed) == rows[done:]
     assert ids(resumed) == rows  # the next epoch is whole
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_a_stream_that_repeats_gives_pass_after_pass_and_continues_in_any(source):
-    once = ids(PackedStream(source(), SETTINGS, ranks=2, rank=1))
-    assert len(once) % 2 == 1  # the guard: two workers do not end a pass together
-    for workers in (0, 2):
-        stream = PackedStream(source(), SETTINGS, ranks=2, rank=1, repeat=True)
-        assert ids(islice(loader(stream, workers), 3 * len(once) + 2)) == [*once * 3, *once[:2]]
-    for done in (5, len(once), len(once) + 5):
-        half = PackedStream(source(), SETTINGS, ranks=2, rank=1, repeat=True)
-        assert len(list(islice(half, done))) == done
-        resumed = PackedStream(source(), SETTINGS, ranks=2, rank=1, repeat=True)
-        resumed.load_state_dict(pickle.loads(pickle.dumps(half.state_dict())))
-        assert ids(islice(resumed, len(once) + 3)) == (once * 3)[done : done + len(once) + 3]
+def test_a_source_whose_state_is_no_place_is_read_again_from_the_start_of_the_pass():
+    rows = ids(PackedStream(shuffled_hub_stream(), SETTINGS))
+    half = PackedStream(shuffled_hub_stream(), SETTINGS)
+    list(islice(half, 20))
+    resumed = PackedStream(shuffled_hub_stream(), SETTINGS)
+    resumed.load_state_dict(half.state_dict())
+    with pytest.warns(UserWarning, match="does not go on where its state was taken, as after a shuffle buffer"):
+        assert ids(resumed) == rows[20:]
 
 
-def test_a_source_with_a_place_is_not_read_again():
+def test_a_state_holds_positions_and_no_samples():
+    images = [{"id": at, "length": length, "image": b"\xff" * 100_000} for at, length in enumerate(LENGTHS)]
+    stream = PackedStream(images, SETTINGS)
+    list(islice(stream, 9))
+    assert len(stream._packer) > 9
+    assert len(pickle.dumps(stream.state_dict())) < 5_000
+
+
+def test_only_samples_of_the_buffer_are_read_again():
     reads = {}
     for source in (Samples, Stream, ResumableStream):
         half = PackedStream(source(), SETTINGS)
@@ -179,41 +185,135 @@ def test_a_source_with_a_place_is_not_read_again():
         resumed.load_state_dict(half.state_dict())
         list(resumed)
         reads[source] = again.read
-        if source is Samples:  # those that wait, and the last one read, are compared
-            reads[source] -= len(
-                {at for at, _ in half.state_dict()["packer"]["buffered"]} | {half._packer.received - 1}
-            )
+    left, buffered = len(LENGTHS) - half._last[0] - 1, len(half._packer)
     assert reads[Stream] == len(LENGTHS)  # there is no other way
-    assert reads[Samples] == reads[ResumableStream] < len(LENGTHS) / 2
+    assert left + buffered <= reads[Samples] <= left + buffered + 1  # the last one read is compared, too
+    assert reads[Samples] <= reads[ResumableStream] < len(LENGTHS) / 2
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("source", SOURCES)
-def test_a_stateful_data_loader_continues_in_the_middle_of_an_epoch(source, workers):
+@pytest.mark.parametrize("workers", [0, *slow(2)])
+@pytest.mark.parametrize("source", [Samples, *slow(Stream, ResumableStream, hub_stream, hub_stream_in_three)])
+def test_a_loader_continues_in_the_middle_of_an_epoch_and_in_any_pass(source, workers):
     def make():
-        stream = PackedStream(source(), SETTINGS, ranks=2, rank=0)
-        return StatefulDataLoader(stream, batch_size=None, collate_fn=identity, num_workers=workers)
+        stream = PackedStream(source(), SETTINGS, ranks=2, rank=0, repeat=repeat)
+        return StreamLoader(stream, collate_fn=list, num_workers=workers)
 
-    rows = ids(make())
-    half = make()
-    left = iter(half)
-    assert len(list(islice(left, 9))) == 9
-    state = pickle.loads(pickle.dumps(half.state_dict()))
-    resumed = make()
-    resumed.load_state_dict(state)
-    assert ids(resumed) == rows[9:]
-    assert len(rows) > 20
+    for repeat, steps in ((False, (9,)), (True, (5, 40))):
+        rows = ids(islice(make(), 60))
+        assert len(rows) == 60 if repeat else 20 < len(rows) < 30
+        for done in steps:
+            half = make()
+            assert ids(islice(half, done)) == rows[:done]
+            resumed = make()
+            resumed.load_state_dict(pickle.loads(pickle.dumps(half.state_dict())))
+            assert ids(islice(resumed, 60 - done)) == rows[done:]
 
 
-def test_the_state_of_other_ranks_is_refused():
-    state = PackedStream(Samples(), SETTINGS, ranks=2, rank=0).state_dict()
-    with pytest.raises(ConfigError, match="the state is of 2 ranks with remainder 'split', this stream is of 1 with"):
-        PackedStream(Samples(), SETTINGS).load_state_dict(state)
-    with pytest.raises(ConfigError, match="this stream is of 2 with 'drop'; deal as before"):
-        PackedStream(Samples(), SETTINGS, ranks=2, rank=0, remainder="drop").load_state_dict(state)
-    with pytest.raises(ConfigError, match="the state is of RowSettings"):
-        PackedStream(Samples(), RowSettings(capacity=5000), ranks=2, rank=0).load_state_dict(state)
+@pytest.mark.parametrize("workers", [0, *slow(2)])
+def test_a_loader_goes_on_to_the_next_pass_of_a_source_that_counts_them(workers):
+    """The source's state goes to the workers of the next epoch, and an epoch that was given up is begun anew."""
+
+    def make():
+        return StreamLoader(PackedStream(CountsAtTheEnd(), RowSettings(capacity=20)), num_workers=workers)
+
+    loader, half, ended, resumed = (make() for _ in range(4))
+    epochs = [ids(loader) for _ in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    list(islice(half, 3))
+    assert numbers(half) == list(range(60))
+    list(ended)
+    resumed.load_state_dict(pickle.loads(pickle.dumps(ended.state_dict())))
+    assert [ids(resumed), ids(resumed)] == epochs[1:]
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), *slow_cases((2, False), (2, True))])
+def test_set_epoch_reaches_the_shards_of_ranks_and_workers(workers, persistent):
+    source = hub_stream(8).shuffle(seed=1, buffer_size=1)
+    stream = PackedStream(source, SETTINGS, ranks=2, rank=1)
+    loader = StreamLoader(stream, num_workers=workers, persistent_workers=persistent)
+    epochs = [(source.set_epoch(epoch), ids(loader))[1] for epoch in (0, 1)]
+    assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("workers", [0, *slow(2)])
+def test_the_state_of_other_ranks_or_workers_is_refused(workers):
+    def stream(rank=0, settings=SETTINGS):
+        return PackedStream(Samples(), settings, ranks=2, rank=rank)
+
+    loader = StreamLoader(stream(), num_workers=workers)
+    list(islice(loader, 3))
+    state = loader.state_dict()
+    with pytest.raises(
+        ConfigError, match=r"is of a stream in [12] workers, but now there are [21]\. .* as many as before"
+    ):
+        StreamLoader(stream(), num_workers=2 - workers).load_state_dict(state)
+    with pytest.raises(ConfigError, match="no state of a StreamLoader"):
+        loader.load_state_dict({"states": []})
+    others = (stream(rank=1), "part 0 .* this is part 1"), (stream(settings=RowSettings(capacity=5000)), "RowSettings")
+    for other, message in others:
+        resumed = StreamLoader(other, num_workers=workers)
+        resumed.load_state_dict(state)
+        with pytest.raises(ConfigError, match=f"the state is of .?{message}"):
+            next(iter(resumed))
+    with pytest.raises(ConfigError, match=r"the state is of part 0 of a source in 2 .* this is part 0 of 1"):
+        PackedStream(Samples(), SETTINGS).load_state_dict(stream().state_dict())
+
+
+# ---------------------------------------------------------------------- ranks that compute together
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [2, *slow(4)])
+def test_all_ranks_end_together_whatever_they_have(ranks, tmp_path):
+    """Over a collective after each row, as training has: an uneven rank, one without samples, a stop after an end."""
+    torch.multiprocessing.start_processes(_train, (ranks, tmp_path), nprocs=ranks, start_method="fork")
+    seen = [pickle.loads((tmp_path / str(rank)).read_bytes()) for rank in range(ranks)]
+    for case, samples in (("many", len(LENGTHS)), ("few", ranks - 1), ("sorted", 40), ("none", 0)):
+        rows = [mine[case] for mine in seen]
+        assert len({len(mine) for mine in rows}) == 1
+        assert sorted(at for mine in rows for row in mine for at in row) == list(range(samples))
+    assert [[] in mine["sorted"] for mine in seen] != [False] * ranks  # the guard: somebody ended before
+
+
+def _train(rank, ranks, folder):
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    cases = {
+        "many": LENGTHS,
+        "few": LENGTHS[: ranks - 1],
+        "sorted": [4000 if at % ranks else 100 for at in range(40)],
+        "none": [],
+    }
+    seen = {}
+    for case, lengths in cases.items():
+
+        def make(lengths=lengths):
+            return StreamLoader(PackedStream(Samples(lengths), SETTINGS, ranks=ranks, rank=rank), collate_fn=list)
+
+        loader, rows = make(), []
+        for row in loader:
+            distributed.all_reduce(torch.ones(()))
+            rows.append([sample["id"] for sample in row])
+        seen[case] = rows
+        for done in {len(rows) // 2, max(0, len(rows) - 1)}:
+            half = make()
+            list(islice(half, done))
+            resumed = make()
+            resumed.load_state_dict(half.state_dict())
+            assert ids(resumed) == rows[done:]
+            assert ids(resumed) == rows
+    with pytest.raises(ConfigError, match=r"the last one would wait for ever: load the stream by StreamLoader\(stream"):
+        next(iter(PackedStream(Samples(), SETTINGS, ranks=ranks, rank=rank)))
+    (folder / str(rank)).write_bytes(pickle.dumps(seen))
+    distributed.destroy_process_group()
+
+
+def test_a_rank_without_samples_cannot_repeat_them():
+    loader = StreamLoader(PackedStream(Samples([5]), SETTINGS, ranks=2, rank=1, repeat=True))
+    with pytest.raises(ConfigError, match="the source has no sample for rank 1 of 2 to repeat"):
+        next(iter(loader))
+
+
+# ---------------------------------------------------------------------- what is refused
 
 
 def test_two_who_iterate_one_stream_do_not_share_its_rows_out_unnoticed():
@@ -222,25 +322,21 @@ def test_two_who_iterate_one_stream_do_not_share_its_rows_out_unnoticed():
     next(one)
     other = iter(stream)
     first = next(other)
-    with pytest.raises(ConfigError, match="begun anew before it ended; give each loader a stream of its own"):
+    with pytest.raises(ConfigError, match="begun anew before it ended; give each loader one of its own"):
         next(one)
     assert ids([first, *other]) == ids(PackedStream(Samples(), SETTINGS))  # who came last misses nothing
 
 
-def test_a_source_that_can_be_read_once_is_refused():
-    with pytest.raises(ConfigError, match="a generator gives its samples once, and every further pass would have none"):
-        PackedStream((sample for sample in Samples()), SETTINGS)
-
-
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("source", "settings", "message"),
     [
-        ({"ranks": 2, "rank": 2}, "rank must lie between 0 and 1, got 2"),
-        ({"ranks": 2}, "ranks=2, but rank= was left out: every process would train on the same"),
-        ({"ranks": 0}, "ranks must be a whole number from 1 to"),
-        ({"remainder": "pad"}, "remainder must be one of split, empty, drop, got 'pad'"),
+        (iter([]), {}, "a list_iterator gives its samples once, and every further pass would have none"),
+        (Samples(), {"ranks": 2, "rank": 2}, "rank must lie between 0 and 1, got 2"),
+        (Samples(), {"ranks": 2}, "ranks=2, but rank= was left out: every process would train on the same"),
+        (Samples(), {"ranks": 0}, "ranks must be a whole number from 1 to"),
+        (split_dataset_by_node(hub_stream(), 0, 2), {"ranks": 2, "rank": 0}, "split_dataset_by_node, and"),
     ],
-)
-def test_a_rank_or_remainder_that_does_not_exist_is_refused(settings, message):
+)  # fmt: skip
+def test_a_source_or_rank_that_cannot_be_is_refused(source, settings, message):
     with pytest.raises(ConfigError, match=message):
-        PackedStream(Samples(), SETTINGS, **settings)
+        PackedStream(source, SETTINGS, **settings)

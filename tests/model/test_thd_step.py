@@ -232,13 +232,16 @@ def test_nothing_waits_for_the_device(example: Any, reference: Any, samples: lis
 
 
 def test_losses_and_logits_of_a_row_give_the_same_result() -> None:
-    model, batch = Plain(), texts(3, 5, 2)
+    model, batch = Plain(), replace(texts(3, 5, 2), loss_weights=torch.rand(3, 5))
     step = ThdStep(model)
     inputs = step.inputs(batch)
     losses, logits = model(**inputs.arguments), model.embedding(inputs.row.input_ids)
     forms = (losses, losses[0], logits, logits[0], (logits, None), {"losses": losses}, {"logits": logits})
     results = [step.result(form, inputs, num_items_in_batch=20) for form in forms]
-    expected = [F.cross_entropy(model.embedding(ids[:-1]), ids[1:]) for ids in rows_of(batch)]
+    expected = [
+        (F.cross_entropy(model.embedding(ids[:-1]), ids[1:], reduction="none") * weights[1 : len(ids)]).mean()
+        for ids, weights in zip(rows_of(batch), batch.loss_weights, strict=True)
+    ]
     for result in results:
         torch.testing.assert_close(result.sample_losses, torch.stack(expected), **CLOSE)
         torch.testing.assert_close(result.loss, result.loss_sum / 20)
@@ -261,7 +264,7 @@ def test_nan_on_padding_reaches_no_loss() -> None:
 
 @pytest.mark.parametrize("layout", ["mirrored", "contiguous"])
 def test_parts_of_ranks_add_up_to_the_row(layout: Any) -> None:
-    model, batch = Everything(), texts(7, 11, 3)
+    model, batch = Everything(), replace(texts(7, 11, 3), loss_weights=torch.rand(3, 11))
     rule = SlotRule.for_parallel(context=2, layout="mirrored")
     whole = ThdStep(model, slots=rule)(batch)
     parts = []

@@ -123,9 +123,20 @@ def entropies_lack_the_normalizer(original, logits):
 
 
 @breaks("vlmpack.model.result.sums_by_sample")
-def losses_of_samples_are_counted_one_sample_late(original, logprobs, index, segments):
-    sums, counts = original(logprobs, index, segments)
+def losses_of_samples_are_counted_one_sample_late(original, losses, index, segments):
+    sums, counts = original(losses, index, segments)
     return sums.roll(1), counts
+
+
+@breaks("vlmpack.model.result.weighted", tests="trainer/test_loss.py")
+def a_target_has_the_weight_of_the_token_that_predicts_it(original, losses, row, index):
+    weights = None if row.shift_weights is None else row.shift_weights.roll(1, -1)
+    return original(losses, replace(row, shift_weights=weights), index)
+
+
+@breaks("vlmpack.trainer.loss._factors", tests="trainer/test_loss.py")
+def samples_count_by_their_targets_in_every_loss(original, counts, loss):
+    return original(counts, "token")
 
 
 # ---------------------------------------------------------------------- attention masks

@@ -71,6 +71,16 @@ def test_a_stored_row_is_what_the_collator_makes_of_its_samples(tmp_path, family
     assert len(rows) > 1 and max(len(row.segments.lengths) for row in rows) > 1
 
 
+def test_weights_and_channels_come_back(tmp_path):
+    samples = [{**chat("Total?", f"It is {n}", id=n), "channel": ("even", "odd")[n % 2]} for n in range(6)]
+    for n, sample in enumerate(samples):
+        sample["messages"][1]["weight"] = 1 + n % 3 / 2
+    store(tmp_path / "rows", samples)
+    rows = check_rows(PackedDataset(tmp_path / "rows", processor_of()), samples, packing())
+    assert any(row.shift_weights is not None for row in rows)
+    assert all(row.metadata.channels for row in rows)
+
+
 @pytest.mark.parametrize("sharing", [False, SHARING], ids=["apart", "shared"])
 @pytest.mark.parametrize("family", ["llava_onevision", *slow(*(name for name in BEYOND[1::2] if name != "paligemma"))])
 def test_rows_of_every_family_with_a_processor_are_stored(tmp_path, family, sharing):

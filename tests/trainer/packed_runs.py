@@ -6,9 +6,8 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from training import KINDS, Samples, arguments, collator, lengths_of, logged, receipts
+from training import KINDS, Samples, arguments, collator, lengths_of, logged, receipts, weighing
 
 from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.model import enable_packing
@@ -16,24 +15,22 @@ from vlmpack.plan import Plan, plan_bins
 from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer
 
-torchdata_on_new_torch = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-
 
 class Noting:
     """A collator that keeps the lengths of each row's samples, in the order in which it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, collate: Any = None) -> None:
         self.rows: list[list[int]] = []
-        self._collate = collator("packed")
+        self._collate = collate or collator("packed")
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:
         self.rows.append(lengths_of(features))
         return self._collate(features)
 
 
-def fresh() -> Any:
+def fresh(**settings: Any) -> Any:
     """A model that is always the same, as small as can be."""
-    return tiny_model(hidden=16, heads=2, layers=1, vision_depth=1)
+    return tiny_model(hidden=16, heads=2, layers=1, vision_depth=1, **settings)
 
 
 def scene(dropout: float = 0.1) -> tuple[Any, list[Any]]:
@@ -53,18 +50,19 @@ def plan_of(samples: list[Any]) -> Plan:
     return plan
 
 
-def planned(folder: Path, *, dropout: float = 0.1, **settings: Any) -> PackedTrainer:
-    """Two epochs over the rows of a plan."""
+def planned(folder: Path, *, dropout: float = 0.1, loss: Any = "token", **settings: Any) -> PackedTrainer:
+    """Two epochs over the rows of a plan; of another loss than "token" with weights and channels."""
     model, samples = scene(dropout)
     settings = {"max_steps": -1, "num_train_epochs": 2, **settings}
     return PackedTrainer(
         model,
         arguments(folder, **settings),
-        Noting(),
+        Noting(None if loss == "token" else weighing("packed")),
         Samples(samples),
         Samples(samples),
         plan=plan_of(samples),
         eval_plan=plan_of(samples),
+        loss=loss,
     )
 
 
@@ -88,4 +86,6 @@ def fingerprint(run: PackedTrainer) -> dict[str, Any]:
     digest = hashlib.sha256()
     for parameter in run.model.parameters():
         digest.update(parameter.detach().numpy().tobytes())
-    return {"steps": run.state.global_step, "losses": logged(run), "weights": digest.hexdigest()}
+    steps = [entry for entry in run.state.log_history if "loss" in entry]
+    channels = {name: [entry.get(name, 0.0) for entry in steps] for name in ("loss/long", "loss/short")}
+    return {"steps": run.state.global_step, "losses": logged(run), "weights": digest.hexdigest(), **channels}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from accelerate.utils import concatenate, slice_tensors
 from chats import chat, processor_of
 from datasets import Dataset
-from trainer.packed_runs import planned, streamed
+from trainer.packed_runs import fresh, planned, streamed
 from training import LAYOUTS, Samples, Stream, arguments, collator, descend, receipts, trainer
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, default_data_collator
 
 import vlmpack.trainer
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.interop.seqpacker import RowCollator, pack_dataset
-from vlmpack.model import enable_packing
+from vlmpack.model import disable_packing, enable_packing
 from vlmpack.model.engine import packing_state
 from vlmpack.rows import PackedDataset, StoreSettings, write_rows
 from vlmpack.testing import tiny_model
@@ -34,19 +34,92 @@ def refusal(run) -> str:
 
 
 def enabled(**settings):
-    return enable_packing(tiny_model(hidden=16, heads=2, layers=1, vision_depth=1, **settings))
+    return enable_packing(fresh(**settings))
 
 
-def test_defaults_are_fine_and_all_problems_are_told_at_once(tmp_path):
+def of_args(**settings):
+    return lambda run, patch: vars(run.args).update(settings)
+
+
+def of_run(**settings):
+    return lambda run, patch: vars(run).update(settings)
+
+
+def over_two_ranks(run, patch):
+    for name, value in (("is_initialized", True), ("get_world_size", 2)):
+        patch.setattr(torch.distributed, name, lambda value=value: value)
+
+
+def sharing(ranks):
+    def share(run, patch):
+        patch.setattr("vlmpack.model.mechanisms.ClassMechanism.problem", lambda *args, **settings: None)
+        state = replace(packing_state(run.model), parallel=SimpleNamespace(ranks=ranks))
+        vars(run.model)["_vlmpack_state"] = state
+
+    return share
+
+
+def another_processor(run, patch):
+    run.data_collator, run.args.remove_unused_columns = VLMCollator(processor_of("qwen2_5_vl"), layout="packed"), False
+
+
+NOT_CALLED = (
+    "loss_metrics(model) is not called, and eval_loss not exact (prediction_loss_only, or compute_metrics is miss"
+)
+FINE = {
+    "Liger without its loss": of_args(use_liger_kernel=True, liger_kernel_config={"fused_linear_cross_entropy": False}),
+    "one rank a row": sharing(1),
+    "several ranks' setting on one": of_args(average_tokens_across_devices=False),
+    "no evaluation": of_run(eval_dataset=None, compute_metrics=None),
+}
+NAMED = {
+    "Liger": (of_args(use_liger_kernel=True), "liger_kernel_config={'fused_linear_cross_entropy': False}"),
+    "ranks that share rows": (sharing(2), "a Trainer gives each its own: see examples/train_shared_rows.py"),
+    "several devices": (of_args(_n_gpu=2), "nn.DataParallel would cut each batch into 2 pieces: use torchrun"),
+    "evaluation over ranks": (over_two_ranks, "evaluation over 2 ranks weighs the losses of packed batches wrongly"),
+    "no loss in evaluation": (of_args(prediction_loss_only=True), NOT_CALLED),
+    "no metrics": (of_run(compute_metrics=None), NOT_CALLED),
+    "metrics of another": (lambda run, patch: of_run(compute_metrics=loss_metrics(enabled()))(run, patch), NOT_CALLED),
+    "no collator": (of_run(data_collator=default_data_collator), "it has no data_collator"),
+    "another processor": (another_processor, "its collator's processor belongs to another model ("),
+    "its patches": (another_processor, "values of a patch 1176, the model's 1536"),
+    "disabled": (lambda run, patch: disable_packing(run.model), "packing is not enabled on its model"),
+    "too late": (of_run(model_accepts_loss_kwargs=False), "enable packing before the Trainer is made"),
+    "dispatched": (lambda run, patch: vars(run.accelerator.dataloader_config).update(dispatch_batches=True), "False}"),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"), [*((change, None) for change in FINE.values()), *NAMED.values()], ids=[*FINE, *NAMED]
+)
+def test_what_would_change_results_is_named_and_nothing_else(change, told, tmp_path, monkeypatch):
     model = enabled()
-    check_trainer(trainer(model, receipts(model), tmp_path))
+    run = trainer(model, receipts(model), tmp_path)
+    check_trainer(run)
+    change(run, monkeypatch)
+    if told is None:
+        check_trainer(run)
+    else:
+        assert told in refusal(run)
+
+
+def test_all_problems_are_told_at_once(tmp_path):
     settings = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0}
+    model = enabled()
     assert refusal(trainer(model, receipts(model), tmp_path, **settings)).count("\n- ") == 2
+
+
+def test_metrics_are_bound_to_a_model_before_its_evaluation(tmp_path):
+    model = enabled()
+    run = Trainer(model, arguments(tmp_path), collator("packed"), eval_dataset=Samples(receipts(model)))
+    assert "averages the mean losses of batches over samples, so eval_loss would change" in refusal(run)
+    run.compute_metrics = loss_metrics(model)
+    check_trainer(run)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("settings", "told", "call", "refused"),
+    ("settings", "told", "calls", "refused"),
     [
         (
             {"label_smoothing_factor": 0.1},
@@ -60,18 +133,13 @@ def test_defaults_are_fine_and_all_problems_are_told_at_once(tmp_path):
             ("train",),
             r"neftune_noise_alpha .* a packed sample would get less .* leave it out",
         ),
-        ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config={'dispatch_batches': False}", (), ""),
-        ({"average_tokens_across_devices": False}, None, (), ""),  # matters to several ranks
     ],
 )
-def test_a_setting_that_changes_results_is_named_and_refused(settings, told, call, refused, layout, tmp_path):
+def test_a_setting_that_is_named_is_refused_by_the_run_too(settings, told, calls, refused, layout, tmp_path):
     model = enabled()
     run = trainer(model, receipts(model), tmp_path, layout, **settings)
-    if told is None:
-        check_trainer(run)
-    else:
-        assert told in refusal(run)
-    for name in call:
+    assert told in refusal(run)
+    for name in calls:
         with pytest.raises(ConfigError, match=refused):
             getattr(run, name)()
 
@@ -145,25 +213,6 @@ def test_a_loss_function_of_ones_own_has_to_ask_for_logits(layout, tmp_path):
             assert run.state.log_history[0]["loss"] == pytest.approx(expected.losses[0], rel=1e-6)
 
 
-def test_liger_without_its_fused_loss_is_fine(tmp_path):
-    model = enabled()
-    run = trainer(model, receipts(model), tmp_path)
-    run.args.use_liger_kernel = True  # the package itself is not needed to look at the settings
-    assert "liger_kernel_config={'fused_linear_cross_entropy': False}" in refusal(run)
-    run.args.liger_kernel_config = {"fused_linear_cross_entropy": False}
-    check_trainer(run)
-
-
-def test_ranks_that_share_rows_are_given_different_ones(tmp_path, monkeypatch):
-    model = enabled()
-    run, state = trainer(model, receipts(model), tmp_path), packing_state(model)
-    monkeypatch.setattr("vlmpack.model.mechanisms.ClassMechanism.problem", lambda *args, **settings: None)
-    vars(model)["_vlmpack_state"] = replace(state, parallel=SimpleNamespace(ranks=2))
-    assert "a Trainer gives each its own: see examples/train_shared_rows.py" in refusal(run)
-    vars(model)["_vlmpack_state"] = replace(state, parallel=SimpleNamespace(ranks=1))
-    check_trainer(run)
-
-
 def test_metrics_of_packed_rows(tmp_path, monkeypatch):
     """Trainer alone counts rows where there are samples."""
     model = enable_packing(tiny_model("qwen3", hidden=16, heads=2, layers=1))
@@ -204,25 +253,13 @@ def test_rows_that_are_made_ahead_need_a_trainer_for_them(tmp_path):
     check_trainer(run)
     run.eval_packing = False
     assert "cut collated batches up" in refusal(run)
+    assert "starts a resumed epoch anew" in refusal(planned(tmp_path, ignore_data_skip=True))
     run = streamed(tmp_path)
+    assert run.args.ignore_data_skip  # it goes to its place by itself
     check_trainer(run)
     theirs = Trainer(run.model, run.args, collator("packed"), run.train_dataset)
     assert "use vlmpack's PackedTrainer" in refusal(theirs)
     assert "cut collated batches up" not in refusal(theirs)
-
-
-def test_a_resumed_epoch_of_planned_rows_that_would_start_anew(tmp_path):
-    run = planned(tmp_path, ignore_data_skip=True)
-    assert "starts a resumed epoch anew" in refusal(run)
-    assert streamed(tmp_path).args.ignore_data_skip  # it goes to its place by itself
-
-
-def test_several_devices(tmp_path):
-    model = enabled()
-    run = trainer(model, receipts(model), tmp_path, average_tokens_across_devices=False)
-    run.args._n_gpu = 2
-    assert "nn.DataParallel would cut each batch into 2 pieces" in refusal(run)
-    assert "torchrun" in refusal(run)
 
 
 def test_ranks_that_would_train_apart_after_an_evaluation(tmp_path, monkeypatch):
@@ -241,33 +278,6 @@ def test_ranks_that_would_train_apart_after_an_evaluation(tmp_path, monkeypatch)
         else:
             assert "leave out DDP: evaluate after it, or use PackedTrainer" in refusal(run)
         monkeypatch.undo()
-
-
-def test_an_evaluation_over_ranks_in_another_trainer(tmp_path, monkeypatch):
-    run = trainer(model := enabled(), receipts(model), tmp_path)
-    check_trainer(run)
-    for name, value in (("is_initialized", True), ("get_world_size", 2)):
-        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
-    assert "HF Trainer's own evaluation over 2 ranks weighs the losses of packed batches wrongly" in refusal(run)
-    assert "use PackedTrainer of vlmpack.trainer" in refusal(run)
-    monkeypatch.undo()
-    check_trainer(planned(tmp_path))
-
-
-def test_an_evaluation_whose_loss_is_not_replaced(tmp_path):
-    model = enabled()
-    run = Trainer(model, arguments(tmp_path), collator("packed"), eval_dataset=Samples(receipts(model)))
-    assert "averages the mean losses of batches over samples, so eval_loss would change" in refusal(run)
-    run.compute_metrics = loss_metrics(model)
-    check_trainer(run)
-    run.args.prediction_loss_only = True
-    assert "is not called, and eval_loss not exact (prediction_loss_only" in refusal(run)
-    run.args.prediction_loss_only = False
-    for metrics in (None, loss_metrics(enabled())):
-        run.compute_metrics = metrics
-        assert "missing or of another model" in refusal(run)
-    run.eval_dataset = None
-    check_trainer(run)
 
 
 def test_an_evaluation_that_generates(tmp_path):
@@ -346,28 +356,6 @@ def test_a_padded_batch_that_lost_its_mask():
         model(**batch)
 
 
-def test_a_processor_of_another_model(tmp_path):
-    model = enable_packing(tiny_model("qwen3_vl", processor=processor_of("qwen3_vl"), hidden=16, heads=2, layers=1))
-    other = VLMCollator(processor_of("qwen2_5_vl"), layout="packed")
-    message = refusal(Trainer(model, arguments(tmp_path, remove_unused_columns=False), other, [chat()]))
-    assert "its collator's processor belongs to another model (" in message
-    assert "values of a patch 1176, the model's 1536" in message
-
-
-def test_no_collator(tmp_path):
-    model = enabled()
-    samples = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}]
-    assert "it has no data_collator" in refusal(Trainer(model, arguments(tmp_path), None, samples))
-
-
-def test_a_model_that_was_enabled_too_late_or_never(tmp_path):
-    model = tiny_model(hidden=16, heads=2, layers=1, vision_depth=1)
-    run = trainer(model, receipts(model), tmp_path)
-    assert "packing is not enabled" in refusal(run)
-    enable_packing(model)
-    assert "enable packing before the Trainer is made" in refusal(run)
-
-
 # ---------------------------------------------------------------------- TRL's trainers, and settings of theirs
 
 
@@ -408,26 +396,20 @@ def test_a_loss_that_goes_past_the_packed_forward(name, remedy, tmp_path):
             check_trainer(klass(*settings))
 
 
-@dataclass
-class SFTArguments(TrainingArguments):
-    """With TRL's settings, and their defaults."""
-
-    max_length: int | None = 1024
-    loss_type: str = "nll"
-    completion_only_loss: bool | None = None
-    assistant_only_loss: bool = False
-    truncation_mode: str = "keep_start"
-    packing: bool = False
-    eval_packing: bool | None = None
-    padding_free: bool = False
-    pad_to_multiple_of: int | str | None = None
-    shuffle_dataset: bool = False
-
-
 def sft_arguments(folder, **settings):
-    return SFTArguments(str(folder), use_cpu=True, report_to=[], remove_unused_columns=False, **settings)
+    trl = pytest.importorskip("trl", reason="needs TRL: pip install trl")
+    return trl.SFTConfig(
+        str(folder),
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        remove_unused_columns=False,
+        gradient_checkpointing=False,
+        **settings,
+    )
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL's settings
 @pytest.mark.parametrize(
     ("settings", "seen"),
     [
@@ -441,6 +423,7 @@ def sft_arguments(folder, **settings):
 )
 def test_settings_that_nothing_reads_are_named(settings, seen, tmp_path):
     args = sft_arguments(tmp_path)
+    assert all(name in vars(args) for name in OF_TRL)
     collate = VLMCollator(processor_of(), layout="packed")
     run = Trainer(enabled(processor=processor_of()), args, collate, [chat()])
     check_trainer(run)
@@ -451,45 +434,13 @@ def test_settings_that_nothing_reads_are_named(settings, seen, tmp_path):
         check_trainer(run)
 
 
-@pytest.mark.parametrize(
-    ("settings", "flattened", "seen"),
-    [
-        ({"packing": True, "packing_strategy": "bfd"}, True, "packing=True has TRL lay samples out in rows"),
-        ({"padding_free": True}, True, "padding_free=True has TRL lay samples out in rows"),
-        ({"packing": True, "packing_strategy": "wrapped"}, False, "packing_strategy='wrapped' cuts samples in two"),
-        ({"eval_packing": True}, False, "eval_packing=True evaluates each row as one sample"),
-        ({}, False, "rows hold several samples (seq_lengths): use data_collator=RowCollator()"),
-    ],
-)
-def test_rows_of_text_that_trl_packs_itself(settings, flattened, seen, tmp_path):
-    row = {"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8], **({} if settings else {"seq_lengths": [2, 2]})}
-    run = Trainer(enabled(), arguments(tmp_path, remove_unused_columns=False), lambda rows: rows, [row])
-    vars(run)["_skip_prepare_dataset"] = False  # TRL makes tokens of text
-    vars(run)["padding_free"] = flattened
-    vars(run.args).update(settings)
-    assert seen in refusal(run)
-    run.data_collator = RowCollator()
-    check_trainer(run)
-
-
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_settings_that_say_what_the_collator_does(tmp_path):
     for learnt, is_answers in (("assistant", True), ("all", False)):
         collate = VLMCollator(processor_of(), layout="packed", max_length=60, train_on=learnt)
         settings = {"max_length": 60, "completion_only_loss": is_answers, "assistant_only_loss": is_answers}
         args = sft_arguments(tmp_path, **settings)
         check_trainer(Trainer(enabled(processor=processor_of()), args, collate, [chat()]))
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_trls_trainers_are_known_by_their_modules(tmp_path):
-    trl = pytest.importorskip("trl", reason="needs TRL: pip install trl")
-    for trl_trainer in (trl.SFTTrainer, trl.DPOTrainer, trl.GRPOTrainer):
-        assert trl_trainer.compute_loss.__module__.startswith("trl.")
-    config = trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False)
-    ours = SFTArguments(str(tmp_path), use_cpu=True)
-    assert all(name in vars(config) for name in OF_TRL)
-    names = {*SFTArguments.__annotations__}
-    assert {name: getattr(config, name) for name in names} == {name: getattr(ours, name) for name in names}
 
 
 def test_a_machine_without_trl(monkeypatch):

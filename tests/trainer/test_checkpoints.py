@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
-from trainer.packed_runs import Noting, fingerprint, plan_of, planned, scene, streamed, torchdata_on_new_torch
+import torch
+from torch.utils.data import IterableDataset
+from trainer.packed_runs import Noting, fingerprint, plan_of, planned, scene, streamed
 from training import Samples, arguments, lengths_of
 
 from vlmpack.errors import ConfigError
+from vlmpack.loading import PackedStream, RowSettings, StreamLoader
 from vlmpack.plan import plan_bins
 from vlmpack.trainer import PackedTrainer
-from vlmpack.trainer.checkpoints import PLAN_FILE, check_complete, newest_complete, stream_file
+from vlmpack.trainer.checkpoints import (
+    PLAN_FILE,
+    check_complete,
+    load_stream,
+    newest_complete,
+    save_stream,
+    stream_file,
+)
 
 STOP = 3
 
@@ -97,7 +110,6 @@ def test_who_skips_nothing_may_take_other_rows(stopped):
     assert len(run.data_collator.rows) == run.state.global_step - STOP > 0
 
 
-@torchdata_on_new_torch
 def test_checkpoints_without_rows_to_continue_have_no_file_of_ours(tmp_path):
     """Those of the model alone, and those of a trainer without a plan."""
     for make in (planned, streamed):
@@ -116,7 +128,7 @@ MAKERS = {
     PLAN_FILE: planned,
     stream_file(0): streamed,
 }
-CASES = [PLAN_FILE, pytest.param(stream_file(0), marks=torchdata_on_new_torch)]
+CASES = [PLAN_FILE, stream_file(0)]
 
 
 @pytest.fixture(scope="module")
@@ -213,3 +225,63 @@ def test_a_folder_that_is_written_again_does_not_look_whole_meanwhile(runs, tmp_
         run.train()
     with pytest.raises(ConfigError, match=f"{PLAN_FILE} is missing"):
         check_complete(tmp_path / "checkpoint-3", PLAN_FILE)
+
+
+# ---------------------------------------------------------------------- the state of a stream
+
+
+class Counting(IterableDataset):
+    """A source with a state of many kinds."""
+
+    def __init__(self, more):
+        self.at, self.start, self.kinds = (
+            0,
+            0,
+            {"tuple": (1, (2, None)), "tensor": torch.arange(3), 1: b"x", "more": more},
+        )
+
+    def __iter__(self):
+        start, self.start = self.start, 0
+        for self.at in range(start + 1, 41):
+            yield {"length": self.at}
+
+    def state_dict(self):
+        return {"at": self.at, **self.kinds}
+
+    def load_state_dict(self, state_dict):
+        assert repr(state_dict) == repr({"at": state_dict["at"], **self.kinds})
+        self.start = state_dict["at"]
+
+
+def counted(more=None):
+    return StreamLoader(PackedStream(Counting(more), RowSettings(capacity=50), repeat=True))
+
+
+def test_the_state_of_a_source_comes_back_as_it_was(tmp_path):
+    whole, stopped, resumed = list(islice(counted(), 60)), counted(), counted()
+    list(islice(stopped, 35))
+    save_stream(tmp_path / "state", stopped)
+    load_stream(tmp_path / "state", resumed)
+    assert list(islice(resumed, 25)) == whole[35:]
+
+
+def test_what_only_pickle_could_hold_is_refused_before_it_is_written(tmp_path):
+    loader = counted(more=Path("a"))
+    list(islice(loader, 2))
+    with pytest.raises(ConfigError, match=r"source is no plain data.*let its state_dict\(\) return numbers"):
+        save_stream(tmp_path / "state", loader)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_state_that_ends_anywhere_or_is_of_something_else_is_refused(tmp_path):
+    loader, file = counted(), tmp_path / "state"
+    list(islice(loader, 2))
+    save_stream(file, loader)
+    whole = file.read_bytes()
+    for data in (*(whole[:end] for end in range(0, len(whole), 61)), pickle.dumps({"turn": 0}, 2), b"{}", b"\0" * 99):
+        file.write_bytes(data)
+        with pytest.raises(ConfigError, match=r"is damaged, or is no state that vlmpack wrote.*resume from another"):
+            load_stream(file, counted())
+    torch.save({"turn": 0}, file)
+    with pytest.raises(ConfigError, match="no state of a StreamLoader"):
+        load_stream(file, counted())

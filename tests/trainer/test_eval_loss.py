@@ -12,7 +12,7 @@ import torch
 from chats import chat, processor_of
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
-from training import LAYOUTS, Samples, arguments, collator, loss_sums, receipts, trainer
+from training import LAYOUTS, Samples, arguments, collator, loss_sums, losses_alone, receipts, trainer
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from vlmpack.collate import VLMCollator
@@ -44,8 +44,7 @@ def plain(model, samples, folder, layout="packed", metrics=None, **settings):
 
 
 def exact_loss(model, samples):
-    with torch.no_grad():
-        sums, counts = loss_sums(model, samples)
+    sums, counts = losses_alone(model, samples)
     return float(sums.sum() / counts.sum())
 
 
@@ -84,8 +83,7 @@ def test_on_several_ranks_it_is_refused_with_its_metrics_too(monkeypatch):
 def test_with_its_metrics_it_is_the_mean_over_targets(layout, batch, concat, tmp_path):
     model = small()
     samples = unlike_samples(model)
-    with torch.no_grad():
-        sums, counts = loss_sums(model, samples)
+    sums, counts = losses_alone(model, samples)
     exact = pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
     metrics = loss_metrics(enable_packing(model))
     settings = {"per_device_eval_batch_size": batch, "eval_do_concat_batches": concat}
@@ -190,9 +188,7 @@ def test_packed_trainers_batches_give_the_loss_of_the_set(batch, layout, tmp_pat
     """Also of the best model, and in `predict`; over several ranks, see test_two_ranks.py."""
     model = tiny_model()
     samples = receipts(model)
-    with torch.no_grad():
-        sums, counts = loss_sums(model, samples)
-    exact = pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
+    exact = pytest.approx(exact_loss(model, samples), rel=1e-6)
     args, data = arguments(tmp_path, per_device_eval_batch_size=batch), Samples(samples)
     run = PackedTrainer(enable_packing(model), args, collator(layout), data, data, eval_packing=False)
     assert run.evaluate()["eval_loss"] == exact
@@ -202,33 +198,19 @@ def test_packed_trainers_batches_give_the_loss_of_the_set(batch, layout, tmp_pat
     assert run.evaluation is None
 
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5")
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe", "qwen3_5"])
 def test_predictions_are_the_losses_of_the_samples_alone(family, layout, tmp_path):
+    """Also with a cache in the text model's configuration, whose leak gradient checkpointing would hide in training."""
     model = tiny_model(family)
+    model.config.text_config.use_cache = family == "qwen2_5_vl"
     samples = receipts(model)
-    with torch.no_grad():
-        sums, counts = loss_sums(model, samples)
+    sums, counts = losses_alone(model, samples)
 
     run = trainer(enable_packing(model), samples, tmp_path, layout, per_device_eval_batch_size=3)
     losses, targets = run.predict(Samples(samples)).predictions
 
     assert targets.tolist() == counts.tolist()
-    torch.testing.assert_close(torch.from_numpy(losses), sums / counts, rtol=1e-6, atol=1e-6)
-
-
-def test_a_cache_that_the_text_model_is_configured_with_does_not_leak(tmp_path):
-    """Gradient checkpointing would hide such a leak while training, never in evaluation."""
-    model = tiny_model()
-    model.config.text_config.use_cache = True
-    samples = receipts(model)
-    with torch.no_grad():
-        sums, counts = loss_sums(model, samples)
-    run = trainer(enable_packing(model), samples, tmp_path, per_device_eval_batch_size=7)
-    losses, _ = run.predict(Samples(samples)).predictions
     torch.testing.assert_close(torch.from_numpy(losses), sums / counts, rtol=1e-6, atol=1e-6)
 
 
@@ -239,8 +221,7 @@ def test_a_batch_without_targets_does_not_count_as_a_loss_of_0(layout, tmp_path)
     samples = receipts(model)
     for sample in samples[:2]:
         sample["labels"][:] = -100
-    with torch.no_grad():
-        sums, counts = loss_sums(model, samples)
+    sums, counts = losses_alone(model, samples)
     exact = float(sums[2:].sum() / counts[2:].sum())
     run = trainer(enable_packing(model), samples, tmp_path, layout, per_device_eval_batch_size=2)
     assert run.evaluate()["eval_loss"] == pytest.approx(exact, rel=1e-6)
@@ -360,7 +341,7 @@ def test_losses_of_all_ranks_weigh_every_target_alike():
     losses = BatchLosses(Others(([5.0, 1.0], [1, 1]), ([8.0], [4])), 2, Samples([]))
     losses.add(result_of([3.0, 1.0], [3, 1]))
     losses.add(result_of([2.0, 4.0], [2, 2]))
-    assert losses.token_loss() == (3 + 1 + 5 + 1 + 2 + 4 + 8) / (3 + 1 + 1 + 1 + 2 + 2 + 4)
+    assert losses.mean("token") == (3 + 1 + 5 + 1 + 2 + 4 + 8) / (3 + 1 + 1 + 1 + 2 + 2 + 4)
 
 
 @pytest.mark.parametrize(("result", "seen"), [(None, "is not packed"), (result_of([3.0], [3]), "has 1 samples, not 2")])
@@ -378,6 +359,6 @@ def test_a_set_without_a_length_is_refused():
 def test_on_one_rank_a_loss_that_is_not_complete_is_none():
     losses = BatchLosses(SimpleNamespace(gather_for_metrics=None, num_processes=1), 2, Samples([]))
     losses.add(result_of([3.0], [3]))
-    assert losses.token_loss() == 1.0
+    assert losses.mean("token") == 1.0
     losses.add(None)
-    assert losses.token_loss() is None
+    assert losses.mean("token") is None

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from chats import chat, picture, processor_of
-from training import KINDS, LAYOUTS, Samples, collator, lengths_of, loss_sums, receipts
+from training import KINDS, LAYOUTS, Samples, collator, lengths_of, losses_alone, receipts
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, SampleError
@@ -42,8 +42,7 @@ def rows_of(samples, rows=3):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_are_those_of_the_samples_alone_in_the_order_of_the_data_set(family, layout):
     model, samples = scene(family)
-    with torch.no_grad():
-        sums, counts = loss_sums(model, samples)
+    sums, counts = losses_alone(model, samples)
     plan = rows_of(samples)
 
     seen = evaluate(model, Samples(samples), collator(layout), plan=plan)
@@ -59,8 +58,7 @@ def test_losses_are_those_of_the_samples_alone_in_the_order_of_the_data_set(fami
 
 def test_losses_of_the_set_weigh_every_target_or_every_sample_alike_and_its_work_is_counted():
     model, samples = scene()
-    with torch.no_grad():
-        sums, counts = loss_sums(model, samples)
+    sums, counts = losses_alone(model, samples)
     learnt = counts > 0
     assert not learnt.all()
 

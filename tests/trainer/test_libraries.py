@@ -52,11 +52,10 @@ def test_its_fused_loss_is_refused_by_name(order):
     assert "Liger" in run("refuse", "qwen3", order)["refused"]
 
 
-@pytest.mark.parametrize("steps", [3, *slow(10)])
-def test_steps_of_trainer_are_those_of_the_padded_run(steps, tmp_path):
-    found = run("train", "qwen3", steps, tmp_path)
+def test_steps_of_trainer_are_those_of_the_padded_run(tmp_path):
+    found = run("train", "qwen3", 3, tmp_path)
     padded, packed = found["losses"]
-    assert len(padded) == steps
+    assert len(padded) == 3
     assert packed == pytest.approx(padded, rel=1e-5)
     assert padded[-1] < padded[0]
     assert found["weights"] < 1e-4

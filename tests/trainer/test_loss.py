@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from cases import slow
-from training import KINDS, LAYOUTS, descend, distance, logged, receipts, train, trainer, weights
+from chats import chat, processor_of
+from trainer.packed_runs import fresh
+from training import (
+    KINDS,
+    LAYOUTS,
+    Gradients,
+    Samples,
+    arguments,
+    channel_of,
+    collator,
+    descend,
+    distance,
+    gradients,
+    lengths_of,
+    logged,
+    loss_alone,
+    receipts,
+    train,
+    trainer,
+    weighing,
+    weights,
+)
 
-from vlmpack.model import enable_packing
+from vlmpack.collate import SharePrefixes, VLMCollator
+from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.model import PackedStep, enable_packing
+from vlmpack.plan import plan_bins
 from vlmpack.testing import padded, tiny_model
+from vlmpack.trainer import PackedTrainer
 
 TWELVE = (*KINDS, *KINDS[:5])
 
@@ -63,6 +89,81 @@ def test_a_collator_of_ones_own_trains_as_before_unless_trainer_averaged_batches
     else:
         assert apart < 1e-5
         assert distance(plain_weights, our_weights) < 1e-5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("loss", ["token", "sample", "square"])
+def test_a_step_of_weighted_targets_is_that_of_the_samples_alone(loss, layout, tmp_path):
+    """An epoch is one step of several rows, or batches."""
+    reference, model = fresh(), enable_packing(fresh())
+    samples = receipts(model)
+    samples[3]["labels"] = torch.full_like(samples[3]["labels"], -100)
+    lengths, seen = lengths_of(samples), Gradients()
+    plan = plan_bins(lengths, max(lengths)) if layout == "packed" else None
+    args = arguments(tmp_path, gradient_accumulation_steps=len(plan or [0] * 4), max_steps=1)
+    data = Samples(samples)
+    run = PackedTrainer(
+        model, args, weighing(layout), data, data, plan=plan, eval_plan=plan, loss=loss, callbacks=[seen]
+    )
+
+    expected = loss_alone(reference, samples, loss)
+    expected.backward()
+    evaluated = run.evaluate()
+    run.train()
+
+    assert evaluated["eval_loss"] == pytest.approx(expected.item(), rel=1e-6)
+    assert logged(run) == pytest.approx([expected.item()], rel=1e-6)
+    assert distance(gradients(reference), seen.steps[0]) < 1e-5
+    with torch.no_grad():
+        for name in ("long", "short"):
+            of_channel = float(loss_alone(fresh(), [each for each in samples if channel_of(each) == name], loss))
+            assert run.state.log_history[-2][f"loss/{name}"] == pytest.approx(of_channel, rel=1e-6)
+
+
+def test_trees_weigh_a_shared_target_for_each_sample(tmp_path):
+    """Samples that begin alike, up to an answer that each weighs otherwise."""
+    processor = processor_of()
+    samples = []
+    for weight, last in ((1, "It is 5"), (0.25, "No, 6"), (0, "7")):
+        first = {"role": "assistant", "content": "The total is 75,000", "weight": weight}
+        messages = [*chat()["messages"][:1], first, {"role": "user", "content": "Sure?"}]
+        samples.append({"messages": [*messages, {"role": "assistant", "content": last}]})
+    found = []
+    for share_prefixes in (False, True):
+        model = fresh(processor=processor)
+        collate = VLMCollator(processor, layout="packed", share_prefixes=share_prefixes and SharePrefixes(min_shared=4))
+        result = PackedStep(model)(collate.collate(samples))
+        result.loss.backward()
+        found.append((result.loss.item(), gradients(model), result.work.physical_tokens))
+    (loss, plain, tokens), (shared, ours, fewer) = found
+    assert fewer < tokens
+    assert shared == pytest.approx(loss, rel=1e-6)
+    assert distance(plain, ours) < 1e-5
+
+
+def test_weights_are_never_ignored(tmp_path):
+    model = fresh()
+    samples = receipts(model)
+    batch, row = weighing("padded")(samples), weighing("packed")(samples)
+    for made in (batch, row):
+        with pytest.raises(ConfigError, match="reached a model without passing through the packed forward"):
+            model(**made)
+    data = Samples(samples)
+    run = PackedTrainer(model, arguments(tmp_path), collator("padded"), data, loss="sample")
+    with pytest.raises(ConfigError, match="loss='sample' needs a model with packing"):
+        run.train()
+    with pytest.raises(ConfigError, match="loss must be one of token, sample, square"):
+        PackedTrainer(model, arguments(tmp_path), collator("padded"), data, loss="mean")
+    enable_packing(model)
+    batch["use_cache"] = False
+    with pytest.raises(ConfigError, match="loss_weights would be ignored, because this batch is not packed: inputs_em"):
+        model(**batch, inputs_embeds=torch.zeros(7, 9, 16))
+    with pytest.raises(LayoutError, match="shift_weights belong to a packed row"):
+        model(**{**batch, "loss_weights": None, "shift_weights": batch["loss_weights"]})
+    with pytest.raises(LayoutError, match="loss_weights belong to a padded batch"):
+        model(**{**row, "shift_weights": None, "loss_weights": row["shift_weights"]})
+    with pytest.raises(LayoutError, match=r"loss_weights must be floats .*, one for each label, got torch\.int64"):
+        model(**{**batch, "loss_weights": batch["labels"]})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

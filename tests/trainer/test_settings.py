@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from cases import families, slow
+from cases import slow
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch._dynamo.utils import counters
 from training import (
@@ -31,7 +31,6 @@ from training import (
 from transformers import AutoModelForImageTextToText, Trainer
 
 from vlmpack.errors import ConfigError
-from vlmpack.families.registry import FAMILIES
 from vlmpack.model import disable_packing, enable_packing, is_packing
 from vlmpack.testing import tiny_model
 
@@ -50,30 +49,17 @@ def same_steps(expected, run, *, loss=1e-6, gradient=1e-5, measure=distance):
 
 # ---------------------------------------------------------------------- gradient checkpointing
 
-LOSS, GRADIENT = {False: 1e-6, True: 5e-6}, {False: 1e-5, True: 1e-4}
-"""Of a second step, by whether the family is beyond Qwen: some of those norms enlarge what the first one rounded."""
 
-
-@pytest.mark.parametrize("family", families(lambda family: family.has_vision, always=["qwen3_vl"]))
-def test_checkpointed_layers_see_the_row_that_they_saw(family, tmp_path):
-    reentrant = sorted(FAMILIES).index(family) % 2 == 0
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("family", ["qwen3_vl", *slow("qwen3_5", "gemma3")])
+def test_checkpointed_layers_get_the_row_that_they_had(family, reentrant, tmp_path):
+    """Families in one forward pass: model/test_equality.py."""
     reference, model = tiny_model(family), enable_packing(tiny_model(family))
     samples = receipts(model)
-    expected = descend(reference, samples, size=3, steps=2)
     settings = {"per_device_train_batch_size": 3, "remove_unused_columns": False}
     settings |= checkpointing(use_reentrant=reentrant)
-    if reentrant and family == "llama4":  # its tower hands hidden states on by keyword, in the unmodified model too
-        with pytest.raises(UserWarning, match="None of the inputs have requires_grad=True"):
-            train(model, samples, tmp_path, **settings)
-        return
-    beyond = not family.startswith("qwen")
-    same_steps(
-        expected,
-        train(model, samples, tmp_path, **settings),
-        loss=LOSS[beyond],
-        gradient=GRADIENT[beyond],
-        measure=apart,
-    )
+    expected = descend(reference, samples, size=3, steps=2)
+    same_steps(expected, train(model, samples, tmp_path, **settings), loss=5e-6, gradient=1e-4, measure=apart)
 
 
 def checkpointed(model, *, reentrant):
@@ -190,7 +176,7 @@ def test_torch_compile(tmp_path):
     reference, model = (tiny_model(layers=1, vision_depth=1) for _ in range(2))
     samples = receipts(enable_packing(model), kinds=("image", "text")) * 2
     expected = descend(reference, samples, size=2, steps=2)
-    run = train(model, samples, tmp_path, torch_compile=True, torch_compile_backend="aot_eager")
+    run = train(model, samples, tmp_path, torch_compile=True, torch_compile_backend="eager")
     assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
     same_steps(expected, run)
 
@@ -330,17 +316,17 @@ def test_an_adapter_that_is_activated_by_tokens_is_refused(first):
             model(**collator("packed")(receipts(model)[:2]))
 
 
-def ten_steps(model, samples, folder, layout):
-    run = train(model, samples, folder, layout, per_device_train_batch_size=4, max_steps=10)
-    assert len(run.losses) == 10
+def four_steps(model, samples, folder, layout):
+    run = train(model, samples, folder, layout, per_device_train_batch_size=4, max_steps=4)
+    assert len(run.losses) == 4
     return run
 
 
 @pytest.mark.parametrize("kind", [{}, *slow({"use_dora": True}, {"use_rslora": True})], ids=["lora", "dora", "rslora"])
-def test_ten_steps_equal_the_padded_run_and_survive_saving_and_merging(kind, tmp_path):
+def test_steps_equal_the_padded_run_and_survive_saving_and_merging(kind, tmp_path):
     reference, model = lora(tiny_model(), LANGUAGE, **kind), enable_packing(lora(tiny_model(), LANGUAGE, **kind))
     samples = receipts(model.get_base_model())[:4]
-    padded, packed = ten_steps(reference, samples, tmp_path, "padded"), ten_steps(model, samples, tmp_path, "packed")
+    padded, packed = four_steps(reference, samples, tmp_path, "padded"), four_steps(model, samples, tmp_path, "packed")
     assert packed.losses == pytest.approx(padded.losses, rel=1e-5)
     assert distance(weights(reference), weights(model)) < 1e-4
     row = collator("packed")(samples)
@@ -356,7 +342,7 @@ def test_ten_steps_equal_the_padded_run_and_survive_saving_and_merging(kind, tmp
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_ten_steps_over_quantised_layers(tmp_path):
+def test_steps_over_quantised_layers(tmp_path):
     """QLoRA: 4-bit weights under the adapters, packed and padded."""
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install bitsandbytes")
     from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
@@ -377,7 +363,7 @@ def test_ten_steps_over_quantised_layers(tmp_path):
     assert any("language_model" in name for name in quantised_parts)
     assert not any("visual" in name for name in quantised_parts)
     samples = receipts(model.get_base_model())[:4]
-    padded, packed = ten_steps(reference, samples, tmp_path, "padded"), ten_steps(model, samples, tmp_path, "packed")
+    padded, packed = four_steps(reference, samples, tmp_path, "padded"), four_steps(model, samples, tmp_path, "packed")
     assert padded.losses[-1] < padded.losses[0]
     assert packed.losses == pytest.approx(padded.losses, rel=1e-6)
     assert distance(padded.gradients[0], packed.gradients[0]) < 1e-5

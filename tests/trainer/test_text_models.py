@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import families
+from cases import slow
 from chats import processor_of
-from training import Gradients, Samples, arguments, descend, distance, logged, loss_sums, receipts
+from training import Gradients, Samples, arguments, descend, distance, logged, losses_alone, receipts
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
@@ -48,10 +48,7 @@ def tolerance(family):
     return 5e-5 if family in ("qwen3_next", "qwen3_5") else 1e-5
 
 
-@pytest.mark.parametrize(
-    "family",
-    families(lambda family: family.model_type != "paligemma", always=TEXT_MODELS),  # it needs to know its prompts
-)
+@pytest.mark.parametrize("family", [*TEXT_MODELS, *slow("qwen3_5", "gemma3", "llava")])
 def test_training_with_the_seq2seq_collator_equals_samples_alone(family, tokenizer, tmp_path):
     tokenizer.padding_side = ("left", "right")[len(family) % 2]
     model = enable_packing(tiny(family), StepConfig(slots=SlotRule(multiple=4)))
@@ -86,8 +83,7 @@ def test_evaluation_with_the_language_modelling_collator_gives_every_sample_its_
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     run = Trainer(model, args, collate, eval_dataset=Samples(rows), compute_metrics=loss_metrics(model))
     losses, targets = run.predict(Samples(rows)).predictions
-    with torch.no_grad():
-        sums, counts = loss_sums(tiny("qwen3"), samples)
+    sums, counts = losses_alone(tiny("qwen3"), samples)
     assert targets.tolist() == counts.tolist()
     torch.testing.assert_close(torch.from_numpy(losses), sums / counts, rtol=1e-5, atol=1e-6)
     assert run.evaluate()["eval_token_loss"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)

@@ -12,7 +12,7 @@ import moe
 import pytest
 import torch
 from trainer.packed_runs import fingerprint, fresh, planned, scene
-from training import collator, descend, distance, gradients, lengths_of, loss_sums, receipts
+from training import collator, descend, distance, gradients, lengths_of, loss_alone, losses_alone, receipts
 
 from vlmpack.model import enable_packing
 from vlmpack.testing import padded, tiny_model
@@ -61,8 +61,7 @@ def test_a_step_equals_one_step_on_all_samples(ranks):
 
 def test_predictions_come_once_and_in_order(ranks):
     result, _ = ranks
-    with torch.no_grad():
-        sums, counts = loss_sums(fresh(), receipts(tiny_model()))
+    sums, counts = losses_alone(fresh(), receipts(tiny_model()))
     assert result["sample_targets"] == counts.tolist()
     assert result["sample_losses"] == pytest.approx((sums / counts).tolist(), rel=1e-6)
     assert result["metrics"]["eval_token_loss"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
@@ -71,8 +70,7 @@ def test_predictions_come_once_and_in_order(ranks):
 def test_eval_loss_is_the_mean_over_all_targets_however_the_last_batches_are_filled_up(ranks):
     """Where ranks have too few samples for a batch, accelerate gives them the first ones again."""
     result, _ = ranks
-    with torch.no_grad():
-        sums, counts = loss_sums(fresh(), receipts(tiny_model()))
+    sums, counts = losses_alone(fresh(), receipts(tiny_model()))
     assert len(result["eval_losses"]) == 12
     for count, size, layout, loss in result["eval_losses"]:
         exact = float(sums[:count].sum() / counts[:count].sum())
@@ -111,10 +109,13 @@ def test_ranks_end_together_on_an_odd_number_of_rows_and_share_every_sample_of_e
 
 def test_weights_are_equal_on_both_ranks_and_those_of_one_process_with_both_their_rows(packed, folder, tmp_path):
     assert packed[0]["planned"]["weights"] == packed[1]["planned"]["weights"]
-    alone = planned(tmp_path, dropout=0.0, gradient_accumulation_steps=2)
+    alone = planned(tmp_path, dropout=0.0, gradient_accumulation_steps=2, loss="square")
     before = {name: p.detach().clone() for name, p in alone.model.named_parameters()}
     alone.train()
-    assert fingerprint(alone)["losses"] == pytest.approx(packed[0]["planned"]["losses"], rel=1e-5)
+    for name in ("losses", "loss/long", "loss/short"):
+        assert len({*packed[0]["planned"][name]}) > 2
+        assert packed[0]["planned"][name] == packed[1]["planned"][name]
+        assert fingerprint(alone)[name] == pytest.approx(packed[0]["planned"][name], rel=1e-5)
     weights = torch.load(folder / "planned0.pt")
     assert any(not torch.allclose(weights[name], p) for name, p in before.items())
     for name, p in alone.model.named_parameters():
@@ -125,21 +126,19 @@ def test_ranks_share_the_rows_of_a_stream_pass_after_pass(packed):
     one, other = (rank["streamed"] for rank in packed)
     assert one["steps"] == other["steps"] == 9
     assert one["weights"] == other["weights"]
-    together = [row for pair in zip(one["rows"], other["rows"], strict=True) for row in pair]
-    lengths = [n for row in together for n in row]
     everything = sorted(lengths_of(scene()[1]))
-    assert sorted(lengths[: len(everything)]) == everything  # the first pass
-    assert len(lengths) > len(everything)
+    dealt = [[n for row in rank["rows"] for n in row] for rank in (one, other)]
+    assert sorted(n for mine in dealt for n in mine[: len(everything) // 2]) == everything  # the first pass
+    assert all(len(mine) > len(everything) // 2 for mine in dealt)
 
 
 def test_trainer_evaluates_planned_rows_alike_on_both_ranks(packed):
     _, samples = scene()
-    with torch.no_grad():
-        sums, counts = loss_sums(fresh(), samples)
     one, other = (rank["planned"]["metrics"] for rank in packed)
-    assert one["eval_sample_loss"] == other["eval_sample_loss"]
-    assert one["eval_token_loss"] == other["eval_token_loss"]
-    assert one["eval_token_loss"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
+    for name, loss in (("loss", "square"), ("sample_loss", "sample"), ("token_loss", "token")):
+        assert one[f"eval_{name}"] == other[f"eval_{name}"]
+        with torch.no_grad():
+            assert one[f"eval_{name}"] == pytest.approx(float(loss_alone(fresh(), samples, loss)), rel=1e-6)
     assert one["eval_num_samples"] == len(samples)
 
 
@@ -148,8 +147,7 @@ def test_every_sample_is_evaluated_once_and_every_rank_has_the_whole_answer(pack
     """With one row for two ranks, one of them only keeps the other company."""
     model = tiny_model()
     samples = receipts(model)
-    with torch.no_grad():
-        sums, counts = loss_sums(model, samples)
+    sums, counts = losses_alone(model, samples)
     one, other = (rank["evaluated"][case] for rank in packed)
     assert one == other
     assert one["sample_ids"] == list(range(7))

@@ -57,7 +57,7 @@ def open_inputs(data: DataOptions, **settings: Any) -> Inputs:
     columns = columns_by_source(data.columns or (), [*weights])
 
     def open_one(source: str, num: int | None = None) -> OpenDataset:
-        check_source(source, split=data.split)
+        check_source(source)
         return open_samples(
             source, split=data.split, num=num, seed=data.seed, image_root=data.image_root, branches=data.branches,
             columns=columns[source], small=data.processor is not None and tiny_family(data.processor) is not None,
@@ -114,13 +114,12 @@ def open_samples(
     return receipt_conversations(split=split, num=num, seed=seed, scale=SMALLEST_LEGIBLE if small else 1.0)
 
 
-def check_source(source: str, *, split: str) -> None:
+def check_source(source: str) -> None:
     """Refuse a source that would be read as something else.
 
     Raises:
-        ConfigError: a folder of packed rows, finished or not, or a split of a file that has none.
+        ConfigError: a folder of packed rows, finished or not.
     """
-    from vlmpack.data.readers import JSON_FILES
     from vlmpack.rows import WORK, is_packed
 
     path = Path(source).expanduser()
@@ -133,10 +132,6 @@ def check_source(source: str, *, split: str) -> None:
         raise ConfigError(
             f"{source} is not packed to its end: `vlmpack pack` was interrupted there, or refused a sample. Run it "
             "again, and it goes on where it was"
-        )
-    if split != "train" and path.suffix in JSON_FILES and path.is_file():
-        raise ConfigError(
-            f"--split {split}: {source} is a JSON file, which is one split, whatever it is called; leave --split out"
         )
 
 
@@ -292,11 +287,14 @@ def named_processor(name: str) -> Any:
 
     from transformers import AutoConfig, AutoTokenizer
 
-    from vlmpack.data.processor import is_saved_alone, load_processor
+    from vlmpack.data.processor import WHOLE, is_saved_alone, load_processor
 
     remedy = "give a hub id, a folder with config.json and tokenizer, or tiny for one made here"
     with reading("--processor", name, remedy=remedy), quiet_transformers():
-        if is_saved_alone(name) or family_named(AutoConfig.from_pretrained(name).model_type).has_vision:
+        if is_saved_alone(name):
+            return load_processor(name)
+        model_type = AutoConfig.from_pretrained(name).model_type
+        if family_named(WHOLE.get(model_type, model_type)).has_vision:
             return load_processor(name)
         return AutoTokenizer.from_pretrained(name)
 

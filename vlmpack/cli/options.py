@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 Device = Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="By default cuda if there is one.")]
 Dtype = Literal["float32", "bfloat16"]
-Overlength = Literal["error", "drop", "truncate"]
-TrainOn = Literal["assistant", "all"]
-Branches = Literal["conversation", "turns"]
+Overlength = Literal["error", "drop", "truncate", "truncate_start"]
+TrainOn = Literal["assistant", "last", "all"]
+Branches = Literal["conversation", "turns", "answers"]
 Strategy = Literal["exact_fill", "best_fit_decreasing", "rolling_fill", "next_fit"]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Draw no progress.")]
@@ -66,7 +66,7 @@ class DataOptions:
     image_root: Annotated[
         Path | None, of_samples(help="Folder of relative image paths; by default that of the data file.")
     ] = None
-    branches: Annotated[Branches, of_samples(help="A sample is a conversation, or each of its turns.")] = "conversation"
+    branches: Annotated[Branches, of_samples(help="A sample is a conversation, a turn or an answer.")] = "conversation"
     mix: Annotated[
         list[str] | None,
         of_samples(

@@ -19,7 +19,8 @@ from transformers.trainer_callback import PrinterCallback
 
 from vlmpack.cli.inputs import SYNTHETIC, open_samples, reading
 from vlmpack.collate.collator import BatchLayout, VLMCollator
-from vlmpack.data.open import OpenDataset, open_dataset
+from vlmpack.data.cord import load_cord
+from vlmpack.data.open import OpenDataset
 from vlmpack.data.processor import load_processor
 from vlmpack.errors import ConfigError
 from vlmpack.families.registry import family_of
@@ -86,7 +87,7 @@ class Setup:
         Raises:
             ConfigError: they cannot be read, are too few, or are no receipts.
         """
-        if self.data != SYNTHETIC and not open_dataset(self.data).are_receipts:
+        if self.data != SYNTHETIC and "ground_truth" not in load_cord(self.data).rows.row(0):
             raise ConfigError(
                 f"--data {self.data}: the demo trains on receipts alone, with the columns image and ground_truth of "
                 "CORD: give synthetic, a hub id, a folder or a parquet file; `vlmpack train` trains on other data"

@@ -20,7 +20,7 @@ from vlmpack.families.tiles import Join
 from vlmpack.layout.batch import SIZES, HostMetadata, Media, PaddedBatch
 from vlmpack.layout.media import Expected, Grid, MediaTable, Medium, content_numbers, image_counts, place
 from vlmpack.layout.prefix_tree import PrefixTree
-from vlmpack.layout.row import IGNORE, PackedRow, shift_labels
+from vlmpack.layout.row import IGNORE, PackedRow, roll_left, shift_labels
 from vlmpack.layout.segments import Segments, SlotRule
 from vlmpack.layout.sharing import MIN_SHARED, find_prefix_tree, with_tree
 
@@ -63,7 +63,7 @@ def to_padded(
     width = max(sample.num_tokens for sample in samples)
     starts = [row * width for row in range(len(samples))]
 
-    def batch(arrays: Sequence[np.ndarray], fill: int) -> torch.Tensor:
+    def batch(arrays: Sequence[np.ndarray], fill: float) -> torch.Tensor:
         return _write(arrays, starts, len(samples) * width, fill).view(len(samples), width)
 
     visuals = _media_of(samples)
@@ -71,6 +71,7 @@ def to_padded(
         input_ids=batch([s.input_ids for s in samples], pad_token_id),
         attention_mask=batch([np.ones_like(s.input_ids) for s in samples], 0),
         labels=batch([s.labels for s in samples], IGNORE),
+        loss_weights=None if (weights := _weights_of(samples)) is None else batch(weights, 0),
         mm_token_type_ids=batch([s.types for s in samples], 0),
         media=_media(visuals, pixel_dtype, buffers, family),
         extras={name: batch([s.columns[name] for s in samples], 0) for name in samples[0].columns},
@@ -100,13 +101,16 @@ def to_packed(
     starts = segments.stride[: len(samples)]
     visuals: Visuals = _media_of(samples)
 
-    def row(arrays: Sequence[np.ndarray], fill: int) -> torch.Tensor:
+    def row(arrays: Sequence[np.ndarray], fill: float) -> torch.Tensor:
         return _write(arrays, starts, segments.total, fill).view(1, -1)
 
     packed = PackedRow(
         input_ids=row([s.input_ids for s in samples], pad_token_id),
         segments=segments,
         shift_labels=shift_labels(row([s.labels for s in samples], IGNORE), segments),
+        shift_weights=None
+        if (weights := _weights_of(samples)) is None
+        else roll_left(row(weights, 0), segments, fill=0),
         mm_token_type_ids=row([s.types for s in samples], 0),
         extras={name: row([s.columns[name] for s in samples], 0) for name in samples[0].columns},
         metadata=_metadata(samples),
@@ -174,9 +178,16 @@ def _counted_in_tree(images: Sequence[Visual], table: MediaTable, joins: Mapping
     return images
 
 
-def _write(arrays: Sequence[np.ndarray], starts: Sequence[int], total: int, fill: int) -> torch.Tensor:
-    """int64 [total]: each array at its start, `fill` elsewhere."""
-    out = np.full(total, fill, np.int64)
+def _weights_of(samples: Sequence[Encoded]) -> list[np.ndarray] | None:
+    """float32 [n] of each sample; None: no sample has weights."""
+    if all(sample.weights is None for sample in samples):
+        return None
+    return [np.ones(s.num_tokens, np.float32) if s.weights is None else s.weights for s in samples]
+
+
+def _write(arrays: Sequence[np.ndarray], starts: Sequence[int], total: int, fill: float) -> torch.Tensor:
+    """[total], of the arrays' type: each at its start, `fill` elsewhere."""
+    out = np.full(total, fill, arrays[0].dtype)
     for array, start in zip(arrays, starts, strict=True):
         out[start : start + len(array)] = array
     return torch.from_numpy(out)
@@ -189,6 +200,7 @@ def _metadata(samples: Sequence[Encoded]) -> HostMetadata:
         prefixes=tuple(sample.prefix for sample in samples) if samples[0].columns else (),
         num_targets=sum(sample.num_targets for sample in samples),
         sample_ids=tuple(sample.sample_id for sample in samples if sample.sample_id is not None),
+        channels=tuple(s.channel for s in samples) if any(s.channel is not None for s in samples) else (),
     )
 
 

@@ -1,5 +1,6 @@
-"""Audio of a sample: arrays, by the processor's own feature extractor, to log-mel frames and tokens.
+"""Audio of a sample: files or arrays, by the processor's own feature extractor, to log-mel frames and tokens.
 
+    file ──PyAV──▶ array [n], at the processor's rate
     array [n] ──processor, all of a sample in one call──▶ frames [1, mel, f], mask [1, f], tokens
     length n  ──counted─────────────────────────────────▶ tokens
 
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
@@ -21,6 +23,8 @@ import torch
 from vlmpack.collate.columns import MediaRef
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
+from vlmpack.data.audio import load_audio
+from vlmpack.data.images import ImageError
 from vlmpack.errors import ConfigError, Refusal
 
 FEATURES, MASK = "input_features", "feature_attention_mask"
@@ -146,8 +150,13 @@ class AudioReader:
         source, rate = ref.source, ref.options.get("sampling_rate")
         if isinstance(source, Mapping) and source.get("array") is not None:
             source, rate = source["array"], source.get("sampling_rate", rate)
-        if isinstance(source, str | bytes | Mapping) or not np.shape(source):
-            fault = f"audio {at} is a {type(source).__name__}; give an array [n], or datasets.Audio's"
+        elif isinstance(source, str | bytes | Path | Mapping):
+            try:
+                source, rate = load_audio(source, rate=self._extractor.sampling_rate), None
+            except ImageError as error:
+                raise Refusal(error.reason, f"audio {at}: {error.detail}") from error
+        if not np.shape(source):
+            fault = f"audio {at} is a {type(source).__name__}; give a file, an array [n], or datasets.Audio's"
             raise Refusal("audio_source", f'{fault} {{"array": ..., "sampling_rate": ...}}')
         array = np.asarray(source)
         if array.ndim != 1 or array.dtype.kind != "f" or not np.isfinite(array).all():

@@ -1,36 +1,31 @@
 """Chat templates: conversations as text, and the places in it of what an assistant says.
 
-    text      <bos><start_of_turn>user\n...<end_of_turn>\n<start_of_turn>model\nIt costs 5.<end_of_turn>\n
-    question  ─────────── with the generation prompt ─────────────────────────▶│                         │
-    answer    ─────────── with the answer, without what follows ─────────────────────────────────────────▶│
-    trained on                                                                 │It costs 5.<end_of_turn>│
+    text        <bos><start_of_turn>user\nP0<end_of_turn>\n<start_of_turn>model\nP1<end_of_turn>\n<start_of_turn>user...
+    question    behind P0, with the prompt │<end_of_turn>\n<start_of_turn>model\n│
+    answer      behind P1, as the last turn                                        │<end_of_turn>\n│
+    trained on                                                                   P1<end_of_turn>
 
-A template that marks its assistant's text itself (`{% generation %}`) is taken at its word. Of any other one the
-conversation is written turn by turn: what an answer adds to the text before it is trained on, up to the token that ends
-it. That token may be the beginning of the next turn (GLM's `<|user|>`), or stand behind the marks.
+A template that marks its assistant's text itself (`{% generation %}`) is taken at its word. Of any other one each shape
+of conversation is written with probes in place of its texts, and so is each of its beginnings. An answer starts where
+the text behind the last probe before it leaves the generation prompt, and stops where the text behind its own last one
+leaves what the template writes without the turns that follow. So a template may end its last turn otherwise (gpt-oss,
+Phi-3), leave earlier thoughts out (GLM-4-MoE, MiniCPM-V), or open thoughts in its generation prompt alone (DeepSeek).
+The token that ends an answer may be the beginning of the next turn (GLM's `<|user|>`), or stand behind the marks. An
+empty thought that the sample did not write is not trained on.
 
-A template has to write every text of every message, or the sample is refused:
-
-    messages   system "Be short."   user "Total?"   assistant "5"
-    probes     system P0            user P1         assistant P2        rendered once for each shape of conversation
-    written    <|im_start|>system\nP0<|im_end|>...P1...P2...            a probe that is not there: its text is refused
-    texts      "Be short.", "Total?", "5"                               are looked for in the order of their probes
-
-A probe holds a line break and both quotation marks. It does not occur in a list of parts that a template writes as
-Python shows it, though the words of a text do.
+A template has to write every text of every message, or the sample is refused (`probes.py`).
 """
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import Any, Literal, NamedTuple, final, get_args
 
-import numpy as np
 from jinja2 import Environment, TemplateError
 from jinja2.ext import Extension
 from jinja2.meta import find_undeclared_variables
@@ -38,7 +33,23 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 
 from vlmpack.collate.columns import is_empty
-from vlmpack.collate.conversation import Conversation, text_of
+from vlmpack.collate.conversation import Conversation, is_trained, text_of
+from vlmpack.collate.probes import (
+    THOUGHTS,
+    Layout,
+    Leaf,
+    Mark,
+    Shape,
+    Spot,
+    check_shape,
+    extra_keys,
+    find_spot,
+    is_written,
+    leaves_of,
+    map_texts,
+    probe,
+    refusal_of,
+)
 from vlmpack.collate.processor_metadata import parts_of
 from vlmpack.errors import ConfigError, Refusal
 
@@ -57,6 +68,17 @@ _OFF = ("add_generation_prompt", "continue_final_message")
 """Options that no sample may turn on: a turn would have no answer, or no end."""
 _NOT_OPTIONS = {*_OFF, "messages", "tools", "raise_exception", "strftime_now", "dict", "namespace"}
 """Variables of a template that no sample chooses: those that transformers sets, and those that no sample may set."""
+_EMPTY = re.compile(r"\s*(?:<think>)?\s*</think>\s*")
+"""An empty thought, or its end."""
+_WRITTEN_EMPTY = re.compile(r"<think>\s*</think>|^\s*</think>")
+"""An empty thought in the content of an answer."""
+_OPENED = re.compile(r"(?:\s|</?think>)*")
+"""What a generation prompt may write and an answer leave out."""
+_NOTHING = re.compile("")
+_SHAPES_KEPT = 4096
+"""Shapes of conversations whose probes are kept."""
+_LAYOUTS_KEPT = 512
+"""Layouts that are kept: each holds all that a template writes around texts, tools among it."""
 
 
 class _Generation(Extension):
@@ -70,6 +92,19 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _Beginning(NamedTuple):
+    """A conversation's first messages as a template writes them alone, compared with its whole text."""
+
+    number: int
+    """Of the last text that both have, in the order of the whole one; 0: none."""
+    stop: int
+    """Where the whole text leaves the other one behind it."""
+    rest: str
+    """What the other one has from there on."""
+    before: Mapping[int, str]
+    """What the other one has before each text."""
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
@@ -81,12 +116,16 @@ class ChatTemplate:
     """True if the content of a message may be a list of parts: templates of text models take none."""
     special_tokens: tuple[str, ...] = ()
     """The tokenizer's special tokens; needed for `answers` and `tokens` alone."""
+    reads_marks: bool = True
+    """False: answers are found in the same way whether the template marks them or not, as of ChatML."""
     add_stop: str | None = None
     """Token written behind the last answer where the template writes none that ends it; None: nothing is."""
     is_first: Callable[[str], bool] | None = None
     """Returns whether an event has not been warned of; None: no warning."""
     shapes: dict[Any, Shape | None] = field(default_factory=dict)
     """By shape of a conversation what the template writes of it; None: it cannot write its probes."""
+    layouts: dict[str, Layout | None] = field(default_factory=dict)
+    """By all of a conversation but its texts where its answers lie; None: the template cannot write its probes."""
 
     def render(self, conversation: Conversation) -> str:
         """The text of its messages.
@@ -114,30 +153,40 @@ class ChatTemplate:
         """Find what each of the assistant's turns says in `text`, which `render` returned, its end included.
 
         Raises:
-            Refusal: the template writes another number of answers, or writes a turn otherwise when others follow it
-                (`turn_mismatch`).
+            Refusal: the template marks another number of answers, or begins or ends a turn that is trained on otherwise
+                when others follow it (`turn_mismatch`).
         """
-        roles = [message["role"] for message in conversation.messages]
-        answers = [at for at, role in enumerate(roles) if role == "assistant"]
-        if self.marks_answers:
-            spans = self._marked(conversation, text)
-        else:
-            spans = [self._added(conversation, text, at) for at in answers]
-        if len(spans) != len(answers):
-            fault = f"the chat template marks {len(spans) or 'no'} answers of its {len(answers)} assistant messages, so"
+        messages = conversation.messages
+        turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        if not self.marks_answers:
+            layout, ends = self._located(conversation, text)
+            weights = conversation.turn_weights or [(("", 1.0),)] * len(turns)
+            faults = (x for x, weight in zip(layout.answers, weights, strict=True) if is_trained(weight))
+            if fault := next((x for x in faults if isinstance(x, str)), None):
+                remedy = "use a template with {% generation %} marks, train_on='all', or tokenised samples with labels"
+                raise Refusal("turn_mismatch", f"the chat template writes {fault}; {remedy}")
+            marks = (((0, 0), (0, 0)) if isinstance(x, str) else x for x in layout.answers)
+            return [(ends[one] + start, ends[other] + stop) for (one, start), (other, stop) in marks]
+        spans = self._marked(conversation, text)
+        for at in range(len(spans) - 1, 0, -1):  # TRL's templates mark an answer and its end one after the other
+            if len(spans) > len(turns) and not text[spans[at - 1][1] : spans[at][0]].strip():
+                spans[at - 1 : at + 1] = [(spans[at - 1][0], spans[at][1])]
+        if len(spans) != len(turns):
+            fault = f"the chat template marks {len(spans) or 'no'} answers of its {len(turns)} assistant messages, so"
             remedy = "repair its {% generation %}, use train_on='all', or give tokenised samples with labels"
             of_all = not spans
             raise Refusal("turn_mismatch", f"{fault} it is not known which tokens to learn; {remedy}", of_all=of_all)
-        return [self._with_end(text, span, roles[at + 1 :]) for at, span in zip(answers, spans, strict=True)]
+        said = ((at, self._thoughtful(messages[at], text, span)) for at, span in zip(turns, spans, strict=True))
+        return [self._with_end(text, span, messages[at + 1 :]) for at, span in said]
 
     def is_ended(self, said: str) -> bool:
         """Return whether the text of an answer ends with a token that the template writes, blanks behind it aside."""
         return said.rstrip().endswith(self.tokens)
 
-    def ends(self, conversation: Conversation, text: str) -> list[int]:
-        """Find the ends of its messages in `text`, of those that the template writes alike without what follows."""
-        prefixes = [self._prefix(conversation, stop) for stop in range(1, len(conversation.messages))]
-        return [*(len(prefix) for prefix in prefixes if prefix and text.startswith(prefix)), len(text)]
+    def stop_of(self, text: str, span: Span) -> int:
+        """Find where the special tokens begin with which an answer ends; none: its end."""
+        ending = re.search(rf"(?:{self._token.pattern})*$", text[slice(*span)])
+        return span[1] if ending is None else span[0] + ending.start()
 
     def end_of(self, conversation: Conversation, text: str, answers: Sequence[Span] | None = None) -> str:
         """Return the token to write behind a conversation; "": there is none to be written. Warn once where one lacks.
@@ -148,8 +197,10 @@ class ChatTemplate:
             answers: the answers in it that are trained on; None: the last message is looked at alone.
         """
         if answers is None:
-            flags = conversation.trained_turns
-            is_answer = conversation.messages[-1]["role"] == "assistant" and (flags is None or flags[-1])
+            weights = conversation.turn_weights
+            is_answer = conversation.messages[-1]["role"] == "assistant" and (
+                weights is None or is_trained(weights[-1])
+            )
             answers = [(0, len(text))] if is_answer else []
         unended = [span for span in answers if not self.is_ended(text[slice(*span)])]
         if unended and self.add_stop is not None:
@@ -174,7 +225,7 @@ class ChatTemplate:
     @cached_property
     def marks_answers(self) -> bool:
         """Return whether the template marks its assistant's text itself (`{% generation %}`)."""
-        return re.search(r"\{%-?\s*generation\s*-?%\}", self._source) is not None
+        return self.reads_marks and re.search(r"\{%-?\s*generation\s*-?%\}", self._source) is not None
 
     def _marked(self, conversation: Conversation, text: str) -> list[Span]:
         """Spans of the template's own `{% generation %}` blocks."""
@@ -191,23 +242,111 @@ class ChatTemplate:
             raise Refusal("turn_mismatch", f"{fault} it, so answers are not known; use train_on='all'", of_all=True)
         return [(int(start), int(stop)) for start, stop in spans]
 
-    def _added(self, conversation: Conversation, text: str, at: int) -> Span:
-        """Find what the answer `messages[at]` adds to the text before it."""
-        question = self._prefix(conversation, at, add_generation_prompt=True)
-        answer = text if at + 1 == len(conversation.messages) else self._prefix(conversation, at + 1)
-        for written, name in ((answer, f"messages[:{at + 1}]"), (question, f"messages[:{at}] and its prompt")):
-            if written is None or not text.startswith(written):
-                fault = (
-                    f"the chat template writes {name} otherwise alone than before other messages, so it is not known"
-                )
-                remedy = "use a template with {% generation %} marks, train_on='all', or tokenised samples with labels"
-                raise Refusal("turn_mismatch", f"{fault} which tokens are the answer of messages[{at}]; {remedy}")
-        assert question is not None
-        assert answer is not None
-        said = answer[len(question) :]
-        return len(question), len(question) + len(said.rstrip() if self.is_ended(said) else said)
+    def _located(self, conversation: Conversation, text: str) -> tuple[Layout, list[int]]:
+        """The layout of a conversation, and the ends of its written texts in `text` after a 0."""
+        messages, options = conversation.messages, conversation.template_options
+        key = repr(([map_texts(message, at, lambda *_: "") for at, message in enumerate(messages)], options))
+        leaves, _ = leaves_of(messages, options)
+        layout = self.layouts.get(key)
+        ends = layout and layout.ends(leaves, text)
+        if ends is None:
+            numbers = count()
+            tried = [map_texts(message, at, lambda *_: probe(next(numbers))) for at, message in enumerate(messages)]
+            layout = self._layout(tried, options, [leaf._replace(text=probe(at)) for at, leaf in enumerate(leaves)])
+            if len(self.layouts) >= _LAYOUTS_KEPT:
+                self.layouts.clear()
+            self.layouts[key] = layout
+            ends = layout and layout.ends(leaves, text)
+        if layout is None or ends is None:  # its texts change what the template writes around them
+            layout, ends = self._layout(messages, options, ()), [0]
+            assert layout is not None
+        return layout, ends
 
-    def _with_end(self, text: str, span: Span, following: Sequence[str]) -> Span:
+    def _layout(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], probes: Sequence[Leaf]
+    ) -> Layout | None:
+        """Find the answers of messages whose texts are these probes; None: the template cannot write them.
+
+        Without probes whole texts are compared, and beginnings have to be written as they stand in the conversation.
+        """
+        text = self._tried(messages, options)
+        if text is None:
+            return None
+        roles = [message["role"] for message in messages]
+
+        def spots_in(written: str) -> dict[int, Spot]:
+            found = ((at, find_spot(leaf, roles[leaf.message], written)) for at, leaf in enumerate(probes))
+            return {at: spot for at, spot in found if spot is not None}
+
+        spots = spots_in(text)
+        order = sorted(spots, key=spots.__getitem__)
+        starts, ends = [*(spots[at].start for at in order), len(text)], [0, *(spots[at].stop for at in order)]
+
+        def compare(stop: int, **prompt: bool) -> _Beginning | None:
+            """How messages[:stop] are written alone; None: they cannot be."""
+            written = self._tried(messages[:stop], {**options, **prompt})
+            if written is None:
+                return None
+            there = {at: spot for at, spot in spots_in(written).items() if at in spots and probes[at].message < stop}
+            last = max(there, key=there.__getitem__, default=None)
+            number = 0 if last is None else order.index(last) + 1
+            alone = written if last is None else written[there[last].stop :]
+            shared = self._shared(alone, text[ends[number] : starts[number]])
+            before = {at: written[: there[at].start] for at in there}
+            return _Beginning(number, ends[number] + shared, alone[shared:], before)
+
+        def find(at: int) -> tuple[Mark, Mark] | str:
+            fault = f"otherwise alone than before other messages, so it is not known which tokens are messages[{at}]"
+            question, answer = compare(at, add_generation_prompt=True), compare(at + 1)
+            if question is None or not (_OPENED if probes else _NOTHING).fullmatch(question.rest):
+                return f"messages[:{at}] and its prompt {fault}"
+            if answer is None or (self._token.sub("", answer.rest) if probes else answer.rest).strip():
+                return f"messages[:{at + 1}] {fault}"
+            start, stop, before, number = question.stop, answer.stop, question.number, answer.number
+            said = [one for one in order if probes[one].message == at]
+            own = [spots[one] for one in said]
+            first = own[0].start if own else max(start, stop)
+            if _WRITTEN_EMPTY.search(text_of(messages[at])) and (empty := _EMPTY.search(text, ends[before], start)):
+                start = start - len(empty.group().lstrip()) if empty.end() == start else start
+            start, _ = self._thoughtful(messages[at], text, (start, first))
+            if self.is_ended(text[start:stop]):
+                stop = start + len(text[start:stop].rstrip())
+            start, stop = self._with_end(text, (start, stop), messages[at + 1 :])
+            inside = [one for one in spots.values() if one.start < stop and one.stop > start]
+            if said and not answer.before[said[0]].endswith(text[start : max(start, first)]):
+                return f"messages[{at}] {fault}"
+            if sorted(inside) != own or start > stop:
+                return f"other messages inside of messages[{at}] {fault}"
+            return (before, start - ends[before]), (number, stop - ends[number])
+
+        literals = [text[end:start] for end, start in zip(ends, starts, strict=True)]
+        answers = [find(at) for at, role in enumerate(roles) if role == "assistant"]
+        return Layout(
+            order=tuple(order),
+            forms=tuple(spots[at].form for at in order),
+            literals=tuple(literals),
+            answers=tuple(answers),
+        )
+
+    def _thoughtful(self, message: Mapping[str, Any], text: str, span: Span) -> Span:
+        """Leave an empty thought out with which an answer begins, unless its message has one."""
+        empty = None if _WRITTEN_EMPTY.search(text_of(message)) else _EMPTY.match(text, *span)
+        return span if empty is None else (empty.end(), span[1])
+
+    def _shared(self, one: str, other: str) -> int:
+        """Characters with which both begin; a special token counts as a whole."""
+        size = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
+        size = min(size, len(other))
+        cut = (token.start() for text in (one, other) for token in self._token.finditer(text) if token.end() > size)
+        return min((size, *cut))
+
+    @cached_property
+    def _token(self) -> re.Pattern[str]:
+        """One of the template's special tokens."""
+        longest = sorted(self.tokens, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest)) or "(?!)")
+
+    def _with_end(self, text: str, span: Span, following: Sequence[Mapping[str, Any]]) -> Span:
         """Extend an answer by the token that ends it, where the template writes that behind it.
 
         The beginning of another turn is one only where a user or a tool speaks: nothing else stops the model there.
@@ -215,7 +354,7 @@ class ChatTemplate:
         start, stop = span
         if self.is_ended(text[start:stop]) or not (end := self._end.match(text, stop)):
             return span
-        is_end = not following or following[0] in ("user", "tool") or end.group().strip() == self._own_end
+        is_end = not following or following[0]["role"] in ("user", "tool") or end.group().strip() == self._own_end
         return (start, end.end()) if is_end else span
 
     @cached_property
@@ -233,8 +372,7 @@ class ChatTemplate:
     @cached_property
     def _end(self) -> re.Pattern[str]:
         """One of the template's special tokens, after blanks."""
-        longest = sorted(self.tokens, key=len, reverse=True)
-        return re.compile(rf"\s*(?:{'|'.join(map(re.escape, longest)) or '(?!)'})")
+        return re.compile(rf"\s*(?:{self._token.pattern})")
 
     @cached_property
     def tokens(self) -> tuple[str, ...]:
@@ -248,10 +386,6 @@ class ChatTemplate:
         read = [str(token) for name, token in named.items() if name in self._variables]
         written = "\n".join((*tried, *sources, *read))
         return tuple(sorted((token for token in self.special_tokens if token in written), key=written.index))
-
-    def _prefix(self, conversation: Conversation, stop: int, **options: bool) -> str | None:
-        """Write the first messages alone; None: the template cannot."""
-        return self._tried(conversation.messages[:stop], {**conversation.template_options, **options})
 
     # ------------------------------------------------------------------ what the template takes
 
@@ -374,13 +508,13 @@ class ChatTemplate:
         Raises:
             Refusal: `template_ignores`.
         """
-        leaves, key = _leaves(messages, options)
+        leaves, key = leaves_of(messages, options)
         if key not in self.shapes:
             if len(self.shapes) >= _SHAPES_KEPT:
                 self.shapes.clear()
             self.shapes[key] = self._shape(messages, options)
         if (shape := self.shapes[key]) is not None:
-            _check_shape(shape, leaves, messages)
+            check_shape(shape, leaves, messages)
         at = 0
         for number in range(len(leaves)) if shape is None else shape.order:
             leaf = leaves[number]
@@ -388,7 +522,7 @@ class ChatTemplate:
                 continue
             said = leaf.text.strip()
             if (found := text.find(said, at)) < 0:
-                raise _refusal(leaf, messages)
+                raise refusal_of(leaf, messages)
             at = found + len(said)
 
     def _shape(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Shape | None:
@@ -403,11 +537,12 @@ class ChatTemplate:
         text = self._tried(tried, options)
         if text is None:
             return None
-        places = tuple(_place(leaf, messages[leaf.message]["role"], text) for leaf in probes)
+        spots = [find_spot(leaf, messages[leaf.message]["role"], text) for leaf in probes]
+        places = tuple(-1 if spot is None else spot.start for spot in spots)
         order = tuple(sorted((at for at, place in enumerate(places) if place >= 0), key=places.__getitem__))
         spoken, unread = {(leaf.message, leaf.key) for leaf in probes}, []
         for at, message in enumerate(messages):
-            for key in (key for key in _extra(message) if (at, key) not in spoken):
+            for key in (key for key in extra_keys(message) if (at, key) not in spoken):
                 without = {name: value for name, value in tried[at].items() if name != key}
                 if self._tried([*tried[:at], without, *tried[at + 1 :]], options) == text:
                     unread.append((at, key))
@@ -437,172 +572,3 @@ def check_characters(text: str) -> None:
         fault = f"its text holds {text[error.start]!r}, half of a surrogate pair, in {context!r}"
         remedy = "remove it, or put '?' in its place with text.encode(errors='replace').decode()"
         raise Refusal("bad_text", f"{fault}; {remedy}") from error
-
-
-# ---------------------------------------------------------------------- every text is written
-
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of an assistant's thoughts, which templates may leave out of all answers but the last."""
-_LINKS = ("id", "type", "index")
-"""Keys inside calls and the like that say nothing themselves."""
-_TAGS = re.compile(r"(</?think>)")
-"""Marks around thoughts inside the content of an answer."""
-_THOUGHT = "thought"
-"""Path of a text between such marks."""
-_SHAPES_KEPT = 4096
-"""Shapes of conversations whose probes are kept."""
-
-
-class Leaf(NamedTuple):
-    """One text of a conversation that has more than blanks in it."""
-
-    message: int
-    """Number of its message."""
-    path: str
-    """Where it stands in the message: "content", "content[1]", "tool_calls[0].function.name", ..."""
-    text: str
-    """The text."""
-
-    @property
-    def key(self) -> str:
-        """The key of the message under which it stands."""
-        return re.split(r"[.\[]", self.path, maxsplit=1)[0]
-
-    @property
-    def is_content(self) -> bool:
-        """Return whether it is a text of the content, and not of another key."""
-        return self.path in ("content", _THOUGHT) or self.path.startswith("content[")
-
-    @property
-    def is_thought(self) -> bool:
-        """Return whether it is a thought, which templates may leave out of all answers but the last."""
-        return self.path == _THOUGHT or (not self.is_content and self.key in THOUGHTS)
-
-
-class Shape(NamedTuple):
-    """What a template writes of all conversations that have texts in the same places."""
-
-    places: tuple[int, ...]
-    """Place of each leaf's probe in the text; -1: the template does not write it."""
-    order: tuple[int, ...]
-    """Numbers of the written leaves in the order in which they stand in the text."""
-    unread: tuple[tuple[int, str], ...]
-    """(message, key) of keys without a text that change nothing."""
-
-
-def probe(number: int) -> str:
-    """A text that stands in what a template writes only if the template writes it as it is."""
-    return f'probe {number}:\n"it\'s" {number}.'
-
-
-def is_written(text: str, number: int = 0) -> bool:
-    """Return whether a probe stands in a text as it is."""
-    return probe(number) in text
-
-
-def _place(leaf: Leaf, role: str, text: str) -> int:
-    """Find a probe; what tools return or are called with may be written as JSON or Python has it too."""
-    forms = [leaf.text]
-    if not leaf.is_content or role == "tool":
-        forms += [json.dumps(leaf.text, ensure_ascii=False)[1:-1], repr(leaf.text)[1:-1]]
-    return next((place for form in forms if (place := text.find(form)) >= 0), -1)
-
-
-def _check_shape(shape: Shape, leaves: Sequence[Leaf], messages: Sequence[Mapping[str, Any]]) -> None:
-    if len(shape.order) < len(leaves):
-        last = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-        for leaf, place in zip(leaves, shape.places, strict=True):
-            if place < 0 and not (leaf.is_thought and leaf.message < last):
-                raise _refusal(leaf, messages)
-    for at, key in shape.unread:
-        raise _refusal(Leaf(at, key, ""), messages)
-
-
-def _refusal(leaf: Leaf, messages: Sequence[Mapping[str, Any]]) -> Refusal:
-    where = f"messages[{leaf.message}] ({messages[leaf.message]['role']})"
-    fault = f"{where} has {leaf.path}, which the chat template does not write, so the model would not see it"
-    remedy = "write it into the content, give the processor a chat template that writes it, or take it out"
-    if leaf.is_content:
-        said = f"{'thinks' if leaf.path == _THOUGHT else 'says'} {leaf.text.strip()[:40]!r}"
-        fault = f"{where} {said}, which the chat template does not write"
-        remedy = "compare the message's role, its place and its content with what the template expects"
-    elif leaf.key != "tool_calls":
-        remedy += f" (VLMCollator(ignored_keys=({leaf.key!r},)) leaves it out)"
-    return Refusal("template_ignores", f"{fault}; {remedy}")
-
-
-# ---------------------------------------------------------------------- texts of messages
-
-
-def map_texts(message: Mapping[str, Any], at: int, visit: Callable[[int, str, str], str]) -> dict[str, Any]:
-    """Copy a message, each text that has more than blanks in it replaced by what `visit` makes of its place and itself.
-
-    Numbers and kinds of calls, and the keys of a tool's result that name its call, are left as they are.
-    """
-
-    def seen(path: str, text: str) -> str:
-        return visit(at, path, text) if text.strip() else text
-
-    def content(path: str, text: str) -> str:
-        if message["role"] != "assistant" or "</think>" not in text:
-            return seen(path, text)
-        pieces = _TAGS.split(text)
-        end = len(pieces) - 1 - pieces[::-1].index("</think>")
-        return "".join(
-            piece if number % 2 else seen(path if number > end else _THOUGHT, piece)
-            for number, piece in enumerate(pieces)
-        )
-
-    def nested(path: str, value: Any) -> Any:
-        if isinstance(value, str):
-            return seen(path, value)
-        if isinstance(value, np.ndarray):
-            value = value.tolist()
-        if isinstance(value, Mapping):
-            return {k: v if k in _LINKS else nested(f"{path}.{k}", v) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return [nested(f"{path}[{number}]", inner) for number, inner in enumerate(value)]
-        return value
-
-    copy = dict(message)
-    given = message["content"]
-    if isinstance(given, str):
-        copy["content"] = content("content", given)
-    else:
-        copy["content"] = [
-            {**part, "text": content(f"content[{number}]", part["text"])} if part["type"] == "text" else part
-            for number, part in enumerate(given)
-        ]
-    if len(message) > 2:
-        copy |= {key: nested(key, message[key]) for key in _extra(message)}
-    return copy
-
-
-def _extra(message: Mapping[str, Any]) -> list[str]:
-    """The keys of a message that hold something, beside role, content, and what ties a result to its call."""
-    known = ("role", "content", *(("name", "tool_call_id") if message["role"] == "tool" else ()))
-    return [key for key, value in message.items() if key not in known and not is_empty(value)]
-
-
-def _leaves(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[list[Leaf], Any]:
-    """Return a conversation's texts, and its shape: where they stand and what else may change the writing."""
-    leaves: list[Leaf] = []
-
-    def take(message: int, path: str, text: str) -> str:
-        leaves.append(Leaf(message, path, text))
-        return text
-
-    shape: list[Any] = []
-    for at, message in enumerate(messages):
-        count = len(leaves)
-        map_texts(message, at, take)
-        content = message["content"]
-        shape.append(message["role"])
-        shape.append(None if isinstance(content, str) else tuple(part["type"] for part in content))
-        shape.append(tuple(leaf.path for leaf in leaves[count:]))
-        if len(message) > 2:
-            others = ((key, message[key]) for key in _extra(message))
-            shape.append(tuple((key, repr(x) if isinstance(x, bool) else type(x).__name__) for key, x in others))
-    if options:
-        shape.append(tuple((name, bool(value) if name == "tools" else repr(value)) for name, value in options.items()))
-    return leaves, tuple(shape)

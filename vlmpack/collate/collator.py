@@ -14,7 +14,7 @@ import torch
 
 from vlmpack.collate.assemble import SharePrefixes, to_packed, to_padded
 from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
-from vlmpack.collate.columns import Markers
+from vlmpack.collate.columns import CHANNEL_COLUMN, Markers
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import OVERLENGTH, Encoded, Overlength, TrainOn, check_labels_are_ids, fit
 from vlmpack.collate.media import BatchMedia
@@ -56,9 +56,11 @@ class VLMCollator:
             `PrefixTree`. True: `SharePrefixes()`. Labels have to be token ids.
         max_length: most tokens of a sample; None: no limit.
         overlength: what happens to a longer one: "error" refuses it as a bad sample, "drop" leaves it out and counts
-            it, "truncate" cuts it between messages or beside an image, never inside one.
+            it, "truncate" keeps its first tokens and "truncate_start" its last ones, without the media and the ends of
+            answers that the limit would tear; `skip_log.truncated` counts such samples.
         train_on: "assistant" learns the assistant's turns, their end included (of prompt and completion only the
-            completion); "all" learns everything but media tokens. Labels of tokenised samples are kept.
+            completion), "last" only the last of them; "all" learns everything but media tokens. Labels of tokenised
+            samples are kept.
         add_stop: a token of the tokenizer, such as "</s>", that is written and trained on behind the last answer of a
             sample if the chat template writes none there that ends it; None: nothing is, and a warning says so once.
         ignored_keys: keys of messages and their parts that are left out. Any other key has to be one that the chat
@@ -150,6 +152,7 @@ class VLMCollator:
             name_unread=self.skip_log.name_unread,
             is_first=self.skip_log.is_first,
             max_length=max_length,
+            truncates_start=overlength == "truncate_start",
             file_rules=self.file_rules,
             add_stop=add_stop,
             ignored_keys=self.ignored_keys,
@@ -300,13 +303,15 @@ class VLMCollator:
         """Make a sample with the id in `feature`; a refusal becomes an error that names it."""
         sample_id = None
         try:
-            sample_id = sample_id_of(feature)
+            sample_id, channel = sample_id_of(feature), channel_of(feature)
             sample = make()
         except VlmpackError:
             raise
         except Exception as error:  # a data set may hold anything
             raise self._error(_to_refusal(error), index, sample_id) from error
-        return sample if sample.sample_id == sample_id else replace(sample, sample_id=sample_id)
+        names = {"sample_id": sample_id, "channel": sample.channel if channel is None else channel}
+        is_named = (sample.sample_id, sample.channel) == tuple(names.values())
+        return sample if is_named else replace(sample, **names)
 
     def _error(self, refusal: Refusal, index: int | None, sample_id: int | str | None) -> SampleError | ConfigError:
         """Name the sample in a refusal; a mistake of the setup is a ConfigError, unless samples are to be skipped."""
@@ -323,7 +328,7 @@ class VLMCollator:
         with self.skip_log.at_once():
             for outcome in outcomes:
                 if isinstance(outcome, Encoded):
-                    self.skip_log.use()
+                    self.skip_log.use(truncated=int(outcome.num_cut > 0))
                 elif self._is_fatal(outcome):
                     self.skip_log.note(outcome)
                     raise outcome
@@ -382,6 +387,12 @@ def sample_id_of(feature: Any) -> int | str | None:
         return None
     value = feature.get("id") if feature.get("id") is not None else feature.get("sample_id")
     return value if value is None or isinstance(value, int | str) else str(value)
+
+
+def channel_of(feature: Any) -> str | None:
+    """Return the name of a sample's data set, in its column `channel`; None: it has none."""
+    channel = feature.get(CHANNEL_COLUMN) if isinstance(feature, Mapping) else None
+    return channel if isinstance(channel, str) else None
 
 
 def _check_lengths(layout: BatchLayout, slots: SlotRule | None, max_length: int | None, overlength: Overlength) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from vlmpack.collate.vision_keys import misspelt_key
-from vlmpack.data.branches import BRANCH_COLUMN, PAIRS_COLUMN
+from vlmpack.data.branches import ANSWER_COLUMN, BRANCH_COLUMN, PAIRS_COLUMN
 from vlmpack.errors import Refusal
 
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "prompt")
@@ -24,6 +24,10 @@ MEDIA_COLUMNS = ("image", "images", "video", "videos")
 AUDIO_COLUMNS = ("audio", "audios")
 LABEL_COLUMNS = ("labels", "completion_mask", "assistant_masks", "loss_mask")
 """Columns from which labels are made; the masks are TRL's and SeqPacker's, 0 where nothing is trained on."""
+WEIGHT_COLUMN = "loss_weights"
+"""The weight of each label of a tokenised sample, not shifted."""
+CHANNEL_COLUMN = "channel"
+"""The data set of a sample, by whose name its loss is logged: ms-swift's name."""
 SECONDS_COLUMNS = ("second_per_grid_ts", "video_second_per_grid")
 """Names of the seconds from one grid of each video to the next, of Qwen2.5-VL and of Qwen-Omni."""
 BOUNDARY_COLUMNS = ("cu_seqlens_q", "cu_seqlens", "cu_seq_lens_q", "seq_lengths", "seq_idx")
@@ -31,11 +35,14 @@ BOUNDARY_COLUMNS = ("cu_seqlens_q", "cu_seqlens", "cu_seq_lens_q", "seq_lengths"
 MISSPELT_COLUMNS = ("shift_labels", "label_mask", "labels_mask", "loss_masks", "completion_masks", "assistant_mask")
 """Names that look like one of labels, and that no library writes."""
 _TEXT_COLUMNS = ("input_ids", *CONVERSATION_COLUMNS, "completion")
-_READ = {*_TEXT_COLUMNS, *MEDIA_COLUMNS, "system", "tools", "chat_template_kwargs", "id", "sample_id", BRANCH_COLUMN}
+_TURNS = (BRANCH_COLUMN, ANSWER_COLUMN)
+_NAMES = ("id", "sample_id", CHANNEL_COLUMN)
+_READ = {*_TEXT_COLUMNS, *MEDIA_COLUMNS, "system", "tools", "chat_template_kwargs", *_NAMES, *_TURNS}
 _OF_TOKENS = (
     *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"),
     *("input_features", "feature_attention_mask", SECONDS_COLUMNS[1]),
     *LABEL_COLUMNS[1:],
+    WEIGHT_COLUMN,
 )
 """Of samples that were tokenised before, which no conversation has."""
 _KNOWN = {*_READ, *_OF_TOKENS, *AUDIO_COLUMNS, *SECONDS_COLUMNS, "labels", "attention_mask", "mm_token_type_ids"}
@@ -114,7 +121,7 @@ def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence
     for name, value in unread.items():
         fault = ""
         if _is_preference(name.lower(), value):
-            fault = "which says what is trained on: preferences and weights are not trained on; leave the column out"
+            fault = "which says what is trained on: give each message its `weight`; preferences are not trained on"
         elif not has_media and (looks := _looks_like(name.lower(), value)):
             fault = f"which looks like its {looks}, and it has no other; rename it so, or leave it out if it needs none"
         elif name == "objects" and (match := next((x for x in _GROUNDING if any(x in text for text in texts)), None)):
@@ -173,11 +180,6 @@ def _remedy(feature: Mapping[str, Any]) -> str:
     near = [f"{name!r}: did you mean {hit[0]!r}?" for name, hit in names.items() if hit and name not in _TEXT_COLUMNS]
     has_own = any(isinstance(feature[name], str | list | tuple | Mapping) for name in feature if name not in _KEPT)
     remedies = (
-        (
-            {"image", "ground_truth"} <= feature.keys(),
-            "These are receipts as CORD has them: make a conversation of each with vlmpack.data.to_conversation, or "
-            "let open_dataset read them",
-        ),
         (near, f"{' '.join(near)} Rename the column"),
         (
             {"chosen", "rejected"} <= feature.keys(),

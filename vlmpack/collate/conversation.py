@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
+from math import inf
 from numbers import Number
 from operator import index
 from typing import Any, final
@@ -45,7 +46,7 @@ from vlmpack.collate.columns import (
     split_at_markers,
 )
 from vlmpack.collate.vision_keys import KNOWN_KEYS, misspelt_key
-from vlmpack.data.branches import BRANCH_COLUMN, PAIRS_COLUMN
+from vlmpack.data.branches import ANSWER_COLUMN, BRANCH_COLUMN, FACTORS, FLAGS, PAIRS_COLUMN
 from vlmpack.data.tool_calls import CALLING, calls_in, read_tools, with_arguments, without_nulls
 from vlmpack.errors import Refusal
 
@@ -60,8 +61,9 @@ ALIASES = {
     "developer": "system",
 }
 """Other names of the same roles. Qwen's templates have no developer, and some leave such a turn out."""
-FLAGS = ("weight", "loss", "loss_scale", "loss_weight", "loss_mask", "train", "training", "trainable")
-"""Keys by which an assistant's turn is trained on or not: of OpenAI, ms-swift, LLaMA-Factory, axolotl and Tinker."""
+Weights = tuple[tuple[str, float], ...]
+"""Texts of an answer, one after the other, and the weight of each; ("", weight) if it has one weight."""
+_ONE: Weights = (("", 1.0),)
 SPEAKING = ("tool_calls", "reasoning_content")
 """Keys with which a turn needs no content."""
 _READ_AS_JSON = (
@@ -80,12 +82,22 @@ _PAYLOADS = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One message, and whether it is trained on if it is the assistant's."""
+    """One message, and its weight in the loss if it is the assistant's."""
 
     message: dict[str, Any]
     """Role, content (a string or a list of parts, media parts still with their payload), and what else there is."""
-    is_trained: bool = True
-    """False: by its own flag it is only read."""
+    weight: float = 1.0
+    """Of its targets; a text part may have another one under `weight`. 0: it is only read."""
+
+    @property
+    def weights(self) -> Weights:
+        """The weights of its texts."""
+        content = self.message["content"]
+        texts = [] if isinstance(content, str) else [part for part in content if part["type"] == "text"]
+        pieces = [(part["text"], part.get("weight", self.weight)) for part in texts]
+        if len({weight for _, weight in pieces}) < 2:
+            return (("", pieces[0][1] if pieces else self.weight),)
+        return tuple(pieces)
 
 
 def read_turns(value: Any, column: str, marked: Collection[Kind] = (), *, has_audio: bool = False) -> list[Turn]:
@@ -163,13 +175,14 @@ def _turn(message: Any, where: str, *, has_audio: bool) -> Turn:
         content = [content]
     if isinstance(content, list | tuple):
         kinds = ("text", "image", "video", "audio")[: 4 if has_audio else 3]
-        content = [_part(part, f"{where}.content[{i}]", kinds) for i, part in enumerate(content)]
+        role = message["role"]
+        content = [_part(part, f"{where}.content[{i}]", kinds, role) for i, part in enumerate(content)]
     elif not isinstance(content, str):
         hint = _READ_AS_JSON if isinstance(content, Number) else ""
         raise Refusal("bad_row", f"{where}.content must be a string or a list of parts, got {short(content)}{hint}")
     _check_no_payload(message, where, but=())
     rest = {key: value for key, value in message.items() if value is not None and key not in FLAGS}
-    return Turn(message={**rest, "content": content}, is_trained=_is_trained(message, message["role"], where))
+    return Turn(message={**rest, "content": content}, weight=_weight(message, message["role"], where))
 
 
 def _pair(pair: Any, where: str) -> list[dict[str, Any]]:
@@ -180,7 +193,7 @@ def _pair(pair: Any, where: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": pair["user"]}, {**rest, "role": "assistant", "content": pair["assistant"]}]
 
 
-def _part(part: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
+def _part(part: Any, where: str, kinds: Sequence[str], role: str) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
@@ -197,17 +210,16 @@ def _part(part: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
     if kind == "text" and not isinstance(part.get("text"), str):
         raise Refusal("bad_row", f"{where} is a text part without a text, got {short(part)}")
     _check_no_payload(part, where, but=_PAYLOADS[kind])
-    of_media = () if kind == "text" else ("index", "sampling_rate", *SOURCE_KEYS, *KNOWN_KEYS)
+    known = ("text", *FLAGS) if kind == "text" else ("index", "sampling_rate", *SOURCE_KEYS, *KNOWN_KEYS)
     for key, value in part.items():
         # beside a medium, a key that is nearly known is refused later, with what is meant
-        if (
-            key not in ("type", "text", *of_media)
-            and not is_empty(value)
-            and (kind == "text" or not misspelt_key(str(key)))
-        ):
+        if key not in ("type", *known) and not is_empty(value) and (kind == "text" or not misspelt_key(str(key))):
             fault = f"{where} has {key!r} beside its {kind}, which nothing reads; take it out, or leave it out with"
             raise Refusal("bad_row", f"{fault} VLMCollator(ignored_keys=({key!r},))")
-    return {**part, "type": kind}
+    if kind != "text" or not part.keys() & {*FLAGS}:
+        return {**part, "type": kind}
+    rest = {key: value for key, value in part.items() if key not in FLAGS}
+    return {**rest, "type": kind, "weight": _weight(part, role, where)}
 
 
 def _check_no_payload(holder: Mapping[str, Any], where: str, *, but: tuple[str, ...]) -> None:
@@ -232,7 +244,7 @@ def _qwen_turn(turn: Any, where: str, marked: Collection[Kind]) -> Turn:
         content = content.strip() if all(part["type"] == "text" for part in parts) else parts
     read = ("from", "value", *FLAGS)
     rest = {key: value for key, value in turn.items() if key not in read and not is_empty(value)}
-    return Turn(message={**rest, "role": role, "content": content}, is_trained=_is_trained(turn, role, where))
+    return Turn(message={**rest, "role": role, "content": content}, weight=_weight(turn, role, where))
 
 
 def _with_known_roles(turns: list[Turn], column: str) -> list[Turn]:
@@ -265,7 +277,7 @@ def _with_call(turns: list[Turn], turn: Turn) -> list[Turn]:
     parts = [] if isinstance(message["content"], str) else message["content"]
     if medium := next((part["type"] for part in parts if part["type"] != "text"), None):
         raise Refusal("bad_row", f"it has a function call with a part of type {medium!r}; a call is JSON text alone")
-    is_more = before is not None and before.message["role"] == "assistant" and before.is_trained == turn.is_trained
+    is_more = before is not None and before.message["role"] == "assistant" and before.weight == turn.weight
     is_more = is_more and message.keys() == {"role", "content"}
     try:
         calls = calls_in(text_of(message))
@@ -281,19 +293,31 @@ def _canonical(role: str) -> str:
     return "assistant" if role in CALLING else ALIASES.get(role, role)
 
 
-# ---------------------------------------------------------------------- flags of turns
+# ---------------------------------------------------------------------- weights of turns
 
 
-def _is_trained(message: Mapping[str, Any], role: str, where: str) -> bool:
-    """Read the flags of an answer; a turn without any is trained on, and no other turn is."""
-    if _canonical(role) != "assistant":
-        return True
-    flags = {name: message[name] for name in FLAGS if message.get(name) is not None}
-    if odd := next((x for x in flags.items() if not isinstance(x[1], int | float) or x[1] not in (0, 1)), None):
-        raise Refusal("bad_row", f"{where}.{odd[0]} is {odd[1]!r}; a flag of a turn is true or false, 1 or 0")
-    if len({bool(value) for value in flags.values()}) > 1:
+def _weight(holder: Mapping[str, Any], role: str, where: str) -> float:
+    """Read the weight of an answer, or of a text in it: 1 without any. Nothing of another turn is weighed."""
+    flags = {name: holder[name] for name in FLAGS if holder.get(name) is not None}
+    is_answer = _canonical(role) == "assistant"
+    for name, value in flags.items():
+        is_factor = name in FACTORS and is_answer
+        fits = isinstance(value, int | float) and (0 <= value < inf if is_factor else value in (0, 1))
+        if fits:
+            continue
+        usual = "a weight is a number from 0, which is not trained on" if name in FACTORS else "a flag is true or false"
+        if not is_answer:
+            usual = "only the assistant's turns have weights: leave it out"
+        raise Refusal("bad_row", f"{where}.{name} is {value!r}; {usual}")
+    factors = {float(value) for name, value in flags.items() if name in FACTORS}
+    if len(factors) > 1 or len({bool(value) for value in flags.values()}) > 1:
         raise Refusal("bad_row", f"{where} has {flags}, which contradict each other; keep one of them")
-    return all(flags.values())
+    return next(iter(factors), float(all(flags.values()))) if is_answer else 1.0
+
+
+def is_trained(pieces: Weights) -> bool:
+    """Return whether anything of an answer is trained on."""
+    return any(weight for _, weight in pieces)
 
 
 @final
@@ -311,8 +335,8 @@ class Conversation:
     """In the order of their placeholders."""
     plain: tuple[str, str] | None = None
     """(prompt, completion) as strings, to be used without a chat template; `messages` is empty then."""
-    trained_turns: tuple[bool, ...] | None = None
-    """True if each of the assistant's turns is trained on; None: all of them are."""
+    turn_weights: tuple[Weights, ...] | None = None
+    """Of each of the assistant's turns; None: all are 1."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments for the chat template: tools, and what `chat_template_kwargs` holds."""
 
@@ -374,8 +398,9 @@ def read_conversation(
     conversation = _read(present, feature, marked, has_audio=has_audio)
     missing: list[Kind] = [kind for kind in marked if not conversation.media[kind]]
     check_markers(_questions(conversation), feature, missing=missing)
-    turn = present.get(BRANCH_COLUMN)
-    return conversation if turn is None else branch_of(conversation, turn)
+    if (turn := present.get(BRANCH_COLUMN)) is not None:
+        conversation = branch_of(conversation, turn)
+    return conversation if (turn := present.get(ANSWER_COLUMN)) is None else up_to_answer(conversation, turn)
 
 
 def _without_keys(turns: Any, keys: Collection[str]) -> Any:
@@ -404,11 +429,14 @@ def check_answered(conversation: Conversation) -> None:
         texts, which = [conversation.plain[1]], "its completion is"
     else:
         answers = [message for message in conversation.messages if message["role"] == "assistant"]
-        flags = conversation.trained_turns or (True,) * len(answers)
-        trained = [message for message, flag in zip(answers, flags, strict=True) if flag]
-        if any(not is_empty(message.get(key)) for message in trained for key in SPEAKING):
+        weights = conversation.turn_weights or (_ONE,) * len(answers)
+        trained = [(message, pieces) for message, pieces in zip(answers, weights, strict=True) if is_trained(pieces)]
+        if any(not is_empty(message.get(key)) for message, _ in trained for key in SPEAKING):
             return
-        texts = [text_of(message) for message in trained]
+        texts = [
+            text_of(message) if len(pieces) == 1 else "".join(text for text, weight in pieces if weight)
+            for message, pieces in trained
+        ]
         which = "its answer is" if len(texts) == 1 else f"all its {len(texts)} answers are"
     if texts and not any(text.strip() for text in texts):
         raise Refusal(
@@ -480,10 +508,10 @@ def _conversation(turns: list[Turn], present: Mapping[str, Any], marked: Collect
     messages = [turn.message for turn in turns]
     kinds: tuple[Kind, ...] = ("video", "image", "audio")  # media without placeholders: images in front
     media: dict[str, Any] = {f"{k}s": fill_placeholders(messages, present, k, is_marked=k in marked) for k in kinds}
-    trained = tuple(turn.is_trained for turn in turns if turn.message["role"] == "assistant")
+    weights = tuple(turn.weights for turn in turns if turn.message["role"] == "assistant")
     return Conversation(
         messages=tuple(map(_for_template, messages)),
-        trained_turns=None if all(trained) else trained,
+        turn_weights=None if all(pieces == _ONE for pieces in weights) else weights,
         template_options=_template_options(present),
         **media,
     )
@@ -499,8 +527,15 @@ def _prompt_and_completion(present: Mapping[str, Any], marked: Collection[Kind],
         media: dict[str, Any] = {f"{kind}s": column_media(present, kind) for kind in KINDS}
         return Conversation(plain=(prompt, completion), **media)
     read = partial(read_turns, marked=marked, has_audio=has_audio)
-    prompt_turns = [replace(turn, is_trained=False) for turn in read(prompt, "prompt")]
+    prompt_turns = [_untrained(turn) for turn in read(prompt, "prompt")]
     return _conversation([*prompt_turns, *read(completion, "completion")], present, marked)
+
+
+def _untrained(turn: Turn) -> Turn:
+    content = turn.message["content"]
+    if not isinstance(content, str):
+        content = [{key: value for key, value in part.items() if key != "weight"} for part in content]
+    return Turn(message={**turn.message, "content": content}, weight=0.0)
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -522,7 +557,49 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     return written
 
 
-# ---------------------------------------------------------------------- one question of a conversation
+# ---------------------------------------------------------------------- one answer of a conversation
+
+
+def last_alone(conversation: Conversation) -> Conversation:
+    """Return a conversation of whose answers the last alone is trained on, by its own weights."""
+    count = sum(message["role"] == "assistant" for message in conversation.messages)
+    weights = conversation.turn_weights or (_ONE,) * count
+    unread: tuple[Weights, ...] = ((("", 0.0),),) * (count - 1)
+    return replace(conversation, turn_weights=(*unread, weights[-1])) if count else conversation
+
+
+def up_to_answer(conversation: Conversation, turn: Any) -> Conversation:
+    """Return a conversation up to one of its answers, which alone is trained on.
+
+    Args:
+        conversation: of messages.
+        turn: number of the answer, from 0.
+
+    Raises:
+        Refusal: `bad_row`: it has no such answer.
+    """
+    answers = [at for at, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    number = _number(ANSWER_COLUMN, turn, len(answers), "answers")
+    messages, weights = conversation.messages[: answers[number] + 1], conversation.turn_weights
+    kinds = [part["type"] for message in messages for part in parts_in(message)]
+    media: dict[str, Any] = {f"{kind}s": refs[: kinds.count(kind)] for kind, refs in conversation.media.items()}
+    kept = None if weights is None else weights[: number + 1]
+    return last_alone(replace(conversation, messages=messages, turn_weights=kept, **media))
+
+
+def _number(column: str, turn: Any, count: int, named: str) -> int:
+    """Read the number of a question or an answer.
+
+    Raises:
+        Refusal: `bad_row`: there is none of this number.
+    """
+    try:
+        number = index(turn)
+    except TypeError:
+        number = -1
+    if not 0 <= number < count:
+        raise Refusal("bad_row", f"its {column} is {turn!r}, but it has {count} {named}, counted from 0")
+    return number
 
 
 def branch_of(conversation: Conversation, turn: Any) -> Conversation:
@@ -553,12 +630,7 @@ def branch_of(conversation: Conversation, turn: Any) -> Conversation:
             f"{fault} need questions and answers in turn, after any system messages; open the data set with "
             "branches='conversation', or leave the sample out",
         )
-    try:
-        number = index(turn)
-    except TypeError:
-        number = -1
-    if not 0 <= number < pairs:
-        raise Refusal("bad_row", f"its {BRANCH_COLUMN} is {turn!r}, but it has {pairs} questions, counted from 0")
+    number = _number(BRANCH_COLUMN, turn, pairs, "questions")
     refs: dict[str, Iterator[MediaRef]] = {kind: iter(media) for kind, media in conversation.media.items()}
     parts = [
         [(part, next(refs[part["type"]]) if part["type"] in refs else None) for part in parts_in(message)]
@@ -572,10 +644,10 @@ def branch_of(conversation: Conversation, turn: Any) -> Conversation:
     if not isinstance(messages[-2]["content"], str) or len(parts[question]) > 1:  # a text stays a text
         messages[-2] = {**messages[-2], "content": [part for part, _ in parts[question]]}
     taken = [part for at in kept for part in parts[at]]
-    flags = conversation.trained_turns
+    weights = conversation.turn_weights
     media: dict[str, Any] = {
         f"{kind}s": tuple(ref for part, ref in taken if ref is not None and part["type"] == kind) for kind in KINDS
     }
     return replace(
-        conversation, messages=tuple(messages), trained_turns=None if flags is None else (flags[number],), **media
+        conversation, messages=tuple(messages), turn_weights=None if weights is None else (weights[number],), **media
     )

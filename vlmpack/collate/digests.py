@@ -132,7 +132,7 @@ def _content_of(
         [list(map(read, ref.source)) if isinstance(ref.source, list | tuple) else read_file(ref.source), ref.options]
         for ref in row.videos
     ]
-    return [row.messages, row.plain, row.trained_turns, row.template_options, images, videos]
+    return [row.messages, row.plain, row.turn_weights, row.template_options, images, videos]
 
 
 def _no_key(video: Any) -> Any:

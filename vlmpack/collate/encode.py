@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -31,14 +31,32 @@ from PIL import Image
 from vlmpack.collate.audio import AudioReader
 from vlmpack.collate.chat_template import ChatTemplate, Span, check_characters
 from vlmpack.collate.columns import KINDS, Kind, Markers, check_unread
-from vlmpack.collate.conversation import Conversation, check_answered, read_conversation, unplaced_marker
-from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, check_sample, make_labels, tokens_of
+from vlmpack.collate.conversation import (
+    Conversation,
+    Weights,
+    check_answered,
+    is_trained,
+    last_alone,
+    read_conversation,
+    unplaced_marker,
+)
+from vlmpack.collate.encoded import (
+    Encoded,
+    TrainOn,
+    Visual,
+    assistant_spans,
+    check_sample,
+    make_labels,
+    tokens_of,
+    weighed,
+)
 from vlmpack.collate.media import BatchMedia, MediaReader, trial_image
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.collate.video import DEFAULT_RULES, FileRules
+from vlmpack.data.formats import as_messages
 from vlmpack.data.images import ImageLimits
-from vlmpack.errors import FamilyError, Refusal
+from vlmpack.errors import FamilyError, Refusal, SampleError
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of_processor
 
@@ -117,6 +135,8 @@ class Encoder:
     """Returns whether an event has not been warned of; None: no warning."""
     max_length: int | None = None
     """Tokens beyond which media are not made, as no sample holds them; None: no limit."""
+    truncates_start: bool = False
+    """Of a longer sample the end is kept: its first media are cut off, not its last."""
     file_rules: FileRules = DEFAULT_RULES
     """Rules for sampling and sizing files of videos."""
     add_stop: str | None = None
@@ -135,7 +155,8 @@ class Encoder:
         def load(conversation: Conversation, kind: Kind) -> Sequence[Visual]:
             if kind == "audio":
                 return self._audio.load_each(conversation.audios)
-            return self.media.load_each(conversation.media[kind], kind=kind, batch=batch, max_tokens=self.max_length)
+            limit = None if self.truncates_start else self.max_length
+            return self.media.load_each(conversation.media[kind], kind=kind, batch=batch, max_tokens=limit)
 
         return self._encode(feature, load)
 
@@ -199,6 +220,7 @@ class Encoder:
             processor=self.processor,
             takes_parts=self.metadata.has_vision,
             special_tokens=self.metadata.special_tokens,
+            reads_marks=self.metadata.by_processor,
             add_stop=self.add_stop,
             is_first=self.is_first,
         )
@@ -213,6 +235,12 @@ class Encoder:
             made = self._family.expert_types if self._family else None  # kinds of tokens, by which experts are chosen
             self._check_unread({name: feature[name] for name in feature if name != made}, sample)
         else:
+            try:
+                feature = as_messages(feature, inline=self.metadata.has_vision and self.markers != "text")
+            except SampleError as error:
+                raise Refusal(error.reason, error.detail) from error
+            except ValueError as error:
+                raise Refusal("bad_row", f"it {error}") from error
             conversation = read_conversation(
                 feature,
                 has_vision=self.metadata.has_vision,
@@ -220,6 +248,8 @@ class Encoder:
                 markers=self.markers,
                 ignored_keys=self.ignored_keys,
             )
+            if self.train_on == "last":
+                conversation = last_alone(conversation)
             if self.train_on != "all":
                 check_answered(conversation)
             self._warn_of_markers(conversation, feature)
@@ -261,10 +291,6 @@ class Encoder:
         if (num_images or num_videos) and not self.metadata.has_vision:
             seen = f"it has {num_images} image(s) and {num_videos} video(s), but a tokenizer reads text only"
             raise Refusal("no_vision", f"{seen}; give VLMCollator the processor of a vision-language model")
-        if num_videos and self.metadata.has_audio:
-            fault = f"it has {num_videos} video(s), which a {type(self.processor).__name__} samples by rules of its own"
-            remedy = "tokenise it with the processor (input_ids, labels, pixel_values_videos, ...)"
-            raise Refusal("no_video", f"{fault} that need torchvision: {remedy}, or give frames as images")
         media: Visuals = {kind: read(conversation, kind) for kind in KINDS}
         if media["image"]:
             assert self._is_confirmed
@@ -275,22 +301,29 @@ class Encoder:
         if self._columns:
             raise Refusal("template_error", f"it is a conversation, but {self._is_of_prefix}", of_all=True)
         text = self._template.render(conversation)
-        if not self.metadata.by_processor:
-            tokens = self._tokenise(text + self._template.end_of(conversation, text), media)
-            return self._encoded(tokens.ids, self._spans(tokens.ids, conversation), media)
-        flags = conversation.trained_turns
-        answers = [] if self.train_on == "all" else self._template.answers(conversation, text)
-        answers = [span for at, span in enumerate(answers) if flags is None or flags[at]]
-        if end := self._template.end_of(conversation, text, None if self.train_on == "all" else answers):
-            text += end
-            answers[-1:] = [(start, len(text)) for start, _ in answers[-1:]]
-        tokens = self._tokenise(self._laid_out(text, len(media["image"]), is_chat=True), media)
-        around = self._around_media(tokens)
-        sample = self._encoded(tokens.ids, [self._answer(tokens, span) for span in answers], media, around=around)
-        if self.max_length is None or sample.num_tokens <= self.max_length:
-            return sample
-        ends = [tokens.between((0, tokens.moved(end))).stop for end in self._template.ends(conversation, text)]
-        return replace(sample, cuts=tuple(sorted({*ends, *_sides(around)})))
+        weights = conversation.turn_weights
+        if self.train_on == "all":
+            _check_unweighed(conversation)
+        if not self.metadata.by_processor and ("</think>" not in text or self.train_on == "all"):
+            text += self._template.end_of(conversation, text)
+            tokens = self._tokenise(text, media, has_offsets=any(len(pieces) > 1 for pieces in weights or ()))
+            if self._is_too_long(tokens):
+                tokens = self._tokenise(text, media, has_offsets=True)
+            spans, ends = self._spans(tokens.ids, conversation), []
+        else:
+            answers = [] if self.train_on == "all" else self._template.answers(conversation, text)
+            trained = [span for at, span in enumerate(answers) if weights is None or is_trained(weights[at])]
+            if end := self._template.end_of(conversation, text, None if self.train_on == "all" else trained):
+                text += end
+                answers[-1:] = [(start, len(text)) for start, _ in answers[-1:]]
+            tokens = self._tokenise(self._laid_out(text, len(media["image"]), is_chat=True), media, has_offsets=True)
+            spans = [self._answer(tokens, span) for span in answers]
+            ends = [self._answer(tokens, (self._template.stop_of(text, span), span[1])) for span in answers]
+        weights_n = _weights(tokens, spans, conversation)
+        return self._labelled(tokens, spans, media, ends=ends, weights=weights_n)
+
+    def _is_too_long(self, tokens: Tokens) -> bool:
+        return self.max_length is not None and len(tokens.ids) > self.max_length
 
     def _plain(self, conversation: Conversation, media: Visuals) -> Encoded:
         """Tokenise prompt and completion apart, as generation will do it; the completion and its end are the target."""
@@ -301,11 +334,27 @@ class Encoder:
             raise Refusal("bad_row", f"a {name} writes no prompt without an image, and it has none; leave it out")
         if not completion.rstrip().endswith(self.metadata.eos_token):
             completion += self.metadata.eos_token
-        before = self._tokenise(self._laid_out(prompt, len(media["image"])), media)
-        tokens = before.followed_by(self._tokenise(completion, {}, is_continued=True))
-        around, count = self._around_media(tokens), len(before.ids)
-        sample = self._encoded(tokens.ids, [slice(count, None)], media, around=around, prefix=count)
-        return replace(sample, cuts=tuple(_sides(around))) if self.metadata.by_processor else sample
+        may_cut = self.max_length is not None
+        before = self._tokenise(self._laid_out(prompt, len(media["image"])), media, has_offsets=may_cut)
+        tokens = before.followed_by(self._tokenise(completion, {}, is_continued=True, has_offsets=may_cut))
+        return self._labelled(tokens, [slice(len(before.ids), None)], media, prefix=len(before.ids))
+
+    def _labelled(
+        self,
+        tokens: Tokens,
+        answers: Sequence[slice],
+        media: Visuals,
+        *,
+        ends: Sequence[slice] = (),
+        prefix: int | None = None,
+        weights: np.ndarray | None = None,
+    ) -> Encoded:
+        """A sample of a text; of one that is too long what may not be torn: its media, and the `ends` of answers."""
+        around = self._around_media(tokens) if len(tokens.starts) else []
+        untrained = around if self.metadata.by_processor else ()
+        sample = self._encoded(tokens.ids, answers, media, around=untrained, prefix=prefix, weights=weights)
+        whole = [(kept.start, kept.stop) for kept in (*around, *ends)]
+        return replace(sample, whole=tuple(whole)) if self._is_too_long(tokens) else sample
 
     def _encoded(
         self,
@@ -315,14 +364,15 @@ class Encoder:
         *,
         around: Sequence[slice] = (),
         prefix: int | None = None,
+        weights: np.ndarray | None = None,
     ) -> Encoded:
         """Label a sample: its answers, or everything, but for media, the tokens `around` them and the first token.
 
-        `prefix`: tokens of the prompt; None: all of them.
+        `prefix`: tokens of the prompt; None: all of them. `weights`: float32 [n] of its tokens; None: 1.
         """
         spans = None if self.train_on == "all" else [(answer.start, answer.stop) for answer in answers]
         types = np.arange(len(ids)) >= (len(ids) if prefix is None else prefix)
-        return Encoded(
+        sample = Encoded(
             input_ids=ids,
             labels=make_labels(ids, self.metadata, spans=spans, untrained=around),
             types=token_types(ids, self.metadata),
@@ -331,11 +381,12 @@ class Encoder:
             audios=tuple(media.get("audio", ())),
             columns=dict.fromkeys(self._columns, types.astype(np.int64)),
         )
+        return weighed(sample, weights)
 
     # ------------------------------------------------------------------ answers
 
     def _spans(self, ids: np.ndarray, conversation: Conversation) -> list[slice]:
-        """The tokens of ChatML's answers that are trained on."""
+        """The tokens of ChatML's answers."""
         if self.train_on == "all":
             return []
         spans = assistant_spans(ids, self.metadata)
@@ -345,8 +396,7 @@ class Encoder:
             remedy = "use a ChatML template (every Qwen-VL has one), train_on='all', or tokenised samples with labels"
             of_all = not spans
             raise Refusal("turn_mismatch", f"{fault} messages, so answers are not known; {remedy}", of_all=of_all)
-        flags = conversation.trained_turns or (True,) * count
-        return [slice(*span) for span, is_trained in zip(spans, flags, strict=True) if is_trained]
+        return [slice(*span) for span in spans]
 
     def _answer(self, tokens: Tokens, span: Span) -> slice:
         """The tokens of an answer in the template's text.
@@ -364,9 +414,7 @@ class Encoder:
         return slice(hit.start + bool(before and not self._template.marks_answers), hit.stop - bool(behind))
 
     def _around_media(self, tokens: Tokens) -> list[slice]:
-        """The tokens of each medium, those that the template writes around it included; ChatML needs them not."""
-        if not self.metadata.by_processor:
-            return []
+        """The tokens of each medium, those that the template writes around it included."""
         ids, (start, end), slices = tokens.ids.tolist(), self._borders, []
         for span in tokens.media:
             hit = tokens.between(span)
@@ -386,13 +434,14 @@ class Encoder:
 
     # ------------------------------------------------------------------ tokens
 
-    def _tokenise(self, text: str, media: Visuals, *, is_continued: bool = False) -> Tokens:
+    def _tokenise(self, text: str, media: Visuals, *, is_continued: bool = False, has_offsets: bool = False) -> Tokens:
         """Expand the placeholders of a text, tokenise it, and repeat each placeholder as often as its medium needs.
 
         Args:
             text: with one placeholder a medium.
             media: in their order.
             is_continued: true of a text that follows another one, which gets no beginning of its own.
+            has_offsets: also find the characters of each token; of processors that are used whole, they always are.
 
         Raises:
             Refusal: it has another number of placeholders (`placeholder_mismatch`), or half a character (`bad_text`).
@@ -404,11 +453,12 @@ class Encoder:
         options = self.media.text_options if self.metadata.has_vision else {}
         if begins or is_continued:
             options = {"add_special_tokens": False}
-        out = tokenizer(expanded, return_offsets_mapping=self.metadata.by_processor, **options)
+        has_offsets = has_offsets or self.metadata.by_processor
+        out = tokenizer(expanded, return_offsets_mapping=has_offsets, **options)
         ids = np.asarray(out["input_ids"], np.int64)
         repeats = self._repeats(ids, media)
         columns = {"ids": ids}
-        if self.metadata.by_processor:
+        if has_offsets:
             offsets = np.array(out["offset_mapping"], np.int64).reshape(-1, 2)
             is_empty = offsets[:, 0] >= offsets[:, 1]
             ended = np.maximum.accumulate(np.where(is_empty, 0, offsets[:, 1]))
@@ -604,7 +654,54 @@ def _tensor(visual: Visual, name: str) -> torch.Tensor | None:
     return visual.pixels if name == "pixel_values" else visual.tensors.get(name)
 
 
-def _sides(slices: Iterable[slice]) -> Iterator[int]:
-    """Places before and after each of these tokens."""
-    for around in slices:
-        yield from (around.start, around.stop)
+# ---------------------------------------------------------------------- weights
+
+
+def _check_unweighed(conversation: Conversation) -> None:
+    """Refuse weights where everything is trained on, answer or not; 0 and 1 say what is an answer to be learnt."""
+    factors = [weight for pieces in conversation.turn_weights or () for _, weight in pieces]
+    if odd := next((weight for weight in factors if weight not in (0, 1)), None):
+        fault = f"an answer has the weight {odd}, but train_on='all' weighs every token alike"
+        raise Refusal("bad_row", f"{fault}; choose train_on='assistant', or leave the weight out")
+
+
+def _weights(tokens: Tokens, answers: Sequence[slice], conversation: Conversation) -> np.ndarray | None:
+    """float32 [n]: the weight of each token of the answers, 1 elsewhere; None: 1 everywhere.
+
+    Raises:
+        Refusal: `turn_mismatch`: texts of an answer have several weights, and are not found in it.
+    """
+    if conversation.turn_weights is None or not answers:
+        return None
+    weights = np.ones(len(tokens.ids), np.float32)
+    for answer, pieces in zip(answers, conversation.turn_weights, strict=True):
+        weights[answer] = pieces[0][1] if len(pieces) == 1 else _weights_of_pieces(tokens, answer, pieces)
+    return weights
+
+
+def _weights_of_pieces(tokens: Tokens, answer: slice, pieces: Weights) -> list[float]:
+    """The weight of each token of an answer whose texts have several.
+
+        texts     "2 + 2 = 5? "  weight 0     "No, 4."  weight 1
+        tokens     2  +  2  =  5  ?           No  ,  4  .  <|im_end|>
+
+    A token belongs to the texts in which its characters lie, blanks aside; one that lies in several gets the least of
+    their weights. What the template writes before the first text and behind the last belongs to these.
+    """
+    start, stop = int(tokens.starts[answer.start]), int(tokens.stops[answer.stop - 1])
+    places = [at for at in range(start, stop) if not tokens.text[at].isspace()]  # templates strip blanks
+    said = "".join(map(tokens.text.__getitem__, places))
+    sizes = [len("".join(text.split())) for text, _ in pieces]
+    wanted = "".join("".join(text.split()) for text, _ in pieces)
+    first = said.find(wanted)
+    if first < 0 or (first and said.find(wanted, first + 1) >= 0):
+        fault = f"texts of an answer have several weights, but the template does not write {wanted[:40]!r} once in it"
+        raise Refusal("turn_mismatch", f"{fault}; give the whole answer one weight, or tokenised samples loss_weights")
+    begins = np.array([places[first + at] for at in accumulate(sizes[:-1])])  # of the second text, and so on
+    weights = []
+    for begin, end in zip(tokens.starts[answer].tolist(), tokens.stops[answer].tolist(), strict=True):
+        text = tokens.text[begin:end]
+        begin, end = begin + len(text) - len(text.lstrip()), end - len(text) + len(text.rstrip())
+        lies_in = np.searchsorted(begins, [begin, max(begin, end - 1)], side="right").tolist()
+        weights.append(min(weight for _, weight in pieces[lies_in[0] : lies_in[1] + 1]))
+    return weights

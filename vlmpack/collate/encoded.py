@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, chain, zip_longest
+from itertools import accumulate, chain, pairwise, zip_longest
 from math import prod
 from typing import Literal, final
 
 import numpy as np
 import torch
 
-from vlmpack.collate.columns import Kind, MediaRef
+from vlmpack.collate.columns import KINDS, Kind, MediaRef
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.errors import Refusal
 from vlmpack.families.spans import media_runs, prefix_length
@@ -65,6 +65,8 @@ class Encoded:
     """int64 [n]."""
     labels: np.ndarray
     """int64 [n], not shifted; -100 where nothing is trained on."""
+    weights: np.ndarray | None = None
+    """float32 [n]: the weight of each label in the loss; None: 1."""
     types: np.ndarray
     """int64 [n]: 0 text, 1 image, 2 video, 3 audio."""
     images: tuple[Visual, ...] = ()
@@ -75,10 +77,14 @@ class Encoded:
     """In the order of their placeholders: log-mel frames [1, mel, f] as `pixels`, and one run of tokens."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     """int64 [n] each: further columns of its tokens that its family needs (`Family.token_columns`), by name."""
-    cuts: tuple[int, ...] = ()
-    """Tokens before which it may be cut, of a sample longer than `max_length` whose template may not be ChatML."""
+    whole: tuple[tuple[int, int], ...] = ()
+    """(start, stop) of tokens that may not be torn, of a text: media with what is around them, ends of answers."""
+    num_cut: int = 0
+    """Tokens that were cut off."""
     sample_id: int | str | None = None
     """The sample's own id, where it has one."""
+    channel: str | None = None
+    """Name of its data set, where it has one."""
 
     @property
     def num_tokens(self) -> int:
@@ -189,15 +195,9 @@ TYPES: Mapping[Kind, int] = {"image": IMAGE, "video": VIDEO, "audio": AUDIO}
 
 def run_lengths(types: np.ndarray, of_kind: int) -> list[int]:
     """Lengths of the unbroken runs of tokens of a kind, in order."""
-    return [stop - start for start, stop in runs(types, of_kind)]
-
-
-def runs(input_ids: np.ndarray, token_id: int) -> list[tuple[int, int]]:
-    """(start, stop) of each unbroken run of `token_id`, in order."""
-    hit = input_ids == token_id
-    changes = (np.flatnonzero(hit[1:] != hit[:-1]) + 1).tolist()
-    edges = [0] * bool(hit[:1].any()) + changes + [len(hit)] * bool(hit[-1:].any())
-    return list(zip(edges[::2], edges[1::2], strict=True))
+    hit = np.concatenate(([False], types == of_kind, [False]))
+    edges = np.flatnonzero(hit[1:] != hit[:-1])
+    return (edges[1::2] - edges[::2]).tolist()
 
 
 def tokens_of(visual: Visual, metadata: ProcessorMetadata, *, kind: Kind) -> list[int]:
@@ -264,7 +264,7 @@ def _some(numbers: Sequence[int], most: int = 8) -> str:
 
 # ---- labels
 
-TrainOn = Literal["assistant", "all"]
+TrainOn = Literal["assistant", "last", "all"]
 
 
 def assistant_spans(input_ids: np.ndarray, metadata: ProcessorMetadata) -> list[tuple[int, int]]:
@@ -281,8 +281,8 @@ def assistant_spans(input_ids: np.ndarray, metadata: ProcessorMetadata) -> list[
     spans = []
     for turn, limit in zip(starts, [*starts, len(input_ids)][1:], strict=True):
         newline = turn + 1 + count
-        role = tuple(input_ids[turn + 1 : newline].tolist())
-        if role == metadata.assistant_ids and _is_newline(input_ids, newline, metadata):
+        *role, then = input_ids[turn + 1 : newline + 1].tolist() or (None,)
+        if tuple(role) == metadata.assistant_ids and then in metadata.newline_ids:
             ends = np.flatnonzero(input_ids[newline + 1 : limit] == metadata.turn_end_id)
             spans.append((newline + 1, newline + int(ends[0]) + 2 if len(ends) else limit))
     return spans
@@ -311,6 +311,15 @@ def make_labels(
     return mask_media(labels, input_ids, metadata)
 
 
+def weighed(sample: Encoded, weights: np.ndarray | None) -> Encoded:
+    """The sample with these weights, float32 [n]: a label of weight 0 is none, and weights that are all 1 are None."""
+    if weights is None:
+        return sample
+    labels = np.where(weights == 0, IGNORE, sample.labels)
+    is_weighed = (weights[labels != IGNORE] != 1).any()
+    return replace(sample, labels=labels, weights=weights if is_weighed else None)
+
+
 def mask_media(labels: np.ndarray, input_ids: np.ndarray, metadata: ProcessorMetadata) -> np.ndarray:
     """A copy of `labels` with -100 on placeholders, on the tokens around them, and on the first token."""
     labels = labels.copy()
@@ -320,13 +329,9 @@ def mask_media(labels: np.ndarray, input_ids: np.ndarray, metadata: ProcessorMet
     return labels
 
 
-def _is_newline(ids: np.ndarray, position: int, metadata: ProcessorMetadata) -> bool:
-    return position < len(ids) and int(ids[position]) in metadata.newline_ids
-
-
 # ---- length
 
-Overlength = Literal["error", "drop", "truncate"]
+Overlength = Literal["error", "drop", "truncate", "truncate_start"]
 
 OVERLENGTH = "overlength"
 """The reason under which samples that are too long are counted."""
@@ -340,8 +345,8 @@ def fit(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int | None,
     """
     if max_length is None or sample.num_tokens <= max_length:
         return sample
-    if overlength == "truncate":
-        return truncate(sample, metadata, max_length=max_length)
+    if overlength in ("truncate", "truncate_start"):
+        return truncate(sample, metadata, max_length=max_length, of_start=overlength == "truncate_start")
     media = int((sample.types != TEXT).sum())
     audio = f" and {len(sample.audios)} audio(s)" if sample.audios else ""
     raise Refusal(
@@ -352,53 +357,62 @@ def fit(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int | None,
     )
 
 
-def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int) -> Encoded:
-    """The longest beginning of at most `max_length` tokens that ends between messages or beside an image.
+def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int, of_start: bool = False) -> Encoded:
+    """The first `max_length` tokens, or the last ones, but for an image, a video, an audio or an end that they tear.
 
-    Images that were cut off are left out with their pixels. No image or video is ever cut in two.
+    Media that are cut off are left out with their tensors. Of what remains every token keeps its label; a first token,
+    which nothing predicts, has none.
+
+    Args:
+        sample: longer than `max_length`.
+        metadata: of the processor.
+        max_length: most tokens.
+        of_start: cut the start off, not the end.
 
     Raises:
-        Refusal: no such beginning has anything to learn in it.
+        Refusal: nothing that is trained on would be left of it, or its images cannot be told apart.
     """
-    cut = max((c for c in boundaries(sample, metadata) if c <= max_length), default=0)
-    ids = sample.input_ids[:cut]
-    labels, types = sample.labels[:cut], sample.types[:cut]
-    columns = {name: column[:cut] for name, column in sample.columns.items()}
-    media = {f"{kind}s": _whole(visuals, types, metadata, kind=kind) for kind, visuals in sample.media.items()}
-    shorter = replace(sample, input_ids=ids, labels=labels, types=types, columns=columns, **media)
-    fault = ""
-    if metadata.images_together and len(shorter.images) < len(sample.images):
-        kept = f"{len(shorter.images)} of its {len(sample.images)} images"
-        fault = f"within max_length={max_length} it would keep {kept}, which its processor resizes together"
+    media = {kind: list(_media_spans(sample, metadata, kind)) for kind in KINDS}
+    whole = [*sample.whole, *(_with_borders(sample, span, metadata) for each in media.values() for _, span in each)]
+    start, stop = (sample.num_tokens - max_length, sample.num_tokens) if of_start else (0, max_length)
+    torn = [(first, last) for first, last in whole if first < (start if of_start else stop) < last]
+    if of_start:
+        start = max((last for _, last in torn), default=start)
+    else:
+        stop = min((first for first, _ in torn), default=stop)
+    kept = {f"{kind}s": tuple(x for x, (a, b) in each if start <= a and b <= stop) for kind, each in media.items()}
+    names = ("input_ids", "labels", "types", *(() if sample.weights is None else ("weights",)))
+    parts = {name: getattr(sample, name)[start:stop] for name in names}
+    parts["labels"] = np.append(np.full(min(1, stop - start), IGNORE), parts["labels"][1:])
+    columns = {name: column[start:stop] for name, column in sample.columns.items()}
+    num_cut = sample.num_tokens - (stop - start)
+    shorter = replace(sample, **parts, **kept, columns=columns, whole=(), num_cut=num_cut)
+    fault, seen = "", f"{len(shorter.images)} of its {len(sample.images)} images"
+    if (metadata.images_together or sample.columns) and len(shorter.images) < len(sample.images):
+        fault = f"within max_length={max_length} it would keep {seen}, which its processor encodes together"
     elif shorter.num_targets == 0:
-        at = f"cut at token {cut} of {sample.num_tokens}, the last message or image boundary within"
-        fault = f"{at} max_length={max_length}, it has no targets left"
+        fault = f"of its tokens {start} to {stop}, which max_length={max_length} leaves of {sample.num_tokens}, none is"
+        fault += " a target"
     if fault:
         raise Refusal("truncated_away", f"{fault}; raise max_length")
     return shorter
 
 
-def boundaries(sample: Encoded, metadata: ProcessorMetadata) -> list[int]:
-    """Where the sample may be cut, in tokens: after a message, before and after an image; never inside a video."""
-    ids = sample.input_ids
-    if metadata.by_processor:
-        return sorted({*sample.cuts, len(ids)})
-    ends = (np.flatnonzero(ids == metadata.turn_end_id) + 1).tolist()
-    cuts = [end + _is_newline(ids, end, metadata) for end in ends]  # ChatML's newline belongs to the message before it
-    borders = [(metadata.image_token_id, metadata.vision_start_id, metadata.vision_end_id)]
-    borders += [(metadata.audio_token_id, metadata.audio_start_id, metadata.audio_end_id)] * metadata.has_audio
-    for placeholder, first, last in borders:
-        for start, stop in runs(ids, placeholder):
-            before = start - 1 if start and ids[start - 1] == first else start
-            after = stop + 1 if stop < len(ids) and ids[stop] == last else stop
-            cuts += [before, after]
-    return sorted({*cuts, len(ids)})
+def _media_spans(sample: Encoded, metadata: ProcessorMetadata, kind: Kind) -> Iterator[tuple[Visual, tuple[int, int]]]:
+    """Each medium of a kind, and (start, stop) from its first placeholder to its last."""
+    at = np.flatnonzero(sample.types == TYPES[kind]).tolist()
+    ends = accumulate((sum(tokens_of(visual, metadata, kind=kind)) for visual in sample.media[kind]), initial=0)
+    for visual, (first, last) in zip(sample.media[kind], pairwise(ends), strict=True):
+        yield visual, (at[first], at[last - 1] + 1)
 
 
-def _whole(
-    visuals: tuple[Visual, ...], types: np.ndarray, metadata: ProcessorMetadata, *, kind: Kind
-) -> tuple[Visual, ...]:
-    """The leading images (or videos) whose placeholders are all among the tokens of these types."""
-    num_tokens = np.count_nonzero(types == TYPES[kind])
-    ends = accumulate(sum(tokens_of(visual, metadata, kind=kind)) for visual in visuals)
-    return tuple(visual for visual, end in zip(visuals, ends, strict=True) if end <= num_tokens)
+def _with_borders(sample: Encoded, span: tuple[int, int], metadata: ProcessorMetadata) -> tuple[int, int]:
+    """A medium's placeholders with the tokens that stand beside them."""
+    (start, stop), ids = span, sample.input_ids.tolist()
+    starts = (metadata.vision_start_id, metadata.audio_start_id, *metadata.video_ends[:1])
+    ends = (metadata.vision_end_id, metadata.audio_end_id, *metadata.video_ends[1:])
+    while start and ids[start - 1] in starts:
+        start -= 1
+    while stop < len(ids) and ids[stop] in ends:
+        stop += 1
+    return start, stop

@@ -6,7 +6,8 @@
 
 What stands for an image in the ids depends on its size alone (in some families also on how many images the sample has).
 Qwen's processors size images by transformers' `smart_resize`, or by the keys beside an image (`vision_keys.py`). Other
-processors count an image's tokens (`_get_num_multimodal_tokens`), or else write the text of a blank image of that size.
+processors count an image's tokens (`_get_num_multimodal_tokens`), or else write the text of a blank image of that size,
+of which they make no pixels.
 Both rules are tried on images before the first one is measured, and an image that was measured is compared again when
 it is decoded.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from inspect import Parameter, signature
@@ -52,6 +54,8 @@ _SHRUNK = (371, 223)
 """Height and width of the image on which Qwen's rule is tried."""
 _SHRUNK_TOKENS = 12
 """Most tokens of that image: it has to be made smaller, and rounded."""
+NEAREST = 0
+"""Pillow's number of the resampling that computes nothing."""
 SIZES_KEPT = 4096
 """Sizes of images whose text is kept."""
 OPTIONS_OF_IMAGES: Mapping[str, Sequence[str]] = {"Lfm2VlProcessor": ("use_image_special_tokens",)}
@@ -352,12 +356,30 @@ class MediaReader:
     @cached_property
     def _blank(self) -> Callable[[tuple[Size, ...]], tuple[Visual, ...]]:
         """The images of one sample as measured ones, from what the processor writes for blank ones of these sizes."""
+        expected = [[(image.runs, image.written) for image in self._written_of((size,))] for size in TRIALS]
+        for unmade in (("do_rescale", "do_normalize", "do_pad"), ("do_rescale", "do_normalize")):
+            try:
+                blank = self._shapes_alone(unmade)
+                if [[(image.runs, image.written) for image in blank((size,))] for size in TRIALS] == expected:
+                    return lru_cache(maxsize=SIZES_KEPT)(blank)
+            except Exception:  # a processor that needs what is not made, or leaves the classes of transformers
+                continue
+        return lru_cache(maxsize=SIZES_KEPT)(self._written_of)
 
-        def blank(sizes: tuple[Size, ...]) -> tuple[Visual, ...]:
-            visuals = self.process([Image.new("RGB", (width, height)) for height, width in sizes])
-            return tuple(Visual(pixels=None, runs=visual.runs, written=visual.written) for visual in visuals)
+    def _written_of(self, sizes: tuple[Size, ...], **options: Any) -> tuple[Visual, ...]:
+        visuals = self.process([Image.new("RGB", (width, height)) for height, width in sizes], **options)
+        return tuple(Visual(pixels=None, runs=visual.runs, written=visual.written) for visual in visuals)
 
-        return lru_cache(maxsize=SIZES_KEPT)(blank)
+    def _shapes_alone(self, unmade: Sequence[str]) -> Callable[[tuple[Size, ...]], tuple[Visual, ...]]:
+        """What the processor writes of blank images, from shapes alone: it cuts and counts, and makes no pixels.
+
+        `unmade`: steps of the image processor that are left out.
+        """
+        processor, images = copy(self.processor), copy(parts_of(self.processor).image_processor)
+        images.__class__ = _without_pixels(type(images))
+        processor.image_processor = images
+        options = {name: False for name in unmade if hasattr(images, name)}
+        return partial(replace(self, processor=processor)._written_of, **options, resample=NEAREST)
 
     @cached_property
     def _counted(self) -> Callable[[Size], Visual] | None:
@@ -420,6 +442,25 @@ class MediaReader:
             return False
         chosen = self._options["images_kwargs"].get("use_image_id", self._options["use_image_id"])
         return self.processor.default_use_image_id if chosen is None else chosen
+
+
+def _without_pixels(cls: type) -> type:
+    """An image processor of this class whose back-end gives arrays of the right shapes, where it knows them."""
+    from transformers.image_processing_backends import PilBackend, TorchvisionBackend
+
+    backend: Any = PilBackend if issubclass(cls, PilBackend) else TorchvisionBackend
+
+    class Shapes(backend):
+        def resize(self, image: Any, size: Any, *args: Any, **options: Any) -> Any:
+            """Zeros of the new size, which take no memory; a size by its edges is the back-end's own affair."""
+            if not (size.height and size.width):
+                return super().resize(image, size, *args, **options)
+            shape = (*image.shape[:-2], size.height, size.width)
+            if isinstance(image, torch.Tensor):
+                return image.new_zeros(()).expand(shape)
+            return np.broadcast_to(np.zeros((), image.dtype), shape)
+
+    return type(cls.__name__, (cls, Shapes), {})
 
 
 def _of_image(tensor: torch.Tensor, at: int, count: int) -> torch.Tensor:

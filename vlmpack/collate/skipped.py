@@ -137,7 +137,7 @@ class SkipLog:
     def __init__(self, path: str | Path | None = None, *, limit: SkipLimit | None = None) -> None:
         self.path = None if path is None else Path(path)
         self.limit = limit or SkipLimit()
-        counts = dict.fromkeys(("used", "refused", "noted", "consecutive"), 0)
+        counts = dict.fromkeys(("used", "truncated", "refused", "noted", "consecutive"), 0)
         self._counts = SharedDocument({**counts, "reasons": {}, "unread": [], "warned": []})
         self._lines: list[str] = []
         self._is_open = False
@@ -146,12 +146,18 @@ class SkipLog:
     def __repr__(self) -> str:
         why = "".join(f", {reason} {count}" for reason, count in self.reasons.most_common())
         where = "" if self.path is None else f"; written down in {str(self.path)!r}"
-        return f"SkipLog({self.received} received, {self.used} used, {self.refused} refused{why}{where})"
+        cut = f" ({self.truncated} truncated)" if self.truncated else ""
+        return f"SkipLog({self.received} received, {self.used} used{cut}, {self.refused} refused{why}{where})"
 
     @property
     def used(self) -> int:
         """Samples that went into a batch."""
         return self._counts.read()["used"]
+
+    @property
+    def truncated(self) -> int:
+        """Samples among these that were cut to `max_length`."""
+        return self._counts.read()["truncated"]
 
     @property
     def reasons(self) -> Counter[str]:
@@ -186,10 +192,11 @@ class SkipLog:
                 if not is_inner:
                     self._write_down()
 
-    def use(self, samples: int = 1) -> None:
-        """Count samples that can be used."""
+    def use(self, samples: int = 1, *, truncated: int = 0) -> None:
+        """Count samples that can be used, and those among them that were cut."""
         with self.at_once() as counts:
             counts["used"] += samples
+            counts["truncated"] += truncated
             counts["consecutive"] = 0
 
     def note(self, error: SampleError) -> None:

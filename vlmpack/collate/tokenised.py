@@ -16,11 +16,12 @@ from vlmpack.collate.columns import (
     LABEL_COLUMNS,
     MISSPELT_COLUMNS,
     SECONDS_COLUMNS,
+    WEIGHT_COLUMN,
     is_empty,
 )
-from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, make_labels, mask_media
+from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, make_labels, mask_media, weighed
 from vlmpack.collate.processor_metadata import ProcessorMetadata
-from vlmpack.data.branches import BRANCH_COLUMN
+from vlmpack.data.branches import ANSWER_COLUMN, BRANCH_COLUMN
 from vlmpack.errors import LayoutError, Refusal
 from vlmpack.layout.batch import lengths_from_mask
 from vlmpack.layout.media import AUDIO, IMAGE, TEXT, VIDEO, Grid
@@ -34,6 +35,7 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
 
     Padding is removed by `attention_mask`; `labels` are kept except on media and on the first token; without labels
     they are made as for any other sample, or are the ids where TRL's `completion_mask` or `assistant_masks` allow it.
+    `loss_weights` weigh them.
     `mm_token_type_ids` are checked, not needed.
 
     Raises:
@@ -65,16 +67,17 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
         if pixels and not metadata.has_grids:
             fault = f"it has input_ids and {pixels[0]}, but no grids of this family's images; give messages and images"
             raise Refusal("bad_row", fault, of_all=True)
-        if train_on == "assistant" and all(feature.get(name) is None for name in LABEL_COLUMNS):
+        if train_on != "all" and all(feature.get(name) is None for name in LABEL_COLUMNS):
             fault = f"its template is not ChatML; give {', '.join(LABEL_COLUMNS)} or messages, or choose train_on='all'"
             raise Refusal("turn_mismatch", fault, of_all=True)
-    return Encoded(
+    sample = Encoded(
         input_ids=ids,
         labels=_labels(feature, ids, count, keep, metadata, train_on),
         types=types,
         images=_visuals(feature, "pixel_values", "image_grid_thw", metadata),
         videos=_visuals(feature, "pixel_values_videos", "video_grid_thw", metadata),
     )
+    return weighed(sample, _weights(feature, count, keep))
 
 
 def _check_read(feature: Mapping[str, Any]) -> None:
@@ -84,8 +87,8 @@ def _check_read(feature: Mapping[str, Any]) -> None:
     if named := next((name for name in MISSPELT_COLUMNS if feature.get(name) is not None), None):
         labels = f"labels and masks, token by token and unshifted, are {', '.join(LABEL_COLUMNS)}"
         fault = f"{named}, which nothing reads; {labels}: rename it, or leave it out"
-    elif feature.get(BRANCH_COLUMN) is not None:
-        fault = f"input_ids and {BRANCH_COLUMN}, which takes one question of messages; leave one out"
+    elif named := next((name for name in (BRANCH_COLUMN, ANSWER_COLUMN) if feature.get(name) is not None), None):
+        fault = f"input_ids and {named}, which takes one answer of messages; leave one out"
     for pixels, columns in (
         ("pixel_values", ("image", "images")),
         ("pixel_values_videos", ("video", "videos")),
@@ -122,7 +125,7 @@ def _tokens(feature: Mapping[str, Any], name: str) -> np.ndarray:
     if values.size and not np.issubdtype(values.dtype, np.integer) and not (is_mask and values.dtype == bool):
         raise Refusal("bad_dtype", f"{name} holds {values.dtype}; it must hold whole numbers")
     if name in LABEL_COLUMNS[1:] and ((values != 0) & (values != 1)).any():
-        raise Refusal("bad_mask", f"{name} holds other values than 0 and 1; weights of targets are no mask")
+        raise Refusal("bad_mask", f"{name} holds other values than 0 and 1; weights belong in {WEIGHT_COLUMN}")
     return values.astype(np.int64)
 
 
@@ -173,11 +176,24 @@ def _labels(
             raise Refusal("bad_shape", f"{name} covers {len(column)} tokens but input_ids has {count}")
         values[name] = column[keep]
     if not values:
-        return make_labels(ids, metadata, spans=None if train_on == "all" else assistant_spans(ids, metadata))
+        spans = assistant_spans(ids, metadata)[-1 if train_on == "last" else 0 :]
+        return make_labels(ids, metadata, spans=None if train_on == "all" else spans)
     labels = values.pop("labels", ids)
     for mask in values.values():
         labels = np.where(mask == 0, IGNORE, labels)
     return mask_media(labels, ids, metadata)
+
+
+def _weights(feature: Mapping[str, Any], count: int, keep: slice) -> np.ndarray | None:
+    """float32 [n]; None: there are none."""
+    if feature.get(WEIGHT_COLUMN) is None:
+        return None
+    values = _array(feature[WEIGHT_COLUMN], WEIGHT_COLUMN).reshape(-1).astype(np.float32)
+    if len(values) != count:
+        raise Refusal("bad_shape", f"{WEIGHT_COLUMN} covers {len(values)} tokens but input_ids has {count}")
+    if not (np.isfinite(values) & (values >= 0)).all():
+        raise Refusal("bad_mask", f"{WEIGHT_COLUMN} holds {values.min()}; a weight is a number from 0, not trained on")
+    return values[keep]
 
 
 def _visuals(

@@ -36,7 +36,8 @@ Qwen2.5-VL) for the same settings. Keys beside a video choose otherwise for it a
 | `min_frames`, `max_frames`   | the settings of the same name, where frames are taken by `fps`                       |
 | `video_start`, `video_end`   | seconds: only frames from the first to the last in between, ends included, are there |
 
-`sample_fps` and `raw_fps` are the rates of frames in a list; a file has its own, and they are refused beside it.
+`sample_fps` and `raw_fps` are the rates of frames in a list; a file has its own, and they are refused beside it. When
+the frames of a list are, `timestamps` or `frames_indices` and `fps` say too, as transformers' `VideoMetadata` does.
 
 Shape legend: F frames, C channels, T temporal patch size, H W pixels, P patches, D = C * T * patch_size ** 2.
 """
@@ -237,8 +238,9 @@ def load_video(
     Args:
         element: `video` is a file (a path, bytes or {"bytes", "path"}) or a list of images as `load_image` takes them.
             Of a list `sample_fps` (default 2) is the number of frames in a second, `raw_fps` (default `sample_fps`)
-            the rate by which Qwen3-VL's timestamps count, as in qwen-vl-utils 0.0.14. For the size see `vision_keys`,
-            for the frames of a file `sample_frames`.
+            the rate by which Qwen3-VL's timestamps count, as in qwen-vl-utils 0.0.14; or `timestamps` are the seconds
+            of each frame, or `frames_indices` their numbers at `fps` a second (default 0, 1, ...). For the size
+            see `vision_keys`, for the frames of a file `sample_frames`.
         settings: from the video or image processor.
         limits: caps for each frame of a list.
         rules: of files, from the video processor.
@@ -259,6 +261,10 @@ def load_video(
     else:
         frames = read_frames(element.get("video"), load_image, limits=limits)
         pixels, grid = patchify(resize_frames(frames, element, settings=settings), settings=settings)
+    if (times := _times(element, len(element["video"]))) is not None:
+        seconds = depth * (times[-1] - times[0]) / max(len(times) - 1, 1)
+        of_patches = frame_timestamps(times, fps=1.0, depth=depth)
+        return Visual(pixels=pixels, grid=grid, seconds=seconds or depth / FPS, timestamps=tuple(of_patches))
     # The repeated last frame counts as a frame of its own, as it does in qwen-vl-utils
     sample_fps = _rate(element, "sample_fps", FPS)
     timestamps = frame_timestamps(range(grid[0] * depth), fps=_rate(element, "raw_fps", sample_fps), depth=depth)
@@ -374,7 +380,30 @@ def patchify(frames_FCHW: torch.Tensor, *, settings: VideoSettings) -> tuple[tor
     return torch.from_numpy(patches.reshape(len(patches), -1)), grid
 
 
-def frame_timestamps(indices: Sequence[int], *, fps: float, depth: int = 2) -> list[float]:
+def _times(element: Mapping[str, Any], count: int) -> list[float] | None:
+    """Seconds of each frame of a list, as transformers' `VideoMetadata` has them; None: no key says so.
+
+    Raises:
+        ImageError: the keys contradict each other, or name another number of frames.
+    """
+    given = [
+        key for key in ("timestamps", "frames_indices", "fps", "sample_fps", "raw_fps") if element.get(key) is not None
+    ]
+    if not given or given[0] in ("sample_fps", "raw_fps"):
+        return None
+    values = element.get(given[0], ()) if given[0] != "fps" else range(count)
+    if given not in (["timestamps"], ["frames_indices", "fps"], ["fps"]):
+        fault = f"{' and '.join(given)} beside its frames: give timestamps, or fps and frames_indices, or sample_fps"
+        raise ImageError(fault, "vision_key")
+    fps = 1.0 if given == ["timestamps"] else _rate(element, "fps", FPS)
+    is_rising = isinstance(values, Sequence) and len(values) == count and [*values] == sorted(values)
+    if not is_rising or not all(isinstance(value, int | float) and value >= 0 for value in values):
+        fault = f"{given[0]}={values!r:.60} must be a rising list of numbers, one for each of its {count} frame(s)"
+        raise ImageError(fault, "vision_key")
+    return [value / fps for value in values]
+
+
+def frame_timestamps(indices: Sequence[float], *, fps: float, depth: int = 2) -> list[float]:
     """Compute the seconds of each temporal patch: the mean of its first and last frame's.
 
     Source: `Qwen3VLProcessor._calculate_timestamps`; Qwen3-VL writes them before each patch as `<0.5 seconds>`.

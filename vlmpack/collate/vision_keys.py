@@ -24,8 +24,8 @@ qwen-vl-utils lifts to `factor` before it looks at the bounds; the processor see
 
 Keys that are None are absent (columns of a table often are). A number may be written as text (`"sample_fps": "1"`, as
 Qwen's own README does). `fps`, `nframes`, `min_frames`, `max_frames`, `video_start` and `video_end` choose frames of a
-video *file* (`video.py`); for a list of frames they change nothing in qwen-vl-utils, and are refused here
-(`check_times`), as are the keys by which others say when frames are.
+video *file* (`video.py`); beside a list of frames `fps`, `frames_indices` and `timestamps` say when they are, and the
+others are refused (`check_times`).
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ VIDEO_KEYS = (*IMAGE_KEYS, "total_pixels")
 """The same for a video element."""
 KEYS_OF_FILES = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
 """Keys that choose frames of a file."""
-KNOWN_KEYS = (*VIDEO_KEYS, "sample_fps", "raw_fps", *KEYS_OF_FILES)
-"""All keys that qwen-vl-utils reads."""
-TIMES = ("timestamps", "frames_indices", "frame_indices", "total_num_frames", "duration", "video_metadata")
-"""Keys by which others say when frames are: transformers' `VideoMetadata`, and samples of frames with their times."""
+TIMES_OF_FRAMES = ("timestamps", "frames_indices")
+"""Keys beside a list of frames: the second of each, or its number in its video, which had `fps` frames a second."""
+KNOWN_KEYS = (*VIDEO_KEYS, "sample_fps", "raw_fps", *KEYS_OF_FILES, *TIMES_OF_FRAMES)
+"""All keys that are read: of qwen-vl-utils, and of transformers' `VideoMetadata`."""
+TIMES = ("frame_indices", "total_num_frames", "duration", "video_metadata")
+"""Further keys by which others say when frames are."""
 
 MAX_ASPECT_RATIO = 200
 IMAGE_TOKENS = (4, 16384)
@@ -87,14 +89,13 @@ def check_times(element: Mapping[str, Any], *, is_file: bool) -> None:
     Raises:
         ImageError: there is one (reason ``"vision_key"``).
     """
-    unread = TIMES if is_file else (*KEYS_OF_FILES, *TIMES)
+    unread = (*TIMES_OF_FRAMES, *TIMES) if is_file else (*KEYS_OF_FILES[1:], *TIMES)
     key = next((key for key in unread if element.get(key) is not None), None)
     if key is None:
         return
     remedy = (
-        "the frames of a list are all taken, and sample_fps says how many there are in a second (raw_fps: by which "
+        "the frames of a list are all taken, at the times of timestamps, of frames_indices and fps, or of sample_fps"
     )
-    remedy += "Qwen3-VL's times count)"
     if is_file:
         remedy = "a file's frames have their times in it: choose them by fps, nframes, video_start and video_end"
     raise ImageError(f"{key}={element[key]!r:.60} beside it is not read: {remedy}; leave it out", "vision_key")

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
 from vlmpack.data.images import ImageError, load_image
-from vlmpack.data.readers import Source
 from vlmpack.errors import SampleError
 
 if TYPE_CHECKING:
     from vlmpack.data.open import OpenDataset
+    from vlmpack.data.readers import Source
 
 
 COLUMNS = ("image", "ground_truth")
@@ -39,9 +39,10 @@ def load_cord(source: Source, *, split: str = "train", num: int | None = None) -
     Raises:
         ConfigError: the source, split or number do not fit what is there; or an extra is missing.
     """
-    from vlmpack.data.open import find_source  # which makes conversations of receipts
+    from vlmpack.data.formats import ColumnMap  # which makes conversations of receipts
+    from vlmpack.data.open import find_source
 
-    return CordDataset(rows=replace(find_source(source, split), num=num))
+    return CordDataset(rows=replace(find_source(source, split), num=num, columns=ColumnMap(is_read=False)))
 
 
 @final

@@ -1,9 +1,17 @@
-"""Rows of other libraries as samples: their columns renamed, their turns and pairs written as messages.
+"""Rows of other libraries as samples: `messages`, with their media inside or in columns of their kind.
 
-    Alpaca            {"instruction", "input", "output", "history"}         ─┐
-    ms-swift          {"query", "response", "history"}                       ├─▶ {"messages": [...], ...}
-                      {"conversation": [{"human", "assistant"}, ...]}        │
-    captions          {"response"} or {"txt"}, beside an image              ─┘
+    Alpaca            {"instruction", "input", "output", "history"}          ─┐
+    ms-swift          {"query", "response", "history"}                        │
+                      {"conversation": [{"human", "assistant"}, ...]}         │
+    VQA sets          {"question", "answer" or "answers"}                     ├─▶ {"messages": [...], ...}
+    captions          {"response"} or {"txt"}, beside an image                │
+    CORD              {"image", "ground_truth"}                               │
+    MiniCPM-V         {"image": {"<image_00>": path}, "conversations"}        │
+    LLaMA-Factory v1  {"content": [{"type": "text", "value"}], "loss_weight"} │
+    Anthropic         {"content": [{"type": "tool_use"}, ...]}               ─┘
+
+A format is one function here: it takes a row, and returns it with `messages` if the row is of its shape. `READERS`
+lists them; data sets and collators call `as_messages`, and know nothing else of other libraries.
 
 The argument `columns=` is a mapping, ms-swift's `--columns`, or LLaMA-Factory's `dataset_info.json`:
 
@@ -16,24 +24,370 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeGuard, final
 
+from vlmpack.data.cord import to_conversation
 from vlmpack.data.tool_calls import CALLING, calls_in
 from vlmpack.errors import ConfigError
 
-CHAT = ("messages", "conversations", "conversation", "texts", "prompt", "completion", "input_ids")
+TURNS = ("messages", "conversations", "conversation", "prompt", "completion")
+"""Columns of turns."""
+CHAT = (*TURNS, "texts", "input_ids")
 """Columns of a sample's text, as the collator reads them."""
-SHAPES = (("query", "response"), ("instruction", "output"), ("response",), ("txt",))
+SHAPES = (
+    *(("query", "response"), ("instruction", "output"), ("question", "multiple_choice_answer")),
+    *(("question", "answer"), ("question", "answers"), ("response",), ("txt",)),
+)
 """Columns of a question and its answer, or of a text for an image, that are written as messages."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+SOURCES = (*MEDIA, "image_url", "video_url", "audio_url", "url", "path")
+"""Keys of a row or of a part that may hold where a medium is."""
 _BESIDE = ("system", "history", "input", "tools", *MEDIA, "id", "sample_id", "labels")
 TARGETS = (*CHAT, *dict.fromkeys(name for shape in SHAPES for name in shape), *_BESIDE, "ground_truth")
 """Names that a column can be read as."""
+ENDS = {
+    "image": (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm"),
+    "video": (".mp4", ".m4v", ".avi", ".mkv", ".mov", ".webm"),
+    "audio": (".wav", ".mp3", ".flac", ".ogg", ".m4a", ".opus"),
+}
+"""Ends of the names of files, by the kind of medium."""
 _PREFERENCES = ("chosen", "rejected", "rejected_response", "kto_tag", "label", "ranking")
+
+
+def as_messages(row: Mapping[str, Any], *, inline: bool = True) -> dict[str, Any]:
+    """Write a row of any shape above as `messages`; a row of another shape is copied as it stands.
+
+    Args:
+        row: the columns of a sample.
+        inline: read `<img>dog.jpg</img>` in a user's text as an image; False: as text.
+
+    Raises:
+        ValueError: the row is of a shape above and contradicts itself.
+        SampleError: a receipt whose ground truth cannot be read.
+    """
+    written = dict(row.items())
+    for read in (*READERS, *((_inline_media,) if inline else ()), _from_data_path):
+        written = read(written)
+    return written
+
+
+# ---------------------------------------------------------------------- a question and its answer in columns
+
+
+def _pairs(row: dict[str, Any]) -> dict[str, Any]:
+    """ms-swift's pairs of `human` and `assistant`."""
+    pairs = row.get("conversation")
+    if not _is_list(pairs) or not pairs or not all(
+        isinstance(pair, Mapping) and {"human", "assistant"} <= pair.keys() for pair in pairs
+    ):  # fmt: skip
+        return row
+    rest = {name: value for name, value in row.items() if name != "conversation"}
+    return {**rest, "messages": _turns_of([(pair["human"], pair["assistant"]) for pair in pairs])}
+
+
+def _questions(row: dict[str, Any]) -> dict[str, Any]:
+    """A question, its answer and those before them; or a caption, which answers a user who shows the row's media."""
+    present = {name for name, value in row.items() if value is not None}
+    shape = next((shape for shape in SHAPES if present.issuperset(shape)), None)
+    if shape is None or present & set(CHAT):
+        return row
+    rest = {name: value for name, value in row.items() if name not in (*shape, "input", "history")}
+    answer = _answer(row[shape[-1]], shape[-1])
+    if len(shape) == 1:
+        return {**rest, "messages": [*_media_turn(rest), {"role": "assistant", "content": answer}]}
+    question = _text(row[shape[0]], shape[0])
+    if choices := next((name for name in ("choices", "options") if row.get(name)), None):
+        raise ValueError(f"has {choices}, which its question does not show; write them, and the answer, as texts")
+    if more := row.get("input"):
+        question = f"{question}\n{_text(more, 'input')}" if question else _text(more, "input")
+    history = row.get("history") or []
+    if not _is_list(history) or not all(_is_list(pair) and len(pair) == 2 for pair in history):
+        raise ValueError(f"has a history that is no list of [question, answer]: {history!r:.60}")
+    return {**rest, "messages": _turns_of([*map(tuple, history), (question, answer)])}
+
+
+def _turns_of(pairs: Sequence[tuple[Any, Any]]) -> list[dict[str, Any]]:
+    roles = ("user", "assistant")
+    return [{"role": r, "content": _text(text, r)} for pair in pairs for r, text in zip(roles, pair, strict=True)]
+
+
+def _receipts(row: dict[str, Any]) -> dict[str, Any]:
+    """An image and its values, as CORD v2 has them."""
+    if not {"image", "ground_truth"} <= row.keys() or any(row.get(name) is not None for name in CHAT):
+        return row
+    return {**{name: row[name] for name in ("id", "sample_id") if name in row}, **to_conversation(row)}
+
+
+def _media_turn(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A user who shows the media of the row and says nothing; a row without any has no such turn."""
+    parts = []
+    for kind in ENDS:
+        media = next((row[name] for name in (kind, f"{kind}s") if row.get(name) is not None), [])
+        is_list = _is_list(media) and not (media and isinstance(media[0], float))  # of one audio
+        parts += [{"type": kind}] * (len(media) if is_list else 1)
+    return [{"role": "user", "content": parts}] if parts else []
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"has no text for {name}, but {value!r:.60}; write a text, or leave the sample out")
+    return value
+
+
+def _answer(value: Any, name: str) -> str:
+    """A text, a number as text, or of several answers to a question the most frequent, and of those the first."""
+    if _is_list(value) and value:
+        texts = [_answer(item.get("answer") if isinstance(item, Mapping) else item, name) for item in value]
+        return Counter(texts).most_common(1)[0][0]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    return str(value) if is_number else _text(value, name)
+
+
+# ---------------------------------------------------------------------- media named in texts and by their samples
+
+_ANSWERING = ("assistant", "gpt", *CALLING)
+"""Roles of the turns in which nothing is looked for."""
+_NUMBERED = re.compile(r"<image(_\d+)?>")
+_INLINE = re.compile(
+    r"<(?P<tag>img|image|video|audio)>\s*(?P<source>(?:data:|file://)[^<>]+|[^<>\n]+\.(?:"
+    + "|".join(end[1:] for ends in ENDS.values() for end in ends)
+    + r"))\s*</(?P=tag)>",
+    re.IGNORECASE,
+)
+
+
+def _numbered_images(row: dict[str, Any]) -> dict[str, Any]:
+    """MiniCPM-V's images by their places in the text: `{"<image_00>": path, ...}`."""
+    images = row.get("image")
+    if not isinstance(images, Mapping) or not images or not all(_NUMBERED.fullmatch(str(name)) for name in images):
+        return row
+    images = {name: image for name, image in images.items() if image is not None}  # Arrow has those of all rows
+    column = next((name for name in TURNS if _is_list(row.get(name))), None)
+    turns, unused = [], set(images)
+    for turn in row[column] if column else ():
+        text = turn.get("content") if isinstance(turn, Mapping) else None
+        if isinstance(text, str) and turn.get("role") not in _ANSWERING:
+            pieces = [piece for piece in re.split(r"(<image(?:_\d+)?>)", text) if piece]
+            unused -= set(pieces)
+            parts = [_medium("image", images[p]) if p in images else {"type": "text", "text": p} for p in pieces]
+            turn = {**turn, "content": parts if images.keys() & set(pieces) else text}
+        turns.append(turn)
+    if unused:
+        raise ValueError(f"has images {', '.join(sorted(unused))}, which no user's text places; write the marker there")
+    return {**{name: value for name, value in row.items() if name != "image"}, **({column: turns} if column else {})}
+
+
+def _inline_media(row: dict[str, Any]) -> dict[str, Any]:
+    """ms-swift's media by their paths inside users' texts, `<img>dog.jpg</img>`."""
+    return _with_turns(row, _holds_media, _split)
+
+
+def _holds_media(turn: Any) -> bool:
+    text = turn.get("content", turn.get("value")) if isinstance(turn, Mapping) else None
+    if not isinstance(text, str) or "</" not in text or turn.get("role", turn.get("from")) in _ANSWERING:
+        return False
+    return _INLINE.search(text) is not None
+
+
+def _split(turn: Any) -> list[Any]:
+    message, at, parts = _renamed(turn), 0, list[dict[str, Any]]()
+    text = message["content"]
+    for match in _INLINE.finditer(text):
+        before = [{"type": "text", "text": text[at : match.start()]}] if at < match.start() else []
+        parts += [*before, _medium(match["tag"].lower().replace("img", "image"), match["source"])]
+        at = match.end()
+    rest = [{"type": "text", "text": text[at:]}] if at < len(text) else []
+    return [{**message, "content": [*parts, *rest]}]
+
+
+def _from_data_path(row: dict[str, Any]) -> dict[str, Any]:
+    """Qwen's `data_path` of a sample: the folder of its media."""
+    if not isinstance(folder := row.get("data_path"), str):
+        return row
+    return from_folder({name: value for name, value in row.items() if name != "data_path"}, Path(folder))
+
+
+# ---------------------------------------------------------------------- parts of messages
+
+_BOOKKEEPING = ("cache_control", "signature", "citations", "annotations")
+"""Keys beside a part with which a service bills, signs or cites: no model sees them."""
+_KINDS = {f"{kind}{end}": kind for kind in ENDS for end in ("", "_url")}
+_SPOKEN = ("tool_use", "tool_result", "tool_call", "thinking", "reasoning", "output_text", "input_audio")
+"""Types of parts of other libraries."""
+_FOREIGN = ("value", "base64", "source", *_BOOKKEEPING)
+"""Keys of their parts."""
+
+
+def _parts(row: dict[str, Any]) -> dict[str, Any]:
+    """Parts of LLaMA-Factory v1, Anthropic, OpenAI and transformers as parts of messages."""
+    return _with_turns(row, _is_foreign, _turn)
+
+
+def _with_turns(
+    row: dict[str, Any], is_meant: Callable[[Any], bool], read: Callable[[Any], list[Any]]
+) -> dict[str, Any]:
+    """The row with the messages that `read` makes of the turns that are meant; the others of their list are spelt like
+    them, by `role` and `content`."""
+    for name in TURNS:
+        turns = row.get(name)
+        if _is_list(turns) and any(map(is_meant, turns)):
+            written = (message for turn in turns for message in (read(turn) if is_meant(turn) else (turn,)))
+            row = {**row, name: [*map(_renamed, written)]}
+    return row
+
+
+def _renamed(turn: Any) -> Any:
+    if not isinstance(turn, Mapping) or "from" not in turn:
+        return turn
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    return {"role": turn["from"], "content": turn["value"], **rest}
+
+
+def _turn(turn: Any) -> list[Any]:
+    """What the parts of a turn say, as messages; the results of tools are messages before it."""
+    said, results, calls, thoughts = list[Any](), list[Any](), list[Any](), list[str]()
+    for part in _parts_of(turn):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if (calls and kind not in ("tool_use", "tool_call")) or (said and kind == "tool_result"):
+            raise ValueError(
+                f"has a part of type {kind!r} where its place among its turn's would be lost; reorder them"
+            )
+        if kind == "tool_result":
+            results.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), **_result(part)})
+        elif kind == "tool_use":
+            function = {"name": part.get("name"), "arguments": part.get("input") or {}}
+            calls.append({"id": part.get("id"), "type": "function", "function": function})
+        elif kind == "tool_call":
+            calls += calls_in(_text(part.get("value"), "a part of type tool_call"))
+        elif kind in ("thinking", "reasoning"):
+            thoughts.append(_text(part.get("value") or part.get(kind) or part.get("text"), f"a part of type {kind}"))
+        else:
+            said.append(_part(part) if isinstance(part, Mapping) else part)
+    message = {key: value for key, value in turn.items() if value is not None and key != "loss_weight"}
+    if turn.get("loss_weight") is not None:
+        message["weight"] = turn["loss_weight"]
+    more = {"tool_calls": calls} if calls else {}
+    more |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+    if clash := next((key for key in more if message.get(key)), None):
+        raise ValueError(f"has {clash} beside the message and in its parts; keep one of them")
+    return [*results, *([{**message, "content": said or "", **more}] if said or more else [])]
+
+
+def _parts_of(turn: Any) -> Sequence[Any]:
+    content = turn.get("content") if isinstance(turn, Mapping) else None
+    return [content] if isinstance(content, Mapping) else content if _is_list(content) else ()
+
+
+def _is_foreign(turn: Any) -> bool:
+    parts = (part for part in _parts_of(turn) if isinstance(part, Mapping))
+    return any(part.get("type") in _SPOKEN or any(part.get(key) is not None for key in _FOREIGN) for part in parts)
+
+
+def _result(part: Mapping[str, Any]) -> dict[str, Any]:
+    """What a tool returned, and that it failed, which a template has to write."""
+    content = part.get("content")
+    parts = [_part(item) if isinstance(item, Mapping) else item for item in content] if _is_list(content) else content
+    return {"content": "" if parts is None else parts, **({"is_error": True} if part.get("is_error") else {})}
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A text or a medium as a part of messages."""
+    kind, source, medium = part.get("type"), None, _KINDS.get(str(part.get("type")))
+    held = part.get("input_audio" if kind == "input_audio" else "source")
+    if kind == "input_audio" and isinstance(held, Mapping):
+        medium, source = "audio", f"data:audio/{held.get('format')};base64,{held.get('data')}"
+    elif medium and isinstance(held, Mapping) and held.get("type") == "base64":
+        source = f"data:{held.get('media_type')};base64,{held.get('data')}"
+    elif medium and isinstance(held, Mapping) and held.get("type") == "url":
+        source = held.get("url")
+    elif medium and part.get("base64") is not None:
+        source = f"data:{medium};base64,{part['base64']}"
+    elif medium:
+        source = part.get("value")
+    read = (*_BOOKKEEPING, *(("input_audio", "source", "base64", "value") if source is not None else ()))
+    rest = {key: value for key, value in part.items() if key not in read}
+    if medium and source is not None:
+        return {**rest, **_medium(medium, source)}
+    if kind == "text" and rest.get("value") is not None:
+        rest["text"] = rest.pop("value")
+    return {**rest, "type": "text"} if kind == "output_text" else rest
+
+
+def _medium(kind: str, source: Any) -> dict[str, Any]:
+    return {"type": kind, kind: source}
+
+
+def _beside(row: dict[str, Any]) -> dict[str, Any]:
+    """Anthropic's `system` in parts, and its tools."""
+    if _is_list(system := row.get("system")) and all(isinstance(part, Mapping) for part in system):
+        row = {**row, "system": "\n".join(_text(part.get("text"), "system") for part in system)}
+    tools = row.get("tools")
+    if _is_list(tools) and any(isinstance(tool, Mapping) and tool.get("input_schema") is not None for tool in tools):
+        row = {**row, "tools": [_tool(tool) for tool in tools]}
+    return row
+
+
+def _tool(tool: Any) -> Any:
+    if not isinstance(tool, Mapping) or tool.get("input_schema") is None:
+        return tool
+    rest = {key: value for key, value in tool.items() if key not in ("input_schema", "type", *_BOOKKEEPING)}
+    return {"type": "function", "function": {**rest, "parameters": tool["input_schema"]}}
+
+
+READERS: Sequence[Callable[[dict[str, Any]], dict[str, Any]]] = (
+    _pairs,
+    _questions,
+    _receipts,
+    _numbered_images,
+    _parts,
+    _beside,
+)
+"""The formats, in the order in which a row is tried; a row may be of several."""
+
+
+# ---------------------------------------------------------------------- paths of media
+
+
+def from_folder(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The row with its media's paths starting at `folder`; texts and the arguments of tools are left alone."""
+    changed = {name: _placed(row[name], folder) for name in SOURCES if name in row}
+    changed |= {name: [_placed_in(turn, folder) for turn in row[name]] for name in TURNS if _is_list(row.get(name))}
+    return {**row, **changed}
+
+
+def _placed_in(turn: Any, folder: Path) -> Any:
+    content = turn.get("content") if isinstance(turn, Mapping) else None  # a text, a list of parts, or one part alone
+    if _is_list(content):
+        return {**turn, "content": [_placed_part(part, folder) for part in content]}
+    return {**turn, "content": _placed_part(content, folder)} if isinstance(content, Mapping) else turn
+
+
+def _placed_part(part: Any, folder: Path) -> Any:
+    return _placed(part, folder) if isinstance(part, Mapping) and part.get("type") != "text" else part
+
+
+def _placed(media: Any, folder: Path) -> Any:
+    """A path, or paths in lists and under the keys of `SOURCES`, starting at `folder`."""
+    if isinstance(media, str):
+        is_address = "://" in media[:32] or media.startswith("data:")
+        return media if is_address or not media else str(folder / media)
+    if isinstance(media, Mapping):
+        return {key: _placed(value, folder) if key in SOURCES else value for key, value in media.items()}
+    is_many = _is_list(media) and not (media and isinstance(media[0], float))
+    return [_placed(item, folder) for item in media] if is_many else media
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple)
+
+
+# ---------------------------------------------------------------------- columns=
 
 
 @final
@@ -62,6 +416,8 @@ class ColumnMap:
     """Columns that have to be there."""
     folder: Path | None = None
     """Where paths of media start; None: where the source says."""
+    is_read: bool = True
+    """False: rows keep the shape in which they are stored."""
 
     def apply(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the row with its columns renamed, and its turns or pairs as messages.
@@ -80,85 +436,27 @@ class ColumnMap:
                 renamed[target] = value
         if self.tags is not None and renamed.get("messages") is not None:
             renamed["messages"] = [_tagged(turn, self.tags) for turn in renamed["messages"]]
-        return _as_messages(renamed)
+        return as_messages(renamed) if self.is_read else renamed
 
 
 def _tagged(turn: Any, tags: TurnTags) -> dict[str, Any]:
-    """A turn as a message; LLaMA-Factory's function calls are JSON in its text."""
+    """A turn as a message."""
     if not isinstance(turn, Mapping) or not {tags.role, tags.content} <= turn.keys():
         raise ValueError(f"has a turn without {tags.role!r} and {tags.content!r}: {turn!r:.60}; correct the tags")
     role = turn[tags.role]
     if tags.roles and role not in tags.roles:
         raise ValueError(f"has a turn of the role {role!r}, which the tags do not name ({', '.join(tags.roles)})")
     message = {key: value for key, value in turn.items() if key not in (tags.role, tags.content)}
-    message |= {"role": tags.roles.get(role, role), "content": turn[tags.content]}
-    if message["role"] not in CALLING:
-        return message
-    try:
-        return {**message, "role": "assistant", "content": "", "tool_calls": calls_in(message["content"])}
-    except ValueError as error:
-        raise ValueError(f"has {error}") from error
+    return {**message, "role": tags.roles.get(role, role), "content": turn[tags.content]}
 
-
-def _as_messages(row: dict[str, Any]) -> dict[str, Any]:
-    """Write a question and its answer, those before them, or ms-swift's pairs as `messages`; another row is returned.
-
-    Raises:
-        ValueError: a text is none, or the history is no list of pairs.
-    """
-    pairs = row.get("conversation")
-    if isinstance(pairs, Sequence) and pairs and all(
-        isinstance(pair, Mapping) and {"human", "assistant"} <= pair.keys() for pair in pairs
-    ):  # fmt: skip
-        rest = {name: value for name, value in row.items() if name != "conversation"}
-        return {**rest, "messages": _turns([(pair.get("human"), pair.get("assistant")) for pair in pairs])}
-    present = {name for name, value in row.items() if value is not None}
-    shape = next((shape for shape in SHAPES if present.issuperset(shape)), None)
-    if shape is None or present & set(CHAT):
-        return row
-    rest = {name: value for name, value in row.items() if name not in (*shape, "input", "history")}
-    answer = row[shape[-1]]
-    if len(shape) == 1:
-        return {**rest, "messages": [*_media_turn(rest), {"role": "assistant", "content": _text(answer, shape[-1])}]}
-    question = _text(row[shape[0]], shape[0])
-    if more := row.get("input"):
-        question = f"{question}\n{_text(more, 'input')}" if question else _text(more, "input")
-    history = row.get("history") or []
-    if not isinstance(history, Sequence) or isinstance(history, str) or not all(map(_is_pair, history)):
-        raise ValueError(f"has a history that is no list of [question, answer]: {history!r:.60}")
-    return {**rest, "messages": _turns([*map(tuple, history), (question, answer)])}
-
-
-def _turns(pairs: Sequence[tuple[Any, Any]]) -> list[dict[str, Any]]:
-    roles = ("user", "assistant")
-    return [{"role": r, "content": _text(text, r)} for pair in pairs for r, text in zip(roles, pair, strict=True)]
-
-
-def _media_turn(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A user who shows the media of the row and says nothing; a row without any has no such turn."""
-    parts = []
-    for kind in ("image", "video", "audio"):
-        media = next((row[name] for name in (kind, f"{kind}s") if row.get(name) is not None), [])
-        is_list = isinstance(media, list | tuple) and not (media and isinstance(media[0], float))  # of one audio
-        parts += [{"type": kind}] * (len(media) if is_list else 1)
-    return [{"role": "user", "content": parts}] if parts else []
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"has no text for {name}, but {value!r:.60}; write a text, or leave the sample out")
-    return value
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2
-
-
-# ---------------------------------------------------------------------- columns=
 
 Columns = Mapping[str, str] | str | os.PathLike[str]
 """Columns of the data set -> the names that are read; the same as JSON; or the path of a `dataset_info.json`."""
 
+INFO = "dataset_info.json"
+"""Name of LLaMA-Factory's file of descriptions, and of another file of `datasets`."""
+_WHERE = ("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+"""Keys of a description that say where the data are."""
 _EXAMPLE = "a column of yours and the name it is read as, such as {'question': 'query', 'answer': 'response'}"
 
 
@@ -200,14 +498,9 @@ def read_columns(columns: Columns, source: Any) -> ColumnMap:
 
 def _from_file(path: Path, source: Any) -> ColumnMap:
     """The entry of a `dataset_info.json` that names the source."""
-    try:
-        described = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"columns={str(path)!r} cannot be read ({error}); give a dataset_info.json, or {_EXAMPLE}"
-        ) from error
-    if not isinstance(described, dict) or not all(isinstance(entry, dict) for entry in described.values()):
-        raise ConfigError(f"{path} is no dataset_info.json of LLaMA-Factory: a mapping of names to descriptions")
+    described = _descriptions(path)
+    if described is None:
+        raise ConfigError(f"{path} is no {INFO} of LLaMA-Factory: a mapping of names to descriptions of data sets")
     matches = {name: entry for name, entry in described.items() if _describes(entry, source, path.parent)}
     if not matches:
         raise ConfigError(f"{path} describes {', '.join(described) or 'nothing'}, and none of them is {source}")
@@ -215,6 +508,62 @@ def _from_file(path: Path, source: Any) -> ColumnMap:
     if any(other != maps[0] for other in maps[1:]):
         raise ConfigError(f"{path} describes {source} as {', '.join(matches)}, each in another way; keep one of them")
     return maps[0]
+
+
+def _descriptions(path: Path) -> Mapping[str, Mapping[str, Any]] | None:
+    """The data sets that a `dataset_info.json` describes by name; None: it is another file of that name.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        described = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read ({error}); give a {INFO}, or {_EXAMPLE}") from error
+    is_named = isinstance(described, dict) and all(isinstance(entry, dict) for entry in described.values())
+    return described if is_named and any(entry.keys() & _WHERE for entry in described.values()) else None
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """A data set as a `dataset_info.json` describes it."""
+
+    source: str
+    """Its file or folder, or its id on the hub."""
+    columns: ColumnMap
+    """Its columns."""
+    split: str | None
+    """Its split on the hub; None: it names none."""
+
+
+def described_in(source: Any) -> Described | None:
+    """Find the data set that `data/dataset_info.json#name` stands for, or `data#name`; None: the source is another.
+
+    Raises:
+        ConfigError: the file has no data set of that name, or several and no name is given: its names are listed.
+    """
+    if not isinstance(source, str | os.PathLike) or (Path(source).is_file() and Path(source).name != INFO):
+        return None
+    text, _, name = os.fspath(source).partition("#")
+    path = Path(text).expanduser().absolute()
+    path = path / INFO if path.is_dir() else path
+    if path.name != INFO or not path.is_file() or (entries := _descriptions(path)) is None:
+        return None
+    name = next(iter(entries)) if not name and len(entries) == 1 else name
+    if name not in entries:
+        lacks = f", and no {name!r}" if name else ""
+        raise ConfigError(
+            f"{path} describes {', '.join(entries)}{lacks}; choose one of them, such as '{text}#{next(iter(entries))}'"
+        )
+    entry = entries[name]
+    file = path.parent / str(entry.get("file_name"))
+    if not file.exists() and not isinstance(entry.get("hf_hub_url"), str):
+        raise ConfigError(f"the data set {name!r} of {path} is at {file}, where nothing is; download it")
+    columns = replace(_described(name, entry), folder=path.parent)
+    return Described(
+        source=str(file) if file.exists() else entry["hf_hub_url"], columns=columns, split=entry.get("split")
+    )
 
 
 def _describes(entry: Mapping[str, Any], source: Any, folder: Path) -> bool:
@@ -244,6 +593,8 @@ def _described(name: str, entry: Mapping[str, Any]) -> ColumnMap:
     faults = {
         "preferences (ranking, chosen, rejected or kto_tag), which are not trained on here; describe its chosen "
         "answers as response": entry.get("ranking") or {"chosen", "rejected", "kto_tag"} & columns.keys(),
+        "a subset, folder or num_samples, which nothing reads; open that part itself, with num=": entry.keys()
+        & {"subset", "folder", "num_samples"},
         f"columns {', '.join(unknown)}, which nothing reads; leave them out": unknown,
         f"formatting {formatting!r}; alpaca, sharegpt and openai are read": formatting
         not in ("alpaca", "sharegpt", "openai"),

@@ -169,8 +169,8 @@ def read_encoded(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -
 # ---------------------------------------------------------------------- encoded bytes
 
 
-def open_source(source: Any, *, kind: Literal["image", "video"], max_bytes: int) -> IO[bytes]:
-    """Open the encoded bytes of an image or a video: a file, and never a connection.
+def open_source(source: Any, *, kind: Literal["image", "video", "audio"], max_bytes: int) -> IO[bytes]:
+    """Open the encoded bytes of an image, a video or an audio: a file, and never a connection.
 
     Args:
         source: see the table at the top of the file.
@@ -179,7 +179,7 @@ def open_source(source: Any, *, kind: Literal["image", "video"], max_bytes: int)
 
     Raises:
         ImageError: there are none (`image_missing`, `image_remote`, `image_source`, `image_undecodable`, or the same
-            with `video`), or too many (`image_too_large`).
+            with `video` or `audio`), or too many (`image_too_large`).
     """
     file = _opened(source, kind)
     size = file.seek(0, io.SEEK_END)
@@ -191,8 +191,9 @@ def open_source(source: Any, *, kind: Literal["image", "video"], max_bytes: int)
         raise ImageError(
             f"the {kind} is empty (0 bytes); write the file again or drop the sample", f"{kind}_undecodable"
         )
+    limits = "ImageLimits" if kind == "image" else "VideoLimits"
     raise ImageError(
-        f"the encoded {kind} has {size} bytes, more than {kind.title()}Limits.max_bytes={max_bytes}; re-encode it or "
+        f"the encoded {kind} has {size} bytes, more than {limits}.max_bytes={max_bytes}; re-encode it or "
         "raise the limit",
         f"{kind}_too_large",
     )
@@ -211,10 +212,10 @@ def _opened(source: Any, kind: str) -> IO[bytes]:
         return io.BytesIO(source)
     if isinstance(source, Path):
         return _open_file(source, kind)
-    others = "a PIL image (of an array: Image.fromarray) or a data: URI" if kind == "image" else "a list of frames"
+    others = {"image": "a PIL image (of an array: Image.fromarray) or a data: URI", "video": "a list of frames"}
     raise ImageError(
         f"the {kind} is of type {type(source).__name__}, which cannot be read; give the path of its file, its bytes, a "
-        f"{{'bytes', 'path'}} dict, or {others}",
+        f"{{'bytes', 'path'}} dict, or {others.get(kind, 'an array [n]')}",
         f"{kind}_source",
     )
 
@@ -238,7 +239,7 @@ def _path_or_bytes(text: str, kind: str) -> Path | bytes:
         )
     header, _, payload = text.partition(",")
     if not header.lower().endswith(";base64"):
-        example = {"image": "data:image/png", "video": "data:video/mp4"}[kind]
+        example = {"image": "data:image/png", "video": "data:video/mp4", "audio": "data:audio/wav"}[kind]
         raise ImageError(f"the data URI {_short(text)} is no {example};base64,<payload>", f"{kind}_source")
     try:
         return base64.b64decode("".join(payload.split()), validate=True)
@@ -275,15 +276,20 @@ def _open(file: IO[bytes], limits: ImageLimits) -> Image.Image:
             # Pillow warns above 89 million pixels; our own cap answers with an error instead.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             return Image.open(file, formats=limits.formats)
+    except Image.DecompressionBombError as error:
+        raise ImageError(
+            f"the image is too large for Pillow ({error}); scale it down, or raise PIL.Image.MAX_IMAGE_PIXELS and "
+            f"ImageLimits.max_pixels={limits.max_pixels}",
+            "image_too_large",
+        ) from error
     except Exception as error:  # on damaged bytes Pillow's plug-ins raise errors of every kind
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
-        is_too_large = isinstance(error, Image.DecompressionBombError)  # for PIL.Image.MAX_IMAGE_PIXELS
         raise ImageError(
             f"{size} bytes starting with {file.read(16)!r} are not an image of the formats "
             f"{', '.join(limits.formats)} ({type(error).__name__}); write the file again, name another format "
             "in ImageLimits(formats=...), or drop the sample",
-            "image_too_large" if is_too_large else "image_undecodable",
+            "image_undecodable",
         ) from error
 
 

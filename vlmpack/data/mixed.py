@@ -36,7 +36,7 @@ def mix_datasets(
     """Mix data sets by weights, as one map-style data set: for plans, streams and trainers.
 
     Args:
-        datasets: name -> map-style data set; the name begins the ids of its samples.
+        datasets: name -> map-style data set; the name begins the ids of its samples, and is their `channel`.
         weights: name -> share of the samples, above 0, in any unit; None: every sample once.
         num: samples of an epoch; None: by the stopping strategy.
         stopping_strategy: "first_exhausted": as many as there are before a sample comes twice; "all_exhausted": until
@@ -121,7 +121,7 @@ class MixedDataset(SampleDataset):
         return self.num
 
     def __getitem__(self, index: int) -> Any:
-        """Return a sample; its id begins with the name of its data set, `receipts/17`.
+        """Return a sample; its column `channel` is the name of its data set, with which its id begins, `receipts/17`.
 
         Raises:
             IndexError: there is no such sample.
@@ -139,7 +139,7 @@ class MixedDataset(SampleDataset):
         if not isinstance(sample, Mapping):
             return sample
         key = "sample_id" if sample.get("id") is None and sample.get("sample_id") is not None else "id"
-        return {**sample, key: f"{name}/{place if sample.get(key) is None else sample[key]}"}
+        return {**sample, key: f"{name}/{place if sample.get(key) is None else sample[key]}", "channel": name}
 
     def __repr__(self) -> str:
         passes = self.passes

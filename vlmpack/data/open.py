@@ -1,10 +1,10 @@
 """Any data set for fine-tuning, as samples for `VLMCollator`: nothing is decoded, and nothing but the index is kept.
 
     file of JSON, JSONL    ─┐           messages, conversations, prompt + completion, input_ids ──▶ as it stands
-    parquet, saved, hub id ─┼─▶ row ──┼ Alpaca, query + response, any names by columns=         ──▶ messages
-    tar shards             ─┘           image and ground_truth (CORD)                           ──▶ conversation
+    parquet, saved, hub id ─┼─▶ row ──┼ any other shape, any names by columns= (formats.py)     ──▶ messages
+    tar shards             ─┘
 
-Paths of images and videos that are not absolute are meant from the folder of the file that names them, or from
+Paths of images, videos and audio that are not absolute are meant from the folder of the file that names them, or from
 `image_root`.
 """
 
@@ -24,9 +24,9 @@ from typing import Any, final, get_args, overload
 import numpy as np
 from torch.utils.data import Dataset
 
-from vlmpack.data.branches import DIALOGUES, PAIRS_COLUMN, Branches, branch_turns, num_answers
-from vlmpack.data.cord import COLUMNS, to_conversation
-from vlmpack.data.formats import MEDIA, ColumnMap, Columns, read_columns
+from vlmpack.data.branches import DIALOGUES, Branches, branch_turns, num_branches
+from vlmpack.data.cord import COLUMNS
+from vlmpack.data.formats import CHAT, MEDIA, ColumnMap, Columns, described_in, from_folder, read_columns
 from vlmpack.data.readers import (
     JSON_FILES,
     JsonRows,
@@ -37,15 +37,12 @@ from vlmpack.data.readers import (
     folder_rows,
     hub_rows,
     is_shard,
+    json_in,
     json_rows,
     named_rows,
 )
 from vlmpack.errors import ConfigError, SampleError, check_choice
 
-CONVERSATIONS = ("messages", "conversations", "conversation", "prompt", "completion")
-"""Columns that hold a sample's text; a tokenized one has `input_ids` instead."""
-PATHS = ("image", "images", "video", "videos", "image_url", "video_url", "url", "path")
-"""Keys that may hold where an image or a video is."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _LOOKED_AT = 100
 """Rows of a file of JSON in which a column that is to be renamed is looked for."""
@@ -63,15 +60,16 @@ def open_dataset(
     """Open samples as a map-style data set: `len()`, and `[i]` -> a mapping that `VLMCollator` takes.
 
     Args:
-        source: a file of JSON or JSONL or a list of them, parquet files or a folder of them, tar shards, a folder
-            written by `save_to_disk`, or a hub id.
-        split: of a source that has several. A file that is named is one split, whatever it is called.
+        source: a file of JSON or JSONL, parquet or tar, a list or a folder of them, a folder written by
+            `save_to_disk`, a hub id, or a data set of LLaMA-Factory, `data/dataset_info.json#name`.
+        split: of a source that has several. A file that is named is one split, whatever it is called: for it another
+            one than "train" is refused.
         num: the first so many samples; None: all of them.
         image_root: folder at which paths of images and videos start that are not absolute; None: at the folder of the
             file that names them.
         branches: "conversation" makes a record one sample; "turns" makes each of its questions, with its answer and the
-            record's images, a sample of its own (`branch_turns`), and `num` counts those. All conversations are read
-            once to count them.
+            record's images, a sample (`branch_turns`), "answers" each of its answers with all that comes before; `num`
+            counts those. All conversations are read once to count them.
         columns: columns of the data set -> the names that are read, such as `{"question": "query", "answer":
             "response"}`; as JSON, as ms-swift's `--columns` has it; or the path of a LLaMA-Factory `dataset_info.json`
             that describes the source. Where `chosen` is read, rejected answers are left out. None: the columns have
@@ -83,22 +81,22 @@ def open_dataset(
             `columns` is not there, or read as a name that nothing reads; or an extra is missing.
     """
     check_choice("branches", branches, get_args(Branches))
-    named = ColumnMap() if columns is None else read_columns(columns, source)
-    root = named.folder if image_root is None else _root(image_root)
+    described = described_in(source)
+    if described is not None and columns is not None:
+        raise ConfigError(f"columns= is given, and {source} describes its columns itself; leave one of them out")
+    if described is not None:
+        source, split, named = described.source, described.split or split, described.columns
+    else:
+        named = ColumnMap() if columns is None else read_columns(columns, source)
+    root = named.folder if image_root is None else Path(image_root).expanduser().absolute()
+    if root is not None and not root.is_dir():
+        raise ConfigError(f"image_root={str(image_root)!r} is no folder; give the one at which images' paths start")
     dataset = replace(find_source(source, split), columns=named)
     if root is not None:
         dataset = replace(dataset, folders=(root,) * len(dataset.files))
-    dataset = replace(dataset, are_receipts=_are_receipts(dataset))
-    return replace(dataset, first_turns=_first_turns(dataset) if branches == "turns" else None, num=num)
-
-
-def _root(image_root: str | Path) -> Path:
-    if not isinstance(image_root, str | os.PathLike):
-        raise ConfigError(f"image_root has to be the path of a folder, got a {type(image_root).__name__}")
-    root = Path(image_root).expanduser().absolute()
-    if not root.is_dir():
-        raise ConfigError(f"image_root={str(image_root)!r} is no folder; give the one at which images' paths start")
-    return root
+    _check_first_rows(dataset)
+    first_turns = None if branches == "conversation" else _first_turns(dataset, branches)
+    return replace(dataset, branches=branches, first_turns=first_turns, num=num)
 
 
 def find_source(source: Source, split: str) -> OpenDataset:
@@ -114,8 +112,13 @@ def find_source(source: Source, split: str) -> OpenDataset:
         raise ConfigError(
             "what is opened is a file, a list of files, a folder or a hub id, each by its name; got a "
             f"{type(source).__name__}{of}. Samples that are in memory, such as a list of dicts or a datasets.Dataset, "
-            "need no opening: give them to VLMCollator, to a DataLoader or to the trainer as they are (receipts: what "
-            "to_conversation makes of them)"
+            "need no opening: give them to VLMCollator, to a DataLoader or to the trainer as they are"
+        )
+    names = [source] if is_name else list(source)
+    if split != "train" and all(Path(str(name)).suffix in (*JSON_FILES, ".parquet", ".tar") for name in names):
+        raise ConfigError(
+            f"split {split!r} of {', '.join(map(str, names[:3]))}: a file that is named is one split, whatever it is "
+            "called; leave the split out, or give the folder of the files"
         )
     try:
         return _find_named(source, split) if is_name else _find_list(source)  # pyright: ignore[reportArgumentType]
@@ -126,15 +129,15 @@ def find_source(source: Source, split: str) -> OpenDataset:
 
 def _find_named(source: str | os.PathLike[str], split: str) -> OpenDataset:
     path, name = Path(source).expanduser().absolute(), str(source)
+    if path.is_dir() and (json_files := json_in(path, split)):
+        return replace(_find_list(json_files), name=name)
     if path.is_dir():
         return OpenDataset(files=(folder_rows(path, split),), folders=(path,), name=name)
     if path.is_file() and path.suffix in JSON_FILES:
         return OpenDataset(files=(json_rows(path),), folders=(path.parent,), name=name)
-    if is_shard(path):
-        shards = [Path(shard) for shard in expand(str(path))]
-        return OpenDataset(files=(named_rows(shards),), folders=(path.parent,), name=name)
-    if path.suffix == ".parquet" or (path.is_file() and not path.suffix):
-        return OpenDataset(files=(named_rows([path]),), folders=(path.parent,), name=name)
+    if is_shard(path) or path.suffix == ".parquet" or (path.is_file() and not path.suffix):
+        paths = [Path(each) for each in expand(str(path))] if is_shard(path) else [path]
+        return OpenDataset(files=(named_rows(paths),), folders=(path.parent,), name=name)
     if path.is_file():
         raise ConfigError(
             f"{source} is a {path.suffix} file; give {', '.join(JSON_FILES)}, .parquet or .tar, unpacked; CSV, text "
@@ -201,11 +204,11 @@ class OpenDataset(SampleDataset):
     """Use the first so many samples; None: all."""
     columns: ColumnMap = field(default_factory=ColumnMap)
     """Names of the columns."""
+    branches: Branches = "conversation"
+    """What a sample is."""
     first_turns: np.ndarray | None = None
     """int64 [rows + 1]: place of each row's first sample where each of its questions is one; None: a row is a sample.
     """
-    are_receipts: bool = False
-    """True if a row is an image and its ground truth, and not a conversation."""
 
     def __post_init__(self) -> None:
         if self.num is not None and not 0 <= self.num <= (total := len(replace(self, num=None))):
@@ -231,7 +234,7 @@ class OpenDataset(SampleDataset):
         Raises:
             IndexError: there is no such sample.
             TypeError: the index is no place, such as the name of a column.
-            SampleError: its row cannot be read, or is no receipt where all others are.
+            SampleError: its row cannot be read.
         """
         if isinstance(index, slice):
             return [self._sample(at) for at in range(len(self))[index]]
@@ -251,13 +254,12 @@ class OpenDataset(SampleDataset):
             sample = self.row(at)
         else:
             record = int(np.searchsorted(self.first_turns, at, side="right")) - 1
-            branches, turn = branch_turns(self.row(record, index=at)), at - int(self.first_turns[record])
+            branches = branch_turns(self.row(record, index=at), branches=self.branches)
+            turn = at - int(self.first_turns[record])
             if turn >= len(branches):
                 message = f"its record {record} had more questions when it was opened; open the data set again"
                 raise SampleError(message, index=at, reason="row_unreadable")
             sample = branches[turn]
-        if self.are_receipts:
-            return to_conversation(sample, index=at)
         has_name = sample.get("id") is not None or sample.get("sample_id") is not None
         return sample if has_name else {**sample, "id": at}
 
@@ -276,9 +278,9 @@ class OpenDataset(SampleDataset):
         try:
             row = self.columns.apply(self.files[file][at - self._starts[file]])
             folder = self.folders[file]
-            return row if folder is None else _from_folder(row, folder)
+            return row if folder is None else from_folder(row, folder)
         except SampleError as error:
-            raise SampleError(error.detail, index=index, reason=error.reason) from error
+            raise SampleError(error.detail, index=index, reason=error.reason, sample_id=error.sample_id) from error
         except ValueError as error:
             raise SampleError(f"its row {error}", index=index, reason="row_unreadable") from error
         except RecursionError as error:  # JSON is read a little deeper than Python calls itself
@@ -289,47 +291,11 @@ class OpenDataset(SampleDataset):
         return f"OpenDataset({len(self)} samples of {self.name})"
 
 
-# ---------------------------------------------------------------------- paths of media
-
-
-def _from_folder(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The row with its media's paths starting at `folder`; texts and the arguments of tools are left alone."""
-    changed = {name: _placed(row[name], folder) for name in PATHS if name in row}
-    changed |= {name: [_message(m, folder) for m in row[name]] for name in CONVERSATIONS if _is_list(row.get(name))}
-    return {**row, **changed}
-
-
-def _message(message: Any, folder: Path) -> Any:
-    if not isinstance(message, Mapping) or "content" not in message:
-        return message
-    content = message["content"]  # a list of parts, or one part alone
-    parts = [_part(part, folder) for part in content] if _is_list(content) else _part(content, folder)
-    return {**message, "content": parts}
-
-
-def _part(part: Any, folder: Path) -> Any:
-    return part if not isinstance(part, Mapping) or part.get("type") == "text" else _placed(part, folder)
-
-
-def _placed(media: Any, folder: Path) -> Any:
-    """A path, or paths in lists and under the keys of `PATHS`, starting at `folder`."""
-    if isinstance(media, str):
-        is_address = "://" in media[:32] or media.startswith("data:")
-        return media if is_address else str(folder / media)
-    if isinstance(media, Mapping):
-        return {key: _placed(value, folder) if key in PATHS else value for key, value in media.items()}
-    return [_placed(item, folder) for item in media] if _is_list(media) else media
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
-
-
 # ---------------------------------------------------------------------- what the rows are
 
 
-def _are_receipts(dataset: OpenDataset) -> bool:
-    """Return whether rows are receipts, by their columns; of several files all have to be.
+def _check_first_rows(dataset: OpenDataset) -> None:
+    """Read the first row of each file.
 
     Raises:
         ConfigError: a file holds no samples or none that are known, its first row cannot be read, or a column that is
@@ -338,7 +304,6 @@ def _are_receipts(dataset: OpenDataset) -> bool:
     """
     if not len(dataset):
         raise ConfigError(f"{dataset.name} holds no samples")
-    kinds = []
     for rows, at in zip(dataset.files, dataset._starts, strict=False):
         name = str(rows.path) if isinstance(rows, JsonRows) else dataset.name
         _check_required(rows, dataset.columns, name)
@@ -346,17 +311,11 @@ def _are_receipts(dataset: OpenDataset) -> bool:
             first = dataset.row(at)
         except SampleError as error:
             raise ConfigError(f"the first sample of {name} cannot be read: {error.detail}{_hint(rows)}") from error
-        known = ("input_ids", *CONVERSATIONS)
-        is_receipt = set(COLUMNS) <= set(first) and not set(first).intersection(known)
-        if not is_receipt and set(first).isdisjoint((*known, PAIRS_COLUMN)):
+        if set(first).isdisjoint(CHAT):
             raise ConfigError(
                 f"{name} holds {', '.join(map(str, first)) or 'nothing'}, and none of "
-                f"{', '.join((*known, PAIRS_COLUMN))}; {_remedy(first)}{_hint(rows) if len(rows) == 1 else ''}"
+                f"{', '.join(CHAT)}; {_remedy(first)}{_hint(rows) if len(rows) == 1 else ''}"
             )
-        kinds.append(is_receipt)
-    if len(set(kinds)) > 1:
-        raise ConfigError(f"of {dataset.name}, some hold receipts and the others do not; open them apart")
-    return kinds[0]
 
 
 def _check_required(rows: Rows, columns: ColumnMap, name: str) -> None:
@@ -407,7 +366,7 @@ def _remedy(first: Mapping[str, Any]) -> str:
     )
 
 
-def _first_turns(dataset: OpenDataset) -> np.ndarray:
+def _first_turns(dataset: OpenDataset, branches: Branches) -> np.ndarray:
     """int64 [rows + 1]: place of each row's first sample. Conversations are read once, images of tables are not.
 
     Raises:
@@ -420,12 +379,12 @@ def _first_turns(dataset: OpenDataset) -> np.ndarray:
             each = rows.batches([name for name in rows.columns if dataset.columns.names.get(name, name) not in MEDIA])
         for row in each:
             try:
-                counts.append(num_answers(dataset.columns.apply(row)))
+                counts.append(num_branches(dataset.columns.apply(row), branches))
             except ValueError:  # the row is refused when its turn comes
                 counts.append(0)
     if not any(counts):
         raise ConfigError(
-            f"branches='turns' makes a sample of each question of a conversation, and {dataset.name} holds none of "
+            f"branches={branches!r} makes a sample of each answer of a conversation, and {dataset.name} holds none of "
             f"{', '.join(DIALOGUES)}; leave branches out"
         )
     return np.append(0, np.cumsum(np.maximum(counts, 1)))

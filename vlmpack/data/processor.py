@@ -16,6 +16,7 @@ from vlmpack.families.registry import FAMILIES
 
 WITH_PROCESSOR = {name: family for name, family in FAMILIES.items() if family.has_vision}
 """Families whose models have a processor; text models have a tokenizer."""
+_BY_CLASS = {str(family.processor): family for family in WITH_PROCESSOR.values()}
 QWEN = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
 """Classes of processors that need nothing but their parts: they have no settings of their own."""
 HEARING = ("Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor")
@@ -48,7 +49,7 @@ def load_processor(source: str | os.PathLike[str]) -> Any:
     from transformers import AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    of_class: Any = _class_saved_in(Path(source)) if is_saved_alone(source) else _class_for_model(source)
+    of_class: Any = _class_saved_in(Path(source)) if is_saved_alone(source) else _class_beside_model(source)
     tokenizer = AutoTokenizer.from_pretrained(source)
     if of_class.__name__ in QWEN:
         processor = without_parts(
@@ -190,26 +191,31 @@ def is_saved_alone(source: str | os.PathLike[str]) -> bool:
     return not (folder / "config.json").is_file() and any((folder / name).is_file() for name in parts)
 
 
-def _class_for_model(source: str | os.PathLike[str]) -> type:
-    from transformers import AutoConfig
+def _class_beside_model(source: str | os.PathLike[str]) -> type:
+    """The class that the processor's own files name, as AutoProcessor has it: Pixtral's model is a LLaVA, and its
+    processor is not. Else that of the model's family."""
+    from transformers import AutoConfig, ProcessorMixin
+    from transformers.image_processing_base import ImageProcessingMixin
 
     model_type = AutoConfig.from_pretrained(source).model_type
     model_type = WHOLE.get(model_type, model_type)
     if model_type not in WITH_PROCESSOR:
         raise FamilyError(f"no processor is known for {source}, a {model_type}; there are {', '.join(WITH_PROCESSOR)}")
-    return WITH_PROCESSOR[model_type].processor_class
+    read = (ProcessorMixin.get_processor_dict, ImageProcessingMixin.get_image_processor_dict)
+    named = (settings_in(source)[0].get("processor_class") for settings_in in read)
+    families = (_BY_CLASS[name] for name in named if name in _BY_CLASS)
+    return next(families, WITH_PROCESSOR[model_type]).processor_class
 
 
 def _class_saved_in(folder: Path) -> type:
     """The class that the folder's files name."""
     settings = [_read(folder / name) for name in (ALL_PARTS, IMAGE_PROCESSOR, TOKENIZER)]
-    families = {str(family.processor): family for family in WITH_PROCESSOR.values()}
     name = next((part["processor_class"] for part in settings if "processor_class" in part), None)
     if name is None:
         raise ConfigError(f"no file in {folder} names the processor's class; copy the config.json of its model into it")
-    if name not in families:
-        raise FamilyError(f"{folder} holds a {name}, which no supported family has; there are {', '.join(families)}")
-    return families[name].processor_class
+    if name not in _BY_CLASS:
+        raise FamilyError(f"{folder} holds a {name}, which no supported family has; there are {', '.join(_BY_CLASS)}")
+    return _BY_CLASS[name].processor_class
 
 
 def _read(path: Path) -> dict[str, Any]:

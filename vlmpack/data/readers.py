@@ -1,6 +1,6 @@
 """Where rows are stored: files of JSON, tables of `datasets`, tar shards. What is kept in memory is an index.
 
-    file of JSON              a row a line, or one array of all                               no extra
+    files of JSON             a row a line, arrays of rows, or an object a file; a folder     no extra
     tar shards                one path, a list, shard-{000..012}.tar, a folder of them        no extra
     parquet files             one path, a list, a folder of them                              extra [data]
     folder of `save_to_disk`  dataset_dict.json, dataset_info.json                            extra [data]
@@ -16,6 +16,7 @@ import json
 import os
 import re
 import tarfile
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ from typing import Any, Protocol, final
 
 import numpy as np
 
+from vlmpack.data.formats import ENDS, INFO, SOURCES, TURNS
 from vlmpack.errors import ConfigError, SampleError, check_extra
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -40,8 +42,6 @@ class Rows(Protocol):
 
 JSON_FILES = (".json", ".jsonl", ".ndjson")
 """Ends of the names of such files."""
-CHUNK = 2**24
-"""Bytes of a JSONL file that are read together."""
 MARK = b"\xef\xbb\xbf"
 """The byte-order mark that some editors put in front of UTF-8."""
 
@@ -97,6 +97,8 @@ def json_rows(path: Path) -> JsonRows:
         ConfigError: the file holds no rows, or begins like an array and is none.
     """
     rows = JsonRows(path=path, spans=_array_spans(path) if is_array(path) else _line_spans(path))
+    if path.suffix == ".json" and len(rows) > 1 and (span := _object_span(path)) is not None:
+        rows = JsonRows(path=path, spans=span)
     if not len(rows):
         raise ConfigError(f"{path} holds no samples; expected a JSON object a line, or one array of objects")
     return rows
@@ -109,23 +111,30 @@ def is_array(path: Path) -> bool:
 
 
 def _line_spans(path: Path) -> np.ndarray:
-    """Every line that is not blank; whole lines at a time, and only those without a brace are read one by one."""
-    spans, at = [np.zeros((0, 2), np.int64)], 0
+    """Every line that is not blank."""
+    spans, at = array("q"), 0
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK) + file.readline():
-            ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + 1
-            if not len(ends) or ends[-1] < len(chunk):
-                ends = np.append(ends, len(chunk))
-            starts = np.concatenate([[0], ends[:-1]])
-            odd = np.flatnonzero(np.frombuffer(chunk, np.uint8)[starts] != ord("{"))
-            blank = [i for i in odd.tolist() if not chunk[starts[i] : ends[i]].strip()]
-            spans.append(np.delete(np.stack([starts, ends], 1) + at, blank, axis=0))
-            at += len(chunk)
-    return np.concatenate(spans)
+        for line in file:
+            if not line.isspace():
+                spans.extend((at, at + len(line)))
+            at += len(line)
+    return np.frombuffer(spans, np.int64).reshape(-1, 2) if spans else np.zeros((0, 2), np.int64)
+
+
+def _object_span(path: Path) -> np.ndarray | None:
+    """The file itself, if it is one object over several lines."""
+    with path.open("rb") as file:
+        begins_alone = file.readline().removeprefix(MARK).strip() == b"{"
+        data = file.read() if begins_alone else b""
+    try:
+        json.loads(b"{" + data)
+    except (ValueError, RecursionError):
+        return None
+    return np.array([[0, path.stat().st_size]], np.int64)
 
 
 def _array_spans(path: Path) -> np.ndarray:
-    """The items of one JSON array: each is parsed once to find its end, and none is kept."""
+    """The items of JSON arrays, or of arrays in one: each is parsed once to find its end, and none is kept."""
     data = path.read_bytes()
     try:
         text = data.decode("utf-8-sig")
@@ -150,17 +159,22 @@ def _item_edges(text: str) -> list[int]:
         match = white.match(text, at)
         return match.end() if match else at
 
-    at = next_from(text.index("[") + 1)
-    while not text.startswith("]", at):
-        _, stop = decoder.raw_decode(text, at)
-        edges += [at, stop]
-        at = next_from(stop)
-        if text.startswith(",", at):
+    at, depth = next_from(0), 0
+    while at < len(text):
+        if text.startswith("[", at) and depth < 2:  # Qwen's samples may lie in lists of them
+            depth, at = depth + 1, next_from(at + 1)
+        elif not depth:
+            raise ValueError(f"the array has ended, but there is more at character {at}")
+        if not text.startswith(("[", "]"), at) or (depth == 2 and not text.startswith("]", at)):
+            _, stop = decoder.raw_decode(text, at)
+            edges += [at, stop]
+            at = next_from(stop)
+        while depth and text.startswith("]", at):
+            depth, at = depth - 1, next_from(at + 1)
+        if depth and text.startswith(",", at):
             at = next_from(at + 1)
-        elif not text.startswith("]", at):
+        elif depth and not text.startswith("[", at):
             raise ValueError(f"a comma or the end of the array is missing at character {at}")
-    if (rest := next_from(at + 1)) < len(text):
-        raise ValueError(f"the array has ended, but there is more at character {rest}")
     return edges
 
 
@@ -293,17 +307,10 @@ def hub_rows(source: str, split: str) -> StoredRows:
 # ---------------------------------------------------------------------- tar shards
 
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-_MEDIA = {
-    "image": (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm"),
-    "video": (".mp4", ".m4v", ".avi", ".mkv", ".mov", ".webm"),
-    "audio": (".wav", ".mp3", ".flac", ".ogg", ".m4a", ".opus"),
-}
 _NAME = re.compile(r"(?P<key>(?:.*/|)[^.]+)[.](?P<part>[^/]*)")
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_CONTENTS = ("messages", "conversations", "conversation", "prompt", "completion", "content")
+_CONTENTS = (*TURNS, "content")
 """Keys of what may hold media; their own strings are texts."""
-_PATHS = ("image", "images", "video", "videos", "audio", "audios", "path", "url", "image_url", "video_url")
-"""Keys under which a part may be named."""
 
 
 @final
@@ -415,7 +422,7 @@ def _part(name: str, data: bytes) -> Any:
             raise ValueError(f"{name} is no JSON ({error})") from error
     if end in (".txt", ".text"):
         return data.decode("utf-8").strip()
-    return {"bytes": data, "path": name} if any(end in ends for ends in _MEDIA.values()) else data
+    return {"bytes": data, "path": name} if any(end in ends for ends in ENDS.values()) else data
 
 
 def _columns(parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -429,7 +436,7 @@ def _columns(parts: Mapping[str, Any]) -> dict[str, Any]:
     unnamed = {name: part for name, part in media.items() if name not in named}
     if named:
         rest |= unnamed
-    for kind, ends in {} if named else _MEDIA.items():
+    for kind, ends in {} if named else ENDS.items():
         values = [part for name, part in unnamed.items() if f".{name}".endswith(ends)]
         if values and any(row.get(name) is not None for name in (kind, f"{kind}s")):
             raise ValueError(f"its JSON names another {kind} than its parts {', '.join(unnamed)}; correct the name")
@@ -460,7 +467,7 @@ def _with_media(row: dict[str, Any], media: Mapping[str, Any]) -> tuple[dict[str
         return value
 
     def put_each(value: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: put(item, key) if key in (*_PATHS, *_CONTENTS) else item for key, item in value.items()}
+        return {key: put(item, key) if key in (*SOURCES, *_CONTENTS) else item for key, item in value.items()}
 
     return put_each(row), named
 
@@ -524,16 +531,24 @@ def folder_rows(folder: Path, split: str) -> StoredRows | ShardRows:
         files = [path for path in sorted(folder.rglob(f"*{kind}")) if not _is_hidden(path.relative_to(folder))]
         if files:
             return read(_of_split(files, folder, split, kind[1:]))
-    if json_files := sorted(path for path in folder.iterdir() if path.suffix in JSON_FILES):
-        raise ConfigError(
-            f"{folder} holds {_some(json_files, folder)}, and which of them are samples is not known: name the file, "
-            f"such as {json_files[0]}, or give a list of files"
-        )
     content = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     raise ConfigError(
         f"{folder} holds no table for split {split!r} (it holds: {content}); expected a dataset saved by datasets, "
         f"{split}-*.parquet files or tar shards"
     )
+
+
+def json_in(folder: Path, split: str) -> list[Path]:
+    """The files of JSON of a split in a folder that holds no tables and no shards; []: it holds others, or none.
+
+    Raises:
+        ConfigError: none of them is of the split, or it is not known which are meant.
+    """
+    files = [path for path in sorted(folder.rglob("*")) if not _is_hidden(path.relative_to(folder))]
+    if any(path.suffix in (".parquet", ".arrow", ".tar") for path in files) or (folder / ".nv-meta").is_dir():
+        return []
+    json_files = [path for path in files if path.suffix in JSON_FILES and not path.name.startswith(Path(INFO).stem)]
+    return _of_split(json_files, folder, split, "JSON") if json_files else []
 
 
 def _of_split(files: Sequence[Path], folder: Path, split: str, kind: str) -> list[Path]:
@@ -551,6 +566,8 @@ def _of_split(files: Sequence[Path], folder: Path, split: str, kind: str) -> lis
             f"no {kind} file of split {split!r} under {folder}; its files are of {names}: {_some(files, folder)}; "
             "pass one of these as split, or give the files themselves"
         )
+    if kind == "JSON":
+        return chosen or unnamed
     # An object in a file of JSON beside them describes the data set; lines or a list may be the samples.
     beside = sorted({path for file in chosen or unnamed for path in file.parent.iterdir() if path.suffix in JSON_FILES})
     if beside := [path for path in beside if path.suffix != ".json" or is_array(path)]:

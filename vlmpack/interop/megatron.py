@@ -57,9 +57,14 @@ def to_megatron(row: PackedRow, *, boundaries: Boundaries = "real") -> dict[str,
 
     Raises:
         ConfigError: megatron-core is not installed, or too old for a row with gaps.
-        LayoutError: samples of the row share prefixes.
+        LayoutError: samples of the row share prefixes, or its targets have weights.
     """
     check_unshared(row, "Megatron")
+    if row.shift_weights is not None:
+        raise LayoutError(
+            "the row has shift_weights, and Megatron's loss_mask is of zeros and ones: use ThdStep, which weighs the "
+            "losses that the model returns, or leave the weights out"
+        )
     batch = row.step_inputs()
     labels = batch.pop("shift_labels")
     targets = {} if labels is None else {"labels": labels, "loss_mask": (labels != IGNORE).float()}
@@ -337,6 +342,8 @@ class LocalRow:
     """Whose part this is."""
     shift_labels: torch.Tensor | None = None
     """[1, t] int64: the target of each token, shifted before the row was cut; -100: none."""
+    shift_weights: torch.Tensor | None = None
+    """[1, t] floats: the weight of each target; None: 1."""
     position_ids: torch.Tensor | None = None
     """[k, 1, t] or [1, t], as the row had them."""
     mm_token_type_ids: torch.Tensor | None = None
@@ -402,6 +409,7 @@ def shard(row: PackedRow, rank: int, ranks: int, *, layout: Layout = "mirrored")
         partition=partition,
         rank=rank,
         shift_labels=cut(row.shift_labels),
+        shift_weights=cut(row.shift_weights),
         position_ids=cut(row.position_ids),
         mm_token_type_ids=cut(row.mm_token_type_ids),
         extras={name: partition.cut(tensor, rank) for name, tensor in row.extras.items()},

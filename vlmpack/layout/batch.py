@@ -9,7 +9,7 @@ from typing import Any, TypeVar, final
 import numpy as np
 import torch
 
-from vlmpack.errors import LayoutError
+from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout.device import copied, on_host, require, to_device
 from vlmpack.layout.media import IMAGE, KINDS, VIDEO, Grid, MediaTable
 from vlmpack.layout.prefix_tree import PrefixTree
@@ -40,6 +40,8 @@ class HostMetadata:
     """Tokens of a row's prefix tree that are a target of at least one sample; None: no tree, or not counted."""
     sample_ids: tuple[int | str, ...] = ()
     """Ids of the samples, where they have them."""
+    channels: tuple[str | None, ...] = ()
+    """Name of each sample's data set, None of one without; empty: no sample has one."""
     segments: Segments | None = None
     """The boundaries of a row in a batch dictionary; None of a padded batch, and in a `PackedRow`, which holds them."""
     tree: PrefixTree | None = None
@@ -125,6 +127,8 @@ class PaddedBatch:
     """[B, S]: 1 (or True) on real tokens, one unbroken run in each row, padding on either side."""
     labels: torch.Tensor | None = None
     """[B, S] int64 in Hugging Face's convention: not shifted, -100 where nothing is to be learnt."""
+    loss_weights: torch.Tensor | None = None
+    """[B, S] floats: the weight of each label in the loss; None: 1."""
     mm_token_type_ids: torch.Tensor | None = None
     """[B, S]: 0 text, 1 image, 2 video, 3 audio."""
     position_ids: torch.Tensor | None = None
@@ -150,10 +154,13 @@ class PaddedBatch:
         return pinned(self)
 
     def to_hf(self) -> dict[str, Any]:
-        """A dictionary for a DataLoader and for `model(**batch)`; `input_ids` comes first."""
+        """A dictionary for a DataLoader and for `model(**batch)`; `input_ids` comes first. With `loss_weights` a model
+        without packing, which would ignore them, refuses it (`OnlyPacked`)."""
         tensors = {name: self.__dict__[name] for name in TOKEN_KEYS if self.__dict__[name] is not None}
-        metadata = {} if self.metadata is None else {METADATA_KEY: self.metadata}
-        return {**tensors, **self.extras, **self.media.to_hf(), **metadata}
+        others: dict[str, Any] = {} if self.metadata is None else {METADATA_KEY: self.metadata}
+        if self.loss_weights is not None:
+            others["use_cache"] = OnlyPacked(_WEIGHTS_IGNORED)
+        return {**tensors, **self.extras, **self.media.to_hf(), **others}
 
     @classmethod
     def from_hf(
@@ -162,9 +169,11 @@ class PaddedBatch:
         """The inverse of `to_hf`; `extras` and `media` (`Family.media`) name the further tensors to keep.
 
         Raises:
-            LayoutError: there are no token ids.
+            LayoutError: there are no token ids; or weights of a row.
         """
         check_is_batch(batch)
+        if batch.get("shift_weights") is not None:
+            raise LayoutError("shift_weights belong to a packed row; give a padded batch loss_weights, as its labels")
         return cls(
             **{name: batch.get(name) for name in TOKEN_KEYS},  # pyright: ignore[reportArgumentType]
             extras={name: batch[name] for name in extras},
@@ -173,7 +182,63 @@ class PaddedBatch:
         )
 
 
-TOKEN_KEYS = ("input_ids", "attention_mask", "labels", "mm_token_type_ids", "position_ids")
+TOKEN_KEYS = ("input_ids", "attention_mask", "labels", "loss_weights", "mm_token_type_ids", "position_ids")
+
+
+# ---------------------------------------------------------------------- what a model without packing must not take
+
+_MIXED = (
+    "a packed row reached a model without passing through the packed forward, which would mix its samples: call "
+    "enable_packing(model) first. If you did, the model's forward was replaced, or its backbone called directly, "
+    "afterwards (Liger's fused cross-entropy, TRL's fused head): switch that off. A plain text model of attention "
+    "layers alone takes rows of RowCollator"
+)
+_WEIGHTS_IGNORED = (
+    "a batch with loss_weights reached a model without passing through the packed forward, which would ignore them: "
+    "call enable_packing(model) first, or leave the weights out"
+)
+
+
+@final
+@dataclass(frozen=True)
+class OnlyPacked:
+    """Stands under `use_cache` in the dictionary of a row, and stops a model without packing.
+
+    Models of transformers accept every keyword, so a model without packing would take a row for one sample. But each
+    of them evaluates `use_cache` as a bool, and so calls `__bool__` below. An enabled model removes the object from
+    its inputs first.
+    """
+
+    reason: str = _MIXED
+    """Why such a model must not compute the batch, and the remedy."""
+
+    def __bool__(self) -> bool:
+        """Refuse the batch.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(self.reason)
+
+    def to(self, *_: Any, **__: Any) -> OnlyPacked:
+        """Itself: it lies on no device."""
+        return self
+
+
+def check_weights(weights: Any, labels: Any, name: str) -> None:
+    """Insist on weights in floats, one for each label.
+
+    Raises:
+        LayoutError: they are others, or there are no labels.
+    """
+    if weights is None:
+        return
+    if labels is None:
+        raise LayoutError(f"{name} weigh labels, and there are none: give labels too, or leave {name} out")
+    check_is_tensor(weights, name)
+    if weights.shape != labels.shape or not weights.is_floating_point():
+        seen = f"{weights.dtype} {list(weights.shape)}"
+        raise LayoutError(f"{name} must be floats {list(labels.shape)}, one for each label, got {seen}")
 
 
 # ---------------------------------------------------------------------- on a device, and in words

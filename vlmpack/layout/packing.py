@@ -9,9 +9,17 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError, check_kind
-from vlmpack.layout.batch import HostMetadata, MaskSpans, PaddedBatch, check_is_tensor, lengths_from_mask, whole_numbers
+from vlmpack.layout.batch import (
+    HostMetadata,
+    MaskSpans,
+    PaddedBatch,
+    check_is_tensor,
+    check_weights,
+    lengths_from_mask,
+    whole_numbers,
+)
 from vlmpack.layout.device import on_host, outside_graph, require, to_device
-from vlmpack.layout.row import IGNORE, PackedRow, shift_labels
+from vlmpack.layout.row import IGNORE, PackedRow, roll_left, shift_labels
 from vlmpack.layout.segments import Segments, SlotRule, ranges
 
 
@@ -59,6 +67,7 @@ def pack(
         input_ids=take(batch.input_ids, pad_token_id),
         segments=segments,
         shift_labels=None if batch.labels is None else take.targets(batch.labels),
+        shift_weights=None if batch.loss_weights is None else roll_left(take(batch.loss_weights, 0), segments, fill=0),
         position_ids=optional(batch.position_ids),
         mm_token_type_ids=optional(batch.mm_token_type_ids),
         extras={name: take(tensor, 0) for name, tensor in batch.extras.items()},
@@ -135,6 +144,7 @@ def _check_shapes(batch: PaddedBatch) -> None:
             raise LayoutError(f"{name} is {list(tensor.shape)} but input_ids is {list(batch.input_ids.shape)}")
     if batch.labels is not None:
         whole_numbers(batch.labels, "labels")
+    check_weights(batch.loss_weights, batch.labels, "loss_weights")
 
 
 def _check_metadata(batch: PaddedBatch, metadata: HostMetadata) -> None:

@@ -17,12 +17,14 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.errors import LayoutError
 from vlmpack.layout.batch import (
     METADATA_KEY,
     HostMetadata,
     Media,
+    OnlyPacked,
     check_is_batch,
+    check_weights,
     media_in_words,
     moved,
     pinned,
@@ -38,34 +40,6 @@ IGNORE = -100
 
 
 @final
-@dataclass(frozen=True)
-class OnlyPacked:
-    """Stands under `use_cache` in the dictionary of a row, and stops a model without packing.
-
-    Models of transformers accept every keyword, so a model without packing would take a row for one sample. But each
-    of them evaluates `use_cache` as a bool, and so calls `__bool__` below. An enabled model removes the object from
-    its inputs first.
-    """
-
-    def __bool__(self) -> bool:
-        """Refuse the row.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "a packed row reached a model without passing through the packed forward, which would mix its samples: "
-            "call enable_packing(model) first. If you did, the model's forward was replaced, or its backbone called "
-            "directly, afterwards (Liger's fused cross-entropy, TRL's fused head): switch that off. A plain text model "
-            "of attention layers alone takes rows of RowCollator"
-        )
-
-    def to(self, *_: Any, **__: Any) -> OnlyPacked:
-        """Itself: it lies on no device."""
-        return self
-
-
-@final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedRow:
     """One [1, T] row of packed samples."""
@@ -76,6 +50,8 @@ class PackedRow:
     """Where each sample lives in the row."""
     shift_labels: torch.Tensor | None = None
     """[1, T] int64: the target of each token, already shifted inside its segment; -100: none."""
+    shift_weights: torch.Tensor | None = None
+    """[1, T] floats: the weight of each target in the loss, shifted as they are; None: 1."""
     position_ids: torch.Tensor | None = None
     """[3, 1, T] time, height, width, or [4, 1, T] with the place in the sample first; [1, T] of a text model. The step
     compares them with those it computes. None: none came along."""
@@ -97,6 +73,7 @@ class PackedRow:
                 f"{list(self.input_ids.shape)}; was the batch split or concatenated on its way "
                 "(accelerate: set dispatch_batches=False)?"
             )
+        check_weights(self.shift_weights, self.shift_labels, "shift_weights")
         if self.tree is not None and self.tree.segments != self.segments:
             raise LayoutError(
                 f"the row's tree is of samples of {list(self.tree.segments.lengths)[:9]} tokens, the row of "
@@ -138,7 +115,7 @@ class PackedRow:
 
         Labels are unshifted again, with each segment's first one masked, so that a trainer which counts
         `labels[..., 1:]` counts every target once. A model without packing refuses it (`OnlyPacked`), unless it is one
-        sample without gaps, which such a model takes as it is.
+        sample without gaps and weights, which such a model takes as it is.
 
         Raises:
             LayoutError: the last token of a segment has a target, which unshifted labels cannot express.
@@ -146,7 +123,7 @@ class PackedRow:
         batch = self.step_inputs()
         if batch.pop("shift_labels") is not None:
             batch["labels"] = self.labels
-        alone = self.segments.num_samples == 1 and not self.segments.has_gaps
+        alone = self.segments.num_samples == 1 and not self.segments.has_gaps and self.shift_weights is None
         return batch if alone else {**batch, "use_cache": OnlyPacked()}
 
     @property
@@ -164,6 +141,7 @@ class PackedRow:
         return {
             **{name: self.__dict__[name] for name in names if self.__dict__[name] is not None},
             "shift_labels": self.shift_labels,
+            **({} if self.shift_weights is None else {"shift_weights": self.shift_weights}),
             "moe_padding_mask": self.moe_padding_mask,
             "cu_seqlens_q": self.segments.cu_seqlens(),
             "cu_seqlens_q_padded": self.segments.cu_seqlens_padded(),
@@ -187,6 +165,8 @@ class PackedRow:
                 not [1, T].
         """
         check_is_batch(batch)
+        if batch.get("loss_weights") is not None:
+            raise LayoutError("loss_weights belong to a padded batch; give a packed row shift_weights, as shift_labels")
         input_ids = batch["input_ids"]
         metadata: HostMetadata | None = batch.get(METADATA_KEY)
         segments = metadata.segments if metadata is not None else None
@@ -198,6 +178,7 @@ class PackedRow:
             input_ids=input_ids,
             segments=segments,
             shift_labels=_shifted(batch, segments),
+            shift_weights=batch.get("shift_weights"),
             position_ids=batch.get("position_ids"),
             mm_token_type_ids=batch.get("mm_token_type_ids"),
             extras={name: batch[name] for name in extras},

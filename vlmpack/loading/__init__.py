@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlmpack.loading.sampler import PackedBatchSampler
-from vlmpack.loading.stream import PackedStream
+from vlmpack.loading.stream import PackedStream, StreamLoader
 from vlmpack.loading.stream_packer import RowSettings, SharedPrefix, StreamPacker
 
 __all__ = [
@@ -11,5 +11,6 @@ __all__ = [
     "PackedStream",
     "RowSettings",
     "SharedPrefix",
+    "StreamLoader",
     "StreamPacker",
 ]

@@ -1,19 +1,21 @@
-"""What it takes to continue: sources with a state of their own, sources that are read whole, and checks of states."""
+"""Sources of samples: one part of a source, read from any position on; and checks of the states of loading."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, final, runtime_checkable
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import _utils
+from torch.utils.data import IterableDataset, _utils
 
 from vlmpack.errors import ConfigError, SampleError
 
@@ -38,35 +40,29 @@ class Place:
 
         yields the next pass                             nothing to do
         was sent to its own end, so it yields nothing    read once more, it yields the next pass
-        starts at that place ever after, as data sets    sent to where it was when the stream was made
+        starts at that place ever after, as data sets    sent to where it was before it was first read
         of `datasets` do: the same first sample
     """
 
     def __init__(self, source: Any) -> None:
         self._source = source
-        self._begin = deepcopy(source.state_dict())
-        self._pending: dict[str, Any] | None = None
-        """The place to which the source will be sent before its next sample."""
+        self._begin = self.state_dict()
         self._after_first: dict[str, Any] | None = None
         """The state of the source after its first sample from that place, until the next pass is compared with it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the source, or the one to which it will be sent: `datasets` has only the place of its reader."""
-        return self._source.state_dict() if self._pending is None else self._pending
+        """Return a copy of the source's state: the place of the next sample."""
+        return deepcopy(self._source.state_dict())
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Send the source to a place before its next sample; None: it stays where it is."""
-        self._pending = state
-
-    def samples(self, *, is_new_pass: bool) -> Iterator[Any]:
-        """The remaining samples of the current pass, or a new pass."""
-        if self._pending is None:
+    def samples(self, state: dict[str, Any] | None, *, is_new_pass: bool) -> Iterator[Any]:
+        """Read the remaining samples of a pass from a state of the source on; None: a new pass."""
+        if state is None:
             yield from whole_source(self._source) if self._after_first is None else self._anew()
             return
-        self._source.load_state_dict(self._pending)
+        self._source.load_state_dict(deepcopy(state))
         samples = whole_source(self._source)
         first = next(samples, END)
-        self._pending, self._after_first = None, deepcopy(self._source.state_dict())
+        self._after_first = self.state_dict()
         if first is not END:
             yield first
             yield from samples
@@ -79,7 +75,7 @@ class Place:
         samples = whole_source(self._source)
         first = next(samples, END)
         if first is END or _equal_states(self._source.state_dict(), previous):
-            self._source.load_state_dict(self._begin)
+            self._source.load_state_dict(deepcopy(self._begin))
             yield from whole_source(self._source)
             return
         yield first
@@ -88,13 +84,7 @@ class Place:
 
 def _equal_states(a: Any, b: Any) -> bool:
     """Return whether two states are equal, whatever arrays or tensors are in them."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal_states(a[name], b[name]) for name in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_equal_states, a, b))
-    if isinstance(a, np.ndarray | torch.Tensor):
-        return type(a) is type(b) and a.shape == b.shape and bool((a == b).all())
-    return type(a) is type(b) and bool(a == b)
+    return digest_of(a) == digest_of(b)
 
 
 @runtime_checkable
@@ -103,6 +93,11 @@ class MapStyle(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+def has_numbers(source: object) -> bool:
+    """Return whether samples can be had by their numbers, and the source has no state of its own to go by."""
+    return isinstance(source, MapStyle) and not isinstance(source, IterableDataset | Resumable)
 
 
 def sample_at(dataset: Any, place: int) -> Any:
@@ -128,11 +123,17 @@ def check_samples(dataset: object) -> None:
         )
 
 
+def other_data(fault: str) -> ConfigError:
+    """Return the error where a state is of another source."""
+    remedy = "give the data set of the run that is continued, read anew with the same samples"
+    return ConfigError(f"the state is of another source: {fault}; {remedy}")
+
+
 def whole_source(source: Iterable[Any]) -> Iterator[Any]:
     """All samples of a source.
 
-    Data sets yield only their share in a worker process. Every worker packs alike, so each needs all samples: while the
-    source is read, `get_worker_info` hides the worker from it.
+    Data sets yield only their share in a worker process, and a `Part` is dealt from all of them: while the source is
+    read, `get_worker_info` hides the worker from it.
     """
     with _no_worker():
         samples = iter(source)
@@ -155,6 +156,103 @@ def _no_worker() -> Iterator[None]:
         _utils.worker._worker_info = before
 
 
+# ---------------------------------------------------------------------- a part of a source
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A position in a part of a source from which reading can go on."""
+
+    position: int
+    """Samples of the source before it."""
+    groups: int = 0
+    """Groups of neighbors with one key that began before it; a sample without a key is a group."""
+    key: str | None = None
+    """Of the last sample before it."""
+    source: dict[str, Any] | None = None
+    """The state of a source that has one."""
+
+
+@final
+class Part:
+    """The samples that one of several processes packs. Together, the parts of a source are all its samples, once.
+
+    Of a streaming data set of `datasets`, a process opens file shards of its own, if their number divides by the parts.
+    Of other sources, samples are dealt in turn: those with numbers are read only where they are needed, the others by
+    all. With keys, neighbors of one key stay together.
+
+    Args:
+        source: all samples, the same in every process.
+        index: of the part.
+        parts: how many there are.
+        key: of a sample's group; None: samples are dealt one by one.
+    """
+
+    def __init__(self, source: Any, index: int, parts: int, key: Callable[[Any], str | None] | None) -> None:
+        self.index, self.parts, self._whole, self._source = index, parts, source, source
+        hub: Any = sys.modules.get("datasets")
+        if hub is not None and isinstance(source, hub.IterableDataset) and source.num_shards % parts == 0 and parts > 1:
+            from datasets.distributed import split_dataset_by_node
+
+            self._source = split_dataset_by_node(source, rank=index, world_size=parts)
+            index, parts = 0, 1
+        self._index, self._parts = index, parts
+        self._key = None if parts == 1 else key
+        self._place = Place(self._source) if isinstance(source, Resumable) else None
+        self.size = len(source) if has_numbers(source) else None  # pyright: ignore
+        """Samples of a source whose samples have numbers; None: it has none."""
+        self.mark = Mark(0)
+        """After the last sample that was read, but for the state of the source."""
+
+    def marked(self) -> Mark | None:
+        """Return where reading can go on; None: the source can only be read from its start."""
+        if self._place is not None:
+            return replace(self.mark, source=self._place.state_dict())
+        return self.mark if self.size is not None or not self.mark.position else None
+
+    def samples(self, since: Mark | None = None, *, wanted: Collection[int] = (), read: int = 0) -> Iterator[Any]:
+        """Read (position, sample) of this part to the end of the pass.
+
+        Args:
+            since: go on there; None: a new pass.
+            wanted: positions below `read` of the samples that are read again.
+            read: samples of the source that were read before: of these, the others are skipped.
+
+        Raises:
+            ConfigError: the source ends before `read`.
+        """
+        if self.size is not None and self._key is None:
+            first = read + (self._index - read) % self._parts
+            for at in (*sorted(wanted), *range(first, self.size, self._parts)):
+                self.mark = Mark(max(at + 1, read))
+                yield at, sample_at(self._source, at)
+            return
+        self.mark = since or Mark(0)
+        for sample in self._from(since):
+            at = self.mark.position
+            if self._is_mine(sample) and (at >= read or at in wanted):
+                yield at, sample
+        if self.mark.position < read:
+            raise other_data(f"it ends after {self.mark.position} samples, and {read} were read before")
+
+    def _from(self, since: Mark | None) -> Iterator[Any]:
+        """Read all samples of the source from a mark on."""
+        if self._place is not None:
+            if self._whole is not self._source:
+                self._source.set_epoch(self._whole.epoch)
+            return self._place.samples(since and since.source, is_new_pass=not self.mark.position)
+        if self.size is not None:
+            return (sample_at(self._source, at) for at in range(self.mark.position, self.size))
+        return whole_source(self._source)
+
+    def _is_mine(self, sample: Any) -> bool:
+        """Count a sample that was read, and return whether it is of this part."""
+        key = None if self._key is None else self._key(sample)
+        groups = self.mark.groups + (key is None or key != self.mark.key)
+        self.mark = Mark(self.mark.position + 1, groups, key)
+        return (groups - 1) % self._parts == self._index
+
+
 # ---------------------------------------------------------------------- digests
 
 DEPTH = 99
@@ -173,7 +271,7 @@ def digest_of(value: Any) -> str:
 
 
 def _update(content: Any, value: Any, depth: int) -> None:
-    if isinstance(value, Mapping | list | tuple | set | frozenset) and depth < DEPTH:
+    if type(value) not in (int, str) and isinstance(value, Mapping | list | tuple | set | frozenset) and depth < DEPTH:
         kind = "map" if isinstance(value, Mapping) else "set" if isinstance(value, set | frozenset) else "list"
         content.update(f"{kind} {len(value)}:".encode())
         for inner in _in_order(value):
@@ -191,6 +289,8 @@ def _in_order(value: Any) -> Iterable[Any]:
 
 def _leaf(value: Any) -> bytes:
     """A single value as bytes."""
+    if type(value) in (int, str):
+        return f"{type(value).__name__} {value}".encode(errors="surrogatepass")
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
         values = value.detach().cpu().contiguous().reshape(-1)
         return f"{value.dtype} {tuple(value.shape)}".encode() + values.view(torch.uint8).numpy().tobytes()
@@ -207,45 +307,29 @@ def _leaf(value: Any) -> bytes:
     return type(value).__qualname__.encode()
 
 
-@final
-class SampleDigests:
-    """Digests of the samples of one state after the other, computed once for each sample while it stays."""
-
-    def __init__(self) -> None:
-        self._computed: dict[int, tuple[Any, str]] = {}
-
-    def of(self, samples: Sequence[Any]) -> list[str]:
-        """The digest of each."""
-        computed = self._computed
-        self._computed = {id(sample): computed.get(id(sample)) or (sample, digest_of(sample)) for sample in samples}
-        return [self._computed[id(sample)][1] for sample in samples]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_computed": {}}
-
-
 # ---------------------------------------------------------------------- states
 
-SEAL = "seal"
-"""Field of a state: a digest of the others."""
 LOAD_ANOTHER = "load another state, or begin the epoch anew"
 """The remedy where a state is refused."""
 
 
-def check_seal(state: Mapping[str, Any], seal: Callable[[Mapping[str, Any]], str], *, of: str) -> None:
-    """Refuse anything but a state whose fields are what they were when it was made.
+def sealed(fields: Mapping[str, Any], *, of: str) -> dict[str, Any]:
+    """Return a state of the fields: plain data, with a digest of it all and of whose state it is.
 
-    Args:
-        state: as it was loaded.
-        seal: computes the digest of its fields.
-        of: whose state it is.
+    A state inside it has a digest of its own, which stands for it.
+    """
+    own = {
+        name: value["seal"] if isinstance(value, dict) and "seal" in value else value for name, value in fields.items()
+    }
+    return {**fields, "seal": digest_of([of, own])}
+
+
+def check_seal(state: Mapping[str, Any], *, of: str) -> None:
+    """Refuse anything but a state of that class whose fields are what they were when it was made.
 
     Raises:
         ConfigError: it is something else.
     """
-    try:
-        is_whole = state[SEAL] == seal(state)
-    except (LookupError, TypeError, ValueError, AttributeError):
-        is_whole = False
-    if not is_whole:
+    fields = {name: value for name, value in state.items() if name != "seal"} if isinstance(state, Mapping) else {}
+    if not fields or state.get("seal") != sealed(fields, of=of)["seal"]:
         raise ConfigError(f"this is no state of a {of}, or one that was changed since it was made; {LOAD_ANOTHER}")

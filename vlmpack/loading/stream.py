@@ -1,56 +1,54 @@
-"""PackedStream: an iterable of samples as a stream of rows, the same on any number of ranks and workers."""
+"""PackedStream: an iterable of samples as a stream of rows; StreamLoader: its batches, as many on every rank.
+
+Ranks and workers each read, measure and pack a part of the source of their own:
+
+    source     0  1  2  3  4  5  6  7  8  9 ...
+    rank 0     0     2     4     6     8            worker 0: 0 4 8 ...     worker 1: 2 6 ...
+    rank 1        1     3     5     7     9         worker 0: 1 5 9 ...     worker 1: 3 7 ...
+
+How many rows a part makes shows at its end only. There ranks agree: one that has no more rows trains on empty ones
+until all have ended.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, final, get_args
+from dataclasses import astuple
+from functools import partial
+from itertools import islice
+from typing import Any, final
+from warnings import warn
 
-from torch.utils.data import IterableDataset, get_worker_info
+import torch
+from torch import distributed
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from vlmpack.errors import ConfigError, check_choice, check_kind
+from vlmpack.errors import ConfigError, SampleError, check_kind
 from vlmpack.loading.resumable import (
     END,
-    SEAL,
-    MapStyle,
-    Place,
+    LOAD_ANOTHER,
+    Mark,
+    Part,
     Resumable,
-    SampleDigests,
     check_samples,
     check_seal,
     digest_of,
-    sample_at,
-    whole_source,
+    other_data,
+    sealed,
 )
-from vlmpack.loading.sampler import Remainder, checked_rank
-from vlmpack.loading.stream_packer import Row, RowSettings, Sample, SharedPrefix, StreamPacker, token_count
+from vlmpack.loading.sampler import checked_rank
+from vlmpack.loading.stream_packer import RowSettings, SharedPrefix, StreamPacker, token_count
 from vlmpack.plan.lengths import checked_capacity
-from vlmpack.plan.planner import middle
-
-
-def even_out(rows: list[Row], ranks: int, remainder: Remainder, length: Callable[[Sample], int]) -> list[Row]:
-    """The last rows, their number made a multiple of `ranks`; see `PackedStream` for how."""
-    over = len(rows) % ranks
-    if not over:
-        return rows
-    if remainder == "empty":
-        return [*rows, *([] for _ in range(ranks - over))]
-    if remainder == "drop" or sum(map(len, rows)) < len(rows) + ranks - over:
-        return rows[: len(rows) - over]
-    for _ in range(ranks - over):
-        at = max(range(len(rows)), key=lambda row: len(rows[row]))
-        cut = middle([length(sample) for sample in rows[at]])
-        rows = [*rows[:at], rows[at][:cut], rows[at][cut:], *rows[at + 1 :]]
-    return rows
 
 
 @final
 class PackedStream(IterableDataset[list[Any]]):
-    """Rows, each a list of samples, for `DataLoader(stream, batch_size=None, collate_fn=collator)`.
+    """Rows, each a list of samples, for a `StreamLoader`, or `DataLoader(stream, batch_size=None)` on one rank.
 
-    Every rank and every worker reads the whole source and packs it alike; each yields its share of the rows. So rows do
-    not depend on the number of workers, all ranks have as many, and processes exchange no messages. The source must
-    therefore yield the same samples in the same order in every process (seed its shuffle), and should be cheap to read:
-    leave decoding to the collator.
+    Every rank, and every worker of its loader, packs a part of the source: file shards of its own where the source can
+    be split into as many (data sets of `datasets`), every n-th sample otherwise. Of a source without numbered samples
+    it then reads the others too, so reading should be cheap: leave decoding to the collator. The source must yield the
+    same samples in the same order in every process: seed its shuffle, and leave splitting it to the stream.
 
     A sample that the source cannot read (a SampleError) takes up one token of a row, so that it comes to the collator,
     which raises or skips and counts it.
@@ -60,17 +58,14 @@ class PackedStream(IterableDataset[list[Any]]):
         settings: of the rows.
         length: tokens of a sample; of one that is not tokenized yet, `VLMCollator.length` counts them.
         costs: what else a sample needs, by the names of `settings.limits`.
-        prefix: what a sample begins with, and its neighbors of the same key too: they share a row, and a collator that
-            shares prefixes computes it once. None: samples share nothing.
+        prefix: what a sample begins with, and its neighbors of the same key too: they go to one rank and share a row,
+            and a collator that shares prefixes computes it once. None: samples share nothing.
         ranks: processes that train together.
         rank: this one, which may be left out if there is no other.
-        remainder: what becomes of the last rows where they do not suffice for all ranks: "split" cuts rows of many
-            samples in two (and drops them where there are too few samples), "empty" gives rows of no samples to the
-            other ranks, "drop" leaves them out and counts their samples.
         repeat: start over when the source ends, for ever: for trainers that count steps instead of epochs.
 
     Raises:
-        ConfigError: a source or settings of another kind (a path), or a rank or remainder that does not exist.
+        ConfigError: a source or settings of another kind (a path), or a rank that does not exist.
     """
 
     def __init__(
@@ -83,7 +78,6 @@ class PackedStream(IterableDataset[list[Any]]):
         prefix: Callable[[Any], SharedPrefix | None] | None = None,
         ranks: int = 1,
         rank: int | None = None,
-        remainder: Remainder = "split",
         repeat: bool = False,
     ) -> None:
         check_samples(source)
@@ -93,41 +87,31 @@ class PackedStream(IterableDataset[list[Any]]):
                 "something that can be iterated over again (a list, an IterableDataset), or pack it call by call: "
                 "StreamPacker"
             )
-        check_kind("settings", settings, RowSettings, "RowSettings(capacity=4096)")
         ranks = checked_capacity(ranks, "ranks")
-        check_choice("remainder", remainder, get_args(Remainder))
+        if ranks > 1 and getattr(source, "_distributed", None) is not None:
+            raise ConfigError(
+                "the source was split by split_dataset_by_node, and a stream splits it again: give the whole data set"
+            )
         self.source, self.settings = source, settings
         self.ranks, self.rank = ranks, checked_rank(rank, ranks)
-        self.remainder: Remainder = remainder
         self.repeat = repeat
-        self._length, self._costs, self._prefix = length, costs, prefix
-        self._resumed = False
-        self._place = Place(source) if isinstance(source, Resumable) else None
-        self._reader: object = None
-        self._digests = SampleDigests()
-        self._start()
-
-    def _start(self, rounds: int = 0) -> None:
-        """Before the first sample of a pass, after so many rounds of rows."""
-        self._packer: StreamPacker[Any] = self._new_packer()
-        self._rows: list[list[Any]] = []
-        self._rounds = rounds
-        self._ended = False
-        self._uneven = 0
-        self._last: Any = END
-        self._last_digest: str | None = None
-        """Of the last sample read before the state that was loaded."""
-        self._expected: dict[int, str] = {}
-        """Digests, by number, of samples that are read again on the way to where the state was."""
-
-    def _new_packer(self) -> StreamPacker[Any]:
-        return StreamPacker(self.settings, length=self._length, costs=self._costs, prefix=self._prefix)
+        self.agrees = False
+        """Whether a `StreamLoader` makes ranks end together."""
+        self._packing: dict[str, Any] = {"length": length, "costs": costs, "prefix": prefix}
+        self._packer: StreamPacker[Any] = StreamPacker(settings, **self._packing)
+        self._loaded: Mapping[str, Any] | None = None
+        self._last_part: Part | None = None
+        self._last: tuple[int, Any] | None = None
+        """Position and sample that were read last."""
+        self._next: Mark | None = None
+        """Where the next pass begins, after the state of a pass without rows left was loaded."""
+        self._iteration: object = None
 
     def __repr__(self) -> str:
         rows = f"a {type(self.source).__name__} in rows of {self.settings.capacity} tokens"
-        end = "for ever" if self.repeat else f"remainder {self.remainder!r}"
-        done = f"{self._packer.received} samples read, {self.dropped} dropped, {self.left_out} left out"
-        return f"PackedStream({rows}, rank {self.rank} of {self.ranks}, {end}; {done})"
+        end = ", for ever" if self.repeat else ""
+        done = f"{self._packer.received} samples packed, {self.dropped} dropped, {self.left_out} left out"
+        return f"PackedStream({rows}, rank {self.rank} of {self.ranks}{end}; {done})"
 
     @property
     def dropped(self) -> int:
@@ -136,179 +120,304 @@ class PackedStream(IterableDataset[list[Any]]):
 
     @property
     def left_out(self) -> int:
-        """Samples of this pass whose rows were not full enough at the end, or did not suffice for all ranks."""
-        return self._packer.left_out + self._uneven
+        """Samples of this pass whose rows were not full enough at the end."""
+        return self._packer.left_out
 
     def __iter__(self) -> Iterator[list[Any]]:
         """This rank's and worker's rows, from where `load_state_dict` put it, or from the start.
 
         Raises:
-            ConfigError: another iteration of this stream began meanwhile, and has the rows that would come; or the
-                stream is to repeat a source that makes no row.
+            ConfigError: another iteration of this stream began meanwhile, and has the rows that would come; the stream
+                is to repeat a source that makes no row; or ranks that compute together would end apart.
         """
-        if not self._resumed:
-            if self._place is not None and not self._ended:
-                self._place.load_state_dict(None)  # in a pass that was given up
-            self._start()
-        self._resumed = False
-        self._reader = reader = object()
-        worker = get_worker_info()
-        num_workers, worker_id = (worker.num_workers, worker.id) if worker else (1, 0)
-        for row in self._passes():
-            self._rounds += 1
-            if (self._rounds - 1) % num_workers == worker_id:
+        if not (self.repeat or self.agrees) and self.ranks > 1 and distributed.is_initialized():
+            raise ConfigError(
+                "ranks have different numbers of rows, and the last one would wait for ever: load the stream by "
+                "StreamLoader(stream, collate_fn=...), or repeat it and count steps"
+            )
+        self._iteration = iteration = object()
+        while True:
+            for row in self._pass():
                 yield row
-            if self._reader is not reader:
-                raise ConfigError("this stream was begun anew before it ended; give each loader a stream of its own")
-
-    def _passes(self) -> Iterator[list[Any]]:
-        """This rank's rows of the current pass, and of those that follow if the stream repeats.
-
-        Rounds are counted on, so that workers take turns as before.
-        """
-        yield from self._rows_of_rank()
-        while self.repeat:
-            self._start(before := self._rounds)
-            yield from self._rows_of_rank()
-            if self._rounds == before:
+                if self._iteration is not iteration:
+                    raise ConfigError("this stream was begun anew before it ended; give each loader one of its own")
+            if not self.repeat or (self._part.parts > 1 and not self._packer.received):
+                return
+            if self._packer.received == self.dropped + self.left_out:
                 raise ConfigError(
                     f"the source makes no row, so there is nothing to repeat: of {self._packer.received} samples "
-                    f"{self.dropped} were too long and {self.left_out} left out; remainder= decides about rows that "
-                    "are too few for all ranks"
+                    f"{self.dropped} were too long and {self.left_out} left out"
                 )
 
-    def _rows_of_rank(self) -> Iterator[list[Any]]:
-        """This rank's row of each round of rows.
-
-        The last whole round is held back until another is complete: at the end its rows may have to be split.
-        """
-        samples = self._samples()
-        while not self._ended:
-            while len(self._rows) >= 2 * self.ranks:
-                yield self._next_row()
-            sample = next(samples, END)
-            if sample is END:
-                self._end()
-            else:
-                self._last = sample
-                self._packer.add(sample)
-                self._rows += self._packer.rows()
-        while self._rows:
-            yield self._next_row()
-
-    def _next_row(self) -> list[Any]:
-        """Take out the next round of rows; this rank's is returned."""
-        row, self._rows = self._rows[self.rank], self._rows[self.ranks :]
-        return row
-
-    def _end(self) -> None:
-        rows = [*self._rows, *self._packer.flush()]
-        self._rows = even_out(rows, self.ranks, self.remainder, lambda sample: self._packer.needs(sample)[0])
-        self._uneven = sum(map(len, rows)) - sum(map(len, self._rows))
+    def _pass(self) -> Iterator[list[Any]]:
+        """The rows of a pass, or those that are left of it after a state was loaded."""
+        if self._loaded is None:
+            since, self._next = self._next, None
+            samples = self._begin(self._part, since).samples(since)
+        else:
+            samples = self._resume(self._loaded)
+        self._loaded = None
+        yield from self._packer.rows()
+        for at, sample in samples:
+            self._last = at, sample
+            self._packer.add(sample, number=at)
+            buffered = len(self._packer)
+            yield from self._packer.rows()
+            if len(self._packer) < buffered or not self._marks:
+                self._mark()
         self._ended = True
+        yield from self._packer.rest()
 
-    def _samples(self) -> Iterator[Any]:
-        """The source from where it was left: by its own means, by number, or read again up to there."""
-        if self._ended:
-            return iter(())
-        start = self._packer.received
-        if self._place is not None:
-            return self._place.samples(is_new_pass=not start)
-        if (source := self._by_number) is not None:
-            return (sample_at(source, at) for at in range(start, len(source)))
-        return self._after(start)
+    @property
+    def _part(self) -> Part:
+        """The part of the source that this process packs."""
+        worker = get_worker_info()
+        at, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        index, parts = at * self.ranks + self.rank, workers * self.ranks
+        part = self._last_part
+        if part is None or (part.index, part.parts) != (index, parts):
+            self._last_part = part = Part(self.source, index, parts, key=self._packing["prefix"] and self._key)
+            self._begin(part)
+        return part
 
-    def _after(self, start: int) -> Iterator[Any]:
-        """The samples from a number on; those before are read again, and compared where the state has their digests."""
-        samples = whole_source(self.source)
-        for at in range(start):
-            sample = next(samples, END)
-            if sample is END:
-                raise _other_data(f"it ends after {at} samples, and {start} were read before")
-            self._compare(at, sample)
-        yield from samples
+    def _begin(self, part: Part, since: Mark | None = None) -> Part:
+        """Go to the start of a pass; `since`: of the source there, None: it is there."""
+        part.mark = Mark(0)
+        self._packer = StreamPacker(self.settings, **self._packing)
+        self._start, self._marks, self._ended = since or part.marked() or part.mark, list[Mark](), False
+        self._last = None
+        return part
 
-    def _compare(self, at: int, sample: Any) -> None:
-        if at in self._expected and digest_of(sample) != self._expected[at]:
-            raise _other_data(f"its sample {at} is another one than before")
+    def _key(self, sample: Any) -> str | None:
+        prefix = None if isinstance(sample, SampleError) else self._packing["prefix"](sample)
+        return None if prefix is None else digest_of(prefix.key)
+
+    @property
+    def _needed(self) -> int:
+        """The first sample that is read again to continue here: the oldest in the buffer, at most the last one read."""
+        numbers = [*self._packer.buffered] if self._last is None else [*self._packer.buffered, self._last[0]]
+        return min(numbers, default=0)
+
+    def _mark(self) -> None:
+        """Keep where reading can go on from here, and of earlier such marks those that may be needed."""
+        if (mark := self._part.marked()) is not None:
+            needed = self._needed
+            passed = [mark for mark in self._marks if mark.position <= needed]
+            self._marks = [*passed[-1:], *self._marks[len(passed) :], mark]
 
     # ------------------------------------------------------------------ to continue elsewhere
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all there is to continue bit for bit: buffered samples, rows not yielded yet, the source's place.
+        """Return all there is to continue bit for bit, as plain data.
 
-        `StatefulDataLoader` collects the states of all workers.
+        These are positions in the source and digests of the samples in the buffer, which are read again to continue,
+        and states of the source where it has any.
         """
-        source = self._by_number
-        size = None if source is None else len(source)
+        if self._loaded is not None:
+            return dict(self._loaded)
+        part, needed = self._part, self._needed
+        near = [mark for mark in (self._start, *self._marks) if mark.position <= needed][-1]
+        if self._ended and not self._packer.buffered:  # nothing is read again
+            near = self._next or Mark(0, source=(part.marked() or near).source)
         fields = {
-            "packer": self._packer.state_dict(),
-            "rows": [list(row) for row in self._rows],
-            "rounds": self._rounds,
+            "part": [part.index, part.parts],
+            "size": part.size,
+            "read": part.mark.position,
+            "last": None if self._last is None else [self._last[0], digest_of(self._last[1])],
             "ended": self._ended,
-            "uneven": self._uneven,
-            "ranks": self.ranks,
-            "remainder": self.remainder,
-            "source": None if self._place is None else self._place.state_dict(),
-            "data": [size, self._last_digest if self._last is END else digest_of(self._last)],
+            "marks": [list(astuple(mark)) for mark in (self._start, near)],
+            "packer": self._packer.state_dict(),
         }
-        return {**fields, SEAL: self._seal(fields)}
+        return sealed(fields, of="PackedStream")
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue there when next iterated.
 
         Raises:
-            ConfigError: the state is of another number of ranks, another remainder, or other settings; of another
-                source, where that shows; or it was changed. A source that can only be iterated over is compared as it
-                is read.
+            ConfigError: the state is of other ranks or workers, of other settings, of a source of another size, or it
+                was changed. Samples are compared when they are read again.
         """
-        check_seal(state, self._seal, of="PackedStream")
-        ranks, remainder = state["ranks"], state["remainder"]
-        if (ranks, remainder) != (self.ranks, self.remainder):
+        check_seal(state, of="PackedStream")
+        part, (index, parts) = self._part, state["part"]
+        if (index, parts) != (part.index, part.parts):
             raise ConfigError(
-                f"the state is of {ranks!r:.40} ranks with remainder {remainder!r:.40}, this stream is of "
-                f"{self.ranks} with {self.remainder!r}; deal as before"
+                f"the state is of part {index} of a source in {parts} (one for each rank and worker), and this is part "
+                f"{part.index} of {part.parts}; continue each rank by its own state, with as many ranks and workers"
             )
-        packer = self._new_packer()
-        packer.load_state_dict(state["packer"])
-        if (self._place is None) != (state["source"] is None):
-            kind = "with" if self._place is None else "without"
-            raise ConfigError(f"the state is of a source {kind} a state of its own; {USE_SAME_DATA}")
-        size, last = state["data"]
-        expected = {at: digest_of(sample) for at, sample in state["packer"]["buffered"]}
-        if last is not None and packer.received:
-            expected[packer.received - 1] = last
-        self._expected = expected
-        if (source := self._by_number) is not None:
-            if (size is not None and size != len(source)) or packer.received > len(source):
-                before = packer.received if size is None else size
-                raise _other_data(f"it has {len(source)} samples, and before it had {before}")
-            for at in expected:
-                self._compare(at, sample_at(source, at))
-        self._start(state["rounds"])
-        self._packer, self._expected, self._last_digest = packer, expected, last
-        self._rows = [list(row) for row in state["rows"]]
-        self._ended, self._uneven = state["ended"], state["uneven"]
-        if self._place is not None:
-            self._place.load_state_dict(state["source"])
-        self._resumed = True
+        self._packer.check_state(state["packer"])
+        if part.size != state["size"]:
+            raise other_data(f"it has {part.size} samples, and before it had {state['size']}")
+        self._loaded = state
 
-    def _seal(self, fields: Mapping[str, Any]) -> str:
-        samples = self._digests.of([sample for row in fields["rows"] for sample in row])
-        sizes = [len(row) for row in fields["rows"]]
-        return digest_of([fields["packer"][SEAL], sizes, samples, *(fields[name] for name in COUNTED)])
+    def _resume(self, state: Mapping[str, Any]) -> Iterator[Any]:
+        """Fill the buffer as it was; the samples that follow are returned."""
+        start, near = (Mark(*mark) for mark in state["marks"])
+        if state["ended"] and not state["packer"]["samples"]:
+            self._begin(self._part, start).mark = Mark(state["read"])
+            self._packer.load_state_dict(state["packer"], {})
+            self._ended, self._next = True, near if near.source is not None else None
+            return iter(())
+        try:
+            samples = self._read_again(state, near)
+        except ConfigError as error:
+            if start.source is None or near.position == start.position:
+                raise
+            warn(
+                f"the source does not go on where its state was taken, as after a shuffle buffer, which is no part of "
+                f"it: the pass is read again from its start ({error})",
+                stacklevel=2,
+            )
+            samples = self._read_again(state, start)
+        self._start, self._marks, self._ended = start, [near], state["ended"]
+        if state["ended"] and next(samples, END) is not END:
+            raise other_data(f"it goes on after {state['read']} samples, and it ended there before")
+        return samples
 
-    @property
-    def _by_number(self) -> MapStyle | None:
-        """The source, if its samples have numbers and it has no state of its own."""
-        has_numbers = isinstance(self.source, MapStyle) and not isinstance(self.source, IterableDataset)
-        return self.source if has_numbers and self._place is None else None  # pyright: ignore[reportReturnType]
+    def _read_again(self, state: Mapping[str, Any], since: Mark) -> Iterator[Any]:
+        """Read the samples of the buffer, and the last one, from a mark on.
+
+        Raises:
+            ConfigError: the source has others.
+        """
+        part = self._begin(self._part)
+        last = [] if state["last"] is None else [state["last"]]
+        wanted = {at for at, _ in (*state["packer"]["samples"], *last)}
+        samples = part.samples(since, wanted=wanted, read=state["read"])
+        found = dict(islice(samples, len(wanted)))
+        self._packer.load_state_dict(state["packer"], found)
+        for at, digest in last:
+            self._last = at, found.get(at)
+            if digest_of(found.get(at)) != digest:
+                raise other_data(f"its sample {at} is another one than before")
+        return samples
 
 
-COUNTED = ("rounds", "ended", "uneven", "ranks", "remainder", "source", "data")
-"""Fields of a state besides its rows and its packer."""
-USE_SAME_DATA = "give the data set of the run that is continued"
+# ---------------------------------------------------------------------- batches, as many on every rank
 
 
-def _other_data(fault: str) -> ConfigError:
-    return ConfigError(f"the state is of another source: {fault}; {USE_SAME_DATA}, read anew with the same samples")
+@final
+class StreamLoader(DataLoader[Any]):
+    """A DataLoader of a stream: batches of its rows, as many on every rank, and a state to continue from.
+
+    A rank that has no more rows gets batches of empty ones until all ranks have ended, so that none waits for ever in
+    a collective. To agree, ranks exchange one number for each row (by gloo), unless the stream repeats.
+
+    Args:
+        stream: the rows of this rank.
+        collate_fn: makes a batch of a row; on several ranks of an empty row too, as `VLMCollator` does.
+        settings: others of DataLoader: `num_workers`, `pin_memory`.
+
+    Raises:
+        ConfigError: something else than a stream was given.
+    """
+
+    def __init__(self, stream: PackedStream, *, collate_fn: Callable[[list[Any]], Any] = list, **settings: Any) -> None:
+        check_kind("stream", stream, PackedStream, "PackedStream(samples, RowSettings(capacity=4096))")
+        self.stream, self._collate = stream, collate_fn
+        stream.agrees = True
+        collate: Any = partial(_collated, collate_fn)
+        super().__init__(_Worker(stream), batch_size=None, collate_fn=collate, **settings)
+        self._parts = max(1, self.num_workers)
+        self._states: list[Any] = [None] * self._parts
+        self._turn = 0
+        self._goes_on = False
+        """Whether the next iteration begins by the states: after one was loaded, and after an epoch."""
+        self._ended = False
+
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """This rank's batches, from where `load_state_dict` put it; otherwise those of the next epoch.
+
+        Raises:
+            ConfigError: a stream that repeats has no sample for this rank.
+        """
+        if not self._goes_on:
+            self._states, self._turn, self._ended = [None] * self._parts, 0, False
+        worker: Any = self.dataset
+        worker.start = self.state_dict()
+        self._goes_on = self._ended = False
+        batches = self._own_batches()
+        together = not self.stream.repeat and self.stream.ranks > 1 and distributed.is_initialized()
+        yield from self._in_step(batches) if together else batches
+        self._turn, self._ended, self._goes_on = 0, True, True
+
+    def _own_batches(self) -> Iterator[Any]:
+        """Those of this rank's rows; workers take turns, those without further rows too."""
+        ended: set[int] = set()
+        for at, (batch, state, has_ended) in enumerate(super().__iter__()):
+            part = at % self._parts
+            self._states[part], self._turn = state, (part + 1) % self._parts
+            if has_ended:
+                ended.add(part)
+            elif batch is not None:
+                yield batch
+            if len(ended) == self._parts:
+                break
+        if self.stream.repeat:
+            raise ConfigError(f"the source has no sample for rank {self.stream.rank} of {self.stream.ranks} to repeat")
+
+    def _in_step(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """As many on every rank."""
+        group: Any = distributed.new_group(backend="gloo")
+        try:
+            while True:
+                batch = next(batches, END)
+                have_rows = torch.tensor(batch is not END, dtype=torch.int64)
+                distributed.all_reduce(have_rows, distributed.ReduceOp.MAX, group)
+                if not have_rows:
+                    return
+                yield self._collate([]) if batch is END else batch
+        finally:
+            if distributed.is_initialized():
+                distributed.destroy_process_group(group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it takes to continue after the last batch, as plain data."""
+        return {"states": list(self._states), "turn": self._turn, "ended": self._ended}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue there when next iterated.
+
+        Raises:
+            ConfigError: the state is of another number of workers, each of which packs a part of the source, or it is
+                none of a loader. Workers refuse those of another stream.
+        """
+        if not isinstance(state, Mapping) or state.keys() != self.state_dict().keys():
+            raise ConfigError(f"this is no state of a StreamLoader; {LOAD_ANOTHER}")
+        if (workers := len(state["states"])) != self._parts:
+            raise ConfigError(
+                f"the state is of a stream in {workers} workers, but now there are {self._parts}. Each packs a part of "
+                "the source: continue with as many as before"
+            )
+        self._states, self._turn, self._ended = list(state["states"]), state["turn"], state["ended"]
+        self._goes_on, self._iterator = True, None  # workers that persist begin anew
+
+
+class _Worker(IterableDataset[Any]):
+    """What a worker yields: (row, state of the stream after it, False); at the end (None, state, True), for ever."""
+
+    def __init__(self, stream: PackedStream) -> None:
+        self.stream = stream
+        self.start: dict[str, Any] | None = None
+        """The state of the loader; None: the worker persists, and the stream goes on to its next pass."""
+
+    def __iter__(self) -> Iterator[tuple[list[Any] | None, Any, bool]]:
+        start, self.start = self.start, None
+        if start is not None:
+            worker = get_worker_info()
+            part = worker.id if worker else 0
+            state = start["states"][part]
+            if state is not None:
+                self.stream.load_state_dict(state)
+                if start["ended"]:
+                    list(self.stream)  # no rows are left, and the next pass begins
+            if part < start["turn"]:
+                yield None, state, False  # its turn was before the stop
+        for row in self.stream:
+            yield row, self.stream.state_dict(), False
+        while True:
+            yield None, self.stream.state_dict(), True
+
+
+def _collated(collate: Callable[[list[Any]], Any], item: tuple[list[Any] | None, Any, bool]) -> tuple[Any, Any, bool]:
+    row, state, ended = item
+    return None if row is None else collate(row), state, ended

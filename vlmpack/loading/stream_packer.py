@@ -10,13 +10,13 @@ items               [a1 a2 a3]   [b1]   c1 c2 are arriving
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 
 from vlmpack.errors import ConfigError, SampleError, check_choice, check_kind
-from vlmpack.loading.resumable import SEAL, SampleDigests, check_seal, digest_of
+from vlmpack.loading.resumable import check_seal, digest_of, other_data, sealed
 from vlmpack.plan.lengths import OVERSIZE, Oversize, checked_capacity
 from vlmpack.plan.packing_buffer import ROWS_BUFFERED, PackingBuffer, whole_needs
 from vlmpack.plan.planner import cut_group
@@ -141,16 +141,15 @@ class _Group:
     members: dict[int, Needs] = field(default_factory=dict)
     """Needs of the whole samples, by their numbers in the stream."""
 
-    @property
-    def needs(self) -> Needs:
-        """Of all of them, their prefix counted once."""
-        columns = zip(*self.members.values(), strict=True)
-        repeats = len(self.members) - 1
+    def needs(self, numbers: Sequence[int]) -> Needs:
+        """Of some of them, their prefix counted once."""
+        columns = zip(*(self.members[number] for number in numbers), strict=True)
+        repeats = len(numbers) - 1
         return tuple(sum(column) - repeats * shared for column, shared in zip(columns, self.prefix, strict=True))
 
     @property
     def tokens(self) -> int:
-        return self.needs[0] if self.members else 0
+        return self.needs([*self.members])[0] if self.members else 0
 
     def add(self, number: int, needs: Needs, key: Hashable, prefix: Needs) -> None:
         """Take a sample in.
@@ -213,19 +212,22 @@ class StreamPacker(Generic[Sample]):
         """Samples that were too long for a row and left out."""
         self.left_out = 0
         """Samples of rows that were not full enough at the end and left out."""
+        self.buffered: dict[int, Sample] = {}
+        """Samples that are in no row yet, by number: what `load_state_dict` needs beside a state."""
         self._length, self._costs, self._prefix = length, costs, prefix
-        self._room = PackingBuffer(settings.capacity, list(settings.limits.values()))
-        self._samples: dict[int, Sample] = {}
-        self._items: dict[int, tuple[int, ...]] = {}
-        """Numbers of the samples of each item of several, by the first of them, under which it is buffered."""
+        self._digests: dict[int, str] = {}
+        self._fill = PackingBuffer(self.settings.capacity, list(self.settings.limits.values()))
+        self._items: dict[int, list[int]] = {}
+        """Numbers of the samples of each item, by the first of them, under which it is in the packing buffer."""
         self._arriving = _Group()
-        self._alone: list[Row] = []
+        self._alone: list[int] = []
+        """Samples that get rows of their own."""
         self._carried = 0
-        self._digests = SampleDigests()
+        """Items whose number is below have been held back once."""
 
     def __len__(self) -> int:
         """Buffered samples, those with a row of their own included."""
-        return len(self._samples) + len(self._alone)
+        return len(self.buffered)
 
     def __repr__(self) -> str:
         return (
@@ -236,70 +238,76 @@ class StreamPacker(Generic[Sample]):
     @property
     def tokens(self) -> int:
         """Buffered tokens of samples that will share a row, prefixes counted once."""
-        return self._room.tokens + self._arriving.tokens
+        return self._fill.tokens + self._arriving.tokens
 
-    def add(self, sample: Sample) -> None:
+    def add(self, sample: Sample, *, number: int | None = None) -> None:
         """Take a sample in.
+
+        Args:
+            sample: it.
+            number: under which errors and states name it, rising; None: how many came before.
 
         Raises:
             SampleError: its length or a cost is no whole number, it has no tokens, its `input_ids` are no row of
                 numbers, its prefix is not that of its group, or it exceeds a row by itself and `oversize` is "error";
-                names it by its number in the stream.
+                names it by its number.
             ConfigError: `costs` does not return everything that is limited.
         """
-        at, self.received = self.received, self.received + 1
-        needs = self._named_needs(at, sample)
-        over = any(need > limit for need, limit in zip(needs, self._room.limits, strict=True))
+        number = self.received if number is None else number
+        self.received += 1
+        needs = self._needs(number, sample)
+        over = any(need > limit for need, limit in zip(needs, self._fill.limits, strict=True))
         if over and self.settings.oversize == "drop":
             self.dropped += 1
-        elif over and self.settings.oversize == "own_row":
-            self._alone.append([sample])
+            return
+        if over and self.settings.oversize == "own_row":
+            self._alone.append(number)
         else:
-            self._join(at, needs, self._prefix_of(at, sample))
-            self._samples[at] = sample
+            self._join(number, needs, self._prefix_of(number, sample))
+        self.buffered[number] = sample
 
-    def _join(self, at: int, needs: Needs, prefix: SharedPrefix | None) -> None:
+    def _join(self, number: int, needs: Needs, prefix: SharedPrefix | None) -> None:
         """Buffer a sample by itself, or let it wait for the others of its group, up to some rows' worth of them."""
         key, most = prefix and prefix.key, max(self.settings.enough_buffered, ROWS_BUFFERED * self.settings.capacity)
         if key != self._arriving.key or self._arriving.tokens >= most:
             self._close_group()
         if prefix is None or needs[0] < 1:  # of no tokens: the buffer refuses it
-            self._room.add(at, *needs)
+            self._buffer([number], needs)
         else:
-            self._arriving.add(at, needs, key, prefix.needs(self.settings.limits))
+            self._arriving.add(number, needs, key, prefix.needs(self.settings.limits))
 
     def _close_group(self) -> None:
         """Buffer what has arrived of a group as an item, or as several that fit a row each and repeat the prefix."""
         group, self._arriving = self._arriving, _Group()
-        if not group.members:
-            return
         numbers = list(group.members)
-        for piece in cut_group(list(group.members.values()), group.prefix, self._room.limits):
-            item = replace(group, members={numbers[at]: group.members[numbers[at]] for at in piece})
-            first = next(iter(item.members))
-            self._room.add(first, *item.needs)
-            if len(piece) > 1:
-                self._items[first] = tuple(item.members)
+        pieces = cut_group(list(group.members.values()), group.prefix, self._fill.limits) if numbers else []
+        for piece in pieces:
+            members = [numbers[at] for at in piece]
+            self._buffer(members, group.needs(members))
 
-    def _prefix_of(self, at: int, sample: Sample) -> SharedPrefix | None:
+    def _buffer(self, numbers: list[int], needs: Needs) -> None:
+        self._fill.add(numbers[0], *needs)
+        self._items[numbers[0]] = numbers
+
+    def _prefix_of(self, number: int, sample: Sample) -> SharedPrefix | None:
         """The prefix of a sample; None: it shares nothing, or could not be read."""
         if self._prefix is None or isinstance(sample, SampleError):
             return None
         prefix = self._prefix(sample)
         if prefix is None:
             return None
-        check_kind(f"the prefix of sample {at}", prefix, SharedPrefix, 'SharedPrefix(key="prompt 7", tokens=640)')
+        check_kind(f"the prefix of sample {number}", prefix, SharedPrefix, 'SharedPrefix(key="prompt 7", tokens=640)')
         if prefix.key is None:
             raise ConfigError(
-                f"the prefix of sample {at} has the key None; return None for a sample that shares nothing"
+                f"the prefix of sample {number} has the key None; return None for a sample that shares nothing"
             )
         return prefix
 
     def rows(self) -> Iterator[Row]:
         """Rows that can be made while enough tokens are buffered."""
-        alone, self._alone = self._alone, []
-        yield from alone
-        while len(self._room) and self._room.tokens >= self.settings.enough_buffered:
+        while self._alone:
+            yield [self._out(self._alone.pop(0))]
+        while len(self._fill) and self._fill.tokens >= self.settings.enough_buffered:
             yield self._take()
 
     def pack(self, samples: Iterable[Sample]) -> list[Row]:
@@ -313,160 +321,140 @@ class StreamPacker(Generic[Sample]):
         """
         if isinstance(samples, Mapping | str):
             raise ConfigError(f"pack takes a list of samples, got a {type(samples).__name__}; of one give [sample]")
-        before, buffered, groups = (
-            self._fields(),
-            self._room.buffered,
-            (dict(self._items), replace(self._arriving, members=dict(self._arriving.members))),
-        )
+        state, buffered = self.state_dict(), dict(self.buffered)
         try:
             for sample in samples:
                 self.add(sample)
         except BaseException:
-            self._set(before, buffered, *groups)
+            self.load_state_dict(state, buffered)
             raise
         self._close_group()
-        rows, self._alone = self._alone, []
-        passed_over = []
-        while len(self._room):
-            was_held_back = self._room.oldest < self._carried
+        rows = [[self._out(number)] for number in self._alone]
+        self._alone, passed_over = [], []
+        while len(self._fill):
+            was_held_back = self._fill.oldest < self._carried
             if row := self._take(at_least=0.0 if was_held_back else self.settings.least_tokens):
                 rows.append(row)
             else:
-                passed_over.append(self._room.take_oldest())
-        for sample in passed_over:
-            self._room.add(*sample)
+                passed_over.append(self._fill.take_oldest())
+        for item in passed_over:
+            self._fill.add(*item)
         self._carried = self.received
         return rows
 
     def flush(self) -> list[Row]:
         """Return rows of all buffered samples; with `drop_last`, those below `min_fill` are left out and counted."""
+        return list(self.rest())
+
+    def rest(self) -> Iterator[Row]:
+        """Yield the rows of `flush` one by one; those that were not asked for stay buffered."""
         self._close_group()
-        rows = [*self.rows()]
-        while len(self._room):
-            tokens = self._room.tokens
+        yield from self.rows()
+        while len(self._fill):
+            tokens = self._fill.tokens
             row = self._take()
-            if self.settings.drop_last and tokens - self._room.tokens < self.settings.least_tokens:
+            if self.settings.drop_last and tokens - self._fill.tokens < self.settings.least_tokens:
                 self.left_out += len(row)
             else:
-                rows.append(row)
-        return rows
+                yield row
 
-    def needs(self, sample: Sample) -> tuple[int, ...]:
+    def _needs(self, number: int, sample: Sample) -> Needs:
         """(tokens, and what else is limited) of a sample; one that could not be read takes up one token.
 
         Raises:
             ConfigError: `costs` does not return everything that is limited.
             SampleError: one of them is no whole number, or `input_ids` are no row of numbers.
         """
+        limits = self.settings.limits
         if isinstance(sample, SampleError):
-            return (1, *(0 for _ in self.settings.limits))
+            return (1, *(0 for _ in limits))
         costs = {} if self._costs is None else self._costs(sample)
-        if missing := [name for name in self.settings.limits if name not in costs]:
+        if missing := [name for name in limits if name not in costs]:
             raise ConfigError(f"{', '.join(missing)} are limited, but `costs` has only {list(costs)} of a sample")
-        return whole_needs((self._length(sample), *(costs[name] for name in self.settings.limits)))
-
-    def _named_needs(self, at: int, sample: Sample) -> tuple[int, ...]:
-        """`needs`, refused under the sample's number in the stream where the error has no name of its own."""
         try:
-            return self.needs(sample)
+            return whole_needs((self._length(sample), *(costs[name] for name in limits)))
         except SampleError as error:
             if error.index is not None:
                 raise
-            raise SampleError(error.detail, index=at, reason=error.reason, sample_id=error.sample_id) from error
+            raise SampleError(error.detail, index=number, reason=error.reason, sample_id=error.sample_id) from error
 
     def _take(self, *, at_least: float = 0.0) -> Row:
         """One row, or nothing if it would hold fewer tokens."""
-        items = [self._items.pop(first, (first,)) for first in self._room.take(at_least=at_least)]
-        return [self._samples.pop(at) for numbers in items for at in numbers]
+        items = [self._items.pop(first) for first in self._fill.take(at_least=at_least)]
+        return [self._out(number) for numbers in items for number in numbers]
+
+    def _out(self, number: int) -> Sample:
+        self._digests.pop(number, None)
+        return self.buffered.pop(number)
 
     # ------------------------------------------------------------------ to continue elsewhere
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all there is to continue bit for bit: the buffered samples, the oldest first, and the counts.
+        """Return what it takes to continue bit for bit, beside the samples of `buffered`: plain data.
 
-        They are in a list: `StatefulDataLoader` does not keep the order of a dictionary.
+        These are the numbers and digests of the samples, the items that are buffered, the oldest first, and counts.
         """
-        fields = self._fields()
-        return {**fields, SEAL: self._seal(fields)}
+        for number, sample in self.buffered.items():
+            if number not in self._digests:
+                self._digests[number] = digest_of(sample)
+        fields = {
+            "of": self._identity,
+            "samples": [[number, self._digests[number]] for number in self.buffered],
+            "items": [list(self._items[first]) for first, *_ in self._fill.buffered],
+            "arriving": list(self._arriving.members),
+            "alone": list(self._alone),
+            "counts": [self.received, self.dropped, self.left_out, self._carried],
+        }
+        return sealed(fields, of="StreamPacker")
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was called, with the same settings.
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise unless a state is of such a packer.
 
         Raises:
-            ConfigError: the state is of other settings, a buffered sample has another length here, or it was changed.
-                The packer is then as it was.
+            ConfigError: it is of other settings, or was changed.
         """
-        check_seal(state, self._seal, of="StreamPacker")
-        if state["of"] != repr(self.settings):
-            raise ConfigError(f"the state is of {state['of']!s:.300}, these are {self.settings!r}; pack as before")
-        if (GROUPS in state) != (self._prefix is not None):
-            has, gives = ("no ", "one was") if self._prefix is not None else ("", "none was")
-            raise ConfigError(f"the state is of a packer with {has}prefix=, and {gives} given here; pack as before")
+        check_seal(state, of="StreamPacker")
+        if state["of"] != self._identity:
+            raise ConfigError(f"the state is of {state['of']!s:.300}, this is {self._identity}; pack as before")
+
+    @property
+    def _identity(self) -> str:
+        """Return what must be equal to continue."""
+        return f"{self.settings!r} {'without' if self._prefix is None else 'with'} prefix="
+
+    def load_state_dict(self, state: Mapping[str, Any], samples: Mapping[int, Sample]) -> None:
+        """Continue where `state_dict` was called, with the same settings.
+
+        Args:
+            state: of `state_dict`.
+            samples: by number, at least those that were in `buffered`.
+
+        Raises:
+            ConfigError: the state is of other settings or samples, or it was changed. The packer is then as it was.
+        """
+        self.check_state(state)
+        for number, digest in state["samples"]:
+            if number not in samples or digest_of(samples[number]) != digest:
+                raise other_data(f"its sample {number} is another one than before")
+        again = StreamPacker(self.settings, length=self._length, costs=self._costs, prefix=self._prefix)
+        again.buffered = {number: samples[number] for number, _ in state["samples"]}
+        again._digests = dict(state["samples"])
         try:
-            self._set(state, *self._restored(state))
+            for numbers in state["items"]:
+                again._buffer(list(numbers), again._group_of(numbers).needs(numbers))
+            again._arriving = again._group_of(state["arriving"])
         except SampleError as error:
             raise ConfigError(f"the state is of samples that are measured otherwise: {error}") from error
+        again._alone = list(state["alone"])
+        again.received, again.dropped, again.left_out, again._carried = state["counts"]
+        vars(self).update(vars(again))
 
-    def _restored(self, fields: Mapping[str, Any]) -> tuple[list[tuple[int, ...]], dict[int, tuple[int, ...]], _Group]:
-        """Return what the buffer holds, the items of several samples, and the group that is arriving, of a state."""
-        samples = dict(fields["buffered"])
-        needs = {at: self._named_needs(at, sample) for at, sample in samples.items()}
-        entries = {at: (at, *each) for at, each in needs.items()}
-
-        def group_of(numbers: Sequence[int]) -> _Group:
-            group = _Group()
-            for at in numbers:
-                prefix = self._prefix_of(at, samples[at])
-                if prefix is None or (group.members and prefix.key != group.key):
-                    raise SampleError("has another prefix than before", index=at, reason="bad_group")
-                group.add(at, needs[at], prefix.key, prefix.needs(self.settings.limits))
-                del entries[at]
-            return group
-
-        groups = fields.get(GROUPS) or {"items": [], "arriving": []}
-        items = {numbers[0]: tuple(numbers) for numbers in groups["items"]}
-        for first, numbers in items.items():
-            entries[first] = (first, *group_of(numbers).needs)
-        arriving = group_of(groups["arriving"])
-        return [entries[at] for at in sorted(entries)], items, arriving
-
-    def _fields(self) -> dict[str, Any]:
-        items = [list(numbers) for numbers in self._items.values()]
-        groups = {"items": items, "arriving": list(self._arriving.members)}
-        return {
-            "buffered": [[at, sample] for at, sample in self._samples.items()],
-            "alone": [list(row) for row in self._alone],
-            "seen": self.received,
-            "dropped": self.dropped,
-            "left_out": self.left_out,
-            "carried": self._carried,
-            "of": repr(self.settings),
-            **({} if self._prefix is None else {GROUPS: groups}),
-        }
-
-    def _seal(self, fields: Mapping[str, Any]) -> str:
-        buffered, alone = fields["buffered"], fields["alone"]
-        digests = self._digests.of([sample for _, sample in buffered] + [sample for row in alone for sample in row])
-        sizes = [[at for at, _ in buffered], [len(row) for row in alone]]
-        return digest_of([sizes, digests, [fields[name] for name in COUNTS], fields["of"], fields.get(GROUPS)])
-
-    def _set(
-        self,
-        fields: Mapping[str, Any],
-        buffered: Iterable[tuple[int, ...]],
-        items: dict[int, tuple[int, ...]],
-        arriving: _Group,
-    ) -> None:
-        """Take over checked fields, (number, *needs) of the buffered items, and groups."""
-        room = PackingBuffer(self.settings.capacity, list(self.settings.limits.values()))
-        for sample in buffered:
-            room.add(*sample)
-        self._room, self._samples = room, dict(fields["buffered"])
-        self._items, self._arriving = items, arriving
-        self._alone = [list(row) for row in fields["alone"]]
-        self.received, self.dropped, self.left_out, self._carried = (int(fields[name]) for name in COUNTS)
-
-
-COUNTS = ("seen", "dropped", "left_out", "carried")
-GROUPS = "groups"
-"""Of the state of a packer with `prefix`: numbers of the samples of each item, and of the group that is arriving."""
+    def _group_of(self, numbers: Sequence[int]) -> _Group:
+        group = _Group()
+        for number in numbers:
+            needs, prefix = self._needs(number, self.buffered[number]), self._prefix_of(number, self.buffered[number])
+            if group.members and (prefix is None or prefix.key != group.key):
+                raise SampleError("has another prefix than before", index=number, reason="bad_group")
+            shared = tuple(0 for _ in needs) if prefix is None else prefix.needs(self.settings.limits)
+            group.add(number, needs, prefix and prefix.key, shared)
+        return group

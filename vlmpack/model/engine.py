@@ -26,7 +26,7 @@ from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
 from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_statistics
 from vlmpack.model.plain import check_unchanged
 from vlmpack.model.positions import positions_of_row
-from vlmpack.model.result import StepResult, Work, sums_by_sample
+from vlmpack.model.result import StepResult, Work, sums_by_sample, weighted
 from vlmpack.model.row import CONTEXT, ContextParallelRow, PrefixTreeRow, RowContext, RowPart
 
 
@@ -375,8 +375,9 @@ def _result(
     predictions, ids = targets_of_part.predictions, targets_of_part.ids
     scores = score_targets(hidden, predictions, ids, head, chunk=config.head_chunk, scoring=scoring)
     logprobs, *entropies = (part.gather_targets(score, targets_of_part) for score in scores)
-    loss_sum = (-logprobs).sum()  # 0, not -0, of none
-    sums, counts = sums_by_sample(logprobs, index, row.segments)
+    losses = weighted(-logprobs, row, index)
+    loss_sum = losses.sum()
+    sums, counts = sums_by_sample(losses, index, row.segments)
     targets = index.numel()
     items = divisor(num_items_in_batch, targets)
     # In training 0, not 0 / 0, where no row of the whole step has targets. Of a batch that is evaluated, and has none,

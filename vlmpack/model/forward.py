@@ -17,10 +17,10 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from vlmpack.errors import ConfigError, LayoutError, check_kind
 from vlmpack.families.family import Family
-from vlmpack.layout.batch import METADATA_KEY, HostMetadata, PaddedBatch, check_is_tensor, whole_numbers
+from vlmpack.layout.batch import METADATA_KEY, HostMetadata, OnlyPacked, PaddedBatch, check_is_tensor, whole_numbers
 from vlmpack.layout.device import around_graph, outside_graph, require, to_device
 from vlmpack.layout.packing import pack
-from vlmpack.layout.row import IGNORE, OnlyPacked, PackedRow
+from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.layout.segments import SlotRule
 from vlmpack.model.engine import PackingState, packing_state, run_row, stored_state
 from vlmpack.model.head import Scoring
@@ -147,6 +147,8 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
 @around_graph
 def plain_forward(model: nn.Module, forward: Callable[..., Any], inputs: dict[str, Any], reason: str) -> Any:
     """Pass a call on to the model's own forward; `reason`: why it is not packed."""
+    if ignored := [name for name in WEIGHTS if inputs.get(name) is not None]:
+        raise ConfigError(f"{ignored[0]} would be ignored, because this batch is not packed: {reason}")
     # continuous batching keeps its requests apart
     if not is_generating(model) and not isinstance(inputs.get("cache"), PagedAttentionCache):
         check_boundaries_kept(inputs)
@@ -389,7 +391,9 @@ def _check_padding_mask(mask: torch.Tensor, padding: torch.Tensor, remedy: str) 
 STEP = "vlmpack_step"
 """The keyword of a `StepCall`."""
 
-_TOKENS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "mm_token_type_ids")
+WEIGHTS = ("loss_weights", "shift_weights")
+"""Weights of the labels of a batch, and of the targets of a row."""
+_TOKENS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "mm_token_type_ids", *WEIGHTS)
 COLUMN_OF_TYPES = "mm_token_type_ids"
 """The kinds of tokens, which some models take under another name."""
 _MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
@@ -397,7 +401,7 @@ _MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_t
 COLUMNS = frozenset((*_TOKENS, *_MEDIA, "cu_seqlens_q", "cu_seqlens_q_padded", "moe_padding_mask", METADATA_KEY))
 """The parts of a batch or a row."""
 
-ROW_KEYS = (*BOUNDARIES, METADATA_KEY, "use_cache", "output_logits")
+ROW_KEYS = (*BOUNDARIES, *WEIGHTS, METADATA_KEY, "use_cache", "output_logits")
 """Keywords of a packed row, and requests of a batch, that the model's own forward may not have."""
 
 SOUND_IN_VIDEO = "use_audio_in_video"

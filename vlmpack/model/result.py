@@ -53,11 +53,11 @@ class StepResult:
     """Scalar: `loss_sum` over `num_items_in_batch`, or over this row's targets when that was not given; plus
     `router_aux_loss_coef * aux_loss` where there is one and `z_loss_coef * z_loss`, which nothing divides."""
     loss_sum: torch.Tensor
-    """Scalar: cross-entropy (nats) summed over the targets."""
+    """Scalar: cross-entropy (nats) times weight, summed over the targets."""
     num_targets: int
     """L: labelled targets of the row."""
     sample_loss_sums: torch.Tensor
-    """float32 [B]: cross-entropy (nats) summed over each sample's targets, detached."""
+    """float32 [B]: cross-entropy (nats) times weight, summed over each sample's targets, detached."""
     sample_targets: torch.Tensor
     """int64 [B]: targets of each sample."""
     target_logprobs: torch.Tensor
@@ -113,7 +113,7 @@ class StepResult:
 
     @property
     def sample_losses(self) -> torch.Tensor:
-        """float32 [B]: mean cross-entropy (nats) of each sample's targets; 0 for a sample without any."""
+        """float32 [B]: `sample_loss_sums` over the number of each sample's targets; 0 for a sample without any."""
         return self.sample_loss_sums / self.sample_targets.clamp(min=1)
 
     @property
@@ -170,14 +170,19 @@ def _shown(loss: torch.Tensor) -> str:
         return "not known"
 
 
+def weighted(losses_L: torch.Tensor, row: PackedRow, index_L: torch.Tensor) -> torch.Tensor:
+    """float32 [L]: cross-entropies of the targets at these places of the row, times the weights that it has."""
+    return losses_L if row.shift_weights is None else losses_L * row.shift_weights[0].float().index_select(0, index_L)
+
+
 def sums_by_sample(
-    logprobs_L: torch.Tensor, index_L: torch.Tensor, segments: Segments
+    losses_L: torch.Tensor, index_L: torch.Tensor, segments: Segments
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss sums float32 [B], target counts int64 [B]) of each sample, detached."""
     sample_L = segments.seq_idx(index_L.device)[index_L].long()
-    sums = logprobs_L.new_zeros(segments.num_samples, dtype=torch.float32)
+    sums = losses_L.new_zeros(segments.num_samples, dtype=torch.float32)
     counts = torch.zeros(segments.num_samples, dtype=torch.int64, device=index_L.device)
-    sums = sums.index_add(0, sample_L, -logprobs_L.detach())
+    sums = sums.index_add(0, sample_L, losses_L.detach())
     return sums, counts.index_add(0, sample_L, torch.ones_like(sample_L))
 
 

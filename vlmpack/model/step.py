@@ -44,11 +44,11 @@ from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundari
 from vlmpack.layout.sharing import check_unshared
 from vlmpack.model.enable import enable_packing
 from vlmpack.model.engine import StepConfig, divisor, stored_state, targets_of
-from vlmpack.model.forward import COLUMNS, STEP, StepCall
+from vlmpack.model.forward import COLUMNS, STEP, WEIGHTS, StepCall
 from vlmpack.model.head import Scoring
 from vlmpack.model.plain import find_model
 from vlmpack.model.positions import positions_of_row, rope_segments
-from vlmpack.model.result import StepResult, Work, sums_by_sample
+from vlmpack.model.result import StepResult, Work, sums_by_sample, weighted
 
 
 @final
@@ -466,8 +466,9 @@ class ThdStep:
         output, aux_loss = _main_output(output, inputs, labels)
         logits = output if output.ndim == 3 else None
         losses = _target_losses(output, inputs, labels, index)
-        loss_sum, targets = losses.sum(), index.numel()
-        sums, counts = sums_by_sample(-losses, index, row.segments)
+        weighted_losses = weighted(losses, row, index)
+        loss_sum, targets = weighted_losses.sum(), index.numel()
+        sums, counts = sums_by_sample(weighted_losses, index, row.segments)
         loss = loss_sum / divisor(num_items_in_batch, targets) if targets else loss_sum
         return StepResult(
             loss=loss if aux_loss is None else loss + torch.as_tensor(aux_loss).to(loss.device).reshape(()),
@@ -547,7 +548,7 @@ _WHOLE = ("input_ids", "labels", "shift_labels")
 _COLUMNS = frozenset(
     {
         *(*_WHOLE, "attention_mask", "position_ids", "mm_token_type_ids", "use_cache", METADATA_KEY),
-        *(*REAL, *PADDED, *PADDING_MASKS, "max_seqlen_q", "max_seqlen_kv", "rope_cu_seqlens"),
+        *(*REAL, *PADDED, *PADDING_MASKS, *WEIGHTS, "max_seqlen_q", "max_seqlen_kv", "rope_cu_seqlens"),
     }
 )
 """Columns of a batch dictionary that the step reads, beside media. Longest lengths are counted anew."""

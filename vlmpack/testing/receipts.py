@@ -75,7 +75,7 @@ class SyntheticReceipts:
 
 def receipt_conversations(**settings: Any) -> OpenDataset:
     """Open drawn receipts as conversations, as `open_dataset` opens stored ones; settings: of `SyntheticReceipts`."""
-    return OpenDataset(files=(SyntheticReceipts(**settings),), folders=(None,), name="synthetic", are_receipts=True)
+    return OpenDataset(files=(SyntheticReceipts(**settings),), folders=(None,), name="synthetic")
 
 
 class Cell(NamedTuple):

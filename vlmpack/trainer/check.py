@@ -21,9 +21,9 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, default_data_collator
 
 from vlmpack.collate.collator import VLMCollator
-from vlmpack.collate.columns import CONVERSATION_COLUMNS, MEDIA_COLUMNS
+from vlmpack.collate.columns import CHANNEL_COLUMN, CONVERSATION_COLUMNS, MEDIA_COLUMNS
 from vlmpack.collate.processor_metadata import ProcessorMetadata
-from vlmpack.data.branches import BRANCH_COLUMN, PAIRS_COLUMN
+from vlmpack.data.branches import ANSWER_COLUMN, BRANCH_COLUMN, PAIRS_COLUMN
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.interop.seqpacker import RowCollator
 from vlmpack.loading.stream import PackedStream
@@ -36,8 +36,8 @@ from vlmpack.trainer.packed_trainer import PackedTrainer
 
 READ = (
     *(*CONVERSATION_COLUMNS, "completion", *MEDIA_COLUMNS, "system", "tools", "chat_template_kwargs"),
-    *(BRANCH_COLUMN, PAIRS_COLUMN),
-    *("completion_mask", "assistant_masks", "loss_mask", "seq_lengths", "id", "sample_id"),
+    *(ANSWER_COLUMN, BRANCH_COLUMN, PAIRS_COLUMN),
+    *("completion_mask", "assistant_masks", "loss_mask", "seq_lengths", "id", "sample_id", CHANNEL_COLUMN),
 )
 """Columns that our collators read and no model does."""
 PACKED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
@@ -264,7 +264,7 @@ def _settings_of_trl(trainer: Trainer) -> Iterator[str]:
     if isinstance(collator, VLMCollator | RowCollator) and not is_prepared:
         read: dict[str, tuple[Any, str]] = {}  # by name: the value that agrees with the collator's own, and that
         if isinstance(collator, VLMCollator):
-            trains_on = (collator.train_on == "assistant", f" (the collator has train_on={collator.train_on!r})")
+            trains_on = (collator.train_on != "all", f" (the collator has train_on={collator.train_on!r})")
             read = dict.fromkeys(("completion_only_loss", "assistant_only_loss"), trains_on)
             read["max_length"] = (collator.max_length, f" (the collator's is {collator.max_length})")
         defaults = {field.name: None if field.default == "auto" else field.default for field in fields(args)}

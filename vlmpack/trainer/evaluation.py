@@ -26,7 +26,7 @@ from transformers import EvalPrediction
 from vlmpack.collate.collator import VLMCollator, sample_id_of
 from vlmpack.collate.encoded import OVERLENGTH
 from vlmpack.errors import ConfigError, SampleError, skipped_are_reported
-from vlmpack.layout.batch import METADATA_KEY, HostMetadata
+from vlmpack.layout.batch import METADATA_KEY
 from vlmpack.lengths import measure_lengths
 from vlmpack.loading.resumable import MapStyle, check_samples
 from vlmpack.model.enable import bind_loss_metrics, disable_packing, is_packing
@@ -39,6 +39,7 @@ from vlmpack.plan.balance import EMPTY, balance_rows
 from vlmpack.plan.length_table import Refused
 from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import plan_bins
+from vlmpack.trainer.loss import Loss, SampleLosses, gathered, is_distributed, mean_loss
 
 Collator = Callable[[Sequence[Any]], Mapping[str, Any]]
 """A list of samples → a padded batch or a packed row, as a dictionary with host metadata."""
@@ -52,7 +53,7 @@ class Evaluation:
     sample_ids: np.ndarray
     """int64 [N]: the place of each sample in the data set, rising; refused samples have no entry."""
     sample_losses: np.ndarray
-    """float64 [N]: mean cross-entropy (nats) of each sample's targets; 0 for a sample without any."""
+    """float64 [N]: cross-entropy (nats) times weight, over each sample's targets; 0 for a sample without any."""
     sample_targets: np.ndarray
     """int64 [N]: targets of each sample."""
     refused: tuple[Refused, ...]
@@ -123,7 +124,7 @@ def evaluate(
         SampleError: a sample cannot be used, and the collator's settings are to raise.
     """
     rows = EvaluationRows.of(dataset, collator, plan=plan, capacity=capacity, workers=workers)
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if _is_distributed() else (0, 1)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
     loader = EvaluationLoader(dataset, collator, rows, rank=rank, ranks=ranks, num_workers=workers)
     losses = RowLosses(loader)
     modes, was_packing = [(module, module.training) for module in model.modules()], is_packing(model)
@@ -339,28 +340,6 @@ class RowLosses:
 
 
 @final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SampleLosses:
-    """Losses of the samples of one batch."""
-
-    sample_loss_sums: torch.Tensor
-    """float32 [B]: cross-entropy (nats) summed over each sample's targets."""
-    sample_targets: torch.Tensor
-    """int64 [B]: targets of each sample."""
-
-    @classmethod
-    def of(cls, logprobs: torch.Tensor, is_target: torch.Tensor, metadata: HostMetadata | None) -> SampleLosses:
-        """Sum log-probabilities [B, S - 1] of a padded batch, or [1, T - 1] of a row, by samples."""
-        segments = None if metadata is None else metadata.segments
-        if segments is None:
-            return cls(sample_loss_sums=-logprobs.sum(1), sample_targets=is_target.sum(1))
-        sample_T = segments.seq_idx(logprobs.device)[: logprobs.shape[1]].long().clamp(max=segments.num_samples - 1)
-        zeros = logprobs.new_zeros(segments.num_samples)
-        sums, counts = zeros.index_add(0, sample_T, -logprobs[0]), zeros.index_add(0, sample_T, is_target[0].float())
-        return cls(sample_loss_sums=sums, sample_targets=counts.long())
-
-
-@final
 class BatchLosses:
     """Losses of the samples of Trainer's own batches, as accelerate deals them, each sample counted once.
 
@@ -404,28 +383,15 @@ class BatchLosses:
         self._losses.append(sums)
         self._targets.append(targets)
 
-    def token_loss(self) -> float | None:
-        """Return cross-entropy (nats) of all targets / their number; None: some batch was not packed, or no target."""
-        sums, targets = _to_numpy(self._losses).sum(), _to_numpy(self._targets).sum()
-        return float(sums / targets) if self._is_complete and targets else None
+    def mean(self, loss: Loss) -> float | None:
+        """Return the loss of all samples; None: some batch was not packed, or there is no target."""
+        sums, targets = _to_numpy(self._losses), _to_numpy(self._targets)
+        return mean_loss(sums, targets, loss) if self._is_complete and targets.any() else None
 
 
 def _to_numpy(tensors: Sequence[torch.Tensor]) -> np.ndarray:
     """Concatenate tensors to float64 [n]; the only host–device sync of an evaluation."""
     return torch.cat(list(tensors)).double().numpy(force=True) if tensors else np.zeros(0)
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def gathered(value: Any) -> list[Any]:
-    """Return the value of every rank, rank after rank."""
-    if not _is_distributed():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 # ---------------------------------------------------------------------- metrics of HF Trainer
@@ -486,7 +452,7 @@ def loss_metrics(model: nn.Module) -> LossMetrics:
     `Seq2SeqTrainer` generates (`predict_with_generate=True`):
 
         loss           the same as token_loss; Trainer reports it as `eval_loss`, and chooses the best model by it
-        token_loss     cross-entropy (nats) of all targets / number of targets
+        token_loss     cross-entropy (nats), times weights if there are any, of all targets / number of targets
         sample_loss    mean over samples of each sample's mean; samples without targets are left out
         perplexity     exp(token_loss)
         num_targets    targets of the whole set

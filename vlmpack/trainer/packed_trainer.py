@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -15,10 +15,10 @@ from transformers import EvalPrediction, TrainerCallback, default_data_collator
 from transformers.trainer_utils import EvalLoopOutput
 
 from vlmpack.collate.collator import VLMCollator
-from vlmpack.errors import ConfigError, SkippedWarning, UnpackedWarning, check_extra, check_kind
+from vlmpack.errors import ConfigError, SkippedWarning, UnpackedWarning, check_choice, check_extra, check_kind
 from vlmpack.layout.batch import METADATA_KEY, HostMetadata
 from vlmpack.loading.sampler import PackedBatchSampler, Remainder
-from vlmpack.loading.stream import PackedStream
+from vlmpack.loading.stream import PackedStream, StreamLoader
 from vlmpack.model.enable import is_packing
 from vlmpack.model.forward import STEP, StepCall
 from vlmpack.plan.plan import Plan
@@ -33,6 +33,7 @@ from vlmpack.trainer.evaluation import (
     RowLosses,
     check_sharing,
 )
+from vlmpack.trainer.loss import ChannelLosses, Loss, channels_of, mean_loss, weighed
 
 
 class PackedTrainer(RenamedWeights):
@@ -57,10 +58,12 @@ class PackedTrainer(RenamedWeights):
             rows if their capacity is known: there is a plan, a stream, an `eval_plan` or an `eval_capacity`.
         eval_plan: rows of `eval_dataset`, if it is a single one; None: its lengths are measured by the collator, once.
         eval_capacity: tokens of a row of evaluation; None: as in training.
+        loss: what counts the same in the loss of a step, and of an evaluation: "token", each target; "sample", each
+            sample; "square", each sample by the square root of its number of targets (`vlmpack.trainer.loss`).
         **kwargs: Trainer's own.
 
     Raises:
-        ConfigError: `plan` is no Plan; an `eval_plan` and several data sets to evaluate.
+        ConfigError: `plan` is no Plan; an `eval_plan` and several data sets to evaluate; another `loss`.
     """
 
     def __init__(
@@ -73,9 +76,11 @@ class PackedTrainer(RenamedWeights):
         eval_packing: bool | None = None,
         eval_plan: Plan | None = None,
         eval_capacity: int | None = None,
+        loss: Loss = "token",
         **kwargs: Any,
     ) -> None:
         check_extra("train", "accelerate", needed_by="PackedTrainer")
+        check_choice("loss", loss, get_args(Loss))
         super().__init__(*args, **kwargs)
         if plan is not None:
             check_kind("plan", plan, Plan, "plan_bins(table, 8192)")
@@ -88,8 +93,10 @@ class PackedTrainer(RenamedWeights):
         """True if an evaluation is in planned rows."""
         self.evaluation: Evaluation | None = None
         """Of the last evaluation in planned rows: the loss of every sample, in the data set's order."""
-        self._row_losses: RowLosses | None = None
-        self._batch_losses: BatchLosses | None = None
+        self._losses: RowLosses | BatchLosses | None = None
+        self.loss: Loss = loss
+        """What counts the same in the loss of a step."""
+        self._channel_losses = ChannelLosses(loss)
         self._warned_of_means = False
         self._planned_sets: dict[int, tuple[Any, int, EvaluationRows]] = {}
         self._resumes_from: str | None = None
@@ -172,10 +179,42 @@ class PackedTrainer(RenamedWeights):
         return RowLoader(dataset, batch_sampler=sampler, collate_fn=self.data_collator, **self._loading)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Return none once all steps are done: a finished run that is resumed would train one more."""
-        if self.state.global_step >= self.state.max_steps:
+        """Return the batches of a step and the divisor of its loss; none once all steps are done.
+
+        Raises:
+            ConfigError: samples are to count otherwise than HF Trainer counts them, and nothing would do it.
+        """
+        if self.state.global_step >= self.state.max_steps:  # a finished run that is resumed would train one more
             return [], None
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.loss == "token" or not batches:
+            return batches, items
+        if not is_packing(cast(nn.Module, self.model)) or not self.args.average_tokens_across_devices:
+            raise ConfigError(
+                f"loss={self.loss!r} needs a model with packing, PackedTrainer(model=enable_packing(model), ...), and "
+                "average_tokens_across_devices=True"
+            )
+        batches, counted = zip(*(weighed(batch, self.loss) for batch in batches), strict=True)
+        items = torch.stack([count.to(device) for count in counted]).sum()
+        if self.args.world_size > 1:
+            items = cast(torch.Tensor, self.accelerator.gather(items)).sum()
+        return list(batches), items
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss as Trainer does; of training keep that of each channel of the samples."""
+        if not model.training or channels_of(inputs) is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        self._channel_losses.add(inputs, outputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as Trainer does, with `loss/NAME` for each channel of the samples that were trained on since."""
+        if "loss" in logs and "learning_rate" in logs:
+            logs |= {f"loss/{channel}": loss for channel, loss in self._channel_losses.take().items()}
+        super().log(logs, *args, **kwargs)
 
     def _sampler(self, dataset: Any) -> PackedBatchSampler:
         assert self.plan is not None
@@ -207,14 +246,11 @@ class PackedTrainer(RenamedWeights):
         )
 
     def _stream_loader(self, stream: PackedStream) -> DataLoader[Any]:
-        """Return this rank's rows, collated, by a loader that has a state (torchdata's `StatefulDataLoader`).
+        """Return this rank's rows, collated, by a loader that has a state.
 
         Its workers are seeded by a generator of their own, so that a resumed run draws as many random numbers as an
         unbroken one.
         """
-        check_extra("stream", "torchdata", needed_by="a PackedStream in Trainer")
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
         if self.plan is not None:
             raise ConfigError("a PackedStream packs by itself; leave plan= out")
         rank, ranks = self.args.process_index, self.args.world_size
@@ -226,7 +262,7 @@ class PackedTrainer(RenamedWeights):
         if not stream.repeat:
             raise ConfigError("Trainer counts steps until max_steps, and a stream ends: PackedStream(..., repeat=True)")
         generator, collate = torch.Generator().manual_seed(self.args.seed), self.data_collator
-        loader = StatefulDataLoader(stream, batch_size=None, collate_fn=collate, generator=generator, **self._loading)
+        loader = StreamLoader(stream, collate_fn=collate, generator=generator, **self._loading)
         if self._resumes_from is not None:
             checkpoints.load_stream(Path(self._resumes_from) / stream_file(rank), loader)
         return loader
@@ -304,39 +340,31 @@ class PackedTrainer(RenamedWeights):
         Raises:
             ConfigError: over several ranks, in batches of which some samples may be counted twice.
         """
-        if isinstance(dataloader, EvaluationLoader):
-            return self._evaluate_rows(dataloader, description, ignore_keys, metric_key_prefix)
-        self._batch_losses = losses = BatchLosses(self.accelerator, self.args.eval_batch_size, dataloader.dataset)
+        in_rows = isinstance(dataloader, EvaluationLoader)
+        size, data = self.args.eval_batch_size, dataloader.dataset
+        losses = self._losses = RowLosses(dataloader) if in_rows else BatchLosses(self.accelerator, size, data)
+        only_loss = True if in_rows else prediction_loss_only
         try:
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+            output = super().evaluation_loop(dataloader, description, only_loss, ignore_keys, metric_key_prefix)
+            if isinstance(losses, RowLosses):
+                return self._evaluated(losses.total(), output, metric_key_prefix)
         finally:
-            self._batch_losses = None
-        if output.metrics is not None and (loss := losses.token_loss()) is not None:
+            self._losses = None
+        if output.metrics is not None and (loss := losses.mean(self.loss)) is not None:
             output.metrics[f"{metric_key_prefix}_loss"] = loss
         return output
 
-    def _evaluate_rows(
-        self, loader: EvaluationLoader, description: str, ignore_keys: list[str] | None, prefix: str
-    ) -> EvalLoopOutput:
-        self._row_losses = RowLosses(loader)
-        try:
-            output = super().evaluation_loop(loader, description, True, ignore_keys, prefix)
-            self.evaluation = evaluation = self._row_losses.total()
-        finally:
-            self._row_losses = None
-        predictions: Any = (evaluation.sample_losses, evaluation.sample_targets)
-        metrics = {"loss": evaluation.token_loss, **evaluation.metrics}
+    def _evaluated(self, evaluation: Evaluation, output: EvalLoopOutput, prefix: str) -> EvalLoopOutput:
+        self.evaluation = evaluation
+        losses, targets = predictions = (evaluation.sample_losses, evaluation.sample_targets)
+        metrics = evaluation.metrics
         if self.compute_metrics is not None:
-            metrics |= self.compute_metrics(EvalPrediction(predictions=predictions, label_ids=np.zeros(0)))
+            given: Any = predictions
+            metrics |= self.compute_metrics(EvalPrediction(predictions=given, label_ids=np.zeros(0)))
+        metrics["loss"] = mean_loss(losses * targets, targets, self.loss)
         named = {f"{prefix}_{name.removeprefix(f'{prefix}_')}": value for name, value in metrics.items()}
-        return EvalLoopOutput(
-            predictions=predictions,
-            label_ids=None,
-            metrics={**(output.metrics or {}), **named},
-            num_samples=len(evaluation.sample_ids),
-        )
+        metrics, count = {**(output.metrics or {}), **named}, len(losses)
+        return EvalLoopOutput(predictions=cast(Any, predictions), label_ids=None, metrics=metrics, num_samples=count)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -346,27 +374,27 @@ class PackedTrainer(RenamedWeights):
         Raises:
             ConfigError: packing is not enabled on the model.
         """
-        call = StepCall(None)
-        if self._row_losses is not None:
+        losses, call = self._losses, StepCall(None)
+        if isinstance(losses, RowLosses):
             super().prediction_step(model, {**inputs, STEP: call}, True, ignore_keys)
             if call.result is None:
                 raise ConfigError("evaluation in planned rows needs PackedTrainer(model=enable_packing(model), ...)")
-            self._row_losses.add(inputs, call.result)
+            losses.add(inputs, call.result)
             return None, None, None
-        if self._batch_losses is None or not is_packing(model):
-            outputs = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-            if self._batch_losses is not None and outputs[0] is not None and not self._warned_of_means:
-                self._warned_of_means = True
-                warnings.warn(
-                    "packing is not enabled on the model, so eval_loss is HF Trainer's mean of the batches' means. "
-                    "PackedTrainer(model=enable_packing(model), ...) gives the exact one",
-                    UnpackedWarning,
-                    stacklevel=2,
-                )
+        if losses is not None and is_packing(model):
+            outputs = super().prediction_step(model, {**inputs, STEP: call}, prediction_loss_only, ignore_keys)
+            if outputs[0] is not None:
+                losses.add(call.result)
             return outputs
-        outputs = super().prediction_step(model, {**inputs, STEP: call}, prediction_loss_only, ignore_keys)
-        if outputs[0] is not None:
-            self._batch_losses.add(call.result)
+        outputs = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if losses is not None and outputs[0] is not None and not self._warned_of_means:
+            self._warned_of_means = True
+            warnings.warn(
+                "packing is not enabled on the model, so eval_loss is HF Trainer's mean of the batches' means. "
+                "PackedTrainer(model=enable_packing(model), ...) gives the exact one",
+                UnpackedWarning,
+                stacklevel=2,
+            )
         return outputs
 
 

@@ -9,7 +9,7 @@ means there, and results are those of the padded trainer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,16 +18,19 @@ from transformers import Trainer
 
 from vlmpack.collate.assemble import SharePrefixes
 from vlmpack.collate.collator import VLMCollator
+from vlmpack.collate.conversation import FLAGS
 from vlmpack.errors import ConfigError, check_extra, check_kind
 from vlmpack.layout.batch import METADATA_KEY
 from vlmpack.model.backbone import pack_backbone
 from vlmpack.model.enable import enable_packing, is_packing
 from vlmpack.model.engine import packing_state
+from vlmpack.model.forward import WEIGHTS
 from vlmpack.model.plain import find_model
 from vlmpack.model.result import Work
 from vlmpack.trainer.check import packing_of_trl, shared_rows
 from vlmpack.trainer.checkpoints import RenamedWeights
-from vlmpack.trainer.evaluation import SampleLosses
+from vlmpack.trainer.evaluation import BatchLosses, RowLosses
+from vlmpack.trainer.loss import channels_of, sample_losses_of
 from vlmpack.trainer.packed_trainer import PackedTrainer
 
 check_extra("rl", "trl", needed_by="vlmpack.trainer.trl")
@@ -80,6 +83,10 @@ class _PackedHead(RenamedWeights):
         self.share_prefixes = SharePrefixes() if share_prefixes is True else share_prefixes or None
         """Rule for sharing beginnings; None: they are not shared."""
         self._packed_calls = 0
+        for name in (
+            ("train_dataset", "eval_dataset") if not isinstance(kwargs.get("data_collator"), VLMCollator) else ()
+        ):
+            _check_unweighed(name, kwargs.get(name))
         unprepared = self._unprepared(kwargs)
         super().__init__(model, *args, **{**kwargs, **dict.fromkeys(unprepared, _STAND_IN)})
         for name, data in unprepared.items():
@@ -219,6 +226,10 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):  # pyright: igno
     """
 
     def __init__(self, *args: Any, eval_packing: bool | None = None, **kwargs: Any) -> None:
+        if kwargs.get("loss", "token") != "token":
+            raise ConfigError(
+                f"TRL computes the loss by targets, so loss={kwargs['loss']!r} cannot be had; {_WEIGH_BY}"
+            )
         if eval_packing is None and not isinstance(kwargs.get("data_collator"), VLMCollator):
             eval_packing = False
         super().__init__(*args, eval_packing=eval_packing, **kwargs)
@@ -250,29 +261,60 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):  # pyright: igno
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Compute the loss as TRL does; of an evaluation in planned rows as Trainer does."""
-        if self._row_losses is not None:
+        if isinstance(self._losses, RowLosses):
             return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
         if METADATA_KEY in inputs and inputs.get("attention_mask") is None:
             inputs = {**inputs, "attention_mask": (~inputs["moe_padding_mask"]).long()}  # TRL counts tokens by it
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if ignored := [name for name in WEIGHTS if inputs.get(name) is not None]:
+            raise ConfigError(f"TRL's loss would ignore {ignored[0]} of the batch; {_WEIGH_BY}")
+        if not model.training or channels_of(inputs) is None:
+            return SFTTrainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+        with _scored(model) as scored:
+            result = SFTTrainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+        self._channel_losses.add(inputs, scored[-1])
+        return result
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
         """Compute a batch of an evaluation, or a planned row, and store its samples' losses."""
-        if self._batch_losses is None:
+        if not isinstance(self._losses, BatchLosses):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         with _scored(model) as scored:
             predictions = SFTTrainer.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
         (output,) = scored
-        assert output.log_probs is not None
-        assert output.label_mask is not None
-        self._batch_losses.add(SampleLosses.of(output.log_probs, output.label_mask, inputs.get(METADATA_KEY)))
+        self._losses.add(sample_losses_of(output, inputs.get(METADATA_KEY)))
         return predictions
 
     def _refuse_packing_of_trl(self) -> None:
         if problems := list(packing_of_trl(self)):
             raise ConfigError("; ".join(problems))
+
+
+_WEIGH_BY = "use PackedTrainer of vlmpack.trainer, with data_collator=VLMCollator(processor, layout='packed')"
+
+
+def _check_unweighed(name: str, data: Any) -> None:
+    """Refuse a data set of `datasets` whose messages have weights, which TRL would ignore as it tokenises them.
+
+    Raises:
+        ConfigError: one has.
+    """
+    for part in data.values() if isinstance(data, dict) else [data]:
+        sample: Any = next(iter(part), {}) if isinstance(part, Dataset) else {}
+        columns = [column for column, turns in sample.items() if any({*FLAGS} & turn.keys() for turn in _turns(turns))]
+        for at, row in enumerate(part.select_columns(columns)) if columns else ():
+            for turn in (turn for column in columns for turn in _turns(row[column])):
+                if odd := next((f for f in {*FLAGS} & turn.keys() if turn[f] not in (None, 1)), None):
+                    raise ConfigError(
+                        f"sample {at} of {name} has {odd}={turn[odd]!r}, which TRL would ignore; {_WEIGH_BY}"
+                    )
+
+
+def _turns(value: Any) -> list[Mapping[str, Any]]:
+    """The messages of a column and the parts of their contents; none of a column of something else."""
+    turns = [turn for turn in value if isinstance(turn, Mapping)] if isinstance(value, list) else []
+    return turns + [part for turn in turns for part in _turns(turn.get("content"))]
 
 
 def _is_of_datasets(data: Any) -> bool:
