@@ -24,7 +24,7 @@ from benchmarks.measuring import BenchSettings, Figure, Skipped, Target, alterna
 from vlmpack.collate import VLMCollator
 from vlmpack.families import family_named
 from vlmpack.interop.seqpacker import RowCollator
-from vlmpack.layout import IGNORE, Grid, PackedRow, PaddedBatch, pack
+from vlmpack.layout import IGNORE, Grid, PackedRow, PaddedBatch, SlotRule, pack
 from vlmpack.plan import plan_bins
 from vlmpack.testing import tiny_config, tiny_processor
 
@@ -66,7 +66,7 @@ class PeerWork:
 
     def _with_image(self, ids: torch.Tensor, rng: torch.Generator) -> dict[str, torch.Tensor]:
         """An image at the start of the sample, in place of as many of its tokens."""
-        tokens = FAMILY.tokens_per_image(self.shapes.grid, FAMILY.merge(self.config))
+        tokens = FAMILY.media_tokens([self.shapes.grid], self.config)
         ids[0], ids[tokens + 1] = self.processor.vision_start_token_id, self.processor.vision_end_token_id
         ids[1 : tokens + 1] = self.processor.image_token_id
         sample = _labelled(ids)
@@ -130,12 +130,19 @@ class Contest:
 # ---------------------------------------------------------------------- reading batches
 
 
-def read_row(batch: Mapping[str, Any], boundaries: Sequence[int], *, shifted: bool = False) -> list[Sample]:
+def read_row(
+    batch: Mapping[str, Any],
+    boundaries: Sequence[int],
+    *,
+    slots: Sequence[int] | None = None,
+    shifted: bool = False,
+) -> list[Sample]:
     """The samples of a row: `input_ids`, `labels` [1, T] or [T], and perhaps `position_ids` [..., 1, T] or [..., T].
 
     Args:
         batch: the row.
-        boundaries: where samples start and end, from 0; what lies behind the last is padding.
+        boundaries: cumulative tokens of the samples, from 0.
+        slots: where samples start, padding behind each; None: one after the other.
         shifted: whether `labels` are targets already.
     """
     ids, labels = (batch[name].reshape(-1) for name in ("input_ids", "labels"))
@@ -147,8 +154,13 @@ def read_row(batch: Mapping[str, Any], boundaries: Sequence[int], *, shifted: bo
             _numbers(labels[start:stop]) if shifted else (*_numbers(labels[start + 1 : stop]), IGNORE),
             tuple(_numbers(row[start:stop]) for row in rows),
         )
-        for start, stop in pairwise(map(int, boundaries))
+        for start, stop in _spans([*map(int, boundaries)], boundaries if slots is None else slots)
     ]
+
+
+def _spans(boundaries: Sequence[int], starts: Sequence[int]) -> list[tuple[int, int]]:
+    lengths = [stop - start for start, stop in pairwise(boundaries)]
+    return [(int(start), int(start) + n) for start, n in zip(starts, lengths, strict=False)]
 
 
 def read_padded(batch: Mapping[str, Any]) -> list[Sample]:
@@ -167,7 +179,7 @@ def _read_ours(row: Any) -> list[Sample]:
 
 def _read_packed(row: PackedRow) -> list[Sample]:
     batch = {"input_ids": row.input_ids, "labels": row.shift_labels, "position_ids": row.position_ids}
-    return read_row(batch, row.segments.real, shifted=True)
+    return read_row(batch, row.segments.real, slots=row.segments.stride, shifted=True)
 
 
 # ---------------------------------------------------------------------- ours
@@ -196,9 +208,10 @@ def collated_images(work: PeerWork) -> Way:
 
     def call() -> PackedRow:
         row = collate.collate(work.images)
-        assert isinstance(row, PackedRow) and row.metadata is not None
-        grids = row.metadata.image_grids
-        positions = FAMILY.positions(row.mm_token_type_ids, row.segments, config=work.config, image_grids=grids)
+        assert isinstance(row, PackedRow)
+        assert row.metadata is not None
+        assert row.metadata.media is not None
+        positions = FAMILY.positions(row.metadata.media, row.segments, config=work.config)
         return replace(row, position_ids=positions)
 
     def read(row: PackedRow) -> list[Sample]:
@@ -208,10 +221,10 @@ def collated_images(work: PeerWork) -> Way:
     return Way(call=call, read=read)
 
 
-def packed(batch: Mapping[str, Any]) -> Way:
+def packed(batch: Mapping[str, Any], *, multiple: int = 1) -> Way:
     """`pack` without host metadata: the mask is read and checked."""
-    padded = PaddedBatch(**batch)
-    return Way(call=lambda: pack(padded), read=_read_packed)
+    padded, rule = PaddedBatch(**batch), SlotRule(multiple=multiple)
+    return Way(call=lambda: pack(padded, rule=rule), read=_read_packed)
 
 
 # ---------------------------------------------------------------------- theirs
@@ -294,17 +307,19 @@ def bridge_rows(module: Any, work: PeerWork) -> Iterator[Contest]:
     batch = work.padded()
 
     def read(row: Any) -> list[Sample]:
-        return read_row(row, row["cu_seqlens_q"])
+        return read_row(row, row["cu_seqlens_q"], slots=row.get("cu_seqlens_q_padded"))
 
-    def join_padded() -> Mapping[str, Any]:
+    def join_padded(multiple: int) -> Mapping[str, Any]:
         copied = dict(batch)
-        module.pack_right_padded_sequence_batch_to_mcore_thd(copied)
+        module.pack_right_padded_sequence_batch_to_mcore_thd(copied, pad_to_multiple_of=multiple)
         return copied
 
     join_rows = module.build_mcore_thd_sequence_batch_from_rows
     ours = {"RowCollator": joined(work.tensors)}
     yield Contest(peer=Way(call=lambda: join_rows(rows), read=read), ours=ours, work="tensors, positions given")
-    yield Contest(peer=Way(call=join_padded, read=read), ours={"pack": packed(batch)}, work="a padded batch")
+    for multiple, kind in ((1, "a padded batch"), (8, "a padded batch, slots of 8")):
+        peer = Way(call=lambda multiple=multiple: join_padded(multiple), read=read)
+        yield Contest(peer=peer, ours={"pack": packed(batch, multiple=multiple)}, work=kind)
 
 
 def automodel_row(module: Any, work: PeerWork) -> Iterator[Contest]:

@@ -56,14 +56,9 @@ def measured(family: str) -> Measured:
     packed = _error(step.row_logits[0].detach(), alone)
     disable_packing(model)
     inputs = {name: value for name, value in row.to_hf().items() if name in INPUTS}
-    positions = family_of(model).positions(
-        inputs["mm_token_type_ids"],
-        row.segments,
-        image_grids=row.host_metadata().image_grids,
-        video_grids=(),
-        seconds_per_grid=(),
-        config=model.config,
-    )
+    assert row.metadata is not None
+    assert row.metadata.media is not None
+    positions = family_of(model).positions(row.metadata.media, row.segments, config=model.config)
     calls = {
         "positions [3, 1, T]": {"position_ids": positions[-3:], "use_cache": False},
         "positions [4, 1, T], use_cache on": {"position_ids": positions, "use_cache": True},

@@ -136,16 +136,18 @@ def a_pad_for_a_token(family: str, patch: Patch) -> None:
 def first_labels_kept(family: str, patch: Patch) -> None:
     """The first token of a sample is learnt from the last one before, and the host's count is not looked at."""
     packing = sys.modules["vlmpack.layout.packing"]
-    shift = packing.shift_labels
+    honest_targets = packing._Take.targets
 
-    def shifted(labels: torch.Tensor, segments: Segments) -> torch.Tensor:
-        out = shift(labels, segments)
-        for (_, stop), (start, _) in pairwise(segments.spans):
-            out[:, stop - 1] = labels[:, start]
+    def targets(take: Any, labels: torch.Tensor) -> torch.Tensor:
+        out, segments = honest_targets(take, labels), take._segments
+        if segments.has_gaps:
+            firsts = take(labels, -100)
+            for (_, stop), (start, _) in pairwise(segments.spans):
+                out[:, stop - 1] = firsts[:, start]
         return out
 
     honest = engine.target_positions
-    patch.setattr(packing, "shift_labels", shifted)
+    patch.setattr(packing._Take, "targets", targets)
     patch.setattr(engine, "target_positions", lambda labels, count: honest(labels, None))
 
 

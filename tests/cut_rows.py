@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from context_parallel.naive import naive_contiguous, naive_mirrored
 from hypothesis import strategies as st
 
 from vlmpack.context_parallel.partition import Layout, Partition
 from vlmpack.layout import Grid, HostMetadata, Media, PackedRow, Segments, SlotRule
+from vlmpack.layout.media import IMAGE, Expected, Medium, place
 
 ALL_LAYOUTS: tuple[Layout, ...] = ("mirrored", "contiguous")
 
@@ -39,6 +42,8 @@ def row_with_images(lengths: list[int], rule: SlotRule, images: dict[int, Grid])
     for start, (t, h, w) in images.items():
         types[0, start : start + t * h * w // 4] = 1
     grids = tuple(images.values())
+    expected = [Expected(medium=Medium(kind=IMAGE, grid=grid), tokens=(prod(grid) // 4,)) for grid in grids]
+    table = place(expected, types[0].numpy(), segments, counted=[IMAGE])
     patches = torch.arange(sum(t * h * w for t, h, w in grids), dtype=torch.float32)
     return PackedRow(
         input_ids=places,
@@ -48,5 +53,5 @@ def row_with_images(lengths: list[int], rule: SlotRule, images: dict[int, Grid])
         mm_token_type_ids=types,
         extras={"advantages": places / 7, "of_three": torch.stack([places, -places, places * 2])},
         media=Media(pixel_values=patches[:, None].expand(-1, 3), image_grid_thw=torch.tensor(grids).view(-1, 3)),
-        metadata=HostMetadata(lengths=tuple(lengths), image_grids=grids),
+        metadata=HostMetadata(lengths=tuple(lengths), media=table),
     )

@@ -46,7 +46,7 @@ def prompt_of(
         run = [config.image_token_id] * (rows * columns // family.merge(config) ** 2)
         ids += [np.array([config.vision_start_token_id, *run, config.vision_end_token_id]), rng.integers(20, 500, 3)]
         pixels = rng.normal(size=(rows * columns, family.patch_channels(config))).astype(np.float32)
-        pictures.append(EncodedImage(pixel_values=torch.from_numpy(pixels), grid=(1, rows, columns)))
+        pictures.append(EncodedImage(pixel_values=torch.from_numpy(pixels), grid=(1, rows, columns), tokens=len(run)))
     return EncodedSequence(input_ids=np.concatenate(ids).astype(np.int64), images=tuple(pictures))
 
 

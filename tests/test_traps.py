@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families import Family, family_of
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import Segments, SlotRule, pack
+from vlmpack.layout import MediaTable, Segments, SlotRule, pack
 from vlmpack.model import disable_packing, enable_packing, forward, positions
 from vlmpack.model.mechanisms import attention, experts, per_sample
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
@@ -67,9 +67,7 @@ class Case:
         row, model = self.row, self.model
         metadata = self.packed.metadata
         assert metadata is not None
-        positions = family_of(model).positions(
-            row.get("mm_token_type_ids"), self.packed.segments, config=model.config, image_grids=metadata.image_grids
-        )
+        positions = family_of(model).positions(metadata.media, self.packed.segments, config=model.config)
         names = ("input_ids", "mm_token_type_ids", "pixel_values", "image_grid_thw")
         ids = positions if family_of(model).has_vision else positions[0]
         return {**{name: row[name] for name in names if name in row}, "position_ids": ids}
@@ -416,7 +414,7 @@ def test_trap_17_qwen2_5_vl_without_token_types_forgets_where_images_are(monkeyp
     monkeypatch.setattr(
         Family,
         "positions",
-        lambda self, types, segments, *, config, **media: positions(self, types * 0, segments, config=config),
+        lambda self, table, segments, *, config, **more: positions(self, MediaTable(), segments, config=config),
     )
     assert case.error(**row, output_logits=True) > LEAK
 

@@ -15,7 +15,7 @@ import torch
 
 from vlmpack.families import family_named
 from vlmpack.layout import IGNORE, PackedRow, pack, share
-from vlmpack.layout.media_units import FindMedia
+from vlmpack.layout.sharing import ReadMedia
 from vlmpack.testing import Sample, build_sample, joined, padded, tiny_config
 from vlmpack.testing.media import frames_of
 
@@ -54,16 +54,16 @@ def samples_of(config: Any, *roots: Piece, masked: Sequence[int] = (), seed: int
 
 def shared(samples: Sequence[Sample], *, min_shared: int = 1) -> PackedRow:
     """Pack samples into a row with its prefix tree."""
-    row = share(pack(padded(samples)), min_shared=min_shared, units=units_of(samples))
+    row = share(pack(padded(samples)), min_shared=min_shared, read_media=read_media_of(samples))
     assert row.tree is not None, "these samples share nothing"
     return row
 
 
-def units_of(samples: Sequence[Sample]) -> FindMedia:
+def read_media_of(samples: Sequence[Sample]) -> ReadMedia:
     """Find the media of rows of these samples."""
     family = samples[0].family
     assert family is not None
-    return family.media_units(tiny_config(family.model_type))
+    return family.media_reader(tiny_config(family.model_type))
 
 
 def rollouts(*branches: int, prefix: int = 12, images: int = 1) -> Piece:

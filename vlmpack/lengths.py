@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
+from vlmpack.collate.assemble import media_table
 from vlmpack.collate.collator import VLMCollator, sample_id_of
 from vlmpack.collate.digests import content_sums, sample_key, settings_key
 from vlmpack.collate.encoded import Encoded, Visual
@@ -36,7 +37,8 @@ from vlmpack.data.images import ImageLimits
 from vlmpack.data.readers import StoredRows
 from vlmpack.errors import ConfigError, Refusal, SampleError, SkippedWarning, check_kind, check_whole_number
 from vlmpack.files import writing
-from vlmpack.layout.batch import IMAGE, VIDEO, HostMetadata
+from vlmpack.layout.batch import HostMetadata
+from vlmpack.layout.media import IMAGE, VIDEO
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments
@@ -397,15 +399,7 @@ def tree_of(samples: Sequence[Encoded], *, limits: ImageLimits, min_shared: int)
     segments = Segments.from_lengths([sample.num_tokens for sample in samples])
     columns = (np.concatenate([sample.input_ids for sample in samples]), np.concatenate([s.types for s in samples]))
     ids, types = (torch.from_numpy(column).view(1, -1) for column in columns)
-    metadata = HostMetadata(
-        lengths=segments.lengths,
-        image_grids=tuple(image.patch_grid for image in images if not image.runs),
-        image_tokens=tuple(sum(image.runs) for image in images if image.runs),
-        media_runs=tuple(s.media_runs for s in samples) if any(image.runs for image in images) else (),
-        video_grids=tuple(video.patch_grid for video in videos),
-        images_per_sample=tuple(len(sample.images) for sample in samples) if images else (),
-        videos_per_sample=tuple(len(sample.videos) for sample in samples) if videos else (),
-    )
+    metadata = HostMetadata(lengths=segments.lengths, media=media_table(samples))
     row = PackedRow(input_ids=ids, segments=segments, mm_token_type_ids=types, metadata=metadata)
     numbers = {"images": media_numbers(images, limits), "videos": media_numbers(videos, limits)}
     return find_prefix_tree(row, **numbers, min_shared=min_shared)

@@ -66,7 +66,7 @@ from vlmpack.errors import (
 )
 from vlmpack.families.registry import family_of_processor
 from vlmpack.files import atomic_file, unreadable, write_text, writing
-from vlmpack.layout.batch import IMAGE, VIDEO
+from vlmpack.layout.media import IMAGE, VIDEO
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments, SlotRule

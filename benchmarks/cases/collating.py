@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from benchmarks.measuring import BenchSettings, Figure, Target, alternate, one_thread
 from vlmpack.collate import PixelBuffers, VLMCollator
 from vlmpack.data import to_conversation
-from vlmpack.layout import IGNORE, Grid, HostMetadata, PaddedBatch, lengths_from_mask, pack
+from vlmpack.layout import IGNORE, Grid, HostMetadata, PaddedBatch, SlotRule, lengths_from_mask, pack
 from vlmpack.lengths import measure_lengths
 from vlmpack.testing import SyntheticReceipts, tiny_processor
 
@@ -58,6 +58,7 @@ def measure_pack(settings: BenchSettings, shapes: PackShapes) -> Iterator[Figure
         ways = {
             "pack": lambda batch=batch: pack(batch),
             "with lengths": lambda batch=with_lengths: pack(batch),
+            "slots of 8": lambda batch=batch: pack(batch, rule=SlotRule(multiple=8)),
             "copy": lambda sources=sources, targets=targets: [
                 a.copy_(b) for a, b in zip(targets, sources, strict=True)
             ],
@@ -65,7 +66,7 @@ def measure_pack(settings: BenchSettings, shapes: PackShapes) -> Iterator[Figure
         with one_thread():
             timings = alternate(ways, seconds=settings.seconds / len(shapes.batches), device=settings.device)
         yield Figure.timed("pack", f"pack {samples} x {width}", timings, "pack", settings)
-        for way, limit in (("pack", 3.0), ("with lengths", 2.0)):
+        for way, limit in (("pack", 3.0), ("with lengths", 2.0), ("slots of 8", 3.0)):
             name, target = f"{way} / copy {samples} x {width}", Target(limit=limit, better="lower")
             yield Figure.compared("pack", name, timings, (way, "copy"), settings, target=target)
 

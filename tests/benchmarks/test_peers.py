@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from benchmarks import peers
 from benchmarks.measuring import BenchSettings, Figure, Skipped
@@ -85,21 +86,27 @@ def test_a_row_is_read_by_its_boundaries_whether_labels_are_shifted_or_not(work:
     assert read_row({**plain, "labels": targets}, boundaries, shifted=True) == samples(work)
 
 
-def rows_of_bridge(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, Any]:
+def rows_of_bridge(rows: Sequence[dict[str, torch.Tensor]], multiple: int = 1) -> dict[str, Any]:
     """What Megatron-Bridge gives for rows."""
-    row = {name: torch.cat([one[name] for one in rows])[None] for name in ("input_ids", "labels", "position_ids")}
-    boundaries = [0, *accumulate(len(one["input_ids"]) for one in rows)]
-    return {**row, "cu_seqlens_q": torch.tensor(boundaries, dtype=torch.int32)}
+    lengths = [len(one["input_ids"]) for one in rows]
+    slots = [-(-n // multiple) * multiple for n in lengths]
+    row = {
+        name: torch.cat([F.pad(one[name], (0, slot - len(one[name]))) for one, slot in zip(rows, slots, strict=True)])
+        for name in ("input_ids", "labels", "position_ids")
+    }
+    row |= {"cu_seqlens_q": torch.tensor([0, *accumulate(lengths)])}
+    return row if multiple == 1 else {**row, "cu_seqlens_q_padded": torch.tensor([0, *accumulate(slots)])}
 
 
-def batch_of_bridge(batch: dict[str, torch.Tensor]) -> None:
+def batch_of_bridge(batch: dict[str, torch.Tensor], *, pad_to_multiple_of: int) -> None:
     """What it does to a padded batch, in place."""
     names, real = ("input_ids", "labels", "position_ids"), [mask != 0 for mask in batch["attention_mask"]]
-    batch.update(rows_of_bridge([{name: batch[name][i][keep] for name in names} for i, keep in enumerate(real)]))
+    rows = [{name: batch[name][i][keep] for name in names} for i, keep in enumerate(real)]
+    batch.update(rows_of_bridge(rows, pad_to_multiple_of))
 
 
 def test_megatron_bridge_is_asked_and_read_as_its_functions_are_written(work: PeerWork) -> None:
     module: Any = ModuleType("bridge")
     module.build_mcore_thd_sequence_batch_from_rows = rows_of_bridge
     module.pack_right_padded_sequence_batch_to_mcore_thd = batch_of_bridge
-    assert [difference(contest) for contest in peers.bridge_rows(module, work)] == [None, None]
+    assert [difference(contest) for contest in peers.bridge_rows(module, work)] == [None] * 3

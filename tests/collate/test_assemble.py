@@ -13,7 +13,7 @@ from vlmpack.collate.assemble import to_packed, to_padded
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.errors import LayoutError
-from vlmpack.layout import PackedRow, SlotRule, pack
+from vlmpack.layout import MediaTable, PackedRow, Segments, SlotRule, pack
 
 METADATA = read_processor(processor_of())
 IMAGE, VIDEO, START, END = (
@@ -111,23 +111,20 @@ def test_the_metadata_are_counted_from_the_samples(samples):
     assert metadata.lengths == tuple(len(s.input_ids) for s in samples)
     assert metadata.num_targets == sum(label != -100 for s in samples for label in s.labels.tolist()[1:])
     assert metadata.sample_ids == tuple(s.sample_id for s in samples)
-    assert metadata.image_grids == tuple(v.grid for s in samples for v in s.images)
-    assert metadata.images_per_sample in ((), tuple(len(s.images) for s in samples))
-    assert sum(metadata.images_per_sample) == len(metadata.image_grids)
-    assert sum(metadata.videos_per_sample) == len(metadata.video_grids) == len(metadata.seconds_per_grid)
-    assert len(metadata.type_runs) == (len(samples) if metadata.video_grids else 0)
-    for s, runs in zip(samples, metadata.type_runs, strict=False):
-        types = np.zeros(len(s.types), np.int64)
-        for start, stop, kind in runs:
-            types[start:stop] = kind
-        assert types.tolist() == s.types.tolist()
+    table = metadata.media
+    assert table is not None
+    assert [(m.sample, m.grid) for m in table.images] == [(n, v.grid) for n, s in enumerate(samples) for v in s.images]
+    assert [(m.sample, m.grid) for m in table.videos] == [(n, v.grid) for n, s in enumerate(samples) for v in s.videos]
+    assert all(video.seconds is not None for video in table.videos)
+    types = table.types(Segments.from_lengths(metadata.lengths))
+    assert types.tolist() == [kind for s in samples for kind in s.types.tolist()]
 
 
 def test_without_media_there_are_no_media_tensors():
     batch = to_padded([sample(1, 4), sample(2, 3)], pad_token_id=0)
     assert batch.media.to_hf() == {}
     assert batch.metadata is not None
-    assert batch.metadata.images_per_sample == ()
+    assert batch.metadata.media == MediaTable()
 
 
 def test_a_video_that_does_not_tell_its_pace_gets_the_model_s_own_default():

@@ -23,7 +23,7 @@ from vlmpack.collate.conversation import read_conversation
 from vlmpack.data import load_processor, open_dataset
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PaddedBatch, pack
-from vlmpack.layout.batch import AUDIO
+from vlmpack.layout.media import AUDIO
 from vlmpack.lengths import measure_lengths
 from vlmpack.model import PackedStep
 from vlmpack.testing import tiny_model, tiny_processor
@@ -90,8 +90,9 @@ def test_a_sample_is_what_the_whole_processor_makes(family: str) -> None:
     collator = VLMCollator(processor_of(family))
     batch = collator([sample])
     check_equal(batch, made)
-    assert batch["vlmpack"].audio_frames == tuple(made["feature_attention_mask"].sum(1).tolist())
-    assert batch["vlmpack"].audios_per_sample == (2,)
+    frames = [audio.frames for audio in batch["vlmpack"].media.audios]
+    assert frames == made["feature_attention_mask"].sum(1).tolist()
+    assert len(batch["vlmpack"].media.audios) == 2
     assert (batch["mm_token_type_ids"] == AUDIO).sum() == (batch["input_ids"] == collator.metadata.audio_token_id).sum()
     learnt = processor_of(family).tokenizer.decode(batch["labels"][0][batch["labels"][0] != -100])
     assert learnt == "A dog.<|im_end|>"
@@ -272,7 +273,7 @@ def test_audio_that_is_too_short_for_the_spectrum_of_a_call_is_refused(way: str)
 
 def test_longer_audio_is_no_fault_where_the_processor_cuts_nothing_off() -> None:
     batch = VLMCollator(processor_of(CONVOLVED))([{"messages": messages(heard(9 * RATE))}])
-    assert batch["vlmpack"].audio_frames == (900,)
+    assert tuple(audio.frames for audio in batch["vlmpack"].media.audios) == (900,)
 
 
 def test_tokenised_samples_whose_audio_does_not_fit_are_refused() -> None:
@@ -319,10 +320,10 @@ def test_a_measured_sample_whose_longest_audio_was_cut_off_is_decoded_as_it_is_c
     within = int((types == AUDIO).nonzero()[-1])
     collator = VLMCollator(processor_of(CONVOLVED), max_length=within, overlength="truncate", train_on="all")
     batch, decoded = collator([feature]), collator.decode([collator.measure(feature)]).to_hf()
-    assert batch["vlmpack"].audio_frames == (57,)
+    assert tuple(audio.frames for audio in batch["vlmpack"].media.audios) == (57,)
     assert all(torch.equal(decoded[name], batch[name]) for name in batch if name != "vlmpack")
     shorter = VLMCollator(processor_of(CONVOLVED))([{"messages": messages(heard(9_010))}])
-    assert shorter["vlmpack"].audio_frames == (56,)  # so the processor does
+    assert shorter["vlmpack"].media.audios[0].frames == 56  # so the processor does
 
 
 def test_a_sample_that_is_too_long_is_cut_beside_its_audio() -> None:
@@ -331,9 +332,9 @@ def test_a_sample_that_is_too_long_is_cut_beside_its_audio() -> None:
     within = int((types == AUDIO).nonzero()[-1])
     collator = VLMCollator(processor_of(POOLED), max_length=within, overlength="truncate", train_on="all")
     batch = collator([feature])
-    assert batch["vlmpack"].audios_per_sample == (1,)
-    assert batch["vlmpack"].audio_frames == (57,)
-    assert batch["vlmpack"].images_per_sample == (1,)
+    assert len(batch["vlmpack"].media.audios) == 1
+    assert tuple(audio.frames for audio in batch["vlmpack"].media.audios) == (57,)
+    assert len(batch["vlmpack"].media.images) == 1
     assert int((batch["mm_token_type_ids"] == AUDIO).sum()) == 14
     model = tiny_model(POOLED, processor=processor_of(POOLED))
     assert PackedStep(model)(batch).work.audio_frames == 57

@@ -16,6 +16,7 @@ from vlmpack.collate.processor_metadata import metadata_of, processor_settings, 
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import SampleError
 from vlmpack.families.registry import FAMILIES
+from vlmpack.layout.media import IMAGE
 from vlmpack.testing import tiny_processor
 
 pytestmark = [
@@ -75,14 +76,14 @@ def test_tokens_and_tensors_equal_the_processor_s_own(family, count):
     same_tensors({name: batch[name] for name in batch if name in media or name == "pixel_values"}, media)
     assert bool(media) == bool(count)
     metadata = batch["vlmpack"]
-    assert metadata.images_per_sample == ((count,) if count else ())
+    assert len(metadata.media.images) == count
     image_id = tile_sizes(processor_of(family))["image_token_id"]
     if count and FAMILIES[family].has_grids:
-        assert metadata.image_grids == tuple(map(tuple, truth["image_grid_thw"].tolist()))
+        assert metadata.media.grids(IMAGE) == tuple(map(tuple, truth["image_grid_thw"].tolist()))
     else:
-        assert sum(metadata.image_tokens) == (batch["input_ids"] == image_id).sum()
-    sizes = {"image_sizes", "target_sizes"} & media.keys()
-    assert metadata.media_sizes == {name: tuple(map(tuple, media[name].tolist())) for name in sizes}
+        assert sum(image.tokens for image in metadata.media.images) == (batch["input_ids"] == image_id).sum()
+    for name in {"image_sizes", "target_sizes"} & media.keys():
+        assert [[*row] for image in metadata.media.images for row in image.sizes] == media[name].tolist()
     assert (batch["mm_token_type_ids"] == 1).sum() == (batch["input_ids"] == image_id).sum()
 
 
@@ -114,7 +115,7 @@ def test_a_prompt_and_its_suffix_equal_paligemma_s_own(count):
     batch = VLMCollator(processor)([{"prompt": prompt, "completion": "75,000", "images": feature["images"]}])
     names = ("input_ids", "labels", "pixel_values", "token_type_ids")
     same_tensors({name: batch[name] for name in names}, {name: truth[name] for name in names})
-    assert batch["vlmpack"].media_runs == (((0, int((truth["token_type_ids"] == 0).sum())),),)
+    assert batch["vlmpack"].prefixes == (int((truth["token_type_ids"] == 0).sum()),)
 
 
 @needs("deepseek_ocr2")
@@ -160,7 +161,9 @@ def test_no_tokens_of_an_image_are_learnt(family):
     alone = VLMCollator(processor_of(family), train_on="all")([conversation(0)])
     without = processor_of(family).tokenizer.decode([i for i in alone["labels"][0].tolist() if i != -100])
     assert "The total is 75,000." in text
-    assert len(batch["labels"][0]) - (batch["labels"] != -100).sum() > sum(batch["vlmpack"].image_tokens)
+    assert len(batch["labels"][0]) - (batch["labels"] != -100).sum() > sum(
+        image.tokens for image in batch["vlmpack"].media.images
+    )
     assert text.replace("\n", "").replace(" ", "") == without.replace("\n", "").replace(" ", "")
 
 

@@ -86,7 +86,7 @@ def test_the_dictionary_is_what_a_model_and_a_trainer_take():
 def test_samples_are_named_by_their_id_or_else_by_their_place():
     metadata = VLMCollator(processor_of())(mixed())[METADATA_KEY]
     assert metadata.sample_ids == ("receipt", 77, 2, 3, 4, 5)
-    assert metadata.images_per_sample == (1, 2, 0, 0, 1, 1)
+    assert [image.sample for image in metadata.media.images] == [0, 1, 1, 4, 5]
 
 
 # ---------------------------------------------------------------------- bad samples

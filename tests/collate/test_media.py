@@ -607,7 +607,7 @@ def test_truncating_leaves_out_unmade_what_no_cut_could_keep(made: list[int]) ->
     collator = VLMCollator(processor_of(), max_length=60, overlength="truncate")
     batch = collator.collate([shown(small, large, small)])
     outlined = collator.decode([collator.measure(shown(small, large, small), 0)])
-    assert batch.metadata.image_grids == ((1, 4, 4),)
+    assert batch.metadata.media.images[0].grid == (1, 4, 4)
     assert torch.equal(batch.input_ids, outlined.input_ids)
     assert torch.equal(batch.media.pixel_values, outlined.media.pixel_values)
     assert made.count(64 * 64) == 2

@@ -198,7 +198,7 @@ def test_a_sample_that_is_too_long_is_cut_at_the_limit_or_before_an_image(family
         assert ids == whole[: len(ids)]
         place = len(processor.tokenizer.decode(whole[:max_length]))
         assert len(ids) == max_length or any(start < place < stop for start, stop in images)
-        tokens = batch.metadata.image_tokens or [rows * columns // 4 for _, rows, columns in batch.metadata.image_grids]
+        tokens = [image.tokens for image in batch.metadata.media.images]
         assert sum(tokens) == ids.count(processor.image_token_ids[0])
         lengths.add((len(ids), len(tokens)))
     assert min(lengths) == (first, 1)

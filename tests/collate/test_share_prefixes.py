@@ -88,12 +88,12 @@ def test_so_it_is_of_every_family(family):
     processor = tiny_processor(family)
     config = tiny_model(family, processor=processor).config
     row, plain = (VLMCollator(processor, layout="packed", share_prefixes=how).collate(samples) for how in (LOW, False))
-    units = family_named(family).media_units(config)
-    assert_equal_rows(row, share(plain, min_shared=8, units=units))
+    read_media = family_named(family).media_reader(config)
+    assert_equal_rows(row, share(plain, min_shared=8, read_media=read_media))
     assert len(row.tree.images) < 10
     assert row.tree.num_tokens < plain.segments.num_tokens
     for name, tensor in plain.media.to_hf().items():
-        assert torch.equal(unshare(row, units=units).media.to_hf()[name], tensor)
+        assert torch.equal(unshare(row, read_media=read_media).media.to_hf()[name], tensor)
 
 
 def test_measured_samples_give_the_same_row():

@@ -111,7 +111,7 @@ def test_videos_of_the_processor_itself_share_a_row_with_images_as_alone(family:
         for out in outputs
     ]
     row = VLMCollator(processor, layout="packed", train_on="all").collate(features)
-    assert row.metadata.videos_per_sample == (1, 0, 1)
+    assert [video.sample for video in row.metadata.media.videos] == [0, 2]
     model = tiny_model(family, seed=3, processor=processor).eval()
     with torch.no_grad():
         alone = [model(**out).logits[0] for out in outputs]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
+from math import prod
+
 import torch
 from cut_rows import ALL_LAYOUTS, row_with_images
 from hypothesis import given
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 
 from vlmpack.context_parallel import MediaShare, Partition
 from vlmpack.context_parallel.vision import MediaRoute
-from vlmpack.errors import LayoutError
-from vlmpack.layout import PackedRow, SlotRule
+from vlmpack.layout import Grid, PackedRow, SlotRule
+from vlmpack.layout.media import IMAGE, Medium
 
 grids = st.builds(lambda t, h, w: (t, 2 * h, 2 * w), st.integers(1, 2), st.integers(1, 3), st.integers(1, 3))
 
@@ -33,9 +34,13 @@ def rows_and_partitions(draw: st.DrawFn) -> tuple[PackedRow, Partition]:
     return row, Partition(segments=row.segments, ranks=ranks, layout=layout)
 
 
-def routes(share: MediaShare, row: PackedRow, partition: Partition) -> list[MediaRoute]:
-    assert row.mm_token_type_ids is not None
-    return [share.route(row.mm_token_type_ids, 1, partition, rank) for rank in range(share.ranks)]
+def routes(share: MediaShare, partition: Partition) -> list[MediaRoute]:
+    return [share.route(partition, rank) for rank in range(share.ranks)]
+
+
+def images_of(*grids: Grid) -> list[Medium]:
+    """Images of these grids, 4 patches to a token."""
+    return [Medium(kind=IMAGE, grid=grid, runs=((0, prod(grid) // 4),)) for grid in grids]
 
 
 def exchanged(own: list[torch.Tensor], routes: list[MediaRoute]) -> list[torch.Tensor]:
@@ -46,7 +51,7 @@ def exchanged(own: list[torch.Tensor], routes: list[MediaRoute]) -> list[torch.T
 
 @given(sizes=st.lists(grids, max_size=12), ranks=st.integers(1, 6))
 def test_every_image_has_one_rank_and_no_rank_more_than_it_must(sizes, ranks):
-    share = MediaShare.spread(sizes, ranks=ranks, merge=2)
+    share = MediaShare.spread(images_of(*sizes), ranks=ranks)
     assert sorted(item for rank in range(ranks) for item in share.items(rank)) == list(range(len(sizes)))
     assert sum(share.load) == sum(share.patches)
     least = max(sum(share.patches) / ranks, max(share.patches, default=0))
@@ -55,9 +60,9 @@ def test_every_image_has_one_rank_and_no_rank_more_than_it_must(sizes, ranks):
 
 
 def test_the_drawing_in_the_docstring():
-    share = MediaShare.spread([(1, 4, 4), (1, 8, 8), (1, 4, 4), (1, 4, 8)], ranks=2, merge=2)
+    share = MediaShare.spread(images_of((1, 4, 4), (1, 8, 8), (1, 4, 4), (1, 4, 8)), ranks=2)
     assert share.rank_of == (1, 0, 1, 1)
-    assert share.features == (4, 16, 4, 8)
+    assert [share.num_features(rank) for rank in (0, 1)] == [16, 16]
     assert share.load == (64, 64)
 
 
@@ -65,9 +70,9 @@ def test_the_drawing_in_the_docstring():
 def test_every_rank_takes_the_pixels_of_its_images_in_row_order(drawn):
     row, _ = drawn
     for ranks in (1, 2, 3):
-        share = MediaShare.spread(row.metadata.image_grids, ranks=ranks, merge=2)
+        share = MediaShare.spread(row.metadata.media.images, ranks=ranks)
         computed = [share.take(row.media.pixel_values, rank)[::4] for rank in range(ranks)]
-        feature = torch.repeat_interleave(torch.tensor(share.features, dtype=torch.long))  # the image of each
+        feature = torch.repeat_interleave(torch.tensor([image.tokens for image in share.media], dtype=torch.long))
         order = torch.cat([torch.nonzero(torch.isin(feature, torch.tensor(share.items(r)))) for r in range(ranks)])
         assert torch.equal(torch.cat(computed), row.media.pixel_values[::4][order[:, 0]])
 
@@ -75,9 +80,9 @@ def test_every_rank_takes_the_pixels_of_its_images_in_row_order(drawn):
 @given(drawn=rows_and_partitions())
 def test_one_exchange_puts_every_feature_on_its_token(drawn):
     row, partition = drawn
-    share = MediaShare.spread(row.metadata.image_grids, ranks=partition.ranks, merge=2)
+    share = MediaShare.spread(row.metadata.media.images, ranks=partition.ranks)
     tower = [share.take(row.media.pixel_values, rank)[::4, 0] // 4 for rank in range(partition.ranks)]
-    sides = routes(share, row, partition)
+    sides = routes(share, partition)
     parts = []
     for got, side in zip(exchanged(tower, sides), sides, strict=True):
         assert len(got) == sum(side.route.receive_counts)
@@ -89,23 +94,12 @@ def test_one_exchange_puts_every_feature_on_its_token(drawn):
 @given(drawn=rows_and_partitions())
 def test_a_rank_needs_the_images_whose_tokens_it_holds(drawn):
     row, partition = drawn
-    share = MediaShare.spread(row.metadata.image_grids, ranks=partition.ranks, merge=2)
-    image_of = torch.repeat_interleave(torch.arange(len(share.grids)), torch.tensor(share.features, dtype=torch.long))
+    share = MediaShare.spread(row.metadata.media.images, ranks=partition.ranks)
+    image_of = torch.repeat_interleave(
+        torch.arange(len(share.media)), torch.tensor([image.tokens for image in share.media], dtype=torch.long)
+    )
     of_token = torch.full((row.segments.total,), -1)
     of_token[row.mm_token_type_ids[0] == 1] = image_of
-    for rank, side in enumerate(routes(share, row, partition)):
+    for rank, side in enumerate(routes(share, partition)):
         here = set(partition.cut(of_token, rank).tolist()) - {-1}
         assert set(side.items) == here
-
-
-def test_placeholders_without_pixels_are_refused():
-    row = row_with_images([16], SlotRule(multiple=4), {2: (1, 4, 4)})
-    partition = Partition(segments=row.segments, ranks=2, layout="mirrored")
-    share = MediaShare.spread([(1, 4, 8)], ranks=2, merge=2)
-    with pytest.raises(LayoutError, match="the grids make 8 tokens, but the row has 4 of type 1"):
-        routes(share, row, partition)
-
-
-def test_a_grid_that_does_not_merge_names_its_image():
-    with pytest.raises(LayoutError, match="image 1: a grid of 4 x 5 patches does not merge 2 x 2"):
-        MediaShare.spread([(1, 4, 4), (1, 4, 5)], ranks=2, merge=2)

@@ -50,7 +50,7 @@ def read(sample: dict[str, Any]) -> tuple[str, int]:
     ids = row.input_ids[0].tolist()
     pad = PROCESSOR.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     text = PROCESSOR.tokenizer.decode([i for at, i in enumerate(ids) if i != pad or ids[at - 1] != pad])
-    return text, len(row.host_metadata().image_grids)
+    return text, len(row.metadata.media.images)
 
 
 def chat(*turns: str) -> str:

@@ -20,12 +20,13 @@ from waiting import waits_are_errors
 
 from vlmpack.errors import LayoutError
 from vlmpack.families import Family, family_of
-from vlmpack.families.media import media_items, run_per_frame, timed_run, truncates_seconds
+from vlmpack.families.media import Placement, run_per_frame, timed_run, token_offsets, truncates_seconds
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import Grid, PackedRow, Segments, SlotRule, pack
+from vlmpack.layout import Media, MediaTable, PackedRow, Segments, SlotRule, pack
+from vlmpack.layout.device import nothing_on_host
 from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import Sample, build_sample, mixed_samples, padded, tiny_config, tiny_model
-from vlmpack.testing.samples import kinds_of, metadata_of
+from vlmpack.testing.samples import grids_of, kinds_of, word_ids
 
 VECTOR: dict[str, Any] = json.loads((Path(__file__).parents[1] / "vectors" / "mrope.json").read_text())
 """The row of three samples that the README of `vlmpack/families` draws."""
@@ -49,18 +50,17 @@ def model_of(name: str, merge: int = 2) -> Any:
     return tiny_model(name, hidden=hidden, layers=1, vision_depth=1, vision_hidden=8, patch_size=1, merge=merge)
 
 
-def positions_of(row: PackedRow, family: Family, config: Any, segments: Segments | None = None) -> torch.Tensor:
-    metadata, types = row.metadata, row.mm_token_type_ids
-    assert metadata is not None
-    if types is None and family.has_grids:
-        types = family.types_of_row(row, config)
-    return family.positions(
-        types,
-        segments or row.segments,
-        config=config,
-        image_grids=metadata.image_grids,
-        video_grids=metadata.video_grids,
-        seconds_per_grid=metadata.seconds_per_grid,
+def positions_of(row: PackedRow, family: Family, config: Any, restarts: Segments | None = None) -> torch.Tensor:
+    return family.positions(family.media_of_row(row, config), row.segments, config=config, restarts=restarts)
+
+
+def row_of(types: Sequence[int], lengths: Sequence[int], config: Any, **media: Any) -> PackedRow:
+    """A row of tokens of these types, with these media and without metadata."""
+    ids = torch.tensor([word_ids(config)[0], config.image_token_id, config.video_token_id])
+    column = torch.tensor([types])
+    given = {name: torch.tensor(values) for name, values in media.items()}
+    return PackedRow(
+        input_ids=ids[column], segments=Segments.from_lengths(lengths), mm_token_type_ids=column, media=Media(**given)
     )
 
 
@@ -74,17 +74,17 @@ def by_transformers(model: Any, sample: Sample) -> torch.Tensor:
 
 def by_loops(config: Any, sample: Sample, family: Family) -> torch.Tensor:
     """[4, L]: the naive twin."""
-    metadata = metadata_of([sample])
+    image_grids, video_grids = grids_of(sample, "image"), grids_of(sample, "video")
     intervals = None
     if family.videos is timed_run:
-        seconds = metadata.seconds_per_grid or (1.0,) * len(metadata.video_grids)
+        seconds = sample.get("second_per_grid_ts", torch.ones(len(video_grids))).tolist()
         rate = config.vision_config.tokens_per_second
         intervals = [rate * (int(s) if truncates_seconds() else s) for s in seconds]
     found = naive_positions(
         sample["mm_token_type_ids"].tolist(),
         merge=config.vision_config.spatial_merge_size,
-        image_grids=metadata.image_grids,
-        video_grids=metadata.video_grids,
+        image_grids=image_grids,
+        video_grids=video_grids,
         frame_intervals=intervals,
         frames_apart=family.videos is run_per_frame,
     )
@@ -149,7 +149,7 @@ def test_a_text_model_counts_from_0_in_every_sample(name: str, lengths: list[int
     """As a text model of transformers does by itself for a sample alone; it is handed the text row, [1, T]."""
     family, config = family_of(model_of(name)), model_of(name).config
     segments = Segments.from_lengths(lengths, SlotRule(multiple=multiple, row_multiple=3 * multiple))
-    found = family.positions(None, segments, config=config)
+    found = family.positions(MediaTable(), segments, config=config)
     assert found.shape == (4, 1, segments.total)
     assert torch.equal(found, found[:1].expand_as(found))
     for start, stop in segments.spans:
@@ -170,13 +170,8 @@ def with_seconds(whole: bool) -> Family:
 def test_seconds_between_frames_are_used_as_the_installed_version_uses_them(whole: bool, times: list[int]) -> None:
     config = model_of("qwen2_5_vl").config
     config.vision_config.tokens_per_second = 4
-    found = with_seconds(whole).positions(
-        torch.full((1, 4), 2),
-        Segments.from_lengths([4]),
-        config=config,
-        video_grids=[(4, 2, 2)],
-        seconds_per_grid=[0.7],
-    )
+    row = row_of([2] * 4, [4], config, video_grid_thw=[[4, 2, 2]], second_per_grid_ts=[0.7])
+    found = positions_of(row, with_seconds(whole), config)
     assert found[1, 0].tolist() == times
 
 
@@ -185,15 +180,8 @@ def test_frames_are_placed_in_float32_as_the_model_does_it() -> None:
     model = model_of("qwen2_5_vl")
     model.config.vision_config.tokens_per_second = 2
     sample = build_sample(model.config, stretches=[0, 1], video_grids=[(6, 2, 2)], seconds=[0.7])
-    seconds = metadata_of([sample]).seconds_per_grid
-    assert int(5 * 2 * seconds[0]) == 6
-    found = with_seconds(False).positions(
-        sample["mm_token_type_ids"][None],
-        Segments.from_lengths([len(sample["input_ids"])]),
-        config=model.config,
-        video_grids=[(6, 2, 2)],
-        seconds_per_grid=seconds,
-    )
+    assert int(5 * 2 * sample["second_per_grid_ts"].item()) == 6
+    found = positions_of(pack(padded([sample])), with_seconds(False), model.config)
     assert (found[1, 0, 1:7] - 1).tolist() == [0, 1, 2, 4, 5, 7]
     check_equal([sample], model, family_of(model), multiple=1)
 
@@ -230,31 +218,15 @@ def test_repeated_final_boundaries_change_nothing(name: str) -> None:
 def test_text_alone_needs_no_token_types(name: str) -> None:
     family, config = family_of(model_of(name)), model_of(name).config
     segments = Segments.from_lengths([3, 2], SlotRule(multiple=4))
-    found = family.positions(None, segments, config=config)
+    found = family.positions(MediaTable(), segments, config=config)
     assert found[:, 0].tolist() == [[0, 1, 2, 0, 0, 1, 0, 0]] * 4
-    assert torch.equal(found, family.positions(torch.zeros(1, 8, dtype=torch.long), segments, config=config))
 
 
 def test_positions_handed_out_are_not_the_cached_tensor_of_the_segments() -> None:
     family, config = family_of(model_of("qwen2_vl")), model_of("qwen2_vl").config
     segments = Segments.from_lengths([3])
-    family.positions(None, segments, config=config).zero_()
-    assert family.positions(None, segments, config=config)[0, 0].tolist() == [0, 1, 2]
-
-
-def test_more_media_tokens_than_the_grids_stand_for_count_as_text() -> None:
-    """Their number is on the device and is not waited for; the row stays in range and the next segment is right."""
-    family, config = family_of(model_of("qwen2_vl")), model_of("qwen2_vl").config
-    types = torch.tensor([[0, 1, 1, 1, 1, 1, 0, 2, 2]])
-    found = family.positions(
-        types, Segments.from_lengths([7, 2]), config=config, image_grids=[(1, 2, 4)], video_grids=[(1, 2, 2)]
-    )
-    assert found[:, 0].tolist() == [
-        [0, 1, 2, 3, 4, 5, 6, 0, 1],
-        [0, 1, 1, 3, 4, 5, 6, 0, 1],
-        [0, 1, 1, 3, 4, 5, 6, 0, 1],
-        [0, 1, 2, 3, 4, 5, 6, 0, 1],
-    ]
+    family.positions(MediaTable(), segments, config=config).zero_()
+    assert family.positions(MediaTable(), segments, config=config)[0, 0].tolist() == [0, 1, 2]
 
 
 # ---------------------------------------------------------------------- the row that the README draws
@@ -262,6 +234,10 @@ def test_more_media_tokens_than_the_grids_stand_for_count_as_text() -> None:
 
 def types_of(sample: dict[str, Any]) -> list[int]:
     return [int(token == IMAGE_PAD) for token in sample["input_ids"]]
+
+
+def segments_of_vector(rule: SlotRule) -> Segments:
+    return Segments.from_lengths([len(sample["input_ids"]) for sample in SAMPLES], rule)
 
 
 def axes_of(sample: dict[str, Any]) -> list[list[int]]:
@@ -272,16 +248,13 @@ def axes_of(sample: dict[str, Any]) -> list[list[int]]:
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_a_row_of_the_vector_restarts_in_every_segment(name: str, multiple: int) -> None:
     assert [sample["name"] for sample in SAMPLES] == ["A", "B", "C"]
-    segments = Segments.from_lengths([len(s["input_ids"]) for s in SAMPLES], SlotRule(multiple=multiple))
-    types = torch.zeros(1, segments.total, dtype=torch.int64)
+    config, segments = tiny_config(name, merge=VECTOR["merge"]), segments_of_vector(SlotRule(multiple=multiple))
+    types = [0] * segments.total
     for sample, (start, stop) in zip(SAMPLES, segments.spans, strict=True):
-        types[0, start:stop] = torch.tensor(types_of(sample))
-    found = FAMILIES[name].positions(
-        types,
-        segments,
-        config=tiny_config(name, merge=VECTOR["merge"]),
-        image_grids=[tuple(grid) for s in SAMPLES for grid in s["image_grid_thw"]],
-    )
+        types[start:stop] = types_of(sample)
+    grids = [grid for s in SAMPLES for grid in s["image_grid_thw"]]
+    row = replace(row_of(types, [segments.total], config, image_grid_thw=grids), segments=segments)
+    found = positions_of(row, FAMILIES[name], config)
     for sample, (start, stop) in zip(SAMPLES, segments.spans, strict=True):
         assert found[:, 0, start:stop].tolist() == axes_of(sample), sample["name"]
         assert int(found[1:, 0, start:stop].max()) + 1 - (stop - start) == sample["delta"]
@@ -289,11 +262,9 @@ def test_a_row_of_the_vector_restarts_in_every_segment(name: str, multiple: int)
 
 def test_a_row_that_does_not_restart_is_off_by_seven_and_nine() -> None:
     """The guard: what the test above would see if boundaries were ignored."""
-    segments = Segments.from_lengths([sum(len(s["input_ids"]) for s in SAMPLES)])
-    types = torch.tensor([[kind for sample in SAMPLES for kind in types_of(sample)]])
-    found = FAMILIES["qwen3_vl"].positions(
-        types, segments, config=tiny_config("qwen3_vl"), image_grids=[(1, 4, 4), (1, 4, 6)]
-    )
+    config, types = tiny_config("qwen3_vl"), [kind for sample in SAMPLES for kind in types_of(sample)]
+    row = row_of(types, [len(types)], config, image_grid_thw=[[1, 4, 4], [1, 4, 6]])
+    found = positions_of(row, FAMILIES["qwen3_vl"], config)
     expected = torch.tensor([axis for sample in SAMPLES for axis in sample["t"]])
     assert (found[1, 0] - expected).tolist() == [0] * 9 + [7] * 2 + [9] * 10
 
@@ -306,8 +277,8 @@ def test_the_naive_twin_gives_the_vector(sample: dict[str, Any]) -> None:
 
 
 def test_the_table_lists_offsets_and_one_advance_for_each_item() -> None:
-    table = media_items([(2, 2, 4), (1, 6, 2)], 2, "image").table()
-    assert table.tolist() == [
+    offsets = token_offsets([Placement(cells=((2, 1, 2),)), Placement(cells=((1, 3, 1),))])
+    assert offsets.tolist() == [
         [0, 0, 1, 1, 0, 0, 0],  # time
         [0, 0, 0, 0, 0, 1, 2],  # height
         [0, 1, 0, 1, 0, 0, 0],  # width
@@ -326,7 +297,7 @@ def row_and_config(name: str) -> tuple[PackedRow, Any]:
 @every_family
 def test_no_operation_waits(name: str) -> None:
     row, config = row_and_config(name)
-    with recorded_syncs(torch.device("cpu")) as waits:
+    with nothing_on_host(), recorded_syncs(torch.device("cpu")) as waits:
         found = positions_of(row, FAMILIES[name], config)
     assert waits == []
     assert found.shape == (4, 1, row.segments.total)
@@ -340,14 +311,13 @@ def test_a_compiled_step_is_not_compiled_again_for_other_lengths() -> None:
         graphs.append(graph)
         return graph.forward
 
-    def step(types: torch.Tensor, segments: Segments, grids: list[Grid]) -> torch.Tensor:
-        return family.positions(types, segments, config=config, image_grids=grids) * 2
+    def step(row: PackedRow) -> torch.Tensor:
+        return positions_of(row, family, config) * 2
 
     compiled = torch.compile(step, backend=backend, dynamic=True)
     for rows in (2, 3, 4, 5):
-        types = torch.tensor([[0, *[1] * rows, 0, 0]])
-        segments, grids = Segments.from_lengths([rows + 2, 1]), [(1, 2, 2 * rows)]
-        assert torch.equal(compiled(types, segments, grids), step(types, segments, grids))
+        row = row_of([0, *[1] * rows, 0, 0], [rows + 2, 1], config, image_grid_thw=[[1, 2, 2 * rows]])
+        assert torch.equal(compiled(row), step(row))
     assert len(graphs) == 1
 
 
@@ -356,74 +326,50 @@ def test_a_compiled_step_is_not_compiled_again_for_other_lengths() -> None:
 @with_grids
 def test_a_gpu_is_not_waited_for_and_gives_the_same(name: str) -> None:
     row, config = row_and_config(name)
-    types = None if row.mm_token_type_ids is None else row.mm_token_type_ids.cuda()
+    moved = row.to("cuda")
     with waits_are_errors():
-        found = positions_of(replace(row, mm_token_type_ids=types), FAMILIES[name], config)
+        found = positions_of(moved, FAMILIES[name], config)
     assert torch.equal(found.cpu(), positions_of(row, FAMILIES[name], config))
 
 
 # ---------------------------------------------------------------------- what the host can see to be wrong
 
-TYPES = torch.zeros(1, 8, dtype=torch.int64)
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "more images than there is room for": (
-        "glm4v",
-        {"image_grids": [(1, 4, 4), (1, 4, 6)]},
-        "2 images and 0 videos .* 10 tokens, but the row has only 8.* truncated",
-    ),
-    "more frames": ("qwen3_vl", {"video_grids": [(3, 4, 4)]}, "stand for 12 tokens, but the row has only 8"),
     "images of a text model": (
         "llama",
-        {"image_grids": [(1, 2, 2)] * 2},
+        {"image_grid_thw": [[1, 2, 2]] * 2},
         "llama is a text model, but the batch has 2 images or videos",
     ),
-    "videos of a text model": ("llama", {"video_grids": [(1, 2, 2)]}, "llama is a text model"),
+    "videos of a text model": ("llama", {"video_grid_thw": [[1, 2, 2]]}, "llama is a text model"),
     "a side that does not merge": (
         "qwen3_vl",
-        {"image_grids": [(1, 4, 4), (1, 3, 4)]},
+        {"image_grid_thw": [[1, 4, 4], [1, 3, 4]]},
         r"image 1: its grid \(1, 3, 4\) is not a multiple of the merge size 2 .* before merging",
     ),
     "a side of 0": (
         "qwen3_vl",
-        {"video_grids": [(1, 4, 4), (1, 0, 4)]},
+        {"video_grid_thw": [[1, 4, 4], [1, 0, 4]]},
         r"video 1: its grid is \(1, 0, 4\); it must be \(frames, rows, columns\)",
     ),
-    "two numbers": ("qwen3_vl", {"video_grids": [(1, 4)]}, r"video 0: its grid is \(1, 4\)"),
-    "no token types": (
-        "qwen3_vl",
-        {"types": None, "image_grids": [(1, 4, 4)]},
-        "1 images .* no mm_token_type_ids.*keep what the processor returns",
-    ),
-    "token types of another width": ("qwen3_vl", {"types": TYPES[:, 1:]}, r"a tensor \[1, 8\].* \[1, 7\]"),
-    "token types of two rows": ("qwen3_vl", {"types": TYPES.repeat(2, 1)}, r"a tensor \[1, 8\].* \[2, 8\]"),
-    "token types of none": ("qwen3_vl", {"types": TYPES[0]}, r"a tensor \[1, 8\].* \[8\]"),
+    "two numbers": ("qwen3_vl", {"video_grid_thw": [[1, 4]]}, r"video_grid_thw must be a tensor \[N, 3\]"),
     "seconds of another number of videos": (
         "qwen2_5_vl",
-        {"video_grids": [(1, 2, 2)], "seconds_per_grid": [1.0, 2.0]},
+        {"video_grid_thw": [[1, 2, 2]], "second_per_grid_ts": [1.0, 2.0]},
         "1 videos but seconds_per_grid has 2 values.*second_per_grid_ts",
-    ),
-    "negative seconds": (
-        "qwen2_5_vl",
-        {"video_grids": [(1, 2, 2)] * 2, "seconds_per_grid": [1.0, -1.0]},
-        "video 1: seconds_per_grid is -1.0; it must be a finite time",
     ),
 }
 
 
-@pytest.mark.parametrize(("name", "given", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_the_host_can_see_to_be_wrong_is_refused(name: str, given: dict[str, Any], message: str) -> None:
-    known = {"types": TYPES, **given}
-    types = known.pop("types")
+@pytest.mark.parametrize(("name", "media", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_the_host_can_see_to_be_wrong_is_refused(name: str, media: dict[str, Any], message: str) -> None:
+    family, config = FAMILIES[name], tiny_config(name)
+    given = Media(**{key: torch.tensor(values) for key, values in media.items()})
+    row = PackedRow(input_ids=torch.zeros(1, 8).long(), segments=Segments.from_lengths([8]), media=given)
     with pytest.raises(LayoutError, match=message):
-        FAMILIES[name].positions(types, Segments.from_lengths([8]), config=tiny_config(name), **known)
+        family.media_of_row(row, config)
 
 
 def test_a_family_that_needs_no_seconds_does_not_mind_them() -> None:
-    found = FAMILIES["qwen3_vl"].positions(
-        torch.full((1, 2), 2),
-        Segments.from_lengths([2]),
-        config=tiny_config("qwen3_vl"),
-        video_grids=[(2, 2, 2)],
-        seconds_per_grid=[9.0],
-    )
-    assert found[:, 0].tolist() == [[0, 1]] * 4
+    config = tiny_config("qwen3_vl")
+    row = row_of([2, 0, 2], [3], config, video_grid_thw=[[2, 2, 2]], second_per_grid_ts=[9.0])
+    assert positions_of(row, FAMILIES["qwen3_vl"], config)[:, 0].tolist() == [[0, 1, 2]] * 4

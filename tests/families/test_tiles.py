@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from cases import families
 
 from vlmpack.errors import LayoutError
 from vlmpack.families.registry import FAMILIES
-from vlmpack.families.tiles import Join, check_tiles
-from vlmpack.layout import HostMetadata, Media, Segments
+from vlmpack.families.tiles import Join
+from vlmpack.layout import Media, MediaTable, Medium, Segments
+from vlmpack.layout.media import IMAGE, Expected, place
 
 
 def test_samples_follow_each_other_along_the_axis() -> None:
@@ -31,31 +34,36 @@ ROW = torch.tensor([[0, 1, 1, 0, 1, 0, 0, 1, 1, 1, 0, 0]])
 SEGMENTS = Segments(lengths=(6, 4), slots=(6, 6), total=12, num_samples=2)
 
 
-def metadata(tokens: tuple[int, ...], per_sample: tuple[int, ...] = ()) -> HostMetadata:
-    return HostMetadata(lengths=(6, 4), image_tokens=tokens, images_per_sample=per_sample)
+def placed(types: torch.Tensor, *tokens: int) -> MediaTable:
+    """Images of so many tokens, found in a row of these types."""
+    expected = [Expected(medium=Medium(kind=IMAGE), tokens=(count,)) for count in tokens]
+    return place(expected, types[0].numpy(), SEGMENTS, counted=[IMAGE])
 
 
 @pytest.mark.parametrize(
-    ("tokens", "per_sample"), [((3, 3), (1, 1)), ((2, 1, 3), (2, 1)), ((2, 1, 3), ()), ((1, 1, 1, 1, 1, 1), ())]
-)
-def test_images_that_end_where_samples_do_fit(tokens: tuple[int, ...], per_sample: tuple[int, ...]) -> None:
-    check_tiles(ROW, SEGMENTS, metadata(tokens, per_sample))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "per_sample", "message"),
+    ("tokens", "runs"),
     [
-        ((2, 4), (), "sample 0 ends in the middle of an image: the row has 6 image placeholders"),
-        ((2, 4), (1, 1), "sample 0 has 3 image placeholders, but its images make 2 tokens"),
-        ((2, 1, 3), (1, 2), "sample 0 has 3 image placeholders, but its images make 2 tokens"),
-        ((3, 3, 1), (), "the row has 6 image placeholders, but its 3 images or tiles make 7"),
-        ((3,), (), "sample 1 has 3 image placeholders and ends where no image does: the row has 6"),
-        ((2, 3), (1, 1), "sample 0 has 3 image placeholders, but its images make 2 tokens: the row has 6"),
+        ((3, 3), [(0, ((1, 3), (4, 5))), (1, ((1, 4),))]),
+        ((2, 1, 3), [(0, ((1, 3),)), (0, ((4, 5),)), (1, ((1, 4),))]),
+        ((1, 2, 1, 2), [(0, ((1, 2),)), (0, ((2, 3), (4, 5))), (1, ((1, 2),)), (1, ((2, 4),))]),
     ],
 )
-def test_images_that_do_not_fit_are_refused(tokens: tuple[int, ...], per_sample: tuple[int, ...], message: str) -> None:
+def test_images_that_end_where_samples_do_are_found(tokens: tuple[int, ...], runs: list[Any]) -> None:
+    assert [(image.sample, image.runs) for image in placed(ROW, *tokens).media] == runs
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ((2, 4), "sample 0 ends in the middle of an image: the row has 6 image placeholders"),
+        ((3, 3, 1), "the row has 6 image placeholders, but its 3 images or tiles make 7"),
+        ((3,), "sample 1 has 3 image placeholders and ends where no image does: the row has 6"),
+        ((), "sample 0 has 3 image placeholders and ends where no image does: .* 0 images or tiles make 0 tokens"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused(tokens: tuple[int, ...], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        check_tiles(ROW, SEGMENTS, metadata(tokens, per_sample))
+        placed(ROW, *tokens)
 
 
 @pytest.mark.parametrize("family", families(lambda family: family.has_vision))
@@ -74,4 +82,4 @@ def test_placeholders_on_padding_are_refused() -> None:
     row = ROW.clone()
     row[0, -1] = 1
     with pytest.raises(LayoutError, match="padding of the row has 1 image placeholders"):
-        check_tiles(row, SEGMENTS, metadata((3, 3)))
+        placed(row, 3, 3)

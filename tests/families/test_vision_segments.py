@@ -11,6 +11,7 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_window_i
 from vlmpack.families.family import frame_segments, window_segments
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Grid
+from vlmpack.layout.media import IMAGE, VIDEO
 from vlmpack.testing import mixed_samples, padded, tiny_config
 from vlmpack.testing.samples import KINDS
 
@@ -54,5 +55,8 @@ def test_types_and_counts_of_media_tokens_are_the_processors(name: str) -> None:
     assert batch.metadata is not None
     types = family.media_types(batch.input_ids, config)
     assert torch.equal(types, batch.mm_token_type_ids)
-    for code, grids in ((1, batch.metadata.image_grids), (2, batch.metadata.video_grids)):
-        assert family.media_tokens(grids, config) == int((types == code).sum()) > 0
+    table = batch.metadata.media
+    assert table is not None
+    found = (family.media_tokens(table.grids(IMAGE), config), sum(family.video_runs(table.grids(VIDEO), config)))
+    assert found == tuple(int((types == kind).sum()) for kind in (IMAGE, VIDEO))
+    assert min(found) > 0

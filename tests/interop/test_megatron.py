@@ -207,7 +207,7 @@ def test_without_host_metadata_only_the_tail_has_found_a_slot(lengths, rule, bou
 
 
 def test_media_extras_and_metadata_travel_along():
-    metadata = HostMetadata(lengths=(3, 2), image_grids=((1, 2, 2),), sample_ids=("a", "b"))
+    metadata = HostMetadata(lengths=(3, 2), prefixes=(1, 0), sample_ids=("a", "b"))
     media = Media(pixel_values=torch.rand(4, 3), image_grid_thw=torch.tensor([[1, 2, 2]]))
     row = row_of([3, 2], media=media, metadata=metadata, extras={"advantages": torch.rand(1, 5)})
     back = from_megatron(to_megatron(row), extras=("advantages",))

@@ -29,7 +29,7 @@ def row() -> PackedRow:
 
 
 def parts_of(row: PackedRow, layout: Layout) -> list[LocalRow]:
-    return [shard(row, rank, RANKS, merge=2, layout=layout) for rank in range(RANKS)]
+    return [shard(row, rank, RANKS, layout=layout) for rank in range(RANKS)]
 
 
 def tensors(row: PackedRow | LocalRow) -> dict[str, torch.Tensor]:
@@ -105,7 +105,7 @@ def test_a_rank_without_an_image_has_no_media():
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_nothing_waits_for_a_device(row, layout):
     on_meta = moved(row, "meta")  # tensors without values: whoever reads one fails
-    part = shard(on_meta, 0, RANKS, merge=2, layout=layout)
+    part = shard(on_meta, 0, RANKS, layout=layout)
     assert part.input_ids.device.type == part.index.device.type == part.moe_padding_mask.device.type == "meta"
     assert part.media.pixel_values is not None
     assert part.media.pixel_values.shape == (32, 3)
@@ -116,18 +116,18 @@ def test_nothing_waits_for_a_device(row, layout):
 def test_a_row_that_cannot_be_cut_says_which_segment(row):
     odd = row_with_images([8, 6], SlotRule(), {})
     with pytest.raises(LayoutError, match=r"segment 1: 6 tokens of row .* 2 \* ranks = 4"):
-        shard(odd, 0, 2, merge=2)
+        shard(odd, 0, 2)
     with pytest.raises(LayoutError, match="rank 2 is not one of"):
-        shard(row, 2, 2, merge=2)
+        shard(row, 2, 2)
     with pytest.raises(LayoutError, match="the grids describe 56 patches, the pixels are"):
-        shard(replace(row, media=replace(row.media, pixel_values=torch.zeros(55, 3))), 0, 2, merge=2)
+        shard(replace(row, media=replace(row.media, pixel_values=torch.zeros(55, 3))), 0, 2)
 
 
 def test_a_row_whose_samples_share_prefixes_is_refused() -> None:
     ids = torch.arange(4).repeat(2)[None]
     row = share(PackedRow(input_ids=ids, segments=Segments.from_lengths([4, 4])), min_shared=1)
     assert row.tree is not None
-    for cut in (lambda: shard(row, 0, RANKS, merge=1), lambda: to_megatron(row)):
+    for cut in (lambda: shard(row, 0, RANKS), lambda: to_megatron(row)):
         with pytest.raises(LayoutError, match=r"share prefixes, and .* by itself: give it unshare"):
             cut()
 

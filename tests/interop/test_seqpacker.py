@@ -359,8 +359,8 @@ def test_one_row_for_the_model_has_all_samples_and_no_padding() -> None:
         assert row.input_ids.tolist() == [[10, 20, 30, 100, 40, 50, 60, 70, 80, 90]]
         assert row.shift_labels is not None
         assert row.shift_labels.tolist() == [[20, 30, -100, -100, 50, -100, 70, 80, 90, -100]]
-        assert row.host_metadata().num_targets == 6
-        assert row.host_metadata().sample_ids == (0, 3, 1, 2)
+        assert row.metadata.num_targets == 6
+        assert row.metadata.sample_ids == (0, 3, 1, 2)
     assert {t.device.type for t in (batch_of(device="meta").labels, batch_of(device="meta").cu_seqlens[0])} == {"meta"}
 
 

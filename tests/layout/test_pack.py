@@ -13,7 +13,18 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout import HostMetadata, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
+from vlmpack.layout import (
+    HostMetadata,
+    Media,
+    MediaTable,
+    Medium,
+    PackedRow,
+    PaddedBatch,
+    Segments,
+    SlotRule,
+    pack,
+    unpack,
+)
 
 HERE = Path(__file__).resolve()
 CASES = json.loads((HERE.parents[1] / "vectors" / "pack.json").read_text())["cases"]
@@ -215,8 +226,9 @@ def test_a_batch_of_empty_rows_alone_needs_a_fixed_width():
 
 def test_media_of_an_empty_row_are_an_error():
     batch = PaddedBatch(input_ids=torch.zeros(2, 2).long(), attention_mask=torch.tensor([[1, 1], [0, 0]]))
-    metadata = HostMetadata(lengths=(2, 0), images_per_sample=(0, 1))
-    with pytest.raises(LayoutError, match="row 1: no real token, but images, videos or audio belong to it"):
+    image = Medium(kind=1, sample=1, runs=((0, 1),))
+    metadata = HostMetadata(lengths=(2, 0), media=MediaTable(media=(image,)))
+    with pytest.raises(LayoutError, match=r"the host's lengths \[2, 0\] do not describe"):
         pack(PaddedBatch(**{**vars(batch), "metadata": metadata}), keep_empty=True)
     types = torch.tensor([[0, 0], [1, 1]])
     with pytest.raises(LayoutError, match="row 1: attention_mask hides tokens of images, videos or audio"):

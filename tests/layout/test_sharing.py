@@ -16,10 +16,20 @@ from hypothesis import strategies as st
 from layout.naive import naive_tree
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import HostMetadata, Media, PackedRow, PrefixTree, Segments, SlotRule, media_units, share, unshare
-from vlmpack.layout.batch import IMAGE, TEXT, VIDEO
+from vlmpack.layout import (
+    HostMetadata,
+    Media,
+    PackedRow,
+    PrefixTree,
+    Segments,
+    SlotRule,
+    media,
+    share,
+    sharing,
+    unshare,
+)
 from vlmpack.layout.device import nothing_on_host
-from vlmpack.layout.media_units import Entries, content_numbers
+from vlmpack.layout.media import IMAGE, TEXT, VIDEO, Expected, MediaTable, Medium, content_numbers, place
 from vlmpack.layout.row import shift_labels
 from vlmpack.layout.sharing import find_prefix_tree
 
@@ -91,22 +101,31 @@ def row_of(samples: Samples) -> PackedRow:
     ids = [flat(sample, "ids") for sample in samples]
     segments = Segments.from_lengths([len(sample) for sample in ids])
     input_ids = torch.tensor([[token for sample in ids for token in sample]])
-    media = {kind: [item for sample in samples for item in sample if item.kind == kind] for kind in (IMAGE, VIDEO)}
-    grids = {kind: [GRIDS[kind][item.grid] for item in items] for kind, items in media.items()}
+    items = {kind: [item for sample in samples for item in sample if item.kind == kind] for kind in (IMAGE, VIDEO)}
+    grids = {kind: [GRIDS[kind][item.grid] for item in of_kind] for kind, of_kind in items.items()}
+    types = torch.tensor([[value for sample in samples for value in flat(sample, "types")]])
+    expected = [
+        Expected(
+            medium=Medium(kind=kind, grid=grid, seconds=0.5 if kind == VIDEO else None), tokens=(prod(grid) // MERGED,)
+        )
+        for kind, of_kind in grids.items()
+        for grid in of_kind
+    ]
+    table = place(expected, types[0].numpy(), segments, counted=(IMAGE, VIDEO))
     return PackedRow(
         input_ids=input_ids,
         segments=segments,
         shift_labels=shift_labels(input_ids, segments),
-        mm_token_type_ids=torch.tensor([[value for sample in samples for value in flat(sample, "types")]]),
+        mm_token_type_ids=types,
         media=Media(
-            pixel_values=_joined(media[IMAGE]),
+            pixel_values=_joined(items[IMAGE]),
             image_grid_thw=torch.tensor(grids[IMAGE]) if grids[IMAGE] else None,
-            pixel_values_videos=_joined(media[VIDEO]),
+            pixel_values_videos=_joined(items[VIDEO]),
             video_grid_thw=torch.tensor(grids[VIDEO]) if grids[VIDEO] else None,
             second_per_grid_ts=torch.tensor([0.5] * len(grids[VIDEO])) if grids[VIDEO] else None,
         ),
         extras={"advantages": torch.arange(segments.total)[None]},
-        metadata=HostMetadata(lengths=segments.lengths, sample_ids=tuple(range(len(samples)))),
+        metadata=HostMetadata(lengths=segments.lengths, media=table, sample_ids=tuple(range(len(samples)))),
     )
 
 
@@ -117,7 +136,7 @@ def _joined(items: Sequence[Item]) -> torch.Tensor | None:
 def assert_equal_rows(row: PackedRow, other: PackedRow) -> None:
     """Every tensor, and the metadata that tensors of the row hold."""
     assert row.segments == other.segments
-    assert row.host_metadata() == other.host_metadata()
+    assert row.metadata == other.metadata
     assert row.tree == other.tree
     for name in ("input_ids", "shift_labels", "mm_token_type_ids"):
         assert torch.equal(row.__dict__[name], other.__dict__[name])
@@ -187,12 +206,12 @@ def test_images_of_one_grid_and_other_content_are_not_merged():
     assert shared.tree.parents == (-1, 0, 0, -1)
     assert shared.tree.images == (0, 1)
     assert shared.media.pixel_values.shape == (16, WIDTH)
-    assert shared.host_metadata().image_grids == ((1, 2, 4),) * 3
+    assert shared.metadata.media.grids(IMAGE) == ((1, 2, 4),) * 3
 
 
 def test_placeholders_alone_would_merge_them(monkeypatch):
     """The guard of the tests above: without contents they fail."""
-    monkeypatch.setattr(media_units, "content_numbers", lambda blocks: [0] * len(blocks))
+    monkeypatch.setattr(sharing, "content_numbers", lambda blocks: [0] * len(blocks))
     row = row_of([[CAT, *word(1)], [DOG, *word(1)]])
     shared = share(row, min_shared=1)
     assert shared.tree.num_tokens == 3
@@ -208,16 +227,18 @@ def test_no_branch_begins_inside_a_video():
 def test_a_video_at_another_rate_is_another_one():
     row = row_of([[FILM_A], [FILM_A]])
     assert share(row).tree.videos == (0,)
-    other = replace(row, media=replace(row.media, second_per_grid_ts=torch.tensor([0.5, 1.0])))
+    first, second = row.metadata.media.videos
+    table = MediaTable(media=(first, replace(second, seconds=1.0)))
+    media = replace(row.media, second_per_grid_ts=torch.tensor([0.5, 1.0]))
+    other = replace(row, media=media, metadata=replace(row.metadata, media=table))
     assert share(other) is other
-    whole = replace(other, metadata=other.host_metadata())
-    assert find_prefix_tree(whole, videos=[0, 0]) is None  # whose frames alone are compared
+    assert find_prefix_tree(other, videos=[0, 0]) is None  # whose frames alone are compared
 
 
 def test_media_that_agree_where_they_are_looked_at_are_compared_whole():
-    first = torch.arange(2 * 3 * media_units.LOOKED_AT).float().view(-1, 3)
+    first = torch.arange(2 * 3 * media.LOOKED_AT).float().view(-1, 3)
     last = first.clone()
-    step = first.numel() // media_units.LOOKED_AT | 1
+    step = first.numel() // media.LOOKED_AT | 1
     assert step > 1
     last.view(-1)[1] += 1  # not looked at: the first value and every `step`-th are
     assert content_numbers([first, last, first.clone(), first]) == [0, 1, 0, 0]
@@ -267,7 +288,6 @@ LABELS[0, 4] = 0
 BEHIND = FOREIGN.shift_labels.clone()
 BEHIND[0, 2] = 1
 PICTURES = row_of([[CAT, *word(1)], [CAT, *word(2)]])
-FEWER = torch.tensor([[1, 1, 0, 0, 1, 0]])
 PADDED = replace(FOREIGN, segments=Segments.from_lengths([3, 2], SlotRule(row_multiple=6)))
 
 
@@ -277,24 +297,13 @@ PADDED = replace(FOREIGN, segments=Segments.from_lengths([3, 2], SlotRule(row_mu
         (replace(FOREIGN, shift_labels=LABELS), "sample 1: token 2 has the label 0, which is not its own id.*unshared"),
         (replace(FOREIGN, shift_labels=BEHIND), "sample 0: token 3 has the label 1"),
         (PADDED, "has no padding.*5 real tokens in 6"),
-        (replace(PICTURES, mm_token_type_ids=None), "0 image placeholders for 2 images.*mm_token_type_ids"),
-        (replace(PICTURES, mm_token_type_ids=PICTURES.mm_token_type_ids * 2), "0 image placeholders for 2 images"),
-        (replace(PICTURES, mm_token_type_ids=FEWER), "3 image placeholders for 2 images.*do not divide"),
+        (replace(PICTURES, metadata=None), "has media, and no host metadata of their places.*media_reader"),
         (replace(PICTURES, media=replace(PICTURES.media, pixel_values=torch.zeros(8, 3))), "16 patches, the row has 8"),
     ],
 )  # fmt: skip
 def test_a_row_that_cannot_be_shared_is_refused(row, fault):
     with pytest.raises(LayoutError, match=fault):
         share(row, min_shared=1)
-
-
-def test_placeholders_of_one_image_in_two_samples_are_refused():
-    samples = [[*word(1), Item(IMAGE, grid=1)], [Item(IMAGE, grid=0), *word(1)]]
-    row = row_of(samples)
-    grids = row.media.image_grid_thw.flip(0)  # in another order than their samples
-    swapped = replace(row, media=replace(row.media, image_grid_thw=grids))
-    with pytest.raises(LayoutError, match="image 1 lie in sample 0 and in the next"):
-        share(swapped, min_shared=1)
 
 
 def test_a_row_on_a_device_is_refused():
@@ -336,11 +345,11 @@ def test_media_changed_behind_a_tree_are_refused():
     shared = share(PICTURES, min_shared=1)
     changed = replace(shared, media=replace(shared.media, image_grid_thw=torch.tensor([[1, 4, 2]])))
     with pytest.raises(LayoutError, match="image_grid_thw is not what the host metadata"):
-        changed.host_metadata()
+        unshare(changed)
     with pytest.raises(LayoutError, match="the tree computes image 0, but the metadata has 0 images"):
-        replace(shared, metadata=None).host_metadata()
+        unshare(replace(shared, metadata=replace(shared.metadata, media=MediaTable())))
     with pytest.raises(LayoutError, match="has 1 grids but image_grid_thw"):
-        replace(shared, media=PICTURES.media).host_metadata()
+        unshare(replace(shared, media=PICTURES.media))
 
 
 def test_finding_reads_bits_and_no_values():
@@ -353,12 +362,3 @@ def test_finding_reads_bits_and_no_values():
 def np_view(values: torch.Tensor) -> torch.Tensor:
     """[2, 3] that is not contiguous."""
     return torch.from_numpy(np.asfortranarray(values.view(2, 3).numpy()))
-
-
-def test_media_of_a_batch_stand_row_after_row():
-    tiles = torch.arange(6.0).view(2, 3, 1)
-    entries = Entries(of_medium=[np.array([0, 1]), np.array([3]), np.array([1, 4])], axis=1)
-    assert entries.contents(tiles)[0] != entries.contents(tiles)[2]
-    assert entries.take(tiles, [2, 1], None).flatten().tolist() == [1, 4, 3]
-    assert entries.take(tiles, [2, 1], None).shape == (1, 3, 1)
-    assert entries.take(tiles, [0, 1, 2], None) is tiles

@@ -71,8 +71,8 @@ def test_lengths_are_those_that_collating_gives(settings: dict[str, Any]) -> Non
             "tokens": metadata.lengths[0],
             "image_tokens": int((ids == collator.metadata.image_token_id).sum()),
             "video_tokens": int((ids == collator.metadata.video_token_id).sum()),
-            "images": len(metadata.image_grids),
-            "videos": len(metadata.video_grids),
+            "images": len(metadata.media.images),
+            "videos": len(metadata.media.videos),
             "patches": sum(map(len, pixels)),
             "targets": metadata.num_targets,
         }

@@ -73,20 +73,6 @@ def test_enabling_again_replaces_the_settings_and_nests_nothing():
     assert disable_packing(model) is model
 
 
-@pytest.mark.parametrize("family", one_of_each())
-def test_a_model_may_get_its_weights_after_packing_was_enabled(family):
-    """As in loops that shard a model on the meta device, where it has no values, before they load it."""
-    with torch.device("meta"):
-        model = enable_packing(tiny_model(family, lively=False))
-    source = enable_packing(tiny_model(family))
-    model.to_empty(device="cpu")
-    model.load_state_dict(source.state_dict())
-    for name, buffer in model.named_buffers():
-        buffer.copy_(source.get_buffer(name))
-    batch = padded(mixed_samples(source.config, seed=2))
-    assert torch.equal(PackedStep(model)(batch).loss, PackedStep(source)(batch).loss)
-
-
 def test_a_class_of_the_users_own_is_found_by_what_it_comes_from():
     model = tiny_model("qwen3_vl")
     own = type("Mine", (type(model),), {})

@@ -17,11 +17,10 @@ import vlmpack
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, FamilyError, LayoutError
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import SlotRule, pack, share
+from vlmpack.layout import MediaTable, SlotRule, pack, share
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms import attention
-from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import build_sample, joined, mixed_samples, padded, tiny_config, tiny_model
 from vlmpack.testing.comparison import compare, run_alone, run_packed
 from vlmpack.testing.media import frames_of
@@ -73,17 +72,8 @@ def test_positions_are_those_of_the_model_s_own_code(family: str) -> None:
         if "video_second_per_grid" in sample:
             sample["video_second_per_grid"] = torch.full_like(sample["video_second_per_grid"], 0.7)
     row = pack(padded(samples), rule=SlotRule(multiple=4))
-    metadata, family_of_model = row.metadata, FAMILIES[family]
-    assert metadata is not None
-    found = family_of_model.positions(
-        family_of_model.media_types(row.input_ids, model.config),
-        row.segments,
-        config=model.config,
-        image_grids=metadata.image_grids,
-        video_grids=metadata.video_grids,
-        seconds_per_grid=metadata.seconds_per_grid,
-        audio_frames=metadata.audio_frames,
-    )
+    table = FAMILIES[family].media_of_row(row, model.config)
+    found = FAMILIES[family].positions(table, row.segments, config=model.config)
     for sample, (start, stop) in zip(samples, row.segments.spans, strict=True):
         mask = sample.get("feature_attention_mask")
         own, _ = model.model.get_rope_index(
@@ -145,23 +135,12 @@ def test_blocks_of_the_audio_tower_are_one_call_of_a_back_end(family: str, monke
 
 
 @each_family
-def test_without_types_on_the_host_positions_of_videos_are_read_once(family: str) -> None:
+def test_media_on_the_host_that_are_not_those_of_the_row_are_refused_on_a_device(family: str) -> None:
     model = fresh(family)
     row = pack(padded(mixed_samples(model.config, kinds=("everything", "text"))))
-    row, step = replace(row, metadata=replace(row.metadata, type_runs=())), PackedStep(model)
-    with recorded_syncs(torch.device("cpu")) as syncs:
-        step(row)
-    assert [s.function for s in syncs if Path(s.file).is_relative_to(PACKAGE)] == ["types_on_host"]
-
-
-@each_family
-def test_types_on_the_host_that_are_not_those_of_the_row_are_refused(family: str) -> None:
-    model = fresh(family)
-    row = pack(padded(mixed_samples(model.config, kinds=("everything", "text"))))
-    first, second = row.metadata.type_runs
-    moved = tuple((start - 1, stop - 1, kind) for start, stop, kind in first)
-    row = replace(row, metadata=replace(row.metadata, type_runs=(moved, second)))
-    with nothing_on_host(), pytest.raises(RuntimeError, match="type_runs of the host metadata are not the types"):
+    moved = [replace(m, runs=tuple((start - 1, stop - 1) for start, stop in m.runs)) for m in row.metadata.media.media]
+    row = replace(row, metadata=replace(row.metadata, media=MediaTable(media=tuple(moved))))
+    with nothing_on_host(), pytest.raises(RuntimeError, match="has images, videos or audio where the row has other"):
         PackedStep(model)(row)
 
 
@@ -199,7 +178,9 @@ def test_audio_in_another_sample_than_its_placeholders_is_refused(metadata: bool
 def test_placeholders_without_their_audio_are_refused_by_sample() -> None:
     batch = batch_of((17,), (41,))
     batch["input_ids"][1, 4] = 100
-    refused(batch, LayoutError, r"sample 1 has 9 audio placeholders for 10 tokens: the audio frames make 14 tokens")
+    refused(
+        batch, LayoutError, r"sample 1 has a run of 9, but its next audio makes 10: the audio frames make 14 tokens"
+    )
 
 
 def test_tensors_of_audio_that_do_not_fit_are_refused_by_name() -> None:
@@ -213,7 +194,9 @@ def test_tensors_of_audio_that_do_not_fit_are_refused_by_name() -> None:
     )
     refused(batch_of((17,), feature_attention_mask=2 * mask), LayoutError, r"must hold 0 \(padding\) and 1")
     refused(batch_of((17,), feature_attention_mask=mask.float()), LayoutError, r"\[audios, frames\] of 0 and 1")
-    refused(batch_of((17,), (2,)), LayoutError, r"audio 1 of the row has 2 frames .* too few for one token")
+    refused(
+        batch_of((17,), (2,), metadata=False), LayoutError, r"audio 1 of the row has 2 frames .* too few for one token"
+    )
 
 
 def test_a_video_with_its_own_sound_is_refused() -> None:
@@ -256,10 +239,10 @@ def test_an_audio_is_shared_where_its_features_are_equal(family: str) -> None:
     (short,) = with_audio(config, (frames_of(config)[0],))
     (longer,) = with_audio(config, (frames_of(config)[1],))
     row = pack(padded([short, sample_like(short, dict(short)), joined([short, longer]), joined([short, short])]))
-    tree = share(row, min_shared=1, units=FAMILIES[family].media_units(config)).tree
+    tree = share(row, min_shared=1, read_media=FAMILIES[family].media_reader(config)).tree
     assert tree is not None
     assert tree.audios == ((0, 3, 5) if family == POOLED else (0, 5, 2, 3))
-    with pytest.raises(LayoutError, match=r"the row has audio, so that .*media_units\(model.config\)"):
+    with pytest.raises(LayoutError, match=r"the row has audio, so that .*media_reader\(model.config\)"):
         share(row)
 
 

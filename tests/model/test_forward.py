@@ -7,7 +7,7 @@ import torch
 from cases import slow
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout import IGNORE, Media, PackedRow, PaddedBatch, Segments, SlotRule, pack
+from vlmpack.layout import IGNORE, Media, MediaTable, PackedRow, PaddedBatch, Segments, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
 
@@ -109,7 +109,7 @@ def test_empty_rows_are_refused_or_kept_as_configured(model, samples):
         (
             {"pixel_values": None, "image_grid_thw": None},
             LayoutError,
-            r"counts \[.*\] images of the samples, but there are 0 grids",
+            r"has \d images with grids, but the batch has no image_grid_thw",
         ),
         ({"pixel_values": torch.ones(4, 8)}, LayoutError, r"the grids describe \d+ patches, pixel_values has 4"),
         ({"image_grid_thw": torch.tensor([[1, 2, 2]])}, LayoutError, r"has 5 grids but image_grid_thw is \[1, 3\]"),
@@ -126,7 +126,9 @@ def test_seconds_of_videos_are_those_of_the_collator():
     batch = padded(mixed_samples(model.config, kinds=("video", "images_and_video")))
     seconds = batch.media.second_per_grid_ts / 3  # which bfloat16 has to round
     media = replace(batch.media, second_per_grid_ts=seconds)
-    metadata = replace(batch.metadata, seconds_per_grid=tuple(seconds.tolist()))
+    table = batch.metadata.media
+    videos = [replace(video, seconds=float(n)) for video, n in zip(table.videos, seconds, strict=True)]
+    metadata = replace(batch.metadata, media=MediaTable(media=(*table.images, *videos)))
     row = pack(replace(batch, media=media, metadata=metadata)).to_hf()
     model(**{**row, "second_per_grid_ts": seconds.bfloat16()})
     for other in (2 * seconds, seconds[:0]):
@@ -419,7 +421,9 @@ def test_images_of_two_samples_exchanged_are_refused(model_pair, form):
     plain, model = model_pair
     batch = padded([build_sample(plain.config, stretches=[2, 3], image_grids=[grid]) for grid in (FOUR, EIGHT)])
     assert torch.isfinite(model(**inputs_of(batch, form)).loss)
-    other = replace(batch, media=turned(batch.media), metadata=replace(batch.metadata, image_grids=(EIGHT, FOUR)))
+    images = zip(batch.metadata.media.images, (EIGHT, FOUR), strict=True)
+    table = MediaTable(media=tuple(replace(image, grid=grid) for image, grid in images))
+    other = replace(batch, media=turned(batch.media), metadata=replace(batch.metadata, media=table))
     with pytest.raises(RuntimeError, match="shape mismatch"):
         plain(**replace(other, metadata=None).to_hf())
     with pytest.raises(LayoutError, match=r"sample 0: a run of 4 image placeholders .* makes 8 tokens"):

@@ -12,7 +12,7 @@ import functools
 import random
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Any
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from cases import slow
 
 from vlmpack.errors import VlmpackError
-from vlmpack.layout import SlotRule, pack
+from vlmpack.layout import MediaTable, Medium, SlotRule, pack
 from vlmpack.model import enable_packing
 from vlmpack.testing import mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import VISION
@@ -229,14 +229,29 @@ def say_more(inputs: Inputs, rng: random.Random) -> None:
 def other_metadata(inputs: Inputs, rng: random.Random) -> None:
     if (metadata := inputs.get("vlmpack")) is None or not hasattr(metadata, "lengths"):
         return
-    names = ("lengths", "offsets", "image_grids", "video_grids", "images_per_sample", "videos_per_sample")
-    name = rng.choice([*names, "seconds_per_grid", "num_targets"])
+    name = rng.choice(["lengths", "offsets", "media", "media", "media", "num_targets"])
     value = getattr(metadata, name)
     if name == "num_targets":
         changed: Any = rng.choice([None, 0, (value or 0) + 1])
+    elif name == "media":
+        table = other_media(value.media, rng)
+        changed = rng.choice([None, MediaTable(), MediaTable(media=tuple(table))])
     else:
         changed = rng.choice([(), value[::-1], value[1:], value + value[:1]])
     inputs["vlmpack"] = replace(metadata, **{name: changed})
+
+
+def other_media(media: Sequence[Medium], rng: random.Random) -> list[Medium]:
+    """Media in another order, with one fewer, one twice, or with the grid, sample, place or seconds of others."""
+    if not media:
+        return []
+    name = rng.choice(["grid", "sample", "runs", "seconds"])
+    values = [getattr(medium, name) for medium in media]
+    rng.shuffle(values)
+    others = [replace(medium, **{name: value}) for medium, value in zip(media, values, strict=True)]
+    return rng.choice(
+        [[*media[1:]], [*media, media[0]], sorted(media, key=lambda m: (m.kind, -m.sample)), others, others]
+    )
 
 
 CHANGES = (
@@ -301,7 +316,9 @@ def read(inputs: Inputs, config: Any) -> Iterator[Inputs]:
     media["video"] = [*cut_media(inputs, "pixel_values_videos", "video_grid_thw")]
     seconds = inputs.get("second_per_grid_ts")
     if seconds is None:  # metadata may say what no tensor does
-        seconds = getattr(inputs.get("vlmpack"), "seconds_per_grid", ()) or None
+        table = getattr(inputs.get("vlmpack"), "media", None)
+        seconds = [m.seconds for m in table.videos if m.seconds is not None] if table is not None else None
+        seconds = seconds or None
     if seconds is not None:
         values = torch.as_tensor(seconds).reshape(-1)
         if len(values) != len(media["video"]):

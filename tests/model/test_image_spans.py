@@ -17,9 +17,8 @@ from transformers.models.gemma3 import modeling_gemma3
 from vlmpack.attention.spans import Spans
 from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.registry import FAMILIES
-from vlmpack.families.spans import ImageSpans, media_runs, runs_of_row
-from vlmpack.layout import PrefixTree, Segments, SlotRule, pack
-from vlmpack.layout.device import nothing_on_host
+from vlmpack.families.spans import ImageSpans, media_runs
+from vlmpack.layout import MediaTable, Medium, PackedRow, PrefixTree, Segments, SlotRule, pack
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms.attention import RowAttention, layer_reaches, spans_in
 from vlmpack.model.mechanisms.stock import check_spans
@@ -148,18 +147,12 @@ def test_token_types_come_under_the_name_of_the_model() -> None:
         model(**batch, token_type_ids=types, mm_token_type_ids=1 - types)
 
 
-def test_runs_of_the_metadata_are_compared_on_a_device() -> None:
-    segments = Segments.from_lengths([4, 3], SlotRule(multiple=5))
-    types = torch.tensor([[0, 1, 1, 0, 1, 1, 1, 0, 0, 0]])  # one on padding, which does not matter
-    known = tuple(media_runs(types[0, start:stop].numpy()) for start, stop in segments.spans)
-    assert known == (((1, 3),), ((0, 2),))
-    assert runs_of_row(types, segments, ()) == ((1, 3), (5, 7))
-    side_by_side = Segments.from_lengths([4, 3])
-    assert runs_of_row(torch.tensor([[0, 1, 1, 1, 1, 1, 0]]), side_by_side, ()) == ((1, 4), (4, 6))
-    with nothing_on_host():
-        assert runs_of_row(types, segments, known) == ((1, 3), (5, 7))
-        with pytest.raises(RuntimeError, match="media_runs of the host metadata"):
-            runs_of_row(types, segments, (((1, 3),), ((0, 3),)))
+def test_images_side_by_side_are_one_run_within_a_sample_and_two_across() -> None:
+    segments = Segments.from_lengths([6, 3], SlotRule(multiple=6))
+    row = PackedRow(input_ids=torch.zeros(1, 12).long(), segments=segments)
+    runs = ((0, ((1, 3),)), (0, ((3, 6),)), (1, ((0, 2),)))
+    table = MediaTable(media=tuple(Medium(kind=1, sample=sample, runs=of) for sample, of in runs))
+    assert ImageSpans().of_row(row, table) == ((1, 6), (6, 8))
 
 
 # ---------------------------------------------------------------------- prefix trees
@@ -175,7 +168,7 @@ def tree_row(prefix: int) -> tuple[PrefixTreeRow, Any]:
     tree = PrefixTree(
         segments=row.segments, parents=(-1, 0, 0), lengths=(prefix, 9 - prefix, 9 - prefix), leaves=(1, 2)
     )
-    return PrefixTreeRow(row, tree, row.host_metadata()), row
+    return PrefixTreeRow(row, tree), row
 
 
 @pytest.mark.parametrize(("prefix", "expected"), [(6, ((2, 5),)), (2, ((2, 5), (9, 12)))])

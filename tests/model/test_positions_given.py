@@ -10,7 +10,7 @@ from cases import slow
 from vlmpack.errors import LayoutError
 from vlmpack.families import family_of
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import Segments, SlotRule, pack
+from vlmpack.layout import MediaTable, Segments, SlotRule, pack
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.model.positions import rope_segments
@@ -223,7 +223,7 @@ def test_positions_restart_at_every_boundary(family, rule):
     row = case.row(rule)
     rope = rope_segments(restarted(row.segments, tokens=(4, 6)), row.segments)
     start = row.segments.stride[1]
-    positions = family_of(case.model).positions(None, rope, config=case.model.config)[0, 0]
+    positions = family_of(case.model).positions(MediaTable(), rope, config=case.model.config)[0, 0]
     assert positions[start : start + 9].tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 2]
     assert (positions[row.segments.padding_mask()] == 0).all()
     assert rope.total == row.segments.total
@@ -313,5 +313,5 @@ def test_a_restart_inside_an_image_is_refused(case, given):
     batch, segments = case.batch() if given == "padded" else case.row(GAPS), case.row(GAPS).segments
     step = PackedStep(case.model)
     assert torch.isfinite(step(batch, rope_cu_seqlens=restarted(segments, tokens=(first,), sample=0)).loss)
-    with pytest.raises(LayoutError, match="restarts positions inside an image or a video; move the boundary before"):
+    with pytest.raises(LayoutError, match="restarts positions inside image tokens of sample 0; move the boundary"):
         step(batch, rope_cu_seqlens=restarted(segments, tokens=(first + 1,), sample=0))

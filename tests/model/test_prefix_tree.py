@@ -17,7 +17,7 @@ from equality import alone_through, check_gradients, check_low_precision, check_
 from moe import block_of
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
-from trees import DEEP, STRANGER, VIDEOS, rollouts, samples_of, shared, units_of
+from trees import DEEP, STRANGER, VIDEOS, read_media_of, rollouts, samples_of, shared
 
 import vlmpack
 from vlmpack.attention.patterns import Reach
@@ -136,7 +136,7 @@ def check_tree(family, name):
     if name == "deep" and descriptor.has_vision:
         assert work.vision_patches < unshared_patches(row, descriptor, model.config)
     if name == "deep" and descriptor.has_audio:
-        assert len(row.media.audio_mask) == len(tree.audios) < len(row.known_metadata.audio_frames)
+        assert len(row.media.audio_mask) == len(tree.audios) < len(row.known_metadata.media.audios)
         assert work.audio_frames == row.media.audio_mask.sum()
     if not FAMILIES[family].has("per_sample"):
         assert {*seen["pairs"]} == {work.attended_pairs, work.window_pairs or work.attended_pairs}
@@ -147,7 +147,7 @@ def check_tree(family, name):
 
 
 def unshared_patches(row, family, config):
-    media = unshare(row, units=family.media_units(config)).media
+    media = unshare(row, read_media=family.media_reader(config)).media
     if not family.has_grids:
         return family.tile_patches(media, config)
     return sum(len(x) for x in (media.pixel_values, media.pixel_values_videos) if x is not None)
@@ -302,7 +302,7 @@ def test_routers_count_a_shared_token_once_for_each_sample_that_has_it(family, p
     for block in attention_free_blocks(model):
         block.register_forward_hook(lambda module, args, out: tokens.append(args[0].shape[-2]))
     results, grads = [], []
-    for given in (row, unshare(row, units=units_of(drawn(family, "deep")))):
+    for given in (row, unshare(row, read_media=read_media_of(drawn(family, "deep")))):
         step = PackedStep(model, config)
         results.append(step(given, output_router_logits=True))
         results[-1].loss.backward()

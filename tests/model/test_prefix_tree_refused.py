@@ -14,7 +14,7 @@ from trees import DEEP, STRANGER, Piece, rollouts, samples_of, shared
 
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout import media_units, unshare
+from vlmpack.layout import MediaTable, sharing, unshare
 from vlmpack.model import PackedStep, disable_packing, enable_packing
 from vlmpack.model.mechanisms import gated_delta_tree
 from vlmpack.model.mechanisms.gated_delta_tree import BucketTree, HandedState
@@ -47,8 +47,10 @@ def another_token(row):
 
 
 def another_grid(row):
-    *others, (t, h, w) = row.metadata.image_grids
-    return replace(row, metadata=replace(row.metadata, image_grids=(*others, (t, w, h))))
+    *others, last = row.metadata.media.media
+    t, h, w = last.grid
+    table = MediaTable(media=(*others, replace(last, grid=(t, w, h))))
+    return replace(row, metadata=replace(row.metadata, media=table))
 
 
 REFUSED = {
@@ -179,7 +181,7 @@ def test_images_are_shared_by_their_content(monkeypatch):
         return result.work.vision_patches
 
     assert check() == 2 * len(first[0]["pixel_values"])
-    monkeypatch.setattr(media_units, "content_numbers", lambda blocks: [0] * len(blocks))
+    monkeypatch.setattr(sharing, "content_numbers", lambda blocks: [0] * len(blocks))
     with pytest.raises(AssertionError):
         check()
     disable_packing(model)

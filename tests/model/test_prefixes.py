@@ -150,13 +150,13 @@ def test_a_sample_may_be_all_prefix_or_all_suffix() -> None:
 def test_prefixes_of_the_metadata_are_compared_on_a_device() -> None:
     segments = Segments.from_lengths([4, 3, 2], SlotRule(multiple=5))
     column = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0]])  # padding does not matter
-    known = (((0, 2),), (), ((0, 2),))
+    known = (2, 0, 2)
     runs = ((0, 2), (10, 12))
     assert prefixes_of_row(column, segments, (), "types") == runs
     with nothing_on_host():
         assert prefixes_of_row(column, segments, known, "types") == runs
-        with pytest.raises(RuntimeError, match="media_runs of the host metadata"):
-            prefixes_of_row(column, segments, (((0, 2),), (), ((0, 1),)), "types")
+        with pytest.raises(RuntimeError, match="prefixes of the host metadata"):
+            prefixes_of_row(column, segments, (2, 0, 1), "types")
 
 
 def test_samples_that_share_tokens_and_not_their_prefix_are_refused() -> None:

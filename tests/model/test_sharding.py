@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import one_of_each
 from equality import alone_through, check_gradients, limits_of
 from ranks import CASES, fresh, samples_of
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.testing import mixed_samples, padded, tiny_model
@@ -50,6 +53,25 @@ def test_mixed_precision_rebuilds_the_inputs_and_the_step_stands_it(mesh, given)
     exact = PackedStep(tiny_model("qwen3_vl", layers=3))(batch).loss
     assert torch.isclose(loss, exact, rtol=2e-2)
     assert not torch.equal(loss, exact), "nothing was cast"
+
+
+@pytest.mark.parametrize("family", one_of_each())
+def test_a_model_sharded_on_the_meta_device_is_loaded_afterwards(mesh, family):
+    """The order of docs/parallelism.md."""
+    source = enable_packing(tiny_model(family))
+    with torch.device("meta"):
+        model = enable_packing(tiny_model(family, lively=False))
+    for part in (*FAMILIES[family].language_model(model).layers, model):
+        fully_shard(part, mesh=mesh)
+    model.to_empty(device="cpu")
+    for buffer in model.buffers():
+        buffer.fill_(99)  # memory is empty only by chance
+    set_model_state_dict(model, source.state_dict(), options=StateDictOptions(full_state_dict=True))
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    model.init_weights()
+    batch = padded(mixed_samples(source.config, seed=2))
+    assert torch.equal(PackedStep(model)(batch).loss, PackedStep(source)(batch).loss)
 
 
 # ---------------------------------------------------------------------- two processes

@@ -87,11 +87,8 @@ def positions_and_restarts(model, row, shape):
     """What is right for every sample: its positions, and one more restart at the second sample's fourth token."""
     segments, family = row.segments, FAMILIES[model.config.model_type]
     restarts = sorted({*segments.real, segments.real[1] + 3})
-    types = family.media_types(row.input_ids, model.config)
-    media = {"image_grids": row.metadata.image_grids, "video_grids": row.metadata.video_grids}
-    if row.metadata.seconds_per_grid:
-        media["seconds_per_grid"] = row.metadata.seconds_per_grid
-    positions = family.positions(types, rope_segments(restarts, segments), config=model.config, **media)
+    table, cut = row.metadata.media, rope_segments(restarts, segments)
+    positions = family.positions(table, segments, config=model.config, restarts=cut)
     given = family.rotary_ids(positions)
     if shape[0] > 1:
         given = unpack(given, segments, token_dim=given.ndim - 1, width=shape[1])

@@ -83,7 +83,7 @@ def test_videos_of_other_forms_are_shared_with_their_own_patches(family: str) ->
         for at, form in enumerate(forms)
     ]
     row = pack(padded([sample for sample in once for _ in range(2)]))
-    shared = share(row, min_shared=1, units=FAMILIES[family].media_units(model.config))
+    shared = share(row, min_shared=1, read_media=FAMILIES[family].media_reader(model.config))
     found, expected, single = (PackedStep(model)(each, logits=True) for each in (shared, row, pack(padded(once))))
     assert torch.allclose(found.row_logits, expected.row_logits, atol=1e-5)
     assert found.work.vision_patches == single.work.vision_patches == expected.work.vision_patches // 2

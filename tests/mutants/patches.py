@@ -97,8 +97,8 @@ def the_last_token_of_a_sample_predicts_the_next_sample(original, segments, dept
 
 
 @breaks("vlmpack.layout.packing._Take._joined", tests="layout oracle/test_calls.py")
-def labels_of_a_packed_batch_are_not_shifted(original, take, tensor, *, ahead=0):
-    return original(take, tensor, ahead=0)
+def labels_of_a_packed_batch_are_not_shifted(original, take, tensor, fill, *, ahead=0):
+    return original(take, tensor, fill, ahead=0)
 
 
 @breaks("vlmpack.model.engine.divisor")
@@ -188,9 +188,9 @@ def a_span_reaches_one_token_beyond_its_window(original, queries, keys, window, 
     return original(queries, keys, window + 1, device)
 
 
-@breaks("vlmpack.families.spans.media_runs", tests="families model -k span")
-def an_image_is_one_token_longer_than_its_span(original, types):
-    return tuple((start, stop - 1) for start, stop in original(types))
+@breaks("vlmpack.families.spans.ImageSpans.of_row", tests="families model -k span")
+def an_image_is_one_token_longer_than_its_span(original, spans, row, table):
+    return tuple((start, stop - 1) for start, stop in original(spans, row, table))
 
 
 @breaks("vlmpack.model.mechanisms.attention.with_chunk", tests="model -k chunk")
@@ -202,18 +202,18 @@ def chunked_layers_attend_to_the_whole_sample(original, reaches, pattern, layer)
 
 
 @breaks("vlmpack.families.media.row_positions")
-def image_positions_run_on_over_samples(original, types, segments, **media):
-    return original(types, segments, **media) + segments.seq_idx()[None, None]
+def image_positions_run_on_over_samples(original, places, offsets, restarts):
+    return original(places, offsets, restarts) + restarts.seq_idx().numpy()
 
 
 @breaks("vlmpack.families.media.row_positions")
-def height_and_width_are_exchanged(original, types, segments, **media):
-    return original(types, segments, **media)[[0, 1, 3, 2]]
+def height_and_width_are_exchanged(original, places, offsets, restarts):
+    return original(places, offsets, restarts)[[0, 1, 3, 2]]
 
 
 @breaks("vlmpack.families.media.timed_run", tests="families model -k 'position or second or video'")
-def frames_of_a_video_are_at_one_time(original, videos, seconds, vision, **settings):
-    return replace(original(videos, seconds, vision, **settings), interval=np.zeros(len(videos.grids), np.float32))
+def frames_of_a_video_are_at_one_time(original, grid, seconds, vision, **settings):
+    return replace(original(grid, seconds, vision, **settings), interval=0.0)
 
 
 @breaks("vlmpack.model.mechanisms.llama4.QueryScale.prepare", tests="model -k 'scale or llama4'")
@@ -281,8 +281,8 @@ def audios_attend_to_each_other(original, frames, audio):
     return type(whole).from_lengths([whole.total])
 
 
-@breaks("vlmpack.families.media.check_runs", tests="model families -k 'placeholder or runs or another'")
-def placeholders_that_fit_no_image_pass(original, types, segments, expected):
+@breaks("vlmpack.layout.media._check_runs", tests="model families -k 'placeholder or runs or another'")
+def placeholders_that_fit_no_image_pass(original, found, sizes, medium):
     return None
 
 
@@ -336,7 +336,7 @@ def short_beginnings_are_not_shared(original, samples, groups, min_shared):
     return original(samples, groups, 10**6)
 
 
-@breaks("vlmpack.layout.media_units.content_numbers", tests=f"layout {EQUAL} collate -k 'prefix or shared or share'")
+@breaks("vlmpack.layout.media.content_numbers", tests=f"layout {EQUAL} collate -k 'prefix or shared or share'")
 def different_images_are_taken_for_one(original, blocks):
     return [0] * len(blocks)
 

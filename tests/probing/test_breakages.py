@@ -19,8 +19,8 @@ from breakages import BREAKAGES, Patch
 from cases import slow
 
 from vlmpack.attention.backends import SdpaSegments
+from vlmpack.families import family as families
 from vlmpack.families import family_named
-from vlmpack.families.media import MediaItems
 from vlmpack.layout import Segments
 from vlmpack.model import engine, head, result
 from vlmpack.model.mechanisms import experts
@@ -253,7 +253,9 @@ FAST = {
     "keys of another head": Broken(breaks=attended(k=lambda k: k.roll(1, 1)), causes=("mask",)),
     "seconds of videos": Broken(
         breaks=wrapped(
-            type(family_named("qwen2_5_vl")), "_videos", lambda x, *_, **__: replace(x, interval=x.interval / 2)
+            type(family_named("qwen2_5_vl")),
+            "placements",
+            lambda x, *_, **__: [replace(each, interval=each.interval / 2) for each in x],
         ),
         causes=("positions",),
         family="qwen2_5_vl",
@@ -268,7 +270,7 @@ SLOW = {
         breaks=wrapped(Segments, "_position", lambda x, self: x + 1), causes=("positions",), verdicts=RAISES
     ),
     "height for width": Broken(
-        breaks=wrapped(MediaItems, "table", lambda x, self: x[torch.tensor([0, 2, 1, 3])]),
+        breaks=wrapped(families, "token_offsets", lambda x, placements: x[[0, 2, 1, 3]]),
         causes=("positions",),
         family="qwen3_vl",
     ),

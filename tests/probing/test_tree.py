@@ -13,7 +13,7 @@ import torch
 from breakages import one_picture
 from cases import slow
 
-from vlmpack.layout import PackedRow, Segments, media_units
+from vlmpack.layout import PackedRow, Segments, sharing
 from vlmpack.layout.segments import ranges
 from vlmpack.model import row as row_module
 from vlmpack.model.mechanisms import gated_delta
@@ -119,7 +119,7 @@ def positions_run_on(patch: Patch) -> None:
 
 def without_content(patch: Patch) -> None:
     """Images are told apart by their ids and grids alone."""
-    patch.setattr(media_units, "content_numbers", lambda blocks: [0] * len(blocks))
+    patch.setattr(sharing, "content_numbers", lambda blocks: [0] * len(blocks))
 
 
 def untried(patch: Patch) -> None:

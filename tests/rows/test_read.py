@@ -27,6 +27,7 @@ from vlmpack.collate import FrameSampling, SharePrefixes, VLMCollator
 from vlmpack.collate.skipped import read_skip_log
 from vlmpack.errors import ConfigError, FamilyError, SampleError
 from vlmpack.layout import PackedRow, SlotRule
+from vlmpack.layout.media import VIDEO
 from vlmpack.loading import PackedBatchSampler
 from vlmpack.model import enable_packing
 from vlmpack.plan import Plan, plan_bins
@@ -138,7 +139,7 @@ def test_a_file_of_a_video_is_stored_whole_and_its_frames_are_decided(tmp_path):
     store(tmp_path / "rows", samples, packing(**few), capacity=400)
     dataset = PackedDataset(tmp_path / "rows", processor_of())
     rows = check_rows(dataset, samples, packing(**few))
-    assert 3 in [grid[0] for row in rows for grid in row.metadata.video_grids]
+    assert 3 in [grid[0] for row in rows for grid in row.metadata.media.grids(VIDEO)]
     path.unlink()
     for at, row in enumerate(rows):
         check_same(dataset.row(at), row)

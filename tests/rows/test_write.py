@@ -50,7 +50,7 @@ def test_every_sample_is_in_one_row_and_the_manifest_counts_them(tmp_path):
     table, plan = LengthTable.load(tmp_path / "lengths.zip"), Plan.load(tmp_path / "plan.zip")
     assert len(table) == manifest.counts.total == manifest.counts.samples
     assert [row.tolist() for row in plan.check()] == places(dataset) and plan.digest == manifest.plan
-    grids = [[*row.metadata.image_grids, *row.metadata.video_grids] for row in rows]
+    grids = [[medium.grid for medium in row.metadata.media.media] for row in rows]
     patches = [sum(int(np.prod(grid)) for grid in row) for row in grids]
     assert manifest.counts.tokens == sum(row.segments.num_tokens for row in rows)
     assert manifest.counts.targets == sum(row.metadata.num_targets for row in rows)

@@ -74,9 +74,9 @@ def test_metadata_are_counted_from_the_samples() -> None:
     config: Any = tiny_config("qwen2_5_vl", patch_size=4)
     samples = mixed_samples(config, kinds=["images_and_video", "text", "image"])
     metadata = metadata_of(samples)
-    assert metadata.images_per_sample == (1, 0, 1)
-    assert metadata.videos_per_sample == (1, 0, 0)
-    assert len(metadata.seconds_per_grid) == 1
+    assert [image.sample for image in metadata.media.images] == [0, 2]
+    assert [video.sample for video in metadata.media.videos] == [0]
+    assert metadata.media.videos[0].seconds is not None
     assert metadata.lengths == tuple(len(s["input_ids"]) for s in samples)
     assert metadata.num_targets == sum(int((alone(s)["labels"][0, 1:] != -100).sum()) for s in samples)
     assert padded(samples, metadata=False).metadata is None

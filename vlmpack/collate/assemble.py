@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, final
+from math import prod
+from typing import final
 
 import numpy as np
 import torch
 
 from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.columns import KINDS, Kind
-from vlmpack.collate.encoded import Encoded, Visual
+from vlmpack.collate.encoded import TYPES, Encoded, Visual
 from vlmpack.errors import check_whole_number
 from vlmpack.families.family import Family
 from vlmpack.families.tiles import Join
-from vlmpack.layout.batch import Grid, HostMetadata, Media, PaddedBatch
-from vlmpack.layout.media_units import ImagesOfSamples, content_numbers
+from vlmpack.layout.batch import SIZES, HostMetadata, Media, PaddedBatch
+from vlmpack.layout.media import Expected, Grid, MediaTable, Medium, content_numbers, image_counts, place
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import IGNORE, PackedRow, roll_left, shift_labels
 from vlmpack.layout.segments import Segments, SlotRule
@@ -66,16 +67,15 @@ def to_padded(
         return _write(arrays, starts, len(samples) * width, fill).view(len(samples), width)
 
     visuals = _media_of(samples)
-    media = _media(visuals, pixel_dtype, buffers, family)
     return PaddedBatch(
         input_ids=batch([s.input_ids for s in samples], pad_token_id),
         attention_mask=batch([np.ones_like(s.input_ids) for s in samples], 0),
         labels=batch([s.labels for s in samples], IGNORE),
         loss_weights=None if (weights := _weights_of(samples)) is None else batch(weights, 0),
         mm_token_type_ids=batch([s.types for s in samples], 0),
-        media=media,
+        media=_media(visuals, pixel_dtype, buffers, family),
         extras={name: batch([s.columns[name] for s in samples], 0) for name in samples[0].columns},
-        metadata=replace(_metadata(samples, visuals), media_sizes=media.sizes),
+        metadata=_metadata(samples),
     )
 
 
@@ -113,17 +113,21 @@ def to_packed(
         else roll_left(row(weights, 0), segments, fill=0),
         mm_token_type_ids=row([s.types for s in samples], 0),
         extras={name: row([s.columns[name] for s in samples], 0) for name in samples[0].columns},
-        metadata=_metadata(samples, visuals),
+        metadata=_metadata(samples),
     )
-    tree = None if sharing is None else _tree(packed, samples, visuals, sharing, family)
+    if sharing is None:
+        return replace(packed, media=_media(visuals, pixel_dtype, buffers, family))
+    table = packed.known_metadata.media or MediaTable()
+    table = table if family is None else family.with_contexts(table)
+    tree = _tree(packed, table, visuals, sharing, family)
     if tree is not None:
-        packed = with_tree(packed, tree)
+        packed, images = with_tree(packed, tree), [visuals["image"][at] for at in tree.images]
         visuals = {
-            "image": _counted_in_tree([visuals["image"][at] for at in tree.images], _joins(family)),
+            "image": _counted_in_tree(images, table.in_tree(tree), _joins(family)),
             "video": [visuals["video"][at] for at in tree.videos],
             "audio": [visuals["audio"][at] for at in tree.audios],
         }
-    return packed.with_media(_media(visuals, pixel_dtype, buffers, family))
+    return replace(packed, media=_media(visuals, pixel_dtype, buffers, family))
 
 
 Visuals = Mapping[Kind, Sequence[Visual]]
@@ -139,49 +143,33 @@ def _joins(family: Family | None) -> Mapping[str, Join]:
 
 
 def _tree(
-    row: PackedRow, samples: Sequence[Encoded], media: Visuals, sharing: SharePrefixes, family: Family | None
+    row: PackedRow, table: MediaTable, media: Visuals, sharing: SharePrefixes, family: Family | None
 ) -> PrefixTree | None:
     """The tree of a row without pixels, found before those of its media are joined."""
-    longest = None
-    if family is not None and family.audio is not None and family.audio.reads_padding:
-        frames = [[audio.values[0].shape[2] for audio in sample.audios] for sample in samples]
-        longest = [max(of_sample) for of_sample in frames for _ in of_sample]
-    return find_prefix_tree(
-        row,
-        images=_numbers(media["image"], _joins(family)),
-        videos=_numbers(media["video"], _joins(family)),
-        audios=_numbers(media["audio"], _joins(family), longest),
-        min_shared=sharing.min_shared,
-    )
+    numbers = {
+        f"{kind}s": _numbers(media[kind], _joins(family), [medium.context for medium in table.of_kind(TYPES[kind])])
+        for kind in KINDS
+    }
+    return find_prefix_tree(row, **numbers, min_shared=sharing.min_shared)
 
 
-def _numbers(
-    visuals: Sequence[Visual], joins: Mapping[str, Join], context: Sequence[Hashable] | None = None
-) -> list[int]:
-    """One number for each of these media; equal ones have equal features. `context`: a further value for each."""
+def _numbers(visuals: Sequence[Visual], joins: Mapping[str, Join], contexts: Sequence[Hashable]) -> list[int]:
+    """One number for each of these media; equal ones have equal features. `contexts`: a further value for each."""
     contents: list[Sequence[Hashable]] = [content_numbers(_pixels(visuals))]
     for name in dict.fromkeys(name for visual in visuals for name in visual.tensors):
-        tensors = [visual.tensors.get(name, _NOTHING) for visual in visuals]
-        contents.append(_are_alone(tensors) if joins[name].counts_images else content_numbers(tensors))
+        if not joins[name].counts_images:
+            contents.append(content_numbers([visual.tensors.get(name, _NOTHING) for visual in visuals]))
     numbers: dict[Hashable, int] = {}
-    further = [] if context is None else [context]
-    return [numbers.setdefault(content, len(numbers)) for content in zip(*contents, *further, strict=True)]
+    return [numbers.setdefault(content, len(numbers)) for content in zip(contexts, *contents, strict=True)]
 
 
 _NOTHING = torch.zeros(0)
 
 
-def _are_alone(counts: Sequence[torch.Tensor]) -> list[bool]:
-    """True of each image that is the only one of its sample; the number of images is with the first of each."""
-    return [count.tolist() == [1] for count in counts]
-
-
-def _counted_in_tree(images: Sequence[Visual], joins: Mapping[str, Join]) -> Sequence[Visual]:
+def _counted_in_tree(images: Sequence[Visual], table: MediaTable, joins: Mapping[str, Join]) -> Sequence[Visual]:
     """Images with the numbers of images that they make in a tree, each with the first of its group."""
     for name in (name for name, join in joins.items() if join.counts_images):
-        of_images = [image.tensors.get(name, _NOTHING) for image in images]
-        is_alone = _are_alone(of_images)
-        counts = ImagesOfSamples(is_alone=is_alone).take(torch.zeros(0, dtype=torch.int64), range(len(images)), None)
+        counts = torch.tensor(image_counts(table.images, in_tree=True), dtype=torch.int64)
         firsts = dict(zip((counts.cumsum(0) - counts).tolist(), counts.split(1), strict=True))
         images = [
             replace(image, tensors={**image.tensors, name: firsts.get(at, counts[:0])})
@@ -205,27 +193,51 @@ def _write(arrays: Sequence[np.ndarray], starts: Sequence[int], total: int, fill
     return torch.from_numpy(out)
 
 
-def _metadata(samples: Sequence[Encoded], media: Visuals) -> HostMetadata:
-    images, videos, audios = media["image"], media["video"], media["audio"]
-    has_tiles = any(image.grid is None for image in images)
-    counts: dict[str, Any] = {
-        f"{kind}s_per_sample": tuple(len(sample.media[kind]) for sample in samples) if visuals else ()
-        for kind, visuals in media.items()
-    }
+def _metadata(samples: Sequence[Encoded]) -> HostMetadata:
     return HostMetadata(
         lengths=tuple(sample.num_tokens for sample in samples),
-        media_runs=tuple(sample.media_runs for sample in samples) if has_tiles or samples[0].columns else (),
-        type_runs=tuple(sample.type_runs for sample in samples) if videos else (),
-        image_grids=_grids(images),
-        video_grids=_grids(videos),
-        image_tokens=tuple(sum(image.runs) for image in images if image.grid is None),
-        audio_frames=tuple(0 if audio.pixels is None else audio.pixels.shape[2] for audio in audios),
-        seconds_per_grid=_seconds(videos),
+        media=media_table(samples),
+        prefixes=tuple(sample.prefix for sample in samples) if samples[0].columns else (),
         num_targets=sum(sample.num_targets for sample in samples),
         sample_ids=tuple(sample.sample_id for sample in samples if sample.sample_id is not None),
         channels=tuple(s.channel for s in samples) if any(s.channel is not None for s in samples) else (),
-        **counts,
     )
+
+
+def media_table(samples: Sequence[Encoded]) -> MediaTable:
+    """The media of samples that were checked, each with its placeholders."""
+    media = _media_of(samples)
+    if not any(media.values()):
+        return MediaTable()
+    seconds = _seconds(media["video"])
+    expected = [
+        _expected(visual, kind, sample) for kind in KINDS for sample in samples for visual in sample.media[kind]
+    ]
+    segments = Segments.from_lengths([sample.num_tokens for sample in samples])
+    types = np.concatenate([sample.types for sample in samples])
+    table = place(expected, types, segments, counted=TYPES.values())
+    if not seconds:
+        return table
+    timed = (replace(video, seconds=time) for video, time in zip(table.videos, seconds, strict=True))
+    return replace(table, media=(*table.images, *timed, *table.audios))
+
+
+def _expected(visual: Visual, kind: Kind, sample: Encoded) -> Expected:
+    """The record of a medium, and its placeholders: of one with a grid as many as its share of the patches."""
+    if visual.grid is None or visual.runs:
+        tokens = sum(visual.runs)
+    else:
+        patches = sum(prod(each.patch_grid) for each in sample.media[kind])
+        tokens = np.count_nonzero(sample.types == TYPES[kind]) * prod(visual.grid) // patches
+    sizes = next((visual.tensors[name].tolist() for name in SIZES if name in visual.tensors), [])
+    medium = Medium(
+        kind=TYPES[kind],
+        grid=visual.grid,
+        frames=visual.pixels.shape[2] if kind == "audio" and visual.pixels is not None else 0,
+        sizes=tuple(map(tuple, sizes)),
+        bidirectional=visual.grid is None and kind != "audio" and not sample.columns,
+    )
+    return Expected(medium=medium, tokens=(tokens,))
 
 
 def _media(row: Visuals, dtype: torch.dtype | None, buffers: PixelBuffers, family: Family | None) -> Media:

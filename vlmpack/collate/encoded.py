@@ -15,8 +15,8 @@ import torch
 from vlmpack.collate.columns import KINDS, Kind, MediaRef
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.errors import Refusal
-from vlmpack.families.spans import Runs, TypeRuns, media_runs, prefix_run, type_runs
-from vlmpack.layout.batch import AUDIO, IMAGE, TEXT, VIDEO, Grid
+from vlmpack.families.spans import media_runs, prefix_length
+from vlmpack.layout.media import AUDIO, IMAGE, TEXT, VIDEO, Grid, Runs
 from vlmpack.layout.row import IGNORE
 
 
@@ -99,13 +99,15 @@ class Encoded:
     @property
     def media_runs(self) -> Runs:
         """The prefix of a sample whose family has prefixes, or the runs of its media tokens."""
-        column = next(iter(self.columns.values()), None)
-        return media_runs(self.types) if column is None else prefix_run(column)
+        if not self.columns:
+            return media_runs(self.types)
+        return ((0, self.prefix),) if self.prefix else ()
 
     @property
-    def type_runs(self) -> TypeRuns:
-        """The runs of its tokens of each type, but for text."""
-        return type_runs(self.types)
+    def prefix(self) -> int:
+        """Tokens of the prefix of a sample whose family has prefixes; 0 of others."""
+        column = next(iter(self.columns.values()), None)
+        return 0 if column is None else prefix_length(column)
 
     @cached_property
     def num_targets(self) -> int:
@@ -127,7 +129,7 @@ def check_sample(sample: Encoded, metadata: ProcessorMetadata) -> None:
             raise Refusal("bad_grid", f"{seen}; repeat its last frame")
     highest = sample.types.max(initial=0)  # most samples have no video, and many no image: nothing to look for
     for kind, visuals in sample.media.items():
-        if visuals or highest >= _TYPES[kind]:
+        if visuals or highest >= TYPES[kind]:
             check_runs(sample.types, visuals, metadata, kind=kind)
     if metadata.video_ends and sample.images and sample.videos:
         seen = f"it has {len(sample.images)} image(s) and {len(sample.videos)} video(s)"
@@ -149,7 +151,7 @@ def check_ids(input_ids: np.ndarray, metadata: ProcessorMetadata) -> None:
 
 def check_runs(types: np.ndarray, visuals: Sequence[Visual], metadata: ProcessorMetadata, *, kind: Kind) -> None:
     """Each unbroken run of placeholders has the length that its own image or frame needs, in order."""
-    lengths = run_lengths(types, _TYPES[kind])
+    lengths = run_lengths(types, TYPES[kind])
     needed = [n for visual in visuals for n in tokens_of(visual, metadata, kind=kind)]
     if lengths == needed or (metadata.by_processor and lengths == _joined(needed, lengths)):
         return
@@ -187,7 +189,8 @@ def _joined(needed: Sequence[int], lengths: Sequence[int]) -> list[int]:
     return [*joined, *remaining]
 
 
-_TYPES: Mapping[Kind, int] = {"image": IMAGE, "video": VIDEO, "audio": AUDIO}
+TYPES: Mapping[Kind, int] = {"image": IMAGE, "video": VIDEO, "audio": AUDIO}
+"""The type of the placeholders of each kind of medium."""
 
 
 def run_lengths(types: np.ndarray, of_kind: int) -> list[int]:
@@ -397,7 +400,7 @@ def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int, o
 
 def _media_spans(sample: Encoded, metadata: ProcessorMetadata, kind: Kind) -> Iterator[tuple[Visual, tuple[int, int]]]:
     """Each medium of a kind, and (start, stop) from its first placeholder to its last."""
-    at = np.flatnonzero(sample.types == _TYPES[kind]).tolist()
+    at = np.flatnonzero(sample.types == TYPES[kind]).tolist()
     ends = accumulate((sum(tokens_of(visual, metadata, kind=kind)) for visual in sample.media[kind]), initial=0)
     for visual, (first, last) in zip(sample.media[kind], pairwise(ends), strict=True):
         yield visual, (at[first], at[last - 1] + 1)

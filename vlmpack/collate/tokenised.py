@@ -23,7 +23,8 @@ from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, m
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.data.branches import ANSWER_COLUMN, BRANCH_COLUMN
 from vlmpack.errors import LayoutError, Refusal
-from vlmpack.layout.batch import AUDIO, IMAGE, TEXT, VIDEO, Grid, lengths_from_mask
+from vlmpack.layout.batch import lengths_from_mask
+from vlmpack.layout.media import AUDIO, IMAGE, TEXT, VIDEO, Grid
 from vlmpack.layout.row import IGNORE
 
 _MASKS = ("attention_mask", *LABEL_COLUMNS[1:])

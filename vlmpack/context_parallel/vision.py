@@ -12,10 +12,9 @@ An image's features are computed by one rank and put on the tokens of any. P pat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapreplace
-from math import prod
 from typing import final
 
 import numpy as np
@@ -24,8 +23,8 @@ import torch
 from vlmpack.context_parallel.collectives import Route, Transfers
 from vlmpack.context_parallel.partition import Partition
 from vlmpack.errors import LayoutError
-from vlmpack.layout.batch import Grid
 from vlmpack.layout.device import to_device
+from vlmpack.layout.media import Grid, Medium, placeholders
 
 
 @final
@@ -33,52 +32,48 @@ from vlmpack.layout.device import to_device
 class MediaShare:
     """The images (or the videos) of one row, each computed by one rank."""
 
-    grids: tuple[Grid, ...]
-    """(frames, rows, columns) in patches of each, in row order."""
+    media: tuple[Medium, ...]
+    """Each, with its grid, in row order."""
     rank_of: tuple[int, ...]
     """The rank that computes each."""
     ranks: int
     """Number of ranks."""
-    merge: int
-    """Patches merged into one token along each side."""
 
     @classmethod
-    def spread(cls, grids: Sequence[Grid], *, ranks: int, merge: int) -> MediaShare:
+    def spread(cls, media: Sequence[Medium], *, ranks: int) -> MediaShare:
         """Most patches first, each to the rank that has fewest so far: at most 4/3 of the best that can be done.
 
         Args:
-            grids: (frames, rows, columns) in patches of each, in row order.
+            media: images or videos with grids, in row order.
             ranks: how many ranks there are.
-            merge: patches that the model's vision tower merges into one token along each side.
-
-        Raises:
-            LayoutError: a grid that does not merge into whole tokens. Names the image.
         """
-        for item, (_, rows, columns) in enumerate(grids):
-            if rows % merge or columns % merge:
-                raise LayoutError(
-                    f"image {item}: a grid of {rows} x {columns} patches does not merge {merge} x {merge} into whole "
-                    "tokens; pass the grids as the processor gives them, and the vision tower's own merge"
-                )
         load = [(0, rank) for rank in range(ranks)]
-        rank_of = [0] * len(grids)
-        for item in sorted(range(len(grids)), key=lambda i: -prod(grids[i])):
+        rank_of = [0] * len(media)
+        for item in sorted(range(len(media)), key=lambda i: -media[i].patches):
             patches, rank = load[0]
-            heapreplace(load, (patches + prod(grids[item]), rank))
+            heapreplace(load, (patches + media[item].patches, rank))
             rank_of[item] = rank
-        return cls(grids=tuple(grids), rank_of=tuple(rank_of), ranks=ranks, merge=merge)
+        return cls(media=tuple(media), rank_of=tuple(rank_of), ranks=ranks)
+
+    def of_kind(self, kind: int) -> MediaShare:
+        """The share of the images, or of the videos, among these media."""
+        pairs = [(medium, rank) for medium, rank in zip(self.media, self.rank_of, strict=True) if medium.kind == kind]
+        return replace(self, media=tuple(medium for medium, _ in pairs), rank_of=tuple(rank for _, rank in pairs))
 
     # ------------------------------------------------------------------ what is whose
 
     @property
     def patches(self) -> tuple[int, ...]:
         """Patches of each image."""
-        return tuple(map(prod, self.grids))
+        return tuple(medium.patches for medium in self.media)
 
-    @property
-    def features(self) -> tuple[int, ...]:
-        """Tokens of each image."""
-        return tuple(patches // self.merge**2 for patches in self.patches)
+    def num_features(self, rank: int) -> int:
+        """Features that `rank` computes, one for each placeholder."""
+        return sum(self.media[item].tokens for item in self.items(rank))
+
+    def grids(self, rank: int) -> list[Grid]:
+        """The grids of the images that `rank` computes."""
+        return [grid for item in self.items(rank) if (grid := self.media[item].grid) is not None]
 
     @property
     def load(self) -> tuple[int, ...]:
@@ -101,7 +96,7 @@ class MediaShare:
                 f"the grids describe {sum(self.patches)} patches, the pixels are {list(pixels_PC.shape)}; "
                 "pass the media of the whole row to every rank"
             )
-        parts = pixels_PC.split(list(self.patches)) if self.grids else ()
+        parts = pixels_PC.split(list(self.patches)) if self.media else ()
         of_rank = [parts[item] for item in self.items(rank)]
         return torch.cat(of_rank) if of_rank else pixels_PC[:0]
 
@@ -111,24 +106,14 @@ class MediaShare:
 
     # ------------------------------------------------------------------ where features go
 
-    def route(self, token_types: torch.Tensor, kind: int, partition: Partition, rank: int) -> MediaRoute:
+    def route(self, partition: Partition, rank: int) -> MediaRoute:
         """Return the routes of `rank`: what it sends to each rank, and where received features belong.
 
         Args:
-            token_types: [1, T] of the whole row: 0 text, 1 image, 2 video. On a device: a host–device sync.
-            kind: 1 if these are the images, 2 if they are the videos.
             partition: who holds which token.
             rank: the rank.
-
-        Raises:
-            LayoutError: another number of such tokens than the grids make.
         """
-        tokens_F = np.flatnonzero(token_types[0].cpu().numpy() == kind)
-        if len(tokens_F) != sum(self.features):
-            raise LayoutError(
-                f"the grids make {sum(self.features)} tokens, but the row has {len(tokens_F)} of type {kind}; "
-                "every placeholder needs its pixels, and the other way round"
-            )
+        tokens_F = placeholders(self.media, partition.segments)
         target_F, local_F = np.divmod(partition.place().numpy()[tokens_F], partition.local_total)
         transfers = Transfers(source=self._owner, local=self._local, target=target_F, ranks=self.ranks)
         arriving = transfers.arriving(rank)
@@ -143,7 +128,7 @@ class MediaShare:
     @cached_property
     def _item(self) -> np.ndarray:
         """The image it belongs to."""
-        return np.repeat(np.arange(len(self.grids)), np.asarray(self.features, np.int64))
+        return np.repeat(np.arange(len(self.media)), [medium.tokens for medium in self.media])
 
     @cached_property
     def _owner(self) -> np.ndarray:

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.families.media import MediaItems, media_starts
-from vlmpack.layout.batch import AUDIO, IMAGE, VIDEO, Grid, HostMetadata, Media, check_tensor
+from vlmpack.layout.batch import Media, check_tensor
 from vlmpack.layout.device import on_host, require, to_device
+from vlmpack.layout.media import AUDIO, VIDEO, MediaTable, Medium
 from vlmpack.layout.segments import Segments
 
 AudioTokens = Callable[[int, Any], int]
@@ -52,24 +52,8 @@ class AudioPart:
     passes_row: bool = True
     """True if the tower passes keywords of a row on to its layers."""
 
-    def items(self, frames: Sequence[int], config: Any) -> MediaItems:
-        """The runs of tokens of these audios.
-
-        Raises:
-            LayoutError: an audio so short that no token stands for it.
-        """
-        counts = [self.tokens(count, config.audio_config) for count in frames]
-        if (short := next((at for at, count in enumerate(counts) if count < 1), None)) is not None:
-            raise LayoutError(
-                f"audio {short} of the row has {frames[short]} frames (feature_attention_mask), too few for one token; "
-                "leave it out of its sample"
-            )
-        grids = np.ones((len(counts), 3), np.int64)
-        grids[:, 2] = counts
-        return MediaItems(grids=grids, interval=np.ones(len(counts), np.float32), medium=np.arange(len(counts)))
-
-    def check_features(self, media: Media, frames: Sequence[int], config: Any) -> None:
-        """Compare the shape of `input_features` with the mask and with the model.
+    def check_features(self, media: Media, config: Any) -> None:
+        """Compare the shape of `input_features` with the mask and the model.
 
         Raises:
             LayoutError: other shapes than the processor makes, or features without their mask.
@@ -80,81 +64,42 @@ class AudioPart:
         if features is None or mask is None:
             there, missing = ("input_features", "feature_attention_mask")[:: 1 if mask is None else -1]
             raise LayoutError(f"there are {there} without {missing}; keep both as the processor gives them")
-        bins = config.audio_config.num_mel_bins
-        expected = (len(frames), bins, mask.shape[1])
+        check_tensor("feature_attention_mask", mask, (None, None), "[audios, frames] of 0 and 1")
+        expected = (mask.shape[0], config.audio_config.num_mel_bins, mask.shape[1])
         what = f"[audios, mel bins, frames], here {list(expected)} by feature_attention_mask and the model"
         check_tensor("input_features", features, expected, what)
 
-    def longest_of_samples(self, types: torch.Tensor, segments: Segments, metadata: HostMetadata) -> np.ndarray:
-        """int64 [N]: frames of the longest audio of the sample of each audio.
-
-        Without `audios_per_sample` in the metadata runs are counted: on a device one host–device sync.
+    def groups(self, audios: Sequence[Medium], table: MediaTable, config: Any) -> list[list[int]]:
+        """Numbers, among audios that are computed, of those of each call of the tower.
 
         Args:
-            types: [1, T], kinds of tokens.
-            segments: the row's samples.
-            metadata: with the frames of each audio.
-        """
-        per_sample = metadata.audios_per_sample or _counted(types, segments)
-        samples = np.repeat(np.arange(len(per_sample)), per_sample)
-        longest = np.zeros(len(per_sample), np.int64)
-        np.maximum.at(longest, samples, np.asarray(metadata.audio_frames, np.int64))
-        return longest[samples]
-
-    def groups(
-        self,
-        types: torch.Tensor,
-        segments: Segments,
-        metadata: HostMetadata,
-        config: Any,
-        computed: Sequence[int],
-    ) -> list[list[int]]:
-        """Places, among the audios that are computed, of those of each call of the tower.
-
-        Args:
-            types: [1, T], kinds of tokens.
-            segments: the row's samples.
-            metadata: with the frames of each audio.
+            audios: those that are computed, in the order in which they are.
+            table: the media of all samples.
             config: the model's configuration.
-            computed: numbers of the audios that are computed, in the order in which they are.
         """
-        if not len(computed):
+        if not audios:
             return []
         if not self.reads_padding:
-            return [[*range(len(computed))]]
-        longest = self.longest_of_samples(types, segments, metadata)[list(computed)]
-        chunks = np.minimum(longest, 2 * config.audio_config.n_window)
+            return [[*range(len(audios))]]
+        longest = longest_of_samples(table)
+        chunks = np.asarray([min(longest[audio.sample], 2 * config.audio_config.n_window) for audio in audios])
         return [np.flatnonzero(chunks == chunk).tolist() for chunk in np.unique(chunks)]
 
 
-def _counted(types: torch.Tensor, segments: Segments) -> tuple[int, ...]:
-    """The runs of audio tokens of each sample."""
-    kinds_T = types[0].cpu().numpy()
-    return tuple(len(media_starts(kinds_T[start:stop], AUDIO)) for start, stop in segments.spans)
+def longest_of_samples(table: MediaTable) -> dict[int, int]:
+    """Frames of the longest audio of each sample that has one."""
+    longest: dict[int, int] = {}
+    for audio in table.audios:
+        longest[audio.sample] = max(longest.get(audio.sample, 0), audio.frames)
+    return longest
 
 
 # ---------------------------------------------------------------------- positions that the model's own code computes
 
 
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SampleMedia:
-    """One sample, as the `get_rope_index` of its model reads it."""
-
-    kinds: np.ndarray
-    """int64 [L]: 0 text, 1 image, 2 video, 3 audio."""
-    image_grids: Sequence[Grid]
-    """(frames, rows, columns) in patches of each image."""
-    video_grids: Sequence[Grid]
-    """The same of each video."""
-    seconds: Sequence[float]
-    """From one grid of each video to the next."""
-    audio_frames: Sequence[int]
-    """Log-mel frames of each audio."""
-
-
-PositionsOfSample = Callable[[SampleMedia, Any], torch.Tensor]
-"""A sample, and the model's configuration, to its positions [3, L], int64 or float32."""
+PositionsOfSample = Callable[[np.ndarray, MediaTable, Any], torch.Tensor]
+"""The kinds of a sample's tokens, int64 [L], its media, and the model's configuration, to its positions [3, L], int64
+or float32."""
 
 
 @final
@@ -173,82 +118,73 @@ class AskModel:
     start: int = 0
     """Position of the first token."""
 
-    def is_asked(self, image_grids: Sequence[Grid], video_grids: Sequence[Grid]) -> bool:
-        """Return whether positions of a row do not follow from its grids alone."""
-        return len(video_grids) > 0 or any(grid[0] > 1 for grid in image_grids)
-
     def replace_videos(
-        self, positions_4T: torch.Tensor, segments: Segments, row: SampleMedia, config: Any
-    ) -> torch.Tensor:
-        """Replace the positions of samples with videos.
+        self, positions_4T: np.ndarray, table: MediaTable, segments: Segments, restarts: Segments, config: Any
+    ) -> np.ndarray:
+        """Replace the positions of samples with videos, or with images of several frames.
 
         Args:
-            positions_4T: [4, 1, T], right for all others.
-            segments: where positions restart.
-            row: kinds of tokens, [T], and media of the whole row, in its order.
+            positions_4T: right for all others.
+            table: the media of the row.
+            segments: its samples.
+            restarts: where positions restart; none of these boundaries is inside a medium.
             config: the model's configuration.
 
         Returns:
-            [4, 1, T]; float32 where the model's own are.
+            [4, T]; float32 where the model's own are.
 
         Raises:
             LayoutError: a video without seconds, or positions restart right before a medium.
         """
-        if len(row.seconds) != len(row.video_grids):
+        seconds = [video.seconds for video in table.videos if video.seconds is not None]
+        if len(seconds) != len(table.videos):
             raise LayoutError(
-                f"there are {len(row.video_grids)} videos but the seconds between two grids of {len(row.seconds)}; "
-                "give the processor's video_second_per_grid"
+                f"there are {len(table.videos)} videos but the seconds between two grids of {len(seconds)}; give the "
+                "processor's video_second_per_grid"
             )
-        used = np.zeros(4, np.int64)
-        for start, stop in segments.spans:
-            kinds = row.kinds[start:stop]
-            starts = media_starts(kinds, IMAGE, VIDEO, AUDIO)
-            after = used + np.bincount(kinds[starts], minlength=4)
-            images = row.image_grids[used[IMAGE] : after[IMAGE]]
-            if self.is_asked(images, row.video_grids[used[VIDEO] : after[VIDEO]]):
-                if starts[0] == 0:
-                    raise LayoutError(
-                        f"positions restart at place {start} of the row, between a medium and the token before it that "
-                        "marks its start; move that boundary"
-                    )
-                sample = SampleMedia(
-                    kinds=kinds,
-                    image_grids=images,
-                    video_grids=row.video_grids[used[VIDEO] : after[VIDEO]],
-                    seconds=row.seconds[used[VIDEO] : after[VIDEO]],
-                    audio_frames=row.audio_frames[used[AUDIO] : after[AUDIO]],
+        kinds_T = table.types(segments)
+        starts = [segments.stride[medium.sample] + medium.runs[0][0] for medium in table.media]
+        for start, stop in restarts.spans:
+            inside = [medium for medium, at in zip(table.media, starts, strict=True) if start <= at < stop]
+            if not any(medium.kind == VIDEO or (medium.grid and medium.grid[0] > 1) for medium in inside):
+                continue
+            if kinds_T[start]:
+                raise LayoutError(
+                    f"positions restart at place {start} of the row, between a medium and the token before it that "
+                    "marks its start; move that boundary"
                 )
-                found_3L = self.of_sample(sample, config)
-                positions_4T = positions_4T.to(torch.promote_types(positions_4T.dtype, found_3L.dtype))
-                positions_4T[1:, 0, start:stop] = to_device(found_3L.numpy(), positions_4T.device)
-            used = after
+            found_3L = self.of_sample(kinds_T[start:stop], MediaTable(media=tuple(inside)), config).numpy()
+            if found_3L.dtype.kind == "f":
+                positions_4T = positions_4T.astype(found_3L.dtype, copy=False)
+            positions_4T[1:, start:stop] = found_3L
         return positions_4T
 
 
-def check_markers(input_ids: torch.Tensor, types: torch.Tensor, segments: Segments, config: Any) -> None:
+def check_markers(input_ids: torch.Tensor, table: MediaTable, segments: Segments, config: Any) -> None:
     """Insist that the token which marks its start is before each image and each video: positions count these tokens.
 
     Args:
         input_ids: [1, T].
-        types: [1, T], kinds of tokens.
-        segments: the row's samples.
+        table: the row's media.
+        segments: its samples.
         config: the model's configuration.
 
     Raises:
         LayoutError: it is not; on the host it names the sample.
     """
-    before_T, kinds_T = input_ids[0].roll(1), types[0]
-    first = segments.first_tokens(types.device)
-    begins_T = kinds_T != kinds_T.roll(1)
-    begins_T[first] = True
-    is_vision = (kinds_T == IMAGE) | (kinds_T == VIDEO)
-    wrong_T = begins_T & is_vision & (before_T != config.vision_start_token_id)
-    wrong_T[first] = is_vision[first]
-    if on_host(wrong_T) and wrong_T.any():
-        place = int(wrong_T.int().argmax())
-        sample = next(at for at, (start, stop) in enumerate(segments.spans) if start <= place < stop)
-        raise LayoutError(f"sample {sample}: at place {place} of the row {_MARKERS}")
-    require(~wrong_T.any(), f"somewhere in the row {_MARKERS}", LayoutError)
+    runs = [(medium.sample, start) for medium in table.media if medium.kind != AUDIO for start, _ in medium.runs]
+    if not runs:
+        return
+    places = np.asarray([segments.stride[sample] + start for sample, start in runs], np.int64)
+    before = input_ids[0].index_select(0, to_device(np.maximum(places - 1, 0), input_ids.device))
+    marked = before == config.vision_start_token_id
+    wrong = [at for at, (_, start) in enumerate(runs) if start == 0]
+    if on_host(marked):
+        wrong += np.flatnonzero(~marked.numpy()).tolist()
+    if wrong:
+        at = min(wrong)
+        raise LayoutError(f"sample {runs[at][0]}: at place {places[at]} of the row {_MARKERS}")
+    require(marked.all(), f"somewhere in the row {_MARKERS}", LayoutError)
 
 
 _MARKERS = (

@@ -10,41 +10,38 @@ from importlib import import_module
 from math import prod
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch import nn
 
 from vlmpack.errors import FamilyError, LayoutError
-from vlmpack.families.audio import AskModel, AudioPart, SampleMedia, check_markers
+from vlmpack.families.audio import AskModel, AudioPart, longest_of_samples
 from vlmpack.families.media import (
-    ExpectedRuns,
-    MediaItems,
+    Placement,
     VideoPlacement,
-    check_runs,
-    check_seconds,
     frames_as_images,
     kinds_between,
-    media_items,
+    merged_grid,
     row_positions,
     single_run,
+    token_offsets,
 )
-from vlmpack.families.spans import Prefix, Sees, types_on_host
+from vlmpack.families.media_table import media_of_row, with_media_table
+from vlmpack.families.spans import Prefix, Sees
 from vlmpack.families.tiles import (
     QWEN_MEDIA,
     Join,
     TileBoundaries,
     TileEntries,
     TileTokens,
-    check_tiles,
-    counted_tokens,
-    find_media,
     patches_in,
 )
-from vlmpack.layout.batch import AUDIO, IMAGE, VIDEO, Grid, HostMetadata, Media
-from vlmpack.layout.device import outside_graph
-from vlmpack.layout.media_units import FindMedia
+from vlmpack.layout.batch import Media
+from vlmpack.layout.device import outside_graph, to_device
+from vlmpack.layout.media import AUDIO, IMAGE, KINDS, VIDEO, Grid, MediaTable, Medium, placeholders
+from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments
+from vlmpack.layout.sharing import ReadMedia
 
 LogitsRule = Callable[[torch.Tensor, Any], torch.Tensor]
 """The output of the head, and the text part's configuration, to logits."""
@@ -93,7 +90,11 @@ class Family:
     """Of a family whose images are rows of a batch, or tiles: the placeholder tokens of each; None: images are patches
     with a grid each."""
     tile_entries: TileEntries | None = None
-    """Of such a family: the entries of each tile or image in tensors that have not one each; None: all have."""
+    """Of such a family: the number of entries of each tile or image in tensors that have not one each; None: all
+    have."""
+    without_padding: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None = None
+    """Of such a family whose tensors may hold tiles that are padding: the same tensors without these; None: they hold
+    none."""
     video_tokens: TileTokens | None = None
     """Of such a family that takes videos: the placeholder tokens of each; None: it takes none."""
     tile_boundaries: TileBoundaries | None = None
@@ -197,66 +198,38 @@ class Family:
     @outside_graph
     def positions(
         self,
-        mm_token_type_ids: torch.Tensor | None,
+        table: MediaTable,
         segments: Segments,
         *,
         config: Any,
-        image_grids: Sequence[Grid] = (),
-        video_grids: Sequence[Grid] = (),
-        seconds_per_grid: Sequence[float] = (),
-        audio_frames: Sequence[int] = (),
-        host_types: np.ndarray | None = None,
-        device: torch.device | str | None = None,
+        restarts: Segments | None = None,
+        device: torch.device | str = "cpu",
     ) -> torch.Tensor:
         """MRoPE positions of a packed row: int64 [4, 1, T], the text row, then time, height, width.
 
         Every segment gets what `get_rope_index` of the installed transformers gives its sample alone, bit for bit,
-        and 0, 1, 2, ... as its text row; padding is 0. Boundaries at which only the rotary positions restart
-        (`rope_cu_seqlens`) are given as `segments` of their own. No host–device sync, but for a row with videos without
-        `host_types` where the model itself is asked (`AskModel`); its positions may be float32.
+        and 0, 1, 2, ... as its text row; padding is 0. They are float32 where the model's own are (`AskModel`), and
+        computed on the host: no host–device sync.
 
         Args:
-            mm_token_type_ids: [1, T], 0 text, 1 image, 2 video, on any device; None: text only.
-            segments: where positions restart.
+            table: the media of the row (`media_of_row`).
+            segments: the row's samples.
             config: the model's configuration.
-            image_grids: (frames, rows, columns) in patches of each image, in row order.
-            video_grids: the same of each video.
-            seconds_per_grid: seconds between two grids of each video (Qwen2.5-VL, Qwen-Omni); empty: 1.
-            audio_frames: log-mel frames of each audio.
-            host_types: int64 [T], the token types on the host (`host_types`); None: they are read where they are
-                needed.
-            device: where the result lives if there are no token types.
+            restarts: the row cut where rotary positions restart (`rope_cu_seqlens`); None: at its samples.
+            device: where the result lives.
 
         Raises:
-            LayoutError: grids that cannot be, or that the row has no room for; token types of another width.
+            LayoutError: grids that cannot be, or a video without seconds that needs them.
         """
-        images = self._images(image_grids, config)
-        videos = self._videos(video_grids, seconds_per_grid, config)
-        positions = row_positions(mm_token_type_ids, segments, images=images, videos=videos, device=device)
-        rule = self.positions_rule
-        if not isinstance(rule, AskModel) or mm_token_type_ids is None or not rule.is_asked(image_grids, video_grids):
-            return positions
-        media = SampleMedia(
-            kinds=mm_token_type_ids[0].cpu().numpy() if host_types is None else host_types,
-            image_grids=image_grids,
-            video_grids=video_grids,
-            seconds=seconds_per_grid,
-            audio_frames=audio_frames,
-        )
-        return rule.replace_videos(positions, segments, media, config)
-
-    def host_types(self, types: torch.Tensor, segments: Segments, metadata: HostMetadata) -> np.ndarray | None:
-        """The types of a row's tokens on the host, int64 [T], where its positions need them; None: they do not.
-
-        Args:
-            types: [1, T], 0 text, 1 image, 2 video, 3 audio.
-            segments: the row's samples.
-            metadata: without its `type_runs` a row on a device takes one host–device sync.
-        """
-        rule = self.positions_rule
-        if not isinstance(rule, AskModel) or not rule.is_asked(metadata.image_grids, metadata.video_grids):
-            return None
-        return types_on_host(types, segments, metadata.type_runs)
+        restarts = restarts or segments
+        if not (table.images or table.videos) or self.positions_rule.axes == 1:
+            return restarts.position_in_segment(device).repeat(4, 1, 1)
+        media = (*table.images, *table.videos)
+        offsets_4M = token_offsets(self.placements(media, config))
+        positions_4T = row_positions(placeholders(media, segments), offsets_4M, restarts)
+        if isinstance(rule := self.positions_rule, AskModel):
+            positions_4T = rule.replace_videos(positions_4T, table, segments, restarts, config)
+        return to_device(positions_4T[:, None], torch.device(device))
 
     def rotary_ids(self, positions: torch.Tensor) -> torch.Tensor:
         """The model's `position_ids` of [4, 1, T]: time, height, width; of a text model the text row, [1, T].
@@ -266,45 +239,82 @@ class Family:
         rule = self.positions_rule
         return positions[-3:] if rule.axes == 3 else positions[0] + rule.start if rule.start else positions[0]
 
-    def _images(self, grids: Sequence[Grid], config: Any) -> MediaItems:
-        """The runs of image tokens that these images stand for."""
-        self._check_takes(grids)
-        return media_items(grids, self.merge(config), "image")
+    # ------------------------------------------------------------------ media
 
-    def _videos(self, grids: Sequence[Grid], seconds: Sequence[float], config: Any) -> MediaItems:
-        """The runs of video tokens that these videos stand for, and how far apart their frames lie."""
-        self._check_takes(grids)
-        if grids and not self.has_videos:
-            raise LayoutError(f"{self.model_type} takes no videos, but the batch has {len(grids)}; leave them out")
-        videos = media_items(grids, self.merge(config), "video")
-        if not len(grids) and not len(seconds):
-            return videos
-        return self.videos(videos, seconds, config.vision_config) if self.has_grids else videos
-
-    def _check_takes(self, grids: Sequence[Grid]) -> None:
-        if grids and not self.has_vision:
-            raise LayoutError(f"{self.model_type} is a text model, but the batch has {len(grids)} images or videos")
-        if grids and not self.has_grids:
-            raise LayoutError(
-                f"images of {self.model_type} have no grids, but the batch has {len(grids)}; use the processor that "
-                "belongs to the model"
-            )
-
-    # ------------------------------------------------------------------ tokens
-
-    def tokens_per_image(self, grid: Grid, merge: int) -> int:
-        """Placeholder tokens of an image of this grid (frames, rows, columns in patches)."""
-        t, h, w = grid
-        return t * (h // merge) * (w // merge)
-
-    def media_tokens(self, grids: Sequence[Grid], config: Any) -> int:
-        """Placeholder tokens of all these images or videos.
+    def placements(self, media: Sequence[Medium], config: Any) -> list[Placement]:
+        """The tokens of images and videos with grids, of each kind in its order.
 
         Raises:
-            LayoutError: there are some, and this is a text model.
+            LayoutError: a grid that cannot be; names its place among those of its kind.
         """
-        self._check_takes(grids)
-        return sum(self.tokens_per_image(grid, self.merge(config)) for grid in grids)
+        merge, vision = self.merge(config), config.vision_config
+        numbers, placements = dict.fromkeys(KINDS, 0), []
+        for medium in media:
+            name = f"{KINDS[medium.kind]} {numbers[medium.kind]}"
+            numbers[medium.kind] += 1
+            assert medium.grid is not None, "a family with grids"
+            grid = merged_grid(medium.grid, merge, name)
+            try:
+                of_video = self.videos(grid, medium.seconds, vision) if medium.kind == VIDEO else None
+            except LayoutError as error:
+                raise LayoutError(f"{name}: {error}") from None
+            placements.append(of_video or Placement(cells=(grid,)))
+        return placements
+
+    def media_tokens(self, grids: Sequence[Grid], config: Any) -> int:
+        """Placeholder tokens of all these images."""
+        return sum(sum(each.tokens) for each in self.placements([Medium(kind=IMAGE, grid=g) for g in grids], config))
+
+    def video_runs(self, grids: Sequence[Grid], config: Any) -> list[int]:
+        """Tokens of each run of placeholders that these videos stand for: whole videos, or single frames."""
+        return [n for each in self.placements([Medium(kind=VIDEO, grid=g) for g in grids], config) for n in each.tokens]
+
+    @outside_graph
+    def media_of_row(self, row: PackedRow, config: Any) -> MediaTable:
+        """The media of the samples of a row, each with its placeholders.
+
+        They are those of the host metadata, which is compared with tensors and token ids; on an accelerator without a
+        host–device sync. Metadata that does not know them is read from the tensors and the ids.
+
+        Args:
+            row: with a prefix tree, its tensors are those of the media that the tree computes.
+            config: the model's configuration.
+
+        Raises:
+            LayoutError: media that the family does not take, that do not fit their placeholders, or are others than
+                those of the metadata. On the host it names the sample.
+        """
+        return media_of_row(self, row, config)
+
+    def check_takes(self, images: Sequence[Grid], videos: Sequence[Grid]) -> None:
+        """Refuse images and videos that a model of the family does not take: a LayoutError."""
+        count = len(images) + len(videos)
+        if count and not self.has_vision:
+            raise LayoutError(f"{self.model_type} is a text model, but the batch has {count} images or videos")
+        if count and not self.has_grids:
+            raise LayoutError(
+                f"images of {self.model_type} have no grids, but the batch has {count}; use the processor that belongs "
+                "to the model"
+            )
+        if videos and not self.has_videos:
+            raise LayoutError(f"{self.model_type} takes no videos, but the batch has {len(videos)}; leave them out")
+
+    def media_reader(self, config: Any) -> ReadMedia:
+        """Return the function that finds the media of a row, each with its part of the tensors, for `share`."""
+        return partial(with_media_table, self, config=config)
+
+    def with_contexts(self, table: MediaTable) -> MediaTable:
+        """Add what the features of each medium depend on beside its tensors (`Medium.context`)."""
+        counts_images = any(join.counts_images for join in self.media.values())
+        of_samples = [image.sample for image in table.images]
+        longest = longest_of_samples(table) if self.audio is not None and self.audio.reads_padding else {}
+
+        def context(medium: Medium) -> bool | int | None:
+            if medium.kind == IMAGE:
+                return of_samples.count(medium.sample) == 1 if counts_images else None
+            return longest.get(medium.sample) if medium.kind == AUDIO else None
+
+        return replace(table, media=tuple(replace(medium, context=context(medium)) for medium in table.media))
 
     def check_floats(self, media: Media) -> None:
         """Insist that pixels, and features of audio, are floats: towers would cast whole numbers, or fail."""
@@ -315,72 +325,6 @@ class Family:
                     f"{name} is {tensor.dtype}, but the model reads rescaled and normalised floats; give what its "
                     "processor makes (pixels of 0 to 255 are not that), or .float() of values that were stored rounded"
                 )
-
-    def image_tokens(self, media: Media, metadata: HostMetadata, config: Any) -> tuple[int, ...]:
-        """Placeholder tokens of each image or tile of a row, in order; () of a family whose images have grids.
-
-        Raises:
-            LayoutError: the metadata counts other tokens than the tensors make.
-        """
-        if self.tile_tokens is None:
-            return ()
-        return counted_tokens(media, metadata.image_tokens, self.tile_tokens, config)
-
-    def media_units(self, config: Any) -> FindMedia:
-        """Return the function that finds the media of a row, each with its part of the tensors, for `share`."""
-        return partial(find_media, self, config)
-
-    def check_runs(
-        self,
-        types: torch.Tensor,
-        segments: Segments,
-        metadata: HostMetadata,
-        *,
-        config: Any,
-        row: PackedRow | None = None,
-    ) -> None:
-        """Compare each run of placeholders of a row with its grid or frames, in their order. No host–device sync.
-
-        Args:
-            types: [1, T], what `media_types` returns.
-            segments: the row's samples.
-            metadata: grids or tokens of images, and how many images and videos each sample has, if that was counted.
-            config: the model's configuration.
-            row: where the model is asked for positions, its tokens before media are compared with those that the model
-                looks for; videos without grids are counted by their shapes.
-
-        Raises:
-            LayoutError: a run of another length or in another sample; on the host it names the sample.
-        """
-        images, videos = self._images(metadata.image_grids, config), self._videos(metadata.video_grids, (), config)
-        if not self.has_vision:
-            return
-        if metadata.seconds_per_grid:
-            check_seconds(metadata.seconds_per_grid, metadata.videos_per_sample)
-        if not self.has_grids:
-            check_tiles(types, segments, metadata)
-            if self.video_tokens is not None:
-                tokens = metadata.video_tokens  # of a row with a prefix tree, whose media are not those of the samples
-                if row is not None and row.tree is None:
-                    media = row.media.with_sizes(metadata.media_sizes)
-                    tokens = tuple(self.video_tokens(media.to_hf(), config))
-                videos = replace(metadata, image_tokens=tokens, images_per_sample=metadata.videos_per_sample)
-                check_tiles(types, segments, videos, kind=VIDEO)
-            return
-        expected = [
-            ExpectedRuns(kind=IMAGE, name="image", items=images, per_sample=metadata.images_per_sample),
-            ExpectedRuns(kind=VIDEO, name="video", items=videos, per_sample=metadata.videos_per_sample),
-        ]
-        if self.audio is not None:
-            audios, counts = self.audio.items(metadata.audio_frames, config), metadata.audios_per_sample
-            expected.append(ExpectedRuns(kind=AUDIO, name="audio", measure="frames", items=audios, per_sample=counts))
-        check_runs(types, segments, expected)
-        if isinstance(self.positions_rule, AskModel) and row is not None:
-            check_markers(row.input_ids, types, segments, config)
-
-    def video_runs(self, grids: Sequence[Grid], config: Any) -> list[int]:
-        """Tokens of each run of placeholders that these videos stand for: whole videos, or single frames."""
-        return self._videos(grids, (), config).grids.prod(1).tolist()
 
     def media_types(self, input_ids: torch.Tensor, config: Any) -> torch.Tensor:
         """0 text, 1 image, 2 video, 3 audio for each token, int64 in the shape of `input_ids`: what processors give as
@@ -406,15 +350,16 @@ class Family:
         kinds = ((IMAGE, "image", self.has_vision), (VIDEO, "video", self.has_videos), (AUDIO, "audio", self.has_audio))
         return "".join(f"{value} exactly on {name} placeholders, " for value, name, has in kinds if has)
 
-    def media_of_row(
-        self, row: PackedRow, types: torch.Tensor, metadata: HostMetadata, computed: HostMetadata
+    def tower_media(
+        self, media: Media, table: MediaTable, segments: Segments, tree: PrefixTree | None
     ) -> tuple[Media, tuple[tuple[Grid, ...], ...]]:
         """The media of a row whose images have grids as the model without its head takes them, and the grids of each
-        call of its tower (`computed`: metadata of its media); raises a LayoutError where `frames_as_images` does."""
-        if not self.videos_as_images:
-            return row.media, (computed.image_grids, computed.video_grids)
-        media, grids = frames_as_images(row, types, metadata, self.model_type)
-        return media, (grids,)
+        call of its tower (`table`: the media of the samples); raises a LayoutError where `frames_as_images` does."""
+        if self.videos_as_images:
+            media, grids = frames_as_images(media, table, segments, tree, self.model_type)
+            return media, (grids,)
+        computed = table if tree is None else table.in_tree(tree)
+        return media, (computed.grids(IMAGE), computed.grids(VIDEO))
 
     def expert_types_of(self, input_ids: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
         """The column of `expert_types`, int64 in the shape of `input_ids`, as the family's processor makes it of them;

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlmpack.families.audio import AskModel, AudioPart, SampleMedia, media_starts
+from vlmpack.families.audio import AskModel, AudioPart
 from vlmpack.families.family import Family, pieces
+from vlmpack.families.media import media_starts
 from vlmpack.families.tiles import QWEN_MEDIA, Join
-from vlmpack.layout.batch import AUDIO, IMAGE, VIDEO
+from vlmpack.layout.media import AUDIO, IMAGE, VIDEO, MediaTable
 from vlmpack.layout.segments import Segments
 
 # ---------------------------------------------------------------------- tokens and windows of audio
@@ -61,7 +62,7 @@ _TEXT_ID, _VISION_START, _AUDIO_START = 0, 4, 5
 """Ids of tokens in the stand-in for a sample; the others are the kinds of tokens."""
 
 
-def model_positions(sample: SampleMedia, config: Any, *, model_class: str) -> torch.Tensor:
+def model_positions(kinds_L: np.ndarray, table: MediaTable, config: Any, *, model_class: str) -> torch.Tensor:
     """[3, L] of a sample alone, by the `get_rope_index` of the installed transformers; int64 or float32, as its own.
 
     It is called on a stand-in that has only what it reads.
@@ -79,19 +80,19 @@ def model_positions(sample: SampleMedia, config: Any, *, model_class: str) -> to
     )
     stand_in = SimpleNamespace(config=settings, spatial_merge_size=config.vision_config.spatial_merge_size)
     stand_in.get_llm_pos_ids_for_vision = partial(model.get_llm_pos_ids_for_vision, stand_in)
-    ids = sample.kinds.astype(np.int64)
-    ids[media_starts(sample.kinds, IMAGE, VIDEO) - 1] = _VISION_START
-    ids[media_starts(sample.kinds, AUDIO) - 1] = _AUDIO_START
+    ids = kinds_L.copy()
+    ids[media_starts(kinds_L, IMAGE, VIDEO) - 1] = _VISION_START
+    ids[media_starts(kinds_L, AUDIO) - 1] = _AUDIO_START
     with torch.device("cpu"):
         input_ids = torch.from_numpy(ids)[None]
         positions, _ = model.get_rope_index(
             stand_in,
             input_ids,
-            image_grid_thw=_tensor(sample.image_grids),
-            video_grid_thw=_tensor(sample.video_grids),
+            image_grid_thw=_tensor(table.grids(IMAGE)),
+            video_grid_thw=_tensor(table.grids(VIDEO)),
             attention_mask=torch.ones_like(input_ids),
-            audio_seqlens=_tensor(sample.audio_frames),
-            second_per_grids=_tensor(sample.seconds, np.float32),
+            audio_seqlens=_tensor([audio.frames for audio in table.audios]),
+            second_per_grids=_tensor([video.seconds for video in table.videos], np.float32),
         )
     return positions[:, 0]
 

@@ -20,11 +20,9 @@ import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.layout.device import on_host, require, to_device
+from vlmpack.layout.media import MediaTable, Runs
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments
-
-Runs = tuple[tuple[int, int], ...]
-"""(start, stop) of each run, rising."""
 
 
 def always(text_config: Any) -> bool:
@@ -54,11 +52,10 @@ class ImageSpans:
         """Find the runs of a sample; `types_L`: [L], 0 text, 1 image, 2 video."""
         return media_runs(types_L.cpu().numpy())
 
-    def of_row(self, row: PackedRow, types_1T: torch.Tensor, known: Sequence[Runs]) -> Runs:
-        """Find the runs of a row (`runs_of_row`)."""
-        if row.media.pixel_values is None:  # it has no placeholders either
-            return ()
-        return runs_of_row(types_1T, row.segments, known)
+    def of_row(self, row: PackedRow, table: MediaTable) -> Runs:
+        """Find the runs of a row, none of them across two samples; `table`: its media."""
+        of_sample_T = row.segments.seq_idx().numpy()
+        return _runs(np.where(table.types(row.segments) > 0, of_sample_T, -1))
 
 
 @final
@@ -87,16 +84,16 @@ class Prefix:
 
     def of_sample(self, sample: Mapping[str, torch.Tensor], types_L: torch.Tensor) -> Runs:
         """Find the prefix of a sample in its column; the kinds of its tokens do not matter."""
-        return prefix_run(sample[self.column].cpu().numpy())
+        length = prefix_length(sample[self.column].cpu().numpy())
+        return ((0, length),) if length else ()
 
-    def of_row(self, row: PackedRow, types_1T: torch.Tensor, known: Sequence[Runs]) -> Runs:
+    def of_row(self, row: PackedRow, table: MediaTable) -> Runs:
         """Find the prefix of each sample of a row.
 
         Args:
-            row: with the column among its `extras`.
-            types_1T: the kinds of its tokens, which do not matter.
-            known: the prefix of each sample by the host metadata, which spares a row on an accelerator a host–device
-                sync; empty: not known.
+            row: with the column among its `extras`. Without `HostMetadata.prefixes` a row on an accelerator takes one
+                host–device sync.
+            table: its media, which do not matter.
 
         Raises:
             LayoutError: the row has no such column, or a sample's is not zeros and then ones, or not what the metadata
@@ -114,7 +111,7 @@ class Prefix:
                 f"{self.column} is {column_1T.dtype} {list(column_1T.shape)} but input_ids is "
                 f"{list(row.input_ids.shape)}; it has a whole number for each token"
             )
-        return prefixes_of_row(column_1T, row.segments, known, self.column)
+        return prefixes_of_row(column_1T, row.segments, row.known_metadata.prefixes, self.column)
 
 
 Sees = ImageSpans | Prefix
@@ -130,80 +127,18 @@ def media_runs(types_L: np.ndarray) -> Runs:
     return _runs(np.where(types_L > 0, 0, -1))
 
 
-TypeRuns = tuple[tuple[int, int, int], ...]
-"""(start, stop, type) of each run, rising."""
+def prefix_length(column_L: np.ndarray) -> int:
+    """Count the tokens of a sample's prefix in its column, [L], 0 on the prefix."""
+    return int(np.argmax(np.append(column_L, 1) != 0))
 
 
-def type_runs(types_L: np.ndarray) -> TypeRuns:
-    """Find the runs of each type of one sample, but for text.
-
-    Args:
-        types_L: [L], 0 text, 1 image, 2 video, 3 audio.
-    """
-    runs = _runs(np.where(types_L > 0, types_L, -1))
-    return tuple((start, stop, int(types_L[start])) for start, stop in runs)
-
-
-def types_on_host(types_1T: torch.Tensor, segments: Segments, known: Sequence[TypeRuns]) -> np.ndarray:
-    """Read the types of a row's tokens, int64 [T]; what stands on padding does not matter.
-
-    Args:
-        types_1T: [1, T], 0 text, 1 image, 2 video, 3 audio.
-        segments: the row's samples.
-        known: `type_runs` of each sample by the host metadata, which spare a row on an accelerator a host–device sync;
-            empty: not known.
-
-    Raises:
-        LayoutError: the metadata has others than the row (an accelerator asserts the same, asynchronously).
-    """
-    if len(known) != segments.num_samples or on_host(types_1T):
-        return types_1T[0].cpu().numpy()
-    types_T = np.zeros(segments.total, np.int64)
-    for (first, _), runs in zip(segments.spans, known, strict=False):
-        for start, stop, kind in runs:
-            types_T[first + start : first + stop] = kind
-    _require_equal(types_1T[0], types_T, segments, "type_runs", "the types of the row's tokens")
-    return types_T
-
-
-def runs_of_row(types_1T: torch.Tensor, segments: Segments, known: Sequence[Runs]) -> Runs:
-    """Find the runs of media tokens of a row, none of them across two samples.
-
-    Args:
-        types_1T: [1, T], 0 text, 1 image, 2 video; what stands on padding does not matter.
-        segments: the row's samples.
-        known: the runs of each sample by the host metadata, which spare a row on an accelerator a host–device sync;
-            empty: not known.
-
-    Raises:
-        LayoutError: the metadata has others than the row (an accelerator asserts the same, asynchronously).
-    """
-    if len(known) != segments.num_samples or on_host(types_1T):
-        of_sample_T = segments.seq_idx().numpy()
-        is_media_T = (types_1T[0].cpu().numpy() > 0) & ~segments.padding_mask().numpy()
-        return _runs(np.where(is_media_T, of_sample_T, -1))
-    runs = [(at + start, at + stop) for (at, _), of in zip(segments.spans, known, strict=False) for start, stop in of]
-    expected_T = np.zeros(segments.total, bool)
-    for start, stop in runs:
-        expected_T[start:stop] = True
-    _require_equal(types_1T[0] > 0, expected_T, segments, "media_runs", "where this row has media tokens")
-    return tuple(runs)
-
-
-def prefix_run(column_L: np.ndarray) -> Runs:
-    """Find the prefix of one sample in its column, [L], 0 on the prefix."""
-    length = int(np.argmax(np.append(column_L, 1) != 0))
-    return ((0, length),) if length else ()
-
-
-def prefixes_of_row(column_1T: torch.Tensor, segments: Segments, known: Sequence[Runs], name: str) -> Runs:
+def prefixes_of_row(column_1T: torch.Tensor, segments: Segments, known: Sequence[int], name: str) -> Runs:
     """Find the prefix of each sample of a row in its column, as `Prefix.of_row` does; `name`: of the column."""
     compared = len(known) == segments.num_samples and not on_host(column_1T)
     column_T = np.zeros(0) if compared else column_1T[0].cpu().numpy()
     runs, expected_T = [], np.zeros(segments.total, np.int64)
     for sample, (start, stop) in enumerate(segments.spans):
-        of_sample = known[sample] if compared else prefix_run(column_T[start:stop])
-        length = of_sample[0][1] if of_sample else 0
+        length = known[sample] if compared else prefix_length(column_T[start:stop])
         expected_T[start + length : stop] = 1
         runs += [(start, start + length)] if length else []
         if not compared and (column_T[start:stop] != expected_T[start:stop]).any():
@@ -211,16 +146,12 @@ def prefixes_of_row(column_1T: torch.Tensor, segments: Segments, known: Sequence
                 f"sample {sample}: its {name} are {_shown(column_T[start:stop])}, which is no prefix and its suffix; "
                 "they have to be 0 from its first token to the last of the prompt, and 1 from there on"
             )
-    if compared:
-        _require_equal(column_1T[0], expected_T, segments, "media_runs", f"the prefixes of {name}")
+    if compared:  # what stands on padding does not matter
+        device = column_1T.device
+        agree_T = column_1T[0].masked_fill(segments.padding_mask(device), 0) == to_device(expected_T, device)
+        message = f"prefixes of the host metadata are not those of {name}; leave the metadata out"
+        require(agree_T.all(), message, LayoutError)
     return tuple(runs)
-
-
-def _require_equal(of_row_T: torch.Tensor, known_T: np.ndarray, segments: Segments, name: str, what: str) -> None:
-    """Compare metadata, 0 on padding, with the row where that lies; what stands on its padding does not matter."""
-    device = of_row_T.device
-    agree_T = of_row_T.masked_fill(segments.padding_mask(device), 0) == to_device(known_T, device)
-    require(agree_T.all(), f"{name} of the host metadata are not {what}; leave the metadata out", LayoutError)
 
 
 def _shown(values: np.ndarray) -> str:

@@ -12,13 +12,11 @@ from functools import partial
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.families.family import Family, Rotary
 from vlmpack.families.tiles import Join
-from vlmpack.layout.media_units import Entries
 from vlmpack.layout.segments import Segments
 
 Tensors = Mapping[str, torch.Tensor]
@@ -144,11 +142,10 @@ def tiles_with_pixels(tensors: Tensors, config: Any) -> Sequence[int]:
     return [int(side**2 / config.scale_factor**2)] * int(real.sum())
 
 
-def places_of_tiles_with_pixels(tensors: Tensors, config: Any) -> Mapping[str, Sequence[np.ndarray]]:
-    """The place of every tile that is not padding, in all tensors."""
-    real = tensors["pixel_values"].flatten(0, 1).flatten(1).any(1)
-    places = list(real.nonzero().numpy())
-    return dict.fromkeys(tensors, places)
+def without_padding(tensors: Tensors) -> Tensors:
+    """[B, N, ...] tensors to [1, n, ...] of the n tiles that are not all zeros."""
+    real = tensors["pixel_values"].flatten(0, 1).flatten(1).any(1) if "pixel_values" in tensors else None
+    return {name: tensor.flatten(0, 1)[real][None] for name, tensor in tensors.items()}
 
 
 def merged_patches(tensors: Tensors, config: Any) -> Sequence[int]:
@@ -171,14 +168,12 @@ def merged_windows(tensors: Tensors, config: Any, *, sizes: str = "target_sizes"
     return [(height // (inner * rows)) * (width // (inner * columns)) for height, width in sizes_N2]
 
 
-def columns_of_targets(tensors: Tensors, config: Any) -> Mapping[str, Sequence[np.ndarray]]:
+def columns_of_targets(tensors: Tensors, config: Any) -> Mapping[str, Sequence[int]]:
     """Columns of `pixel_values` [1, 3, P, columns]: P for every patch of each image of `target_sizes` [N, 2]; and those
     of frames of videos."""
     side, sizes = config.vision_config.patch_size, {"": "target_sizes", "_videos": "target_sizes_videos"}
     return {
-        f"pixel_values{of}": Entries.of_counts((tensors[name].prod(-1) * side).tolist()).of_medium
-        for of, name in sizes.items()
-        if name in tensors
+        f"pixel_values{of}": (tensors[name].prod(-1) * side).tolist() for of, name in sizes.items() if name in tensors
     }
 
 
@@ -215,11 +210,10 @@ def views_of_images(tensors: Tensors, config: Any) -> Sequence[int]:
     return [of_tile * n + _queries(whole, config) + 1 for n in counts]
 
 
-def tiles_of_views(tensors: Tensors, config: Any) -> Mapping[str, Sequence[np.ndarray]]:
+def tiles_of_views(tensors: Tensors, config: Any) -> Mapping[str, Sequence[int]]:
     """The tiles in `pixel_values_local` of each image of `num_local_patches` [N]."""
-    if "num_local_patches" not in tensors:
-        return {}
-    return {"pixel_values_local": Entries.of_counts(tensors["num_local_patches"].tolist()).of_medium}
+    counts = tensors.get("num_local_patches")
+    return {} if counts is None else {"pixel_values_local": counts.tolist()}
 
 
 def _queries(pixels: torch.Tensor, config: Any) -> int:
@@ -237,7 +231,7 @@ _IDEFICS3 = {
     "text_path": "model.text_model",
     "vision_path": "model.vision_model",
     "tile_tokens": tiles_with_pixels,
-    "tile_entries": places_of_tiles_with_pixels,
+    "without_padding": without_padding,
     "media": {"pixel_values": Join(axis=1), "pixel_attention_mask": Join(axis=1)},
 }
 _COHERE2 = {"tile_tokens": shuffled_tiles, "text_type": "cohere2", "oldest_transformers": (5, 23)}

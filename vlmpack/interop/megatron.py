@@ -30,8 +30,9 @@ from vlmpack.context_parallel.collectives import Route, Transfers
 from vlmpack.context_parallel.partition import Partition
 from vlmpack.context_parallel.vision import MediaShare
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout.batch import METADATA_KEY, HostMetadata, Media
+from vlmpack.layout.batch import METADATA_KEY, HostMetadata, Media, compare_media, host_grids
 from vlmpack.layout.device import outside_graph, require
+from vlmpack.layout.media import IMAGE, VIDEO, MediaTable, Medium
 from vlmpack.layout.row import IGNORE, PackedRow, check_none_on_padding
 from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundaries
 from vlmpack.layout.sharing import check_unshared
@@ -379,17 +380,16 @@ class LocalRow:
         return self.partition.cut(self.segments.padding_mask(self.input_ids.device)[None], self.rank)
 
 
-def shard(row: PackedRow, rank: int, ranks: int, *, merge: int, layout: Layout = "mirrored") -> LocalRow:
+def shard(row: PackedRow, rank: int, ranks: int, *, layout: Layout = "mirrored") -> LocalRow:
     """The part of `row` that `rank` of `ranks` holds.
 
     Every rank is given the same whole row and cuts its own part out of it. Labels are shifted already, so a part's
     last target is a token of another part. Images are spread over ranks by their patches, wherever their tokens are.
 
     Args:
-        row: the whole row; with grids and seconds in its metadata there is no host–device sync.
+        row: the whole row; with media in its metadata there is no host–device sync.
         rank: whose part.
         ranks: how many there are.
-        merge: patches that the model's vision tower merges into one token along each side; 1 for a row of text.
         layout: `mirrored` balances causal attention, `contiguous` takes any boundaries.
 
     Raises:
@@ -402,9 +402,8 @@ def shard(row: PackedRow, rank: int, ranks: int, *, merge: int, layout: Layout =
     def cut(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else partition.cut(tensor, rank)
 
-    metadata = row.host_metadata()
-    images = MediaShare.spread(metadata.image_grids, ranks=ranks, merge=merge)
-    videos = MediaShare.spread(metadata.video_grids, ranks=ranks, merge=merge)
+    table = _table_of(row)
+    images, videos = (MediaShare.spread(media, ranks=ranks) for media in (table.images, table.videos))
     return LocalRow(
         input_ids=partition.cut(row.input_ids, rank),
         partition=partition,
@@ -439,6 +438,17 @@ def unshard(
 
 
 # ---------------------------------------------------------------------- media
+
+
+def _table_of(row: PackedRow) -> MediaTable:
+    """The media of a row; of one whose metadata does not know them, their grids."""
+    media, known = row.media, row.known_metadata.media
+    if known is not None:
+        compare_media(known, media)
+        return known
+    grids = ((IMAGE, media.image_grid_thw, "image_grid_thw"), (VIDEO, media.video_grid_thw, "video_grid_thw"))
+    records = [Medium(kind=kind, grid=grid) for kind, of, name in grids for grid in host_grids(of, name)]
+    return MediaTable(media=tuple(records))
 
 
 def _media_of(media: Media, images: MediaShare, videos: MediaShare, rank: int) -> Media:

@@ -541,7 +541,7 @@ class PackedBatch:
 
         row = PackedRow.from_hf(self.to_hf(position_rows=position_rows))
         sample_ids = tuple(sample for pack in self.packs for sample in pack.sequence_ids)
-        return replace(row, metadata=replace(row.host_metadata(), sample_ids=sample_ids))
+        return replace(row, metadata=replace(row.known_metadata, sample_ids=sample_ids))
 
 
 def pack_result_to_tensors(
@@ -654,6 +654,7 @@ class RowCollator:
         import torch
 
         from vlmpack.layout.batch import HostMetadata
+        from vlmpack.layout.media import MediaTable
         from vlmpack.layout.row import PackedRow, shift_labels
         from vlmpack.layout.segments import Segments
 
@@ -670,7 +671,9 @@ class RowCollator:
             segments=segments,
             shift_labels=shifted_1T,
             position_ids={0: None, 1: position_1T, 4: position_1T.expand(4, 1, -1)}[self.position_rows],
-            metadata=HostMetadata(lengths=tuple(lengths), num_targets=int((shifted_1T != IGNORE).sum())),
+            metadata=HostMetadata(
+                lengths=tuple(lengths), media=MediaTable(), num_targets=int((shifted_1T != IGNORE).sum())
+            ),
         )
         return {**row.to_hf(), "use_cache": False}
 

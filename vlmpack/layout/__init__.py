@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from vlmpack.layout.batch import METADATA_KEY, Grid, HostMetadata, Media, PaddedBatch, lengths_from_mask
+from vlmpack.layout.batch import METADATA_KEY, HostMetadata, Media, PaddedBatch, lengths_from_mask
+from vlmpack.layout.media import Grid, MediaTable, Medium
 from vlmpack.layout.packing import pack, unpack
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import IGNORE, PackedRow, roll_left
@@ -16,6 +17,8 @@ __all__ = [
     "HostMetadata",
     "Layout",
     "Media",
+    "MediaTable",
+    "Medium",
     "PackedRow",
     "PaddedBatch",
     "Precision",

@@ -11,14 +11,9 @@ import torch
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout.device import copied, on_host, require, to_device
+from vlmpack.layout.media import IMAGE, KINDS, VIDEO, Grid, MediaTable
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments
-
-Grid = tuple[int, int, int]
-"""(frames, rows, columns) of patches of one image or video."""
-
-TEXT, IMAGE, VIDEO, AUDIO = 0, 1, 2, 3
-"""Kinds of tokens: the values of `mm_token_type_ids`."""
 
 METADATA_KEY = "vlmpack"
 """The key under which `HostMetadata` travel in a batch dictionary, beside the tensors."""
@@ -33,35 +28,12 @@ class HostMetadata:
     """Real tokens of each sample."""
     offsets: tuple[int, ...] = ()
     """Column of each sample's first real token in the padded batch; empty: right padded, all 0."""
-    image_grids: tuple[Grid, ...] = ()
-    """One grid for each image, in sample order."""
-    video_grids: tuple[Grid, ...] = ()
-    """One grid for each video, in sample order."""
-    image_tokens: tuple[int, ...] = ()
-    """Placeholder tokens of each image, in sample order, of families whose images are no grids; empty: not counted."""
-    video_tokens: tuple[int, ...] = ()
-    """The same of each video."""
-    audio_frames: tuple[int, ...] = ()
-    """Log-mel frames of each audio, in sample order; empty: not counted, or no audio."""
-    images_per_sample: tuple[int, ...] = ()
-    """Images of each sample; empty: not known, or no media at all."""
-    videos_per_sample: tuple[int, ...] = ()
-    """Videos of each sample; empty: not known, or no media at all."""
-    audios_per_sample: tuple[int, ...] = ()
-    """Audios of each sample; empty: not known, or no audio at all."""
-    media_runs: tuple[tuple[tuple[int, int], ...], ...] = ()
-    """Of each sample the runs of its media tokens, or its prefix, (start, stop) from its first token on; empty: not
-    known. Models that see them in both directions read them; without, a row on an accelerator takes one host-device
-    sync."""
-    type_runs: tuple[tuple[tuple[int, int, int], ...], ...] = ()
-    """Of each sample the runs of its `mm_token_type_ids` other than text, (start, stop, type) from its first token on;
-    empty: not known. Samples with videos of Qwen-Omni, and prefix trees with videos of GLM-4V, are placed by them;
-    without, a row on an accelerator takes one host-device sync."""
-    media_sizes: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    """`image_sizes`, `target_sizes` and `target_sizes_videos` of the media that travel with it: with a tree, of those
-    that it computes. Without, Mistral 3 and MiniCPM-V read them from the device, one host-device sync each."""
-    seconds_per_grid: tuple[float, ...] = ()
-    """Seconds from one video grid to the next, one for each video (Qwen2.5-VL, Qwen-Omni)."""
+    media: MediaTable | None = None
+    """Every image, video and audio, with its places; None: not known, and read from the tensors. Of a row on an
+    accelerator that takes one host-device sync for its ids, and one for each tensor of grids, sizes or frames."""
+    prefixes: tuple[int, ...] = ()
+    """Tokens at the beginning of each sample that attend to each other in both directions (PaliGemma); empty: not
+    known, and read from the column of the batch."""
     num_targets: int | None = None
     """Labelled next-token targets of the whole batch; None: not counted."""
     num_distinct_targets: int | None = None
@@ -74,11 +46,6 @@ class HostMetadata:
     """The boundaries of a row in a batch dictionary; None of a padded batch, and in a `PackedRow`, which holds them."""
     tree: PrefixTree | None = None
     """The prefix tree of a row in a batch dictionary; None: samples share nothing, or a `PackedRow` holds it."""
-
-    @property
-    def media_per_sample(self) -> tuple[tuple[int, ...], ...]:
-        """Images, videos and audios of each sample; each empty if it is not known."""
-        return self.images_per_sample, self.videos_per_sample, self.audios_per_sample
 
     @property
     def spans(self) -> MaskSpans:
@@ -130,16 +97,11 @@ class Media:
         """The tensors that are there, by name."""
         return {name: self.__dict__[name] for name in MEDIA_KEYS if self.__dict__[name] is not None} | {**self.tensors}
 
-    @property
-    def sizes(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """`HostMetadata.media_sizes`, read from the tensors: a host-device sync each if they lie on a device."""
-        tensors = {name: torch.as_tensor(self.tensors[name]) for name in SIZES if name in self.tensors}
-        return {name: tuple(map(tuple, tensor.tolist())) for name, tensor in tensors.items()}
-
-    def with_sizes(self, sizes: Mapping[str, Any]) -> Media:
-        """The same media with these `media_sizes` as tensors on the host."""
-        names = sizes.keys() & self.tensors.keys()
-        tensors = {name: torch.tensor(sizes[name], dtype=torch.int64, device="cpu") for name in names}
+    def with_sizes(self, table: MediaTable) -> Media:
+        """The same media with the tensors by which towers keep images apart on the host, where the table has them."""
+        known = {name: [row for m in table.of_kind(kind) for row in m.sizes] for name, kind in SIZES.items()}
+        names = [name for name in SIZES if name in self.tensors and known[name]]
+        tensors = {name: torch.tensor(known[name], dtype=torch.int64, device="cpu") for name in names}
         return replace(self, tensors={**self.tensors, **tensors}) if names else self
 
     @classmethod
@@ -150,8 +112,8 @@ class Media:
 
 
 MEDIA_KEYS = tuple(f.name for f in fields(Media) if f.name != "tensors")
-SIZES = ("image_sizes", "target_sizes", "target_sizes_videos")
-"""Tensors [N, 2] of rows and columns, by which towers keep images apart."""
+SIZES = {"image_sizes": IMAGE, "target_sizes": IMAGE, "target_sizes_videos": VIDEO}
+"""Tensors [N, 2] of rows and columns, by which towers keep images apart, and the kind of their media."""
 
 
 @final
@@ -479,46 +441,73 @@ _ROUNDED = 1e-2
 """Relative distance of seconds from the metadata: loops that run in bfloat16 round whatever a batch holds."""
 
 
-def host_grids(known: tuple[Grid, ...], tensor: torch.Tensor | None, name: str) -> tuple[Grid, ...]:
-    """Grids of images or videos on the host; without metadata they are read from the device, one host-device sync.
+def compare_media(held: MediaTable, media: Media) -> None:
+    """Compare the records of the media that tensors hold with grids, frames, sizes and seconds of these tensors.
+
+    Tensors on a device are compared there. Seconds and sizes that no record has are not compared.
 
     Raises:
-        LayoutError: no tensor [N, 3] of whole numbers; the metadata has others, or another number of them.
+        LayoutError: they are others, or no such tensors.
+    """
+    for kind, name in ((IMAGE, "image_grid_thw"), (VIDEO, "video_grid_thw")):
+        grids = host_grids(media.to_hf().get(name), name, known=held.grids(kind))
+        if grids and name not in media.to_hf():
+            raise LayoutError(
+                f"the host metadata has {len(grids)} {KINDS[kind]}s with grids, but the batch has no {name}; give the "
+                "media of every sample, or leave the metadata out"
+            )
+    frames = [medium.frames for medium in held.audios]
+    if frames and media.audio_mask is None:
+        raise LayoutError(f"the host metadata has {len(frames)} audios, but the batch has no feature_attention_mask")
+    host_frames(media.audio_mask, known=frames)
+    seconds = [medium.seconds for medium in held.videos if medium.seconds is not None]
+    if seconds:
+        host_seconds(media.seconds_per_grid, known=seconds)
+    for name, kind in SIZES.items():
+        rows = [row for medium in held.of_kind(kind) for row in medium.sizes]
+        if rows and name in media.tensors:
+            tensor, expected = media.tensors[name], np.asarray(rows, np.int64)
+            if not isinstance(tensor, torch.Tensor) or tensor.shape != expected.shape:
+                raise LayoutError(_CHANGED.format(name))
+            require((tensor == to_device(expected, tensor.device)).all(), _CHANGED.format(name), LayoutError)
+
+
+def host_grids(tensor: torch.Tensor | None, name: str, *, known: Sequence[Grid] | None = None) -> tuple[Grid, ...]:
+    """Grids of images or videos on the host.
+
+    Args:
+        tensor: [N, 3] of whole numbers; None: there are none.
+        name: of the tensor.
+        known: what the host metadata has; None: the tensor is read, one host-device sync.
+
+    Raises:
+        LayoutError: no such tensor; the metadata has others, or another number of them.
     """
     if tensor is None:
-        return ()
+        return tuple(known or ())
     what = "[N, 3] of whole numbers (frames, rows, columns of each)"
     check_tensor(name, tensor, (None, 3), what, dtypes=_COUNTS)
-    if not known:
+    if known is None:
         return tuple((int(t), int(h), int(w)) for t, h, w in tensor.tolist())
     if len(known) != tensor.shape[0]:
         raise LayoutError(
             f"the metadata has {len(known)} grids but {name} is {list(tensor.shape)}; was the batch split or "
             "concatenated on its way (accelerate: set dispatch_batches=False)?"
         )
-    expected = to_device(np.asarray(known, np.int64), tensor.device)
+    expected = to_device(np.asarray(known, np.int64).reshape(-1, 3), tensor.device)
     require((tensor == expected).all(), _CHANGED.format(name), LayoutError)
-    return known
+    return tuple(known)
 
 
-def check_sizes(known: Mapping[str, Any], media: Media) -> None:
-    """Compare `media_sizes` of the metadata with the tensors; those on a device are compared there.
+def host_frames(mask: torch.Tensor | None, *, known: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Log-mel frames of each audio on the host.
 
-    Raises:
-        LayoutError: the metadata has others.
-    """
-    for name in known.keys() & media.tensors.keys():
-        tensor, expected = media.tensors[name], np.asarray(known[name], np.int64)
-        if not isinstance(tensor, torch.Tensor) or tensor.shape != expected.shape:
-            raise LayoutError(_CHANGED.format(name))
-        require((tensor == to_device(expected, tensor.device)).all(), _CHANGED.format(name), LayoutError)
-
-
-def host_frames(known: tuple[int, ...], mask: torch.Tensor | None) -> tuple[int, ...]:
-    """Frames of each audio on the host; without metadata they are read from the device, one host-device sync.
+    Args:
+        mask: [N, F], 1 on the frames of each audio and 0 on padding; None: there is no audio.
+        known: as of `host_grids`.
 
     Raises:
-        LayoutError: no mask [N, F] of 0 and 1; the metadata has other frames, or those of another number of audios.
+        LayoutError: as of `host_grids`.
     """
     if mask is None:
         return ()
@@ -527,7 +516,7 @@ def host_frames(known: tuple[int, ...], mask: torch.Tensor | None) -> tuple[int,
     message = "feature_attention_mask must hold 0 (padding) and 1 (a frame of the audio) and nothing else"
     require(((mask == 0) | (mask == 1)).all(), message, LayoutError)
     counts = mask.sum(1)
-    if not known:
+    if known is None:
         return tuple(counts.tolist())
     if len(known) != mask.shape[0]:
         raise LayoutError(
@@ -536,21 +525,21 @@ def host_frames(known: tuple[int, ...], mask: torch.Tensor | None) -> tuple[int,
         )
     expected = to_device(np.asarray(known, np.int64), mask.device)
     require((counts == expected).all(), _CHANGED.format("feature_attention_mask"), LayoutError)
-    return known
+    return tuple(known)
 
 
-def host_seconds(known: tuple[float, ...], seconds: Any) -> tuple[float, ...]:
-    """Seconds from one grid of each video to the next, N of them; without metadata read from the device, one sync.
+def host_seconds(seconds: Any, *, known: Sequence[float] | None = None) -> tuple[float, ...]:
+    """Seconds from one grid of each video to the next, N of them, on the host.
 
     Args:
-        known: those of the metadata, which count where there are no others.
         seconds: a list, [N] or [N, 1]; None: there are none.
+        known: as of `host_grids`; they count where there are no others.
 
     Raises:
         LayoutError: no such numbers, or the metadata has others.
     """
     if seconds is None:
-        return known
+        return tuple(known or ())
     try:
         tensor = torch.as_tensor(seconds)
     except (TypeError, ValueError, RuntimeError):
@@ -562,9 +551,9 @@ def host_seconds(known: tuple[float, ...], seconds: Any) -> tuple[float, ...]:
             f"{list(tensor.shape) if isinstance(seconds, torch.Tensor) else repr(seconds)[:80]}"
         )
     tensor = tensor.reshape(-1)
-    if not known:
+    if known is None:
         return tuple(tensor.tolist())
     expected = to_device(np.asarray(known, np.float32), tensor.device)
     is_close = tensor.shape == expected.shape and torch.isclose(tensor.float(), expected, rtol=_ROUNDED).all()
     require(torch.as_tensor(is_close), _CHANGED.format("second_per_grid_ts"), LayoutError)
-    return known
+    return tuple(known)

@@ -29,9 +29,9 @@ def pack(
     """Put the real tokens of a padded batch one after the other into one row [1, T].
 
     Lengths come from the 2D mask alone (or from `batch.metadata`, which the collator read from the same mask). A
-    left-padded batch gives the same row as a right-padded one. One gather a tensor; on a host, where nothing lies
-    between samples, they are joined whole, which is three to four times as fast. Media pass through as they are,
-    because sample order and row order are the same.
+    left-padded batch gives the same row as a right-padded one. One gather a tensor; on a host whole samples are copied,
+    with padding between them or not, which is three to four times as fast. Media pass through as they are, because
+    sample order and row order are the same.
 
     Args:
         batch: the padded batch.
@@ -152,8 +152,8 @@ def _check_metadata(batch: PaddedBatch, metadata: HostMetadata) -> None:
     (rows, width), spans = batch.input_ids.shape, metadata.spans
     ends = map(sum, zip(spans.offsets, spans.lengths, strict=False))
     agree = len(spans.lengths) == len(spans.offsets) == rows and max(ends, default=0) <= width
-    counts = *metadata.media_per_sample, metadata.media_runs, metadata.type_runs
-    agree = agree and {*map(len, counts)} <= {0, rows}
+    media = () if metadata.media is None else metadata.media.media
+    agree = agree and all(m.sample < rows and m.runs[-1][1] <= spans.lengths[m.sample] for m in media if m.runs)
     if agree and on_host(batch.attention_mask):
         agree = lengths_from_mask(batch.attention_mask) == spans
     if not agree:
@@ -172,14 +172,7 @@ def _check_empty_rows(batch: PaddedBatch, spans: MaskSpans, *, keep_empty: bool)
             "leave the sample out, or pass keep_empty=True (in StepConfig, for an enabled model) to keep it as a "
             "segment of length 0"
         )
-    metadata = batch.metadata
-    counts = () if metadata is None else metadata.media_per_sample
-    for row in empty:
-        if any(per_sample and per_sample[row] for per_sample in counts):
-            raise LayoutError(
-                f"row {row}: no real token, but images, videos or audio belong to it; leave its media out"
-            )
-    if metadata is None and batch.mm_token_type_ids is not None:
+    if batch.metadata is None and batch.mm_token_type_ids is not None:
         _check_hidden_media(batch.mm_token_type_ids, batch.attention_mask)
 
 
@@ -222,35 +215,35 @@ class _Take:
         self._index: torch.Tensor | None = None
 
     def __call__(self, tensor: torch.Tensor, fill: int) -> torch.Tensor:
-        """One gather, or one copy; `fill` is what gaps get."""
-        if self._can_join(tensor):
-            return self._joined(tensor)
+        """One copy on the host, one gather on a device; `fill` is what padding gets."""
+        if on_host(tensor) and tensor.dtype == torch.int64:
+            return self._joined(tensor, fill)
         if self._index is None:
             self._index = self._row_index(tensor.device)
         row = tensor.flatten(-2).index_select(-1, self._index).unsqueeze(-2)
         return row.masked_fill_(self._segments.padding_mask(row.device), fill) if self._segments.has_gaps else row
 
     def targets(self, labels: torch.Tensor) -> torch.Tensor:
-        """`shift_labels` of the row of `labels`, where they can be joined without another pass over the row."""
-        if self._can_join(labels):
-            return self._joined(labels, ahead=1)
+        """`shift_labels` of the row of `labels`; joined on the host they take no further pass over the row."""
+        if on_host(labels) and labels.dtype == torch.int64:
+            return self._joined(labels, IGNORE, ahead=1)
         return shift_labels(self(labels, IGNORE), self._segments)
 
-    def _can_join(self, tensor: torch.Tensor) -> bool:
-        return on_host(tensor) and tensor.dtype == torch.int64 and not self._segments.has_gaps
-
     @outside_graph
-    def _joined(self, tensor: torch.Tensor, *, ahead: int = 0) -> torch.Tensor:
+    def _joined(self, tensor: torch.Tensor, fill: int, *, ahead: int = 0) -> torch.Tensor:
         """Whole samples copied one after the other, as fast as memory is: a host's gather is four times slower.
 
-        With `ahead`, each token is the one so many places later in its sample, or -100 where there is none.
+        With `ahead`, each token is the one so many places later in its sample, or `fill` where there is none.
         """
-        batch = tensor.numpy()
+        batch, segments = tensor.numpy(), self._segments
         flat = batch.reshape(*batch.shape[:-2], -1)
-        no_target = np.full((*flat.shape[:-1], ahead), IGNORE)
+        padding = np.full((*flat.shape[:-1], segments.max_padding + ahead), fill, flat.dtype)
         pieces = []
-        for first, n in zip(self._firsts, self._segments.lengths, strict=False):
-            pieces += [flat[..., first + ahead : first + n], no_target[..., :n]]
+        for first, n, slot in zip(self._firsts, segments.lengths, segments.slots, strict=False):
+            pieces.append(flat[..., first + ahead : first + n])
+            if missing := slot - n + min(ahead, n):
+                pieces.append(padding[..., :missing])
+        pieces.append(padding[..., : segments.total - segments.stride[-1]])
         return torch.from_numpy(np.concatenate(pieces, axis=-1)).unsqueeze(-2)
 
     @outside_graph

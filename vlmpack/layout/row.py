@@ -24,11 +24,7 @@ from vlmpack.layout.batch import (
     Media,
     OnlyPacked,
     check_is_batch,
-    check_sizes,
     check_weights,
-    host_frames,
-    host_grids,
-    host_seconds,
     media_in_words,
     moved,
     pinned,
@@ -66,7 +62,7 @@ class PackedRow:
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Further [1, T] or [k, 1, T] tensors."""
     metadata: HostMetadata | None = None
-    """Metadata on the host beside the boundaries: grids, target count, sample ids; always those of every sample."""
+    """Metadata on the host beside the boundaries: media, target count, sample ids; always those of every sample."""
     tree: PrefixTree | None = None
     """Which beginnings samples share (`share`); None: each goes through the model by itself."""
 
@@ -104,10 +100,6 @@ class PackedRow:
         `to(device, non_blocking=True)` copies asynchronously. Boundaries are whole numbers on the host."""
         return pinned(self)
 
-    def with_media(self, media: Media) -> PackedRow:
-        """Return the row with other media, which lie on the host; their sizes take the place of those that it knew."""
-        return replace(self, media=media, metadata=replace(self.known_metadata, media_sizes=media.sizes))
-
     @property
     def moe_padding_mask(self) -> torch.Tensor:
         """[1, T] bool: True where the row holds padding, which a router must not count."""
@@ -117,31 +109,6 @@ class PackedRow:
     def known_metadata(self) -> HostMetadata:
         """`metadata`; where there are none, those that follow from the boundaries."""
         return self.metadata or HostMetadata(lengths=self.segments.lengths[: self.segments.num_samples])
-
-    def host_metadata(self) -> HostMetadata:
-        """Metadata with the grids and seconds that only tensors hold, compared where both do; reading is one sync.
-
-        Raises:
-            LayoutError: the metadata has others, or the tensors are none of grids and seconds.
-        """
-        known, media = self.known_metadata, self.media
-        check_sizes(known.media_sizes, media)
-        if self.tree is not None:  # the media are a part of those that the metadata has: compare that part alone
-            self.metadata_of_media()
-            return known
-        return replace(
-            known,
-            image_grids=host_grids(known.image_grids, media.image_grid_thw, "image_grid_thw"),
-            video_grids=host_grids(known.video_grids, media.video_grid_thw, "video_grid_thw"),
-            seconds_per_grid=host_seconds(known.seconds_per_grid, media.seconds_per_grid),
-            audio_frames=host_frames(known.audio_frames, media.audio_mask),
-        )
-
-    def metadata_of_media(self) -> HostMetadata:
-        """`host_metadata` of the media that the row holds: with a tree, of those that it computes."""
-        if self.tree is None:
-            return self.host_metadata()
-        return replace(self, tree=None, metadata=metadata_of_tree(self.known_metadata, self.tree)).host_metadata()
 
     def to_hf(self) -> dict[str, Any]:
         """A dictionary for a DataLoader and for `model(**batch)` of a model with packing enabled.
@@ -229,30 +196,6 @@ class PackedRow:
         )
         require(kept.all(), message, LayoutError)
         return unshift_labels(shift_labels, self.segments)
-
-
-def metadata_of_tree(metadata: HostMetadata, tree: PrefixTree) -> HostMetadata:
-    """Metadata of the media that the tree computes.
-
-    Raises:
-        LayoutError: the row has fewer media than the tree.
-    """
-    of_kinds = (
-        ("image", tree.images, ("image_grids", "image_tokens")),
-        ("video", tree.videos, ("video_grids", "video_tokens", "seconds_per_grid")),
-        ("audio", tree.audios, ("audio_frames",)),
-    )
-    chosen: dict[str, Any] = {}
-    for kind, computed, names in of_kinds:
-        values = {name: metadata.__dict__[name] for name in names}
-        count = max(map(len, values.values()))
-        if max(computed, default=-1) >= count:
-            raise LayoutError(
-                f"the tree computes {kind} {max(computed)}, but the metadata has {count} {kind}s; a row that is shared "
-                f"needs its metadata ({METADATA_KEY!r}): leave it in the batch"
-            )
-        chosen |= {name: tuple(of_row[at] for at in computed) for name, of_row in values.items() if of_row}
-    return replace(metadata, **chosen)
 
 
 def _segments_from(batch: Mapping[str, Any], *, total: int) -> Segments:

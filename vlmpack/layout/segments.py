@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import lcm
-from operator import index
+from operator import index, sub
 from typing import Any, Literal, final, get_args
 
 import numpy as np
@@ -339,6 +339,11 @@ class Segments:
     def has_gaps(self) -> bool:
         """True if any position of the row is padding."""
         return self.num_tokens != self.total
+
+    @cached_property
+    def max_padding(self) -> int:
+        """Longest run of padding behind a segment, or behind the last slot, in tokens."""
+        return max(self.total - self.stride[-1], *map(sub, self.slots, self.lengths))
 
     @property
     def fill(self) -> float:

@@ -11,19 +11,17 @@ alone would merge different images of one grid. The samples' symbols make a comp
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
-from math import prod
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError, check_kind, check_whole_number
-from vlmpack.layout.batch import AUDIO, IMAGE, VIDEO, HostMetadata
+from vlmpack.layout.batch import MEDIA_KEYS, HostMetadata, Media, compare_media
 from vlmpack.layout.device import on_host, outside_graph
-from vlmpack.layout.media_units import FindMedia, grid_units
+from vlmpack.layout.media import AUDIO, IMAGE, KINDS, VIDEO, MediaTable, Medium, content_numbers, image_counts
 from vlmpack.layout.prefix_tree import PrefixTree, check_without_padding
 from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.layout.segments import Segments
@@ -40,7 +38,7 @@ def share(
     min_shared: int = MIN_SHARED,
     groups: Sequence[Hashable] | torch.Tensor | None = None,
     tree: PrefixTree | None = None,
-    units: FindMedia = grid_units,
+    read_media: ReadMedia | None = None,
 ) -> PackedRow:
     """Find the prefix tree of a row on the host, and keep every image, video and audio of it once.
 
@@ -53,8 +51,8 @@ def share(
             repeat so many tokens. Equal samples are always shared.
         groups: a group of each sample; samples of different groups share nothing. None: all are compared.
         tree: the tree, where it is known; it is compared with the samples. None: it is found.
-        units: finds the media of the row. By default by grids; of images without grids, of audio, and of models in
-            which prompts see all of themselves: `Family.media_units(model.config)`.
+        read_media: reads the media of the row: `Family.media_reader(model.config)`. None: images and videos have
+            grids, and the row's metadata knows their places.
 
     Returns:
         The row with `tree`; the row itself if its samples share nothing.
@@ -64,20 +62,20 @@ def share(
             placeholders, or a tree that is not this row's. Names the sample and the remedy.
     """
     check_kind("row", row, PackedRow, "collator.collate(samples)")
-    row = unshare(row, units=units)
-    of_row = units(row)
-    numbers = [medium.numbers(row.media) for medium in of_row.by_kind]
-    types = of_row.types if row.mm_token_type_ids is None else row.mm_token_type_ids
-    whole = replace(row, metadata=of_row.metadata, mm_token_type_ids=types)
+    check_without_padding(row.segments)
+    _check_on_host(row)
+    row = unshare(row, read_media=read_media)
+    whole, table = _read(row, read_media)
+    images, videos, audios = (_media_numbers(table, whole.media, kind) for kind in KINDS)
     if tree is None:
-        images, videos, audios = numbers
         found = {"images": images, "videos": videos, "audios": audios}
         tree = find_prefix_tree(whole, **found, min_shared=min_shared, groups=groups)
     else:
-        tree = _Symbols.of(whole, numbers).compared(tree)
+        tree = _Symbols.of(whole, (images, videos, audios)).compared(tree)
     if tree is None:
         return row
-    return with_tree(whole.with_media(of_row.take(row.media, (tree.images, tree.videos, tree.audios))), tree)
+    chosen, target = {IMAGE: tree.images, VIDEO: tree.videos, AUDIO: tree.audios}, table.in_tree(tree)
+    return with_tree(replace(whole, media=_take(table, whole.media, chosen, target, in_tree=True)), tree)
 
 
 def check_unshared(row: PackedRow, user: str) -> None:
@@ -100,29 +98,29 @@ def with_tree(row: PackedRow, tree: PrefixTree) -> PackedRow:
 
 
 @outside_graph
-def unshare(row: PackedRow, *, units: FindMedia = grid_units) -> PackedRow:
+def unshare(row: PackedRow, *, read_media: ReadMedia | None = None) -> PackedRow:
     """Return the row without its tree, with the media of every sample: the inverse of `share`.
 
     Args:
         row: a row; without a tree it is returned as it is.
-        units: as of `share`.
+        read_media: as of `share`.
 
     Raises:
-        LayoutError: the row is on a device, or `units` cannot find its media.
+        LayoutError: the row is on a device, or its media cannot be found.
     """
     tree = row.tree
     if tree is None:
         return row
     _check_on_host(row)
-    place, of_sample = tree.place().numpy(), row.segments.seq_idx().numpy()
-    chosen, samples = [], []
-    for kind, computed in zip(_KINDS, (tree.images, tree.videos, tree.audios), strict=True):
-        starts = _media_spans(row, kind)[:, 0]
+    row, table = _read(row, read_media)
+    place, chosen = tree.place().numpy(), {}
+    for kind, computed in zip(KINDS, (tree.images, tree.videos, tree.audios), strict=True):
+        starts = table.spans(row.segments, kind)[:, 0]
         # each medium of the row stands where one of the tree does
-        chosen.append(np.searchsorted(place[starts[list(computed)]], place[starts]).tolist())
-        samples.append(of_sample[starts].tolist())
-    row = row.with_media(units(row).take(row.media, chosen, samples))
-    return replace(row, tree=None, metadata=replace(row.known_metadata, num_distinct_targets=None))
+        chosen[kind] = np.searchsorted(place[starts[list(computed)]], place[starts]).tolist()
+    media = _take(table.in_tree(tree), row.media, chosen, table)
+    metadata = replace(row.known_metadata, num_distinct_targets=None)
+    return replace(row, media=media, tree=None, metadata=metadata)
 
 
 @outside_graph
@@ -138,7 +136,7 @@ def find_prefix_tree(
     """Find the tree of a row whose media are known by numbers; its pixels are not read.
 
     Args:
-        row: without padding, on the host, its metadata with the grids, or the tokens, of all media.
+        row: without padding, on the host, its metadata with the table of all media.
         images: one number for each image, in row order; equal ones are equal images (`content_numbers`).
         videos: of each video, likewise.
         audios: of each audio, likewise.
@@ -173,10 +171,114 @@ def _plain(groups: Sequence[Hashable] | torch.Tensor | None, count: int) -> list
     return [group.item() if isinstance(group, torch.Tensor) else group for group in groups]
 
 
-# ---------------------------------------------------------------------- symbols
+# ---------------------------------------------------------------------- parts of the media tensors
 
-_KINDS = (IMAGE, VIDEO, AUDIO)
-_NAMES = {IMAGE: "image", VIDEO: "video", AUDIO: "audio"}
+ReadMedia = Callable[[PackedRow], PackedRow]
+"""Adds the table of its media, with their entries, to a row whose tensors are those of its samples, or of its tree."""
+
+
+def _read(row: PackedRow, read_media: ReadMedia | None) -> tuple[PackedRow, MediaTable]:
+    """The row with the table of its media, and that table, whose entries are those of the tensors.
+
+    Raises:
+        LayoutError: `read_media` raises it; tensors on a device, or with another number of entries.
+    """
+    for tensor in row.media.to_hf().values():
+        if not on_host(values := torch.as_tensor(tensor)):
+            raise LayoutError(f"the pixels are on {values.device}; share the row before it is moved to a device")
+    row = (read_media or _read_grids)(row)
+    table = row.known_metadata.media
+    assert table is not None, "a reader adds the table"
+    held = table if row.tree is None else table.in_tree(row.tree)
+    for name, tensor in row.media.to_hf().items():
+        expected = sum(medium.entries.get(name, 0) for medium in held.media)
+        count = torch.as_tensor(tensor).shape[held.axes.get(name, 0)]
+        if name != held.image_counts and count != expected:
+            what = "patches" if name.startswith("pixel_values") else f"entries of {name}"
+            raise LayoutError(f"the images describe {expected} {what}, the row has {count}; give every sample's media")
+    return row, table
+
+
+def _read_grids(row: PackedRow) -> PackedRow:
+    """Count the entries of images and videos with grids, whose places the row's metadata has."""
+    tensors, table = row.media.to_hf(), row.known_metadata.media
+    seen = None if table is not None or not tensors else "media, and no host metadata of their places"
+    if {*tensors} - {*MEDIA_KEYS, "video_second_per_grid"}:
+        seen = "media that are not images and videos with grids alone"
+    if row.media.audio_mask is not None:
+        seen = "audio"
+    table = table or MediaTable()
+    if seen is not None or not all(medium.grid for medium in table.media):
+        raise LayoutError(
+            f"the row has {seen or 'images without grids'}, so that those of one sample cannot be found without the "
+            "model's family: give read_media=family_named(model.config.model_type).media_reader(model.config) of "
+            "vlmpack.families; VLMCollator(share_prefixes=True) needs nothing"
+        )
+    compare_media(table if row.tree is None else table.in_tree(row.tree), row.media)
+    return with_entries(row, table)
+
+
+def with_entries(row: PackedRow, table: MediaTable) -> PackedRow:
+    """Return the row with this table, in which the entries of images and videos with grids are counted."""
+    tensors = row.media.to_hf()
+    media = tuple(replace(m, entries=_grid_entries(m, tensors)) if m.grid else m for m in table.media)
+    return replace(row, metadata=replace(row.known_metadata, media=replace(table, media=media)))
+
+
+def _grid_entries(medium: Medium, tensors: Mapping[str, Any]) -> dict[str, int]:
+    """Its patches, and one of each other tensor of its kind."""
+    pixels, *others = _OF_GRIDS[medium.kind]
+    return {name: medium.patches if name == pixels else 1 for name in (pixels, *others) if name in tensors}
+
+
+_OF_GRIDS = {
+    IMAGE: ("pixel_values", "image_grid_thw"),
+    VIDEO: ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "video_second_per_grid"),
+}
+"""Tensors of images and videos with grids, that of their patches first."""
+
+
+def _parts(table: MediaTable, tensors: Mapping[str, Any], kind: int) -> dict[str, list[torch.Tensor]]:
+    """The part of each medium of one kind in each of its tensors."""
+    media = table.of_kind(kind)
+    counts = {name: [medium.entries.get(name, 0) for medium in media] for name in tensors}
+    return {
+        name: [*torch.as_tensor(tensors[name]).split_with_sizes(of_media, table.axes.get(name, 0))]
+        for name, of_media in counts.items()
+        if any(of_media)
+    }
+
+
+def _media_numbers(table: MediaTable, media: Media, kind: int) -> list[int]:
+    """One number for each medium of one kind; equal ones have equal features."""
+    parts = _parts(table, media.to_hf(), kind)
+    contents: list[Sequence[Hashable]] = [content_numbers(blocks) for blocks in parts.values()]
+    numbers: dict[Hashable, int] = {}
+    contexts = [medium.context for medium in table.of_kind(kind)]
+    return [numbers.setdefault(content, len(numbers)) for content in zip(contexts, *contents, strict=True)]
+
+
+def _take(
+    table: MediaTable, media: Media, chosen: Mapping[int, Sequence[int]], target: MediaTable, *, in_tree: bool = False
+) -> Media:
+    """The tensors of the media of these numbers, by kind, in this order; `target`: their records.
+
+    `in_tree`: they are those of a prefix tree, and not of samples one after the other.
+    """
+    tensors, taken = media.to_hf(), {}
+    for kind, numbers in chosen.items():
+        for name, parts in _parts(table, tensors, kind).items():
+            if [*numbers] == [*range(len(parts))]:
+                taken[name] = tensors[name]
+            elif numbers:
+                taken[name] = torch.cat([parts[at] for at in numbers], table.axes.get(name, 0))
+    if (name := table.image_counts) in tensors and target.images:
+        taken[name] = torch.tensor(image_counts(target.images, in_tree=in_tree), dtype=tensors[name].dtype)
+    taken = {name: tensor for name, tensor in taken.items() if torch.as_tensor(tensor).numel()}  # none may have tiles
+    return Media.from_hf(taken, names=[name for name in taken if name not in MEDIA_KEYS])
+
+
+# ---------------------------------------------------------------------- symbols
 
 
 @final
@@ -206,27 +308,25 @@ class _Symbols:
         """
         _check_on_host(row)
         _check_targets(row)
-        metadata = row.known_metadata
-        values, atoms = row.input_ids[0].numpy().copy(), np.arange(row.segments.total)
+        metadata, segments = row.known_metadata, row.segments
+        table = metadata.media or MediaTable()
+        values, atoms = row.input_ids[0].numpy().copy(), np.arange(segments.total)
         contents: dict[Hashable, int] = {}
 
         def write(start: int, stop: int, content: Hashable) -> None:
             values[start:stop] = -1 - contents.setdefault(content, len(contents))
             atoms[start:stop] = start
 
-        spans = [_media_spans(row, kind) for kind in _KINDS]
-        details = (metadata.image_grids, zip_longest(metadata.video_grids, metadata.seconds_per_grid), ())
-        for kind, of_kind, spans_N2, detail in zip(_KINDS, numbers, spans, details, strict=True):
-            assert len(of_kind) == len(spans_N2), "one number for each medium"
-            for number, (start, stop), more in zip_longest(of_kind, spans_N2.tolist(), detail):
-                write(start, stop, (kind, number, more, values[start:stop].tobytes()))
-        for (first, _), runs in zip(row.segments.spans, metadata.media_runs, strict=False):
-            for start, stop in runs:
-                begin, last = atoms[first + start], atoms[first + stop - 1]
-                if begin != last:  # an atom may reach beyond the run
-                    end = last + np.count_nonzero(atoms == last)
-                    write(begin, end, values[begin:end].tobytes())
-        return cls(values=values, atoms=atoms, segments=row.segments, starts=[s[:, 0] for s in spans])
+        spans = [table.spans(segments, kind) for kind in KINDS]
+        for kind, of_kind, spans_N2 in zip(KINDS, numbers, spans, strict=True):
+            for number, medium, (start, stop) in zip(of_kind, table.of_kind(kind), spans_N2.tolist(), strict=True):
+                write(start, stop, (kind, number, medium.grid, medium.seconds, values[start:stop].tobytes()))
+        for start, stop in [*_bidirectional(table, segments), *_prefixes(metadata, segments)]:
+            begin, last = int(atoms[start]), int(atoms[stop - 1])
+            if begin != last:  # an atom may reach beyond the run
+                end = last + int(np.count_nonzero(atoms == last))
+                write(begin, end, values[begin:end].tobytes())
+        return cls(values=values, atoms=atoms, segments=segments, starts=[s[:, 0] for s in spans])
 
     @property
     def of_samples(self) -> list[np.ndarray]:
@@ -273,69 +373,22 @@ def _computed(tree: PrefixTree, starts: np.ndarray) -> tuple[int, ...]:
     return tuple(computed[np.argsort(place[starts[computed]])].tolist())
 
 
-def _media_spans(row: PackedRow, kind: int) -> np.ndarray:
-    """int64 [N, 2]: where in the row each image, video or audio begins and ends, from first to last placeholder.
-
-    Raises:
-        LayoutError: there are not as many placeholders as its media need, or those of one lie in two samples.
-    """
-    placeholders = _placeholders(row, kind)
-    samples = row.segments.seq_idx().numpy()
-    if kind == AUDIO:
-        return _run_spans(placeholders, samples, len(row.known_metadata.audio_frames))
-    tokens = _tokens_of_media(row.known_metadata, kind, len(placeholders))
-    stops = tokens.cumsum()
-    first, last = placeholders[stops - tokens], placeholders[stops - 1]
-    torn = np.flatnonzero(samples[first] != samples[last])
-    if len(torn):
-        raise LayoutError(
-            f"the placeholders of {_NAMES[kind]} {torn[0]} lie in sample {samples[first[torn[0]]]} and in the next; "
-            "media have to be in the order of the samples"
-        )
-    return np.stack((first, last + 1), 1)
+def _bidirectional(table: MediaTable, segments: Segments) -> list[list[int]]:
+    """(start, stop) in the row of media whose tokens attend to each other, those side by side in a sample together."""
+    joined: list[list[int]] = []
+    media = sorted((medium for medium in table.media if medium.bidirectional), key=lambda m: (m.sample, m.runs))
+    runs = [(m.sample, start, stop) for m in media for start, stop in m.runs]
+    for sample, start, stop in runs:
+        first = segments.stride[sample]
+        if joined and start > 0 and joined[-1][1] == first + start:
+            joined[-1][1] = first + stop
+        else:
+            joined.append([first + start, first + stop])
+    return joined
 
 
-def _tokens_of_media(metadata: HostMetadata, kind: int, count: int) -> np.ndarray:
-    """int64 [N]: placeholders of each image or video, `count` together."""
-    name = _NAMES[kind]
-    tokens = np.asarray(metadata.image_tokens if kind == IMAGE else metadata.video_tokens, np.int64)
-    if len(tokens):
-        if tokens.sum() != count:
-            raise LayoutError(
-                f"the row has {count} {name} placeholders for {len(tokens)} {name}s of {tokens.tolist()[:8]} tokens; "
-                "give the media of every sample, and mm_token_type_ids (1 on image, 2 on video placeholders)"
-            )
-        return tokens
-    patches = np.asarray(
-        [prod(grid) for grid in (metadata.image_grids if kind == IMAGE else metadata.video_grids)], int
-    )
-    per_token, rest = divmod(int(patches.sum()), max(count, 1))
-    if bool(len(patches)) != bool(count) or rest or (per_token and (patches % per_token).any()):
-        raise LayoutError(
-            f"the row has {count} {name} placeholders for {len(patches)} {name}s of {patches.tolist()[:8]} "
-            "patches, which do not divide; give the media of every sample, and mm_token_type_ids (1 on image, 2 on "
-            "video placeholders)"
-        )
-    return patches // max(per_token, 1)
-
-
-def _run_spans(placeholders: np.ndarray, samples: np.ndarray, count: int) -> np.ndarray:
-    """int64 [N, 2]: begin and end of each audio, which has a run of placeholders of its own in its sample."""
-    ends = np.flatnonzero((np.diff(placeholders) > 1) | (np.diff(samples[placeholders]) > 0))
-    edges = np.append(np.append(-1, ends), len(placeholders) - 1) if len(placeholders) else np.zeros(1, np.int64)
-    if len(edges) - 1 != count:
-        raise LayoutError(
-            f"the row has {len(edges) - 1} runs of audio placeholders for {count} audios; give the audios of every "
-            "sample, and mm_token_type_ids (3 on audio placeholders)"
-        )
-    return np.stack((placeholders[edges[:-1] + 1], placeholders[edges[1:]] + 1), 1)
-
-
-def _placeholders(row: PackedRow, kind: int) -> np.ndarray:
-    """int64: where in the row the placeholders of images, videos or audios are."""
-    if row.mm_token_type_ids is None:
-        return np.zeros(0, np.int64)
-    return np.flatnonzero(row.mm_token_type_ids[0].numpy() == kind)
+def _prefixes(metadata: HostMetadata, segments: Segments) -> list[tuple[int, int]]:
+    return [(at, at + n) for (at, _), n in zip(segments.spans, metadata.prefixes, strict=False) if n]
 
 
 def _check_on_host(row: PackedRow) -> None:

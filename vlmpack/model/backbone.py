@@ -21,10 +21,9 @@ from torch import nn
 
 from vlmpack.errors import ConfigError, check_whole_number
 from vlmpack.layout.device import outside_graph
-from vlmpack.layout.media_units import FindMedia
 from vlmpack.layout.packing import unpack
 from vlmpack.layout.row import PackedRow
-from vlmpack.layout.sharing import share
+from vlmpack.layout.sharing import ReadMedia, share
 from vlmpack.model.engine import PackingState, backbone_inputs, finish, packing_state, setup_row, stored_state
 from vlmpack.model.forward import LOOKED_AT, check_keys, is_row_input, row_of, unpackable
 from vlmpack.model.mechanisms import RowSetup
@@ -102,7 +101,7 @@ class _BackboneHooks:
         offsets = None if handed_row else row.known_metadata.offsets
         real = ~row.segments.padding_mask(row.input_ids.device)[None] if handed_row else mask != 0
         if not handed_row and self._min_shared is not None:
-            row = _shared(row, self._min_shared, state.family.media_units(model.core.config))
+            row = _shared(row, self._min_shared, state.family.media_reader(model.core.config))
         setup = setup_row(model, row, parallel=state.parallel, backend=state.config.attention)
         packed = backbone_inputs(setup, state.mechanisms, rope_segments=None)
         packed[CONTEXT].entries[_ENTRY] = _Caller(setup=setup, mask=real, offsets=offsets)
@@ -125,9 +124,9 @@ class _BackboneHooks:
         return output
 
 
-def _shared(row: PackedRow, min_shared: int, units: FindMedia) -> PackedRow:
+def _shared(row: PackedRow, min_shared: int, read_media: ReadMedia) -> PackedRow:
     """Find the row's prefix tree on the host, where pixels are compared."""
-    return share(row.to("cpu"), min_shared=min_shared, units=units).to(row.input_ids.device)
+    return share(row.to("cpu"), min_shared=min_shared, read_media=read_media).to(row.input_ids.device)
 
 
 def pack_backbone(model: nn.Module, *, min_shared: int | None = None, report: Report | None = None) -> None:

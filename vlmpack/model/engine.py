@@ -16,8 +16,8 @@ from vlmpack.attention.backends import AUTO, BACKENDS
 from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError, LayoutError, check_kind
 from vlmpack.families.family import Family
-from vlmpack.layout.batch import Grid, HostMetadata
 from vlmpack.layout.device import around_graph, on_host, outside_graph
+from vlmpack.layout.media import IMAGE, VIDEO, Grid
 from vlmpack.layout.row import IGNORE, PackedRow, check_none_on_padding
 from vlmpack.layout.segments import Segments, SlotRule
 from vlmpack.model.head import Scoring, score_targets, target_positions
@@ -216,24 +216,22 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
     Raises:
         LayoutError: media or token ids that do not fit the row or the model.
     """
-    metadata, media, config = row.host_metadata(), row.media, model.core.config
-    model.family.check_floats(media)
-    part = part_of(row, metadata, parallel)
-    computed = part.computed_media(metadata)
-    tokens = model.family.image_tokens(media.with_sizes(computed.media_sizes), computed, config)
-    if row.tree is None:
-        metadata = replace(metadata, image_tokens=tokens)
-    if model.family.audio is not None:
-        model.family.audio.check_features(media, computed.audio_frames, config)
-    if not model.family.has_vision or model.family.has_grids:
-        _check_pixels(model, media.pixel_values, computed.image_grids, "pixel_values")
-        _check_pixels(model, media.pixel_values_videos, computed.video_grids, "pixel_values_videos")
-    _check_vocabulary(row, model.family.text_config(config).vocab_size)
-    types = model.family.types_of_row(row, config)
-    return RowSetup(model=model, row=row, metadata=metadata, part=part, types=types, backend=backend)
+    family, media, config = model.family, row.media, model.core.config
+    family.check_floats(media)
+    if family.audio is not None:
+        family.audio.check_features(media, config)
+    _check_vocabulary(row, family.text_config(config).vocab_size)
+    part = part_of(row, parallel)
+    table = family.media_of_row(row, config)
+    computed = part.computed_media(table)
+    if not family.has_vision or family.has_grids:
+        _check_pixels(model, media.pixel_values, computed.grids(IMAGE), "pixel_values")
+        _check_pixels(model, media.pixel_values_videos, computed.grids(VIDEO), "pixel_values_videos")
+    types = family.types_of_row(row, config)
+    return RowSetup(model=model, row=row, media=table, part=part, types=types, backend=backend)
 
 
-def part_of(row: PackedRow, metadata: HostMetadata, parallel: Parallel | None) -> RowPart:
+def part_of(row: PackedRow, parallel: Parallel | None) -> RowPart:
     """The part of a row that goes through the model on this rank.
 
     Raises:
@@ -246,7 +244,7 @@ def part_of(row: PackedRow, metadata: HostMetadata, parallel: Parallel | None) -
                 f"{parallel.ranks} ranks share a row that has a prefix tree, which goes through one rank whole: take "
                 "the tree away with unshare(row), or give each rank rows of its own, Parallel()"
             )
-        return PrefixTreeRow(row, row.tree, metadata)
+        return PrefixTreeRow(row, row.tree)
     return RowPart(row.segments) if parallel is None else ContextParallelRow(row, parallel)
 
 
@@ -264,13 +262,13 @@ def backbone_inputs(
     Raises:
         LayoutError: media, placeholders or positions that do not fit the row.
     """
-    family, row, metadata, part = setup.model.family, setup.row, setup.metadata, setup.part
+    family, row, part = setup.model.family, setup.row, setup.part
     if rope_segments is not None and row.tree is not None:
         raise LayoutError(
             "rope_cu_seqlens restarts positions inside samples, which a row with a prefix tree does not support: take "
             "the tree away with unshare(row)"
         )
-    positions = positions_of_row(row, metadata, setup.types, family, setup.config, restarts=rope_segments)
+    positions = positions_of_row(row, setup.media, setup.types, family, setup.config, restarts=rope_segments)
     part.check_shared(positions, "rotary positions")
     entries = {mechanism.name: mechanism.prepare(setup) for mechanism in mechanisms}
     inputs: dict[str, Any] = {
@@ -355,8 +353,7 @@ def _patches(setup: RowSetup) -> int:
     family = setup.model.family
     if family.has_vision and not family.has_grids:
         return family.tile_patches(setup.row.media, setup.config)
-    computed = setup.part.computed_media(setup.metadata)
-    return sum(map(prod, (*computed.image_grids, *computed.video_grids)))
+    return setup.part.computed_media(setup.media).patches
 
 
 @outside_graph
@@ -373,7 +370,7 @@ def _result(
 ) -> StepResult:
     """Hidden states [1, t, D] to the result: the head on labelled positions; sums and counts of the row."""
     row, part, head = setup.row, setup.part, setup.model.family.to_logits(setup.model.core)
-    labels, index = targets_of(row, setup.metadata.num_targets)
+    labels, index = targets_of(row, row.known_metadata.num_targets)
     targets_of_part = part.targets(index, labels)
     predictions, ids = targets_of_part.predictions, targets_of_part.ids
     scores = score_targets(hidden, predictions, ids, head, chunk=config.head_chunk, scoring=scoring)

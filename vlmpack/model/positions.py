@@ -15,14 +15,14 @@ from bisect import bisect_left, bisect_right
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 
 from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.audio import AskModel
 from vlmpack.families.family import Family
-from vlmpack.layout.batch import IMAGE, TEXT, VIDEO, HostMetadata, check_is_tensor
-from vlmpack.layout.device import copied, on_host, outside_graph, require, to_device
+from vlmpack.layout.batch import Media, check_is_tensor
+from vlmpack.layout.device import copied, on_host, outside_graph, require
+from vlmpack.layout.media import IMAGE, KINDS, TEXT, VIDEO, MediaTable, Medium
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments, checked_boundaries
 from vlmpack.model.mechanisms import ModelParts
@@ -80,42 +80,33 @@ def _cut(segments: Segments, places: list[int]) -> Segments:
 @outside_graph
 def positions_of_row(
     row: PackedRow,
-    metadata: HostMetadata,
+    table: MediaTable,
     types: torch.Tensor,
     family: Family,
     config: Any,
     *,
     restarts: Segments | None = None,
 ) -> torch.Tensor:
-    """Compare a row's placeholders with its media, and compute its positions, [4, 1, T]; a row's own are compared.
+    """Compute the positions of a row, [4, 1, T]; a caller's own, and its types of tokens, are compared.
 
     Args:
         row: the row.
-        metadata: its own on the host, with the tokens of images.
+        table: its media.
         types: [1, T] kinds of tokens by its ids.
         family: the model's family.
         config: the model's configuration.
         restarts: the row cut at the caller's `rope_cu_seqlens`; None: at samples.
 
     Raises:
-        LayoutError: media, placeholders or positions that do not fit the row.
+        LayoutError: types or positions that do not fit the row.
     """
     segments = row.segments
     if row.mm_token_type_ids is not None:
         _check_types(row.mm_token_type_ids, types, segments, family)
-    family.check_runs(types, segments, metadata, config=config, row=row)
     if restarts is not None:
-        check_restarts(restarts, segments, types)
-    positions = family.positions(
-        types,
-        restarts or segments,
-        image_grids=metadata.image_grids,
-        video_grids=metadata.video_grids,
-        seconds_per_grid=metadata.seconds_per_grid,
-        audio_frames=metadata.audio_frames,
-        host_types=family.host_types(types, segments, metadata),
-        config=config,
-    )
+        check_restarts(restarts, segments, table)
+    device = row.input_ids.device
+    positions = family.positions(table, segments, config=config, restarts=restarts, device=device)
     if row.position_ids is not None:
         check_positions(row.position_ids, positions, family, segments, restarts=restarts)
     return positions
@@ -140,18 +131,25 @@ def _check_types(column: torch.Tensor, types: torch.Tensor, segments: Segments, 
 
 
 @outside_graph
-def check_restarts(rope: Segments, segments: Segments, types: torch.Tensor) -> None:
-    """Positions inside an image or video count from its first token, so they cannot restart there.
+def check_restarts(rope: Segments, segments: Segments, table: MediaTable) -> None:
+    """Refuse restarts inside a run of image or video tokens, which no image or video could be placed around.
 
     Args:
         rope: the row cut at restarts.
         segments: the row.
-        types: [1, T]: 0 text, 1 image, 2 video.
+        table: its media.
+
+    Raises:
+        LayoutError: there is one.
     """
-    inner = to_device(np.asarray(sorted({*rope.stride} - {*segments.stride}), np.int64), types.device)
-    split = (types[0, inner] == types[0, inner - 1]) & (types[0, inner] != 0)
-    message = f"{NAME} restarts positions inside an image or a video; move the boundary before its first placeholder"
-    require(~split.any(), message, LayoutError)
+    inner = {*rope.stride} - {*segments.stride}
+    for medium in table.media:
+        first = segments.stride[medium.sample]
+        if any(first + start < at < first + stop for start, stop in medium.runs for at in inner):
+            raise LayoutError(
+                f"{NAME} restarts positions inside {KINDS[medium.kind]} tokens of sample {medium.sample}; move the "
+                "boundary before its first placeholder"
+            )
 
 
 @outside_graph
@@ -167,17 +165,20 @@ def check_rope_index(model: ModelParts) -> None:
         return
     merge = family.merge(config)
     images, videos = [(1, 2 * merge, 3 * merge)], [(2, merge, 2 * merge)] * family.has_videos
-    kinds = [TEXT] * 2 + [IMAGE] * family.media_tokens(images, config) + [TEXT]
-    for tokens in family.video_runs(videos, config):
-        kinds += [VIDEO] * tokens + [TEXT]
-    types = torch.tensor([kinds])
-    expected = family.positions(
-        types, Segments.from_lengths([len(kinds)]), config=config, image_grids=images, video_grids=videos
-    )
+    kinds, runs = [TEXT] * 2, []
+    for kind, lengths in ((IMAGE, [family.media_tokens(images, config)]), (VIDEO, family.video_runs(videos, config))):
+        for tokens in lengths:
+            runs.append((len(kinds), len(kinds) + tokens))
+            kinds += [kind] * tokens + [TEXT]
+    media = [Medium(kind=IMAGE, grid=images[0], runs=(runs[0],))]
+    media += [Medium(kind=VIDEO, grid=grid, runs=tuple(runs[1:])) for grid in videos]
+    segments = Segments.from_lengths([len(kinds)])
+    expected = family.positions(MediaTable(media=tuple(media)), segments, config=config)
     grids = {"image_grid_thw": torch.tensor(images)}
     if videos:
         grids["video_grid_thw"] = torch.tensor(videos)
     backbone: Any = family.backbone(model.core)
+    types = torch.tensor([kinds])
     # token ids are not read: the types are
     own, _ = backbone.get_rope_index(torch.zeros_like(types), mm_token_type_ids=types, **grids)
     _compare(own, expected, model, f"{len(videos)} videos")
@@ -210,15 +211,19 @@ def _check_asked(model: ModelParts) -> None:
     for videos in ([], [video]):
         input_ids = torch.tensor([[*ids, *clip * len(videos)]])
         seconds = [0.7] * len(videos)
-        expected = family.positions(
-            family.media_types(input_ids, config),
-            Segments.from_lengths([input_ids.shape[1]]),
-            config=config,
-            image_grids=[image],
-            video_grids=videos,
-            seconds_per_grid=seconds,
-            audio_frames=[frames],
+        row = PackedRow(
+            input_ids=input_ids,
+            segments=Segments.from_lengths([input_ids.shape[1]]),
+            media=Media(
+                image_grid_thw=torch.tensor([image]),
+                video_grid_thw=torch.tensor(videos) if videos else None,
+                tensors={
+                    "feature_attention_mask": torch.ones(1, frames, dtype=torch.int64),
+                    **({"video_second_per_grid": torch.tensor(seconds)} if videos else {}),
+                },
+            ),
         )
+        expected = family.positions(family.media_of_row(row, config), row.segments, config=config)
         stock, _ = backbone.get_rope_index(
             input_ids,
             image_grid_thw=torch.tensor([image]),

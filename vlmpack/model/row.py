@@ -24,10 +24,10 @@ from vlmpack.context_parallel.attention import Attend, GatheredKV, attend_by_hea
 from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.context_parallel.partition import Partition
 from vlmpack.errors import LayoutError
-from vlmpack.layout.batch import HostMetadata
 from vlmpack.layout.device import on_host, require
+from vlmpack.layout.media import MediaTable
 from vlmpack.layout.prefix_tree import PrefixTree
-from vlmpack.layout.row import IGNORE, PackedRow, metadata_of_tree, roll_left
+from vlmpack.layout.row import IGNORE, PackedRow, roll_left
 from vlmpack.layout.segments import Segments
 
 CONTEXT = "vlmpack_row"
@@ -83,13 +83,9 @@ class RowPart:
         """Runs of tokens of the row, (start, stop) of each, as places of what attention gets."""
         return runs
 
-    def computed_media(self, metadata: HostMetadata) -> HostMetadata:
-        """Metadata of the media that go through the towers, on all ranks together; `metadata`: of the row."""
-        return metadata
-
-    def computed_audios(self, metadata: HostMetadata) -> Sequence[int]:
-        """Numbers of the audios that go through the audio tower, in its order."""
-        return range(len(metadata.audio_frames))
+    def computed_media(self, table: MediaTable) -> MediaTable:
+        """The media that go through the towers, on all ranks together, in their order; `table`: of all samples."""
+        return table
 
     def check_shared(self, row_kT: torch.Tensor, name: str) -> None:
         """Check that tokens which go through the model once for several samples are equal in all of them.
@@ -322,12 +318,12 @@ class PrefixTreeRow(RowPart):
         LayoutError: tokens that samples share differ, or the row's labels are others than its tokens.
     """
 
-    def __init__(self, row: PackedRow, tree: PrefixTree, metadata: HostMetadata) -> None:
+    def __init__(self, row: PackedRow, tree: PrefixTree) -> None:
         super().__init__(tree.nodes)
         self.tree = tree
         """The tree."""
         self.real = slice(0, row.segments.num_tokens)
-        self._num_distinct_targets = metadata.num_distinct_targets
+        self._num_distinct_targets = row.known_metadata.num_distinct_targets
         self.check_shared(row.input_ids, "input_ids")
         _check_labels(row)
         self._ids_t = self.cut(row.input_ids)[0]
@@ -363,13 +359,9 @@ class PrefixTreeRow(RowPart):
             shared.add((first, last + 1))
         return tuple(sorted(shared))
 
-    def computed_media(self, metadata: HostMetadata) -> HostMetadata:
-        """Metadata of those that samples share once, in the order of the tree."""
-        return metadata_of_tree(metadata, self.tree)
-
-    def computed_audios(self, metadata: HostMetadata) -> Sequence[int]:
-        """The audios of the tree."""
-        return self.tree.audios
+    def computed_media(self, table: MediaTable) -> MediaTable:
+        """Those that samples share once, in the order of the tree."""
+        return table.in_tree(self.tree)
 
     def check_shared(self, row_kT: torch.Tensor, name: str) -> None:
         """Compare each token with the one that is computed in its place."""

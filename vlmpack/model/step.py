@@ -17,7 +17,6 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from types import SimpleNamespace
 from typing import Any, Literal, final
 
@@ -332,8 +331,7 @@ class ThdStep:
             )
         part = None
         if self.context_ranks > 1:
-            merge = 1 if self.family is None or not self.family.has_grids else self.family.merge(self.config)
-            part = shard(row, self.context_rank, self.context_ranks, merge=merge, layout=self.layout)
+            part = shard(row, self.context_rank, self.context_ranks, layout=self.layout)
         available = self._available(row, part, rope_cu_seqlens)
         arguments = {name: value for name, value in available.items() if name in self._names}
         for name, value in inputs.items():
@@ -431,10 +429,8 @@ class ThdStep:
                     )
                 return None
             return (restarts or row.segments).position_in_segment(row.input_ids.device)[None]
-        metadata, types = row.host_metadata(), family.types_of_row(row, self.config)
-        tokens = family.image_tokens(row.media.with_sizes(metadata.media_sizes), metadata, self.config)
-        metadata = replace(metadata, image_tokens=tokens)
-        positions = positions_of_row(row, metadata, types, family, self.config, restarts=restarts)
+        table, types = family.media_of_row(row, self.config), family.types_of_row(row, self.config)
+        positions = positions_of_row(row, table, types, family, self.config, restarts=restarts)
         return self._rows(positions) if family.positions_rule.axes == 3 else positions[0]
 
     def _rows(self, positions: torch.Tensor) -> torch.Tensor:
@@ -686,13 +682,13 @@ def _target_losses(output: torch.Tensor, inputs: ThdInputs, labels: torch.Tensor
 
 def _work(inputs: ThdInputs) -> Work:
     """The work of this rank, counted on the host."""
-    segments, metadata = inputs.row.segments, inputs.row.known_metadata
+    segments, media = inputs.row.segments, inputs.row.known_metadata.media
     ranks = 1 if inputs.part is None else inputs.part.partition.ranks
     return Work(
         real_tokens=segments.num_tokens,
         physical_tokens=segments.total // ranks,
         attended_pairs=segments.attended_pairs,
-        vision_patches=sum(map(prod, (*metadata.image_grids, *metadata.video_grids))),
+        vision_patches=0 if media is None else media.patches,
     )
 
 

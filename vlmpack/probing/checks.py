@@ -375,7 +375,7 @@ def check_packed_row(setup: ProbeSetup, packed: PackedPass) -> Check:
         if packed.circumstance.shares:
             if row.tree is None:
                 return Check.wrong("packing", "samples that begin alike share nothing")
-            row = unshare(row, units=setup.probed.family.media_units(setup.probed.config))
+            row = unshare(row, read_media=setup.probed.family.media_reader(setup.probed.config))
         token_indices = [torch.arange(*span) for span in segments.spans]
         checks.append(
             check_tokens(

@@ -31,7 +31,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from vlmpack.layout.batch import AUDIO
+from vlmpack.layout.media import AUDIO
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.experts import expert_layers
 from vlmpack.model.plain import CACHES

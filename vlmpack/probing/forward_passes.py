@@ -29,7 +29,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of
-from vlmpack.layout.batch import IMAGE, METADATA_KEY, PaddedBatch
+from vlmpack.layout.batch import METADATA_KEY, Media, PaddedBatch
+from vlmpack.layout.media import IMAGE
 from vlmpack.layout.packing import pack
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments, SlotRule
@@ -39,7 +40,7 @@ from vlmpack.model.plain import find_model
 from vlmpack.model.result import StepResult
 from vlmpack.model.step import PackedStep
 from vlmpack.testing.comparison import Outcome, backward, outcome_of, plain_output, take_gradients
-from vlmpack.testing.samples import Sample, grids_of, media_of, metadata_of, num_targets, padded, sample_like
+from vlmpack.testing.samples import Sample, grids_of, media_of, num_targets, padded, sample_like
 
 NO_GAPS = SlotRule()
 
@@ -285,7 +286,7 @@ class PackedPass:
         row = pack(self._batch(samples, metadata=metadata), rule=self.rule, pad_token_id=self.poison)
         if not self.circumstance.shares:
             return row
-        return share(row, min_shared=1, units=self.probed.family.media_units(self.probed.config))
+        return share(row, min_shared=1, read_media=self.probed.family.media_reader(self.probed.config))
 
     def _batch(self, samples: Sequence[Sample], *, metadata: bool = True) -> PaddedBatch:
         return padded(samples, self.circumstance.padded or "right", metadata=metadata)
@@ -371,18 +372,17 @@ class PlainRowPass:
         samples = [*map(frames_as_images, samples)]
         tokens = {name: torch.cat([sample[name] for sample in samples])[None] for name in ("input_ids", "labels")}
         inputs = {**tokens, **media_of(samples).to_hf()}
-        family, metadata, segments = self.probed.family, metadata_of(samples), self.segments(samples)
+        family, segments = self.probed.family, self.segments(samples)
         types = family.media_types(inputs["input_ids"], self.probed.config)
         types = types.clamp(max=IMAGE) if family.videos_as_images else types
-        positions = family.positions(
-            types,
-            segments,
-            config=self.probed.config,
-            image_grids=metadata.image_grids,
-            video_grids=metadata.video_grids,
-            seconds_per_grid=metadata.seconds_per_grid,
-            audio_frames=metadata.audio_frames,
+        row = PackedRow(
+            input_ids=inputs["input_ids"],
+            segments=segments,
+            mm_token_type_ids=types,
+            media=Media.from_hf(inputs, names=family.media),
         )
+        table = family.media_of_row(row, self.probed.config)
+        positions = family.positions(table, segments, config=self.probed.config, device=types.device)
         if family.token_types is not None:
             inputs[family.token_types] = types
         inputs |= {name: torch.cat([sample[name] for sample in samples])[None] for name in family.token_columns}

@@ -13,7 +13,7 @@ from torch import nn
 
 from vlmpack.attention.backends import AUTO, BACKENDS, AttentionCall, choose
 from vlmpack.errors import BackendError, ConfigError
-from vlmpack.layout.batch import IMAGE, VIDEO
+from vlmpack.layout.media import IMAGE, VIDEO
 from vlmpack.layout.packing import pack
 from vlmpack.model.enable import disable_packing, enable_packing, is_packing
 from vlmpack.model.engine import StepConfig, packing_state

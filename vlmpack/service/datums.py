@@ -60,6 +60,8 @@ class EncodedImage:
     """float32 [P, C]: P patches of C numbers."""
     grid: Grid
     """Frames, rows and columns of patches."""
+    tokens: int
+    """Its placeholders."""
 
 
 @final
@@ -309,8 +311,8 @@ class Encoder:
                 image = load_image(chunk.data, limits=self._image_limits)
                 patches = self._image_processor(images=[image], return_tensors="pt")
             t, h, w = (int(n) for n in patches["image_grid_thw"][0])
-            images.append(EncodedImage(pixel_values=patches["pixel_values"], grid=(t, h, w)))
-            tokens = family.tokens_per_image(images[-1].grid, family.merge(config))
+            tokens = family.media_tokens([(t, h, w)], config)
+            images.append(EncodedImage(pixel_values=patches["pixel_values"], grid=(t, h, w), tokens=tokens))
             ids.append(np.full(tokens, config.image_token_id, np.int64))
         sequence = EncodedSequence(input_ids=np.concatenate(ids), images=tuple(images))
         if sequence.length != size.tokens:

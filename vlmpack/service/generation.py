@@ -31,14 +31,13 @@ from torch import nn
 
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of
-from vlmpack.layout.segments import Segments
 from vlmpack.model.head import target_logprobs
 from vlmpack.model.plain import cache_name, find_model
 from vlmpack.service import caches
 from vlmpack.service.choice import Choice, Draw, choose
 from vlmpack.service.datums import EncodedSequence
 from vlmpack.service.messages import PromptScores, SampledSequence, SamplingParams, StopReason
-from vlmpack.service.rows import last_hidden
+from vlmpack.service.rows import last_hidden, tokens_row
 
 Agree = Callable[[list[Choice]], list[Choice]]
 """Choices of this rank to those that count."""
@@ -211,10 +210,10 @@ class Reader:
     def positions(self, prompt: EncodedSequence) -> torch.Tensor:
         """Rotary positions of a prompt, [3, 1, N] or [1, N], on the host."""
         config = self.core.config
-        types = self.family.media_types(torch.from_numpy(prompt.input_ids)[None], config)
-        grids = [image.grid for image in prompt.images]
-        found = self.family.positions(types, Segments.from_lengths([prompt.length]), image_grids=grids, config=config)
-        return self.family.rotary_ids(found)
+        row = tokens_row([prompt], config.image_token_id if self.family.has_vision else None)
+        table = row.known_metadata.media
+        assert table is not None, "the row has it"
+        return self.family.rotary_ids(self.family.positions(table, row.segments, config=config))
 
     def prefill(self, prompts: Sequence[EncodedSequence]) -> tuple[torch.Tensor, Any]:
         """Return the logits [B, V] after each prompt, and a cache that holds the prompts, padded on the left."""

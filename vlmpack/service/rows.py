@@ -32,8 +32,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from vlmpack.families.family import Family
-from vlmpack.layout.batch import IMAGE, TEXT, HostMetadata, Media
-from vlmpack.layout.media_units import content_numbers
+from vlmpack.layout.batch import HostMetadata, Media
+from vlmpack.layout.media import IMAGE, TEXT, Expected, Medium, content_numbers, place
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.layout.segments import Segments
@@ -112,7 +112,7 @@ def plan_rows(sequences: Sequence[EncodedSequence], settings: RowSettings, *, ra
     tree = None
     if settings.min_shared is not None:  # of all sequences, as one row would have it
         images = content_numbers([image.pixel_values for sequence in sequences for image in sequence.images])
-        row = _tokens_row(sequences, settings.image_token)
+        row = tokens_row(sequences, settings.image_token)
         tree = find_prefix_tree(row, images=images, min_shared=settings.min_shared)
     groups = None if tree is None else _groups_of(tree)
     shared = None if groups is None else _patches_of(sequences, groups, settings.image_token)
@@ -167,26 +167,28 @@ def _patches_of(sequences: Sequence[EncodedSequence], groups: PrefixGroups, imag
 # ---------------------------------------------------------------------- one row
 
 
-def _tokens_row(sequences: Sequence[EncodedSequence], image_token: int | None) -> PackedRow:
+def tokens_row(sequences: Sequence[EncodedSequence], image_token: int | None) -> PackedRow:
     """Sequences one after the other as a row without gaps, its images' grids but not their pixels."""
     ids = torch.from_numpy(np.concatenate([sequence.input_ids for sequence in sequences]))[None]
-    images = [image for sequence in sequences for image in sequence.images]
     lengths = tuple(sequence.length for sequence in sequences)
+    segments = Segments.from_lengths(lengths)
+    types = torch.zeros_like(ids) if image_token is None else torch.where(ids == image_token, IMAGE, TEXT)
+    expected = [
+        Expected(medium=Medium(kind=IMAGE, grid=image.grid), tokens=(image.tokens,))
+        for sequence in sequences
+        for image in sequence.images
+    ]
     return PackedRow(
         input_ids=ids,
-        segments=Segments.from_lengths(lengths),
-        mm_token_type_ids=None if image_token is None else torch.where(ids == image_token, IMAGE, TEXT),
-        metadata=HostMetadata(
-            lengths=lengths,
-            image_grids=tuple(image.grid for image in images),
-            images_per_sample=tuple(len(sequence.images) for sequence in sequences) if images else (),
-        ),
+        segments=segments,
+        mm_token_type_ids=None if image_token is None else types,
+        metadata=HostMetadata(lengths=lengths, media=place(expected, types[0].numpy(), segments)),
     )
 
 
 def row_of(sequences: Sequence[EncodedSequence], family: Family, config: Any) -> PackedRow:
     """The same with pixels, for a model of this family and configuration; no token has a label."""
-    row = _tokens_row(sequences, config.image_token_id if family.has_vision else None)
+    row = tokens_row(sequences, config.image_token_id if family.has_vision else None)
     assert row.metadata is not None
     images, media = [image for sequence in sequences for image in sequence.images], Media()
     if images:

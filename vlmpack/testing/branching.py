@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, final
 
 import torch
@@ -19,10 +18,10 @@ from vlmpack.errors import ConfigError
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_named
 from vlmpack.families.tiles import Join
-from vlmpack.layout.batch import AUDIO, IMAGE, VIDEO, Media
-from vlmpack.layout.media_units import MediaUnits, RowMedia
+from vlmpack.layout.batch import Media
+from vlmpack.layout.media import KINDS, MediaTable
 from vlmpack.layout.packing import pack
-from vlmpack.layout.row import IGNORE
+from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.testing.media import Sample, sample_like
 from vlmpack.testing.samples import build_sample, padded, perturbed
 
@@ -143,9 +142,11 @@ class PrefixCount:
 def distinct_prefixes(samples: Sequence[Sample], config: Any) -> PrefixCount:
     """Count by a trie of single tokens. A placeholder is a token with the content of its image, video or audio, and one
     that sees later tokens is one with all of them."""
-    family, row = family_named(config.model_type), pack(padded(samples))
-    of_row = family.media_units(config)(row)
-    media = _media_tokens(of_row, row.media, family, config)
+    family = family_named(config.model_type)
+    row = family.media_reader(config)(pack(padded(samples)))
+    table = row.known_metadata.media
+    assert table is not None, "a reader adds the table"
+    media = _media_tokens(table, row.media, family, config)
     numbers: dict[tuple[int, Hashable], int] = {}
     pairs = patches = 0
     for at, sample in enumerate(samples):
@@ -153,7 +154,7 @@ def distinct_prefixes(samples: Sequence[Sample], config: Any) -> PrefixCount:
         kinds = family.media_types(sample["input_ids"], config).tolist()
         contents, begun = zip(*(next(media[kind]) if kind else (None, 0) for kind in kinds), strict=True)
         symbols: list[Hashable] = list(zip(sample["input_ids"].tolist(), contents, strict=True))
-        for start, stop in chain(*of_row.metadata.media_runs[at : at + 1]):
+        for start, stop in _bidirectional(family, config, row, table, at):
             symbols[start:stop] = [(place, *symbols[start:stop]) for place in range(stop - start)]
         for depth, (symbol, new_patches) in enumerate(zip(symbols, begun, strict=True), start=1):
             key = before, symbol
@@ -165,32 +166,33 @@ def distinct_prefixes(samples: Sequence[Sample], config: Any) -> PrefixCount:
     return PrefixCount(tokens=len(numbers), pairs=pairs, patches=patches)
 
 
+def _bidirectional(family: Family, config: Any, row: PackedRow, table: MediaTable, sample: int) -> list[Span]:
+    """(start, stop) of the tokens of a sample that attend to each other in both directions."""
+    if family.sees is None or not family.sees.enabled(family.text_config(config)):
+        return []
+    first, end = row.segments.spans[sample]
+    return [(start - first, stop - first) for start, stop in family.sees.of_row(row, table) if first <= start < end]
+
+
 def _media_tokens(
-    of_row: RowMedia, media: Media, family: Family, config: Any
+    table: MediaTable, media: Media, family: Family, config: Any
 ) -> dict[int, Iterator[tuple[Hashable, int]]]:
     """(content of its medium, patches that begin there) of each placeholder of all samples, by kind, in order."""
-    metadata, audio = of_row.metadata, family.audio
-    tokens = {
-        IMAGE: metadata.image_tokens or [family.media_tokens([grid], config) for grid in metadata.image_grids],
-        VIDEO: [family.media_tokens([grid], config) for grid in metadata.video_grids],
-        AUDIO: [] if audio is None else [audio.tokens(n, config.audio_config) for n in metadata.audio_frames],
-    }
-    return {
-        kind: iter(
-            [
-                (content, patches if token == 0 else 0)
-                for at, count in enumerate(tokens[kind])
-                for content, patches in [_content(units, at, media, family, config)]
-                for token in range(count)
-            ]
-        )
-        for kind, units in zip((IMAGE, VIDEO, AUDIO), of_row.by_kind, strict=True)
-    }
+    before = dict.fromkeys(media.to_hf(), 0)
+    tokens: dict[int, list[tuple[Hashable, int]]] = {kind: [] for kind in KINDS}
+    for medium in table.media:
+        tensors = {}
+        for name, count in medium.entries.items():
+            tensors[name] = media.to_hf()[name].narrow(table.axes.get(name, 0), before[name], count)
+            before[name] += count
+        content, patches = _content(tensors, family, config)
+        tokens[medium.kind] += [((content, medium.context), 0 if token else patches) for token in range(medium.tokens)]
+    return {kind: iter(of_kind) for kind, of_kind in tokens.items()}
 
 
-def _content(units: MediaUnits, at: int, media: Media, family: Family, config: Any) -> tuple[Hashable, int]:
+def _content(tensors: dict[str, torch.Tensor], family: Family, config: Any) -> tuple[Hashable, int]:
     """(the bytes of a medium's tensors, its patches)."""
-    tensors = units.take(media, [at], None)
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     as_bytes = {
         name: tensor.contiguous().view(torch.uint8) for name, tensor in tensors.items()
     }  # numpy has no bfloat16
@@ -200,4 +202,4 @@ def _content(units: MediaUnits, at: int, media: Media, family: Family, config: A
         patches = sum(map(len, pixels.values()))
     else:
         patches = family.tile_patches(Media.from_hf(pixels, names=family.pixel_names), config)
-    return (content, None if units.context is None else units.context[at]), patches
+    return content, patches

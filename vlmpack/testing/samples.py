@@ -17,10 +17,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
@@ -30,10 +32,11 @@ from vlmpack.families.audio import AskModel
 from vlmpack.families.family import Family
 from vlmpack.families.media import run_of_pairs
 from vlmpack.families.registry import FAMILIES, family_named, family_of_processor
-from vlmpack.families.spans import TypeRuns, media_runs, type_runs
-from vlmpack.families.tiles import Join
-from vlmpack.layout.batch import MEDIA_KEYS, Grid, HostMetadata, Media, PaddedBatch
-from vlmpack.layout.row import IGNORE
+from vlmpack.families.tiles import Join, tiles_of_images
+from vlmpack.layout.batch import MEDIA_KEYS, HostMetadata, Media, PaddedBatch
+from vlmpack.layout.media import IMAGE, TEXT, Expected, Grid, MediaTable, Medium, place
+from vlmpack.layout.row import IGNORE, PackedRow
+from vlmpack.layout.segments import Segments
 from vlmpack.testing.media import (
     Sample,
     TiledImage,
@@ -302,8 +305,9 @@ def _processed(collator: VLMCollator, question: str, answer: str, *media: dict[s
     names = dict.fromkeys((*MEDIA_KEYS, *(() if family is None else family.media)))
     sample = {name: tensors[name][0] for name in columns if name in tensors}
     sample |= {name: tensors[name] for name in names if name in tensors}
-    if batch.metadata is not None and batch.metadata.image_tokens:
-        sample[IMAGE_TOKENS_KEY] = torch.tensor(batch.metadata.image_tokens)
+    table = None if batch.metadata is None else batch.metadata.media
+    if table is not None and (counts := [image.tokens for image in table.images if image.grid is None]):
+        sample[IMAGE_TOKENS_KEY] = torch.tensor(counts)
     sample["labels"] = torch.cat([sample["input_ids"][:1], sample["labels"][1:]])
     floats = {name: tensor.float() for name, tensor in sample.items() if tensor.is_floating_point()}
     return Sample.of({**sample, **floats}, family)
@@ -408,30 +412,56 @@ def media_of(samples: Sequence[Sample]) -> Media:
 
 def metadata_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> HostMetadata:
     """Derive from the samples the metadata on the host that a collator adds."""
-    names = ("second_per_grid_ts", "video_second_per_grid")
-    seconds = [s for sample in samples for name in names if name in sample for s in sample[name].tolist()]
-    frames = [frames_in(sample) for sample in samples]
-    image_grids, video_grids = ([grids_of(sample, name) for sample in samples] for name in ("image", "video"))
-    tokens = [sample[IMAGE_TOKENS_KEY].tolist() if IMAGE_TOKENS_KEY in sample else [] for sample in samples]
-    images = [len(grids) + len(of_tiles) for grids, of_tiles in zip(image_grids, tokens, strict=True)]
-    clips = [sample.get("pixel_values_videos", ()) for sample in samples]
-    videos = [len(grids) or len(frames) for grids, frames in zip(video_grids, clips, strict=True)]
     return HostMetadata(
         lengths=tuple(len(sample["input_ids"]) for sample in samples),
         offsets=offsets if any(offsets) else (),
-        image_grids=tuple(grid for grids in image_grids for grid in grids),
-        video_grids=tuple(grid for grids in video_grids for grid in grids),
-        image_tokens=tuple(n for of_sample in tokens for n in of_sample),
-        audio_frames=tuple(count for of_sample in frames for count in of_sample),
-        images_per_sample=tuple(images) if any(images) else (),
-        media_runs=tuple(map(_runs, samples)) if any(tokens) or _token_columns(samples) else (),
-        type_runs=tuple(map(_type_runs, samples)) if any(videos) and all(map(_config, samples)) else (),
-        media_sizes=media_of(samples).sizes,
-        videos_per_sample=tuple(videos) if any(videos) else (),
-        audios_per_sample=tuple(map(len, frames)) if any(frames) else (),
-        seconds_per_grid=tuple(seconds),
+        media=_table_of(samples),
+        prefixes=tuple(_prefix(sample) for sample in samples) if _token_columns(samples) else (),
         num_targets=sum(map(num_targets, samples)),
     )
+
+
+def _table_of(samples: Sequence[Sample]) -> MediaTable | None:
+    """The media of the samples; None: nothing tells the types of their tokens."""
+    if not any(map(_media, samples)):
+        return MediaTable()
+    media: list[Medium] = []
+    for number, sample in enumerate(samples):
+        if not isinstance(sample, Sample) or sample.family is None or sample.config is None:
+            return None
+        row = PackedRow(
+            input_ids=sample["input_ids"][None],
+            segments=Segments.from_lengths([len(sample["input_ids"])]),
+            mm_token_type_ids=sample["mm_token_type_ids"][None] if "mm_token_type_ids" in sample else None,
+            media=media_of([sample]),
+        )
+        table = sample.family.media_of_row(row, sample.config)
+        if IMAGE_TOKENS_KEY in sample:
+            table = _whole_images(table, sample[IMAGE_TOKENS_KEY].tolist(), row.segments)
+        media += [replace(medium, sample=number) for medium in table.media]
+    return MediaTable(media=tuple(sorted(media, key=lambda medium: medium.kind)))
+
+
+def _whole_images(tiles: MediaTable, tokens: Sequence[int], segments: Segments) -> MediaTable:
+    """The images of so many tokens in place of their tiles."""
+    spans = tiles_of_images([tile.tokens for tile in tiles.images], tokens)
+    images = [
+        Expected(
+            medium=replace(
+                tiles.images[start], sizes=tuple(row for tile in tiles.images[start:stop] for row in tile.sizes)
+            ),
+            tokens=(count,),
+        )
+        for (start, stop), count in zip(spans, tokens, strict=True)
+    ]
+    is_image = np.where(tiles.types(segments) == IMAGE, IMAGE, TEXT)
+    return MediaTable(media=(*place(images, is_image, segments, counted=[IMAGE]).media, *tiles.videos, *tiles.audios))
+
+
+def _prefix(sample: Sample) -> int:
+    assert sample.family is not None
+    assert sample.family.sees is not None
+    return sum(stop for _, stop in sample.family.sees.of_sample(sample, sample["input_ids"]))
 
 
 def _token_columns(samples: Sequence[Sample]) -> tuple[str, ...]:
@@ -445,25 +475,6 @@ def _columns(samples: Sequence[Sample]) -> tuple[str, ...]:
     families = [sample.family for sample in samples[:1] if isinstance(sample, Sample) and sample.family]
     expert_types = [family.expert_types for family in families if family.expert_types is not None]
     return (*_token_columns(samples), *expert_types)
-
-
-def _runs(sample: Sample) -> Any:
-    if _token_columns([sample]):
-        assert sample.family is not None
-        assert sample.family.sees is not None
-        return sample.family.sees.of_sample(sample, sample["input_ids"])
-    types = [sample[name] for name in ("mm_token_type_ids", "token_type_ids") if name in sample]
-    return media_runs(types[0].cpu().numpy()) if types else ()
-
-
-def _config(sample: Sample) -> Any:
-    return sample.config if isinstance(sample, Sample) else None
-
-
-def _type_runs(sample: Sample) -> TypeRuns:
-    family, ids = sample.family, sample["input_ids"].cpu()
-    assert family is not None
-    return type_runs(family.media_types(ids, sample.config).numpy())
 
 
 def num_targets(sample: Sample) -> int:

@@ -31,8 +31,8 @@ from torch import nn
 
 from vlmpack.errors import ConfigError
 from vlmpack.families.family import Family
-from vlmpack.layout.batch import HostMetadata
 from vlmpack.layout.device import around_graph
+from vlmpack.layout.media import MediaTable
 from vlmpack.layout.row import PackedRow
 from vlmpack.model.row import CONTEXT, RowContext, RowPart
 
@@ -72,8 +72,8 @@ class RowSetup:
     """The model."""
     row: PackedRow
     """The whole row, on the model's device."""
-    metadata: HostMetadata
-    """Its metadata on the host."""
+    media: MediaTable
+    """The media of its samples."""
     part: RowPart
     """The part of it on this rank."""
     types: torch.Tensor

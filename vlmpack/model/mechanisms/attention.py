@@ -121,7 +121,7 @@ class Attention(Mechanism):
         reaches = None if _has_own_masks(setup.model) else _reaches_as_enabled(setup.model)
         if (sees := spans_in(setup.model)) is None:
             return RowAttention(setup.backend, reaches)
-        runs = sees.of_row(setup.row, setup.types, setup.metadata.media_runs)
+        runs = sees.of_row(setup.row, setup.media)
         for name in setup.model.family.token_columns:
             setup.part.check_shared(setup.row.extras[name], name)
         spans = Spans(runs=setup.part.spans(runs), beyond_window=sees.beyond_window)

@@ -67,10 +67,12 @@ class Audio(ClassMechanism):
 
     def prepare(self, setup: RowSetup) -> AudioRow:
         """Frames, tokens and calls of the tower."""
-        audio, frames = setup.model.family.audio, _frames(setup)
-        assert audio is not None
-        tokens = tuple(audio.tokens(count, setup.config.audio_config) for count in frames)
-        return AudioRow(frames=frames, tokens=tokens, groups=_groups(setup))
+        audios = setup.part.computed_media(setup.media).audios
+        return AudioRow(
+            frames=tuple(audio.frames for audio in audios),
+            tokens=tuple(audio.tokens for audio in audios),
+            groups=_groups(setup),
+        )
 
     def work(self, setup: RowSetup, entry: AudioRow) -> Mapping[str, int]:
         """Frames of all audios, padding left out."""
@@ -79,21 +81,15 @@ class Audio(ClassMechanism):
 
 def audio_windows(setup: RowSetup) -> list[Segments]:
     """Derive the boundaries that blocks of the audio tower attend within, one set for each of its calls."""
-    audio, frames = setup.model.family.audio, _frames(setup)
-    assert audio is not None
-    return [audio.windows([frames[at] for at in group], setup.config.audio_config) for group in _groups(setup)]
-
-
-def _frames(setup: RowSetup) -> tuple[int, ...]:
-    """Log-mel frames of each audio that is computed."""
-    return setup.part.computed_media(setup.metadata).audio_frames
+    part, frames = setup.model.family.audio, [audio.frames for audio in setup.part.computed_media(setup.media).audios]
+    assert part is not None
+    return [part.windows([frames[at] for at in group], setup.config.audio_config) for group in _groups(setup)]
 
 
 def _groups(setup: RowSetup) -> list[list[int]]:
-    audio = setup.model.family.audio
-    assert audio is not None
-    computed = setup.part.computed_audios(setup.metadata)
-    return audio.groups(setup.types, setup.row.segments, setup.metadata, setup.config, computed)
+    part = setup.model.family.audio
+    assert part is not None
+    return part.groups(setup.part.computed_media(setup.media).audios, setup.media, setup.config)
 
 
 # ---------------------------------------------------------------------- towers that read padding

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -24,8 +24,8 @@ from torch import nn
 
 from vlmpack.context_parallel.vision import MediaShare
 from vlmpack.families.family import Family
-from vlmpack.layout.batch import IMAGE, VIDEO, Grid
 from vlmpack.layout.device import around_graph, to_device
+from vlmpack.layout.media import IMAGE, VIDEO
 from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import (
     ClassMechanism,
@@ -108,11 +108,11 @@ class Vision(ClassMechanism):
         if setup.model.shares_rows:
             return VisionRow((), inputs=dict.fromkeys(_PIXELS, COMPUTED), features=_features_of_part(setup))
         if not family.has_grids:
-            media = setup.row.media.with_sizes(setup.metadata.media_sizes)
+            media = setup.row.media.with_sizes(setup.part.computed_media(setup.media))
             layouts = family.tower_segments(media, setup.config)
             return VisionRow(layouts, inputs=setup.row.media.to_hf())
-        computed = setup.part.computed_media(setup.metadata)
-        media, calls = family.media_of_row(setup.row, setup.types, setup.metadata, computed)
+        row = setup.row
+        media, calls = family.tower_media(row.media, setup.media, row.segments, row.tree)
         layouts = [segments for grids in calls if grids for segments in family.vision_segments(grids, setup.config)]
         layouts += audio_windows(setup) if family.has_audio else []
         return VisionRow(layouts, inputs=media.to_hf())
@@ -236,31 +236,24 @@ def _features_of_part(setup: RowSetup) -> dict[str, Any]:
     part, shares = setup.part, _spread(setup)
     features = _computed(setup, shares, part.rank)
     form = FeatureForm.of(features)
-    counts = [sum(share.features[i] for i in share.items(part.rank)) for share in shares]
-    images, videos = form.join(features)[: sum(counts)].split(counts)
-    types = setup.types if part.ranks == 1 else setup.types.cpu()
-    sent = (_sent(images, shares[0], types, IMAGE, part), _sent(videos, shares[1], types, VIDEO, part))
+    counts = [share.num_features(part.rank) for share in shares]
+    pieces = form.join(features)[: sum(counts)].split(counts)
+    sent = (_sent(own, share, part) for own, share in zip(pieces, shares, strict=True))
     return dict(zip(_GETTERS, map(form.split, sent), strict=True))
 
 
 def _spread(setup: RowSetup) -> tuple[MediaShare, MediaShare]:
     """Images and videos, spread over ranks together."""
-    computed = setup.part.computed_media(setup.metadata)
-    merge = setup.model.family.merge(setup.config)
-    grids = (*computed.image_grids, *computed.video_grids)
-    both = MediaShare.spread(grids, ranks=setup.part.ranks, merge=merge)
-    cut = len(computed.image_grids)
-    return (
-        replace(both, grids=both.grids[:cut], rank_of=both.rank_of[:cut]),
-        replace(both, grids=both.grids[cut:], rank_of=both.rank_of[cut:]),
-    )
+    computed = setup.part.computed_media(setup.media)
+    both = MediaShare.spread((*computed.images, *computed.videos), ranks=setup.part.ranks)
+    return both.of_kind(IMAGE), both.of_kind(VIDEO)
 
 
 def _computed(setup: RowSetup, shares: Sequence[MediaShare], rank: int) -> Any:
     """The tower's features of this rank's images and videos, in one call."""
     family, media, device = setup.model.family, setup.row.media, setup.row.input_ids.device
     pixels = (media.pixel_values, media.pixel_values_videos)
-    grids: list[Grid] = [share.grids[i] for share in shares for i in share.items(rank)]
+    grids = [grid for share in shares for grid in share.grids(rank)]
     parts = [share.take(of_all, rank) for share, of_all in zip(shares, pixels, strict=True) if of_all is not None]
     if not grids:  # a blank image, of which nothing is read
         merge = family.merge(setup.config)
@@ -274,10 +267,10 @@ def _computed(setup: RowSetup, shares: Sequence[MediaShare], rank: int) -> Any:
     return backbone.get_image_features(torch.cat(parts), on_device, return_dict=True, **{CONTEXT: context})
 
 
-def _sent(features: torch.Tensor, share: MediaShare, types: torch.Tensor, kind: int, part: RowPart) -> torch.Tensor:
+def _sent(features: torch.Tensor, share: MediaShare, part: RowPart) -> torch.Tensor:
     """The features of the images that this rank computed to those of the tokens that it has, in their order."""
-    if not isinstance(part, ContextParallelRow) or part.is_whole or not share.grids:
+    if not isinstance(part, ContextParallelRow) or part.is_whole or not share.media:
         return features
-    media = share.route(types, kind, part.partition, part.rank)
+    media = share.route(part.partition, part.rank)
     arrived = part.collectives.along(media.route, features, "images")
     return arrived.index_select(0, to_device(np.argsort(media.tokens.numpy()), features.device))

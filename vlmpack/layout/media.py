@@ -1,0 +1,381 @@
+"""The media of a row: one record for each image, video and audio, on the host, made where the batch is made.
+
+    sample 0     x [ i i i i ] x             sample 1     x [ i i ] 0 [ i i ] x
+    Medium       IMAGE, runs ((2, 6),)       Medium       VIDEO, runs ((2, 4), (7, 9))
+
+Positions, token types, towers, prefix trees, audio windows and context-parallel shares read the same records. A family
+makes them of a batch's tensors and its token ids (`Family.media_of_row`); a collator, of what it encoded.
+
+T row tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from math import prod
+from typing import final
+
+import numpy as np
+import torch
+
+from vlmpack.errors import LayoutError
+from vlmpack.layout.prefix_tree import PrefixTree
+from vlmpack.layout.segments import Segments, ranges
+
+Grid = tuple[int, int, int]
+"""(frames, rows, columns) of patches of one image or video."""
+
+Runs = tuple[tuple[int, int], ...]
+"""(start, stop) of each run of tokens, rising."""
+
+TEXT, IMAGE, VIDEO, AUDIO = 0, 1, 2, 3
+"""Kinds of tokens: the values of `mm_token_type_ids`."""
+
+KINDS = {IMAGE: "image", VIDEO: "video", AUDIO: "audio"}
+"""The name of each kind of medium."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Medium:
+    """One image, video or audio; in a batch whose images are not counted, one tile of an image."""
+
+    kind: int
+    """IMAGE, VIDEO or AUDIO."""
+    sample: int = 0
+    """The sample that has it."""
+    runs: Runs = ()
+    """(start, stop) of each run of its placeholders, from its sample's first token on."""
+    grid: Grid | None = None
+    """Its frames, rows and columns of patches; None: its family's images have no grids, or it is audio."""
+    seconds: float | None = None
+    """Of a video, from one frame of its grid to the next (Qwen2.5-VL, Qwen-Omni); None: not known."""
+    frames: int = 0
+    """Log-mel frames of an audio."""
+    sizes: tuple[tuple[int, ...], ...] = ()
+    """Its rows of `image_sizes`, `target_sizes` or `target_sizes_videos`, by which towers keep images apart."""
+    bidirectional: bool = False
+    """True if models may let its tokens attend to each other in both directions."""
+    entries: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """How many entries of each media tensor are its; {}: not counted."""
+    context: Hashable = field(default=None, compare=False)
+    """A further value on which its features depend: whether it is the only image of its sample (LLaVA-OneVision), the
+    longest audio of its sample (Qwen3-Omni)."""
+
+    @property
+    def tokens(self) -> int:
+        """Its placeholders."""
+        return sum(stop - start for start, stop in self.runs)
+
+    @property
+    def patches(self) -> int:
+        """Patches of its grid; 0 without one."""
+        return 0 if self.grid is None else prod(self.grid)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """From its first placeholder to behind its last, in its sample."""
+        return self.runs[0][0], self.runs[-1][1]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MediaTable:
+    """The media of a row or batch: images, then videos, then audios, each in the order of their placeholders."""
+
+    media: tuple[Medium, ...] = ()
+    """The records."""
+    axes: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """The axis of media tensors along which media follow each other, where it is not the first."""
+    image_counts: str | None = field(default=None, compare=False)
+    """Name of the tensor that counts the images of each sample with images (LLaVA-OneVision); None: there is none."""
+
+    def of_kind(self, kind: int) -> tuple[Medium, ...]:
+        """The media of one kind."""
+        return tuple(medium for medium in self.media if medium.kind == kind)
+
+    @property
+    def images(self) -> tuple[Medium, ...]:
+        """All images."""
+        return self.of_kind(IMAGE)
+
+    @property
+    def videos(self) -> tuple[Medium, ...]:
+        """All videos."""
+        return self.of_kind(VIDEO)
+
+    @property
+    def audios(self) -> tuple[Medium, ...]:
+        """All audios."""
+        return self.of_kind(AUDIO)
+
+    @property
+    def patches(self) -> int:
+        """Patches of all grids."""
+        return sum(medium.patches for medium in self.media)
+
+    def grids(self, kind: int) -> tuple[Grid, ...]:
+        """The grids of one kind of media."""
+        return tuple(medium.grid for medium in self.media if medium.kind == kind and medium.grid is not None)
+
+    def types(self, segments: Segments) -> np.ndarray:
+        """int64 [T]: the kind of each token of a row with these samples, 0 text and padding."""
+        types_T = np.zeros(segments.total, np.int64)
+        for medium in self.media:
+            first = segments.stride[medium.sample]
+            for start, stop in medium.runs:
+                types_T[first + start : first + stop] = medium.kind
+        return types_T
+
+    def spans(self, segments: Segments, kind: int) -> np.ndarray:
+        """int64 [N, 2]: where in a row each medium of one kind begins and ends, text inside it included."""
+        spans = [np.add(medium.span, segments.stride[medium.sample]) for medium in self.of_kind(kind)]
+        return np.asarray(spans, np.int64).reshape(-1, 2)
+
+    def in_tree(self, tree: PrefixTree) -> MediaTable:
+        """The media that a prefix tree computes, each kind in its order.
+
+        Raises:
+            LayoutError: the row has fewer media than the tree.
+        """
+        chosen: list[Medium] = []
+        for kind, numbers in ((IMAGE, tree.images), (VIDEO, tree.videos), (AUDIO, tree.audios)):
+            media, name = self.of_kind(kind), KINDS[kind]
+            if max(numbers, default=-1) >= len(media):
+                raise LayoutError(
+                    f"the tree computes {name} {max(numbers)}, but the metadata has {len(media)} {name}s; a row that "
+                    "is shared needs its metadata ('vlmpack'): leave it in the batch"
+                )
+            chosen += [media[number] for number in numbers]
+        return replace(self, media=tuple(chosen))
+
+
+def placeholders(media: Sequence[Medium], segments: Segments) -> np.ndarray:
+    """int64 [M]: where in a row with these samples the placeholders of media are, medium after medium."""
+    runs = [(segments.stride[medium.sample] + start, stop - start) for medium in media for start, stop in medium.runs]
+    starts, lengths = np.asarray(runs, np.int64).reshape(-1, 2).T
+    return ranges(starts, lengths)
+
+
+# ---------------------------------------------------------------------- where media are among the tokens
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """A medium before its placeholders are found."""
+
+    medium: Medium
+    """The record, without its sample and its runs."""
+    tokens: tuple[int, ...]
+    """Placeholders of each of its runs."""
+
+
+@final
+class _Found:
+    """The runs of placeholders of one kind in a row, none of them across two samples."""
+
+    def __init__(self, kind: int, types_T: np.ndarray, segments: Segments) -> None:
+        self.name, self.segments = KINDS[kind], segments
+        begins_T = np.ones(len(types_T), bool)
+        np.not_equal(types_T[1:], types_T[:-1], out=begins_T[1:])
+        begins_T[[edge for edge in segments.kernel if edge < segments.total]] = True
+        edges = np.append(np.flatnonzero(begins_T), len(types_T))
+        of_kind = types_T[edges[:-1]] == kind
+        self.starts, self.stops = edges[:-1][of_kind], edges[1:][of_kind]
+        self.lengths = self.stops - self.starts
+        ends = np.asarray([stop for _, stop in segments.spans], np.int64)
+        # where slots end, so that a sample of no tokens holds none
+        samples = np.searchsorted(np.asarray(segments.stride[1:], np.int64), self.starts, side="right")
+        self.samples = np.where(self.starts < np.append(ends, 0)[samples], samples, _PADDING)
+
+
+_PADDING = -1
+"""The sample of a token that belongs to none."""
+_REMEDY = (
+    "images and videos come in the order of their samples, each in a run of placeholders of its own (so do frames "
+    "from Qwen3-VL on), between vision_start and vision_end; give pixels and grids in that order"
+)
+_EVERY = "every image, video and audio needs its placeholders and its values, in the order of samples"
+
+
+def place(
+    expected: Sequence[Expected], types_T: np.ndarray, segments: Segments, *, counted: Collection[int] = ()
+) -> MediaTable:
+    """Find the placeholders of each medium: those of a kind follow each other in the order of the row.
+
+    Args:
+        expected: the media, of each kind in the order of samples.
+        types_T: int64 [T], 0 text, 1 image, 2 video, 3 audio.
+        segments: the row's samples.
+        counted: kinds of media whose placeholders are counted alone: text may stand between them, and nothing between
+            them and those of the next medium (tiles).
+
+    Raises:
+        LayoutError: media and placeholders do not fit each other, or those of one medium lie in two samples. Names the
+            sample, what was found and what was expected.
+    """
+    media: list[Medium] = []
+    for kind in KINDS:
+        of_kind = [each for each in expected if each.medium.kind == kind]
+        if of_kind or (types_T == kind).any():
+            of_row = _Found(kind, types_T, segments)
+            media += (_place_counted if kind in counted else _place_runs)(of_kind, of_row)
+    return MediaTable(media=tuple(media))
+
+
+def _placed(medium: Medium, sample: int, runs: Iterable[tuple[int, int]], segments: Segments) -> Medium:
+    """`runs`: in the row."""
+    first = segments.stride[sample]
+    return replace(medium, sample=sample, runs=tuple([(start - first, stop - first) for start, stop in runs]))
+
+
+def _place_runs(expected: Sequence[Expected], found: _Found) -> list[Medium]:
+    sizes = np.asarray([tokens for each in expected for tokens in each.tokens], np.int64)
+    medium = np.repeat(np.arange(len(expected)), [len(each.tokens) for each in expected])
+    _check_runs(found, sizes, medium)
+    runs = zip(found.starts.tolist(), found.stops.tolist(), strict=True)
+    samples = found.samples[np.searchsorted(medium, np.arange(len(expected)))].tolist()
+    return [
+        _placed(each.medium, sample, islice(runs, len(each.tokens)), found.segments)
+        for each, sample in zip(expected, samples, strict=True)
+    ]
+
+
+def _check_runs(found: _Found, sizes: np.ndarray, medium: np.ndarray) -> None:
+    """Compare runs of placeholders with the sizes [N] of the expected ones, and the medium [N] of each."""
+    name, starts, lengths, samples = found.name, found.starts, found.lengths, found.samples
+    shared = min(len(lengths), len(sizes))
+    first = int(np.append(lengths[:shared] != sizes[:shared], True).argmax())  # that is not the next medium
+    if lengths.sum() != sizes.sum():
+        seen = ""
+        if first < len(lengths) and samples[first] != _PADDING:
+            makes = f"its next {name} makes {sizes[first]}" if first < len(sizes) else f"no {name} is left"
+            seen = f"sample {samples[first]} has a run of {lengths[first]}, but {makes}: "
+        measure = "frames" if name == KINDS[AUDIO] else "grids"
+        raise LayoutError(
+            f"{seen}the {name} {measure} make {sizes.sum()} tokens, but the row has another number of {name} "
+            f"placeholders, {lengths.sum()}; {_EVERY}"
+        )
+    if _PADDING in samples:
+        at = int(starts[samples.argmin()])
+        raise LayoutError(f"place {at} of the row is padding, but has {name} placeholders; {_EVERY}")
+    if first < shared:
+        stop, follows = found.stops[first], samples[first + 1 : first + 2]
+        cut_short = lengths[first] < sizes[first] and stop in starts
+        if cut_short and follows[0] != samples[first]:
+            raise LayoutError(_split(found, int(medium[first]), int(follows[0])))
+        part = "a frame of " if (medium == medium[first]).sum() > 1 else ""
+        raise LayoutError(
+            f"sample {samples[first]}: a run of {lengths[first]} {name} placeholders begins at place {starts[first]} "
+            f"of the row, but {part}{name} {medium[first]}, which is next, makes {sizes[first]} tokens; {_REMEDY}"
+        )
+    if len(split := np.flatnonzero((medium[1:] == medium[:-1]) & (samples[1:] != samples[:-1]))):
+        raise LayoutError(_split(found, int(medium[split[0]]), int(samples[split[0] + 1])))
+
+
+def _split(found: _Found, medium: int, sample: int) -> str:
+    name, start = found.name, found.segments.stride[sample]
+    return (
+        f"{name} {medium} of the row is cut in two where sample {sample} starts, at place {start} of the row: move "
+        f"that boundary of cu_seqlens_q before the {name}, or behind it"
+    )
+
+
+def _place_counted(expected: Sequence[Expected], found: _Found) -> list[Medium]:
+    tokens = np.asarray([sum(each.tokens) for each in expected], np.int64)
+    _check_totals(found, tokens)
+    places = ranges(found.starts, found.lengths)
+    sample_of = np.repeat(found.samples, found.lengths)
+    media: list[Medium] = []
+    for each, stop, count in zip(expected, tokens.cumsum().tolist(), tokens.tolist(), strict=True):
+        own = places[stop - count : stop]
+        breaks = np.flatnonzero(np.diff(own) > 1) + 1
+        starts, stops = own[np.append(0, breaks)], own[np.append(breaks, count) - 1] + 1
+        runs = zip(starts.tolist(), stops.tolist(), strict=True)
+        media.append(_placed(each.medium, int(sample_of[stop - count]), runs, found.segments))
+    return media
+
+
+def _check_totals(found: _Found, tokens: np.ndarray) -> None:
+    """Compare the placeholders of each sample with the tokens [N] of media: a sample ends where a medium does."""
+    name, total, is_inside = found.name, int(found.lengths.sum()), found.samples != _PADDING
+    counted = np.bincount(found.samples[is_inside], found.lengths[is_inside], len(found.segments.lengths)).astype(int)
+    if total != counted.sum():
+        raise LayoutError(f"padding of the row has {total - counted.sum()} {name} placeholders; {_EVERY}")
+    if len(empty := np.flatnonzero(tokens < 1)):
+        raise LayoutError(f"{name} {empty[0]} of the row makes no token; leave it out of its sample")
+    differs, seen = ~np.isin(counted.cumsum(), np.append(tokens.cumsum(), 0)), ""
+    if differs.any():
+        at = int(differs.argmax())
+        seen = f"sample {at} ends in the middle of an {name}: "
+        if total != tokens.sum():
+            seen = f"sample {at} has {counted[at]} {name} placeholders and ends where no {name} does: "
+    if seen or total != tokens.sum():
+        raise LayoutError(
+            f"{seen}the row has {total} {name} placeholders, but its {len(tokens)} {name}s or tiles make "
+            f"{tokens.sum()} tokens; {_EVERY}"
+        )
+
+
+def image_counts(images: Sequence[Medium], *, in_tree: bool = False) -> list[int]:
+    """The numbers of images of each sample with images.
+
+    A model reads off them alone whether an image is the only one of its sample (`Medium.context`). In a prefix tree
+    those that are not stand side by side, where further images of their samples follow them, and count as one sample's.
+    """
+    counts: list[int] = []
+    before: Hashable = None
+    for image in images:
+        group = (None if in_tree else image.sample, image.context)
+        counts[-1:] = [*counts[-1:], 1] if image.context or group != before else [counts[-1] + 1]
+        before = group
+    return counts
+
+
+# ---------------------------------------------------------------------- content
+
+LOOKED_AT = 2**13
+"""Values of a medium, spread over it, that have to agree with another's before both are compared whole."""
+PIECE = 2**15
+"""Values that are compared at a time, in the cache of a core."""
+
+
+def content_numbers(blocks: Sequence[torch.Tensor]) -> list[int]:
+    """Number media by their content: equal numbers if and only if shape, type and every value are the same bits.
+
+    A sample of the values is hashed; media that agree in it are compared whole.
+
+    Args:
+        blocks: the values of each, of any shape, on the host.
+    """
+    numbers: list[int] = []
+    by_object: dict[int, int] = {}
+    alike: dict[Hashable, list[int]] = {}  # places of different media that agree in the values looked at
+    for at, block in enumerate(blocks):
+        if id(block) not in by_object:
+            values = _bits(block)
+            step = len(values) // LOOKED_AT | 1  # odd: sides of patches are even
+            candidates = alike.setdefault((block.shape, block.dtype, values[::step].tobytes()), [])
+            equal = next((other for other in candidates if _are_equal(values, _bits(blocks[other]))), at)
+            if equal == at:
+                candidates.append(at)
+            by_object[id(block)] = equal
+        numbers.append(by_object[id(block)])
+    return numbers
+
+
+_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(block: torch.Tensor) -> np.ndarray:
+    """Every value as a whole number of the same bits: NaN equals itself, and no type is missing in numpy."""
+    return block.detach().contiguous().view(_OF_WIDTH[block.element_size()]).numpy().reshape(-1)
+
+
+def _are_equal(values: np.ndarray, others: np.ndarray) -> bool:
+    """Compare piece by piece, up to the first difference."""
+    pieces = range(0, len(values), PIECE)
+    return all(np.array_equal(values[at : at + PIECE], others[at : at + PIECE]) for at in pieces)
