@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import shutil
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -266,7 +265,7 @@ def test_the_state_of_a_source_comes_back_as_it_was(tmp_path):
 
 
 def test_what_only_pickle_could_hold_is_refused_before_it_is_written(tmp_path):
-    loader = counted(more=Path("a"))
+    loader = counted(more=Samples([]))
     list(islice(loader, 2))
     with pytest.raises(ConfigError, match=r"source is no plain data.*let its state_dict\(\) return numbers"):
         save_stream(tmp_path / "state", loader)
