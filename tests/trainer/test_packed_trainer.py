@@ -404,3 +404,10 @@ def test_rows_whose_short_prefixes_the_collator_repeats_are_refused():
     with pytest.raises(ConfigError, match=r"row 0 would compute 128 tokens, .* of 110.*min_shared=7, .*min_shared=6$"):
         check_sharing(plan, shares[1])
     check_sharing(plan_bins([80] * 4, 128, groups=groups), shares[1])
+
+
+def test_processes_that_would_train_apart_are_refused(tmp_path, monkeypatch):
+    run = planned(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # torchrun on CPUs without use_cpu=True
+    with pytest.raises(ConfigError, match="2 processes were launched, but the trainer knows of 1.*use_cpu=True"):
+        run.train()

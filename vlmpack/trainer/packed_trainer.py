@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
@@ -117,8 +118,14 @@ class PackedTrainer(RenamedWeights):
         """Train as Trainer does; True resumes from the newest checkpoint that was written to its end.
 
         Raises:
-            ConfigError: the checkpoint was not, or has no rows that could be continued; or there is none.
+            ConfigError: the checkpoint was not, or has no rows that could be continued; or there is none. More processes
+                were launched than the trainer knows of.
         """
+        if (launched := int(os.environ.get("WORLD_SIZE", 1))) != self.args.world_size:
+            raise ConfigError(
+                f"{launched} processes were launched, but the trainer knows of {self.args.world_size}, so each would "
+                "train apart; on CPUs set TrainingArguments(use_cpu=True)"
+            )
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(checkpoints.newest_complete(self.args.output_dir or ".", self._last_file))
         elif resume_from_checkpoint:
