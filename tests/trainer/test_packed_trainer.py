@@ -409,5 +409,5 @@ def test_rows_whose_short_prefixes_the_collator_repeats_are_refused():
 def test_processes_that_would_train_apart_are_refused(tmp_path, monkeypatch):
     run = planned(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")  # torchrun on CPUs without use_cpu=True
-    with pytest.raises(ConfigError, match="2 processes were launched, but the trainer knows of 1.*use_cpu=True"):
+    with pytest.raises(ConfigError, match=r"2 processes were launched, but the trainer knows of 1.*use_cpu=True"):
         run.train()

@@ -118,8 +118,8 @@ class PackedTrainer(RenamedWeights):
         """Train as Trainer does; True resumes from the newest checkpoint that was written to its end.
 
         Raises:
-            ConfigError: the checkpoint was not, or has no rows that could be continued; or there is none. More processes
-                were launched than the trainer knows of.
+            ConfigError: the checkpoint was not, or has no rows that could be continued; or there is none. More
+                processes were launched than the trainer knows of.
         """
         if (launched := int(os.environ.get("WORLD_SIZE", 1))) != self.args.world_size:
             raise ConfigError(
