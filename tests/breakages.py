@@ -39,8 +39,8 @@ def positions_run_on(family: str, patch: Patch) -> None:
     kind = type(family_named(family))
     honest = kind.positions
 
-    def one_run(self: Any, types: Any, segments: Segments, **metadata: Any) -> torch.Tensor:
-        return honest(self, types, Segments.from_lengths([segments.total]), **metadata)
+    def one_run(self: Any, table: Any, segments: Segments, **settings: Any) -> torch.Tensor:
+        return honest(self, table, segments, **settings | {"restarts": Segments.from_lengths([segments.total])})
 
     patch.setattr(kind, "positions", one_run)
 

@@ -257,7 +257,8 @@ def _check_runs(found: _Found, sizes: np.ndarray, medium: np.ndarray) -> None:
         measure = "frames" if name == KINDS[AUDIO] else "grids"
         raise LayoutError(
             f"{seen}the {name} {measure} make {sizes.sum()} tokens, but the row has another number of {name} "
-            f"placeholders, {lengths.sum()}; {_EVERY}"
+            f"placeholders, {lengths.sum()}; {_EVERY} (was the batch split on its way? accelerate: set "
+            "dispatch_batches=False)"
         )
     if _PADDING in samples:
         at = int(starts[samples.argmin()])
