@@ -1,0 +1,48 @@
+"""Transformers' own meshes, tensor, expert and sharded data parallel: a packed step is that of all samples alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from equality import alone_through, check_gradients, limits_of
+from model.mesh_ranks import MESHES
+from ranks import samples_of
+
+from vlmpack.testing import tiny_model
+from vlmpack.testing.samples import VISION
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the first rank left the gradients of every case."""
+    folder = tmp_path_factory.mktemp("meshes")
+    for family in {family for _, family, _ in MESHES.values()}:
+        model_of(family).save_pretrained(folder / family)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for ranks in (2, 4):
+        launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+        command = [*launch, "--standalone", str(Path(__file__).with_name("mesh_ranks.py")), str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def model_of(family: str):
+    return tiny_model(family, seed=3, **({"vision_depth": 1} if family in VISION else {}))
+
+
+@pytest.mark.parametrize("case", MESHES)
+def test_every_gradient_is_that_of_all_samples_alone(folder: Path, case: str) -> None:
+    ranks, family, mesh = MESHES[case]
+    model = model_of(family)
+    own = alone_through(model, samples_of(model))
+    halves = 1 if ranks == mesh.get("tp_size") else 2  # gradients are the mean of those of the data ranks
+    found = {name: halves * gradient for name, gradient in torch.load(folder / f"{case}.pt").items()}
+    check_gradients(own, {name: gradient for name, gradient in found.items() if gradient.any()}, limits_of(family))
