@@ -38,7 +38,7 @@ from vlmpack.service import journal as journals
 from vlmpack.service.journal import Journal
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import ForwardBackward, Rejected, Reply
-from vlmpack.service.queue import Pending
+from vlmpack.service.queue import MOST_GAPS, Pending
 
 
 def status(call, *args, **kwargs) -> int:
@@ -216,14 +216,14 @@ def test_a_gap_is_given_up_a_fixed_time_after_it_opened_whatever_arrives_meanwhi
 
 def test_a_gap_waits_while_a_request_of_its_model_is_being_received(tmp_path: Path) -> None:
     """The client sends the first request of a call in chunks last, after all others."""
-    with served(tmp_path, start=False, limits=ServiceLimits(gap_seconds=0.05)) as (client, _):
+    with served(tmp_path, start=False, limits=ServiceLimits(gap_seconds=0.2)) as (client, _):
         session = client.queue.create_session()
         names = [client.post(create(session, number)) for number in range(2)]
         models = [f"{session}:train:{number}" for number in range(2)]
         early = [client.post(forward_backward(model, 2)) for model in models]
         with client.queue.receiving(models[0]), client.queue.receiving("nobody"):
             client.queue._tidy()
-            time.sleep(0.1)
+            time.sleep(0.25)
             client.queue._tidy()
             assert isinstance(client.reply(early[0], 0.0), Pending)
             assert is_failure(client.outcome(early[1]), "never arrived")
@@ -231,6 +231,19 @@ def test_a_gap_waits_while_a_request_of_its_model_is_being_received(tmp_path: Pa
         client.queue.start()
         assert client.outcome(early[0]).metrics
         assert names
+
+
+def test_a_gap_does_not_wait_for_ever_for_what_is_being_received(tmp_path: Path) -> None:
+    with served(tmp_path, start=False, limits=ServiceLimits(gap_seconds=0.05)) as (client, _):
+        session = client.queue.create_session()
+        client.post(create(session))
+        model = f"{session}:train:0"
+        early = client.post(forward_backward(model, 2))
+        with client.queue.receiving(model):
+            client.queue._tidy()
+            time.sleep(0.05 * MOST_GAPS)
+            client.queue._tidy()
+            assert is_failure(client.outcome(early), "never arrived")
 
 
 def test_a_number_far_ahead_or_that_no_column_holds_is_refused(client: Client) -> None:

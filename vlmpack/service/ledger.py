@@ -155,6 +155,8 @@ class Lane:
     """First missing number while later ones wait for it, as it was last looked at."""
     gap_seconds: float = 0.0
     """Time that they have waited, less that in which a request of the model was being received."""
+    gap_since: float = 0.0
+    """When the gap was first seen, by the monotonic clock."""
     receiving: int = 0
     """Its requests that are being received now."""
     group: list[Entry] = field(default_factory=list)

@@ -3,7 +3,8 @@
     submit ──▶ journal ──▶ ledger ──▶ engine thread ──▶ journal ──▶ reply
     (any thread)                       (owns the engine)             (asyncio)
 
-    numbers   1 2 3 . 5 6     4 is missing for `gap_seconds`: 5 and 6 fail, 4 is used up, 7 is next
+    numbers   1 2 3 . 5 6     4 is missing for `gap_seconds`: 5 and 6 fail, 4 is used up, 7 is next. Time in which a
+                              request of the model is being received does not count, until `MOST_GAPS` times as long
 
 A number that was accepted once is never carried out twice: its repetition gets the same id, other content under it is
 refused. What can be read is refused in its future, so that its number is used up.
@@ -35,6 +36,8 @@ from vlmpack.service.operations import lacks_seed, with_seed
 if TYPE_CHECKING:
     from vlmpack.service.engine_thread import ServedEngine
 
+MOST_GAPS = 5
+"""A gap ends after so many times `gap_seconds`, whatever is being received meanwhile."""
 REFUSED = "Refused"
 """Kind of a request that could not be read."""
 MISSING = "Missing"
@@ -625,10 +628,11 @@ class RequestQueue:
                 early = lane.early() if lane.open else []
                 missing = lane.missing if early else None
                 if missing != lane.gap:
-                    lane.gap, lane.gap_seconds = missing, 0.0
+                    lane.gap, lane.gap_seconds, lane.gap_since = missing, 0.0, now
                 elif missing is not None and not lane.receiving:  # a call in chunks is sent with the first one last
                     lane.gap_seconds += elapsed
-                if missing is not None and lane.gap_seconds >= self._ledger.limits.gap_seconds:
+                most = self._ledger.limits.gap_seconds
+                if missing is not None and (lane.gap_seconds >= most or now - lane.gap_since >= MOST_GAPS * most):
                     gaps.append((lane, missing, early))
         for lane, missing, early in gaps:
             self._fail_gap(lane, missing, early)
