@@ -98,8 +98,8 @@ def test_a_step_is_that_of_plain_transformers(shared: bool, example: Any, proces
 
 
 @pytest.mark.slow
-def test_the_reward_rises() -> None:
-    lines = run(EXAMPLE, "--rounds", "6")
+def test_the_reward_rises(tmp_path: Path) -> None:
+    lines = run(EXAMPLE, "--rounds", "6", folder=tmp_path)
     rewards = [float(re.search(r"mean reward ([\d.]+), (\d+) of (\d+) tokens computed", line)[1]) for line in lines]  # pyright: ignore
     assert len(rewards) == 6
     assert max(rewards[-2:]) > rewards[0] > 0.1

@@ -46,7 +46,7 @@ SHAPES = {
     "compile": CompileShapes(receipts=replace(TINY, layers=1), steps=4, samples=(1, 2), longest=(20, 30)),
 }
 TARGETS = {
-    "pack": [3.0, 2.0] * 2,
+    "pack": [3.0, 2.0, 3.0] * 2,
     "collate": [1.1] * 2,
     "pixels": [1.3, 1.3, 4.0],
     "plan": [*[0.4, 1.1, 1.0, 0.1, 200, 1.0] * 3, 1.5],

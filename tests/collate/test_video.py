@@ -160,7 +160,7 @@ def test_pixels_rates_and_times_are_those_of_qwen_vl_utils(tmp_path):
         {"patch_size": 14, "element": {"video": noise_frames(4, 90, 130)}},
         {"patch_size": 14, "element": {"video": noise_frames(3, 61, 200), "max_pixels": 64 * 784 * 4, "sample_fps": 1}},
         {"patch_size": 16, "element": {"video": noise_frames(2, 64, 64), "resized_height": 90, "resized_width": 70}},
-        {"patch_size": 16, "element": {"video": noise_frames(5), "total_pixels": 64 * 1024, "raw_fps": 30, "fps": 9}},
+        {"patch_size": 16, "element": {"video": noise_frames(5), "total_pixels": 64 * 1024, "raw_fps": 30}},
     ]
     for case, answer in zip(cases, qwen_videos(cases, tmp_path), strict=True):
         s = _settings_of(image_processor(patch_size=case["patch_size"]))

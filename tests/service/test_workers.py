@@ -110,7 +110,7 @@ def test_a_server_that_is_killed_again_and_again_loses_nothing_and_does_nothing_
         trains, draw, kills = pool.submit(check_equal, server, *alone), random.Random(5), 0
         until(lambda: has_model(server), 60.0, server.printed)  # the client tries to create one only so often
         for _ in range(KILLS):
-            time.sleep(draw.uniform(0.2, 3.0))
+            time.sleep(draw.uniform(0.05, 0.8))
             if not trains.done():
                 server.kill()
                 server.start()
