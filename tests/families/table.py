@@ -80,7 +80,7 @@ MECHANISMS = {
     "query_scale": "position-scaled queries",
 }
 KINDS = ("text", "image", "video", "audio")
-COLUMNS = ("Family", "`model_type`", "Text", "Image", "Video", "Audio", "transformers", "Also kept apart")
+COLUMNS = ("Family", "`model_type`", "Text", "Image", "Video", "Audio", "transformers", "Also separated")
 HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
 
 

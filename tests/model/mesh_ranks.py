@@ -19,6 +19,7 @@ from transformers.distributed import DistributedConfig
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from ranks import samples_of
 
+from vlmpack.context_parallel import Parallel
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.testing import padded
 from vlmpack.testing.samples import VISION
@@ -39,6 +40,7 @@ MESHES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "qwen3_vl tp": (2, "qwen3_vl", {"tp_size": 2, "tp_plan": QWEN3_VL}),
     "qwen3_moe tp ep": (2, "qwen3_moe", {"tp_size": 2, "ep_size": 2, "enable_expert_parallel": True}),
     "qwen3_vl fsdp": (2, "qwen3_vl", {"fsdp_size": 2}),
+    "qwen3_vl fsdp, a rank without images": (2, "qwen3_vl", {"fsdp_size": 2}),
     "qwen3_5 fsdp": (2, "qwen3_5", {"fsdp_size": 2}),
     "qwen3_moe fsdp": (2, "qwen3_moe", {"fsdp_size": 2}),
     "qwen3 fsdp tp": (4, "qwen3", {"fsdp_size": 2, "tp_size": 2}),
@@ -54,14 +56,14 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     for case, (ranks, family, mesh) in MESHES.items():
         if ranks == dist.get_world_size():
-            gradients = step(folder / family, **mesh)
+            gradients = step(folder / family, without_images="without images" in case, **mesh)
             if dist.get_rank() == 0:
                 torch.save(gradients, folder / f"{case}.pt")
     dist.barrier()  # nobody leaves while another still talks
     dist.destroy_process_group()
 
 
-def step(model_folder: Path, **mesh: Any) -> dict[str, torch.Tensor]:
+def step(model_folder: Path, *, without_images: bool, **mesh: Any) -> dict[str, torch.Tensor]:
     """The gradients of one step over all data ranks, gathered: their mean."""
     auto = AutoModelForImageTextToText if model_folder.name in VISION else AutoModelForCausalLM
     model: Any = auto.from_pretrained(model_folder, distributed_config=DistributedConfig(**mesh))
@@ -70,7 +72,10 @@ def step(model_folder: Path, **mesh: Any) -> dict[str, torch.Tensor]:
     samples, data_ranks = samples_of(model), dist.get_world_size() // mesh.get("tp_size", 1)
     half = dist.get_rank() // mesh.get("tp_size", 1) % 2  # replicas get the same half
     mine = samples if data_ranks == 1 else samples[:2] if half == 0 else samples[2:]
-    result = PackedStep(enable_packing(model))(padded(mine), num_items_in_batch=padded(samples).metadata.num_targets)
+    if without_images:
+        mine = [each for each in samples if ("pixel_values" in each) == (half == 0)]
+    model = enable_packing(model, parallel=Parallel() if without_images else None)
+    result = PackedStep(model)(padded(mine), num_items_in_batch=padded(samples).metadata.num_targets)
     result.loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}

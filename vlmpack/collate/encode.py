@@ -349,7 +349,7 @@ class Encoder:
         prefix: int | None = None,
         weights: np.ndarray | None = None,
     ) -> Encoded:
-        """A sample of a text; of one that is too long what may not be torn: its media, and the `ends` of answers."""
+        """Label a sample; if it is too long, note what truncation keeps whole: its media and the `ends` of answers."""
         around = self._around_media(tokens) if len(tokens.starts) else []
         untrained = around if self.metadata.by_processor else ()
         sample = self._encoded(tokens.ids, answers, media, around=untrained, prefix=prefix, weights=weights)
@@ -366,7 +366,7 @@ class Encoder:
         prefix: int | None = None,
         weights: np.ndarray | None = None,
     ) -> Encoded:
-        """Label a sample: its answers, or everything, but for media, the tokens `around` them and the first token.
+        """Label a sample: its answers, or everything, except media, the tokens `around` them and the first token.
 
         `prefix`: tokens of the prompt; None: all of them. `weights`: float32 [n] of its tokens; None: 1.
         """
@@ -414,7 +414,7 @@ class Encoder:
         return slice(hit.start + bool(before and not self._template.marks_answers), hit.stop - bool(behind))
 
     def _around_media(self, tokens: Tokens) -> list[slice]:
-        """The tokens of each medium, those that the template writes around it included."""
+        """Return the tokens of each medium, including those that the template writes around it."""
         ids, (start, end), slices = tokens.ids.tolist(), self._borders, []
         for span in tokens.media:
             hit = tokens.between(span)

@@ -370,7 +370,7 @@ def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int, o
         of_start: cut the start off, not the end.
 
     Raises:
-        Refusal: nothing that is trained on would be left of it, or its images cannot be told apart.
+        Refusal: no target would be left, or the sample's images cannot be told apart.
     """
     media = {kind: list(_media_spans(sample, metadata, kind)) for kind in KINDS}
     whole = [*sample.whole, *(_with_borders(sample, span, metadata) for each in media.values() for _, span in each)]

@@ -218,7 +218,7 @@ def extra_keys(message: Mapping[str, Any]) -> list[str]:
 
 
 def leaves_of(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[list[Leaf], Any]:
-    """Return a conversation's texts, and its shape: where they stand and what else may change the writing."""
+    """Return the texts of a conversation, and its shape: where the texts are, and what else changes the rendering."""
     leaves: list[Leaf] = []
 
     def take(message: int, path: str, text: str) -> str:

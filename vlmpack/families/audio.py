@@ -70,10 +70,10 @@ class AudioPart:
         check_tensor("input_features", features, expected, what)
 
     def groups(self, audios: Sequence[Medium], table: MediaTable, config: Any) -> list[list[int]]:
-        """Numbers, among audios that are computed, of those of each call of the tower.
+        """Return the indices into `audios` for each call of the tower.
 
         Args:
-            audios: those that are computed, in the order in which they are.
+            audios: the ones that are computed, in that order.
             table: the media of all samples.
             config: the model's configuration.
         """
