@@ -26,6 +26,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "
 def run(example: str, *args: object, folder: Path, launch: tuple[str, ...] = ()) -> list[str]:
     """The lines that it prints."""
     environment = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONWARNINGS"] = "error:`gradient_checkpointing` is deprecated:FutureWarning"
     done = subprocess.run(
         [sys.executable, *launch, str(EXAMPLES / example), *map(str, args)],
         capture_output=True, text=True, timeout=300, cwd=folder, env={**os.environ, **environment},

@@ -71,7 +71,7 @@ CHOSEN = {
     "cache": "OUTPUT_DIR/lengths.sqlite",
     "learning_rate": "1e-4; full: 1e-5",
     "bf16": "on cuda",
-    "gradient_checkpointing": "on cuda",
+    **dict.fromkeys(("activation_checkpointing", "gradient_checkpointing"), "on cuda"),
     "use_cpu": "without cuda",
     "save_strategy": "epoch; steps with save_steps",
     "dataloader_num_workers": "workers",

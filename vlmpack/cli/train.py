@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from vlmpack.trainer.packed_trainer import PackedTrainer
 
 LENGTHS, MERGED = "lengths.sqlite", "merged"
+CHECKPOINTING, OLD_CHECKPOINTING = "activation_checkpointing", "gradient_checkpointing"
+"""Of TrainingArguments, since transformers 5.23 and before."""
 SHOWN = 1500
 """Characters of the sample that are printed."""
 
@@ -123,10 +125,14 @@ def training_arguments(given: Mapping[str, Any], keys: TrainKeys, *, quiet: bool
         "dataloader_pin_memory": on_gpu,
         "dataloader_num_workers": given.get("workers", 0),
         "disable_tqdm": quiet,
-        **({"gradient_checkpointing": True} if on_gpu and "activation_checkpointing" not in given else {}),
+        CHECKPOINTING: on_gpu,
         **({"save_strategy": "steps"} if "save_steps" in given else {}),
     }
     names = {each.name for each in fields(TrainingArguments)} - {*UNUSED, "resume_from_checkpoint"}
+    if CHECKPOINTING not in names:
+        ours[OLD_CHECKPOINTING] = ours.pop(CHECKPOINTING)
+    else:  # the old name warns
+        given = {name.replace(OLD_CHECKPOINTING, CHECKPOINTING): value for name, value in given.items()}
     settings = {**ours, **{name: value for name, value in given.items() if name in names}}
     try:
         return TrainingArguments(**settings, remove_unused_columns=False)
@@ -204,7 +210,7 @@ def memory_of(model: nn.Module, config: Any, args: TrainingArguments, *, tokens:
     """
     trained = [each for each in model.parameters() if each.requires_grad]
     size = 2 if args.bf16 else next(model.parameters()).element_size()
-    computed_again = bool(args.gradient_checkpointing or getattr(args, "activation_checkpointing", False))
+    computed_again = any(getattr(args, name, False) for name in (CHECKPOINTING, OLD_CHECKPOINTING))
 
     def kept(part: Any, rows: int, *, has_gradients: bool) -> float:
         hidden, depth, width, experts = (
