@@ -55,8 +55,8 @@ def naive_next_fit(lengths: Sequence[int], capacity: int) -> Bins:
 
 
 def naive_lower_bound(lengths: Sequence[int], capacity: int) -> int:
-    """The bound L2, threshold by threshold."""
-    bounds = []
+    """The bound L2, threshold by threshold, and the bound by parts of a bin."""
+    bounds = [-(-sum(((parts + 1) * n - 1) // capacity for n in lengths) // parts) for parts in range(2, 17)]
     for threshold in range(capacity // 2 + 1):
         alone = [n for n in lengths if n > capacity - threshold]
         big = [n for n in lengths if capacity - threshold >= n > capacity // 2]

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan.naive import Bins, naive_best_sum, naive_decreasing, naive_lower_bound, naive_next_fit
+from plan.naive import Bins, fewest_rows, naive_best_sum, naive_decreasing, naive_lower_bound, naive_next_fit
 
 from benchmarks.cases.planning import LENGTH_SETS
+from vlmpack.plan import PrefixGroups
 from vlmpack.plan.exact_fill import (
     Stock,
     best_fit_decreasing,
@@ -67,7 +68,7 @@ def test_the_search_goes_on_only_where_it_saves_rows(monkeypatch, lengths, capac
     rows = exact_fill(lengths, capacity).max() + 1
     best_fit = best_fit_decreasing(lengths, capacity).max() + 1
     assert rows <= (1 - fewer) * best_fit
-    assert 0 < len(draws) < (len(lengths) if fewer else 512 + len(lengths) // 8)
+    assert len(draws) < (len(lengths) if fewer else 512 + len(lengths) // 8)
 
 
 CAPACITY = 13
@@ -78,8 +79,15 @@ def test_the_bound_is_that_of_the_formula_threshold_by_threshold(lengths):
     assert lower_bound(np.asarray(lengths), CAPACITY) == naive_lower_bound(lengths, CAPACITY)
 
 
-def test_long_samples_that_cannot_share_count_one_by_one():
+@given(lengths=st.lists(st.integers(1, CAPACITY), min_size=1, max_size=7))
+def test_no_packing_has_fewer_bins_than_the_bound(lengths):
+    assert lower_bound(np.asarray(lengths), CAPACITY) <= fewest_rows(lengths, CAPACITY, PrefixGroups.none(len(lengths)))
+
+
+def test_samples_of_which_only_so_many_share_a_bin_count():
     assert lower_bound(np.asarray([7, 7, 7]), CAPACITY) == 3  # by tokens alone two bins would do
+    assert lower_bound(np.asarray([5, 5, 5]), CAPACITY) == 2
+    assert lower_bound(np.asarray([5] * 8), CAPACITY) == 4  # two share a bin, three do not
 
 
 def test_things_that_need_nothing_need_no_bin():

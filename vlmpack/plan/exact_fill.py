@@ -11,57 +11,51 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from heapq import heappop, heappush
-from itertools import pairwise
 from operator import index as as_int
-from typing import NamedTuple, final
+from typing import final
 
 import numpy as np
 
 from vlmpack.plan.lengths import divided_up
 
 
-class Run(NamedTuple):
-    """Neighboring bins with the same room left; those with the least room, and the first of them, are used first."""
+def place_sorted(sizes: np.ndarray, counts: np.ndarray, capacity: int) -> Placements:
+    """Place samples by best fit: each in the open bin with the least room that is enough, or in a new one.
 
-    room: int
-    """Tokens that each of them still holds."""
-    first_bin: int
-    bins: int
-    """Their number."""
-
-
-def place_sorted(sorted_lengths: np.ndarray, capacity: int) -> Placements:
-    """Place lengths that fall by best fit: each in the open bin with the least room that is enough, or in a new one."""
-    fitting: list[Run] = []
-    """Heap of the runs with room for the current length."""
-    fuller: list[tuple[int, Run]] = []
-    """Heap of (-room, run) of the others."""
+    Args:
+        sizes: int64 [K]: the different lengths, falling.
+        counts: int64 [K]: samples of each.
+        capacity: of a bin, in tokens.
+    """
+    fitting: list[tuple[int, int, int]] = []
+    """Heap of the runs with room for the current length: (room of each bin, first bin, bins)."""
+    fuller: list[tuple[int, int, int]] = []
+    """Heap of the others, with the room negated."""
     placements, at = Placements(), 0
-
-    def put(run: Run, length: int) -> None:
-        if run.bins and run.room >= length:
-            heappush(fitting, run)
-        elif run.bins:
-            heappush(fuller, (-run.room, run))
-
-    edges = np.flatnonzero(np.diff(sorted_lengths, prepend=-1, append=-1)).tolist()
-    for start, end in pairwise(edges):
-        length = int(sorted_lengths[start])
+    for length, count in zip(sizes.tolist(), counts.tolist(), strict=True):
         while fuller and -fuller[0][0] >= length:
-            heappush(fitting, heappop(fuller)[1])
+            room, first, bins = heappop(fuller)
+            heappush(fitting, (-room, first, bins))
+        end = at + count
         while at < end:
-            new = Run(capacity, placements.bins, divided_up(end - at, capacity // length))
-            room, first, bins = heappop(fitting) if fitting else new
+            if fitting:
+                room, first, bins = heappop(fitting)
+            else:
+                room, first, bins = capacity, placements.bins, divided_up(end - at, capacity // length)
             each = room // length
             full = min(bins, (end - at) // each)
             over = end - at - full * each if full < bins else 0  # too few to fill a bin: they all go to the next one
-            for first_bin, number, samples in ((first, full, each), (first + full, min(over, 1), over)):
-                if number:
-                    placements.add(at, first_bin=first_bin, per_bin=samples, bins=number)
-                    put(Run(room - samples * length, first_bin, number), length)
-                    at += number * samples
-            used = full + (over > 0)
-            put(Run(room, first + used, bins - used), length)
+            if full:
+                placements.add(at, first_bin=first, per_bin=each, bins=full)
+                heappush(fuller, (each * length - room, first, full))
+                at += full * each
+            if over:
+                placements.add(at, first_bin=first + full, per_bin=over, bins=1)
+                heappush(fitting, (room - over * length, first + full, 1))
+                at = end
+                full += 1
+            if full < bins:
+                heappush(fitting, (room, first + full, bins - full))
     return placements
 
 
@@ -77,7 +71,8 @@ class Placements:
     def add(self, at: int, *, first_bin: int, per_bin: int, bins: int) -> None:
         """The sorted samples from `at` on go to `bins` neighboring bins, `per_bin` to each."""
         self._rows.append((at, first_bin, per_bin, per_bin * bins))
-        self.bins = max(self.bins, first_bin + bins)
+        if first_bin + bins > self.bins:
+            self.bins = first_bin + bins
 
     def copy(self) -> Placements:
         """The same placements, to which nothing is added."""
@@ -118,7 +113,13 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
         int64 [N]: the bin of each sample, from 0.
     """
     order = longest_first(lengths)
-    return place_sorted(lengths[order], capacity).assign(order)
+    return place_sorted(*_counted(lengths[order]), capacity).assign(order)
+
+
+def _counted(sorted_lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(int64 [K]: the different lengths, int64 [K]: how many there are of each)."""
+    edges = np.flatnonzero(np.diff(sorted_lengths, prepend=-1, append=-1))
+    return sorted_lengths[edges[:-1]], np.diff(edges)
 
 
 def next_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -144,30 +145,44 @@ def next_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return np.cumsum(opens) - 1
 
 
-def lower_bound(sizes: np.ndarray, capacity: int) -> int:
-    """The bound L2 of Martello and Toth (1990): no packing at all needs fewer bins.
+MOST_PARTS = 16
+"""Parts of a bin that the lower bound counts, at most."""
 
-    For a threshold t, samples above `capacity - t` can share with none of size t or more; those above half the capacity
-    need a bin each; what the others of size t or more have over after filling these bins needs bins of its own. The
-    best of all thresholds counts, t = 0 (everything together over the capacity) included.
+
+def lower_bound(sizes: np.ndarray, capacity: int) -> int:
+    """No packing needs fewer bins: the best of two bounds.
+
+    L2 of Martello and Toth (1990): for a threshold t, samples above `capacity - t` can share with none of size t or
+    more; those above half the capacity need a bin each; what the others of size t or more have over after filling these
+    bins needs bins of its own. The best of all thresholds counts, t = 0 (everything together over the capacity)
+    included.
+
+    Parts: in k parts of a bin, a sample of n tokens needs ((k + 1) n - 1) // capacity of them, rounded down in favor of
+    the packing, since these add up to less than k + 1 in every bin. So two samples above a third share a bin, three do
+    not.
 
     Args:
         sizes: int64 [N], each from 0 to `capacity`; zeros need nothing.
         capacity: of a bin, in the same unit.
     """
-    rising = np.sort(sizes[sizes > 0])
+    return _lower_bound(*np.unique(sizes[sizes > 0], return_counts=True), capacity)
+
+
+def _lower_bound(rising: np.ndarray, counts: np.ndarray, capacity: int) -> int:
+    """`lower_bound` of the different sizes [K], rising, and the samples of each."""
     if not len(rising):
         return 0
-    sums = np.concatenate([[0], np.cumsum(rising)])
+    number, sums = (np.concatenate([[0], np.cumsum(of_each)]) for of_each in (counts, counts * rising))
     half = int(np.searchsorted(rising, capacity // 2, side="right"))
-    small = np.unique(rising[:half])
-    thresholds = np.concatenate([[0], small])
+    thresholds = np.concatenate([[0], rising[:half]])
     first = np.searchsorted(rising, thresholds, side="left")
     alone = np.searchsorted(rising, capacity - thresholds, side="right")
-    big = len(rising) - half
-    room = (alone - half) * capacity - (sums[alone] - sums[half])
+    room = (number[alone] - number[half]) * capacity - (sums[alone] - sums[half])
     over = np.maximum(sums[half] - sums[first] - room, 0)
-    return int((big + divided_up(over, capacity)).max())
+    needed = [int((number[-1] - number[half] + divided_up(over, capacity)).max())]
+    for parts in range(2, MOST_PARTS + 1):
+        needed.append(divided_up(int((((parts + 1) * rising - 1) // capacity * counts).sum()), parts))
+    return max(needed)
 
 
 # ---------------------------------------------------------------------- exact fill
@@ -251,30 +266,30 @@ def exact_fill(lengths: np.ndarray, capacity: int) -> np.ndarray:
         int64 [N]: the bin of each sample, from 0.
     """
     order = longest_first(lengths)
-    sorted_lengths = lengths[order]
-    best_fit = place_sorted(sorted_lengths, capacity)
-    bound = lower_bound(lengths, capacity)
+    sizes, counts = _counted(lengths[order])
+    best_fit = place_sorted(sizes, counts, capacity)
+    bound = _lower_bound(sizes[::-1], counts[::-1], capacity)
     if best_fit.bins - bound <= best_fit.bins // NEGLIGIBLE:
         return best_fit.assign(order)
-    exact = _fill_rows(sorted_lengths, capacity, best_fit=best_fit.bins, bound=bound)
+    exact = _fill_rows(Stock(sizes, counts), capacity, best_fit=best_fit.bins, bound=bound)
     if not exact.bins:
         return best_fit.assign(order)
     bin_of = exact.assign(order)
     if len(rest := order[bin_of[order] < 0]):
-        bin_of[rest] = exact.bins + place_sorted(lengths[rest], capacity).assign(np.arange(len(rest)))
+        bin_of[rest] = exact.bins + place_sorted(*_counted(lengths[rest]), capacity).assign(np.arange(len(rest)))
     return bin_of
 
 
-def _fill_rows(sorted_lengths: np.ndarray, capacity: int, *, best_fit: int, bound: int) -> Placements:
+def _fill_rows(stock: Stock, capacity: int, *, best_fit: int, bound: int) -> Placements:
     """Make full rows around the longest lengths, up to where best fit of the rest gives the fewest bins in all.
 
     Args:
-        sorted_lengths: int64 [N], falling.
+        stock: all samples.
         capacity: of a bin, in tokens.
         best_fit: bins that best fit needs for all of them.
         bound: no packing needs fewer bins.
     """
-    stock, placements = Stock(sorted_lengths), Placements()
+    placements = Placements()
     best, fewest, best_draws, useless = placements.copy(), best_fit, 0, 0
     # draws before the first trial take about as long as the trial itself, a best fit of what is left
     first_trial = 1 + 2048 * len(stock.sizes) // (16384 + capacity)
@@ -282,7 +297,7 @@ def _fill_rows(sorted_lengths: np.ndarray, capacity: int, *, best_fit: int, boun
     while left and fewest > bound:
         while (left := stock.seek_longest()) and stock.draws < next_trial:
             _fill_rows_of_longest(stock, placements, capacity)
-        bins = placements.bins + place_sorted(stock.left(), capacity).bins
+        bins = placements.bins + place_sorted(*stock.left, capacity).bins
         if bins < fewest:
             best, fewest, best_draws, useless = placements.copy(), bins, stock.draws, 0
         else:
@@ -312,15 +327,16 @@ class Stock:
     """Counts of the samples of each length that are left.
 
     Args:
-        sorted_lengths: int64 [N], falling.
+        sizes: int64 [K]: the different lengths, falling.
+        counts: int64 [K]: samples of each.
     """
 
-    def __init__(self, sorted_lengths: np.ndarray) -> None:
-        edges = np.flatnonzero(np.diff(sorted_lengths, prepend=-1, append=-1))
-        self.sizes = sorted_lengths[edges[:-1]]
+    def __init__(self, sizes: np.ndarray, counts: np.ndarray) -> None:
+        self.sizes = sizes
         """int64 [K]: the different lengths, falling."""
-        self._next = edges[:-1].copy()
-        self._left = np.diff(edges)
+        self._negated = -sizes
+        self._next = np.cumsum(counts) - counts
+        self._left = counts.copy()
         self._shares = self._left.cumsum()
         self._used = 0
         self._top = 0
@@ -339,9 +355,11 @@ class Stock:
             self._top += 1
         return self._top < len(self.sizes)
 
-    def left(self) -> np.ndarray:
-        """int64: the lengths of all samples that are left, falling."""
-        return np.repeat(self.sizes, self._left)
+    @property
+    def left(self) -> tuple[np.ndarray, np.ndarray]:
+        """(int64 [k]: lengths, falling, int64 [k]: samples of each that are left)."""
+        kinds = np.flatnonzero(self._left)
+        return self.sizes[kinds], self._left[kinds]
 
     def skip_longest(self) -> None:
         """Leave the longest length alone from now on, except as company of shorter ones."""
@@ -352,13 +370,15 @@ class Stock:
         self.draws += 1
         if self._used >= CANDIDATES // 8:  # the shares are good enough for a while
             self._shares, self._used = self._left.cumsum(), 0
-        fitting = int(np.searchsorted(-self.sizes, -room))
+        fitting = int(self._negated.searchsorted(-room))
         below = int(self._shares[fitting - 1]) if fitting else 0
         if below == self._shares[-1]:
             return np.zeros(0, np.int64)
         drawn = self._random.integers(below, self._shares[-1], CANDIDATES)
-        kinds, times = np.unique(np.searchsorted(self._shares, drawn, side="right"), return_counts=True)
-        return np.repeat(kinds, np.minimum(times, self._left[kinds] - (kinds == self._top)))
+        drawn.sort()
+        kinds = self._shares.searchsorted(drawn, side="right")
+        nth = np.arange(CANDIDATES) - kinds.searchsorted(kinds)  # of its length, from 0
+        return kinds[nth < self._left[kinds] - (kinds == self._top)]
 
     def use(self, company: np.ndarray, placements: Placements) -> None:
         """Make as many rows as there are samples for, each of the longest length and this company."""
