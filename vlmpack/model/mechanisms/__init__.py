@@ -59,7 +59,7 @@ class ModelParts:
         if not self.family.has(mechanism):
             return []
         name = self.family.mechanisms[mechanism][part]
-        parts = [layer._modules.get(name) for layer in self.text.layers.children()]
+        parts = [getattr(layer, name, None) for layer in self.text.layers.children()]  # in wrappers too
         return [part for part in parts if part is not None]
 
 
