@@ -1,4 +1,4 @@
-"""What each gloo rank runs, started by test_meshes.py: torch.distributed.run --nproc-per-node 2 (or 4) ... FOLDER.
+"""What each of two or four gloo ranks runs, started by test_meshes.py.
 
 Every case of so many ranks loads its model by transformers' own mesh and takes one packed step. Ranks that share a
 batch get the same samples, data ranks their own. Rank 0 writes the gathered gradients to FOLDER/CASE.pt.
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.distributed import DistributedConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from ranks import samples_of
+from model.two_ranks import samples_of
 
 from vlmpack.context_parallel import Parallel
 from vlmpack.model import PackedStep, enable_packing

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from equality import alone_through, check_gradients, limits_of
 from model.mesh_ranks import MESHES
-from ranks import samples_of
+from model.two_ranks import samples_of
+from ranks import on_ranks
 
 from vlmpack.testing import tiny_model
 from vlmpack.testing.samples import VISION
@@ -25,12 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("meshes")
     for family in {family for _, family, _ in MESHES.values()}:
         model_of(family).save_pretrained(folder / family)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for ranks in (2, 4):
-        launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-        command = [*launch, "--standalone", str(Path(__file__).with_name("mesh_ranks.py")), str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-        assert done.returncode == 0, done.stderr[-3000:]
+        on_ranks(Path(__file__).with_name("mesh_ranks.py"), folder, ranks=ranks)
     return folder
 
 

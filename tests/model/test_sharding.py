@@ -1,15 +1,13 @@
 """DDP and FSDP2 around an enabled model: the same step, on two ranks, in mixed precision too."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from cases import one_of_each
 from equality import alone_through, check_gradients, limits_of
-from ranks import CASES, fresh, samples_of
+from model.two_ranks import CASES, fresh, samples_of
+from ranks import on_ranks
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -76,18 +74,12 @@ def test_a_model_sharded_on_the_meta_device_is_loaded_afterwards(mesh, family):
 
 # ---------------------------------------------------------------------- two processes
 
-RANKS = Path(__file__).with_name("two_ranks.py")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Where rank 0 left the gradients of every case."""
     folder = tmp_path_factory.mktemp("ranks")
-    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [*launch, str(RANKS), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_ranks(Path(__file__).with_name("two_ranks.py"), folder)
     return folder
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron_models import VOCABULARY, gpt_model, on_a_cpu, one_process
+from ranks import on_ranks
 
 from vlmpack.layout import IGNORE, PaddedBatch, SlotRule
 from vlmpack.model import ThdStep
@@ -123,10 +122,7 @@ def test_router_losses_move_without_the_padding_mask() -> None:
 @pytest.mark.slow
 def test_two_ranks_of_a_model_give_the_losses_of_one(tmp_path: Path) -> None:
     """Dense with its weights cut over both (tensor parallel), and with experts on each (expert parallel)."""
-    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    command = [*launch, str(Path(__file__).with_name("two_megatron_ranks.py")), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_ranks(Path(__file__).with_name("two_megatron_ranks.py"), tmp_path)
     for parallel, experts in (("tensor", 0), ("expert", EXPERTS)):
         expected = ThdStep(gpt_model(experts=experts), slots=SlotRule(multiple=4))(texts()).sample_losses
         for rank in range(2):

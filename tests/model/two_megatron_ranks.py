@@ -1,4 +1,4 @@
-"""What each of two ranks runs, started by test_thd_megatron.py: torch.distributed.run ... FOLDER."""
+"""What each of two ranks runs, started by test_thd_megatron.py."""
 
 from __future__ import annotations
 

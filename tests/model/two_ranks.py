@@ -1,4 +1,4 @@
-"""What each of two gloo ranks runs, started by test_sharding.py: python -m torch.distributed.run ... FOLDER.
+"""What each of two gloo ranks runs, started by test_sharding.py, and the samples that it and test_meshes.py compare.
 
 Each rank takes its half of the samples through one step of every case. Rank 0 writes the gradients to FOLDER/CASE.pt.
 """
@@ -6,7 +6,9 @@ Each rank takes its half of the samples through one step of every case. Rank 0 w
 from __future__ import annotations
 
 import sys
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -14,13 +16,27 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from ranks import CASES, fresh, samples_of
-
 from vlmpack.families import family_of
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, enable_packing
-from vlmpack.testing import padded
+from vlmpack.testing import Sample, mixed_samples, padded, tiny_model
+from vlmpack.testing.samples import VISION
+
+CASES = tuple(
+    product(("qwen3_5", "qwen3"), ("ddp", "fsdp2", "fsdp2 of layers' parts"), ("left padded", "row with gaps"))
+)
+"""(family, wrapper, how the samples are handed in)."""
+
+
+def fresh(family: str) -> Any:
+    """Two gated delta layers and one with attention, in a hybrid family."""
+    return tiny_model(family, seed=3, layers=3, vision_depth=1)
+
+
+def samples_of(model: Any) -> list[Sample]:
+    """Five samples: two for the first rank and three for the second, images on both."""
+    kinds = ("image", "text", "images", "text", "text") if model.config.model_type in VISION else ("text",) * 5
+    return mixed_samples(model.config, seed=4, kinds=kinds, side=(1, 2))
 
 
 def main(folder: Path) -> None:

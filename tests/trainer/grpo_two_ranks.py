@@ -1,4 +1,4 @@
-"""What each of two gloo ranks runs, started by test_two_ranks.py: python -m torch.distributed.run ... FOLDER.
+"""What each of two gloo ranks runs, started by test_two_ranks.py.
 
 Both trainers, one after the other, under DDP. Rank 0 writes losses and weights to FOLDER/TRAINER.pt.
 """

@@ -1,4 +1,4 @@
-"""What each of two gloo ranks runs, started by test_two_ranks.py: python -m torch.distributed.run ... FOLDER.
+"""What each of two gloo ranks runs, started by test_two_ranks.py.
 
 Each rank takes half of the samples through one step of every model with experts, under DDP and under FSDP2, with and
 without gradient checkpointing. Rank 0 writes the gradients to FOLDER/CASE.pt.

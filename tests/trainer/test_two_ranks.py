@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import moe
 import pytest
 import torch
+from ranks import on_ranks
 from trainer.packed_runs import fingerprint, fresh, planned, scene
 from training import collator, descend, distance, gradients, lengths_of, loss_alone, losses_alone, receipts
 
@@ -22,16 +20,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 def on_two_ranks(script, *arguments):
     """Run a script of this folder on two gloo ranks, to its end."""
-    launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(
-        [*launch, str(Path(__file__).with_name(script)), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_ranks(Path(__file__).with_name(script), *arguments, DS_ACCELERATOR="cpu")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What each of two gloo ranks runs, started by test_two_ranks.py: python -m torch.distributed.run ... FOLDER.
+"""What each of two gloo ranks runs, started by test_two_ranks.py.
 
 Rank 0 writes what it saw to FOLDER/result.json, and each rank what it did on planned rows to FOLDER/packed<N>.json.
 """

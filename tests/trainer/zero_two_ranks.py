@@ -1,4 +1,4 @@
-"""What each of two gloo ranks runs, started by test_two_ranks.py: python -m torch.distributed.run ... STAGE FOLDER.
+"""What each of two gloo ranks runs, started by test_two_ranks.py.
 
 A DeepSpeed engine over packed rows: two rows a step on each rank, clipped gradients, saved and resumed. Rank 0 writes
 losses, the norms of the gradients and the weights to FOLDER/zero<STAGE>.pt.
