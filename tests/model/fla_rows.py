@@ -1,29 +1,31 @@
-"""What test_delta_fla.py runs in a process of its own, where a stand-in for flash-linear-attention is on the path.
+"""Gated delta layers with flash-linear-attention: one call a layer for the whole row, and packed equals alone.
 
-    python fla_rows.py FAMILY ...
-
-Writes one JSON object to standard output: by family, what each case below saw.
+transformers binds its layers to fla when they are imported, so `test_delta_fla.py` runs these tests in a process in
+which stand-ins in plain PyTorch (`stand_ins`) for fla and causal-conv1d are on the path.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
-from equality import Alone, alone_through, by_sample, gradients, poisoned
+from equality import Alone, alone_through, by_sample, check_gradients, check_outputs, gradients, limits_of, poisoned
 from fla.ops.gated_delta_rule import CALLS  # pyright: ignore[reportMissingImports]
 from parts import gated_delta_layers
 from trees import DEEP, STRANGER, samples_of, shared
 
-from vlmpack.errors import VlmpackError
+from vlmpack.errors import BackendError, ConfigError
 from vlmpack.families import family_named
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PaddedBatch, SlotRule, pack
-from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
+from vlmpack.model import PackedStep, StepConfig, StepResult, disable_packing, enable_packing
 from vlmpack.model.mechanisms import gated_delta, gated_delta_tree
 from vlmpack.model.mechanisms.gated_delta_fla import FlaCall, uses_fla
 from vlmpack.model.mechanisms.gated_delta_tree import HandedState
@@ -31,94 +33,143 @@ from vlmpack.model.mechanisms.recurrent_rows import SpacedNodes
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import kinds_of
 
+GATED = [name for name, family in FAMILIES.items() if family.has("gated_delta")]
 RULE = SlotRule(multiple=4)
 GPU = FlaCall(device="cuda", chip=8, fla="0.6.0", triton="3.7.1", tilelang=False, training=True)
 """A machine that fla serves; this one plays it."""
+TAPS, LAYERS = 3, 3
+"""Tokens before its own that the tiny models' convolution reads; their gated delta layers."""
 
 
-def main(families: list[str]) -> None:
-    torch.set_num_threads(1)
-    json.dump({family: cases(family) for family in families}, sys.stdout)
+@pytest.fixture(scope="module", params=GATED)
+def model(request: pytest.FixtureRequest) -> Any:
+    assert uses_fla(family_named(request.param))
+    return tiny_model(request.param, seed=3, layers=4).train()
 
 
-def cases(family: str) -> dict[str, Any]:
-    model = tiny_model(family, seed=3, layers=4).train()
+@pytest.fixture(autouse=True)
+def disabled_afterwards(model: Any) -> Iterator[None]:
+    yield
+    disable_packing(model).zero_grad()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlaCall, "of", lambda *args, **kwargs: GPU)
+
+
+@pytest.fixture(scope="module")
+def alone(model: Any) -> Alone:
     kinds = ("image", "text", "images") if len(kinds_of(model.config)) > 1 else ("text", "text", "text")
     samples = mixed_samples(model.config, seed=9, kinds=kinds)
     samples += [build_sample(model.config, stretches=[n]) for n in (2, 70)]  # less than the taps, more than a chunk
-    truth = alone_through(model, samples)
-    seen = {"fla": uses_fla(family_named(family)), "refused": refusal(model, truth)}
-    with mock.patch.object(FlaCall, "of", return_value=GPU):
-        seen["exact"] = compared(model, truth)
-        seen["no zeros"] = without(model, truth, mock.patch.object(gated_delta, "reach", return_value=0))
-        seen["no boundaries"] = without(model, truth, mock.patch.object(gated_delta, "fla_boundaries", return_value={}))
-        seen["bias"] = biased(model, truth)
-        own = branches(model)
-        seen["tree"] = of_tree(model, own)
-        seen["broken trees"] = {name: of_tree(model, own, damage) for name, damage in BREAKAGES.items()}
-        seen["padding alone"] = padding_alone(model)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        seen["checkpointing"] = compared(model, truth)
-    conv = sys.modules.get("causal_conv1d")
-    seen["conv calls"] = 0 if conv is None else len(conv.CALLS)
-    return seen
+    return alone_through(model, samples)
 
 
-def compared(model: Any, truth: Alone) -> dict[str, Any]:
-    """How far packed is from alone, with poison in every gap, and how it was computed."""
-    row = pack(padded(truth.samples), rule=RULE)
-    CALLS.clear()
-    enable_packing(model)
-    with poisoned(model, row.segments) as poison:
-        result = PackedStep(model, StepConfig(slots=RULE))(row, logits=True)
-        result.loss.backward()
-    found = gradients(model)
-    model.zero_grad()
-    disable_packing(model)
-    assert found.keys() == truth.gradients.keys()
-    assert poison
-    pairs = [(found[name], own) for name, own in truth.gradients.items()]
-    return {
-        "lengths": truth.lengths,
-        "layers": sum("linear_attn.conv1d.weight" in name for name in found),
-        "calls": [*CALLS],
-        "delta_tokens": result.work.delta_tokens,
-        "logits": max(float((x - own).abs().max()) for x, own in zip(by_sample(result), truth.logits, strict=True)),
-        "loss": abs(float(result.loss / truth.loss) - 1),
-        "gradient": max(float((x - own).abs().max() / own.abs().max()) for x, own in pairs),
-    }
-
-
+@pytest.fixture(scope="module")
 def branches(model: Any) -> Alone:
-    """Samples that begin alike, and one that does not, each alone."""
+    """Samples that begin alike, and one that does not."""
     return alone_through(model, samples_of(model.config, DEEP, STRANGER))
 
 
-def of_tree(model: Any, truth: Alone, damage: Callable[[], Any] = nullcontext) -> dict[str, Any]:
-    """How far a row with a prefix tree is from its samples alone, and how it was computed."""
-    row = shared(truth.samples)
-    with damage():
-        PackedStep(model)(row)  # states are tried out once a process
-        CALLS.clear()
-        result = PackedStep(model)(row, logits=True)
-        result.loss.backward()
-    found = gradients(model)
-    model.zero_grad()
-    disable_packing(model)
-    return {
-        "calls": len(CALLS),
-        "depth": max(row.tree.depths) + 1,
-        "nodes": len(row.tree.lengths),
-        "delta_tokens": result.work.delta_tokens,
-        "tokens": [result.work.physical_tokens, result.work.real_tokens],
-        "logits": max(float((x - own).abs().max()) for x, own in zip(by_sample(result), truth.logits, strict=True)),
-        "gradient": max(float((found[n] - own).abs().max() / own.abs().max()) for n, own in truth.gradients.items()),
-    }
+def check(own: Alone, model: Any, result: StepResult) -> None:
+    """A norm near zero enlarges rounding up to a hundredfold; what reads a poisoned gap is off by 1e-2 and more."""
+    limits = replace(limits_of(model.config.model_type), logits=1e-4, loss=1e-5, gradient=1e-3, cosine=1e-5)
+    check_outputs(own, result, limits)
+    result.loss.backward()
+    check_gradients(own, gradients(model), limits)
 
 
-def untried() -> Any:
-    """States are handed on without trying that out, which would see what is broken here."""
-    return mock.patch.object(gated_delta, "hands_states", return_value=True)
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_row_goes_through_a_layer_in_one_call_and_equals_alone_with_poison_in_every_gap(
+    model: Any, alone: Alone, checkpointed: bool
+) -> None:
+    row, step = pack(padded(alone.samples), rule=RULE), PackedStep(model, StepConfig(slots=RULE))
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    CALLS.clear()
+    with poisoned(enable_packing(model), row.segments) as poison:
+        result = step(row, logits=True)
+        check(alone, model, result)
+    model.gradient_checkpointing_disable()
+    assert poison
+    *others, last = alone.lengths
+    edges = [*accumulate((n + TAPS for n in others), initial=0)]
+    edges.append(edges[-1] + last)  # nothing comes after the last one, so it needs no zeros
+    assert [call["cu_seqlens"] for call in CALLS] == [edges] * LAYERS * (1 + checkpointed)
+    assert {tuple(call["shape"][:2]) for call in CALLS} == {(1, edges[-1])}
+    assert result.work.delta_tokens == edges[-1]
+    assert sys.modules["causal_conv1d"].CALLS
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("part", "nothing"), [("reach", 0), ("fla_boundaries", {})], ids=["zeros", "boundaries"])
+def test_a_row_leaks_without(model: Any, alone: Alone, part: str, nothing: Any) -> None:
+    with mock.patch.object(gated_delta, part, return_value=nothing), torch.no_grad():
+        result = PackedStep(model, StepConfig(slots=RULE))(pack(padded(alone.samples), rule=RULE), logits=True)
+    assert furthest(result, alone) > 0.1
+
+
+def furthest(result: StepResult, alone: Alone) -> float:
+    return max(float((x - own).abs().max()) for x, own in zip(by_sample(result), alone.logits, strict=True))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_bias_that_would_turn_the_zeros_into_something_else_is_refused(model: Any, alone: Alone) -> None:
+    layer = gated_delta_layers(model)[0]
+    projection = next(child for name, child in layer.named_children() if name.startswith("in_proj_qkv"))
+    projection.bias = torch.nn.Parameter(torch.ones(projection.out_features))
+    with pytest.raises(ConfigError, match=r"a projection before the convolution.*lora_bias=False"):
+        PackedStep(model)(padded(alone.samples))
+    projection.bias = None
+
+
+def test_a_model_on_the_cpu_is_refused_before_triton_fails(model: Any, alone: Alone) -> None:
+    with pytest.raises(BackendError, match=r"computes the gated delta layers with fla 0\.6\.0.*move the model"):
+        PackedStep(model)(padded(alone.samples))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_row_of_padding_alone_keeps_every_parameter_in_the_graph(model: Any) -> None:
+    nothing = torch.zeros(2, 5, dtype=torch.long)
+    batch = PaddedBatch(input_ids=nothing, attention_mask=nothing, labels=nothing - 100)
+    result = PackedStep(model, StepConfig(keep_empty=True, slots=SlotRule(pad_to=12)))(batch)
+    result.loss.backward()
+    assert result.loss == result.work.delta_tokens == 0
+    found = [p.grad for name, p in model.named_parameters() if ".linear_attn." in name]
+    assert all(gradient is not None and not gradient.any() for gradient in found)
+
+
+# ---------------------------------------------------------------------- prefix trees
+
+
+def of_tree(model: Any, branches: Alone) -> tuple[Any, StepResult]:
+    row = shared(branches.samples)
+    PackedStep(model)(row)  # states are tried out once a process
+    CALLS.clear()
+    return row, PackedStep(model)(row, logits=True)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_prefix_tree_is_computed_in_one_call_a_level_each_node_from_its_parents_state(
+    model: Any, branches: Alone
+) -> None:
+    row, result = of_tree(model, branches)
+    assert len(CALLS) == LAYERS * (max(row.tree.depths) + 1)
+    assert result.work.delta_tokens == row.tree.num_tokens + TAPS * len(row.tree.lengths) < row.segments.num_tokens
+    check(branches, model, result)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_where_states_cannot_be_handed_on_a_tree_goes_along_the_paths_of_its_samples(
+    model: Any, branches: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gated_delta_tree, "_HANDS", {})
+    monkeypatch.setattr(HandedState, "update_recurrent_state", None)  # as where transformers asks for something else
+    row, result = of_tree(model, branches)
+    assert result.work.delta_tokens > row.segments.num_tokens > row.tree.num_tokens
+    check(branches, model, result)
 
 
 @contextmanager
@@ -129,7 +180,7 @@ def no_states() -> Iterator[None]:
     def update(self: HandedState, state: torch.Tensor, *place: Any, **kwargs: Any) -> None:
         honest(self, 0 * state, *place, **kwargs)
 
-    with untried(), mock.patch.object(HandedState, "update_recurrent_state", update):
+    with mock.patch.object(HandedState, "update_recurrent_state", update):
         yield
 
 
@@ -143,7 +194,7 @@ def no_taps() -> Iterator[None]:
         places = self._derived("places", laid.device, self._places)
         return [torch.zeros_like(laid).index_copy(1, places, laid.index_select(1, places))]
 
-    with untried(), mock.patch.object(SpacedNodes, "split", split):
+    with mock.patch.object(SpacedNodes, "split", split):
         yield
 
 
@@ -154,72 +205,14 @@ def behind_their_taps() -> Iterator[None]:
     def cut(self: SpacedNodes) -> Any:
         return tuple(self.reach + length for length in self.lengths), tuple(range(len(self.nodes)))
 
-    with untried(), mock.patch.object(SpacedNodes, "_cut", property(cut)):
+    with mock.patch.object(SpacedNodes, "_cut", property(cut)):
         yield
 
 
-@contextmanager
-def refused_states() -> Iterator[None]:
-    """As where transformers asks for something else."""
-    with (
-        mock.patch.dict(gated_delta_tree._HANDS, clear=True),
-        mock.patch.object(HandedState, "update_recurrent_state", None),
-    ):
-        yield
-
-
-BREAKAGES = {
-    "no states": no_states,
-    "no taps": no_taps,
-    "behind their taps": behind_their_taps,
-    "refused": refused_states,
-}
-
-
-def without(model: Any, truth: Alone, damage: Any) -> float:
-    """How far the logits of samples after the first are from alone if part of the mechanism is missing."""
-    with damage, torch.no_grad():
-        result = PackedStep(model, StepConfig(slots=RULE))(pack(padded(truth.samples), rule=RULE), logits=True)
-    disable_packing(model)
-    return max(float((x - own).abs().max()) for x, own in zip(by_sample(result)[1:], truth.logits[1:], strict=True))
-
-
-def padding_alone(model: Any) -> dict[str, Any]:
-    """What a rank without samples computes."""
-    nothing = torch.zeros(2, 5, dtype=torch.long)
-    batch = PaddedBatch(input_ids=nothing, attention_mask=nothing, labels=nothing - 100)
-    result = PackedStep(model, StepConfig(keep_empty=True, slots=SlotRule(pad_to=12)))(batch)
-    result.loss.backward()
-    disable_packing(model)
-    learnt = [p.grad for name, p in model.named_parameters() if ".linear_attn." in name]
-    model.zero_grad()
-    return {
-        "loss": result.loss.item(),
-        "largest gradient": max(float("nan") if g is None else float(g.abs().max()) for g in learnt),
-        "delta_tokens": result.work.delta_tokens,
-    }
-
-
-def biased(model: Any, truth: Alone) -> str:
-    """What is said if a projection before the convolution gets a bias."""
-    layer = gated_delta_layers(model)[0]
-    projection = next(child for name, child in layer.named_children() if name.startswith("in_proj_qkv"))
-    projection.bias = torch.nn.Parameter(torch.ones(projection.out_features))
-    said = refusal(model, truth)
-    projection.bias = None
-    return said
-
-
-def refusal(model: Any, truth: Alone) -> str:
-    """What the step says instead of computing."""
-    try:
-        PackedStep(model)(padded(truth.samples))
-    except VlmpackError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        disable_packing(model)
-    return "nothing"
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("damage", [nullcontext, no_states, no_taps, behind_their_taps])
+def test_a_tree_is_wrong_without(model: Any, branches: Alone, damage: Callable[[], Any]) -> None:
+    """States are handed on without trying that out, which would see what is broken."""
+    with damage(), mock.patch.object(gated_delta, "hands_states", return_value=True), torch.no_grad():
+        _, result = of_tree(model, branches)
+    assert (furthest(result, branches) > 0.01) == (damage is not nullcontext)

@@ -12,10 +12,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from vlmpack.errors import BackendError, ConfigError
-from vlmpack.layout import Segments, SlotRule
+from vlmpack.layout import SlotRule
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import attention
-from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.testing import alone, mixed_samples, padded, tiny_model
 
 
@@ -256,10 +255,3 @@ def test_an_attention_keyword_that_no_back_end_computes_is_refused(tower, keywor
     (name,) = keyword
     with pytest.raises(BackendError, match=rf"a Qwen3VL\w*Attention calls attention with {name}=.*leave it out"):
         model(**padded(mixed_samples(model.config)).to_hf())
-
-
-def test_calls_of_the_vision_tower_with_as_many_images_and_patches_are_told_apart():
-    layouts = [Segments.from_lengths(lengths) for lengths in ([4, 8], [8, 4], [4, 4])]
-    row = VisionRow(layouts)
-    for segments in layouts:
-        assert row.find(segments.cu_seqlens(), segments.total) == segments

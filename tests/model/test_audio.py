@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import slow
-from equality import alone_through, check_outputs, check_packed, limits_of
+from equality import alone_through, check_packed
 from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 
 import vlmpack
@@ -90,31 +90,7 @@ def test_positions_are_those_of_the_model_s_own_code(family: str) -> None:
     assert bool((found != found.round()).any()) == (family == CONVOLVED)
 
 
-def test_positions_that_are_not_the_model_s_own_are_an_error_when_packing_is_enabled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = fresh(POOLED)
-    own = model.model.get_rope_index
-    monkeypatch.setattr(model.model, "get_rope_index", lambda *args, **media: (own(*args, **media)[0] + 1, None))
-    with pytest.raises(FamilyError, match=rf"1 audio is at \[1, 1, 1\] .* but {POOLED} is described with"):
-        enable_packing(model)
-
-
 # ---------------------------------------------------------------------- what the comparison sees
-
-
-def other_audio(samples: list[Any]) -> dict[str, torch.Tensor]:
-    """A batch in which audios of one length changed places."""
-    batch = padded(samples, metadata=False).to_hf()
-    return batch | {"input_features": batch["input_features"].flip(0)}
-
-
-def test_the_comparison_sees_audio_of_another_sample() -> None:
-    model = fresh(POOLED)
-    own = alone_through(model, with_audio(model.config, (17,), (17,)))
-    result = PackedStep(model)(other_audio(own.samples), logits=True)
-    with pytest.raises(AssertionError):
-        check_outputs(own, result, limits_of(POOLED))
 
 
 @each_family

@@ -82,18 +82,6 @@ def test_they_are_those_of_the_padded_batch(family, share, given):
     assert distance(gradients(reference), gradients(model)) <= GRADIENT
 
 
-@few
-def test_gradients_of_router_losses_are_compared_with_teeth(family):
-    """What the routers' gradients would be without either of them."""
-    both = fresh(family)
-    PackedStep(both, StepConfig(z_loss_coef=0.25))(batch_of(both), output_router_logits=True).loss.backward()
-    for asked, z_loss_coef in ((False, 0.25), (True, 0.0)):
-        model = fresh(family)
-        step = PackedStep(model, StepConfig(z_loss_coef=z_loss_coef))
-        step(batch_of(model), output_router_logits=asked).loss.backward()
-        assert distance(gradients(both), gradients(model)) > 0.01
-
-
 @pytest.mark.parametrize(
     ("implementation", "dtype"),
     [("eager", torch.float32), ("grouped_mm", torch.bfloat16), ("batched_mm", torch.float32)],

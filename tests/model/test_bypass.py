@@ -145,19 +145,6 @@ def test_a_forward_that_was_replaced_is_noticed(family):
         model(**row)
 
 
-@every_family
-def test_positions_and_boundaries_of_a_flattening_collator_are_refused(family):
-    """DataCollatorWithFlattening marks samples by positions alone, or by names that flash attention knows."""
-    model = enable_packing(fresh(family))
-    row = row_of(model, kinds=("text", "text"))
-    flat = {"input_ids": row["input_ids"], "labels": row["labels"]}
-    positions = torch.cat([torch.arange(12), torch.arange(row["input_ids"].shape[1] - 12)])[None]
-    with pytest.raises(ConfigError, match=r"position_ids that restart.*samples of the row mixed.*as cu_seqlens_q"):
-        model(**flat, position_ids=positions)
-    with pytest.raises(ConfigError, match=r"cu_seq_lens_q, max_length_q would be ignored.*as cu_seqlens_q"):
-        model(**flat, position_ids=positions, cu_seq_lens_q=row["cu_seqlens_q"], max_length_q=12)
-
-
 # ---------------------------------------------------------------------- and what is no way past it
 
 

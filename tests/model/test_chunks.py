@@ -5,17 +5,16 @@ Chunks by themselves are in `tests/attention/test_patterns.py`."""
 from __future__ import annotations
 
 import functools
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cases import slow
-from equality import alone_through, check_outputs, check_packed, limits_of
+from equality import alone_through, check_outputs, limits_of
 from parts import parts_of
 
-from vlmpack.attention.patterns import Chunks, Reach
+from vlmpack.attention.patterns import Reach
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments, SlotRule, pack
@@ -40,38 +39,6 @@ def truth(family: str = "llama4_text") -> Any:
     model = fresh(family)
     kinds = ("text", "image", "text") if family == "llama4" else ("text",) * 3
     return alone_through(model, mixed_samples(model.config, seed=5, kinds=kinds, text=(3, 7), side=(1, 2)))
-
-
-def test_windows_are_counted_within_chunks() -> None:
-    work = check_packed(truth(), fresh()).work
-    assert max(truth().lengths) > 2 * CHUNK  # a sample of several chunks
-    assert 0 < work.window_pairs < work.attended_pairs
-
-
-# ---------------------------------------------------------------------- what the comparison sees
-
-
-def of_the_row(segments: Segments, keys: Segments, size: int) -> Chunks:
-    """Chunks counted from the start of the row, cut once more at samples."""
-    lengths, slots = [], []
-    for (start, stop), slot in zip(segments.spans, segments.slots, strict=True):
-        edges = [start, *range((start // size + 1) * size, stop, size), stop]
-        pieces = [b - a for a, b in pairwise(edges)]
-        lengths += pieces
-        slots += [*pieces[:-1], pieces[-1] + slot - (stop - start)]
-    cut = Segments(lengths=tuple(lengths), slots=tuple(slots), total=segments.total, num_samples=len(lengths))
-    return Chunks(queries=cut, keys=cut)
-
-
-@pytest.mark.parametrize("breakage", ["chunks of the row", "no factors"])
-def test_the_comparison_sees_chunks_and_factors_that_are(breakage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    truth()
-    if breakage == "chunks of the row":
-        monkeypatch.setattr(Chunks, "of", of_the_row)
-    else:
-        monkeypatch.setattr(QueryScale, "makers", lambda self, model: [])
-    with pytest.raises(AssertionError):
-        check_packed(truth(), fresh())
 
 
 # ---------------------------------------------------------------------- chunks
@@ -181,13 +148,3 @@ def test_the_inner_head_computes_labelled_positions_alone() -> None:
 def test_a_trainer_that_calls_the_model_without_its_head_is_refused() -> None:
     with pytest.raises(ConfigError, match="the head of llama4 is inside its text part"):
         pack_backbone(enable_packing(fresh("llama4")))
-
-
-def test_hidden_states_come_out_as_from_the_unmodified_model() -> None:
-    model, own = fresh("llama4").eval(), truth("llama4")
-    batch = padded(own.samples[:1], metadata=False).to_hf()
-    plain = model(**batch, output_hidden_states=True).hidden_states
-    packed = enable_packing(model)(**batch, output_hidden_states=True).hidden_states
-    assert len(packed) == len(plain) == 3
-    for ours, theirs in zip(packed, plain, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import families, slow
-from equality import NAN, alone_through, check_gradients, check_packed, gradients, limits_of
+from equality import NAN, alone_through, check_gradients, gradients, limits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parts import gated_delta_layers
@@ -25,11 +25,6 @@ FREE, DEAR = 0.0, 1e9
 """What a call costs: samples go one by one, or as many together as `recurrent_rows.MAX_STRETCH` allows."""
 TAPS, CHUNK = 4, 64
 """Tokens that a convolution reads, its own included; tokens that the recurrence takes at a time."""
-LENGTHS = {
-    "shorter than the convolution": (1, 2, 3, 1, 2, 4, 3),
-    "around a chunk": (63, 64, 65, 64, 66),
-    "two chunks and one token": (128, 1, 127, 129),
-}
 every_hybrid = pytest.mark.parametrize("family", families(lambda family: family.has("gated_delta")))
 one_hybrid = pytest.mark.parametrize("family", ["qwen3_5_moe", *slow("qwen3_next")])
 LAYER = 2e-5
@@ -56,16 +51,6 @@ def layer_of(model):
 
 
 # ---------------------------------------------------------------------- the whole model
-
-
-@pytest.mark.parametrize("lengths", LENGTHS)
-@one_hybrid
-def test_samples_of_any_length_are_what_they_are_alone(family, lengths, call_cost):
-    model = fresh(family)
-    own = alone_through(model, texts(model, LENGTHS[lengths]))
-    result = check_packed(own, model, multiple=4)
-    waste = result.work.delta_tokens - sum(own.lengths)
-    assert (waste == 0) if call_cost == FREE else (0 < waste <= 0.25 * sum(own.lengths))
 
 
 @one_hybrid
@@ -220,15 +205,6 @@ def test_the_parts_of_all_heads_make_up_the_layer(family: str) -> None:
     assert gradients
     for name, p in layer.named_parameters():
         torch.testing.assert_close(p.grad, gradients[name], rtol=1e-4, atol=1e-5)
-
-
-def test_a_stand_in_leaves_the_layer_as_it_is() -> None:
-    layer = delta_layer("qwen3_5")
-    before = {name: value for name, value in vars(layer).items() if name not in ("_parameters", "_modules")}
-    modules = dict(layer._modules)
-    DeltaHeads(layer, 2).stand_in(1)
-    assert {name: vars(layer)[name] for name in before} == before
-    assert dict(layer._modules) == modules
 
 
 def test_a_layer_with_projections_that_are_not_known_is_not_cut() -> None:

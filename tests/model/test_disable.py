@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from cases import one_of_each, slow
+from cases import one_of_each, slow, slow_cases
 from moe import block_of
 from peft import LoraConfig, get_peft_model
 
@@ -22,7 +22,8 @@ from vlmpack.testing.samples import TOKEN_KEYS, VISION
 
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
 GAPS = SlotRule(multiple=4)
-few = pytest.mark.parametrize("family", ["qwen3_5_moe", *slow("qwen2_5_vl", "qwen4_exp", "lfm2_vl", "gpt_oss")])
+OTHERS = ("qwen2_5_vl", "qwen4_exp", "lfm2_vl", "gpt_oss")
+few = pytest.mark.parametrize("family", ["qwen3_5_moe", *slow(*OTHERS)])
 
 
 def fresh(family, seed=3):
@@ -137,18 +138,16 @@ def a_refused_batch(model):
 EVENTS = (nothing, steps, recomputed_steps, plain_calls, other_settings, an_error_in_a_layer, a_refused_batch)
 
 
-@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.__name__)
-@few
+@pytest.mark.parametrize(
+    ("family", "event"),
+    [
+        *(("qwen3_5_moe", event) for event in EVENTS if event is not steps),
+        *slow_cases(*((family, event) for event in EVENTS if event is not steps for family in OTHERS)),
+        *(pytest.param(*family.values, steps, marks=family.marks) for family in one_of_each()),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
 def test_a_model_is_what_it_was_whatever_happened(family, event):
-    check_disabled(family, event)
-
-
-@pytest.mark.parametrize("family", one_of_each())
-def test_a_model_is_what_it_was(family):
-    check_disabled(family, steps)
-
-
-def check_disabled(family, event):
     model, twin = fresh(family), fresh(family)
     if event is recomputed_steps:
         for each in (model, twin):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from cases import families, slow
 from moe import EXPERTS, LAYERS, MOE, TOP_K, before_experts, block_of, decoder_layers, fresh, rule_for, samples_of
-from torch.utils._python_dispatch import TorchDispatchMode
 from training import distance, gradients, loss_sums
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -87,50 +86,6 @@ def test_shared_experts_get_real_tokens_only(family):
     assert seen == [row.segments.num_tokens] * 2 * LAYERS
 
 
-class Operations(TorchDispatchMode):
-    """The names of the operations of one decoder layer after its attention or gated delta layer: its experts' share."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.names, self.listening = [], False
-        before_experts(layer).register_forward_hook(self.listen)
-        layer.register_forward_hook(self.stop)
-
-    def listen(self, module, args, output):
-        self.listening = True
-
-    def stop(self, module, args, output):
-        self.listening = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.listening:
-            self.names.append(str(func.overloadpacket))
-        return func(*args, **(kwargs or {}))
-
-
-@torch.no_grad()
-def operations(model, **inputs):
-    with Operations(decoder_layers(model)[1]) as seen:
-        model(**inputs)
-    return seen.names
-
-
-@few
-def test_without_gaps_experts_cost_not_one_operation_more(family):
-    """Against the unmodified model on as many tokens; and what a row with gaps costs: one gather and one scatter."""
-    model, untouched = (fresh(family, implementation="grouped_mm").eval() for _ in range(2))
-    enable_packing(model)
-    row = row_of(model, 0)
-    plain = operations(untouched, input_ids=torch.full_like(row.input_ids, 7))
-    assert len(plain) > 10
-    assert operations(model, **row.to_hf()) == plain
-    gathered, *rest = operations(model, **row_of(model, 68).to_hf())
-    assert gathered == "aten.index_select"
-    extra = [name for name in rest if name not in plain]
-    assert extra == ["aten.new_zeros", "aten.index_copy_"]
-    assert len(rest) - len(plain) == 2
-
-
 # ---------------------------------------------------------------------- what stands in gaps
 
 
@@ -154,24 +109,6 @@ def test_what_stands_in_gaps_does_not_matter(family, implementation):
         clean, poisoned = (getattr(result, name) for result in results)
         assert torch.equal(clean, poisoned), name
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-
-
-@few
-def test_a_row_of_nothing_but_padding_leaves_no_part_of_the_experts_out(family):
-    """A rank without samples: losses of 0, and a gradient for every parameter that other ranks wait for."""
-    model = fresh(family)
-    nothing = torch.zeros(2, 5, dtype=torch.long)
-    for per in ("row", "sample"):
-        enable_packing(model, StepConfig(keep_empty=True, slots=SlotRule(pad_to=12), z_loss_coef=0.1, aux_loss=per))
-        output = model(
-            input_ids=nothing, attention_mask=nothing, labels=nothing - 100, output_router_logits=True, return_dict=True
-        )
-        output.loss.backward()
-        assert output.loss == output.aux_loss == output.z_loss == 0
-        assert not output.expert_counts.any()
-    moe = {name: p.grad for name, p in model.named_parameters() if ".mlp." in name and "visual" not in name}
-    assert len(moe) >= 3 * LAYERS
-    assert all(gradient is not None and not gradient.any() for gradient in moe.values())
 
 
 # ---------------------------------------------------------------------- several models, copies, and taking it back

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import slow
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout import IGNORE, Media, MediaTable, PackedRow, PaddedBatch, Segments, SlotRule, pack
+from vlmpack.layout import IGNORE, Media, MediaTable, PackedRow, Segments, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing
-from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
+from vlmpack.testing import mixed_samples, padded, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -382,49 +381,3 @@ def test_a_step_gives_logits_to_a_batch_that_asks_for_them(model, samples):
     expected = PackedStep(model)(batch, logits=True).logits
     assert torch.equal(PackedStep(model)({**batch, "output_logits": True}).logits, expected)
     assert torch.equal(PackedStep(model)(batch, output_logits=True).logits, expected)
-
-
-# ---------------------------------------------------------------------- media of another sample
-
-
-FOUR, EIGHT = (1, 4, 4), (1, 4, 8)
-ORDERED = ("qwen3_vl", *slow("qwen2_vl", "qwen2_5_vl", "qwen3_5"))
-FORMS = ("batch", "batch without metadata", "row", "row with gaps", "row without metadata")
-
-
-def turned(media: Media) -> Media:
-    """The two images exchanged, pixels and grids."""
-    assert media.pixel_values is not None
-    assert media.image_grid_thw is not None
-    first, second = media.pixel_values.split(media.image_grid_thw.prod(1).tolist())
-    return replace(media, pixel_values=torch.cat([second, first]), image_grid_thw=media.image_grid_thw.flip(0))
-
-
-def inputs_of(batch: PaddedBatch, form: str) -> dict:
-    if "without metadata" in form and form.startswith("batch"):
-        return replace(batch, metadata=None).to_hf()
-    if form == "batch":
-        return batch.to_hf()
-    inputs = pack(batch, rule=SlotRule(multiple=16 if "gaps" in form else 1)).to_hf()
-    return {name: value for name, value in inputs.items() if form == "row" or name != "vlmpack"}
-
-
-@pytest.fixture(scope="module", params=ORDERED)
-def model_pair(request):
-    return tiny_model(request.param, patch_size=4).eval(), enable_packing(
-        tiny_model(request.param, patch_size=4).eval()
-    )
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_images_of_two_samples_exchanged_are_refused(model_pair, form):
-    plain, model = model_pair
-    batch = padded([build_sample(plain.config, stretches=[2, 3], image_grids=[grid]) for grid in (FOUR, EIGHT)])
-    assert torch.isfinite(model(**inputs_of(batch, form)).loss)
-    images = zip(batch.metadata.media.images, (EIGHT, FOUR), strict=True)
-    table = MediaTable(media=tuple(replace(image, grid=grid) for image, grid in images))
-    other = replace(batch, media=turned(batch.media), metadata=replace(batch.metadata, media=table))
-    with pytest.raises(RuntimeError, match="shape mismatch"):
-        plain(**replace(other, metadata=None).to_hf())
-    with pytest.raises(LayoutError, match=r"sample 0: a run of 4 image placeholders .* makes 8 tokens"):
-        model(**inputs_of(other, form))

@@ -4,7 +4,6 @@ equals alone: `test_equality.py`.)"""
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,13 +13,12 @@ from equality import alone_through, check_outputs, check_packed, limits_of
 from parts import parts_of
 from transformers.models.gemma3 import modeling_gemma3
 
-from vlmpack.attention.spans import Spans
 from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.families.spans import ImageSpans, media_runs
 from vlmpack.layout import MediaTable, Medium, PackedRow, PrefixTree, Segments, SlotRule, pack
 from vlmpack.model import PackedStep, enable_packing
-from vlmpack.model.mechanisms.attention import RowAttention, layer_reaches, spans_in
+from vlmpack.model.mechanisms.attention import layer_reaches, spans_in
 from vlmpack.model.mechanisms.stock import check_spans
 from vlmpack.model.row import PrefixTreeRow
 from vlmpack.testing import mixed_samples, padded, tiny_model
@@ -37,23 +35,6 @@ def fresh(family: str, **sizes: Any) -> Any:
 def truth(family: str) -> Any:
     model = fresh(family)
     return alone_through(model, mixed_samples(model.config, seed=5, kinds=("image", "text", "image"), side=(2, 3)))
-
-
-@each_family
-@pytest.mark.parametrize("breakage", ["in every layer", "within the window"])
-def test_the_comparison_sees_spans_that_are(breakage: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, cut = truth(family), Spans.cut
-    narrow = lambda self, *boundaries: cut(replace(self, beyond_window=False), *boundaries)  # noqa: E731
-    if breakage == "within the window":
-        monkeypatch.setattr(Spans, "cut", narrow)
-    else:
-        monkeypatch.setattr(RowAttention, "spans_of", lambda self, window: self.spans)
-    is_there = {"gemma3": ("in every layer", "within the window"), "gemma4": ("within the window",)}
-    if breakage in is_there.get(family, ("in every layer",)):  # which is where they are
-        check_packed(own, fresh(family))
-        return
-    with pytest.raises(AssertionError):
-        check_packed(own, fresh(family))
 
 
 def test_images_without_text_between_are_one_run_as_in_the_models_own_code() -> None:

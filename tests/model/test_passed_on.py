@@ -149,15 +149,6 @@ def test_a_cache_goes_on_under_the_name_that_it_was_given(family, name, calls):
     assert recorded == [((), following)]
 
 
-def test_the_steps_of_generate_get_what_they_get_without_packing(calls):
-    recorded = calls("qwen3_vl")
-    for model in (plain("qwen3_vl"), enabled("qwen3_vl")):
-        model.generate(**prompt_of("qwen3_vl"))
-    names = [(args, list(kwargs)) for args, kwargs in recorded]
-    assert len(names) == 8
-    assert names[4:] == names[:4]
-
-
 # ---------------------------------------------------------------------- what comes back
 
 

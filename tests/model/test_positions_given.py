@@ -10,7 +10,7 @@ from cases import slow
 from vlmpack.errors import LayoutError
 from vlmpack.families import family_of
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import MediaTable, Segments, SlotRule, pack
+from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.model.positions import rope_segments
@@ -105,24 +105,6 @@ def test_a_row_more_says_the_place_in_the_sample_on_a_padded_batch_too(family, s
         case.model(**batch, position_ids=given)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("family", ["qwen3_vl", *slow("qwen2_5_vl", "qwen3_5_moe", "qwen2_vl", "glm4v")])
-def test_positions_of_transformers_own_on_the_padded_batch_are_accepted(family, side):
-    case = case_of(family)
-    batch = case.batch(side).to_hf()
-    names = (
-        "input_ids",
-        "attention_mask",
-        "mm_token_type_ids",
-        "image_grid_thw",
-        "video_grid_thw",
-        "second_per_grid_ts",
-    )
-    given, _ = case.model.model.get_rope_index(**{name: batch[name] for name in names if name in batch})
-    assert given.shape == (3, *batch["input_ids"].shape)
-    assert torch.equal(case.model(**batch, position_ids=given).loss, case.model(**batch).loss)
-
-
 @pytest.mark.parametrize("rule", [None, GAPS], ids=["no gaps", "gaps"])
 @each_family
 def test_positions_of_a_row_are_accepted_whatever_stands_in_gaps(family, rule):
@@ -214,20 +196,6 @@ def test_restarts_inside_a_sample_mean_the_same_on_every_kind_of_input(family, k
     for loss in losses[1:]:
         torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=0)
     assert abs(losses[0] - case.model(**case.row().to_hf()).loss) > 1e-5
-
-
-@each_family
-@pytest.mark.parametrize("rule", [None, GAPS], ids=["no gaps", "gaps"])
-def test_positions_restart_at_every_boundary(family, rule):
-    case = case_of(family)
-    row = case.row(rule)
-    rope = rope_segments(restarted(row.segments, tokens=(4, 6)), row.segments)
-    start = row.segments.stride[1]
-    positions = family_of(case.model).positions(MediaTable(), rope, config=case.model.config)[0, 0]
-    assert positions[start : start + 9].tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 2]
-    assert (positions[row.segments.padding_mask()] == 0).all()
-    assert rope.total == row.segments.total
-    assert sum(rope.slots) == sum(row.segments.slots)
 
 
 def test_given_positions_and_restarts_have_to_agree(case):

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from chats import needs, picture
+from chats import needs
 from equality import alone_through, check_outputs, check_packed, limits_of
 from parts import parts_of
 from torch import nn
@@ -21,7 +21,7 @@ from vlmpack.families.spans import ImageSpans, Prefix, prefixes_of_row
 from vlmpack.layout import Segments, SlotRule, pack, share
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, enable_packing
-from vlmpack.model.mechanisms.attention import RowAttention, layer_reaches, spans_in
+from vlmpack.model.mechanisms.attention import layer_reaches, spans_in
 from vlmpack.model.mechanisms.stock import check_spans
 from vlmpack.testing import mixed_samples, padded, tiny_config, tiny_model, tiny_processor
 from vlmpack.testing.samples import sample_like
@@ -71,14 +71,6 @@ def test_packed_equals_alone(text_type: str) -> None:
     check_packed(own, model, limits=LIMITS)
 
 
-def test_the_comparison_sees_prefixes_that_are_in_the_window_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, spans_of = truth(), cast(Any, RowAttention.spans_of)
-    narrow = lambda self, window: replace(spans_of(self, window), beyond_window=False)  # noqa: E731
-    monkeypatch.setattr(RowAttention, "spans_of", narrow)
-    with pytest.raises(AssertionError):
-        check_packed(own, fresh(), limits=LIMITS)
-
-
 # ---------------------------------------------------------------------- the descriptor
 
 
@@ -93,16 +85,6 @@ def test_a_descriptor_with_other_spans_than_the_models_own_masks_is_refused(wron
     check_spans(parts, windows, right)
     with pytest.raises(FamilyError, match=r"as paligemma is described, token \d of a sample with a prefix \(pppppps"):
         check_spans(parts, windows, wrong)
-
-
-def test_a_model_is_refused_whose_own_code_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.paligemma import modeling_paligemma
-
-    plain = vars(modeling_paligemma)["create_causal_mask"]
-    causal = lambda block_sequence_ids=None, **settings: plain(**settings)  # noqa: E731
-    monkeypatch.setattr(modeling_paligemma, "create_causal_mask", causal)
-    with pytest.raises(FamilyError, match="layer 1: as paligemma is described"):
-        enable_packing(fresh())
 
 
 # ---------------------------------------------------------------------- the column
@@ -182,14 +164,6 @@ def test_samples_that_share_tokens_and_not_their_prefix_are_refused() -> None:
 
 
 # ---------------------------------------------------------------------- the collator
-
-
-def features() -> list[dict[str, Any]]:
-    pictures = [picture(90, 61, seed=1), picture(40, 170), picture(61, 90, seed=3)]
-    return [
-        {"prompt": "<image>Total?", "completion": "75,000", "images": pictures[:1]},
-        {"prompt": "<image><image>Which of these is older?", "completion": "The first one", "images": pictures[1:]},
-    ]
 
 
 def test_what_has_no_prompt_is_refused_by_the_collator() -> None:

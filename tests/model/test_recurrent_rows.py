@@ -15,7 +15,7 @@ from layout.naive import naive_buckets, naive_cheapest
 from vlmpack.layout import PrefixTree, Segments, SlotRule
 from vlmpack.model.mechanisms.recurrent_rows import MAX_STRETCH, Buckets, Spaced, SpacedNodes
 
-WIDTH = 3
+WIDTH, NAN = 3, float("nan")
 FREE, DEAR = 0.0, 1e9
 """What a call costs, in tokens: nothing, or more than any row holds."""
 lengths_lists = st.lists(st.integers(0, 9), min_size=1, max_size=7).filter(sum)
@@ -38,39 +38,32 @@ def members_of(buckets):
 # ---------------------------------------------------------------------- there and back
 
 
+@given(
+    segments=st.builds(Segments.from_lengths, lengths_lists, rules),
+    lay_out=st.one_of(
+        call_costs.map(lambda cost: lambda segments: Buckets.cheapest(segments, call_cost=cost)),
+        st.integers(0, 4).map(lambda reach: lambda segments: Spaced(segments=segments, reach=reach)),
+    ),
+)
+def test_join_undoes_split_with_zeros_on_padding_and_gradients_go_the_same_way_back(segments, lay_out):
+    laid, row_1TD, real = lay_out(segments), random_row(segments, poison=NAN), ~segments.padding_mask()
+    back_1TD = laid.join(laid.split(row_1TD))
+    assert torch.equal(back_1TD, row_1TD.masked_fill(~real[:, None], 0))
+    out_1TD = laid.join([part.sin() for part in laid.split(row_1TD)])
+    weights_1TD = torch.randn(out_1TD.shape, generator=torch.Generator().manual_seed(0), dtype=out_1TD.dtype)
+    (out_1TD * weights_1TD).sum().backward()
+    torch.testing.assert_close(row_1TD.grad[:, real], (weights_1TD * row_1TD.detach().cos())[:, real])
+    assert (row_1TD.grad[:, ~real] == 0).all()
+
+
 @given(lengths=lengths_lists, rule=rules, call_cost=call_costs)
 def test_split_is_what_plain_loops_over_samples_make(lengths, rule, call_cost):
     segments = Segments.from_lengths(lengths, rule)
-    row_1TD = random_row(segments, poison=float("nan"))
+    row_1TD = random_row(segments, poison=NAN)
     samples = [row_1TD[0, start:stop].tolist() for start, stop in segments.spans]
     buckets = Buckets.cheapest(segments, call_cost=call_cost)
     parts = buckets.split(row_1TD)
     assert [part.tolist() for part in parts] == naive_buckets(samples, members_of(buckets))
-
-
-@given(lengths=lengths_lists, rule=rules, call_cost=call_costs)
-def test_join_undoes_split_and_puts_zeros_on_padding(lengths, rule, call_cost):
-    segments = Segments.from_lengths(lengths, rule)
-    buckets = Buckets.cheapest(segments, call_cost=call_cost)
-    row_1TD = random_row(segments, poison=float("nan"))
-    back_1TD = buckets.join(buckets.split(row_1TD))
-    real = ~segments.padding_mask()
-    assert back_1TD.shape == row_1TD.shape
-    assert torch.equal(back_1TD[:, real], row_1TD[:, real])
-    assert (back_1TD[:, ~real] == 0).all()
-
-
-@given(lengths=lengths_lists, rule=rules, call_cost=call_costs)
-def test_gradients_go_the_same_way_back_and_none_to_padding(lengths, rule, call_cost):
-    segments = Segments.from_lengths(lengths, rule)
-    buckets = Buckets.cheapest(segments, call_cost=call_cost)
-    row_1TD = random_row(segments, poison=float("nan"))
-    out_1TD = buckets.join([part.sin() for part in buckets.split(row_1TD)])
-    weights_1TD = torch.randn(out_1TD.shape, generator=torch.Generator().manual_seed(0), dtype=out_1TD.dtype)
-    (out_1TD * weights_1TD).sum().backward()
-    real = ~segments.padding_mask()
-    torch.testing.assert_close(row_1TD.grad[:, real], (weights_1TD * row_1TD.detach().cos())[:, real])
-    assert (row_1TD.grad[:, ~real] == 0).all()
 
 
 @given(lengths=lengths_lists, call_cost=call_costs)
@@ -139,7 +132,6 @@ def test_lengths_of_5_to_1_waste_less_than_30_percent_whatever_a_call_costs(leng
 
 # ---------------------------------------------------------------------- one call for all
 
-NAN = float("nan")
 CHANNELS = 7
 
 rows = st.builds(
@@ -166,14 +158,6 @@ def convolved(x_1TD: torch.Tensor, width: int) -> torch.Tensor:
     """A causal convolution, zeros before the first token."""
     weight = torch.linspace(1, 2, CHANNELS * width, dtype=torch.float64).view(CHANNELS, 1, width)
     return F.conv1d(F.pad(x_1TD.transpose(1, 2), (width - 1, 0)), weight, groups=CHANNELS).transpose(1, 2)
-
-
-@given(segments=rows, reach=reaches)
-def test_join_of_a_spaced_row_undoes_split(segments, reach):
-    row = poisoned_row(segments)
-    spaced = Spaced(segments=segments, reach=reach)
-    again = spaced.join(spaced.split(row))
-    assert torch.equal(again, row.masked_fill(segments.padding_mask()[:, None], 0))
 
 
 @given(segments=rows, reach=reaches)
@@ -210,15 +194,6 @@ def test_one_zero_too_few_lets_the_convolution_reach_over():
     short = Spaced(segments=segments, reach=2)
     out = short.join([convolved(part, 4) for part in short.split(row)])
     assert (out[:, 5] - convolved(row[:, 5:], 4)[:, 0]).abs().max() > 0.01
-
-
-@given(segments=rows, reach=reaches)
-def test_gradients_reach_real_tokens_once_and_padding_never(segments, reach):
-    row = poisoned_row(segments).requires_grad_()
-    spaced = Spaced(segments=segments, reach=reach)
-    spaced.join([2 * part for part in spaced.split(row)]).sum().backward()
-    assert row.grad is not None
-    assert torch.equal(row.grad[0, :, 0], 2.0 * ~segments.padding_mask())
 
 
 @pytest.mark.parametrize("lengths", [[7], [0, 7], [7, 0, 0]])

@@ -15,8 +15,6 @@ from trees import STRANGER, Piece, samples_of, shared
 
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep
-from vlmpack.model.mechanisms.recurrent_rows import Spaced
-from vlmpack.model.mechanisms.short_conv import ShortConv
 from vlmpack.testing import build_sample, padded, tiny_model
 
 FAMILY = "lfm2"
@@ -72,21 +70,6 @@ def test_biases_that_would_fill_the_zeros_are_computed_sample_by_sample() -> Non
     assert sum(LENGTHS) <= work.conv_tokens <= 1.25 * sum(LENGTHS)
 
 
-def test_biases_between_samples_would_leak(monkeypatch: pytest.MonkeyPatch) -> None:
-    truth(bias=True)
-    monkeypatch.setattr(ShortConv, "prepare", lambda self, setup: Spaced(segments=setup.row.segments, reach=TAPS - 1))
-    with pytest.raises(AssertionError):
-        check_packed(truth(bias=True), fresh(bias=True))
-
-
-@pytest.mark.parametrize("reach", [0, 1])
-def test_fewer_zeros_than_taps_before_a_token_leak(reach: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    truth()
-    monkeypatch.setattr(ShortConv, "prepare", lambda self, setup: Spaced(segments=setup.row.segments, reach=reach))
-    with pytest.raises(AssertionError):
-        check_packed(truth(), fresh())
-
-
 @pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed but the targeted layer")
 @pytest.mark.parametrize("lora_bias", [False, True])
 def test_adapters_of_projections_learn_what_they_learn_alone(lora_bias: bool) -> None:
@@ -124,6 +107,3 @@ def test_each_node_of_a_tree_reads_the_last_tokens_of_its_path(bias: bool) -> No
         assert work.conv_tokens >= row.segments.num_tokens
     else:
         assert work.conv_tokens == tree.num_tokens + repeated < row.segments.num_tokens
-
-
-# ---------------------------------------------------------------------- attached, and taken back

@@ -12,19 +12,17 @@ import pytest
 import torch
 from breakages import without
 from equality import alone_through, check_packed
-from moe import decoder_layers, router_of
 from parts import parts_of
 from transformers.models.llama import modeling_llama
 
 from vlmpack.attention.patterns import Pattern, Reach
-from vlmpack.errors import BackendError, ConfigError, FamilyError
+from vlmpack.errors import BackendError, FamilyError
 from vlmpack.families.family import plain_logits
 from vlmpack.families.registry import FAMILIES
 from vlmpack.families.text import capped_logits, divided_logits, multiplied_logits
 from vlmpack.layout import pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.model.mechanisms.attention import layer_reaches, with_chunk
-from vlmpack.model.mechanisms.experts import ByProbability
 from vlmpack.model.mechanisms.stock import MaskFunction, check_logits, check_text_positions
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
@@ -194,15 +192,6 @@ def _hooks(module: torch.nn.Module) -> tuple[Any, Any]:
     return module._forward_hooks, module._forward_pre_hooks
 
 
-def test_the_first_row_of_a_model_has_router_statistics() -> None:
-    """transformers hooks routers at the first call of a text part, once and for all."""
-    model = enable_packing(tiny_model("qwen3_vl_moe", layers=2))
-    row = pack(padded(mixed_samples(model.config, seed=5, kinds=("text",))))
-    counts = PackedStep(model)(row, output_router_logits=True).expert_counts
-    assert counts is not None
-    assert counts.sum() == 2 * row.segments.num_tokens * model.config.text_config.num_experts_per_tok
-
-
 @pytest.mark.parametrize(("family", "setting"), [("gemma2", "sliding_window"), ("llama4_text", "attention_chunk_size")])
 def test_masks_that_are_changed_after_packing_was_enabled_are_seen(family: str, setting: str) -> None:
     """Gemma's layers pass the window that they were made with, and Llama 4's pass no chunk: neither shows it."""
@@ -234,14 +223,6 @@ def test_the_comparison_sees_soft_caps(monkeypatch: pytest.MonkeyPatch) -> None:
         check_packed(truth("gemma2"), fresh("gemma2"))
 
 
-def test_the_comparison_sees_what_follows_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    for family in ("gemma2", "cohere2"):
-        truth(family)
-        monkeypatch.setattr(type(FAMILIES[family]), "to_logits", lambda self, model: self.head(model))
-        with pytest.raises(AssertionError):
-            check_packed(truth(family), fresh(family))
-
-
 # ---------------------------------------------------------------------- what a layer passes
 
 
@@ -249,27 +230,3 @@ def test_a_kernel_that_cannot_serve_a_pattern_is_refused_by_name() -> None:
     model = fresh("gpt_oss")
     with pytest.raises(BackendError, match=r"it computes no sinks, which this layer has"):
         PackedStep(model, StepConfig(attention="torch_varlen"))(padded(truth("gpt_oss").samples))
-
-
-# ---------------------------------------------------------------------- routers with a bias
-
-
-BIASED = [family for family in ("deepseek_v3", "lfm2_moe") if family in FAMILIES]
-
-
-@pytest.mark.parametrize("family", BIASED)
-def test_counts_of_experts_are_what_a_router_with_a_bias_chose(family: str) -> None:
-    model, chosen = tiny_model(family, seed=3, layers=2, experts=8), []
-    for layer in decoder_layers(model):
-        router_of(layer).register_forward_hook(lambda router, args, output: chosen.append(output[2].flatten()))
-    step, batch = PackedStep(model, StepConfig(z_loss_coef=0.1)), padded(truth(family).samples)
-    if family == "deepseek_v3" and "router_logits" not in model._can_record_outputs:  # transformers 5.17
-        with pytest.raises(ConfigError, match="DeepseekV3ForCausalLM of this transformers returns no router logits"):
-            step(batch)
-        return
-    result = step(batch)
-    assert result.expert_counts.tolist() == [x.bincount(minlength=8).tolist() for x in chosen]
-    assert result.aux_loss is None
-    top_k = model.config.num_experts_per_tok
-    by_probability = [ByProbability().counts(x, top_k).tolist() for x in result.router_logits]
-    assert by_probability != result.expert_counts.tolist(), "no token chose by the bias or by groups"

@@ -1,5 +1,6 @@
 """What families with other images than Qwen's bring with them, each mechanism once: tiles, images of several sizes,
-further tensors, towers that get boundaries from us, grids of other models (packed equals alone: test_equality.py)."""
+further tensors, towers that get boundaries from us, grids of other models, and videos
+(packed equals alone: test_equality.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack, share, unshare
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, enable_packing
-from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
+from vlmpack.testing import build_sample, joined, mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import kinds_of, sample_like
 
 MECHANISMS = {
@@ -58,7 +59,7 @@ def test_the_blocks_of_a_tower_are_found(family: str) -> None:
 # ---------------------------------------------------------------------- positions of the model's own code
 
 
-@pytest.mark.parametrize("family", ["paddleocr_vl", *slow("qwen2_5_vl", "qwen3_vl", "glm4v")])
+@pytest.mark.parametrize("family", ["paddleocr_vl", "qwen2_5_omni_thinker", *slow("qwen3_vl", "glm4v")])
 def test_positions_that_are_not_the_model_s_own_are_an_error_when_packing_is_enabled(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,9 +67,7 @@ def test_positions_that_are_not_the_model_s_own_are_an_error_when_packing_is_ena
     model = fresh(family)
     own = model.model.get_rope_index
     monkeypatch.setattr(model.model, "get_rope_index", lambda *args, **media: (own(*args, **media)[0] + 1, None))
-    with pytest.raises(
-        FamilyError, match=rf"token 0 of a sample .* is at \[1, 1, 1\] .* but {family} is described with"
-    ):
+    with pytest.raises(FamilyError, match=rf"is at \[1, 1, 1\] .* but {family} is described with"):
         enable_packing(model)
 
 
@@ -197,3 +196,79 @@ def test_a_batch_in_every_circumstance_equals_alone(family: str, circumstance: s
         check_packed(own, model, given=given)
     PackedStep(model)(padded(own.samples)).loss.backward()
     assert {name for name, p in model.named_parameters() if p.grad is not None} == own.outcome.gradients.keys()
+
+
+# ---------------------------------------------------------------------- videos
+
+GLM, TILES, PAIRS, NAVIT = "glm4v", "llava_onevision", "ernie4_5_vl_moe", "minicpmv4_6"
+
+
+def videos_of(family: str) -> list[Any]:
+    config = fresh(family).config
+    wanted = ("text", "video", "image", "images_and_video", "video", "images")
+    kinds: list[Any] = [kind for kind in wanted if kind in kinds_of(config)]
+    return mixed_samples(config, seed=5, kinds=kinds, text=(1, 6), side=(1, 2))
+
+
+@pytest.mark.parametrize("family", [GLM, TILES, *slow(PAIRS)])
+def test_videos_in_another_order_than_their_samples_are_seen_by_their_places(family: str) -> None:
+    """(Of LLaVA-OneVision all videos of a call are as long: nobody can notice two that changed places.)"""
+    model = enable_packing(fresh(family))
+    batch = padded(videos_of(family), metadata=False).to_hf()
+    lost = batch | {"pixel_values_videos": batch["pixel_values_videos"][:-1]}
+    if "video_grid_thw" in batch:
+        lost |= {name: batch[name][:-1] for name in ("video_grid_thw",)}
+        lost["pixel_values_videos"] = batch["pixel_values_videos"][: -int(batch["video_grid_thw"][-1].prod())]
+    with pytest.raises(LayoutError, match=r"sample \d has .* video|sample \d has a run of"):
+        model(**lost)
+    bare = {name: x for name, x in batch.items() if name not in ("pixel_values_videos", "video_grid_thw")}
+    with pytest.raises(LayoutError, match="video placeholders"):
+        model(**bare)
+
+
+def test_videos_that_samples_share_are_computed_once() -> None:
+    model = fresh(GLM)
+    video = build_sample(model.config, stretches=[3, 4], video_grids=[(2, 2, 2)], seconds=[1.0])
+    image = build_sample(model.config, stretches=[2, 5], image_grids=[(1, 2, 4)])
+    row = pack(padded([video, image, video, image]))
+    shared = share(row, min_shared=1)
+    assert shared.tree is not None
+    assert (shared.tree.images, shared.tree.videos) == ((0,), (0,))
+    found, expected = (PackedStep(model)(each, logits=True) for each in (shared, row))
+    assert torch.allclose(found.row_logits, expected.row_logits, atol=1e-5)
+    both = joined([video, image])
+    with pytest.raises(LayoutError, match="sample 0 has images and videos, which glm4v writes with one placeholder"):
+        PackedStep(model)(share(pack(padded([both, both])), min_shared=1))
+
+
+@pytest.mark.parametrize("family", [NAVIT, *slow(TILES, PAIRS)])
+def test_videos_of_other_forms_are_shared_with_their_own_patches(family: str) -> None:
+    model = fresh(family)
+    forms = ({"video_grids": [(2, 2, 4)]}, {"image_grids": [(1, 2, 2)]}, {"video_grids": [(4, 2, 2)]})
+    once = [
+        build_sample(model.config, stretches=[2, 6], seconds=[1.0] * ("video_grids" in form), seed=at, **form)
+        for at, form in enumerate(forms)
+    ]
+    row = pack(padded([sample for sample in once for _ in range(2)]))
+    shared = share(row, min_shared=1, read_media=FAMILIES[family].media_reader(model.config))
+    found, expected, single = (PackedStep(model)(each, logits=True) for each in (shared, row, pack(padded(once))))
+    assert torch.allclose(found.row_logits, expected.row_logits, atol=1e-5)
+    assert found.work.vision_patches == single.work.vision_patches == expected.work.vision_patches // 2
+
+
+def test_frames_of_which_the_model_makes_no_token_are_refused() -> None:
+    model = fresh(PAIRS)
+    sample = build_sample(model.config, stretches=[2, 3], video_grids=[(4, 2, 2)], seconds=[1.0])
+    odd = {"video_grid_thw": torch.tensor([[3, 2, 2]]), "pixel_values_videos": sample["pixel_values_videos"][:12]}
+    with pytest.raises(
+        LayoutError, match="video 0: its grid has 3 frames, and the model makes a token of 2 each; repeat"
+    ):
+        PackedStep(model)(padded([sample_like(sample, {**sample, **odd})]))
+
+
+def test_frames_of_another_size_than_the_tower_s_are_refused() -> None:
+    batch = padded(videos_of(TILES)).to_hf()
+    with pytest.raises(
+        LayoutError, match=r"the model takes videos of equally many frames, \[videos, frames, 3, 24, 24\]"
+    ):
+        enable_packing(fresh(TILES))(**batch | {"pixel_values_videos": batch["pixel_values_videos"][..., :-1]})
