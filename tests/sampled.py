@@ -58,7 +58,7 @@ def model_of(engine: Engine) -> Any:
 
 def sample(*, num_samples: int = 1, prompt_logprobs: bool = False, top: int = 0, **params: Any) -> Sample:
     """A request; its prompt is given to the sampler encoded."""
-    settings = SamplingParams(**{"max_tokens": 12, "seed": 1, "stop_tokens": (), **params})
+    settings = SamplingParams(**{"max_tokens": 12, "seed": 1, "stop": (), **params})
     return Sample(
         sampling_session_id=SESSION,
         seq_id=0,

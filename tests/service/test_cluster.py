@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,12 @@ BACK_WITHIN = 300.0
 
 def test_arguments_are_read_from_texts() -> None:
     settings = ClusterSettings.parse({"model": "m", "state": "s", "workers": "4", "gpus": 1, "lora_only": "true"})
-    assert (settings.workers, settings.gpus, settings.lora_only, settings.device) == (4, 1, True, "cuda")
-    service = settings.service(key="tml-k")
+    assert (settings.workers, settings.gpus, settings.service.lora_only, settings.device) == (4, 1, True, "cuda")
+    service = settings.with_key("tml-k")
     assert (service.key, service.lora_only, service.shard_on) == ("tml-k", True, None)
-    sharded = ClusterSettings.parse({**asdict(settings), "shard": True, "row_tokens": "512"}).service(key="")
+    sharded = ClusterSettings.parse(
+        {"model": "m", "state": "s", "gpus": "1", "shard": "yes", "row_tokens": "512"}
+    ).with_key("")
     assert (sharded.shard_on, sharded.limits.row_tokens) == ("cuda", 512)
 
 
@@ -48,7 +49,7 @@ def test_arguments_are_read_from_texts() -> None:
     ("arguments", "message"),
     [
         ({"model": "m"}, "state: Field required"),
-        ({"model": "m", "state": "s", "worker": 2}, "worker: Unexpected keyword.*They are model, state, "),
+        ({"model": "m", "state": "s", "worker": 2}, "worker: Unexpected keyword.*They are cpus, .*, row_tokens, "),
         ({"model": "m", "state": "s", "workers": "two"}, "workers: Input should be a valid integer"),
         ({"model": "m", "state": "s", "shard": "perhaps"}, "shard: Input should be a valid boolean"),
         ({"model": "m", "state": "s", "workers": 0}, "workers is 1 or more"),

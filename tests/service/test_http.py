@@ -243,7 +243,7 @@ def test_another_base_model_fails_in_the_future(client: Client) -> None:
     posted = client.post(
         "create_model", session_id=session_id, model_seq_id=0, base_model="gpt", lora_config={"rank": 4}
     )
-    assert error_of(client, posted.json()["request_id"]) == f"base_model 'gpt': this service has '{BASE}' alone"
+    assert "not 'gpt'" in error_of(client, posted.json()["request_id"])
     answer = client.post("create_sampling_session", session_id=session_id, sampling_session_seq_id=0, base_model="gpt")
     assert answer.status == 400
 

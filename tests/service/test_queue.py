@@ -37,7 +37,7 @@ from vlmpack.errors import RequestError
 from vlmpack.service import journal as journals
 from vlmpack.service.journal import Journal
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.messages import ForwardBackward, Rejected, Reply
+from vlmpack.service.messages import ForwardBackward, NewSession, Rejected, Reply
 from vlmpack.service.queue import MOST_GAPS, Pending
 
 
@@ -499,7 +499,7 @@ def test_there_are_only_so_many_sessions_at_once(tmp_path: Path) -> None:
 
 
 def test_a_session_lists_its_models_and_samplers(client: Client) -> None:
-    session = client.queue.create_session(tags=["a"], user_metadata={"who": "me"}, display_name="mine")
+    session = client.queue.create_session(NewSession(tags=("a",), user_metadata={"who": "me"}, display_name="mine"))
     client.call(create(session))
     client.call(create(session, 1, rank=65))  # is refused
     sampler = client.sampler(session)

@@ -77,7 +77,7 @@ def sampled(engine: Engine) -> np.ndarray:
         seq_id=0,
         prompt=(TextChunk(tokens=np.arange(20, 26, dtype=np.int32)),),
         num_samples=1,
-        params=SamplingParams(seed=3, max_tokens=5, stop_tokens=()),
+        params=SamplingParams(seed=3, max_tokens=5, stop=()),
     )
     engine.sampler.open("s", None)
     engine.sampler.add("key", "s", engine.encode_prompt(request), request)

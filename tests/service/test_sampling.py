@@ -269,7 +269,7 @@ def test_without_a_seed_each_request_is_another(base: Engine) -> None:
 def test_stop_tokens_end_a_sequence_and_are_part_of_it(base: Engine) -> None:
     prompt = prompts_of(base, count=1)[0]
     (free,) = tokens_of(run_one(sampler_of(base), prompt, sample(max_tokens=30)))
-    result = run_one(sampler_of(base), prompt, sample(max_tokens=30, stop_tokens=(free[9], free[9], 3)))
+    result = run_one(sampler_of(base), prompt, sample(max_tokens=30, stop=(free[9], free[9], 3)))
     end = min(free.index(free[9]), (3 in free and free.index(3)) or 99)
     assert tokens_of(result) == [free[: end + 1]]
     assert result.sequences[0].stop_reason == "stop"
@@ -280,15 +280,15 @@ def test_no_stop_tokens_are_the_models_own_and_an_empty_list_is_none_at_all(base
     prompt = prompts_of(base, count=1)[0]
     (free,) = tokens_of(run_one(sampler_of(base), prompt, sample(max_tokens=20)))
     base.base = replace(base.base, eos=(free[7],))
-    by_itself = run_one(sampler_of(base), prompt, sample(max_tokens=20, stop_tokens=None))
+    by_itself = run_one(sampler_of(base), prompt, sample(max_tokens=20, stop=None))
     assert tokens_of(by_itself) == [free[: free.index(free[7]) + 1]]
     assert by_itself.sequences[0].stop_reason == "stop"
-    endless = run_one(sampler_of(base), prompt, sample(max_tokens=20, stop_tokens=()))
+    endless = run_one(sampler_of(base), prompt, sample(max_tokens=20, stop=()))
     assert tokens_of(endless) == [free]
     assert endless.sequences[0].stop_reason == "length"
 
 
-@pytest.mark.parametrize("stop", [{"stop_strings": ("never this",)}, {"stop_tokens": (10**6,)}], ids=["text", "id"])
+@pytest.mark.parametrize("stop", [{"stop": ("never this",)}, {"stop": (10**6,)}], ids=["text", "id"])
 def test_end_of_sequence_ends_it_beside_other_stops_in_each_sample_of_a_request(
     stop: dict[str, Any], base: Engine
 ) -> None:
@@ -309,7 +309,7 @@ def test_stop_strings_end_a_sequence_with_the_token_that_completes_them() -> Non
     (free,) = tokens_of(run_one(sampler_of(engine), prompt, sample(max_tokens=20)))
     stop = decode(free[8:10])[-3:]
     end = next(n for n in range(1, 21) if stop in decode(free[:n]))
-    result = run_one(sampler_of(engine), prompt, sample(max_tokens=20, stop_strings=("never this", stop)))
+    result = run_one(sampler_of(engine), prompt, sample(max_tokens=20, stop=("never this", stop)))
     assert tokens_of(result) == [free[:end]]
     assert result.sequences[0].stop_reason == "stop"
 

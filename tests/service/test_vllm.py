@@ -194,7 +194,7 @@ PICTURE: tuple[Chunk, ...] = (text(20), ImageChunk(data=png(64, 96), format="png
 def sample(
     chunks: tuple[Chunk, ...] = PROMPT, *, num_samples: int = 1, logprobs: bool = False, top: int = 0, **params: Any
 ) -> Sample:
-    settings = SamplingParams(**{"max_tokens": 6, "seed": 3, "stop_tokens": (), **params})
+    settings = SamplingParams(**{"max_tokens": 6, "seed": 3, "stop": (), **params})
     return Sample(
         sampling_session_id="x",
         seq_id=0,
@@ -293,24 +293,24 @@ def test_stop_tokens_and_strings(engine: Engine) -> None:
     sampler = sampler_of(engine)
     free = run(sampler, engine, {"a": sample(max_tokens=50)})["a"].sequences[0].tokens.tolist()
     first = free.index(free[9])
-    stopped = run(sampler, engine, {"a": sample(max_tokens=50, stop_tokens=(free[9],))})["a"].sequences[0]
+    stopped = run(sampler, engine, {"a": sample(max_tokens=50, stop=(free[9],))})["a"].sequences[0]
     assert (stopped.tokens.tolist(), stopped.stop_reason) == (free[: first + 1], "stop")
     said = "".join(map(letter, free))
-    text_stopped = run(sampler, engine, {"a": sample(max_tokens=50, stop_strings=(said[4:7],))})["a"].sequences[0]
+    text_stopped = run(sampler, engine, {"a": sample(max_tokens=50, stop=(said[4:7],))})["a"].sequences[0]
     assert (text_stopped.tokens.tolist(), text_stopped.stop_reason) == (free[: said.index(said[4:7]) + 3], "stop")
     whole = run(sampler, engine, {"a": sample(max_tokens=None)})["a"].sequences[0]
     assert len(whole.tokens) == 200 - 3
-    own = run(sampler, engine, {"a": sample(max_tokens=None, stop_tokens=None)})["a"].sequences[0]
+    own = run(sampler, engine, {"a": sample(max_tokens=None, stop=None)})["a"].sequences[0]
     assert (EOS in whole.tokens.tolist()) == (own.stop_reason == "stop")
 
 
-@pytest.mark.parametrize("stop", [{"stop_strings": ("never this",)}, {"stop_tokens": (10**6,)}], ids=["text", "id"])
+@pytest.mark.parametrize("stop", [{"stop": ("never this",)}, {"stop": (10**6,)}], ids=["text", "id"])
 def test_end_of_sequence_ends_it_beside_other_stops(engine: Engine, stop: dict[str, Any]) -> None:
     free = run(sampler_of(engine), engine, {"a": sample(max_tokens=50)})["a"].sequences[0].tokens.tolist()
     sampler = sampler_of(engine, eos=free[9])
     stopped = run(sampler, engine, {"a": sample(max_tokens=50, **stop)})["a"].sequences[0]
     assert (stopped.tokens.tolist(), stopped.stop_reason) == (free[: free.index(free[9]) + 1], "stop")
-    endless = run(sampler, engine, {"a": sample(max_tokens=50, stop_tokens=())})["a"].sequences[0]
+    endless = run(sampler, engine, {"a": sample(max_tokens=50, stop=())})["a"].sequences[0]
     assert endless.tokens.tolist() == free
 
 

@@ -24,8 +24,7 @@ from vlmpack.service.messages import (
     OptimStepResult,
     Sample,
     SamplingParams,
-    SavedForSampler,
-    SavedWeights,
+    Saved,
     SaveForSampler,
     SaveWeights,
     TextChunk,
@@ -73,8 +72,6 @@ def sampling(**params: Any) -> SamplingParams:
 def test_a_step_of_the_optimiser() -> None:
     step = decode("OptimStep", model_id=MODEL, seq_id=2, type="optim_step", adam_params=ADAM)
     assert step == OptimStep(model_id=MODEL, seq_id=2, adam=AdamParams(**ADAM))
-    step = decode("OptimStep", model_id=MODEL, seq_id=2, adam_params={**ADAM, "grad_clip_norm": -1})
-    assert step.adam.grad_clip_norm == 0  # below 0 it is off
 
 
 def test_checkpoints() -> None:
@@ -91,7 +88,7 @@ def test_snapshots_have_a_name_or_belong_to_a_session() -> None:
     named = decode("SaveForSampler", model_id=MODEL, path="s1", kind="snapshot", seq_id=7)
     assert named == SaveForSampler(model_id=MODEL, seq_id=7, name="s1")
     ephemeral = decode("SaveForSampler", model_id=MODEL, sampling_session_seq_id=0, kind="inflight", seq_id=8)
-    assert ephemeral == SaveForSampler(model_id=MODEL, seq_id=8, sampling_session_seq_id=0)
+    assert ephemeral == SaveForSampler(model_id=MODEL, seq_id=8, sampling_session_seq_id=0, kind="inflight")
     with pytest.raises(RequestError, match="neither path nor sampling_session_seq_id"):
         decode("SaveForSampler", model_id=MODEL, seq_id=8)
 
@@ -115,25 +112,24 @@ def test_a_prompt() -> None:
     assert isinstance(first, TextChunk) and first.tokens.tolist() == [20, 21, 809]
     assert image == ImageChunk(data=b"png", format="png", expected_tokens=4)
     assert isinstance(last, TextChunk) and last.tokens.tolist() == [810, 22, 23]
-    assert request.params == SamplingParams(max_tokens=4, seed=7, stop_tokens=(5,))
+    assert request.params == SamplingParams(max_tokens=4, seed=7, stop=(5,))
     assert (request.num_samples, request.seq_id, request.prompt_logprobs) == (2, 0, False)
     assert sample(seq_id=3 * 10**9).seq_id == 3 * 10**9  # clones of a client start there
 
 
 @pytest.mark.parametrize(
-    ("sent", "tokens", "texts"),
+    ("sent", "stop"),
     [
-        ({}, None, ()),
-        ({"stop": None}, None, ()),
-        ({"stop": []}, (), ()),
-        ({"stop": [3, 4]}, (3, 4), ()),
-        ({"stop": "end"}, (), ("end",)),
-        ({"stop": ["a", "b"]}, (), ("a", "b")),
+        ({}, None),
+        ({"stop": None}, None),
+        ({"stop": []}, ()),
+        ({"stop": [3, 4]}, (3, 4)),
+        ({"stop": "end"}, ("end",)),
+        ({"stop": ["a", "b"]}, ("a", "b")),
     ],
 )
-def test_stops(sent: dict[str, Any], tokens: tuple[int, ...] | None, texts: tuple[str, ...]) -> None:
-    params = sampling(**sent)
-    assert (params.stop_tokens, params.stop_strings) == (tokens, texts)
+def test_stops(sent: dict[str, Any], stop: tuple[Any, ...] | None) -> None:
+    assert sampling(**sent).stop == stop
 
 
 # ---------------------------------------------------------------------- what is refused
@@ -148,8 +144,8 @@ def test_stops(sent: dict[str, Any], tokens: tuple[int, ...] | None, texts: tupl
         ({"learning_rate": 10**400}, "adam_params.learning_rate: 1000.*a finite number"),
         ({"learning_rate": True}, "adam_params.learning_rate: True; a finite number"),
         ({"learning_rate": -1}, "adam_params.learning_rate: -1; a number from 0"),
-        ({"beta2": 1.0}, "adam_params.beta2: 1.0; a number below 1"),
-        ({"eps": 1e-60}, "adam_params: eps is 1e-60, which is 0 in float32"),
+        ({"beta2": 1.0}, "adam_params.beta2: 1.0; a number from 0 to 1, 1 excluded"),
+        ({"eps": 1e-60}, "adam_params.eps: 1e-60; a number from 1.4"),
         ({"nesterov": 1}, "adam_params.nesterov: not a setting of this service"),
     ],
 )
@@ -166,12 +162,12 @@ def test_numbers_that_json_does_not_have() -> None:
 
 
 def test_other_optimisers() -> None:
-    with pytest.raises(RequestError, match=r"dimuon.*AdamW alone"):
+    with pytest.raises(RequestError, match=r"dimuon.*does not have it; this service has AdamW alone"):
         decode("OptimStep", model_id=MODEL, seq_id=2, optimizer_params={"type": "dimuon"})
     fields = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "optimizer_config": {"type": "dimuon"}}
-    with pytest.raises(RequestError, match=r"optimizer_config.type 'dimuon'"):
+    with pytest.raises(RequestError, match=r"optimizer_config.*dimuon"):
         decode("CreateModel", **fields)
-    with pytest.raises(RequestError, match=r"optimizer_config.type 'dimuon'"):
+    with pytest.raises(RequestError, match=r"optimizer_config.*dimuon"):
         decode("CreateFromCheckpoint", **fields, path="p", optimizer=False)
 
 
@@ -211,7 +207,7 @@ def test_what_is_not_computed_is_not_ignored(name: str, value: Any) -> None:
     ("params", "message"),
     [
         ({"temperature": -0.1}, "temperature: -0.1; a number from 0"),
-        ({"top_p": 0}, "top_p 0: no token is left"),
+        ({"top_p": 0}, "top_p: 0; a number from 0 to 1, 0 excluded"),
         ({"top_p": 1.5}, "top_p: 1.5"),
         ({"top_k": -2}, "top_k: -2"),
         ({"max_tokens": 0}, "max_tokens: 0; a whole number from 1"),
@@ -284,11 +280,10 @@ def test_notes_are_short() -> None:
         (OptimStepResult(metrics={"a:mean": 1.5}), {"metrics": {"a:mean": 1.5}, "type": "optim_step"}),
         (OptimStepResult(metrics={"a": float("nan"), "b": 1.0}), {"metrics": {"b": 1.0}, "type": "optim_step"}),
         (CreatedModel(model_id="m"), {"model_id": "m", "type": "create_model"}),
-        (SavedWeights(path="p"), {"path": "p", "type": "save_weights"}),
-        (SavedForSampler(path="p"), {"path": "p", "type": "save_weights_for_sampler"}),
+        (Saved(path="p", type="save_weights"), {"path": "p", "type": "save_weights"}),
         (
-            SavedForSampler(sampling_session_id="s"),
-            {"path": None, "sampling_session_id": "s", "type": "save_weights_for_sampler"},
+            Saved(sampling_session_id="s", type="save_weights_for_sampler"),
+            {"sampling_session_id": "s", "type": "save_weights_for_sampler"},
         ),
         (LoadedWeights(path="p"), {"path": "p", "type": "load_weights"}),
         (LoadedWeights(path="p", model_id="m"), {"path": "p", "model_id": "m", "type": "load_weights"}),

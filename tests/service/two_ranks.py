@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from step_service import ADAM, lora, request, some_data, tiny_engine, weights
 
 from vlmpack.errors import RequestError
-from vlmpack.service.distributed import DistributedEngine, follow
+from vlmpack.service.distributed import follow, lead
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Datum, Failure
 from vlmpack.service.ranks import join
@@ -83,7 +83,7 @@ def main(folder: Path) -> None:
     assert ranks is not None
     inner = tiny_engine(limits=LIMITS, ranks=ranks)
     if ranks.rank == 0:
-        engine = DistributedEngine(inner, ranks)
+        engine = lead(inner, ranks)
         seen = scenario(engine, inner, folder)
         engine.stop()
         (folder / "seen.json").write_text(json.dumps(seen))

@@ -13,18 +13,30 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
 from vlmpack.errors import ConfigError
+from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.limits import ServiceLimits
+from vlmpack.service.ranks import FAILED, Ranks, end, join_at
+from vlmpack.service.server import (
+    Base,
+    Service,
+    ServiceSettings,
+    check_key,
+    follow_rank_0,
+    load_base,
+    make_key,
+    model_name,
+    read_key,
+)
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
-
-    from vlmpack.service.ranks import Ranks
-    from vlmpack.service.server import Base, ServiceSettings
 
 log = logging.getLogger("vlmpack.service")
 
@@ -38,7 +50,10 @@ KEY_VARIABLE = "VLMPACK_API_KEY"
 @final
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
-    """Arguments of the application. Those of `serve run` are texts."""
+    """Arguments of the application, beside all fields of `ServiceSettings` and `ServiceLimits`, such as `row_tokens`.
+
+    Those of `serve run` are texts.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
@@ -56,18 +71,10 @@ class ClusterSettings:
     """The name of the model for clients; empty: its own."""
     dtype: str = ""
     """Of the weights; empty: bfloat16 on a GPU, float32 without one."""
-    row_tokens: int = ServiceLimits.row_tokens
-    """Token budget of a packed row."""
-    max_models: int = ServiceLimits.models
-    """Most models of all clients at one time."""
-    lora_only: bool = False
-    """Refuse models that are trained as a whole."""
-    gradient_checkpointing: bool = False
-    """Compute layers again in the backward pass."""
     shard: bool = False
     """Shard the base model over the ranks (FSDP2)."""
-    sampler: str = "exact"
-    """`exact` or `fast`."""
+    service: ServiceSettings
+    """Settings of the service; a key is not among the arguments."""
 
     @classmethod
     def parse(cls, arguments: Mapping[str, Any]) -> ClusterSettings:
@@ -78,48 +85,44 @@ class ClusterSettings:
         """
         from pydantic import TypeAdapter, ValidationError  # which comes with Ray Serve
 
+        own = {field.name for field in fields(cls)} - {"service"}
+        limits = {field.name for field in fields(ServiceLimits)}
+        service = {field.name for field in fields(ServiceSettings)} - {"limits", "key", "shard_on"}
+        values: dict[str, Any] = {name: value for name, value in arguments.items() if name not in limits | service}
+        values["service"] = {
+            "key": "",
+            "limits": {name: value for name, value in arguments.items() if name in limits},
+            **{name: value for name, value in arguments.items() if name in service},
+        }
         try:
-            settings = TypeAdapter(cls).validate_python(dict(arguments))
+            settings = TypeAdapter(cls).validate_python(values)
         except ValidationError as error:
-            found = "; ".join(f"{each['loc'][0]}: {each['msg']}" for each in error.errors())
-            names = ", ".join(field.name for field in fields(cls))
+            found = "; ".join(f"{each['loc'][-1]}: {each['msg']}" for each in error.errors())
+            names = ", ".join([*sorted(own), *sorted(service), *sorted(limits)])
             raise ConfigError(f"arguments of the application: {found}. They are {names}") from error
-        if settings.workers < 1 or settings.gpus not in (0, 1) or settings.sampler not in ("exact", "fast"):
+        if settings.workers < 1 or settings.gpus not in (0, 1) or settings.service.sampler not in ("exact", "fast"):
             raise ConfigError("workers is 1 or more, gpus is 0 or 1, sampler is exact or fast; set it so")
         return settings
+
+    @property
+    def served_name(self) -> str:
+        """The name of the model for clients."""
+        return self.name or model_name(self.model)
 
     @property
     def device(self) -> str:
         """Of every rank; Ray shows each its GPU alone."""
         return "cuda" if self.gpus else "cpu"
 
-    @property
-    def served_name(self) -> str:
-        """The name of the model for clients."""
-        from vlmpack.service.server import model_name
-
-        return self.name or model_name(self.model)
-
     def load(self) -> Base:
         """Load the base model on this rank."""
-        from vlmpack.service.server import load_base
-
         dtype = self.dtype or ("bfloat16" if self.gpus else "float32")
         device = "cpu" if self.shard else self.device
         return load_base(self.model, name=self.served_name, device=device, dtype=dtype)
 
-    def service(self, *, key: str) -> ServiceSettings:
+    def with_key(self, key: str) -> ServiceSettings:
         """The settings of the service on every rank."""
-        from vlmpack.service.server import ServiceSettings
-
-        return ServiceSettings(
-            key=key,
-            limits=ServiceLimits(row_tokens=self.row_tokens, models=self.max_models),
-            lora_only=self.lora_only,
-            gradient_checkpointing=self.gradient_checkpointing,
-            shard_on=self.device if self.shard else None,
-            sampler=self.sampler,
-        )
+        return replace(self.service, key=key, shard_on=self.device if self.shard else None)
 
 
 def app(arguments: Mapping[str, Any]) -> Any:
@@ -128,7 +131,7 @@ def app(arguments: Mapping[str, Any]) -> Any:
     The key is that of `VLMPACK_API_KEY`, if the replica has this variable (`runtime_env`), or else in STATE/key.
 
     Args:
-        arguments: fields of `ClusterSettings` by name.
+        arguments: by name, see `ClusterSettings`.
 
     Raises:
         ConfigError: an argument that cannot be; Ray Serve is not installed.
@@ -151,7 +154,7 @@ def app(arguments: Mapping[str, Any]) -> Any:
         name="step-service",
         num_replicas=1,
         max_ongoing_requests=ONGOING,
-        graceful_shutdown_timeout_s=settings.service(key="").drain_seconds + LAST_SECONDS,
+        graceful_shutdown_timeout_s=settings.service.drain_seconds + LAST_SECONDS,
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
         placement_group_bundles=[resources] * settings.workers,
         placement_group_strategy="PACK",
@@ -164,13 +167,10 @@ def app(arguments: Mapping[str, Any]) -> Any:
 
 def replica(settings: ClusterSettings) -> ASGIApp:
     """Make the app of rank 0, in the replica's process; the other ranks start as its actors."""
-    from vlmpack.service.checkpoints import StateFolder
-    from vlmpack.service.server import Service, check_key, make_key, read_key
-
     key, file = os.environ.get(KEY_VARIABLE), Path(settings.state) / "key"
     key = check_key(key, KEY_VARIABLE) if key else read_key(file)
     state = StateFolder(Path(settings.state), base_model=settings.served_name)
-    service = settings.service(key=key or make_key(file))
+    service = settings.with_key(key or make_key(file))
     ranks = _start_others(settings) if settings.workers > 1 else None
     return Service(settings.load(), state, service, ranks=ranks).app()
 
@@ -178,9 +178,6 @@ def replica(settings: ClusterSettings) -> ASGIApp:
 def _start_others(settings: ClusterSettings) -> Ranks:
     """Start an actor for each other rank, which end with this process, as it ends with one that fails."""
     import ray
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-    from vlmpack.service.ranks import join_at
 
     address = ray.util.get_node_ip_address()
     store = TCPStore(address, 0, settings.workers, is_master=True, wait_for_workers=False)
@@ -197,8 +194,6 @@ def _end_with(rank: int, actor: Any, ends: Any) -> None:
     """End this process if another rank fails, so that Serve starts all of them again; one that rank 0 stopped ends."""
     import ray
     from ray.exceptions import RayError
-
-    from vlmpack.service.ranks import FAILED, end
 
     try:
         ray.get(ends)
@@ -217,11 +212,6 @@ class EngineActor:
         Raises:
             ConnectionError: rank 0 is gone.
         """
-        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-        from vlmpack.service.ranks import join_at
-        from vlmpack.service.server import follow_rank_0
-
         store = TCPStore(address, port, settings.workers, is_master=False)
         ranks = join_at(store, rank=rank, size=settings.workers, gpu=0)
-        follow_rank_0(settings.load(), settings.service(key=""), ranks)
+        follow_rank_0(settings.load(), settings.with_key(""), ranks)

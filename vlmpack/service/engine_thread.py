@@ -26,10 +26,7 @@ from vlmpack.service.messages import Failure, ForwardBackward, Outcome, Reply, S
 from vlmpack.service.operations import Done, Operations, describe_failure
 
 if TYPE_CHECKING:
-    from vlmpack.service.distributed import DistributedEngine
     from vlmpack.service.engine import Engine
-
-    ServedEngine = Engine | DistributedEngine
 
 TIDY_SECONDS = 0.5
 """Time between two looks at what has run out."""
@@ -181,7 +178,7 @@ class EngineThread:
     """
 
     def __init__(
-        self, engine: ServedEngine, ledger: Ledger, state: StateFolder, *, codec: Any, tidy: Callable[[], None]
+        self, engine: Engine, ledger: Ledger, state: StateFolder, *, codec: Any, tidy: Callable[[], None]
     ) -> None:
         self._engine, self._ledger, self._state, self._codec, self._tidy = engine, ledger, state, codec, tidy
         self._operations = Operations(engine, ledger, state, codec=codec)

@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Annotated, Any, final
 
 import anyio
 from starlette.applications import Starlette
@@ -33,11 +33,12 @@ from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 from vlmpack.errors import RequestError
 from vlmpack.service import messages, protobuf, wire
 from vlmpack.service.bodies import BodyReader
+from vlmpack.service.fields import INT32, Between, get, parse
 from vlmpack.service.journal import CheckpointRow
 from vlmpack.service.limits import ServiceLimits, check
 from vlmpack.service.messages import Rejected
 from vlmpack.service.queue import ModelInfo, Pending, RequestQueue
-from vlmpack.service.wire import INT32, INT64, JSON, PROTOBUF, Fields, to_json
+from vlmpack.service.wire import JSON, PROTOBUF, to_json
 
 if TYPE_CHECKING:
     from vlmpack.service.engine import BaseModel
@@ -133,16 +134,16 @@ class Endpoints:
             "session_heartbeat": self.heartbeat,
             "sessions/{session_id}/finish": self.finish,
             "telemetry": self.telemetry,
-            "create_model": partial(self.enqueue, partial(self._submit_creation, "CreateModel")),
+            "create_model": partial(self.enqueue, messages.CreateModel),
             "get_info": self.get_info,
             "forward_backward": self.forward_backward,
-            "optim_step": partial(self.enqueue, partial(self._submit_operation, "OptimStep")),
-            "save_weights": partial(self.enqueue, partial(self._submit_operation, "SaveWeights")),
-            "save_weights_for_sampler": partial(self.enqueue, partial(self._submit_operation, "SaveForSampler")),
-            "save_weights_external": partial(self.enqueue, partial(self._submit_operation, "SaveExternal")),
-            "load_weights": partial(self.enqueue, self._submit_load),
+            "optim_step": partial(self.enqueue, messages.OptimStep),
+            "save_weights": partial(self.enqueue, messages.SaveWeights),
+            "save_weights_for_sampler": partial(self.enqueue, messages.SaveForSampler),
+            "save_weights_external": partial(self.enqueue, messages.SaveExternal),
+            "load_weights": partial(self.enqueue, messages.LoadWeights),
             "create_sampling_session": self.create_sampling_session,
-            "asample": partial(self.enqueue, self._submit_sample),
+            "asample": partial(self.enqueue, messages.Sample),
             "retrieve_future": self.retrieve_future,
             "weights_info": self.weights_info,
         }
@@ -169,12 +170,12 @@ class Endpoints:
 
     # ------------------------------------------------------------------ bodies
 
-    async def fields(self, request: Request, *, most: int | None = None) -> Fields:
+    async def values(self, request: Request, *, most: int | None = None) -> dict[str, Any]:
         """Receive a JSON object."""
         body = await self.body(request, most=most or self.limits.json_bytes)
         if len(body) <= INLINE_BYTES:  # threads may all be waiting for a slow disk
-            return Fields.parse(body)
-        return await run_in_threadpool(Fields.parse, body)
+            return parse(body)
+        return await run_in_threadpool(parse, body)
 
     async def body(self, request: Request, *, most: int, under_way: ExitStack | None = None) -> bytes:
         """Receive a body; of a training request, its model's gaps are held until `under_way` ends."""
@@ -202,8 +203,7 @@ class Endpoints:
 
     async def client_config(self, request: Request) -> Response:
         """Return the flags that the client reads once."""
-        fields = await self.fields(request)
-        check_client(fields.text("sdk_version", ""))
+        check_client(get(await self.values(request), "sdk_version", str, ""))
         flags = {
             "pjwt_auth_enabled": False,
             "proto_compress_fwdbwd": False,
@@ -218,7 +218,7 @@ class Endpoints:
 
     async def dynamic_config(self, request: Request) -> Response:
         """Return the flags that the client reads again and again."""
-        await self.fields(request)
+        await self.values(request)
         return answer({"refresh_interval_sec": 300, "sample_cancel_enabled": False})
 
     async def capabilities(self, request: Request) -> Response:
@@ -229,22 +229,14 @@ class Endpoints:
     async def create_session(self, request: Request) -> Response:
         """Open a session."""
         self._refuse_if_draining()
-        fields = await self.fields(request)
-        version = fields.text("sdk_version", "")
-        check_client(version)
-        if "project_id" in fields:
-            raise RequestError("project_id: this service has no projects; leave it out")
-        tags = [wire.check_text(tag, "tags") for tag in fields.array("tags", [])]
-        metadata, name = fields.metadata(), fields.text("display_name", None)
-        session_id = await run_in_threadpool(
-            self.queue.create_session, tags=tags, user_metadata=metadata, sdk_version=version, display_name=name
-        )
+        session = wire.read_request(messages.NewSession, await self.values(request))
+        check_client(session.sdk_version)
+        session_id = await run_in_threadpool(self.queue.create_session, session)
         return answer({"type": "create_session", "session_id": session_id})
 
     async def heartbeat(self, request: Request) -> Response:
         """Keep a session open."""
-        fields = await self.fields(request)
-        self.queue.heartbeat(fields.text("session_id"))
+        self.queue.heartbeat(get(await self.values(request), "session_id", str))
         return answer({"type": "session_heartbeat"})
 
     async def finish(self, request: Request) -> Response:
@@ -260,62 +252,44 @@ class Endpoints:
 
     # ------------------------------------------------------------------ requests
 
-    async def enqueue(self, submit: Callable[[bytes], Response], request: Request) -> Response:
+    async def enqueue(self, kind: type[Any], request: Request) -> Response:
         """Receive a request in JSON and submit it."""
         self._refuse_if_draining()
         body = await self.body(request, most=self.limits.sample_bytes)
-        return await run_in_threadpool(submit, body)
+        return await run_in_threadpool(self._submit, kind, body)
 
-    def _submit(self, owner: str, seq: int, body: bytes, read: Callable[[], messages.Request], **refusal: Any) -> str:
+    def _submit(self, kind: type[Any], body: bytes) -> Response:
         """Read a request, submit it, and return its id. One that is refused fails in its future: its number is used up
         then, and those after it do not wait for it.
         """
+        values = parse(body)
+        if kind is messages.LoadWeights and values.get("session_id") is not None:  # a new model
+            if values.get("model_id") is not None:
+                raise RequestError("model_id and session_id: send one, of a model that exists or for a new one")
+            kind = messages.CreateFromCheckpoint
+        owner, seq = wire.owner_of(kind, values)
+        more: dict[str, Any] = {"model_id": owner} if issubclass(kind, messages.Operation) else {}
+        if kind is messages.Sample:
+            count = get(values, "num_samples", Annotated[int, Between(1, NAMED_SAMPLES)], 1)
+            more = {"sample_sequence_ids": [f"{owner}:{seq}:{at}" for at in range(count)]}
+
+        def read() -> messages.Request:
+            if kind is not messages.Sample and len(body) > self.limits.json_bytes:
+                raise RequestError(f"a body of {len(body):,} bytes: at most {self.limits.json_bytes:,}, so send less")
+            return wire.read_request(kind, values)
+
+        is_creation = issubclass(kind, messages.Creation)
+        return answer({"request_id": self._submitted(owner, seq, body, read, is_creation=is_creation), **more})
+
+    def _submitted(
+        self, owner: str, seq: int, body: bytes, read: Callable[[], messages.Request], *, is_creation: bool = False
+    ) -> str:
         try:
             request = read()
             check(request, self.limits)
         except RequestError as error:
-            return self.queue.refuse(owner, seq, str(error), **refusal)
+            return self.queue.refuse(owner, seq, str(error), is_creation=is_creation)
         return self.queue.submit(request, body)
-
-    def _read(self, kind: str, fields: Fields, body: bytes) -> messages.Request:
-        if len(body) > self.limits.json_bytes:
-            raise RequestError(f"a body of {len(body):,} bytes: at most {self.limits.json_bytes:,}, so send less in it")
-        return wire.READERS[kind](fields)
-
-    def _submit_creation(self, kind: str, body: bytes) -> Response:
-        fields = Fields.parse(body)
-        session_id, number = fields.text("session_id"), fields.integer("model_seq_id")
-
-        def read() -> messages.Request:
-            request = self._read(kind, fields, body)
-            assert isinstance(request, messages.Creation)
-            self._check_base(request.base_model)
-            return request
-
-        request_id = self._submit(f"{session_id}:train:{number}", 0, body, read, is_creation=True)
-        return answer({"request_id": request_id})
-
-    def _submit_operation(self, kind: str, body: bytes) -> Response:
-        fields = Fields.parse(body)
-        model_id, seq_id = fields.text("model_id"), fields.integer("seq_id", low=1)
-        request_id = self._submit(model_id, seq_id, body, lambda: self._read(kind, fields, body))
-        return answer({"request_id": request_id, "model_id": model_id})
-
-    def _submit_load(self, body: bytes) -> Response:
-        """Go back to a checkpoint, or create a model from one."""
-        fields = Fields.parse(body)
-        if "model_id" in fields and "session_id" in fields:
-            raise RequestError("model_id and session_id: send one of them, for a model that exists or for a new one")
-        if "session_id" in fields:
-            return self._submit_creation("CreateFromCheckpoint", body)
-        return self._submit_operation("LoadWeights", body)
-
-    def _submit_sample(self, body: bytes) -> Response:
-        fields = Fields.parse(body)
-        session_id, seq_id = fields.text("sampling_session_id"), fields.integer("seq_id", high=INT64)
-        count = fields.integer("num_samples", 1, low=1, high=NAMED_SAMPLES)
-        request_id = self._submit(session_id, seq_id, body, lambda: wire.READERS["Sample"](fields))
-        return answer({"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{at}" for at in range(count)]})
 
     async def forward_backward(self, request: Request) -> Response:
         """Enqueue a training request."""
@@ -344,7 +318,7 @@ class Endpoints:
                 raise RequestError("model_id or seq_id twice in one request: send them once")
             return request
 
-        request_id = self._submit(identity.model_id, identity.seq_id, body, read)
+        request_id = self._submitted(identity.model_id, identity.seq_id, body, read)
         return answer({"request_id": request_id, "model_id": identity.model_id})
 
     def _refuse(self, model_id: str, seq_id: int, detail: str) -> Response:
@@ -366,8 +340,8 @@ class Endpoints:
     async def _refuse_unread(self, request: Request, refusal: Rejected) -> Response:
         """Let a request fail in its future if it is an operation of a model; else answer with a status."""
         try:
-            fields = await self.fields(request, most=self.limits.sample_bytes)
-            model_id, seq_id = fields.text("model_id"), fields.integer("seq_id", low=1)
+            values = await self.values(request, most=self.limits.sample_bytes)
+            model_id, seq_id = wire.owner_of(messages.Operation, values)
         except RequestError:
             raise refusal from None
         self._refuse_if_draining()
@@ -377,36 +351,27 @@ class Endpoints:
 
     async def get_info(self, request: Request) -> Response:
         """Return a model's settings."""
-        fields = await self.fields(request)
-        row = (await run_in_threadpool(self.queue.get_info, fields.text("model_id"))).row
+        model_id = get(await self.values(request), "model_id", str)
+        row = (await run_in_threadpool(self.queue.get_info, model_id)).row
         model = {"arch": self.base.arch, "model_name": row.base_model, "tokenizer_id": self.base.tokenizer_id}
         plain = {"type": "get_info", "model_id": row.id, "model_name": row.base_model, "model_data": model}
         return answer({**plain, **_rank(row.lora)})
 
-    def _check_base(self, name: str | None) -> None:
-        if name is not None and name != self.base.name:
-            raise RequestError(f"base_model {name!r}: this service has {self.base.name!r} alone")
-
     async def create_sampling_session(self, request: Request) -> Response:
         """Open a sampling session on a snapshot or on the base model."""
         self._refuse_if_draining()
-        fields = await self.fields(request)
-        wire.refuse_access_token(fields)
-        path, base = fields.text("model_path", None), fields.text("base_model", None)
-        if path is None and base is None:
-            raise RequestError("neither model_path nor base_model: send one of them")
-        self._check_base(base)
-        session_id, number = fields.text("session_id"), fields.integer("sampling_session_seq_id", high=INT64)
+        wanted = wire.read_request(messages.NewSampler, await self.values(request))
         sampler = await run_in_threadpool(
-            self.queue.create_sampling_session, session_id, number, path=path, base_model=base
-        )
+            self.queue.create_sampling_session, wanted.session_id, wanted.sampling_session_seq_id,
+            path=wanted.model_path, base_model=wanted.base_model,
+        )  # fmt: skip
         return answer({"type": "create_sampling_session", "sampling_session_id": sampler})
 
     # ------------------------------------------------------------------ results
 
     async def retrieve_future(self, request: Request) -> Response:
         """Return a result, or hold the request back until there is one."""
-        request_id = (await self.fields(request)).text("request_id")
+        request_id = get(await self.values(request), "request_id", str)
         if len(request_id) > REQUEST_ID:
             raise RequestError(f"request_id: {len(request_id)} characters; no request has such an id")
         reply = await self.queue.reply(request_id, 0.0 if self.is_draining() else self.limits.poll_seconds)
@@ -448,7 +413,7 @@ class Endpoints:
 
     async def set_ttl(self, request: Request) -> Response:
         """Change when a checkpoint expires."""
-        ttl = (await self.fields(request)).ttl()
+        ttl = get(await self.values(request), "ttl_seconds", Annotated[int, Between(1, messages.TTL)], None)
         await run_in_threadpool(self.queue.set_ttl, _path(request), ttl)
         return Response(status_code=204)
 
@@ -477,8 +442,8 @@ class Endpoints:
 
     async def weights_info(self, request: Request) -> Response:
         """Return what a model is created with from a checkpoint."""
-        fields = await self.fields(request)
-        found = await run_in_threadpool(self.queue.checkpoint, fields.text("tinker_path"))
+        path = get(await self.values(request), "tinker_path", str)
+        found = await run_in_threadpool(self.queue.checkpoint, path)
         lora = found.lora
         info: dict[str, Any] = {"base_model": found.base_model, "is_lora": lora is not None}
         if lora is not None:
@@ -541,8 +506,7 @@ def _version(numbers: tuple[int, int]) -> str:
 def _page(request: Request, entries: Sequence[Any]) -> tuple[list[Any], Mapping[str, int]]:
     """Return (the entries asked for, where they stand in the whole list)."""
     limit, offset = _number(request, "limit", PAGE), _number(request, "offset", 0)
-    if "project_id" in request.query_params:
-        raise RequestError("project_id: this service has no projects; leave it out")
+    wire.refuse(request.query_params)
     cursor = {"offset": offset, "limit": limit, "total_count": len(entries)}
     return list(entries[offset : offset + limit]), cursor
 

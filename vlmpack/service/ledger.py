@@ -28,24 +28,14 @@ import numpy as np
 
 from vlmpack.service.journal import Journal, ModelRow, RequestRow, SamplingRow, SessionRow, State
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.messages import Creation, ForwardBackward, Request, Sample
+from vlmpack.service.messages import ForwardBackward, Request, Sample
 
 if TYPE_CHECKING:
-    from vlmpack.service.distributed import DistributedWork
     from vlmpack.service.rows import RowWork
 
 
 NOT_CONTENT = ("sampling_session_seq_id",)
 """Fields that an honest repetition changes: after a lost reply the client draws the next number."""
-
-
-def owner_of(request: Request) -> tuple[str, int]:
-    """Return the id of the model or sampling session, and the number within it."""
-    if isinstance(request, Creation):
-        return f"{request.session_id}:train:{request.model_seq_id}", 0
-    if isinstance(request, Sample):
-        return request.sampling_session_id, request.seq_id
-    return request.model_id, request.seq_id
 
 
 def content_digest(request: Request) -> bytes:
@@ -161,7 +151,7 @@ class Lane:
     """Its requests that are being received now."""
     group: list[Entry] = field(default_factory=list)
     """Requests that are in rows now."""
-    work: RowWork | DistributedWork | None = None
+    work: RowWork | None = None
     """Their rows."""
     failure: str | None = None
     """Why the model is of no use."""

@@ -1,5 +1,8 @@
 """Requests of clients and their results, as every part of the service has them; numpy, never torch.
 
+Annotations say how a request is read from JSON and which numbers it may have (`fields`); so one that is here is valid,
+but for what needs the model.
+
     operations of a model, in the order of their seq_id        a model's first operation, without one
     ├─ ForwardBackward   gradients, or log-probabilities alone  ├─ CreateModel
     ├─ OptimStep         one step of AdamW                      └─ CreateFromCheckpoint
@@ -13,13 +16,22 @@ A datum has N tokens: those of its text chunks, and as many for each image as th
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, final
+from math import inf
+from typing import Annotated, Any, Literal, final
 
 import numpy as np
 
 from vlmpack.errors import RequestError
+from vlmpack.service.fields import INT32, INT64, Between, as_list, check, get, read, read_text, shown
+
+TTL = 10 * 366 * 86_400
+"""Most seconds until a checkpoint expires: ten years, as the client's documents say."""
+MOST_TOP = 256
+"""Most tokens whose log-probabilities are returned for a place of a prompt."""
 
 # ---------------------------------------------------------------------- what a model reads
 
@@ -76,15 +88,26 @@ class Datum:
 # ---------------------------------------------------------------------- operations of a model
 
 
-@final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ForwardBackward:
-    """Add the gradient of a loss over some datums, summed over their tokens; all of them or none."""
+class Operation:
+    """An operation of a model."""
 
     model_id: str
     """Of the model."""
-    seq_id: int
+    seq_id: Annotated[int, Between(1)]
     """Place among the operations of its model, from 1."""
+
+    @property
+    def owner(self) -> tuple[str, int]:
+        """The id of the model, and the number within it."""
+        return self.model_id, self.seq_id
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ForwardBackward(Operation):
+    """Add the gradient of a loss over some datums, summed over their tokens; all of them or none."""
+
     data: tuple[Datum, ...]
     """The datums, one at least."""
     loss_fn: str
@@ -98,106 +121,117 @@ class ForwardBackward:
 @final
 @dataclass(frozen=True, kw_only=True)
 class AdamParams:
-    """Settings of one step of AdamW, all of them finite."""
+    """Settings of one step of AdamW, all of them finite. The defaults are the client's own."""
 
-    learning_rate: float
+    learning_rate: Annotated[float, Between(0, inf)] = 1e-4
     """Learning rate."""
-    beta1: float
+    beta1: Annotated[float, Between(0, 1, excluded=1)] = 0.9
     """Decay of the first moment."""
-    beta2: float
+    beta2: Annotated[float, Between(0, 1, excluded=1)] = 0.95
     """Decay of the second moment."""
-    eps: float
-    """Added to the square root of the second moment."""
-    weight_decay: float
+    eps: Annotated[float, Between(2.0**-149, inf)] = 1e-12
+    """Added to the square root of the second moment: not 0 in float32, or a step without a gradient would be 0 / 0."""
+    weight_decay: Annotated[float, Between(0, inf)] = 0.0
     """Decoupled decay."""
-    grad_clip_norm: float
-    """Largest norm of the whole gradient; 0: any."""
+    grad_clip_norm: float = 0.0
+    """Largest norm of the whole gradient; not above 0: any."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class OptimStep:
+class OptimStep(Operation):
     """Apply the accumulated gradient and clear it."""
 
-    model_id: str
-    """Of the model."""
-    seq_id: int
-    """Place among the operations of its model."""
     adam: AdamParams
     """Settings of this step."""
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
-class SaveWeights:
-    """Save a training checkpoint: weights, moments, and what a model is created anew with."""
+class Save(Operation):
+    """Save the weights of a model."""
 
-    model_id: str
-    """Of the model."""
-    seq_id: int
-    """Place among the operations of its model."""
     name: str
-    """Of the checkpoint."""
-    overwrite: bool = False
-    """Replace a checkpoint of this name."""
+    """Of what is saved."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     """The client's own notes."""
-    ttl_seconds: int | None = None
+    ttl_seconds: Annotated[int, Between(1, TTL)] | None = None
     """Seconds after which it is deleted; None: it stays."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class SaveForSampler:
+class SaveWeights(Save):
+    """Save a training checkpoint: weights, moments, and what a model is created anew with."""
+
+    overwrite: bool = False
+    """Replace a checkpoint of this name."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SaveForSampler(Save):
     """Save an immutable snapshot of the weights to sample from."""
 
-    model_id: str
-    """Of the model."""
-    seq_id: int
-    """Place among the operations of its model."""
-    name: str | None = None
+    name: str | None = None  # pyright: ignore
     """Of a snapshot that stays; None: it belongs to a new sampling session."""
-    sampling_session_seq_id: int | None = None
-    """Number of that sampling session within its session; None with a name."""
-    user_metadata: Mapping[str, str] = field(default_factory=dict)
-    """The client's own notes."""
-    ttl_seconds: int | None = None
-    """Seconds after which a snapshot with a name is deleted; None: it stays."""
+    sampling_session_seq_id: Annotated[int, Between(0, INT64)] | None = None
+    """Number of that sampling session within its session; not read with a name."""
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    """Both are snapshots here."""
+
+    def __post_init__(self) -> None:
+        if self.name is None and self.sampling_session_seq_id is None:
+            raise RequestError("neither path nor sampling_session_seq_id: send the name of the snapshot as path")
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class SaveExternal:
+class SaveExternal(Save):
     """Save the weights for others than this service: an adapter as PEFT loads it, a model as transformers does."""
 
-    model_id: str
-    """Of the model."""
-    seq_id: int
-    """Place among the operations of its model."""
-    name: str
-    """Of the files."""
-    user_metadata: Mapping[str, str] = field(default_factory=dict)
-    """The client's own notes."""
-    ttl_seconds: int | None = None
-    """Seconds after which they are deleted; None: they stay."""
-
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class LoadWeights:
+class LoadWeights(Operation):
     """Go back to a training checkpoint; accumulated gradients are dropped."""
 
-    model_id: str
-    """Of the model."""
-    seq_id: int
-    """Place among the operations of its model."""
     path: str
     """`tinker://...` of the checkpoint."""
     optimizer: bool
     """Load moments and step count too; False: the optimiser starts anew."""
 
 
-# ---------------------------------------------------------------------- new models
+# ---------------------------------------------------------------------- new sessions and models
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class NewSession:
+    """What a client says of its session."""
+
+    tags: tuple[str, ...] = ()
+    """The client's."""
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    """The client's own notes."""
+    sdk_version: str = ""
+    """Of the client."""
+    display_name: str | None = None
+    """The client's name for it; None: it gave none."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class NewSampler:
+    """A sampling session from a checkpoint, or from the base model."""
+
+    session_id: str
+    """Of the session."""
+    sampling_session_seq_id: Annotated[int, Between(0, INT64)]
+    """Number of the sampling session within its session."""
+    model_path: str | None = None
+    """`tinker://...` of the checkpoint; None: the base model."""
+    base_model: str | None = None
+    """Name of the base model, which may be left out with a path."""
 
 
 @final
@@ -207,7 +241,7 @@ class LoraConfig:
 
     rank: int
     """Rank of its matrices."""
-    seed: int | None = None
+    seed: Annotated[int, Between(-INT64 - 1, INT64)] | None = None
     """Of its weights; None: random."""
     train_unembed: bool = True
     """Adapt the head."""
@@ -217,65 +251,127 @@ class LoraConfig:
     """Adapt attention and gated delta layers."""
 
 
-@final
+def read_lora(value: Any, place: str) -> LoraConfig | None:
+    """Read the settings of an adapter; None: rank 0, by which the client, as of SkyRL, asks for all weights."""
+    lora = read(LoraConfig, value, place)
+    chosen = {name: getattr(lora, name) for name in ("train_unembed", "train_mlp", "train_attn")}
+    if not any(chosen.values()):
+        raise RequestError(f"{place}: no part of the model is trained; set one of {', '.join(chosen)}")
+    if lora.rank == 0 and not all(chosen.values()):
+        raise RequestError(f"{place}: rank 0 trains all weights; leave {', '.join(chosen)} out, or set a rank")
+    return lora if lora.rank else None
+
+
 @dataclass(frozen=True, kw_only=True)
-class CreateModel:
-    """Create a model of a session."""
+class Creation:
+    """A new model of a session."""
 
     session_id: str
     """Of the session."""
     model_seq_id: int
     """Number of the model within its session, from 0."""
-    base_model: str
-    """Name of the base model."""
-    lora: LoraConfig | None
-    """Its adapter; None: all weights are trained."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     """The client's own notes."""
+
+    @property
+    def owner(self) -> tuple[str, int]:
+        """The id of the model, and the number within it."""
+        return f"{self.session_id}:train:{self.model_seq_id}", 0
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class CreateFromCheckpoint:
+class CreateModel(Creation):
+    """Create a model of a session."""
+
+    base_model: str
+    """Name of the base model."""
+    lora: Annotated[LoraConfig | None, read_lora] = None
+    """Its adapter; None: all weights are trained."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CreateFromCheckpoint(Creation):
     """Create a model of a session from a training checkpoint, with its rank and targets."""
 
-    session_id: str
-    """Of the session."""
-    model_seq_id: int
-    """Number of the model within its session."""
     path: str
     """`tinker://...` of the checkpoint."""
     optimizer: bool
     """Load moments and step count too."""
     base_model: str | None = None
     """Name of the base model, which has to be the checkpoint's; None: the checkpoint's."""
-    user_metadata: Mapping[str, str] = field(default_factory=dict)
-    """The client's own notes."""
 
 
 # ---------------------------------------------------------------------- sampling
 
 
+def read_stop(value: Any, place: str) -> tuple[int, ...] | tuple[str, ...]:
+    """Read what ends a sequence: a text, texts, or ids."""
+    stop = [value] if isinstance(value, str) else as_list(value, place)
+    if all(type(token) is int and 0 <= token <= INT32 for token in stop):
+        return tuple(stop)
+    if not all(isinstance(text, str) for text in stop):
+        raise RequestError(f"{place}: token ids, or texts, but not both, are needed")
+    if not all(read_text(text, place) for text in stop):
+        raise RequestError(f"{place}: an empty text stops everything")
+    return tuple(stop)
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Settings of sampling, checked."""
+    """Settings of sampling."""
 
-    max_tokens: int | None = None
+    max_tokens: Annotated[int, Between(1)] | None = None
     """Most tokens of a sequence; None: up to the model's context."""
-    seed: int | None = None
+    seed: Annotated[int, Between(-INT64 - 1, INT64)] | None = None
     """Of the first sequence; sequence i has seed + i. None: random."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Between(0, inf)] = 1.0
     """0: greedy."""
-    top_k: int = -1
-    """Most likely tokens to choose among; -1: all."""
-    top_p: float = 1.0
+    top_k: Annotated[int, Between(-1)] = -1
+    """Most likely tokens to choose among; not above 0: all."""
+    top_p: Annotated[float, Between(0, 1, excluded=0)] = 1.0
     """Probability mass to choose within."""
-    stop_tokens: tuple[int, ...] | None = None
-    """Ids that end a sequence, beside the model's end-of-sequence ids, and are its last token. Empty, and without stop
-    strings: nothing ends a sequence but `max_tokens`, not even the end-of-sequence ids."""
-    stop_strings: tuple[str, ...] = ()
-    """Texts that end a sequence, and are part of it."""
+    stop: Annotated[tuple[int, ...] | tuple[str, ...] | None, read_stop] = None
+    """Ids or texts that end a sequence, beside the model's end-of-sequence ids, and are part of it. Empty: nothing ends
+    a sequence but `max_tokens`, not even the end-of-sequence ids."""
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The texts among `stop`."""
+        return tuple(text for text in self.stop or () if isinstance(text, str))
+
+
+def read_prompt(value: Any, place: str) -> tuple[Chunk, ...]:
+    """Read the chunks of a prompt."""
+    chunks = get(check(dict, value, place, "an object"), "chunks", Annotated[Any, as_list], place=f"{place}.")
+    return tuple(_chunk(chunk, f"prompt chunk {index}") for index, chunk in enumerate(chunks))
+
+
+def _chunk(value: Any, name: str) -> Chunk:
+    values, place = check(dict, value, name, "an object"), f"{name}."
+    kind = get(values, "type", str, place=place)
+    if kind == "encoded_text":
+        tokens = get(values, "tokens", Annotated[Any, as_list], place=place)
+        if not all(type(token) is int and abs(token) <= INT32 for token in tokens):
+            raise RequestError(f"{place}tokens: something else than token ids, which are whole numbers")
+        return TextChunk(tokens=np.array(tokens, dtype=np.int32))
+    if kind == "image":
+        data = read_base64(get(values, "data", str, place=place), f"{place}data")
+        expected = get(values, "expected_tokens", int, None, place=place)
+        return ImageChunk(data=data, format=get(values, "format", str, place=place), expected_tokens=expected)
+    if kind == "image_asset_pointer":
+        raise RequestError(f"{place}location: this service fetches nothing; send the image's bytes (ImageChunk)")
+    raise RequestError(f"{place}type {shown(kind)}: this service takes text and images")
+
+
+def read_base64(text: str, place: str) -> bytes:
+    """Decode bytes in base64."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"{place}: not base64 ({error})") from error
 
 
 @final
@@ -285,20 +381,25 @@ class Sample:
 
     sampling_session_id: str
     """Of the sampling session."""
-    seq_id: int
+    seq_id: Annotated[int, Between(0, INT64)]
     """Number within it, from 0 or from a large number."""
-    prompt: tuple[Chunk, ...]
+    prompt: Annotated[tuple[Chunk, ...], read_prompt]
     """Text and images in order."""
-    num_samples: int
+    num_samples: Annotated[int, Between(1)] = 1
     """Sequences wanted."""
     params: SamplingParams
     """Settings."""
     prompt_logprobs: bool = False
     """Also return the log-probability of each token of the prompt."""
-    topk_prompt_logprobs: int = 0
+    topk_prompt_logprobs: Annotated[int, Between(0, MOST_TOP)] = 0
     """Also return as many of the most likely tokens at each place of the prompt."""
-    prompt_logprobs_last_n: int | None = None
+    prompt_logprobs_last_n: Annotated[int, Between(1)] | None = None
     """Return both for the last n tokens of the prompt alone; None: for all."""
+
+    @property
+    def owner(self) -> tuple[str, int]:
+        """The id of the sampling session, and the number within it."""
+        return self.sampling_session_id, self.seq_id
 
     @property
     def wants_scores(self) -> bool:
@@ -306,7 +407,6 @@ class Sample:
         return self.prompt_logprobs or self.topk_prompt_logprobs > 0
 
 
-Creation = CreateModel | CreateFromCheckpoint
 Request = ForwardBackward | OptimStep | SaveWeights | SaveForSampler | SaveExternal | LoadWeights | Creation | Sample
 
 # ---------------------------------------------------------------------- results
@@ -340,24 +440,17 @@ class CreatedModel:
 
     model_id: str
     """Of the model."""
+    type: str = "create_model"
+    """As the client reads it."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class SavedWeights:
-    """Of a `SaveWeights` or a `SaveExternal`."""
+class Saved:
+    """Of a `Save`; one of path and sampling session is None."""
 
-    path: str
-    """`tinker://...`"""
-    is_external: bool = False
-    """True of a `SaveExternal`."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class SavedForSampler:
-    """Of a `SaveForSampler`; one of the two is None."""
-
+    type: Literal["save_weights", "save_weights_for_sampler", "save_weights_external"]
+    """What was saved."""
     path: str | None = None
     """`tinker://...`"""
     sampling_session_id: str | None = None
@@ -373,6 +466,8 @@ class LoadedWeights:
     """`tinker://...` of the checkpoint."""
     model_id: str | None = None
     """Of the model, if it was created."""
+    type: str = "load_weights"
+    """As the client reads it."""
 
 
 StopReason = Literal["stop", "length"]
@@ -423,15 +518,7 @@ class SampleResult:
     """N if another request had the prompt computed, 0 else; vLLM has numbers between."""
 
 
-Result = (
-    ForwardBackwardResult
-    | OptimStepResult
-    | CreatedModel
-    | SavedWeights
-    | SavedForSampler
-    | LoadedWeights
-    | SampleResult
-)
+Result = ForwardBackwardResult | OptimStepResult | CreatedModel | Saved | LoadedWeights | SampleResult
 
 
 @final

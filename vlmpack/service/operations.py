@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -26,7 +26,15 @@ from vlmpack.service.journal import CheckpointRow, Kind, ModelRow, RequestRow, S
 from vlmpack.service.ledger import Entry, Lane, Ledger
 
 if TYPE_CHECKING:
-    from vlmpack.service.engine_thread import ServedEngine
+    from vlmpack.service.engine import Engine
+
+
+SAVED: Mapping[Kind, Any] = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
+"""What the client calls a save of each kind."""
 
 
 @final
@@ -48,7 +56,7 @@ class Done:
 class Operations:
     """Carries out one operation at a time, in the engine thread."""
 
-    def __init__(self, engine: ServedEngine, ledger: Ledger, state: StateFolder, *, codec: Any) -> None:
+    def __init__(self, engine: Engine, ledger: Ledger, state: StateFolder, *, codec: Any) -> None:
         self._engine, self._ledger, self._state, self._codec = engine, ledger, state, codec
         self._journal, self._base_model = ledger.journal, engine.base.name
 
@@ -72,13 +80,13 @@ class Operations:
             case messages.OptimStep():
                 return self._step(lane, request)
             case messages.SaveWeights():
-                return self._save(lane, request, "weights", request.name)
+                return self._save(lane, request, "weights")
             case messages.SaveForSampler(name=None):
                 return self._save_unnamed(lane, request)
             case messages.SaveForSampler():
-                return self._save(lane, request, "sampler_weights", request.name or "")
+                return self._save(lane, request, "sampler_weights")
             case messages.SaveExternal():
-                return self._save(lane, request, "external_weights", request.name)
+                return self._save(lane, request, "external_weights")
             case messages.LoadWeights():
                 return self._load(lane, entry, request)
             case _:
@@ -138,11 +146,8 @@ class Operations:
             )
         return self._state.folder(checkpoint.folder)
 
-    def _save(
-        self, lane: Lane, request: messages.SaveWeights | messages.SaveForSampler | messages.SaveExternal, kind: Kind,
-        name: str,
-    ) -> Done:  # fmt: skip
-        model, now = self._model(lane), time.time()
+    def _save(self, lane: Lane, request: messages.Save, kind: Kind) -> Done:
+        model, name, now = self._model(lane), request.name, time.time()
         expires = None if request.ttl_seconds is None else now + request.ttl_seconds
         row = CheckpointRow(
             model=lane.id, kind=kind, name=check_name(name), folder="", created=now, size=0, lora=model.lora,
@@ -159,10 +164,7 @@ class Operations:
             row = replace(row, folder=folder.name.removeprefix("."), size=size_of(folder))
             describe(folder, row)
         self._state.publish(folder)
-        outcome: messages.Outcome = messages.SavedWeights(path=row.path, is_external=kind == "external_weights")
-        if kind == "sampler_weights":
-            outcome = messages.SavedForSampler(path=row.path)
-        return Done(outcome=outcome, write=lambda: self._journal.put(row))
+        return Done(outcome=messages.Saved(type=SAVED[kind], path=row.path), write=lambda: self._journal.put(row))
 
     def _model(self, lane: Lane) -> ModelRow:
         row = self._journal.row(ModelRow, id=lane.id)
@@ -195,7 +197,8 @@ class Operations:
             if not lane.is_closed:
                 self._ledger.add_sampler(row)
 
-        return Done(outcome=messages.SavedForSampler(sampling_session_id=sampler), write=write, take_in=take_in)
+        outcome = messages.Saved(type=SAVED["sampler_weights"], sampling_session_id=sampler)
+        return Done(outcome=outcome, write=write, take_in=take_in)
 
     def _load(self, lane: Lane, entry: Entry, request: messages.LoadWeights) -> Done:
         checkpoint = self._journal.checkpoint(request.path)

@@ -17,7 +17,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,13 +28,13 @@ from vlmpack.service import wire
 from vlmpack.service.checkpoints import ABOUT, StateFolder
 from vlmpack.service.engine_thread import EngineThread
 from vlmpack.service.journal import CheckpointRow, JournalError, ModelRow, RequestRow, SamplingRow, SessionRow
-from vlmpack.service.ledger import Entry, Lane, Ledger, SamplingSession, Session, content_digest, owner_of
+from vlmpack.service.ledger import Entry, Lane, Ledger, SamplingSession, Session, content_digest
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.messages import Creation, Failure, ForwardBackward, Rejected, Reply, Request, Sample
+from vlmpack.service.messages import Creation, Failure, ForwardBackward, NewSession, Rejected, Reply, Request, Sample
 from vlmpack.service.operations import lacks_seed, with_seed
 
 if TYPE_CHECKING:
-    from vlmpack.service.engine_thread import ServedEngine
+    from vlmpack.service.engine import Engine
 
 MOST_GAPS = 5
 """A gap ends after so many times `gap_seconds`, whatever is being received meanwhile."""
@@ -135,7 +135,7 @@ class RequestQueue:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: Engine,
         state: StateFolder,
         *,
         limits: ServiceLimits = ServiceLimits(),  # noqa: B008 (frozen)
@@ -175,22 +175,15 @@ class RequestQueue:
 
     # ------------------------------------------------------------------ sessions
 
-    def create_session(
-        self,
-        *,
-        tags: Sequence[str] = (),
-        user_metadata: Mapping[str, str] | None = None,
-        sdk_version: str = "",
-        display_name: str | None = None,
-    ) -> str:
+    def create_session(self, session: NewSession = NewSession()) -> str:  # noqa: B008 (frozen)
         """Begin a session; return its id.
 
         Raises:
             Rejected: 429: there are too many, or the disk is full.
         """
         row = SessionRow(
-            id=f"s{secrets.token_hex(6)}", created=time.time(), tags=tuple(tags),
-            user_metadata=dict(user_metadata or {}), sdk_version=ascii(sdk_version)[1:-1], display_name=display_name,
+            id=f"s{secrets.token_hex(6)}", created=time.time(), tags=session.tags, user_metadata=session.user_metadata,
+            sdk_version=ascii(session.sdk_version)[1:-1], display_name=session.display_name,
         )  # fmt: skip
         limits, ledger = self._ledger.limits, self._ledger
         if len(ledger.sessions) >= limits.sessions:
@@ -264,8 +257,9 @@ class RequestQueue:
                 410: there is no such session (any more); 429: the disk is full.
         """
         name, ledger = f"{session_id}:sample:{sampling_session_seq_id}", self._ledger
-        if path is None and base_model != self._base_name:
-            raise Rejected(f"this server has the base model {self._base_name!r}, not {base_model!r}", status=400)
+        if base_model != self._base_name and (path is None or base_model is not None):
+            message = f"base_model {base_model!r}: this service has {self._base_name!r} alone; send it, or a model_path"
+            raise Rejected(message, status=400)
         with self._beginning:
             with ledger.lock:
                 self._touch(session_id)
@@ -429,7 +423,7 @@ class RequestQueue:
             Rejected: 400: its number is used by other content; 404, 410: no such model or session (any more); 429: no
                 room now, or the disk is full.
         """
-        owner, seq = owner_of(request)
+        owner, seq = request.owner
         seed = secrets.randbits(31) if lacks_seed(request) else None
         digest = content_digest(request)
         row = RequestRow(

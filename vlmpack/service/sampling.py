@@ -119,11 +119,11 @@ def ending_of(prompt: EncodedSequence, request: Sample, model: SampledModel) -> 
             f"the prompt has {prompt.length} tokens and max_tokens is {params.max_tokens}, but the model reads "
             f"{model.max_context} tokens; leave max_tokens out, or set it to {room} at most"
         )
+    ids = [token for token in params.stop or () if isinstance(token, int)]
     if params.stop_strings and model.decode is None:
         raise RequestError("this server has no tokenizer for stop strings; give the ids of tokens in stop")
-    is_endless = params.stop_tokens == () and not params.stop_strings
     return Ending(
-        stop_tokens=frozenset(() if is_endless else (*model.eos_token_ids, *(params.stop_tokens or ()))),
+        stop_tokens=frozenset(() if params.stop == () else (*model.eos_token_ids, *ids)),
         stop_strings=params.stop_strings,
         max_tokens=params.max_tokens or max(room - 1, 1),
         decode=model.decode,

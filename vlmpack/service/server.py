@@ -34,7 +34,7 @@ from vlmpack.families.registry import family_named
 from vlmpack.service import status
 from vlmpack.service.bodies import BodyReader
 from vlmpack.service.checkpoints import StateFolder
-from vlmpack.service.distributed import DistributedEngine, follow
+from vlmpack.service.distributed import follow, lead
 from vlmpack.service.engine import Engine, EngineConfig
 from vlmpack.service.http import Endpoints, make_app
 from vlmpack.service.queue import RequestQueue
@@ -206,8 +206,9 @@ class Service:
         set_sampler(engine, settings.sampler, source=base.source)
         if settings.sampler == "exact" and base.model.dtype.itemsize < 4:
             log.info("exact sampling in 16 bits: each block of tokens is checked in a pass of its own; --sampler fast")
-        self.engine = engine if ranks is None else DistributedEngine(engine, ranks)
-        """Computes."""
+        self.engine: Any = engine if ranks is None else lead(engine, ranks)
+        """Computes: an `Engine`, or the same on all ranks."""
+        self._is_alone = ranks is None
         self.queue = RequestQueue(self.engine, state, limits=settings.limits)
         """Orders and remembers."""
         self._draining = threading.Event()
@@ -248,7 +249,7 @@ class Service:
     def _drain(self) -> None:
         log.info("stopping: work under way has %g s", self.settings.drain_seconds)
         self.queue.close(drain=self.settings.drain_seconds)
-        if isinstance(self.engine, DistributedEngine):
+        if not self._is_alone:
             self.engine.stop()
         log.info("stopped")
 
