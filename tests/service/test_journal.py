@@ -126,7 +126,7 @@ def test_replies_are_dropped_and_their_numbers_stay(journal: Journal) -> None:
     journal.finish_request(MODEL, 1, state="failed", reply=reply, keep_body=False)
     journal.note_retrieved([(MODEL, 1)], now=5.0)
     assert journal.reply(MODEL, 1) == reply
-    journal.drop_replies([(MODEL, 1)])
+    assert journal.drop_fetched(before=6.0) == []
     assert journal.reply(MODEL, 1) is None
     assert [(row.state, row.retrieved) for row in journal.requests()] == [("failed", 5.0)]
 
@@ -174,7 +174,7 @@ def test_bodies_go_with_what_needs_them(journal: Journal) -> None:
     assert [row.is_replayed for row in journal.requests()] == [True, False, False, False]
     journal.cover(MODEL, snapshot="f", covered=1)
     assert bodies(journal.path) == [(MODEL, seq, bytes([seq])) for seq in (3, 4)]
-    journal.drop_requests([(MODEL, 3)])
+    journal._write("DELETE FROM requests WHERE owner = ? AND seq = 3", MODEL)
     assert bodies(journal.path) == [(MODEL, 4, bytes([4]))]
     journal.end_session("s", now=2.0)
     assert bodies(journal.path) == []

@@ -136,7 +136,7 @@ def test_a_refused_number_is_used_up_and_its_future_says_why(tmp_path: Path) -> 
         client.call(forward_backward(model, 1))
         name = client.queue.refuse(model, 2, "datum 3: weights are NaN")
         assert client.queue.refuse(model, 2, "datum 3: weights are NaN") == name
-        assert client.queue.stats().queued == 0
+        assert client.queue.stats().queued_requests == 0
         assert is_failure(client.outcome(name), "datum 3", "user")
         client.call(optim_step(model, 3))
         with pytest.raises(Rejected, match="a number is used once"):
@@ -435,7 +435,7 @@ def test_a_finished_session_gives_everything_back_but_its_checkpoints(tmp_path: 
         assert status(client.post, forward_backward(model, 4)) == 410
         assert status(client.post, sample(f"{session}:sample:0", 0)) == 410
         assert status(client.post, create(session, 1)) == 410
-        assert client.queue.stats().queued == 0
+        assert client.queue.stats().queued_requests == 0
         assert client.queue.stats().queued_bytes == 0
         until(lambda: len([*(tmp_path / "weights").iterdir()]) == 1)
         assert [info.name for info in client.queue.checkpoints(model)] == ["kept"]

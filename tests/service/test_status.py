@@ -8,30 +8,14 @@ import re
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vlmpack.service.status import Metric, Snapshot, render, routes
+from vlmpack.service.status import METRICS, Snapshot, render, routes
 
-NAMES = [
-    "uptime_seconds",
-    "models",
-    "sessions",
-    "samplers",
-    "checkpoints",
-    "queued_requests",
-    "trained_tokens_total",
-    "sampled_tokens_total",
-    "rows_total",
-    "computed_tokens_total",
-    "patches_total",
-]
+KINDS = {"ForwardBackward": 3, "OptimStep": 2}
 
 
 def snapshot(*, title: str = "tiny", fault: str | None = None) -> Snapshot:
-    numbers = tuple(Metric(name=name, help="Help.", value=0.5) for name in NAMES)
-    kinds = {"ForwardBackward": 3, "OptimStep": 2}
-    by_kind = tuple(
-        Metric(name=name, help="Help.", value=kinds) for name in ("requests_total", "requests_failed_total")
-    )
-    return Snapshot(title=title, metrics=(*numbers, *by_kind), fault=fault)
+    by_kind = {"requests_total": KINDS, "requests_failed_total": KINDS}
+    return Snapshot(title=title, numbers={**dict.fromkeys(METRICS, 0.5), **by_kind}, fault=fault)
 
 
 def answer(path: str) -> Response:

@@ -524,22 +524,18 @@ class Journal:
                 statement = "UPDATE requests SET retrieved = ? WHERE owner = ? AND seq = ? AND retrieved IS NULL"
                 self._write(statement, now, owner, seq)
 
-    def fetched(self, *, before: float) -> list[tuple[str, int]]:
-        """Owner and number of the replies that were fetched before a time and are still here."""
-        statement = "SELECT owner, seq FROM requests WHERE retrieved < ? AND reply IS NOT NULL"
-        return [(owner, seq) for owner, seq in self._read(statement, before)]
-
-    def drop_requests(self, keys: Sequence[tuple[str, int]]) -> None:
-        """Delete requests whose numbers may be used again: samples, which change nothing."""
-        with self.transaction():
-            for owner, seq in keys:
-                self._write("DELETE FROM requests WHERE owner = ? AND seq = ?", owner, seq)
-
-    def drop_replies(self, keys: Sequence[tuple[str, int]]) -> None:
-        """Delete replies that were fetched long ago; the numbers stay used."""
-        with self.transaction():
-            for owner, seq in keys:
-                self._write("UPDATE requests SET reply = NULL WHERE owner = ? AND seq = ?", owner, seq)
+    def drop_fetched(self, *, before: float) -> list[tuple[str, int]]:
+        """Delete the replies that were fetched before a time. Numbers stay used, but for those of samples, which change
+        nothing: owner and number of these are returned.
+        """
+        fetched = "retrieved < ? AND reply IS NOT NULL"
+        of_sample = "owner IN (SELECT id FROM sampling_sessions)"
+        keys = self._read(f"SELECT {of_sample}, owner, seq FROM requests WHERE {fetched}", before)
+        if keys:
+            with self.transaction():
+                self._write(f"DELETE FROM requests WHERE {fetched} AND {of_sample}", before)
+                self._write(f"UPDATE requests SET reply = NULL WHERE {fetched}", before)
+        return [(owner, seq) for is_sample, owner, seq in keys if is_sample]
 
 
 def _to_sql(value: Any) -> Any:

@@ -88,32 +88,20 @@ class Pending:
 @final
 @dataclass(frozen=True, kw_only=True)
 class QueueStats:
-    """Counts of the queue."""
+    """Counts of the queue, by the names of the metrics (`status.METRICS`), and what stops it."""
 
-    queued: int
-    """Requests that wait, samples too."""
-    queued_bytes: int
-    """Bytes of their bodies."""
-    samples_waiting: int
-    """Samples that wait or run."""
+    uptime_seconds: float
     sessions: int
-    """Open sessions."""
     models: int
-    """Models of open sessions."""
     samplers: int
-    """Sampling sessions."""
     checkpoints: int
-    """Checkpoints."""
-    snapshots: int
-    """Snapshots written since the start."""
-    requests_done: dict[str, int]
-    """Requests carried out since the start, by kind."""
-    requests_failed: dict[str, int]
-    """Requests that failed since the start, by kind."""
-    seconds: dict[str, float]
-    """Time of the engine thread since the start, by use: training, sampling, snapshots."""
-    uptime: float
-    """Seconds since the start."""
+    queued_requests: int
+    queued_bytes: int
+    queued_samples: int
+    requests_total: dict[str, int]
+    requests_failed_total: dict[str, int]
+    engine_seconds_total: dict[str, float]
+    snapshots_total: int
     paused: str | None
     """Why nothing can be committed, as on a full disk."""
     fault: str | None
@@ -587,12 +575,13 @@ class RequestQueue:
         with ledger.lock:
             counts = dict(thread.counts)
             return QueueStats(
-                queued=ledger.waiting, queued_bytes=ledger.waiting_bytes, samples_waiting=ledger.waiting_samples,
-                sessions=len(ledger.sessions), models=sum(lane.is_created for lane in ledger.lanes.values()),
-                samplers=len(ledger.samplers), checkpoints=checkpoints, snapshots=counts.get("snapshots", 0),
-                requests_done=_by_kind(counts, ".done"), requests_failed=_by_kind(counts, ".failed"),
-                seconds=dict(thread.seconds), uptime=time.monotonic() - self._began, paused=self._journal.fault,
-                fault=thread.fault, is_restored=thread.is_restored,
+                uptime_seconds=time.monotonic() - self._began, sessions=len(ledger.sessions),
+                models=sum(lane.is_created for lane in ledger.lanes.values()), samplers=len(ledger.samplers),
+                checkpoints=checkpoints, queued_requests=ledger.waiting, queued_bytes=ledger.waiting_bytes,
+                queued_samples=ledger.waiting_samples, requests_total=_by_kind(counts, ".done"),
+                requests_failed_total=_by_kind(counts, ".failed"), engine_seconds_total=dict(thread.seconds),
+                snapshots_total=counts.get("snapshots", 0), paused=self._journal.fault, fault=thread.fault,
+                is_restored=thread.is_restored,
             )  # fmt: skip
 
     # ------------------------------------------------------------------ what runs out, in the engine thread
@@ -684,15 +673,11 @@ class RequestQueue:
                 del self._ledger.fetched[: len(keys)]
 
     def _drop_replies(self) -> None:
-        if keys := self._journal.fetched(before=time.time() - self._ledger.limits.result_seconds):
-            samples = [key for key in keys if key[0] in self._ledger.samplers]
-            with self._journal.transaction():
-                self._journal.drop_replies(keys)
-                self._journal.drop_requests(samples)
-            with self._ledger.lock:
-                for owner, seq in samples:
-                    if (sampler := self._ledger.samplers.get(owner)) is not None:
-                        sampler.entries.pop(seq, None)
+        samples = self._journal.drop_fetched(before=time.time() - self._ledger.limits.result_seconds)
+        with self._ledger.lock:
+            for owner, seq in samples:
+                if (sampler := self._ledger.samplers.get(owner)) is not None:
+                    sampler.entries.pop(seq, None)
 
     def _drop_expired(self) -> None:
         """Delete checkpoints that have expired, unless a load waits, which may be of one of them; weights that a

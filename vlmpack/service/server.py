@@ -39,7 +39,7 @@ from vlmpack.service.engine import Engine, EngineConfig
 from vlmpack.service.http import Endpoints, make_app
 from vlmpack.service.queue import RequestQueue
 from vlmpack.service.ranks import Ranks
-from vlmpack.service.status import Metric, Snapshot
+from vlmpack.service.status import Snapshot
 from vlmpack.service.vllm import set_sampler
 
 log = logging.getLogger("vlmpack.service")
@@ -287,27 +287,16 @@ class Service:
     def _snapshot(self) -> Snapshot:
         stats, counts = self.queue.stats(), self.engine.counts
         fault = stats.fault or stats.paused
-        metrics = (
-            Metric(name="uptime_seconds", help="Seconds since the start.", value=stats.uptime),
-            Metric(name="up", help="1 while work goes on, 0 on a full disk or after a fault.", value=float(not fault)),
-            Metric(name="sessions", help="Open sessions.", value=stats.sessions),
-            Metric(name="models", help="Models of open sessions.", value=stats.models),
-            Metric(name="samplers", help="Sampling sessions.", value=stats.samplers),
-            Metric(name="checkpoints", help="Checkpoints.", value=stats.checkpoints),
-            Metric(name="queued_requests", help="Requests that wait.", value=stats.queued),
-            Metric(name="queued_bytes", help="Bytes of the bodies of requests that wait.", value=stats.queued_bytes),
-            Metric(name="queued_samples", help="Samples that wait or run.", value=stats.samples_waiting),
-            Metric(name="requests_total", help="Requests carried out.", value=stats.requests_done),
-            Metric(name="requests_failed_total", help="Requests that failed.", value=stats.requests_failed),
-            Metric(name="engine_seconds_total", help="Time of the engine.", value=stats.seconds, label="use"),
-            Metric(name="snapshots_total", help="States of models written.", value=stats.snapshots),
-            Metric(name="rows_total", help="Packed rows.", value=counts.rows),
-            Metric(name="trained_tokens_total", help="Tokens of datums.", value=counts.tokens),
-            Metric(name="computed_tokens_total", help="Tokens less what datums shared.", value=counts.computed),
-            Metric(name="patches_total", help="Patches of images.", value=counts.patches),
-            Metric(name="sampled_tokens_total", help="Tokens sampled.", value=self.engine.sampler.sampled_tokens),
-        )
-        return Snapshot(title=self.engine.base.name, metrics=metrics, fault=fault)
+        numbers = {
+            **vars(stats),
+            "up": float(not fault),
+            "rows_total": counts.rows,
+            "trained_tokens_total": counts.tokens,
+            "computed_tokens_total": counts.computed,
+            "patches_total": counts.patches,
+            "sampled_tokens_total": self.engine.sampler.sampled_tokens,
+        }
+        return Snapshot(title=self.engine.base.name, numbers=numbers, fault=fault)
 
 
 # ---------------------------------------------------------------------- the process

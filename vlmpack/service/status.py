@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from html import escape
-from typing import final
+from typing import Any, final
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -34,29 +34,27 @@ th, td { padding: .3rem 0 }
 """
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Metric:
-    """One number, or one for each value of a label."""
-
-    name: str
-    """Without the prefix `vlmpack_`; a counter ends in `_total`."""
-    help: str
-    """One line."""
-    value: float | Mapping[str, float]
-    """The number, or numbers by the value of the label."""
-    label: str = "kind"
-    """Name of the label."""
-
-    def lines(self) -> Iterable[str]:
-        """Yield its lines in Prometheus' text format."""
-        yield f"# HELP vlmpack_{self.name} {self.help}"
-        yield f"# TYPE vlmpack_{self.name} {'counter' if self.name.endswith('_total') else 'gauge'}"
-        if isinstance(self.value, Mapping):
-            for kind, number in sorted(self.value.items()):
-                yield f'vlmpack_{self.name}{{{self.label}="{kind}"}} {number:.17g}'
-        else:
-            yield f"vlmpack_{self.name} {self.value:.17g}"
+METRICS = {
+    "uptime_seconds": "Seconds since the start.",
+    "up": "1 while work goes on, 0 on a full disk or after a fault.",
+    "sessions": "Open sessions.",
+    "models": "Models of open sessions.",
+    "samplers": "Sampling sessions.",
+    "checkpoints": "Checkpoints.",
+    "queued_requests": "Requests that wait.",
+    "queued_bytes": "Bytes of the bodies of requests that wait.",
+    "queued_samples": "Samples that wait or run.",
+    "requests_total": "Requests carried out.",
+    "requests_failed_total": "Requests that failed.",
+    "engine_seconds_total": "Time of the engine.",
+    "snapshots_total": "States of models written.",
+    "rows_total": "Packed rows.",
+    "trained_tokens_total": "Tokens of datums.",
+    "computed_tokens_total": "Tokens less what datums shared.",
+    "patches_total": "Patches of images.",
+    "sampled_tokens_total": "Tokens sampled.",
+}
+"""The numbers of a service and what each is; a counter ends in `_total`. Some are one for each kind."""
 
 
 @final
@@ -66,15 +64,25 @@ class Snapshot:
 
     title: str
     """Name of the base model."""
-    metrics: tuple[Metric, ...]
-    """Numbers."""
+    numbers: Mapping[str, Any]
+    """The numbers of `METRICS`, or numbers by kind; others are not read."""
     fault: str | None = None
     """Why the service does not go on; None: it does."""
 
     def number(self, name: str) -> float:
-        """Return a metric, summed over its label."""
-        value = next(metric.value for metric in self.metrics if metric.name == name)
+        """Return a number, summed over its kinds."""
+        value = self.numbers[name]
         return sum(value.values()) if isinstance(value, Mapping) else value
+
+    def lines(self) -> Iterable[str]:
+        """Yield the lines of all numbers in Prometheus' text format."""
+        for name, about in METRICS.items():
+            value = self.numbers[name]
+            yield f"# HELP vlmpack_{name} {about}"
+            yield f"# TYPE vlmpack_{name} {'counter' if name.endswith('_total') else 'gauge'}"
+            for kind, number in sorted(value.items()) if isinstance(value, Mapping) else (("", value),):
+                label = f'{{kind="{kind}"}}' if kind else ""
+                yield f"vlmpack_{name}{label} {number:.17g}"
 
 
 def routes(snapshot: Callable[[], Snapshot]) -> list[Route]:
@@ -82,8 +90,7 @@ def routes(snapshot: Callable[[], Snapshot]) -> list[Route]:
 
     async def metrics(request: Request) -> Response:
         state = await run_in_threadpool(snapshot)
-        lines = [line for metric in state.metrics for line in metric.lines()]
-        return Response("\n".join(lines) + "\n", media_type=TYPES)
+        return Response("\n".join(state.lines()) + "\n", media_type=TYPES)
 
     async def page(request: Request) -> Response:
         text = render(await run_in_threadpool(snapshot))
@@ -106,21 +113,21 @@ def render(state: Snapshot) -> str:
 
 def _rows(state: Snapshot) -> dict[str, str]:
     """Return the table of the status page."""
-    number = state.number
-    return {
-        "models": f"{number('models'):,.0f}",
-        "sessions": f"{number('sessions'):,.0f}",
-        "sampling sessions": f"{number('samplers'):,.0f}",
-        "checkpoints": f"{number('checkpoints'):,.0f}",
-        "requests waiting": f"{number('queued_requests'):,.0f}",
-        "requests done": f"{number('requests_total'):,.0f}",
-        "requests failed": f"{number('requests_failed_total'):,.0f}",
-        "tokens trained": f"{number('trained_tokens_total'):,.0f}",
-        "tokens sampled": f"{number('sampled_tokens_total'):,.0f}",
-        "packed rows": f"{number('rows_total'):,.0f}",
-        "tokens a row": f"{number('computed_tokens_total') / max(number('rows_total'), 1):,.0f}",
-        "vision patches": f"{number('patches_total'):,.0f}",
+    shown = {
+        "models": "models",
+        "sessions": "sessions",
+        "sampling sessions": "samplers",
+        "checkpoints": "checkpoints",
+        "requests waiting": "queued_requests",
+        "requests done": "requests_total",
+        "requests failed": "requests_failed_total",
+        "tokens trained": "trained_tokens_total",
+        "tokens sampled": "sampled_tokens_total",
+        "packed rows": "rows_total",
+        "vision patches": "patches_total",
     }
+    a_row = state.number("computed_tokens_total") / max(state.number("rows_total"), 1)
+    return {text: f"{state.number(name):,.0f}" for text, name in shown.items()} | {"tokens a row": f"{a_row:,.0f}"}
 
 
 def _span(seconds: float) -> str:
