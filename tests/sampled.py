@@ -17,6 +17,7 @@ from vlmpack.service.messages import Failure, Sample, SampledSequence, SampleRes
 from vlmpack.service.sampling import BatchedSampling, Finished, SampledModel, SamplingSettings
 
 SESSION = "session"
+NOTHING: Mapping[str, Any] = {}
 SIZES = ((), ((4, 6),), (), ((6, 4), (4, 4)), ())
 """Images of prompts, in patches."""
 
@@ -56,7 +57,14 @@ def model_of(engine: Engine) -> Any:
         return model
 
 
-def sample(*, num_samples: int = 1, prompt_logprobs: bool = False, top: int = 0, **params: Any) -> Sample:
+def sample(
+    *,
+    num_samples: int = 1,
+    prompt_logprobs: bool = False,
+    top: int = 0,
+    wants: Mapping[str, Any] = NOTHING,
+    **params: Any,
+) -> Sample:
     """A request; its prompt is given to the sampler encoded."""
     settings = SamplingParams(**{"max_tokens": 12, "seed": 1, "stop": (), **params})
     return Sample(
@@ -67,6 +75,7 @@ def sample(*, num_samples: int = 1, prompt_logprobs: bool = False, top: int = 0,
         params=settings,
         prompt_logprobs=prompt_logprobs,
         topk_prompt_logprobs=top,
+        **wants,
     )
 
 

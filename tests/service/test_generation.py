@@ -28,7 +28,7 @@ from vlmpack.service import caches
 from vlmpack.service.choice import Choice
 from vlmpack.service.engine import Engine
 from vlmpack.service.generation import Ending, Growing, Reader, begin, groups_by_length
-from vlmpack.service.messages import SampleResult
+from vlmpack.service.messages import SampleResult, SparseMatrix
 
 DENSE = [name for name in FAMILY_NAMES if not family_named(name).has("experts")]
 """Families without experts."""
@@ -79,10 +79,47 @@ def test_log_probabilities_of_prompts_are_the_unmodified_models(family: str) -> 
         assert result.scores.logprobs.dtype == np.float32
         assert np.isnan(result.scores.logprobs[0])
         np.testing.assert_allclose(result.scores.logprobs[1:], plain_logprobs(plain, prompt), atol=2e-5)
-        assert result.scores.top_ids.shape == result.scores.top_logprobs.shape == (prompt.length, i)
+        assert result.scores.top.ids.shape == result.scores.top.logprobs.shape == (prompt.length, i)
         likeliest = plain_distribution(plain, prompt).topk(max(i, 1))
-        np.testing.assert_allclose(result.scores.top_logprobs[1:], likeliest.values[:, :i], atol=2e-5)
-        assert np.isnan(result.scores.top_logprobs[0]).all()
+        np.testing.assert_allclose(result.scores.top.logprobs[1:], likeliest.values[:, :i], atol=2e-5)
+        assert np.isnan(result.scores.top.logprobs[0]).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_that_are_not_sampled_have_the_unmodified_models_log_probabilities(family: str) -> None:
+    engine, plain = tiny_engine(family), plain_model(family)
+    prompts, rng = prompts_of(engine, count=4), np.random.default_rng(5)
+    wanted = {}
+    for i, prompt in enumerate(prompts):
+        keys = np.arange(2 * (prompt.length - 1))
+        targets = SparseMatrix(keys=keys, values=rng.integers(-1, 500, len(keys)), shape=(prompt.length - 1, 2))
+        wants = {"topk_sample_logprobs": 3, "target_prompt_logprobs": targets, "prompt_alt_tokens_k": i and 400 // i}
+        wanted[str(i)] = (prompt, sample(max_tokens=4, wants=wants, temperature=0.5))
+    together = run(sampler_of(engine), wanted)
+    for i, prompt in enumerate(prompts):
+        result, (_, request) = together[str(i)], wanted[str(i)]
+        assert isinstance(result, SampleResult)
+        (sequence,), scores, targets = result.sequences, result.scores, request.target_prompt_logprobs
+        assert sequence.top is not None and scores is not None and scores.targets is not None and targets is not None
+        whole = plain_distribution(plain, prompt, sequence.tokens.tolist())
+        likeliest = whole[prompt.length - 1 :].topk(3)
+        np.testing.assert_allclose(sequence.top.logprobs, likeliest.values, atol=2e-5)
+        assert sequence.top.ids.tolist() == likeliest.indices.tolist()
+        expected = np.where(targets.values < 0, 0, whole[targets.keys // 2, targets.values])
+        np.testing.assert_allclose(scores.targets.values, expected, atol=2e-5)
+        if not i:
+            assert scores.drawn is None
+            continue
+        drawn = scores.drawn
+        assert drawn is not None and drawn.ids.shape == (prompt.length - 1, 400 // i)
+        of_drawn = whole[: prompt.length - 1].gather(1, torch.from_numpy(drawn.ids).long())
+        np.testing.assert_allclose(drawn.logprobs, of_drawn, atol=2e-5)
+        chances, first = (whole[0] / 0.5).softmax(0), int((whole[0]).argmax())
+        spread = 5 * float(chances[first] * (1 - chances[first]) / drawn.ids.shape[1]) ** 0.5
+        assert abs((drawn.ids[0] == first).mean() - float(chances[first])) < spread + 1e-3
+        alone = run_one(sampler_of(engine), prompt, request)
+        assert alone.scores is not None and alone.scores.drawn is not None
+        assert alone.scores.drawn.ids.tolist() == drawn.ids.tolist()
 
 
 # ---------------------------------------------------------------------- blocks that are checked together
@@ -143,7 +180,7 @@ def test_a_check_keeps_what_is_right_and_forgets_what_comes_after_the_first_othe
     right = Choice(token=21, logprob=-1.1, is_sure=True)
     assert sequence.check([right, Choice(token=77, logprob=-2.0, is_sure=True), right]) == 2
     assert sequence.tokens == [20, 21, 77]
-    assert sequence.logprobs == [-1.0, -1.1, -2.0]
+    assert [choice.logprob for choice in sequence.choices] == [-1.0, -1.1, -2.0]
     assert not sequence.has_to_be_checked(3)
 
 

@@ -253,9 +253,9 @@ def test_a_refused_sampling_request_names_its_sequences_too(client: Client) -> N
         "create_sampling_session", session_id=client.session(), sampling_session_seq_id=0, base_model=BASE
     )
     sampler = created.json()["sampling_session_id"]
-    posted = client.post("asample", **{**SAMPLE, "sampling_session_id": sampler, "topk_sample_logprobs": 4}).json()
+    posted = client.post("asample", **{**SAMPLE, "sampling_session_id": sampler, "record_stability_info": True}).json()
     assert len(posted["sample_sequence_ids"]) == 2
-    assert "topk_sample_logprobs" in error_of(client, posted["request_id"])
+    assert "record_stability_info" in error_of(client, posted["request_id"])
 
 
 def test_a_body_without_a_name_is_refused_at_once(client: Client) -> None:

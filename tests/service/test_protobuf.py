@@ -21,6 +21,7 @@ from vlmpack.service.messages import (
     SampleResult,
     SparseMatrix,
     TextChunk,
+    TopTokens,
 )
 
 REQUEST = base64.b64decode(
@@ -121,13 +122,19 @@ def test_the_client_reads_results() -> None:
     assert output.metrics == {"loss:sum": 3.75, "tokens:sum": 4.0}
 
     sequences = (
-        SampledSequence(tokens=np.array([4, 1]), logprobs=np.array([-0.5, -1]), stop_reason="stop"),
+        SampledSequence(
+            tokens=np.array([4, 1]),
+            logprobs=np.array([-0.5, -1]),
+            stop_reason="stop",
+            top=TopTokens(ids=np.array([[4], [2]]), logprobs=np.array([[-0.5], [-0.25]])),
+        ),
         SampledSequence(tokens=np.array([], np.int32), logprobs=np.array([]), stop_reason="length"),
     )
     scores = PromptScores(
         logprobs=np.array([np.nan, -3], np.float32),
-        top_ids=np.array([[0, 0], [7, 8]], np.int32),
-        top_logprobs=np.array([[np.nan, np.nan], [-0.5, -1.5]], np.float32),
+        top=TopTokens(ids=np.array([[0, 0], [7, 8]]), logprobs=np.array([[np.nan, np.nan], [-0.5, -1.5]])),
+        targets=SparseMatrix(keys=np.array([1]), values=np.array([-2.5]), shape=(1, 3)),
+        drawn=TopTokens(ids=np.array([[9, 9]]), logprobs=np.array([[-4.0, -4.0]])),
     )
     sampled = SampleResult(sequences=sequences, scores=scores)
     response = deserialize_sample_response(protobuf.encode_result(sampled))
@@ -135,6 +142,10 @@ def test_the_client_reads_results() -> None:
     assert [sequence.stop_reason for sequence in response.sequences] == ["stop", "length"]
     assert response.prompt_logprobs == [None, -3.0]
     assert response.topk_prompt_logprobs == [None, [(7, -0.5), (8, -1.5)]]
+    assert [sequence.topk_logprobs for sequence in response.sequences] == [[[(4, -0.5)], [(2, -0.25)]], None]
+    targets, drawn = response.target_prompt_logprobs, response.prompt_alt_tokens
+    assert (targets.shape, targets.sparse_col_indices, targets.data) == ([1, 3], [1], [-2.5])
+    assert (drawn.tokens.tolist(), drawn.logprobs.tolist()) == ([[9, 9]], [[-4.0, -4.0]])
 
 
 # ---------------------------------------------------------------------- tensors and settings

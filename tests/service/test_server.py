@@ -146,9 +146,9 @@ def test_a_call_of_many_requests_is_one_sum(running: Running, model: Any) -> Non
     """The client cuts it by size, posts number 1 last, and puts the answers together."""
     datums = [image_datum(running, png(seed=seed)) for seed in range(6)]
     done = running.service.queue.stats
-    before = done().requests_done.get("ForwardBackward", 0)
+    before = done().requests_total.get("ForwardBackward", 0)
     result = model.forward_backward(datums, "cross_entropy").result(WAIT)
-    assert done().requests_done["ForwardBackward"] - before > 2
+    assert done().requests_total["ForwardBackward"] - before > 2
     alone = [model.forward([datum], "cross_entropy").result(WAIT).metrics["loss:sum"] for datum in datums]
     assert result.metrics["loss:sum"] == pytest.approx(sum(alone), rel=1e-5)
     assert len(result.loss_fn_outputs) == 6
@@ -225,6 +225,18 @@ def test_the_likeliest_tokens_of_a_prompt_and_scores_of_its_last_ones(client: An
     assert last.prompt_logprobs == [None] * (len(TEXT) - 2) + response.prompt_logprobs[-2:]
     with pytest.raises(tinker.RequestFailedError, match=r"prompt_logprobs_last_n is 6; the prompt has 6 tokens"):
         sampler.sample(prompt, 1, params, include_prompt_logprobs=True, prompt_logprobs_last_n=6).result(WAIT)
+    with torch.no_grad():
+        whole = running.plain(input_ids=torch.tensor([TEXT])).logits[0].log_softmax(-1)
+    ids = types.TensorData.from_torch(torch.tensor([[7, -1]] * (len(TEXT) - 1)))
+    more = sampler.sample(
+        prompt, 1, params, topk_sample_logprobs=2, target_prompt_logprobs=ids, prompt_alt_tokens_k=3
+    ).result(WAIT)
+    assert [token for token, _ in more.sequences[0].topk_logprobs[0]] == whole[-1].topk(2).indices.tolist()
+    assert more.target_prompt_logprobs.to_numpy() == pytest.approx(np.stack([whole[:-1, 7], np.zeros(5)], 1), abs=1e-4)
+    drawn = more.prompt_alt_tokens.tokens.to_numpy()
+    assert more.prompt_alt_tokens.logprobs.to_numpy() == pytest.approx(
+        np.take_along_axis(whole[:-1].numpy(), drawn, 1), abs=1e-4
+    )
 
 
 # ---------------------------------------------------------------------- refusals

@@ -283,8 +283,8 @@ def test_log_probabilities_are_of_the_tokens_by_the_whole_distribution(engine: E
     top = run(sampler_of(engine), engine, {"a": sample(PICTURE, top=3)})["a"].scores
     for at in range(1, len(ids)):
         logprobs = logprobs_of(distribution(ids[:at], 0))
-        np.testing.assert_allclose(top.top_logprobs[at], np.sort(logprobs)[:-4:-1], rtol=1e-6)
-        np.testing.assert_allclose(logprobs[top.top_ids[at]], top.top_logprobs[at], rtol=1e-6)
+        np.testing.assert_allclose(top.top.logprobs[at], np.sort(logprobs)[:-4:-1], rtol=1e-6)
+        np.testing.assert_allclose(logprobs[top.top.ids[at]], top.top.logprobs[at], rtol=1e-6)
     assert sequence.tokens.dtype == np.int32
     assert sequence.stop_reason == "length"
 

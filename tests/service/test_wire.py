@@ -189,18 +189,22 @@ def test_settings_of_an_adapter(lora: Any, message: str) -> None:
         decode("CreateModel", session_id="s", model_seq_id=0, base_model="b", lora_config=lora)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("topk_sample_logprobs", 1),
-        ("target_prompt_logprobs", {"data": []}),
-        ("prompt_alt_tokens_k", 1),
-        ("record_stability_info", True),
-    ],
-)
-def test_what_is_not_computed_is_not_ignored(name: str, value: Any) -> None:
-    with pytest.raises(RequestError, match=f"{name}.*does not have it; ."):
-        sample(**{name: value})
+def test_what_is_not_computed_is_not_ignored() -> None:
+    with pytest.raises(RequestError, match=r"record_stability_info.*does not have it; ."):
+        sample(record_stability_info=True)
+
+
+def test_ids_whose_log_probabilities_are_wanted() -> None:
+    dense = sample(target_prompt_logprobs={"data": [5, -1], "dtype": "int64", "shape": [2, 1]}).target_prompt_logprobs
+    assert (dense.keys.tolist(), dense.values.tolist(), dense.shape, dense.is_dense) == ([0, 1], [5, -1], (2, 1), True)
+    rows = {"data": [5], "shape": [2, 3], "sparse_crow_indices": [0, 0, 1], "sparse_col_indices": [2]}
+    sparse = sample(target_prompt_logprobs=rows).target_prompt_logprobs
+    assert (sparse.keys.tolist(), sparse.values.tolist(), sparse.is_dense) == ([5], [5], False)
+    for change in ({"data": [-2]}, {"data": [0.5]}, {"shape": [2]}, {"sparse_col_indices": [3]}, {"data": None}):
+        with pytest.raises(RequestError, match="target_prompt_logprobs"):
+            sample(target_prompt_logprobs=rows | change)
+    with pytest.raises(RequestError, match=r"2 ids, but shape \[3, 1\]"):
+        sample(target_prompt_logprobs={"data": [5, 1], "shape": [3, 1]})
 
 
 @pytest.mark.parametrize(

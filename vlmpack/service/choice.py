@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -38,6 +38,8 @@ class Draw:
     """Of the sequence."""
     place: int
     """Tokens sampled before."""
+    top: int = 0
+    """Most likely tokens that are wanted beside it."""
 
 
 @final
@@ -51,6 +53,8 @@ class Choice:
     """Its log-probability by the whole distribution."""
     is_sure: bool
     """True if logits within rounding of these give the same token."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens and their log-probabilities."""
 
 
 @torch.no_grad()
@@ -93,7 +97,15 @@ def choose(
         sure_B.fill_(True)
     logprob_B = logprobs_BV.gather(1, token_B[:, None])[:, 0]
     columns = torch.stack((token_B.double(), logprob_B.double(), sure_B.double())).tolist()  # one host-device sync
-    return [Choice(token=int(t), logprob=p, is_sure=bool(s)) for t, p, s in zip(*columns, strict=True)]
+    top = max(draw.top for draw in draws)
+    likeliest: Sequence[Any] = [((), ())] * len(draws)
+    if top:
+        values_BK, ids_BK = logprobs_BV.topk(top)
+        likeliest = [*zip(ids_BK.tolist(), values_BK.tolist(), strict=True)]
+    return [
+        Choice(token=int(t), logprob=p, is_sure=bool(s), top=tuple(zip(*best, strict=True))[: draw.top])
+        for draw, best, t, p, s in zip(draws, likeliest, *columns, strict=True)
+    ]
 
 
 # ---------------------------------------------------------------------- what top-k and top-p leave

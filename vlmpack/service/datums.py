@@ -211,6 +211,8 @@ class Encoder:
         Raises:
             RequestError: it cannot be used.
         """
+        if (targets := request.target_prompt_logprobs) is not None:
+            self._check_ids("target_prompt_logprobs", targets.values[targets.values >= 0])
         with _named("prompt"):
             return self.encode_chunks(request.prompt)
 

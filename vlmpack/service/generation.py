@@ -36,7 +36,7 @@ from vlmpack.model.plain import cache_name, find_model
 from vlmpack.service import caches
 from vlmpack.service.choice import Choice, Draw, choose
 from vlmpack.service.datums import EncodedSequence
-from vlmpack.service.messages import PromptScores, SampledSequence, SamplingParams, StopReason
+from vlmpack.service.messages import PromptScores, Sample, SampledSequence, SamplingParams, StopReason, TopTokens
 from vlmpack.service.rows import last_hidden, tokens_row
 
 Agree = Callable[[list[Choice]], list[Choice]]
@@ -98,10 +98,12 @@ class Growing:
     """Of its request."""
     is_alone: bool = False
     """True if it runs with sequences of its own request only."""
+    top: int = 0
+    """Most likely tokens that are wanted beside each."""
     tokens: list[int] = field(default_factory=list)
     """Tokens sampled so far."""
-    logprobs: list[float] = field(default_factory=list)
-    """Their log-probabilities."""
+    choices: list[Choice] = field(default_factory=list)
+    """The same with their log-probabilities."""
     unsure: list[Draw] = field(default_factory=list)
     """Draws that rounding could change, and that are not checked."""
     stop_reason: StopReason | None = None
@@ -125,7 +127,7 @@ class Growing:
     @property
     def draw(self) -> Draw:
         """The next token."""
-        return Draw(params=self.params, seed=self.seed, place=len(self.tokens))
+        return Draw(params=self.params, seed=self.seed, place=len(self.tokens), top=self.top)
 
     @property
     def is_done(self) -> bool:
@@ -139,7 +141,7 @@ class Growing:
         elif not choice.is_sure:
             self.unsure.append(self.draw)
         self.tokens.append(choice.token)
-        self.logprobs.append(choice.logprob)
+        self.choices.append(choice)
         self.stop_reason = self.ending.reason(self.tokens)
 
     def has_to_be_checked(self, block: int) -> bool:
@@ -159,19 +161,22 @@ class Growing:
         for draw, choice in zip(draws, choices, strict=True):
             if choice.token != self.tokens[draw.place]:
                 behind = len(self.tokens) - draw.place - 1
-                del self.tokens[draw.place :], self.logprobs[draw.place :]
+                del self.tokens[draw.place :], self.choices[draw.place :]
                 self.error = None
                 self.append(replace(choice, is_sure=True))
                 return behind
-            self.logprobs[draw.place] = choice.logprob
+            self.choices[draw.place] = choice
         return 0
 
     def result(self) -> SampledSequence:
         """The finished sequence."""
+        top = np.array([choice.top for choice in self.choices]).reshape(len(self.tokens), self.top, 2)
+        tops = TopTokens(ids=top[..., 0].astype(np.int32), logprobs=top[..., 1].astype(np.float32))
         return SampledSequence(
             tokens=np.asarray(self.tokens, np.int32),
-            logprobs=np.asarray(self.logprobs, np.float32),
+            logprobs=np.asarray([choice.logprob for choice in self.choices], np.float32),
             stop_reason=self.stop_reason or "length",
+            top=tops if self.top else None,
         )
 
 
@@ -251,30 +256,52 @@ class Reader:
         )
         return output.logits[:, -1]
 
-    def score(self, prompts: Sequence[EncodedSequence], tops: Sequence[int]) -> tuple[list[PromptScores], torch.Tensor]:
+    def score(
+        self, prompts: Sequence[EncodedSequence], requests: Sequence[Sample]
+    ) -> tuple[list[PromptScores], torch.Tensor]:
         """Run prompts as one packed row, as in training.
 
         Args:
             prompts: of some requests.
-            tops: K of each: how many of the most likely tokens are wanted.
+            requests: what is wanted of each.
 
         Returns:
             The scores of each prompt; and the logits [B, V] after each prompt.
         """
         lengths = [prompt.length for prompt in prompts]
-        hidden_TD, head, found = last_hidden(self.core, prompts), self.family.to_logits(self.core), []
-        for hidden_ND, prompt, top in zip(hidden_TD.split(lengths), prompts, tops, strict=True):
-            targets = torch.from_numpy(prompt.input_ids[1:]).to(self.device)
-            logprobs = target_logprobs(hidden_ND[:-1], targets, head, chunk=HEAD_CHUNK).cpu().numpy()
-            pieces = hidden_ND[:-1].split(HEAD_CHUNK) if top and prompt.length > 1 else ()
-            best = [head(piece).float().log_softmax(-1).topk(top) for piece in pieces]
-            ids, values = np.zeros((prompt.length, top), np.int32), np.full((prompt.length, top), np.nan, np.float32)
-            if best:
-                ids[1:] = torch.cat([piece.indices for piece in best]).cpu().numpy()
-                values[1:] = torch.cat([piece.values for piece in best]).cpu().numpy()
-            logprobs = np.concatenate((np.full(1, np.nan, np.float32), logprobs))
-            found.append(PromptScores(logprobs=logprobs, top_ids=ids, top_logprobs=values))
-        return found, head(hidden_TD[[end - 1 for end in accumulate(lengths)]])
+        hidden_TD = last_hidden(self.core, prompts)
+        pieces = zip(hidden_TD.split(lengths), prompts, requests, strict=True)
+        found = [self._scores(hidden_ND[:-1], prompt, request) for hidden_ND, prompt, request in pieces]
+        return found, self.family.to_logits(self.core)(hidden_TD[[end - 1 for end in accumulate(lengths)]])
+
+    def _scores(self, hidden_nD: torch.Tensor, prompt: EncodedSequence, request: Sample) -> PromptScores:
+        """Scores of the n = N - 1 tokens after the first; logits are computed once for all that needs whole ones."""
+        head, length, top = self.family.to_logits(self.core), prompt.length, request.topk_prompt_logprobs
+        targets = torch.from_numpy(prompt.input_ids[1:]).to(self.device)
+        logprobs = target_logprobs(hidden_nD, targets, head, chunk=HEAD_CHUNK).cpu().numpy()
+        wanted, k = request.target_prompt_logprobs, request.prompt_alt_tokens_k
+        best, drawn = no_tokens(length, top), no_tokens(length - 1, k)
+        rows = np.zeros(0, np.int64) if wanted is None else wanted.keys // max(wanted.shape[1], 1)
+        values = np.zeros(len(rows), np.float32)
+        chunk = HEAD_CHUNK // 8 if k else HEAD_CHUNK  # draws take more memory
+        for start in range(0, length - 1, chunk) if top or k or wanted is not None else ():
+            logits_nV = head(hidden_nD[start : start + chunk]).float()
+            logprobs_nV, end = logits_nV.log_softmax(-1).cpu(), start + len(logits_nV)
+            likeliest = logprobs_nV.topk(top)
+            best.ids[start + 1 : end + 1], best.logprobs[start + 1 : end + 1] = likeliest.indices, likeliest.values
+            for number in range(k):
+                seed = (request.params.seed or 0) + (number + 1) * 2**32  # of no sequence of the request
+                params = SamplingParams(temperature=request.params.temperature)
+                draws = [Draw(params=params, seed=seed, place=at) for at in range(start, end)]
+                choices = self.choose(logits_nV, draws, is_canonical=True)
+                drawn.ids[start:end, number] = [choice.token for choice in choices]
+                drawn.logprobs[start:end, number] = [choice.logprob for choice in choices]
+            if wanted is not None:
+                here = np.flatnonzero((rows >= start) & (rows < end) & (wanted.values >= 0))
+                values[here] = logprobs_nV.numpy()[rows[here] - start, wanted.values[here]]
+        found = None if wanted is None else replace(wanted, values=values)
+        logprobs = np.concatenate((np.full(1, np.nan, np.float32), logprobs))
+        return PromptScores(logprobs=logprobs, top=best, targets=found, drawn=drawn if k else None)
 
     def canonical_row(self, sequence: Growing) -> tuple[EncodedSequence, int]:
         """Return the row that checks the block of the last token, and the first place of this block."""
@@ -309,6 +336,12 @@ class Reader:
             tensors["pixel_values"] = torch.cat([image.pixel_values for image in images])
             tensors["image_grid_thw"] = torch.tensor([image.grid for image in images])
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
+
+
+def no_tokens(places: int, count: int) -> TopTokens:
+    """Return a table of tokens for some places, to be filled; none is known."""
+    ids, logprobs = np.zeros((places, count), np.int32), np.full((places, count), np.nan, np.float32)
+    return TopTokens(ids=ids, logprobs=logprobs)
 
 
 # ---------------------------------------------------------------------- a running batch

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Annotated, Any, Literal, final
 
@@ -31,7 +31,9 @@ from vlmpack.service.fields import INT32, INT64, Between, as_list, check, get, r
 TTL = 10 * 366 * 86_400
 """Most seconds until a checkpoint expires: ten years, as the client's documents say."""
 MOST_TOP = 256
-"""Most tokens whose log-probabilities are returned for a place of a prompt."""
+"""Most tokens whose log-probabilities are returned for a place."""
+MOST_DRAWS = 64
+"""Most tokens that are drawn in a place of a prompt."""
 
 # ---------------------------------------------------------------------- what a model reads
 
@@ -72,6 +74,27 @@ class SparseMatrix:
     """[M]."""
     shape: tuple[int, int]
     """N, K."""
+    is_dense: bool = False
+    """True if all entries are listed, as the client sent all of them."""
+
+    @classmethod
+    def of_rows(
+        cls, name: str, ends: np.ndarray, columns: np.ndarray, values: np.ndarray, shape: Sequence[int]
+    ) -> SparseMatrix:
+        """Read a matrix in compressed rows (CSR), without making it dense: a few bytes can stand for gigabytes.
+
+        Raises:
+            RequestError: its parts do not fit together.
+        """
+        counts = np.diff(ends)
+        is_whole = len(shape) == 2 and min(shape) >= 0 and shape[1] <= INT32 and len(ends) == shape[0] + 1
+        if not is_whole or ends[0] or (counts < 0).any() or not ends[-1] == len(columns) == len(values):
+            message = f"{name}: a sparse matrix of shape {list(shape)} with other counts of entries than it says"
+            raise RequestError(message)
+        keys = np.repeat(np.arange(len(counts)), counts) * shape[1] + columns
+        if ((columns < 0) | (columns >= shape[1])).any() or (np.diff(keys) <= 0).any():
+            raise RequestError(f"{name}: columns of a sparse matrix that are outside, twice there, or not in order")
+        return cls(keys=keys, values=values, shape=(shape[0], shape[1]))
 
 
 @final
@@ -366,6 +389,24 @@ def _chunk(value: Any, name: str) -> Chunk:
     raise RequestError(f"{place}type {shown(kind)}: this service takes text and images")
 
 
+def read_targets(value: Any, place: str) -> SparseMatrix:
+    """Read ids [N - 1, K] whose log-probabilities are wanted, as the client sends a tensor, dense or in rows."""
+    values = check(dict, value, place, "an object")
+
+    def numbers(name: str, low: int = 0) -> np.ndarray:
+        listed = get(values, name, Annotated[Any, as_list], place=f"{place}.")
+        if not all(type(number) is int and low <= number <= INT32 for number in listed):
+            raise RequestError(f"{place}.{name}: something else than whole numbers from {low} to {INT32}")
+        return np.array(listed, np.int64)
+
+    ids, shape = numbers("data", -1), numbers("shape").tolist()
+    if values.get("sparse_crow_indices") is not None:
+        return SparseMatrix.of_rows(place, numbers("sparse_crow_indices"), numbers("sparse_col_indices"), ids, shape)
+    if len(shape) != 2 or shape[0] * shape[1] != len(ids):
+        raise RequestError(f"{place}: {len(ids)} ids, but shape {shape}; send [tokens of the prompt - 1, K]")
+    return SparseMatrix(keys=np.arange(len(ids)), values=ids, shape=(shape[0], shape[1]), is_dense=True)
+
+
 def read_base64(text: str, place: str) -> bytes:
     """Decode bytes in base64."""
     try:
@@ -395,6 +436,12 @@ class Sample:
     """Also return as many of the most likely tokens at each place of the prompt."""
     prompt_logprobs_last_n: Annotated[int, Between(1)] | None = None
     """Return both for the last n tokens of the prompt alone; None: for all."""
+    topk_sample_logprobs: Annotated[int, Between(0, MOST_TOP)] = 0
+    """Also return as many of the most likely tokens in the place of each sampled one."""
+    target_prompt_logprobs: Annotated[SparseMatrix | None, read_targets] = None
+    """int64 [N - 1, K]: ids whose log-probabilities are returned in the place of each token but the first; -1: none."""
+    prompt_alt_tokens_k: Annotated[int, Between(0, MOST_DRAWS)] = 0
+    """Also return as many tokens drawn in the place of each token of the prompt but the first."""
 
     @property
     def owner(self) -> tuple[str, int]:
@@ -404,7 +451,8 @@ class Sample:
     @property
     def wants_scores(self) -> bool:
         """Return whether anything is wanted of the tokens of the prompt."""
-        return self.prompt_logprobs or self.topk_prompt_logprobs > 0
+        counts = self.prompt_logprobs or self.topk_prompt_logprobs or self.prompt_alt_tokens_k
+        return bool(counts) or self.target_prompt_logprobs is not None
 
 
 Request = ForwardBackward | OptimStep | SaveWeights | SaveForSampler | SaveExternal | LoadWeights | Creation | Sample
@@ -484,6 +532,19 @@ class SampledSequence:
     """float32 [n]: of the model's whole distribution, whatever temperature, top-k and top-p leave of it."""
     stop_reason: StopReason
     """"stop": a stop token or string; "length": `max_tokens` or the context."""
+    top: TopTokens | None = None
+    """The most likely tokens in the place of each; None: not wanted."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TopTokens:
+    """Tokens for each of n places, with log-probabilities of the model's whole distribution."""
+
+    ids: np.ndarray
+    """int32 [n, K]."""
+    logprobs: np.ndarray
+    """float32 [n, K]; NaN: none is known."""
 
 
 @final
@@ -493,16 +554,18 @@ class PromptScores:
 
     logprobs: np.ndarray
     """float32 [N]: log-probability of each token after those before it, NaN at the first."""
-    top_ids: np.ndarray
-    """int32 [N, K]: the most likely tokens in each one's place, the likeliest first."""
-    top_logprobs: np.ndarray
-    """float32 [N, K]: their log-probabilities."""
+    top: TopTokens
+    """[N, K]: the most likely tokens in each one's place, the likeliest first; K may be 0."""
+    targets: SparseMatrix | None = None
+    """float32: log-probabilities of the ids that were asked for, 0 where none was; None: not wanted."""
+    drawn: TopTokens | None = None
+    """[N - 1, k]: tokens drawn in the place of each but the first; None: not wanted."""
 
     def of_last(self, n: int | None) -> PromptScores:
         """Return the same of the last n tokens alone; None: of all."""
         known = np.arange(len(self.logprobs)) >= (0 if n is None else len(self.logprobs) - n)
-        logprobs, top = np.where(known, self.logprobs, np.nan), np.where(known[:, None], self.top_logprobs, np.nan)
-        return PromptScores(logprobs=logprobs, top_ids=self.top_ids, top_logprobs=top)
+        top = replace(self.top, logprobs=np.where(known[:, None], self.top.logprobs, np.nan))
+        return replace(self, logprobs=np.where(known, self.logprobs, np.nan), top=top)
 
 
 @final

@@ -28,6 +28,7 @@ from vlmpack.service.messages import (
     SampleResult,
     SparseMatrix,
     TextChunk,
+    TopTokens,
 )
 
 PACKAGE = "vlmpack_service"
@@ -54,11 +55,14 @@ SCHEMA = {
     "ForwardBackwardOutput": (
         "string loss_fn_output_type=1; repeated ArrayRecord loss_fn_outputs=2; repeated NumberEntry metrics=3"
     ),
-    "SampledSequence": "int32 stop_reason=1; bytes tokens=2; optional bytes logprobs=3",
     "TopkLogprobs": "bytes token_ids=1; bytes logprobs=2; uint32 k=3; uint32 length=4",
+    "SampledSequence": (
+        "int32 stop_reason=1; bytes tokens=2; optional bytes logprobs=3; TopkLogprobs topk_sampled_logprobs=4"
+    ),
+    "PromptAltTokens": "Tensor tokens=1; Tensor logprobs=2",
     "SampleResponse": (
         "repeated SampledSequence sequences=1; optional bytes prompt_logprobs=2; TopkLogprobs topk_prompt_logprobs=3; "
-        "int32 prompt_cache_hit_tokens=4"
+        "int32 prompt_cache_hit_tokens=4; Tensor target_prompt_logprobs=5; PromptAltTokens prompt_alt_tokens=6"
     ),
 }
 """Fields of each message; those of one `oneof` exclude each other. Enumerations are int32, which has their encoding."""
@@ -252,19 +256,23 @@ def encode_forward_backward(request: ForwardBackward) -> bytes:
         for chunk in datum.chunks:
             _add_chunk(added.model_input.add(), chunk)
         for key, given in datum.inputs.items():
-            tensor = added.loss_fn_inputs.add(key=key).value
-            values = given.values if isinstance(given, SparseMatrix) else given
-            tensor.dtype = INT64 if values.dtype.kind in "iu" else FLOAT32
-            data = np.ascontiguousarray(values, DTYPES[tensor.dtype]).tobytes()
-            if isinstance(given, SparseMatrix):
-                rows, columns = np.divmod(given.keys, max(given.shape[1], 1))
-                ends = np.searchsorted(rows, np.arange(given.shape[0] + 1)).astype("<i8")
-                tensor.sparse_csr.crow_indices, tensor.sparse_csr.col_indices = ends.tobytes(), columns.tobytes()
-                tensor.sparse_csr.values = data
-            else:
-                tensor.dense = data
-            tensor.shape.extend(given.shape)
+            _fill(added.loss_fn_inputs.add(key=key).value, given)
     return encoded.SerializeToString()
+
+
+def _fill(tensor: Any, given: np.ndarray | SparseMatrix) -> None:
+    """Write numbers, int64 or float32, dense or in rows as they are."""
+    values = given.values if isinstance(given, SparseMatrix) else given
+    tensor.dtype = INT64 if values.dtype.kind in "iu" else FLOAT32
+    data = np.ascontiguousarray(values, DTYPES[tensor.dtype]).tobytes()
+    if isinstance(given, SparseMatrix) and not given.is_dense:
+        rows, columns = np.divmod(given.keys, max(given.shape[1], 1))
+        ends = np.searchsorted(rows, np.arange(given.shape[0] + 1)).astype("<i8")
+        tensor.sparse_csr.crow_indices, tensor.sparse_csr.col_indices = ends.tobytes(), columns.tobytes()
+        tensor.sparse_csr.values = data
+    else:
+        tensor.dense = data
+    tensor.shape.extend(given.shape)
 
 
 def _add_chunk(added: Any, chunk: Chunk) -> None:
@@ -323,23 +331,11 @@ def _tensor(name: str, parsed: Any) -> np.ndarray | SparseMatrix:
         values = (values.astype("<u4") << 16).view("<f4")
     shape = tuple(parsed.shape) or (len(values),)
     if is_sparse:
-        return _sparse(name, parsed.sparse_csr, values, shape)
+        ends = _array(name, parsed.sparse_csr.crow_indices, "<i8")
+        return SparseMatrix.of_rows(name, ends, _array(name, parsed.sparse_csr.col_indices, "<i8"), values, shape)
     if min(shape) < 0 or prod(shape) != len(values):
         raise RequestError(f"{name}: {len(values)} numbers, but shape {list(shape)}")
     return values.reshape(shape)
-
-
-def _sparse(name: str, parsed: Any, values: np.ndarray, shape: tuple[int, ...]) -> SparseMatrix:
-    """Read a matrix in compressed rows (CSR), without making it dense: a few bytes can stand for gigabytes."""
-    ends, columns = _array(name, parsed.crow_indices, "<i8"), _array(name, parsed.col_indices, "<i8")
-    counts = np.diff(ends)
-    is_whole = len(shape) == 2 and min(shape) >= 0 and shape[1] < 2**31 and len(ends) == shape[0] + 1 and ends[0] == 0
-    if not is_whole or (counts < 0).any() or not ends[-1] == len(columns) == len(values):
-        raise RequestError(f"{name}: a sparse matrix of shape {list(shape)} with other counts of entries than it says")
-    keys = np.repeat(np.arange(len(counts)), counts) * shape[1] + columns
-    if ((columns < 0) | (columns >= shape[1])).any() or (np.diff(keys) <= 0).any():
-        raise RequestError(f"{name}: columns of a sparse matrix that are outside of it, twice there, or not in order")
-    return SparseMatrix(keys=keys, values=values, shape=(shape[0], shape[1]))
 
 
 def _array(name: str, data: bytes, dtype: str) -> np.ndarray:
@@ -355,23 +351,30 @@ def encode_result(result: ForwardBackwardResult | SampleResult) -> bytes:
     """Encode the result of a training or sampling request."""
     if isinstance(result, ForwardBackwardResult):
         return _output(result)
-    sequences = [
-        message("SampledSequence")(
-            stop_reason=STOP_REASONS[sequence.stop_reason],
-            tokens=np.asarray(sequence.tokens, dtype="<i4").tobytes(),
-            logprobs=np.asarray(sequence.logprobs, dtype="<f4").tobytes(),
-        )
-        for sequence in result.sequences
-    ]
-    response = message("SampleResponse")(sequences=sequences, prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
+    response = message("SampleResponse")(prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
+    for sequence in result.sequences:
+        added = response.sequences.add(stop_reason=STOP_REASONS[sequence.stop_reason])
+        added.tokens = np.asarray(sequence.tokens, dtype="<i4").tobytes()
+        added.logprobs = np.asarray(sequence.logprobs, dtype="<f4").tobytes()
+        if sequence.top is not None:
+            _fill_top(added.topk_sampled_logprobs, sequence.top)
     if (scores := result.scores) is not None:
         response.prompt_logprobs = np.asarray(scores.logprobs, dtype="<f4").tobytes()
-        known, top = np.isfinite(scores.top_logprobs), response.topk_prompt_logprobs
-        if known.size:
-            top.length, top.k = known.shape
-            top.token_ids = np.where(known, scores.top_ids, 0).astype("<i4").tobytes()
-            top.logprobs = np.where(known, scores.top_logprobs, NO_LOGPROB).astype("<f4").tobytes()
+        if scores.top.ids.size:
+            _fill_top(response.topk_prompt_logprobs, scores.top)
+        if scores.targets is not None:
+            _fill(response.target_prompt_logprobs, scores.targets)
+        if scores.drawn is not None:
+            _fill(response.prompt_alt_tokens.tokens, scores.drawn.ids)
+            _fill(response.prompt_alt_tokens.logprobs, scores.drawn.logprobs)
     return response.SerializeToString()
+
+
+def _fill_top(message: Any, top: TopTokens) -> None:
+    known = np.isfinite(top.logprobs)
+    message.length, message.k = known.shape
+    message.token_ids = np.where(known, top.ids, 0).astype("<i4").tobytes()
+    message.logprobs = np.where(known, top.logprobs, NO_LOGPROB).astype("<f4").tobytes()
 
 
 def _output(result: ForwardBackwardResult) -> bytes:

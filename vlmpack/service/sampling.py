@@ -84,7 +84,13 @@ class Job:
         seed = randbits(63) if params.seed is None else params.seed
         self.sequences = tuple(
             Growing(
-                prompt=self.prompt, params=params, ending=ending, seed=seed + i, key=self.key, is_alone=self.is_alone
+                prompt=self.prompt,
+                params=params,
+                ending=ending,
+                seed=seed + i,
+                key=self.key,
+                is_alone=self.is_alone,
+                top=self.request.topk_sample_logprobs,
             )
             for i in range(self.request.num_samples)
         )
@@ -109,6 +115,11 @@ def ending_of(prompt: EncodedSequence, request: Sample, model: SampledModel) -> 
     """
     if (last := request.prompt_logprobs_last_n) is not None and not last < prompt.length:
         raise RequestError(f"prompt_logprobs_last_n is {last}; the prompt has {prompt.length} tokens, so send 1 less")
+    if (ids := request.target_prompt_logprobs) is not None and ids.shape[0] != prompt.length - 1:
+        raise RequestError(
+            f"target_prompt_logprobs has shape {list(ids.shape)}; the prompt has {prompt.length} tokens, so send "
+            f"[{prompt.length - 1}, K]"
+        )
     params, room = request.params, model.max_context - prompt.length + 1  # the last token is not read again
     if room < 1:
         raise RequestError(
@@ -368,18 +379,11 @@ class BatchedSampling:
     def _prefill(self, lane: _Lane, taken: Sequence[tuple[Job, list[Growing]]], reader: Reader) -> None:
         """Compute prompts: in packed rows what is scored or ends at once, with a cache what goes on."""
         scored = [(job, group) for job, group in taken if job.needs_scores or job.ends_at_once]
-        if scored:
-            prompts, tops = zip(*((job.prompt, job.request.topk_prompt_logprobs) for job, _ in scored), strict=True)
-            found, logits_BV = reader.score(prompts, tops)
-            for (job, _), scores in zip(scored, found, strict=True):
-                request = job.request
-                job.scores = scores.of_last(request.prompt_logprobs_last_n) if request.wants_scores else None
-            rows = [row for row, (job, group) in enumerate(scored) if job.ends_at_once for _ in group]
-            if rows:
-                sequences = [sequence for job, group in scored if job.ends_at_once for sequence in group]
-                batch = Batch(sequences, None, offsets=[0] * len(rows))
-                batch.take(logits_BV[rows], reader)
-                self._started(lane, batch, reader)
+        drawing = [[(job, group)] for job, group in scored if job.request.prompt_alt_tokens_k]
+        together = [(job, group) for job, group in scored if not job.request.prompt_alt_tokens_k]
+        for jobs in [together, *drawing]:  # tokens that are drawn may depend on nothing else in a row
+            if jobs:
+                self._score(lane, jobs, reader)
         going_on: dict[bytes, list[Growing]] = {}
         for job, group in taken:
             if not job.ends_at_once:
@@ -396,6 +400,19 @@ class BatchedSampling:
 
         for indices in groups_by_length([group[0].prompt for group in groups]):
             batch = begin([sequence for index in indices for sequence in groups[index]], reader, keep=keep)
+            self._started(lane, batch, reader)
+
+    def _score(self, lane: _Lane, scored: Sequence[tuple[Job, list[Growing]]], reader: Reader) -> None:
+        """Compute prompts as one packed row."""
+        found, logits_BV = reader.score([job.prompt for job, _ in scored], [job.request for job, _ in scored])
+        for (job, _), scores in zip(scored, found, strict=True):
+            request = job.request
+            job.scores = scores.of_last(request.prompt_logprobs_last_n) if request.wants_scores else None
+        rows = [row for row, (job, group) in enumerate(scored) if job.ends_at_once for _ in group]
+        if rows:
+            sequences = [sequence for job, group in scored if job.ends_at_once for sequence in group]
+            batch = Batch(sequences, None, offsets=[0] * len(rows))
+            batch.take(logits_BV[rows], reader)
             self._started(lane, batch, reader)
 
     def _started(self, lane: _Lane, batch: Batch, reader: Reader) -> None:

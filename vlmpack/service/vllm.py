@@ -22,8 +22,17 @@ import numpy as np
 from vlmpack.data.images import ImageLimits, load_image
 from vlmpack.errors import RequestError, VlmpackError, check_extra
 from vlmpack.service.datums import EncodedSequence
-from vlmpack.service.generation import Ending
-from vlmpack.service.messages import Failure, ImageChunk, PromptScores, Sample, SampledSequence, SampleResult, TextChunk
+from vlmpack.service.generation import Ending, no_tokens
+from vlmpack.service.messages import (
+    Failure,
+    ImageChunk,
+    PromptScores,
+    Sample,
+    SampledSequence,
+    SampleResult,
+    TextChunk,
+    TopTokens,
+)
 from vlmpack.service.sampling import Finished, SampledModel, SamplingSettings, ending_of
 
 if TYPE_CHECKING:
@@ -175,6 +184,9 @@ class VllmSampling:
         try:
             if session_id not in self._folders:
                 raise RequestError(f"sampling session {session_id!r} is not open; create one")
+            for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
+                if getattr(request, name):
+                    raise RequestError(f"{name}: vLLM does not compute it; start the server with another --sampler")
             ending = ending_of(prompt, request, self._model)
             folder = self._folders[session_id]
             if folder is not None and not (folder / ADAPTER).is_file():
@@ -254,7 +266,7 @@ class VllmSampling:
             include_stop_str_in_output=True,
             skip_special_tokens=False,
             detokenize=bool(params.stop_strings),
-            logprobs=0,  # of the sampled token
+            logprobs=job.request.topk_sample_logprobs,  # and of the sampled token
             prompt_logprobs=job.request.topk_prompt_logprobs if first and job.request.wants_scores else None,
             logit_bias=dict.fromkeys(self._forbidden, NEVER) or None,
         )
@@ -275,30 +287,37 @@ class VllmSampling:
                 category="server",
             )
         scores = _scores(outputs[0], job.request) if job.request.wants_scores else None
-        sequences = tuple(_sequence(output.outputs[0]) for output in outputs)
+        sequences = tuple(_sequence(output.outputs[0], job.request.topk_sample_logprobs) for output in outputs)
         hits = outputs[0].num_cached_tokens or 0
         return SampleResult(sequences=sequences, scores=scores, prompt_cache_hit_tokens=hits)
 
 
 def _scores(output: Any, request: Sample) -> PromptScores:
     """What vLLM says of the tokens of a prompt."""
-    ids, tables, top = output.prompt_token_ids, output.prompt_logprobs, request.topk_prompt_logprobs
+    ids, tables = output.prompt_token_ids, [{}, *output.prompt_logprobs[1:]]
     logprobs = np.array([np.nan, *_of_tokens(ids[1:], tables[1:])], np.float32)
-    top_ids, top_logprobs = np.zeros((len(ids), top), np.int32), np.full((len(ids), top), np.nan, np.float32)
-    for at, table in enumerate(tables[1:], 1):  # beside the likeliest it has the prompt's own token
-        best = sorted(table.items(), key=lambda entry: -entry[1].logprob)[:top]
-        top_ids[at], top_logprobs[at] = [token for token, _ in best], [entry.logprob for _, entry in best]
-    scores = PromptScores(logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs)
+    scores = PromptScores(logprobs=logprobs, top=_likeliest(tables, request.topk_prompt_logprobs))
     return scores.of_last(request.prompt_logprobs_last_n)
 
 
-def _sequence(completion: Any) -> SampledSequence:
+def _likeliest(tables: Sequence[Mapping[int, Any]], count: int) -> TopTokens:
+    """The most likely tokens of each place; beside them vLLM returns the place's own token."""
+    found = no_tokens(len(tables), count)
+    for at, table in enumerate(tables):
+        best = sorted(table.items(), key=lambda entry: -entry[1].logprob)[:count]
+        found.ids[at, : len(best)] = [token for token, _ in best]
+        found.logprobs[at, : len(best)] = [entry.logprob for _, entry in best]
+    return found
+
+
+def _sequence(completion: Any, top: int) -> SampledSequence:
     """One sequence as vLLM returns it."""
     ids = list(completion.token_ids)
     return SampledSequence(
         tokens=np.asarray(ids, np.int32),
         logprobs=np.asarray(_of_tokens(ids, completion.logprobs), np.float32),
         stop_reason="stop" if completion.finish_reason == "stop" else "length",
+        top=_likeliest(completion.logprobs, top) if top else None,
     )
 
 

@@ -19,9 +19,6 @@ REFUSED = {
     "weights_access_token": "the key opens all checkpoints of this service; leave it out",
     "age_encryption_recipients": "files are stored as they are; encrypt what you download",
     "project_id": "this service has no projects; leave it out",
-    "topk_sample_logprobs": "only those of the sampled tokens are computed",
-    "target_prompt_logprobs": "score each continuation with compute_logprobs",
-    "prompt_alt_tokens_k": "sample after each beginning of the prompt",
     "record_stability_info": "it is for stable_reinforce, whose formula is not published; leave it out, and train with "
     "importance_sampling, ppo, cispo or gspo",
 }
