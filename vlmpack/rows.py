@@ -47,13 +47,12 @@ from torch.utils.data import Dataset
 
 from vlmpack.collate.assemble import SharePrefixes
 from vlmpack.collate.collator import VLMCollator, sample_id_of
-from vlmpack.collate.columns import MediaRef
 from vlmpack.collate.digests import differences, digest_of, fingerprint, sample_digest
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.skipped import SkipLog
 from vlmpack.collate.video import FrameSampling
-from vlmpack.collate.vision_keys import KNOWN_KEYS
 from vlmpack.data.images import DEFAULT_LIMITS, ImageError, load_image, read_encoded
+from vlmpack.data.messages import KNOWN_KEYS, MediaRef
 from vlmpack.data.videos import open_video
 from vlmpack.errors import (
     ConfigError,

@@ -9,7 +9,7 @@ from fixtures.templates import LLAVA_TEMPLATE
 
 from vlmpack import enable_packing
 from vlmpack.collate import SharePrefixes, VLMCollator
-from vlmpack.data.branches import BRANCH_COLUMN
+from vlmpack.data.formats import BRANCH_COLUMN
 from vlmpack.errors import ConfigError
 from vlmpack.testing import tiny_model, tiny_processor
 

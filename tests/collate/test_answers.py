@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmpack.collate import VLMCollator
-from vlmpack.collate.conversation import read_conversation
+from vlmpack.data.messages import read_conversation
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.testing import tiny_processor
 

@@ -19,8 +19,8 @@ from transformers import Qwen2_5OmniConfig, Qwen3OmniMoeConfig
 
 from vlmpack.cli.inputs import named_processor
 from vlmpack.collate import VLMCollator
-from vlmpack.collate.conversation import read_conversation
 from vlmpack.data import load_processor, open_dataset
+from vlmpack.data.messages import read_conversation
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PaddedBatch, pack
 from vlmpack.layout.media import AUDIO
@@ -395,6 +395,6 @@ def test_audio_of_files_of_data_sets_stands_in_its_place(tmp_path: Path) -> None
     caption = open_dataset(tmp_path / "rows.jsonl")[0]
     read, captioned = (read_conversation(sample, has_audio=True) for sample in (demo, caption))
     assert read.messages[0]["content"] == [PART, {"type": "text", "text": "What is it?"}]
-    assert [ref.source for ref in read.audios] == [str(tmp_path / "demo/1.mp3")]
+    assert [ref.source for ref in read.media["audio"]] == [str(tmp_path / "demo/1.mp3")]
     assert captioned.messages == ({"role": "user", "content": [PART]}, {"role": "assistant", "content": "A dog."})
-    assert [ref.source for ref in captioned.audios] == [[0.25, 0.5]]
+    assert [ref.source for ref in captioned.media["audio"]] == [[0.25, 0.5]]

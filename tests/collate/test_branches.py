@@ -6,9 +6,9 @@ import pytest
 from chats import chat, learnt, picture, processor_of
 
 from vlmpack.collate import SharePrefixes, VLMCollator
-from vlmpack.collate.conversation import read_conversation
 from vlmpack.collate.encoded import Encoded
 from vlmpack.data import branch_turns
+from vlmpack.data.messages import read_conversation
 from vlmpack.errors import Refusal, SampleError
 
 FIRST, SECOND = picture(), picture(seed=1)
@@ -32,7 +32,7 @@ def dialogue(*turns, **columns) -> dict:
 def written(record: dict) -> list[tuple]:
     """Of each branch: contents of its messages, and its images."""
     branches = [read_conversation(branch) for branch in branch_turns(record)]
-    return [([m["content"] for m in b.messages], [ref.source for ref in b.images]) for b in branches]
+    return [([m["content"] for m in b.messages], [ref.source for ref in b.media["image"]]) for b in branches]
 
 
 INLINE = dialogue([image(FIRST), say("Q0")], "A0", "Q1", "A1", [say("Q2"), image(SECOND)], "A2")
@@ -78,15 +78,15 @@ def test_videos_go_with_their_question():
     film = {"type": "video", "video": [FIRST, FIRST]}
     record = dialogue([image(SECOND), say("Q0")], "A0", [film, say("Q1")], "A1", "Q2", "A2")
     branches = [read_conversation(branch) for branch in branch_turns(record)]
-    assert [len(branch.images) for branch in branches] == [1, 1, 1]
-    assert [len(branch.videos) for branch in branches] == [0, 1, 0]
+    assert [len(branch.media["image"]) for branch in branches] == [1, 1, 1]
+    assert [len(branch.media["video"]) for branch in branches] == [0, 1, 0]
 
 
 def test_an_answer_that_is_not_learnt_is_not_learnt_alone_either():
     record = dialogue("Q0", "A0", "Q1", "A1")
     record["messages"][3]["weight"] = 0
     weights = [read_conversation(branch).turn_weights for branch in branch_turns(record)]
-    assert weights == [((("", 1),),), ((("", 0),),)]
+    assert weights == [None, ((("", 0),),)]
 
 
 def test_a_branch_is_the_sample_of_that_question_alone():
@@ -142,8 +142,8 @@ def test_only_the_last_answer_is_trained_on():
         ({**dialogue("Q0", "A0", "Q1"), "branch_turn": 0}, "its turns are user, assistant, user; branches need"),
         ({"messages": dialogue("Q0", "A0")["messages"][::-1], "branch_turn": 0}, "its turns are assistant, user;"),
         ({"prompt": "Q", "completion": "A", "branch_turn": 0}, "it has 0 questions"),
-        ({"texts": [{"user": "Q", "assistant": None}]}, "texts[0] must have a user and an assistant, both texts"),
-        ({"texts": [{"user": "Q", "assistant": "A"}], **dialogue("Q", "A")}, "it has messages and texts"),
+        ({"texts": [{"user": "Q", "assistant": None}]}, "texts[0], which needs a text for user and assistant"),
+        ({"texts": [{"user": "Q", "assistant": "A"}], **dialogue("Q", "A")}, "it has texts and messages"),
     ],
 )  # fmt: skip
 def test_other_conversations_are_refused(feature, fault):

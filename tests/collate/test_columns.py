@@ -9,8 +9,7 @@ import pytest
 from chats import chat, picture, processor_of
 
 from vlmpack.collate import VLMCollator
-from vlmpack.collate.columns import check_unread
-from vlmpack.collate.conversation import read_conversation
+from vlmpack.data.messages import check_unread, read_conversation
 from vlmpack.errors import Refusal
 
 DROPPED = "set TrainingArguments(remove_unused_columns=False)"
@@ -26,7 +25,7 @@ DROPPED = "set TrainingArguments(remove_unused_columns=False)"
         ({"prompt": "a", "completon": "b"}, "'completon': did you mean 'completion'? Rename the column"),
         ({"Message": []}, "'Message': did you mean 'messages'?"),
         ({"prompt": "a"}, "A prompt comes with its completion: give both"),
-        ({"question": "a", "answer": "b"}, "Rename the column with the conversation to messages, or make messages of"),
+        ({"ask": "a", "reply": "b"}, "Rename the column with the conversation to messages, or make messages of your"),
         ({f"c{i}": "x" for i in range(10, 30)}, "it has: c10, c11, c12, c13, c14, c15, c16, c17, c18, c19, c20, c21"),
     ],
 )  # fmt: skip

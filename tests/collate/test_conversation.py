@@ -11,7 +11,7 @@ from chats import learnt, picture, processor_of
 from PIL import Image
 
 from vlmpack.collate import VLMCollator
-from vlmpack.collate.conversation import ALIASES, read_conversation
+from vlmpack.data.messages import ALIASES, read_conversation
 from vlmpack.errors import Refusal, SampleError
 
 A, B, C = (picture(20 + i, 30, seed=i) for i in range(3))
@@ -78,7 +78,7 @@ ONE_IMAGE_ROWS = {
 def test_every_shape_gives_the_same_conversation(feature: dict[str, Any]) -> None:
     row = read_conversation(feature)
     assert row.messages == (user([HOLE, text("Total?")]), FIVE)
-    assert (sources(row.images), row.videos) == ([A], ())
+    assert (sources(row.media["image"]), row.media["video"]) == ([A], ())
     assert not any(isinstance(value, Image.Image) for part in row.messages[0]["content"] for value in part.values())
 
 
@@ -154,7 +154,7 @@ def test_rows_are_read(feature: dict[str, Any], messages: list[Any], media: tupl
     before = json.dumps(feature, default=str)
     row = read_conversation(feature)
     assert list(row.messages) == messages
-    assert (sources(row.images), sources(row.videos)) == media
+    assert (sources(row.media["image"]), sources(row.media["video"])) == media
     assert json.dumps(feature, default=str) == before, "the data set's own dictionaries were changed"
 
 
@@ -172,13 +172,17 @@ def test_rows_are_read(feature: dict[str, Any], messages: list[Any], media: tupl
 )
 def test_an_inline_image_may_be_written_in_many_ways(part: dict[str, Any], source: Any) -> None:
     row = read_conversation({"messages": [user([part])]})
-    assert (sources(row.images), row.messages[0]["content"]) == ([source], [HOLE])
+    assert (sources(row.media["image"]), row.messages[0]["content"]) == ([source], [HOLE])
 
 
 def test_resizing_keys_stay_with_their_image_whether_in_the_part_or_in_the_column() -> None:
     keyed = [{"type": "image", "image": A, "max_pixels": 9, "min_pixels": None}, {**HOLE, "resized_height": 7}]
     row = read_conversation({"images": [{"image": B, "min_pixels": 5}], "messages": [user(keyed)]})
-    assert [dict(ref.options) for ref in row.images] == [{"max_pixels": 9}, {"min_pixels": 5, "resized_height": 7}]
+    options = [dict(ref.options) for ref in row.media["image"]]
+    assert options == [
+        {"max_pixels": 9},
+        {"min_pixels": 5, "resized_height": 7},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +196,7 @@ def test_resizing_keys_stay_with_their_image_whether_in_the_part_or_in_the_colum
     ],
 )
 def test_the_frames_of_one_video_or_the_paths_of_several(value: Any, videos: list[Any]) -> None:
-    assert sources(read_conversation({"video": value, "messages": [user("?")]}).videos) == videos
+    assert sources(read_conversation({"video": value, "messages": [user("?")]}).media["video"]) == videos
 
 
 def test_plain_prompt_and_completion_need_no_template() -> None:
@@ -452,10 +456,10 @@ def test_other_texts_are_not_warned_of(feature: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("said", "kind"),
     [
-        ("Picture 1: <img>images/dog.jpg</img>\nWhat is it?", "image"),
-        ("<image>dog.jpg</image>What?", "image"),
-        ("<video>clip.mp4</video>What?", "video"),
-        ("<audio>a.wav</audio>What?", "audio"),
+        ("Picture 1: <img>images/dog</img>\nWhat is it?", "image"),
+        ("<image>dog</image>What?", "image"),
+        ("<video>clip</video>What?", "video"),
+        ("<audio>a</audio>What?", "audio"),
     ],
 )
 @pytest.mark.parametrize("columns", [{}, {"images": []}, {"images": [A]}])
@@ -486,7 +490,7 @@ def test_what_is_meant_as_text_is_text() -> None:
         assert said in "".join(read_conversation(asked(said)).texts())
     answer = says("<img>a.jpg</img>")
     assert read_conversation({"messages": [user("Write HTML."), answer]}).messages[1] == answer
-    assert read_conversation(asked("<img>a.jpg</img>"), has_vision=False).images == ()
+    assert read_conversation(asked("<img>a.jpg</img>"), has_vision=False).media["image"] == ()
 
 
 # ---------------------------------------------------------------------- what is trained on

@@ -18,11 +18,11 @@ from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from vlmpack.collate import VLMCollator
-from vlmpack.collate.columns import MediaRef
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.media import MediaReader
 from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.data.images import ImageLimits
+from vlmpack.data.messages import MediaRef
 from vlmpack.errors import ConfigError, Refusal, SampleError
 from vlmpack.layout import METADATA_KEY
 from vlmpack.testing import tiny_processor

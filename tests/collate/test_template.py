@@ -5,7 +5,7 @@ import pytest
 from chats import chat, processor_of
 
 from vlmpack.collate.chat_template import ChatTemplate
-from vlmpack.collate.conversation import read_conversation
+from vlmpack.data.messages import read_conversation
 from vlmpack.errors import ConfigError, Refusal
 from vlmpack.testing import tiny_processor
 from vlmpack.testing.processors import CHAT_TEMPLATE

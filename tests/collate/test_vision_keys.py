@@ -16,15 +16,14 @@ from PIL import Image
 
 from vlmpack.collate import vision_keys
 from vlmpack.collate.vision_keys import (
-    KNOWN_KEYS,
     check_enlarged,
     has_image_keys,
-    misspelt_key,
     number,
     resize,
     smart_resize,
 )
 from vlmpack.data.images import ImageError
+from vlmpack.data.messages import KNOWN_KEYS, misspelt_key
 
 needs_qwen = pytest.mark.skipif(
     importlib.util.find_spec("qwen_vl_utils") is None,

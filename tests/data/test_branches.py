@@ -85,7 +85,7 @@ def test_a_record_that_cannot_be_read_is_one_bad_sample(tmp_path):
 def test_sources_without_questions_are_refused(tmp_path):
     path = tmp_path / "ids.jsonl"
     path.write_text(json.dumps({"input_ids": [1, 2, 3]}))
-    with pytest.raises(ConfigError, match="holds none of messages, conversations, conversation, texts; leave branches"):
+    with pytest.raises(ConfigError, match="holds none of messages, conversations, conversation; leave branches"):
         open_dataset(path, branches="turns")
     with pytest.raises(ConfigError, match="branches must be one of conversation, turns, answers, got 'turn'"):
         open_dataset(path, branches="turn")

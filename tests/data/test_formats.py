@@ -16,8 +16,7 @@ from PIL import Image
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import open_dataset
-from vlmpack.data.formats import as_messages
-from vlmpack.data.tool_calls import read_tools
+from vlmpack.data.formats import as_messages, read_tools
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PackedRow
 from vlmpack.testing import tiny_processor

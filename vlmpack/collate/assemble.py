@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
-from vlmpack.collate.columns import KINDS, Kind
 from vlmpack.collate.encoded import TYPES, Encoded, Visual
+from vlmpack.data.formats import KINDS, Kind
 from vlmpack.errors import check_whole_number
 from vlmpack.families.family import Family
 from vlmpack.families.tiles import Join

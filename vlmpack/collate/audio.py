@@ -20,11 +20,11 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from vlmpack.collate.columns import MediaRef
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.data.audio import load_audio
 from vlmpack.data.images import ImageError
+from vlmpack.data.messages import MediaRef
 from vlmpack.errors import ConfigError, Refusal
 
 FEATURES, MASK = "input_features", "feature_attention_mask"

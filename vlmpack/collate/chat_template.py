@@ -32,8 +32,6 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 
-from vlmpack.collate.columns import is_empty
-from vlmpack.collate.conversation import Conversation, is_trained, text_of
 from vlmpack.collate.probes import (
     THOUGHTS,
     Layout,
@@ -51,6 +49,8 @@ from vlmpack.collate.probes import (
     refusal_of,
 )
 from vlmpack.collate.processor_metadata import parts_of
+from vlmpack.data.formats import is_empty
+from vlmpack.data.messages import Conversation, is_trained, text_of
 from vlmpack.errors import ConfigError, Refusal
 
 Span = tuple[int, int]

@@ -14,14 +14,15 @@ import torch
 
 from vlmpack.collate.assemble import SharePrefixes, to_packed, to_padded
 from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
-from vlmpack.collate.columns import CHANNEL_COLUMN, Markers
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import OVERLENGTH, Encoded, Overlength, TrainOn, check_labels_are_ids, fit
 from vlmpack.collate.media import BatchMedia
 from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.collate.skipped import SkipLimit, SkipLog
 from vlmpack.collate.video import FrameSampling, file_rules_of
+from vlmpack.data.formats import CHANNEL_COLUMN
 from vlmpack.data.images import ImageLimits
+from vlmpack.data.messages import Markers
 from vlmpack.data.videos import VideoLimits
 from vlmpack.errors import (
     ConfigError,

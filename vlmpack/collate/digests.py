@@ -22,9 +22,9 @@ import torch
 from PIL import Image
 
 from vlmpack.collate.collator import VLMCollator, sample_id_of
-from vlmpack.collate.conversation import read_conversation
 from vlmpack.collate.processor_metadata import AUDIO_FIELDS, TEMPLATE_FIELDS, ProcessorMetadata, parts_of, pixel_bounds
 from vlmpack.data.images import ImageError, ImageLimits, load_image, read_encoded, read_size
+from vlmpack.data.messages import read_conversation
 from vlmpack.data.processor import settings_of
 from vlmpack.data.videos import VideoLimits, open_video
 from vlmpack.errors import ConfigError, Refusal, SampleError
@@ -125,12 +125,12 @@ def _content_of(
         markers=collator.markers,
         ignored_keys=collator.ignored_keys,
     )
-    if row.audios:
+    if row.media["audio"]:
         raise TypeError("audio is measured each time: counting it takes its length alone")
-    images = [[read(ref.source), ref.options] for ref in row.images]
+    images = [[read(ref.source), ref.options] for ref in row.media["image"]]
     videos = [
         [list(map(read, ref.source)) if isinstance(ref.source, list | tuple) else read_file(ref.source), ref.options]
-        for ref in row.videos
+        for ref in row.media["video"]
     ]
     return [row.messages, row.plain, row.turn_weights, row.template_options, images, videos]
 

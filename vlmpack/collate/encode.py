@@ -30,16 +30,6 @@ from PIL import Image
 
 from vlmpack.collate.audio import AudioReader
 from vlmpack.collate.chat_template import ChatTemplate, Span, check_characters
-from vlmpack.collate.columns import KINDS, Kind, Markers, check_unread
-from vlmpack.collate.conversation import (
-    Conversation,
-    Weights,
-    check_answered,
-    is_trained,
-    last_alone,
-    read_conversation,
-    unplaced_marker,
-)
 from vlmpack.collate.encoded import (
     Encoded,
     TrainOn,
@@ -54,9 +44,19 @@ from vlmpack.collate.media import BatchMedia, MediaReader, trial_image
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.collate.video import DEFAULT_RULES, FileRules
-from vlmpack.data.formats import as_messages
+from vlmpack.data.formats import KINDS, Kind, is_empty
 from vlmpack.data.images import ImageLimits
-from vlmpack.errors import FamilyError, Refusal, SampleError
+from vlmpack.data.messages import (
+    SPEAKING,
+    Conversation,
+    Markers,
+    Weights,
+    check_unread,
+    is_trained,
+    read_conversation,
+    text_of,
+)
+from vlmpack.errors import FamilyError, Refusal
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of_processor
 
@@ -154,7 +154,7 @@ class Encoder:
 
         def load(conversation: Conversation, kind: Kind) -> Sequence[Visual]:
             if kind == "audio":
-                return self._audio.load_each(conversation.audios)
+                return self._audio.load_each(conversation.media["audio"])
             limit = None if self.truncates_start else self.max_length
             return self.media.load_each(conversation.media[kind], kind=kind, batch=batch, max_tokens=limit)
 
@@ -170,7 +170,7 @@ class Encoder:
 
         def measure(conversation: Conversation, kind: Kind) -> Sequence[Visual]:
             if kind == "audio":
-                return self._audio.measure_each(conversation.audios)
+                return self._audio.measure_each(conversation.media["audio"])
             return self.media.measure_each(conversation.media[kind], kind=kind)
 
         return self._encode(feature, measure)
@@ -233,14 +233,10 @@ class Encoder:
         if feature.get("input_ids") is not None:
             sample = self._tokenised(feature)
             made = self._family.expert_types if self._family else None  # kinds of tokens, by which experts are chosen
-            self._check_unread({name: feature[name] for name in feature if name != made}, sample)
+            has_media = any(sample.media.values()) or not self.metadata.has_vision
+            named = {name: feature[name] for name in feature if name != made}
+            self._warn_of_unread(check_unread(named, has_media=has_media, texts=()))
         else:
-            try:
-                feature = as_messages(feature, inline=self.metadata.has_vision and self.markers != "text")
-            except SampleError as error:
-                raise Refusal(error.reason, error.detail) from error
-            except ValueError as error:
-                raise Refusal("bad_row", f"it {error}") from error
             conversation = read_conversation(
                 feature,
                 has_vision=self.metadata.has_vision,
@@ -249,18 +245,19 @@ class Encoder:
                 ignored_keys=self.ignored_keys,
             )
             if self.train_on == "last":
-                conversation = last_alone(conversation)
+                conversation = _last_alone(conversation)
             if self.train_on != "all":
-                check_answered(conversation)
-            self._warn_of_markers(conversation, feature)
-            self._check_unread(feature, conversation, texts=conversation.plain or tuple(conversation.texts()))
+                _check_answered(conversation)
+            self._warn_of_unread(conversation.unread)
+            if (kind := conversation.unplaced) and self.is_first is not None and self.is_first(f"marker of {kind}"):
+                seen = f"a user's text holds '<{kind}>', but its sample has no column {kind} or {kind}s, so the marker"
+                remedy = "if its column was lost, choose markers='places', which refuses such samples; else 'text'"
+                warnings.warn(f"{seen} is read as a word: {remedy}. This is said once", stacklevel=2)
             sample = self._encode_conversation(conversation, read)
         check_sample(sample, self.metadata)
         return sample
 
-    def _check_unread(self, feature: Mapping[str, Any], row: Encoded | Conversation, texts: Sequence[str] = ()) -> None:
-        has_media = bool(row.images or row.videos or row.audios) or not self.metadata.has_vision
-        columns = check_unread(feature, has_media=has_media, texts=texts)
+    def _warn_of_unread(self, columns: Sequence[str]) -> None:
         if columns and self.name_unread is not None and (new := self.name_unread(columns)):
             warnings.warn(f"samples have columns that nothing reads: {', '.join(new)}; this is said once", stacklevel=2)
 
@@ -273,21 +270,11 @@ class Encoder:
             sample = replace(sample, audios=self._audio.read_tokenised(feature))
         return sample
 
-    def _warn_of_markers(self, conversation: Conversation, feature: Mapping[str, Any]) -> None:
-        """Warn once of a marker that is read as text, though the column of its medium may have been lost."""
-        if self.is_first is None or self.markers != "auto" or not self.metadata.has_vision:
-            return
-        kind = unplaced_marker(conversation, feature)
-        if kind is not None and self.is_first(f"marker of {kind}"):
-            seen = f"a user's text holds '<{kind}>', but its sample has no column {kind} or {kind}s"
-            remedy = "if its column was lost, choose markers='places', which refuses such samples; else markers='text'"
-            warnings.warn(f"{seen}, so the marker is read as a word: {remedy}. This is said once", stacklevel=2)
-
     def _encode_conversation(
         self, conversation: Conversation, read: Callable[[Conversation, Kind], Sequence[Visual]]
     ) -> Encoded:
         self._check_texts(conversation)
-        num_images, num_videos = len(conversation.images), len(conversation.videos)
+        num_images, num_videos = len(conversation.media["image"]), len(conversation.media["video"])
         if (num_images or num_videos) and not self.metadata.has_vision:
             seen = f"it has {num_images} image(s) and {num_videos} video(s), but a tokenizer reads text only"
             raise Refusal("no_vision", f"{seen}; give VLMCollator the processor of a vision-language model")
@@ -654,7 +641,31 @@ def _tensor(visual: Visual, name: str) -> torch.Tensor | None:
     return visual.pixels if name == "pixel_values" else visual.tensors.get(name)
 
 
-# ---------------------------------------------------------------------- weights
+# ---------------------------------------------------------------------- what is trained on
+
+
+def _last_alone(conversation: Conversation) -> Conversation:
+    """Return a conversation of whose answers the last alone is trained on, by its own weights."""
+    count = sum(message["role"] == "assistant" for message in conversation.messages)
+    weights: tuple[Weights, ...] = conversation.turn_weights or ((("", 1.0),),) * count
+    return replace(conversation, turn_weights=((("", 0.0),),) * (count - 1) + weights[-1:]) if count else conversation
+
+
+def _check_answered(conversation: Conversation) -> None:
+    """Refuse a conversation that would teach the end of a turn alone; an empty answer beside one with text is kept."""
+    answers = [message for message in conversation.messages if message["role"] == "assistant"]
+    weights = conversation.turn_weights or ((("", 1.0),),) * len(answers)
+    trained = [(message, pieces) for message, pieces in zip(answers, weights, strict=True) if is_trained(pieces)]
+    if any(not is_empty(message.get(key)) for message, _ in trained for key in SPEAKING):
+        return
+    texts = [
+        text_of(message) if len(pieces) == 1 else "".join(text for text, weight in pieces if weight)
+        for message, pieces in trained
+    ] + [*(conversation.plain or ())[1:]]
+    if texts and not any(text.strip() for text in texts):
+        which = "its answer is" if len(texts) == 1 else f"all its {len(texts)} answers are"
+        fault = f"{which} empty ({texts[-1]!r:.40}), so only the end of a turn would be trained on; write the answer"
+        raise Refusal("no_targets", f"{fault}, leave the sample out, or choose train_on='all'")
 
 
 def _check_unweighed(conversation: Conversation) -> None:

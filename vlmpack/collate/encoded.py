@@ -12,8 +12,9 @@ from typing import Literal, final
 import numpy as np
 import torch
 
-from vlmpack.collate.columns import KINDS, Kind, MediaRef
 from vlmpack.collate.processor_metadata import ProcessorMetadata
+from vlmpack.data.formats import KINDS, Kind
+from vlmpack.data.messages import MediaRef
 from vlmpack.errors import Refusal
 from vlmpack.families.spans import media_runs, prefix_length
 from vlmpack.layout.media import AUDIO, IMAGE, TEXT, VIDEO, Grid, Runs

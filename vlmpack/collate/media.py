@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vlmpack.collate.columns import Kind, MediaRef
 from vlmpack.collate.encoded import Encoded, Visual, check_pixels, tokens_of
 from vlmpack.collate.processor_metadata import ProcessorMetadata, class_in, parts_of, pixel_bounds
 from vlmpack.collate.video import DEFAULT_RULES, FILE_TYPES, FileRules, VideoSettings, load_video
@@ -42,7 +41,9 @@ from vlmpack.collate.vision_keys import (
     image_size,
     resize,
 )
+from vlmpack.data.formats import Kind
 from vlmpack.data.images import ImageError, ImageLimits, load_image, read_size
+from vlmpack.data.messages import MediaRef
 from vlmpack.errors import ConfigError, Refusal, VlmpackError
 from vlmpack.families.registry import family_of_processor
 from vlmpack.layout.batch import Grid

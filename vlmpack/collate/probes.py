@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vlmpack.collate.columns import is_empty
+from vlmpack.data.formats import is_empty
 from vlmpack.errors import Refusal
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")

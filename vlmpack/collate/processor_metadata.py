@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from vlmpack.collate.columns import Kind
+from vlmpack.data.formats import Kind
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families.family import Family
 from vlmpack.families.media import run_of_pairs, run_per_frame, timed_run

@@ -10,23 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlmpack.collate.columns import (
-    AUDIO_COLUMNS,
-    BOUNDARY_COLUMNS,
-    LABEL_COLUMNS,
-    MISSPELT_COLUMNS,
-    SECONDS_COLUMNS,
-    WEIGHT_COLUMN,
-    is_empty,
-)
 from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, make_labels, mask_media, weighed
 from vlmpack.collate.processor_metadata import ProcessorMetadata
-from vlmpack.data.branches import ANSWER_COLUMN, BRANCH_COLUMN
+from vlmpack.data.formats import ANSWER_COLUMN, BRANCH_COLUMN, is_empty
+from vlmpack.data.messages import LABEL_COLUMNS, SECONDS_COLUMNS, WEIGHT_COLUMN
 from vlmpack.errors import LayoutError, Refusal
 from vlmpack.layout.batch import lengths_from_mask
 from vlmpack.layout.media import AUDIO, IMAGE, TEXT, VIDEO, Grid
 from vlmpack.layout.row import IGNORE
 
+BOUNDARY_COLUMNS = ("cu_seqlens_q", "cu_seqlens", "cu_seq_lens_q", "seq_lengths", "seq_idx")
+"""Columns of a row of several samples; as one sample it would let them attend to each other."""
+MISSPELT_COLUMNS = ("shift_labels", "label_mask", "labels_mask", "loss_masks", "completion_masks", "assistant_mask")
+"""Names that look like one of labels, and that no library writes."""
 _MASKS = ("attention_mask", *LABEL_COLUMNS[1:])
 
 
@@ -92,7 +88,7 @@ def _check_read(feature: Mapping[str, Any]) -> None:
     for pixels, columns in (
         ("pixel_values", ("image", "images")),
         ("pixel_values_videos", ("video", "videos")),
-        ("input_features", AUDIO_COLUMNS),
+        ("input_features", ("audio", "audios")),
     ):
         if not fault and pixels not in given and (named := next((name for name in columns if name in given), None)):
             fault = f"input_ids and {named}, but no {pixels}; give what the processor made, or leave input_ids out"

@@ -32,24 +32,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from difflib import get_close_matches
-from functools import lru_cache
 from typing import Any
 
 from PIL import Image
 
 from vlmpack.data.images import ImageError
+from vlmpack.data.messages import FILE_KEYS, FRAME_KEYS, VIDEO_KEYS
 
-IMAGE_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+IMAGE_KEYS = VIDEO_KEYS[:4]
 """Keys of an image element that choose its size."""
-VIDEO_KEYS = (*IMAGE_KEYS, "total_pixels")
-"""The same for a video element."""
-KEYS_OF_FILES = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
-"""Keys that choose frames of a file."""
-TIMES_OF_FRAMES = ("timestamps", "frames_indices")
-"""Keys beside a list of frames: the second of each, or its number in its video, which had `fps` frames a second."""
-KNOWN_KEYS = (*VIDEO_KEYS, "sample_fps", "raw_fps", *KEYS_OF_FILES, *TIMES_OF_FRAMES)
-"""All keys that are read: of qwen-vl-utils, and of transformers' `VideoMetadata`."""
 TIMES = ("frame_indices", "total_num_frames", "duration", "video_metadata")
 """Further keys by which others say when frames are."""
 
@@ -74,22 +65,13 @@ def has_image_keys(element: Mapping[str, Any]) -> bool:
     return any(element.get(key) is not None for key in IMAGE_KEYS)
 
 
-@lru_cache(maxsize=1024)
-def misspelt_key(name: str) -> str | None:
-    """Return the key that a name nearly spells; None: it is a key, or like none (`height` and `video_id` are notes)."""
-    if name in KNOWN_KEYS:
-        return None
-    near = get_close_matches(name.lower().replace("-", "_"), KNOWN_KEYS, n=1, cutoff=0.85)
-    return near[0] if near else None
-
-
 def check_times(element: Mapping[str, Any], *, is_file: bool) -> None:
     """Refuse keys beside a video that say which of its frames there are, or when, and that nothing would read.
 
     Raises:
         ImageError: there is one (reason ``"vision_key"``).
     """
-    unread = (*TIMES_OF_FRAMES, *TIMES) if is_file else (*KEYS_OF_FILES[1:], *TIMES)
+    unread = (*FRAME_KEYS, *TIMES) if is_file else (*FILE_KEYS[1:], *TIMES)
     key = next((key for key in unread if element.get(key) is not None), None)
     if key is None:
         return

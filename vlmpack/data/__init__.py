@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vlmpack.data.branches import branch_turns
 from vlmpack.data.cord import json2token, load_cord, to_conversation, token2json
+from vlmpack.data.formats import branch_turns
 from vlmpack.data.images import ImageError, ImageLimits
 from vlmpack.data.mixed import MixedDataset, mix_datasets
 from vlmpack.data.open import OpenDataset, open_dataset

@@ -3,6 +3,7 @@
     Alpaca            {"instruction", "input", "output", "history"}          ─┐
     ms-swift          {"query", "response", "history"}                        │
                       {"conversation": [{"human", "assistant"}, ...]}         │
+    Cauldron          {"texts": [{"user", "assistant"}, ...]}                 │
     VQA sets          {"question", "answer" or "answers"}                     ├─▶ {"messages": [...], ...}
     captions          {"response"} or {"txt"}, beside an image                │
     CORD              {"image", "ground_truth"}                               │
@@ -13,11 +14,25 @@
 A format is one function here: it takes a row, and returns it with `messages` if the row is of its shape. `READERS`
 lists them; data sets and collators call `as_messages`, and know nothing else of other libraries.
 
+Tools and calls may be JSON text: `{"from": "function_call", "value": ...}` (LLaMA-Factory), `{"role": "tool_call"}`
+(ms-swift), `{"function": {"arguments": ...}}` (OpenAI), and the column `tools` of all of them.
+
 The argument `columns=` is a mapping, ms-swift's `--columns`, or LLaMA-Factory's `dataset_info.json`:
 
     {"question": "query", "answer": "response"}            column of the data set -> the name that is read
     '{"text1": "query", "text2": "response"}'              the same as JSON, as ms-swift's command has it
     "data/dataset_info.json"                               its entry of the source: columns, tags, formatting
+
+`branch_turns` makes one sample of each answer of a conversation:
+
+    record     {"images": [...], "messages": [user Q0, assistant A0, user Q1, assistant A1], "id": "r"}
+    turns      {..., "branch_turn": 0, "id": "r/0"}      {..., "branch_turn": 1, "id": "r/1"}     Q0 A0      Q1 A1
+    answers    {..., "answer_turn": 0, "id": "r/0"}      {..., "answer_turn": 1, "id": "r/1"}     Q0 A0      Q0 A0 Q1 A1
+
+A sample is its record, images where they were, and the number of its answer: nothing is copied. Of "turns" the collator
+reads that question and its answer: answers do not see each other. Of "answers" it reads the conversation up to that
+answer, which alone is trained on: the template writes the turns before as at inference, and the answer with its
+thoughts, which it may leave out as soon as another turn follows.
 """
 
 from __future__ import annotations
@@ -30,26 +45,46 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeGuard, final
+from typing import Any, Literal, TypeGuard
+
+import numpy as np
 
 from vlmpack.data.cord import to_conversation
-from vlmpack.data.tool_calls import CALLING, calls_in
 from vlmpack.errors import ConfigError
 
+Kind = Literal["image", "video", "audio"]
+KINDS: tuple[Kind, ...] = ("image", "video", "audio")
+"""The kinds of media."""
 TURNS = ("messages", "conversations", "conversation", "prompt", "completion")
 """Columns of turns."""
-CHAT = (*TURNS, "texts", "input_ids")
+CHAT = (*TURNS, "input_ids")
 """Columns of a sample's text, as the collator reads them."""
 SHAPES = (
     *(("query", "response"), ("instruction", "output"), ("question", "multiple_choice_answer")),
     *(("question", "answer"), ("question", "answers"), ("response",), ("txt",)),
 )
 """Columns of a question and its answer, or of a text for an image, that are written as messages."""
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+PAIRS = {"conversation": ("human", "assistant"), "texts": ("user", "assistant")}
+"""Columns of questions with their answers: of ms-swift, and of The Cauldron and FineVision."""
+MEDIA = tuple(name for kind in KINDS for name in (kind, f"{kind}s"))
 SOURCES = (*MEDIA, "image_url", "video_url", "audio_url", "url", "path")
 """Keys of a row or of a part that may hold where a medium is."""
+CHANNEL_COLUMN = "channel"
+"""The data set of a sample, by whose name its loss is logged: ms-swift's name."""
+BRANCH_COLUMN = "branch_turn"
+"""The column that holds the number of a sample's question in its conversation."""
+ANSWER_COLUMN = "answer_turn"
+"""The column that holds the number of the answer with which a sample ends."""
+FACTORS = ("weight", "loss_scale", "loss_weight")
+"""Keys of the weight of an answer, or of a text in it: of OpenAI, ms-swift and LLaMA-Factory."""
+FLAGS = (*FACTORS, "loss", "loss_mask", "train", "training", "trainable")
+"""The same and keys by which it is trained on or not: of ms-swift, axolotl and Tinker."""
+CALLING = ("function_call", "tool_call")
+"""Roles of turns of the assistant whose text is the JSON of calls: of LLaMA-Factory and of ms-swift."""
+_ANSWERING = ("assistant", "gpt", *CALLING)
+"""Roles of the turns in which no media are looked for."""
 _BESIDE = ("system", "history", "input", "tools", *MEDIA, "id", "sample_id", "labels")
-TARGETS = (*CHAT, *dict.fromkeys(name for shape in SHAPES for name in shape), *_BESIDE, "ground_truth")
+TARGETS = (*CHAT, "texts", *dict.fromkeys(name for shape in SHAPES for name in shape), *_BESIDE, "ground_truth")
 """Names that a column can be read as."""
 ENDS = {
     "image": (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm"),
@@ -58,6 +93,18 @@ ENDS = {
 }
 """Ends of the names of files, by the kind of medium."""
 _PREFERENCES = ("chosen", "rejected", "rejected_response", "kto_tag", "label", "ranking")
+
+
+def is_absent(value: Any) -> bool:
+    """None, or a struct with nothing in it: Arrow gives every part of a column the keys of all of them."""
+    return value is None or (isinstance(value, Mapping) and all(map(is_absent, value.values())))
+
+
+def is_empty(value: Any) -> bool:
+    """Absent, or a text or list with nothing in it, such as `[{"bytes": None, "path": None}]`."""
+    if isinstance(value, list | tuple):
+        return all(map(is_empty, value))
+    return is_absent(value) or (isinstance(value, str) and not value)
 
 
 def as_messages(row: Mapping[str, Any], *, inline: bool = True) -> dict[str, Any]:
@@ -81,14 +128,22 @@ def as_messages(row: Mapping[str, Any], *, inline: bool = True) -> dict[str, Any
 
 
 def _pairs(row: dict[str, Any]) -> dict[str, Any]:
-    """ms-swift's pairs of `human` and `assistant`."""
-    pairs = row.get("conversation")
-    if not _is_list(pairs) or not pairs or not all(
-        isinstance(pair, Mapping) and {"human", "assistant"} <= pair.keys() for pair in pairs
-    ):  # fmt: skip
-        return row
-    rest = {name: value for name, value in row.items() if name != "conversation"}
-    return {**rest, "messages": _turns_of([(pair["human"], pair["assistant"]) for pair in pairs])}
+    """Pairs of a question and its answer in a list."""
+    for name, keys in PAIRS.items():
+        pairs = row.get(name)
+        if not _is_list(pairs) or not pairs or not isinstance(pairs[0], Mapping) or not {*keys} <= pairs[0].keys():
+            continue  # `texts` may be a column of notes
+        if more := next((other for other in TURNS if other != name and row.get(other) is not None), None):
+            raise ValueError(f"has {name} and {more}, of which one would be read; keep that one")
+        messages = []
+        for at, pair in enumerate(pairs):
+            if not isinstance(pair, Mapping) or not all(isinstance(pair.get(key), str) for key in keys):
+                raise ValueError(f"has {name}[{at}], which needs a text for {' and '.join(keys)}: {pair!r:.60}")
+            rest = {key: value for key, value in pair.items() if key not in (*keys, "source")}
+            question, answer = ({"role": role, "content": pair[key]} for role, key in zip(_ROLES, keys, strict=True))
+            messages += [question, {**rest, **answer}]
+        return {**{other: value for other, value in row.items() if other != name}, "messages": messages}
+    return row
 
 
 def _questions(row: dict[str, Any]) -> dict[str, Any]:
@@ -112,9 +167,11 @@ def _questions(row: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "messages": _turns_of([*map(tuple, history), (question, answer)])}
 
 
+_ROLES = ("user", "assistant")
+
+
 def _turns_of(pairs: Sequence[tuple[Any, Any]]) -> list[dict[str, Any]]:
-    roles = ("user", "assistant")
-    return [{"role": r, "content": _text(text, r)} for pair in pairs for r, text in zip(roles, pair, strict=True)]
+    return [{"role": r, "content": _text(text, r)} for pair in pairs for r, text in zip(_ROLES, pair, strict=True)]
 
 
 def _receipts(row: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +184,7 @@ def _receipts(row: dict[str, Any]) -> dict[str, Any]:
 def _media_turn(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A user who shows the media of the row and says nothing; a row without any has no such turn."""
     parts = []
-    for kind in ENDS:
+    for kind in KINDS:
         media = next((row[name] for name in (kind, f"{kind}s") if row.get(name) is not None), [])
         is_list = _is_list(media) and not (media and isinstance(media[0], float))  # of one audio
         parts += [{"type": kind}] * (len(media) if is_list else 1)
@@ -151,8 +208,6 @@ def _answer(value: Any, name: str) -> str:
 
 # ---------------------------------------------------------------------- media named in texts and by their samples
 
-_ANSWERING = ("assistant", "gpt", *CALLING)
-"""Roles of the turns in which nothing is looked for."""
 _NUMBERED = re.compile(r"<image(_\d+)?>")
 _INLINE = re.compile(
     r"<(?P<tag>img|image|video|audio)>\s*(?P<source>(?:data:|file://)[^<>]+|[^<>\n]+\.(?:"
@@ -325,8 +380,9 @@ def _medium(kind: str, source: Any) -> dict[str, Any]:
 
 def _beside(row: dict[str, Any]) -> dict[str, Any]:
     """Anthropic's `system` in parts, and its tools."""
-    if _is_list(system := row.get("system")) and all(isinstance(part, Mapping) for part in system):
-        row = {**row, "system": "\n".join(_text(part.get("text"), "system") for part in system)}
+    system = row.get("system")
+    if _is_list(system) and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in system):
+        row = {**row, "system": "\n".join(part["text"] for part in system)}
     tools = row.get("tools")
     if _is_list(tools) and any(isinstance(tool, Mapping) and tool.get("input_schema") is not None for tool in tools):
         row = {**row, "tools": [_tool(tool) for tool in tools]}
@@ -390,7 +446,6 @@ def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
 # ---------------------------------------------------------------------- columns=
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class TurnTags:
     """Keys and roles of the turns in a foreign `messages` column."""
@@ -403,7 +458,6 @@ class TurnTags:
     """Roles as the data set names them -> the roles of messages."""
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class ColumnMap:
     """Foreign columns as those that are read."""
@@ -524,7 +578,6 @@ def _descriptions(path: Path) -> Mapping[str, Mapping[str, Any]] | None:
     return described if is_named and any(entry.keys() & _WHERE for entry in described.values()) else None
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Described:
     """A data set as a `dataset_info.json` describes it."""
@@ -612,3 +665,129 @@ def _described(name: str, entry: Mapping[str, Any]) -> ColumnMap:
     read = TurnTags(role=tags.get("role_tag", "from"), content=tags.get("content_tag", "value"), roles=roles)
     names = {theirs: ours for ours, theirs in columns.items() if theirs}
     return ColumnMap(names=names, tags=read, required=tuple(names))
+
+
+# ---------------------------------------------------------------------- tools and calls as JSON text
+
+
+def without_nulls(value: Any) -> Any:
+    """Copy a nested value without the keys that are None, at every depth; items of lists stay.
+
+    Arrow gives every struct of a column the keys of all of them.
+    """
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def read_tools(value: Any) -> list[Any]:
+    """Read a column `tools`: a list, or the JSON of one; a tool in the list may be JSON text too.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(value, str):
+        value = _parsed(value, "tools") if value.strip() else []
+    value = [value] if isinstance(value, Mapping) else [] if value is None else value
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"tools must be a list of tools, or the JSON of one, got {type(value).__name__} {value!r:.40}")
+    return [_parsed(tool, "tools") if isinstance(tool, str) else tool for tool in value]
+
+
+def calls_in(text: str) -> list[dict[str, Any]]:
+    """Read the calls in the text of a turn: JSON of a name and its arguments, or a list of such.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        calls = json.loads(text)
+        calls = calls if isinstance(calls, list) else [calls]
+        functions = [{"name": call["name"], "arguments": _arguments(call["arguments"])} for call in calls]
+        if not functions:
+            raise ValueError("no call")
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"a function call that is no JSON of a name and its arguments: {text!r:.60}") from error
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def with_arguments(calls: Any) -> Any:
+    """Parse the `arguments` of calls that are JSON text, as OpenAI writes them; some templates would quote them again.
+
+    Raises:
+        ValueError: they are no JSON of an object.
+    """
+    if isinstance(calls, str):
+        calls = _parsed(calls, "tool_calls") if calls.strip() else []
+    if not isinstance(calls, Sequence):
+        return calls
+    return [_with_arguments(call) for call in calls]
+
+
+def _with_arguments(call: Any) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(function := call.get("function"), Mapping):
+        return {**call, "function": _with_arguments(function)}
+    return {**call, "arguments": _arguments(call["arguments"])} if "arguments" in call else call
+
+
+def _arguments(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    arguments = _parsed(value, "arguments of a tool call") if value.strip() else {}
+    if not isinstance(arguments, dict):
+        raise ValueError(f"arguments of a tool call have to be the JSON of an object, got {value!r:.60}")
+    return arguments
+
+
+def _parsed(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name} that are a text have to be JSON, got {text!r:.60} ({error})") from error
+
+
+# ---------------------------------------------------------------------- a sample for each answer
+
+Branches = Literal["conversation", "turns", "answers"]
+"""A conversation as one sample, or one for each question with its answer, or one for each answer with all before it."""
+
+
+def branch_turns(record: Mapping[str, Any], *, branches: Branches = "turns") -> list[dict[str, Any]]:
+    """Return one sample for each answer of a record; a record of one answer, or of none, as it is.
+
+    Args:
+        record: a conversation, as `VLMCollator` takes it; for "turns" of questions and answers in turn.
+        branches: "turns" or "answers", see above; of the latter answers that their own flag does not train on are no
+            samples.
+    """
+    answers = _answers(record, branches)
+    numbers = [at for at, is_sample in enumerate(answers) if is_sample]
+    if len(answers) < 2 or not numbers:
+        return [dict(record)]
+    column = BRANCH_COLUMN if branches == "turns" else ANSWER_COLUMN
+    name = next((name for name in ("id", "sample_id") if record.get(name) is not None), None)
+    ids = [{} if name is None else {name: f"{record[name]}/{turn}"} for turn in numbers]
+    return [{**record, **own_id, column: turn} for turn, own_id in zip(numbers, ids, strict=True)]
+
+
+def num_branches(record: Mapping[str, Any], branches: Branches) -> int:
+    """Count the answers of a record that are samples; 0: there is no conversation."""
+    return sum(_answers(record, branches))
+
+
+def _answers(record: Mapping[str, Any], branches: Branches) -> list[bool]:
+    """Whether each of a record's answers is a sample."""
+    row = _pairs(dict(record))
+    turns = next((row[name] for name in TURNS[:3] if row.get(name) is not None), ())
+    answers, before = [], None
+    for turn in (turn for turn in (turns if _is_list(turns) else ()) if isinstance(turn, Mapping)):
+        role = turn.get("role", turn.get("from"))
+        is_call = branches == "answers" and role in CALLING and before not in _ANSWERING
+        if role in ("assistant", "gpt") or is_call:
+            answers.append(branches == "turns" or all(turn.get(flag) not in (0, False) for flag in FLAGS))
+        before = role
+    return answers

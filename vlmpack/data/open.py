@@ -24,9 +24,20 @@ from typing import Any, final, get_args, overload
 import numpy as np
 from torch.utils.data import Dataset
 
-from vlmpack.data.branches import DIALOGUES, Branches, branch_turns, num_branches
 from vlmpack.data.cord import COLUMNS
-from vlmpack.data.formats import CHAT, MEDIA, ColumnMap, Columns, described_in, from_folder, read_columns
+from vlmpack.data.formats import (
+    CHAT,
+    MEDIA,
+    TURNS,
+    Branches,
+    ColumnMap,
+    Columns,
+    branch_turns,
+    described_in,
+    from_folder,
+    num_branches,
+    read_columns,
+)
 from vlmpack.data.readers import (
     JSON_FILES,
     JsonRows,
@@ -385,6 +396,6 @@ def _first_turns(dataset: OpenDataset, branches: Branches) -> np.ndarray:
     if not any(counts):
         raise ConfigError(
             f"branches={branches!r} makes a sample of each answer of a conversation, and {dataset.name} holds none of "
-            f"{', '.join(DIALOGUES)}; leave branches out"
+            f"{', '.join(TURNS[:3])}; leave branches out"
         )
     return np.append(0, np.cumsum(np.maximum(counts, 1)))

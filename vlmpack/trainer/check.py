@@ -21,9 +21,9 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, default_data_collator
 
 from vlmpack.collate.collator import VLMCollator
-from vlmpack.collate.columns import CHANNEL_COLUMN, CONVERSATION_COLUMNS, MEDIA_COLUMNS
 from vlmpack.collate.processor_metadata import ProcessorMetadata
-from vlmpack.data.branches import ANSWER_COLUMN, BRANCH_COLUMN, PAIRS_COLUMN
+from vlmpack.data.formats import PAIRS
+from vlmpack.data.messages import LABEL_COLUMNS, READ_COLUMNS
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.interop.seqpacker import RowCollator
 from vlmpack.loading.stream import PackedStream
@@ -34,11 +34,7 @@ from vlmpack.rows import PackedDataset
 from vlmpack.trainer.evaluation import LossMetrics
 from vlmpack.trainer.packed_trainer import PackedTrainer
 
-READ = (
-    *(*CONVERSATION_COLUMNS, "completion", *MEDIA_COLUMNS, "system", "tools", "chat_template_kwargs"),
-    *(ANSWER_COLUMN, BRANCH_COLUMN, PAIRS_COLUMN),
-    *("completion_mask", "assistant_masks", "loss_mask", "seq_lengths", "id", "sample_id", CHANNEL_COLUMN),
-)
+READ = (*READ_COLUMNS[1:], *PAIRS, *LABEL_COLUMNS[1:], "seq_lengths")
 """Columns that our collators read and no model does."""
 PACKED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
 """Trainers of TRL that `vlmpack.trainer.trl` has on packed rows."""

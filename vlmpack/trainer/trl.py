@@ -18,7 +18,7 @@ from transformers import Trainer
 
 from vlmpack.collate.assemble import SharePrefixes
 from vlmpack.collate.collator import VLMCollator
-from vlmpack.collate.conversation import FLAGS
+from vlmpack.data.formats import FLAGS
 from vlmpack.errors import ConfigError, check_extra, check_kind
 from vlmpack.layout.batch import METADATA_KEY
 from vlmpack.model.backbone import pack_backbone

@@ -1,0 +1,826 @@
+"""A row of any shape → one conversation: messages with roles, parts and weights, and the media in their order.
+
+    TRL        {"messages": [...], "images": [...]}   {"prompt": ..., "completion": ..., "images": [...]}
+    Qwen       {"conversations": [{"from": "human", "value": "<image>\\n..."}, ...], "image": path or list}
+    NeMo       {"conversation": [{"role": ..., "content": [{"type": "image", "image": PIL}, ...]}]}
+    others     as `formats.as_messages` writes them
+
+A message's content is a string or a list of parts; a part is a text, or an image, video or audio with its source inside
+(`{"type": "image", "image": PIL | path | bytes | {"bytes", "path"}}`) or without one, which then comes from the
+column of its kind (`images` / `image`, `videos` / `video`, `audios` / `audio`), in order. Where no message has such a
+part, `<image>`, `<video>` and `<audio>` in users' texts are the placeholders of the column's media, if there are as
+many. Keys that are None, or structs of None, count as absent: Arrow writes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import lru_cache
+from math import inf
+from numbers import Number
+from operator import index
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from PIL import Image
+
+from vlmpack.data.formats import (
+    ANSWER_COLUMN,
+    BRANCH_COLUMN,
+    CALLING,
+    CHANNEL_COLUMN,
+    ENDS,
+    FACTORS,
+    FLAGS,
+    KINDS,
+    MEDIA,
+    TURNS,
+    Kind,
+    as_messages,
+    calls_in,
+    is_absent,
+    is_empty,
+    read_tools,
+    with_arguments,
+    without_nulls,
+)
+from vlmpack.errors import Refusal, SampleError
+
+ROLES = ("system", "user", "assistant", "tool")
+"""Roles of the messages that go into a chat template."""
+ALIASES = {
+    "human": "user",
+    "gpt": "assistant",
+    "developer": "system",
+    **dict.fromkeys(("observation", "function", "tool_response"), "tool"),
+}
+"""Other names of the same roles. Qwen's templates have no developer, and some leave such a turn out."""
+SPEAKING = ("tool_calls", "reasoning_content")
+"""Keys with which a turn needs no content."""
+Markers = Literal["auto", "places", "text"]
+"""The meaning of `<image>`, `<video>` and `<audio>` in a text: see `marked_kinds`."""
+Weights = tuple[tuple[str, float], ...]
+"""Texts of an answer, one after the other, and the weight of each; ("", weight) if it has one weight."""
+_ONE: Weights = (("", 1.0),)
+
+# ---------------------------------------------------------------------- names of columns and keys
+
+_TEXT_COLUMNS = ("input_ids", *TURNS)
+LABEL_COLUMNS = ("labels", "completion_mask", "assistant_masks", "loss_mask")
+"""Columns from which labels are made; the masks are TRL's and SeqPacker's, 0 where nothing is trained on."""
+WEIGHT_COLUMN = "loss_weights"
+"""The weight of each label of a tokenized sample, not shifted."""
+SECONDS_COLUMNS = ("second_per_grid_ts", "video_second_per_grid")
+"""Names of the seconds from one grid of each video to the next, of Qwen2.5-VL and of Qwen-Omni."""
+READ_COLUMNS = (
+    *(*_TEXT_COLUMNS, *MEDIA, "system", "tools", "chat_template_kwargs", "id", "sample_id", CHANNEL_COLUMN),
+    *(BRANCH_COLUMN, ANSWER_COLUMN),
+)
+"""Columns of a conversation."""
+_OF_TOKENS = (
+    *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"),
+    *("input_features", "feature_attention_mask", SECONDS_COLUMNS[1], *LABEL_COLUMNS[1:], WEIGHT_COLUMN),
+)
+"""Columns of tokenized samples, which no conversation has."""
+_KNOWN = {*READ_COLUMNS, *_OF_TOKENS, *SECONDS_COLUMNS, "labels", "attention_mask", "mm_token_type_ids"}
+_KEPT = {*MEDIA, "id", "sample_id", "length", "label", "labels", "label_ids", "attention_mask", "position_ids"}
+"""The columns that HF Trainer or TRL may leave of a sample whose text they dropped."""
+_NOTES = {"length", "lengths", "index", "idx", "source", "dataset", "split", "attention_mask", "token_type_ids"}
+"""Columns that nothing reads and that would change nothing."""
+_PREFERENCE = re.compile(r"(chosen|rejected)(_.*)?|(loss|sample)_(scale|weight)s?")
+"""Names of columns that say how much, or against what, a sample is trained on."""
+_HELD = r"_?(paths?|files?|urls?|bytes|file_?names?|data|base64|array)?"
+_NAMED = {
+    "image or video": re.compile(rf"(images?|imgs?|pictures?|pics?|photos?|videos?|clips?){_HELD}"),
+    "audio": re.compile(rf"(audios?|sounds?|speech|wavs?){_HELD}"),
+}
+"""Names of columns that hold media; `image_id` and `num_images` do not."""
+_FILE_COLUMN = re.compile(r"(file_?names?|files?|file_?paths?|paths?|media|media_paths?|attachments?|frames)")
+"""Names of columns that hold files of any kind."""
+_ENCODED = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")
+"""First bytes of encoded images."""
+_GROUNDING = ("<bbox>", "<ref-object>", "<quad>")
+"""Placeholders in a text that ms-swift fills from its column `objects`."""
+
+VIDEO_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width", "total_pixels")
+"""Keys beside a medium that choose its size; the first four those of an image."""
+FILE_KEYS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
+"""Keys that choose frames of a file."""
+FRAME_KEYS = ("timestamps", "frames_indices")
+"""Keys beside a list of frames: the second of each, or its number in its video, which had `fps` frames a second."""
+KNOWN_KEYS = (*VIDEO_KEYS, "sample_fps", "raw_fps", *FILE_KEYS, *FRAME_KEYS)
+"""All keys that are read beside a medium: of qwen-vl-utils, and of transformers' `VideoMetadata`."""
+_SOURCE_KEYS: dict[Kind, tuple[str, ...]] = {
+    "image": ("image", "image_url", "url", "path", "bytes"),
+    "video": ("video", "video_url", "url", "path", "bytes"),
+    "audio": ("audio",),
+}
+"""Keys of a part that hold the source of its medium."""
+_SOURCES = frozenset(key for keys in _SOURCE_KEYS.values() for key in keys)
+_PAYLOADS = {"text": ("text",), **{kind: (kind, f"{kind}s", f"{kind}_url") for kind in KINDS}}
+_PAYLOADS["audio"] += ("input_audio",)
+"""Keys that hold the content of a part, by its kind."""
+
+
+@lru_cache(maxsize=1024)
+def misspelt_key(name: str) -> str | None:
+    """Return the key that a name nearly spells; None: it is a key, or like none (`height` and `video_id` are notes)."""
+    near = get_close_matches(name.lower().replace("-", "_"), KNOWN_KEYS, n=1, cutoff=0.85)
+    return near[0] if near and name not in KNOWN_KEYS else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaRef:
+    """One image, video or audio: its source, and the keys by which it is resized."""
+
+    source: Any
+    """PIL image, path, bytes, or {"bytes", "path"}; for a video its file in one of these forms, or a list of frames; an
+    array of an audio, or {"array", "sampling_rate"}."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The keys of qwen-vl-utils that stood beside it: min_pixels, resized_height, fps, ..."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """One sample as text with placeholders for its media."""
+
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """For the chat template: parts are {"type": "text", "text": ...}, or {"type": "image"}, "video" or "audio"."""
+    media: Mapping[Kind, tuple[MediaRef, ...]]
+    """Its images, videos and audios by kind, in the order of their placeholders."""
+    plain: tuple[str, str] | None = None
+    """(prompt, completion) as strings, to be used without a chat template; `messages` is empty then."""
+    turn_weights: tuple[Weights, ...] | None = None
+    """Of each of the assistant's turns; None: all are 1."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments for the chat template: tools, and what `chat_template_kwargs` holds."""
+    unread: tuple[str, ...] = ()
+    """Columns of the sample that nothing reads."""
+    unplaced: Kind | None = None
+    """The kind of medium whose marker a user's text holds, though the sample has no such media and no column of it."""
+
+    def texts(self) -> Iterator[str]:
+        """Every string that a template can write: contents (parts joined, as it joins them), and all else it is given.
+
+        Of what is nested, such as the arguments of tool calls, the keys too: a template writes them as JSON or XML.
+        """
+        for message in self.messages:
+            yield text_of(message)
+            yield from _strings({key: value for key, value in message.items() if key not in ("role", "content")})
+        yield from _strings(self.template_options)
+
+    def questions(self) -> list[str]:
+        """What users say, or the prompt."""
+        return [*(self.plain or ())[:1], *(text_of(m) for m in self.messages if m["role"] == "user")]
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, its parts joined as a template joins them."""
+    return "".join(part["text"] for part in _parts_in(message) if part["type"] == "text")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """The strings inside nested values, keys included; of what is neither nested nor a number, its text."""
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        for inner in value:
+            yield from _strings(inner)
+    elif value is not None and not isinstance(value, Number):
+        yield str(value)
+
+
+def is_trained(pieces: Weights) -> bool:
+    """Return whether anything of an answer is trained on."""
+    return any(weight for _, weight in pieces)
+
+
+def read_conversation(
+    feature: Mapping[str, Any],
+    *,
+    has_vision: bool = True,
+    has_audio: bool = False,
+    markers: Markers = "auto",
+    ignored_keys: Collection[str] = (),
+) -> Conversation:
+    """Read one sample of any shape; with a column `branch_turn` or `answer_turn`, one question or answer of it.
+
+    Args:
+        feature: the sample's columns.
+        has_vision: whether the model has; to one that has not, `<image>` in a user's text is text.
+        has_audio: whether the model takes audio; other models refuse it.
+        markers: whether `<image>` is text to the others, or the placeholder of an image: see `marked_kinds`.
+        ignored_keys: keys of messages and their parts that are left out.
+
+    Raises:
+        Refusal: none of the known columns is there (`no_columns`), its conversation is None, or it contradicts itself
+            (`bad_row`, `media_count_mismatch`, `ambiguous_media`, `media_in_text`), a key beside an image is misspelt
+            (`vision_key`), or a column that nothing reads holds what the sample would lack (`unread_column`).
+    """
+    reads_media = has_vision and markers != "text"
+    if ignored_keys:
+        feature = {**feature, **{name: _without(feature[name], ignored_keys) for name in TURNS if name in feature}}
+    try:
+        row = as_messages(feature, inline=reads_media)
+    except SampleError as error:
+        raise Refusal(error.reason, error.detail) from error
+    except ValueError as error:
+        raise Refusal("bad_row", f"it {error}") from error
+    present, marked = {k: v for k, v in row.items() if v is not None}, marked_kinds(row, markers if has_vision else "")
+    conversation = _read(present, row, marked, has_audio=has_audio, reads_media=reads_media)
+    said, lost = "\n".join(conversation.questions()), [kind for kind in KINDS if not conversation.media[kind]]
+    lost = [kind for kind in lost if f"<{kind}>" in said]
+    if placed := next((kind for kind in lost if kind in marked), None):
+        _refuse_marker(placed, said.count(f"<{placed}>"), row)
+    has_media = any(conversation.media.values()) or not has_vision
+    unread = check_unread(row, has_media=has_media, texts=conversation.plain or tuple(conversation.texts()))
+    warned = [kind for kind in lost if reads_media and markers == "auto"]
+    notes: dict[str, Any] = {"unread": unread, "unplaced": next(iter(warned), None)}
+    return Conversation(**{**vars(conversation), **notes})
+
+
+def _without(turns: Any, keys: Collection[str]) -> Any:
+    """Copy turns without some keys of theirs and of their parts."""
+    if isinstance(turns, Mapping):
+        kept = {name: value for name, value in turns.items() if name not in keys}
+        return {**kept, "content": _without(kept["content"], keys)} if "content" in kept else kept
+    return [_without(turn, keys) for turn in turns] if isinstance(turns, list | tuple) else turns
+
+
+def _read(
+    present: Mapping[str, Any],
+    feature: Mapping[str, Any],
+    marked: Collection[Kind],
+    *,
+    has_audio: bool,
+    reads_media: bool,
+) -> Conversation:
+    forms = [name for name in TURNS[:3] if name in present]
+    if is_pair := TURNS[3] in present and TURNS[4] in present:
+        forms.append("prompt and completion")
+    if len(forms) > 1:
+        raise Refusal("bad_row", f"it has {' and '.join(forms)}, of which one would be read; keep that one")
+    if match := next((name for name in _OF_TOKENS if forms and not is_empty(present.get(name))), None):
+        raise Refusal("bad_row", f"it has {match}, which belongs to input_ids, and {forms[0]}; leave one of them out")
+    if match := next((name for name in MEDIA[4:] if not has_audio and not is_empty(present.get(name))), None):
+        raise Refusal("bad_row", f"it has {match}, which these models do not take; leave the sample or the column out")
+    if not forms:
+        raise _no_columns(feature)
+    prompt, completion, turns = present.get("prompt"), present.get("completion"), list[dict[str, Any]]()
+    if is_pair and isinstance(prompt, str) != isinstance(completion, str):
+        raise Refusal("bad_row", "prompt and completion must both be strings or both be lists of messages")
+    if is_pair and isinstance(prompt, str):
+        for column, named in ((BRANCH_COLUMN, "questions"), (ANSWER_COLUMN, "answers")):
+            if (number := present.get(column)) is not None:
+                _number(column, number, 0, named)
+        if present.get("system"):
+            raise Refusal("bad_row", f"it has a column system, {short(present['system'])}; write it into the prompt")
+        if reads_media:
+            _check_inline_media([prompt])
+        media: dict[Kind, Any] = {kind: _column_media(present, kind) for kind in KINDS}
+        return Conversation(plain=(prompt, str(completion)), media=media)
+    for name in TURNS[3:] if is_pair else forms:
+        read = _turns(present[name], name, marked, has_audio=has_audio)
+        turns += map(_untrained, read) if name == "prompt" else read
+    if reads_media:
+        _check_inline_media(p["text"] for m in turns if m["role"] == "user" for p in _parts_in(m) if "text" in p)
+    if "system" in present:
+        turns = _with_system(turns, present["system"])
+    for kind in ("video", "image", "audio"):  # media without placeholders: images in front
+        _place_media(turns, present, kind, is_marked=kind in marked)
+    if (number := present.get(BRANCH_COLUMN)) is not None:
+        turns = _branch_of(turns, number)
+    if (number := present.get(ANSWER_COLUMN)) is not None:
+        answers = [at for at, message in enumerate(turns) if message["role"] == "assistant"]
+        last = answers[_number(ANSWER_COLUMN, number, len(answers), "answers")]
+        turns = [*map(_untrained, turns[:last]), turns[last]]
+    weights = tuple(_weights_of(message) for message in turns if message["role"] == "assistant")
+    media = {
+        kind: tuple(part["medium"] for message in turns for part in _parts_in(message) if part["type"] == kind)
+        for kind in KINDS
+    }
+    return Conversation(
+        messages=tuple(map(_for_template, turns)),
+        media=media,
+        turn_weights=None if all(pieces == _ONE for pieces in weights) else weights,
+        template_options=_template_options(present),
+    )
+
+
+def _template_options(present: Mapping[str, Any]) -> dict[str, Any]:
+    options, tools = without_nulls(present.get("chat_template_kwargs", {})), without_nulls(present.get("tools", []))
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise Refusal("bad_row", f"chat_template_kwargs must be a mapping of names, got {short(options)}")
+    try:
+        tools = read_tools(tools)
+    except ValueError as error:
+        raise Refusal("bad_row", str(error)) from error
+    if tools and not is_empty(options.get("tools")):
+        raise Refusal("bad_row", "it has tools in a column and in chat_template_kwargs; keep the column")
+    return {**options, **({"tools": tools} if tools else {})}
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep only what a chat template needs: pixels in its variables would be copied, or printed."""
+    message = {key: value for key, value in message.items() if key != "weight"}
+    if not isinstance(message["content"], str):
+        parts = message["content"]
+        message["content"] = [{key: part[key] for key in ("type", "text") if key in part} for part in parts]
+    written: dict[str, Any] = without_nulls(message)
+    if "tool_calls" in written:
+        try:
+            written["tool_calls"] = with_arguments(written["tool_calls"])
+        except ValueError as error:
+            raise Refusal("bad_row", f"it has {error}; write them as an object") from error
+    return written
+
+
+# ---------------------------------------------------------------------- turns
+
+_READ_AS_JSON = (
+    "; a text that is JSON itself, such as '42' or '{\"total\": 5}', is no text any more in a column of datasets.Json: "
+    "open the file of JSON that it came from with open_dataset"
+)
+
+
+def short(value: Any) -> str:
+    """Describe a value in an error: its type, and the start of a string or the keys of a mapping."""
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} with the keys {_keys(value)}"
+    return f"{type(value).__name__} {value[:40]!r}" if isinstance(value, str) else type(value).__name__
+
+
+def _keys(message: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} (None)" if value is None else str(key) for key, value in message.items()) or "none"
+
+
+def _turns(value: Any, column: str, marked: Collection[Kind], *, has_audio: bool) -> list[dict[str, Any]]:
+    """The messages of a column: with a role and a content, or with Qwen's `from` and `value`, in whose texts `<image>`,
+    `<video>` and `<audio>` are placeholders of the kinds that are `marked`.
+
+    Parts of text and answers may have a `weight`; a medium is a part with a `medium`, None where it has no source.
+    """
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
+        if isinstance(value, str) and value.lstrip().startswith("["):
+            hint = ", which is JSON text; parse it, or cast the column (dataset.cast_column(name, datasets.Json()))"
+        elif isinstance(value, np.ndarray):
+            hint = ", as pandas and a numpy format give rows; give lists (dataset.with_format(None), value.tolist())"
+        else:
+            hint = ", of lists, as datasets.Sequence stores turns; zip them" if isinstance(value, Mapping) else ""
+        raise Refusal("bad_row", f"{column} must be a non-empty list of messages, got {short(value)}{hint}")
+    turns = []
+    for at, item in enumerate(value):
+        where = f"{column}[{at}]"
+        item = _from_value(item, where, marked) if isinstance(item, Mapping) and "from" in item else item
+        turns.append(_turn(item, where, ("text", *KINDS)[: 4 if has_audio else 3]))
+    roles, usable = list(dict.fromkeys(turn["role"] for turn in turns)), (*ROLES, *ALIASES, *CALLING)
+    if unknown := next((role for role in roles if role not in usable), None):
+        near = get_close_matches(unknown.lower(), (*ROLES, *ALIASES), n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        fault = f"{column} has a turn of the role {unknown!r}, which is not known{hint}; its roles are"
+        raise Refusal("bad_row", f"{fault} {', '.join(roles)}, and those that can be used {', '.join(usable)}")
+    read: list[dict[str, Any]] = []
+    for turn in turns:
+        message = {**turn, "role": _canonical(turn["role"])}
+        is_call = turn["role"] in CALLING and is_empty(message.get("tool_calls"))
+        read = _with_call(read, message) if is_call else [*read, message]
+    return read
+
+
+def _canonical(role: str) -> str:
+    return "assistant" if role in CALLING else ALIASES.get(role, role)
+
+
+def _parts_in(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _from_value(turn: Mapping[str, Any], where: str, marked: Collection[Kind]) -> dict[str, Any]:
+    """A turn of Qwen's fine-tuning rows as a message, its text split and stripped as Qwen's own code does it."""
+    text, role = turn.get("value"), turn["from"]
+    if not isinstance(text, str) or not isinstance(role, str):
+        raise Refusal("bad_row", f"{where} must have a from and a value, got {short(turn)}")
+    if unread := [key for key in ("content", *SPEAKING) if not is_empty(turn.get(key))]:
+        raise Refusal("bad_row", f"{where} has {unread[0]!r} beside its value, which nothing reads; keep one of them")
+    if marked and _canonical(role) == "user":
+        _check_inline_media([text])
+    content = text if _canonical(role) == "assistant" else _split_at_markers(text, marked, strip=True)
+    if not isinstance(content, str) and all(part["type"] == "text" for part in content):
+        content = text.strip()
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value") and not is_empty(value)}
+    return {**rest, "role": role, "content": content}
+
+
+def _turn(message: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
+        raise Refusal("bad_row", f"{where} must be a mapping with a role and a content, got {short(message)}")
+    content = message.get("content")
+    if content is None and all(is_empty(message.get(key)) for key in SPEAKING):
+        fault = f"{where} ({role}) has no content; it has the keys {_keys(message)}"
+        raise Refusal("bad_row", f"{fault}: write what it says there")
+    content = "" if content is None else [content] if isinstance(content, Mapping) else content
+    if isinstance(content, list | tuple):
+        content = [_part(part, f"{where}.content[{i}]", kinds, role) for i, part in enumerate(content)]
+    elif not isinstance(content, str):
+        hint = _READ_AS_JSON if isinstance(content, Number) else ""
+        raise Refusal("bad_row", f"{where}.content must be a string or a list of parts, got {short(content)}{hint}")
+    _check_no_payload(message, where, but=())
+    rest = {key: value for key, value in message.items() if value is not None and key not in FLAGS}
+    return {**rest, "content": content, "weight": _weight(message, role, where)}
+
+
+def _part(part: Any, where: str, kinds: Sequence[str], role: str) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, Mapping):
+        hint = _READ_AS_JSON if isinstance(part, Number) else ""
+        raise Refusal("bad_row", f"{where} must be a mapping with a type, got {short(part)}{hint}")
+    part = {key: value for key, value in part.items() if not is_absent(value)}
+    kind = part.get("type") or next((k for k in ("image", "image_url", "video", "audio", "text") if k in part), "")
+    if not isinstance(kind, str):
+        raise Refusal("bad_row", f"{where}.type must be a text, such as 'image', got {short(kind)}")
+    kind = {"image_url": "image", "video_url": "video", "input_image": "image", "input_text": "text"}.get(kind, kind)
+    if kind not in kinds:
+        usable, hint = f"{', '.join(kinds[:-1])} and {kinds[-1]}", "" if kind else _READ_AS_JSON
+        raise Refusal("bad_row", f"{where} is of type {kind!r}; only {usable} parts can be used{hint}")
+    if kind == "text" and not isinstance(part.get("text"), str):
+        raise Refusal("bad_row", f"{where} is a text part without a text, got {short(part)}")
+    _check_no_payload(part, where, but=_PAYLOADS[kind])
+    known = ("text", *FLAGS) if kind == "text" else ("index", "sampling_rate", *_SOURCES, *KNOWN_KEYS)
+    for key, value in part.items():
+        # beside a medium, a key that is nearly known is refused later, with what is meant
+        if key not in ("type", *known) and not is_empty(value) and (kind == "text" or not misspelt_key(str(key))):
+            fault = f"{where} has {key!r} beside its {kind}, which nothing reads; take it out, or leave it out with"
+            raise Refusal("bad_row", f"{fault} VLMCollator(ignored_keys=({key!r},))")
+    if kind != "text":
+        return {"type": kind, "medium": _medium(part, kind), "keys": _keys_beside(part), "index": part.get("index")}
+    weight = {"weight": _weight(part, role, where)} if part.keys() & {*FLAGS} else {}
+    return {"type": "text", "text": part["text"], **weight}
+
+
+def _check_no_payload(holder: Mapping[str, Any], where: str, *, but: tuple[str, ...]) -> None:
+    """Refuse media or text outside of the parts, or a second one in a part: nothing reads them."""
+    keys = (key for names in _PAYLOADS.values() for key in names if key not in but)
+    if media := next((key for key in keys if not is_empty(holder.get(key))), None):
+        fault = f"{where} holds {media!r} where no template looks for it; give each text and medium a part of its own"
+        raise Refusal("bad_row", f"{fault} in the content, or images and videos in columns of these names")
+
+
+def _with_call(turns: list[dict[str, Any]], message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Add a turn whose text is the JSON of calls, to the assistant's turn before it as ms-swift does, or as its own."""
+    before = turns[-1] if turns else None
+    if medium := next((part["type"] for part in _parts_in(message) if part["type"] != "text"), None):
+        raise Refusal("bad_row", f"it has a function call with a part of type {medium!r}; a call is JSON text alone")
+    is_more = before is not None and (before["role"], before["weight"]) == ("assistant", message["weight"])
+    try:
+        calls = calls_in(text_of(message))
+        if before is not None and is_more and message.keys() == {"role", "content", "weight"}:
+            return [*turns[:-1], {**before, "tool_calls": [*with_arguments(before.get("tool_calls") or []), *calls]}]
+    except ValueError as error:
+        raise Refusal("bad_row", f"it has {error}; a turn of the role assistant may say anything") from error
+    return [*turns, {**message, "content": "", "tool_calls": calls}]
+
+
+def _with_system(turns: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
+    """The turns after the text of a column `system`, as LLaMA-Factory writes it."""
+    if not isinstance(system, str):
+        raise Refusal("bad_row", f"the column system must be a text, got {short(system)}; give it as a message")
+    systems = [text_of(turn).strip() for turn in turns if turn["role"] == "system"]
+    if not system.strip() or system.strip() in systems:
+        return turns
+    if systems:
+        fault = f"the column system says {system[:40]!r} and the system message {systems[0][:40]!r}; keep one of them"
+        raise Refusal("bad_row", fault)
+    return [{"role": "system", "content": system}, *turns]
+
+
+def _weight(holder: Mapping[str, Any], role: str, where: str) -> float:
+    """Read the weight of an answer, or of a text in it: 1 without any. Nothing of another turn is weighed."""
+    flags = {name: holder[name] for name in FLAGS if holder.get(name) is not None}
+    is_answer = _canonical(role) == "assistant"
+    for name, value in flags.items():
+        is_factor = name in FACTORS and is_answer
+        if not isinstance(value, int | float) or not (0 <= value < inf if is_factor else value in (0, 1)):
+            usual = "a weight is a number from 0, which is not trained on" if is_factor else "a flag is true or false"
+            usual = usual if is_answer else "only the assistant's turns have weights: leave it out"
+            raise Refusal("bad_row", f"{where}.{name} is {value!r}; {usual}")
+    factors = {float(value) for name, value in flags.items() if name in FACTORS}
+    if len(factors) > 1 or len({bool(value) for value in flags.values()}) > 1:
+        raise Refusal("bad_row", f"{where} has {flags}, which contradict each other; keep one of them")
+    return next(iter(factors), float(all(flags.values()))) if is_answer else 1.0
+
+
+def _weights_of(message: Mapping[str, Any]) -> Weights:
+    """The weights of the texts of an answer."""
+    parts = [] if isinstance(message["content"], str) else [p for p in message["content"] if p["type"] == "text"]
+    pieces = tuple((part["text"], part.get("weight", message["weight"])) for part in parts)
+    if len({weight for _, weight in pieces}) < 2:
+        return (("", pieces[0][1] if pieces else message["weight"]),)
+    return pieces
+
+
+def _untrained(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    if not isinstance(content, str):
+        content = [{key: value for key, value in part.items() if key != "weight"} for part in content]
+    return {**message, "content": content, "weight": 0.0}
+
+
+def _number(column: str, turn: Any, count: int, named: str) -> int:
+    """Read the number of a question or an answer."""
+    try:
+        number = index(turn)
+    except TypeError:
+        number = -1
+    if not 0 <= number < count:
+        raise Refusal("bad_row", f"its {column} is {turn!r}, but it has {count} {named}, counted from 0")
+    return number
+
+
+def _branch_of(turns: list[dict[str, Any]], turn: Any) -> list[dict[str, Any]]:
+    """The messages of one question and its answer, after the system messages.
+
+        conversation     system   user: image, Q0   A0   user: Q1   A1   user: image 2, Q2   A2
+        branch 0         system   user: image, Q0   A0
+        branch 1         system   user: image, Q1   A1
+        branch 2         system   user: image, image 2, Q2   A2
+
+    The first question stays as it is written; its media stand in front of every other one.
+    """
+    roles = [message["role"] for message in turns]
+    first = next((at for at, role in enumerate(roles) if role != "system"), len(roles))
+    pairs, rest = divmod(len(roles) - first, 2)
+    if rest or roles[first:] != ["user", "assistant"] * pairs:
+        fault = f"it has the column {BRANCH_COLUMN}, but its turns are {', '.join(roles)}; branches need questions and"
+        remedy = "open the data set with branches='conversation', or leave the sample out"
+        raise Refusal("bad_row", f"{fault} answers in turn, after any system messages; {remedy}")
+    number = _number(BRANCH_COLUMN, turn, pairs, "questions")
+    question, answer = turns[first + 2 * number : first + 2 * number + 2]
+    shown = [part for part in _parts_in(turns[first]) if part["type"] != "text"]
+    if number and shown:
+        question = {**question, "content": [*shown, *_parts_in(question)]}
+    return [*turns[:first], question, answer]
+
+
+# ---------------------------------------------------------------------- media and their placeholders
+
+
+def marked_kinds(feature: Mapping[str, Any], markers: str) -> tuple[Kind, ...]:
+    """The kinds of media whose markers in a text are placeholders of media; those of the others are text.
+
+    "auto": a kind that the sample has a column of. Where that is empty, the marker's medium was lost, and the sample is
+    refused; without such a column `<image>` is a word like any other. "places": all. Else: none.
+    """
+    if markers != "auto":
+        return KINDS if markers == "places" else ()
+    return tuple(kind for kind in KINDS if kind in feature or f"{kind}s" in feature)
+
+
+def _place_media(turns: list[dict[str, Any]], present: Mapping[str, Any], kind: Kind, *, is_marked: bool) -> None:
+    """Put the media of a column into their placeholders, in the turns themselves.
+
+    Without any placeholder, markers (`<image>`) outside the assistant's turns are the placeholders if `is_marked` and
+    there is one for each of the column's media. Without any marker the media are put in front of the first user
+    message. Placeholders with an `index` take the medium of that place in the column.
+    """
+    column = _column_media(present, kind)
+    is_placed = not column or any(part["type"] == kind for turn in turns for part in _parts_in(turn))
+    if not is_placed and not (is_marked and _split_turns(turns, kind, len(column))):
+        if is_marked:
+            _check_numbered(turns, kind)
+        asked = next((turn for turn in turns if turn["role"] == "user"), None)
+        if asked is None:
+            raise Refusal("media_count_mismatch", f"{len(column)} {kind}(s), but no user message to put them in")
+        asked["content"] = [{"type": kind} for _ in column] + _parts_in(asked)
+    parts = [part for turn in turns for part in _parts_in(turn) if part["type"] == kind]
+    empty = [part for part in parts if part.get("medium") is None]
+    if len(empty) != len(column):
+        remedy = f"every {kind} is in its message already: remove the column"
+        if empty:
+            remedy = f"give each placeholder its {kind}{_also_has(present) if len(empty) > len(column) else ''}"
+        seen = f"the messages have {len(empty)} {kind} placeholder(s) without a source, but the columns hold"
+        raise Refusal("media_count_mismatch", f"{seen} {len(column)} {kind}(s); {remedy}")
+    indices: list[Any] = [part.get("index") for part in empty]
+    if all(index is None for index in indices):
+        indices = [*range(len(column))]
+    elif sorted(indices, key=repr) != sorted(range(len(column)), key=repr):
+        seen = f"its {kind} parts have the index {', '.join(map(repr, indices))}, but the column holds {len(column)}"
+        raise Refusal("ambiguous_media", f"{seen} {kind}(s), counted from 0; name each once, or leave 'index' out")
+    for part, at in zip(empty, indices, strict=True):
+        part["medium"] = MediaRef(source=column[at].source, options={**column[at].options, **part.get("keys", {})})
+
+
+def _check_inline_media(texts: Iterable[str]) -> None:
+    """Refuse media that are named inside users' texts in a way that is not read: they would become words."""
+    if match := next(filter(None, map(_INLINE.search, texts)), None):
+        kind = "image" if match[1] == "img" else match[1]
+        remedy = f"write <{kind}> there and the path into a column {kind}s, or choose markers='text' if it is text"
+        raise Refusal("media_in_text", f"the user's text holds {match[0]!r:.80}, the path of a medium; {remedy}")
+
+
+_INLINE = re.compile(r"<(img|image|video|audio)>[^<>\n]+</\1>")
+_NUMBERED = re.compile(
+    r"(?i)<\|?(image|img|video|audio)(?:\||[ _-]?(?:\d+|here|placeholder|token)\|?)>|"
+    r"(?-i:<(IMAGE|Image|VIDEO|Video|AUDIO|Audio)>)"
+)
+"""Placeholders of media as other libraries write them: `<image_1>`, `<|image_1|>`, `<ImageHere>`, `<|audio|>`."""
+
+
+def _check_numbered(turns: Sequence[Mapping[str, Any]], kind: Kind) -> None:
+    """Refuse another library's placeholders where media would go in front of the text, and these be trained on."""
+    texts = (part["text"] for turn in turns if turn["role"] == "user" for part in _parts_in(turn) if "text" in part)
+    matches = (match for text in texts for match in _NUMBERED.finditer(text))
+    if match := next((m for m in matches if (m[1] or m[2]).lower().replace("img", "image") == kind), None):
+        fault = f"the user's text holds {match[0]!r}, which does not place the {kind}(s) of the sample's column"
+        remedy = f"write <{kind}> for each in its place, or choose markers='text' if it is text"
+        raise Refusal("ambiguous_media", f"{fault}; {remedy}")
+
+
+def _refuse_marker(kind: Kind, count: int, feature: Mapping[str, Any]) -> None:
+    """Refuse markers in users' texts of media that the sample has not: they would be trained on as text."""
+    columns = [name for name in (kind, f"{kind}s") if name in feature]
+    reasons = [f"its {name} is {'None' if feature[name] is None else 'empty'}" for name in columns]
+    raise Refusal(
+        "media_count_mismatch",
+        f"the user's text holds '<{kind}>' {count} time(s), but the sample has no {kind} to put there "
+        f"({' and '.join(reasons) or f'it has no column {kind} or {kind}s'}){_also_has(feature)}; give it in a column "
+        f"{kind} or {kind}s, or take the marker out; where it is text, choose markers='text'",
+    )
+
+
+def _column_media(present: Mapping[str, Any], kind: Kind) -> tuple[MediaRef, ...]:
+    """The media of the `images` / `image` (or `videos` / `video`) column."""
+    item, many = (None if is_absent(present.get(name)) else present[name] for name in (kind, f"{kind}s"))
+    if item is not None and many is not None:
+        raise Refusal("ambiguous_media", f"the sample has both a column {kind} and a column {kind}s; keep one of them")
+    value = item if many is None else many
+    if is_empty(value):
+        return ()
+    if not isinstance(value, list | tuple) or (many is None and _is_one(value[0], kind)):
+        value = [value]
+    if nothing := next((at for at, item in enumerate(value) if is_empty(item)), None):
+        found = "an empty text" if value[nothing] == "" else "None"
+        raise Refusal(f"{kind}_missing", f"{kind} {nothing} of the {len(value)} in its column is {found}; give it")
+    return tuple(_medium(item, kind) or MediaRef(source=item) for item in value)
+
+
+def _is_one(first: Any, kind: Kind) -> bool:
+    """Whether a column that begins with this is one video by its frames, or one audio by its numbers.
+
+    A `video` column of paths, or of elements with a video each, is several videos.
+    """
+    if kind == "audio":
+        return isinstance(first, int | float)
+    is_file = isinstance(first, Path) and first.suffix.lower() in ENDS["video"]
+    is_element = isinstance(first, Mapping) and first.get("video") is not None
+    return kind == "video" and not (isinstance(first, str | list | tuple) or is_element or is_file)
+
+
+def _split_turns(turns: list[dict[str, Any]], kind: Kind, count: int) -> bool:
+    """Split text at markers, as LLaMA-Factory and ms-swift do: each is a placeholder. False: nothing was changed."""
+    marker = f"<{kind}>"
+    counts = [sum(part.get("text", "").count(marker) for part in _parts_in(turn)) for turn in turns]
+    answers = sum(n for n, turn in zip(counts, turns, strict=True) if turn["role"] == "assistant")
+    if any(counts) and (answers or sum(counts) != count):
+        raise Refusal(
+            "ambiguous_media",
+            f"the messages hold {marker!r} {sum(counts)} time(s), {answers} of them in the assistant's turns, for "
+            f"{count} {kind}(s) of the column; write one {marker!r} for each outside the assistant's turns",
+        )
+    for turn in (turn for n, turn in zip(counts, turns, strict=True) if n):
+        pieces = (_split_at_markers(p["text"], [kind]) if marker in p.get("text", "") else [p] for p in _parts_in(turn))
+        turn["content"] = [part for parts in pieces for part in parts]
+    return any(counts)
+
+
+def _split_at_markers(text: str, kinds: Collection[Kind], *, strip: bool = False) -> list[dict[str, Any]]:
+    """The parts of a text with markers of these kinds; empty texts between them are left out."""
+    markers = [f"<{kind}>" for kind in kinds]
+    pieces = re.split(f"({'|'.join(markers)})", text) if markers else [text]
+    pieces = [piece.strip() if strip else piece for piece in pieces]
+    return [{"type": piece[1:-1]} if piece in markers else {"type": "text", "text": piece} for piece in pieces if piece]
+
+
+def _medium(item: Any, kind: Kind) -> MediaRef | None:
+    """The source inside a part, and the keys beside it; None if there is no source in it."""
+    if not isinstance(item, Mapping):
+        return None
+    key = next((key for key in _SOURCE_KEYS[kind] if item.get(key) is not None), None)
+    if key is None:
+        return None
+    source = {"bytes": item["bytes"], "path": item.get("path")} if item.get("bytes") is not None else item[key]
+    if isinstance(source, Mapping) and "url" in source:
+        source = source["url"]
+    # `Dataset.map` writes a PIL image that is nested in messages down as JSON of its attributes, without pixels
+    if isinstance(source, Mapping) and {"mode", "size"} <= set(source) and not {"bytes", "path"} & set(source):
+        fault = f"its {kind} is a dict of the attributes of a PIL image, without its pixels, as datasets.map stores an"
+        remedy = "make them as samples are read (dataset.with_transform), or give images a column of their own"
+        raise Refusal(f"{kind}_source", f"{fault} image inside messages; {remedy}")
+    return MediaRef(source=source, options=_keys_beside(item))
+
+
+def _keys_beside(item: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys by which a medium is resized or sampled."""
+    known = {"type", "text", "index", *_SOURCES}
+    options = {name: value for name, value in item.items() if name not in known and value is not None}
+    for name in options:
+        if key := misspelt_key(str(name)):
+            fault = f"beside an image or video stands the key {name!r}, which is not known; did you mean {key!r}?"
+            raise Refusal("vision_key", fault)
+    return options
+
+
+# ---------------------------------------------------------------------- columns that nothing reads
+
+
+def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns of a sample that nothing reads, of which none holds something that the sample would lack.
+
+    Args:
+        feature: the sample's columns.
+        has_media: whether it has images or videos; a column of file names is then a note.
+        texts: of the sample.
+
+    Raises:
+        Refusal: `unread_column`: one of them holds media and the sample has none, or preferences or weights, or it is
+            ms-swift's `objects` and the text has placeholders for them.
+    """
+    unread = {str(name): value for name, value in feature.items() if name not in _KNOWN and not is_empty(value)}
+    for name, value in unread.items():
+        fault = ""
+        if _is_preference(name.lower(), value):
+            fault = "which says what is trained on: give each message its `weight`; preferences are not trained on"
+        elif not has_media and (looks := _looks_like(name.lower(), value)):
+            fault = f"which looks like its {looks}, and it has no other; rename it so, or leave it out if it needs none"
+        elif name == "objects" and (match := next((x for x in _GROUNDING if any(x in text for text in texts)), None)):
+            fault = f"from which ms-swift fills {match!r} in its text; write the boxes and names into the text"
+        if fault:
+            raise Refusal("unread_column", f"it has a column {name}, {fault}; nothing reads it")
+    return tuple(name for name in unread if name not in _NOTES)
+
+
+def _is_preference(name: str, value: Any) -> bool:
+    """Weights of 1 change nothing; a label that is true or false is KTO's."""
+    if name == "label":
+        return isinstance(value, bool)
+    values = np.asarray(value, dtype=object).reshape(-1).tolist()
+    return _PREFERENCE.fullmatch(name) is not None and any(item != 1 for item in values)
+
+
+def _looks_like(name: str, value: Any) -> str:
+    """Name the medium that a column seems to hold, whatever it is called; "": none."""
+    first = value[0] if isinstance(value, list | tuple) else value
+    path = first.strip().lower() if _FILE_COLUMN.fullmatch(name) and isinstance(first, str) else ""
+    is_visual = (
+        isinstance(first, Image.Image)
+        or (isinstance(first, Mapping) and {"bytes", "path"} == set(first) and not is_absent(first))
+        or (isinstance(first, str) and first.startswith(("data:image/", "data:video/")))
+        or (isinstance(first, bytes) and first.startswith(_ENCODED))
+        or path.endswith((*ENDS["image"], *ENDS["video"]))
+    )
+    if is_visual or path.endswith(ENDS["audio"]):
+        return "image or video" if is_visual else "audio"
+    is_medium = isinstance(first, str | bytes | Mapping | float)
+    return next((kind for kind, names in _NAMED.items() if is_medium and names.fullmatch(name)), "")
+
+
+def _no_columns(feature: Mapping[str, Any]) -> Refusal:
+    """The refusal of a feature with none of the columns that hold a sample's text.
+
+    A column that is there but None is this sample's fault; one that is not there at all is the setup's.
+    """
+    if empty := [name for name in _TEXT_COLUMNS if feature.get(name, "") is None]:
+        return Refusal("bad_row", f"its {' and '.join(empty)} is None; fill it, or leave the sample out")
+    seen = f"it has none of the columns input_ids, {', '.join(TURNS[:4])} (with completion); it has:"
+    names = {str(name): get_close_matches(str(name).lower(), _TEXT_COLUMNS, n=1, cutoff=0.8) for name in feature}
+    near = [f"{name!r}: did you mean {hit[0]!r}?" for name, hit in names.items() if hit and name not in _TEXT_COLUMNS]
+    if near:
+        remedy = f"{' '.join(near)} Rename the column"
+    elif {"chosen", "rejected"} <= feature.keys():
+        remedy = "A pair of answers is for PackedDPOTrainer of vlmpack.trainer.trl; to learn the chosen ones alone: "
+        remedy += "open_dataset(..., columns={'chosen': 'completion'})"
+    elif "prompt" in feature or "completion" in feature:
+        remedy = "A prompt comes with its completion: give both, or write them as messages"
+    elif any(isinstance(feature[name], str | list | tuple | Mapping) for name in feature if name not in _KEPT):
+        remedy = "Rename the column with the conversation to messages, or make messages of your columns"
+    else:
+        remedy = "HF Trainer drops dataset columns that the model's forward does not name: set TrainingArguments("
+        remedy += "remove_unused_columns=False). TRL's trainers keep only messages, prompt, completion, image and "
+        remedy += "images even then: rename a `conversation` column to `messages`, and write videos into them"
+    return Refusal("no_columns", f"{seen} {_listed(feature) or 'none at all'}. {remedy}", of_all=True)
+
+
+def _also_has(feature: Mapping[str, Any]) -> str:
+    """The end of an error: the columns that nothing reads, as one of them may be misspelt; "" where all are read."""
+    unread = {name: value for name, value in feature.items() if name not in READ_COLUMNS and value is not None}
+    return f"; it also has: {_listed(unread)}" if unread else ""
+
+
+def _listed(feature: Mapping[str, Any], most: int = 12) -> str:
+    names = sorted(map(str, feature))
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
