@@ -52,7 +52,7 @@ def stand_in() -> None:
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         module.__dict__.update(InterpolationMode=InterpolationMode, resize=resize, normalize=normalize)
         module.__dict__.update(grayscale_to_rgb=lambda video: video)
-        module.__dict__.update(pil_to_tensor=None, __version__="0.26.0")
+        module.__dict__.update(pil_to_tensor=None, to_pil_image=None, __version__="0.26.0")
         sys.modules[name] = module
         parent, _, child = name.rpartition(".")
         if parent:

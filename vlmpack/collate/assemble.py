@@ -244,7 +244,7 @@ def _media(row: Visuals, dtype: torch.dtype | None, buffers: PixelBuffers, famil
     """Tensors of media; log-mel frames stay float32: the model casts them itself."""
     joins, images, videos, audios = _joins(family), row["image"], row["video"], row["audio"]
     seconds = _seconds(videos)
-    parts = {name: [image.tensors[name] for image in images if name in image.tensors] for name in joins}
+    parts = {name: [x.tensors[name] for x in (*images, *videos) if name in x.tensors] for name in joins}
     tensors = {name: joins[name](_finite(parts[name], dtype)) for name in joins if parts[name]}
     if seconds and _SECONDS in joins:
         tensors[_SECONDS] = torch.tensor(seconds)
@@ -254,7 +254,7 @@ def _media(row: Visuals, dtype: torch.dtype | None, buffers: PixelBuffers, famil
     return Media(
         pixel_values=_join(images, dtype, buffers, joins.get("pixel_values", Join())),
         image_grid_thw=_table(_grids(images)),
-        pixel_values_videos=_join(videos, dtype, buffers, Join()),
+        pixel_values_videos=_join(videos, dtype, buffers, joins.get("pixel_values_videos", Join())),
         video_grid_thw=_table(_grids(videos)),
         second_per_grid_ts=torch.tensor(seconds) if seconds and _SECONDS not in joins else None,
         tensors=tensors,

@@ -31,6 +31,7 @@ from PIL import Image
 from vlmpack.collate.audio import AudioReader
 from vlmpack.collate.chat_template import ChatTemplate, Span, check_characters
 from vlmpack.collate.encoded import (
+    TYPES,
     Encoded,
     TrainOn,
     Visual,
@@ -43,7 +44,7 @@ from vlmpack.collate.encoded import (
 from vlmpack.collate.media import BatchMedia, MediaReader, trial_image
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.collate.tokenised import read_tokenised, token_types
-from vlmpack.collate.video import DEFAULT_RULES, FileRules
+from vlmpack.collate.video import DEFAULT_RULES, FileRules, FrameSampling
 from vlmpack.data.formats import KINDS, Kind, is_empty
 from vlmpack.data.images import ImageLimits
 from vlmpack.data.messages import (
@@ -139,6 +140,8 @@ class Encoder:
     """Of a longer sample the end is kept: its first media are cut off, not its last."""
     file_rules: FileRules = DEFAULT_RULES
     """Rules for sampling and sizing files of videos."""
+    sampling: FrameSampling | None = None
+    """Number of frames of a file, in place of the processor's own; None: its own."""
     add_stop: str | None = None
     """Token written behind the last answer where the template writes none that ends it; None: nothing is."""
     ignored_keys: Collection[str] = ()
@@ -188,7 +191,11 @@ class Encoder:
     def media(self) -> MediaReader:
         """Reads images and videos, measured ones included."""
         return MediaReader(
-            processor=self.processor, metadata=self.metadata, limits=self.limits, file_rules=self.file_rules
+            processor=self.processor,
+            metadata=self.metadata,
+            limits=self.limits,
+            file_rules=self.file_rules,
+            sampling=self.sampling,
         )
 
     @cached_property
@@ -455,12 +462,12 @@ class Encoder:
 
     def _repeats(self, ids: np.ndarray, media: Visuals) -> np.ndarray:
         """int64 [n]: how often each token of an expanded text is there: placeholders as often as their media need."""
-        repeats = np.ones(len(ids), np.int64)
+        repeats, types = np.ones(len(ids), np.int64), token_types(ids, self.metadata)
         for kind, visuals in media.items():
             needed = [count for visual in visuals for count in tokens_of(visual, self.metadata, kind=kind)]
             if not needed:
                 continue
-            at = np.flatnonzero(ids == self.metadata.token_id(kind))
+            at = np.flatnonzero(types == TYPES[kind])
             if len(at) != len(needed):
                 fault = f"the tokenizer makes {len(at)} placeholders of {len(needed)} that stand for its {kind}s"
                 raise Refusal("placeholder_mismatch", f"{fault}; use the model's own tokenizer", of_all=True)
@@ -496,12 +503,13 @@ class Encoder:
         Frames are written as `Qwen3VLProcessor.replace_video_token` does: each between vision tokens, after its time.
         """
         metadata = self.metadata
-        if kind == "image":
-            return self.media.texts_of(visuals, text) if visuals else []
+        token = {"image": metadata.image_token, "video": metadata.video_token, "audio": metadata.audio_token}[kind]
+        if visuals and (kind == "image" or (kind == "video" and metadata.by_processor)):
+            return self.media.texts_of(visuals, text, token)
         if kind == "video" and metadata.frame_timestamps:
             frame = f"{metadata.vision_start}{metadata.video_token}{metadata.vision_end}"
             return ["".join(f"<{time:.1f} seconds>{frame}" for time in video.timestamps) for video in visuals]
-        return [metadata.video_token if kind == "video" else metadata.audio_token] * len(visuals)
+        return [token] * len(visuals)
 
     @cached_property
     def _placeholders(self) -> tuple[tuple[Kind, str], ...]:

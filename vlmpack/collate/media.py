@@ -2,7 +2,8 @@
 
     image ──processor──▶ Visual(pixels, grid or tensors, runs, written)    "<boi>" + 256 placeholders + "<eoi>", tiles
     header ──rule──────▶ Visual(grid) or Visual(runs, written)             no pixel is decoded: for planning rows
-    video ──video.py───▶ Visual(pixels, grid, timestamps), or Visual(grid, timestamps) by its header
+    video ──video.py───▶ Visual(pixels, grid, timestamps), or Visual(grid, timestamps) by its header: of Qwen's
+    frames ─processor──▶ Visual(pixels, grid or tensors, runs, written), or of blank frames of that size: of others
 
 What stands for an image in the ids depends on its size alone (in some families also on how many images the sample has).
 Qwen's processors size images by transformers' `smart_resize`, or by the keys beside an image (`vision_keys.py`). Other
@@ -22,7 +23,7 @@ from functools import cached_property, lru_cache, partial
 from inspect import Parameter, signature
 from math import inf
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -30,8 +31,23 @@ import torch
 from PIL import Image
 
 from vlmpack.collate.encoded import Encoded, Visual, check_pixels, tokens_of
-from vlmpack.collate.processor_metadata import ProcessorMetadata, class_in, parts_of, pixel_bounds
-from vlmpack.collate.video import DEFAULT_RULES, FILE_TYPES, FileRules, VideoSettings, load_video
+from vlmpack.collate.processor_metadata import (
+    NO_ID,
+    ProcessorMetadata,
+    ProcessorParts,
+    class_in,
+    parts_of,
+    pixel_bounds,
+)
+from vlmpack.collate.video import (
+    DEFAULT_RULES,
+    FILE_TYPES,
+    FileRules,
+    FrameSampling,
+    VideoSettings,
+    load_video,
+    read_clip,
+)
 from vlmpack.collate.vision_keys import (
     IMAGE_KEYS,
     Size,
@@ -45,6 +61,7 @@ from vlmpack.data.formats import Kind
 from vlmpack.data.images import ImageError, ImageLimits, load_image, read_size
 from vlmpack.data.messages import MediaRef
 from vlmpack.errors import ConfigError, Refusal, VlmpackError
+from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of_processor
 from vlmpack.layout.batch import Grid
 
@@ -65,7 +82,6 @@ NUMBERING = ("MiniCPMV4_6Processor",)
 """Classes of processors that may write before each image which one of its sample it is."""
 
 
-@final
 class BatchMedia:
     """The images and videos of one batch that were loaded already, so that each is loaded and processed once.
 
@@ -120,7 +136,6 @@ def read_named(read: Callable[[MediaRef], Result], ref: MediaRef, kind: Kind, at
         raise Refusal("image_processing", f"{kind} {at}: the image processor refused it: {error}") from error
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class MediaReader:
     """Reads the images and videos of samples with the processor that the model was made with."""
@@ -133,6 +148,8 @@ class MediaReader:
     """Caps for images and frames."""
     file_rules: FileRules = DEFAULT_RULES
     """Rules for sampling and sizing files of videos."""
+    sampling: FrameSampling | None = None
+    """Number of frames of a file, in place of the processor's own; None: its own."""
 
     # ------------------------------------------------------------------ the media of a sample
 
@@ -147,9 +164,7 @@ class MediaReader:
         Raises:
             Refusal: one of them cannot be used.
         """
-        if refs and kind == "video":
-            self._check_videos(len(refs))
-        if self.metadata.images_together and len(refs) > 1:
+        if self._are_together(refs, kind):
             images = [read_named(self._picture, ref, kind, at) for at, ref in enumerate(refs)]
             visuals = read_named(lambda _: self.process(images), refs[0], kind, 0)
             return tuple(replace(visual, source=ref) for visual, ref in zip(visuals, refs, strict=True))
@@ -170,9 +185,7 @@ class MediaReader:
             Refusal: a header shows that one cannot be used.
             ConfigError: the image processor of a Qwen processor resizes by another rule.
         """
-        if refs and kind == "video":
-            self._check_videos(len(refs))
-        if self.metadata.images_together and len(refs) > 1:
+        if self._are_together(refs, kind):
             sizes = tuple(read_named(self._size, ref, kind, at) for at, ref in enumerate(refs))
             return tuple(replace(visual, source=ref) for visual, ref in zip(self._blank(sizes), refs, strict=True))
         return tuple(read_named(self._measurer(kind), ref, kind, at) for at, ref in enumerate(refs))
@@ -201,15 +214,8 @@ class MediaReader:
             visuals.append(visual)
         return tuple(visuals)
 
-    def _check_videos(self, count: int) -> None:
-        if not self.metadata.by_processor:
-            return
-        family, remedy = family_of_processor(self.processor), "give frames as images"
-        if family.has_grids and family.has_videos:
-            given = "input_ids, labels, pixel_values_videos, video_grid_thw"
-            remedy = f"tokenise it with the processor itself ({given}), {remedy}"
-        fault = f"it has {count} video(s), but of a {type(self.processor).__name__} only images are read"
-        raise Refusal("no_video", f"{fault}; {remedy}")
+    def _are_together(self, refs: Sequence[MediaRef], kind: Kind) -> bool:
+        return self.metadata.images_together and kind == "image" and len(refs) > 1
 
     # ------------------------------------------------------------------ one image or video
 
@@ -254,13 +260,47 @@ class MediaReader:
         return Visual(pixels=None, grid=grid, source=ref)
 
     def _video(self, ref: MediaRef, *, is_measured: bool = False) -> Visual:
-        parts = parts_of(self.processor)
-        settings = VideoSettings.from_processor(parts.video_processor or parts.image_processor)
         element = {**ref.options, "video": ref.source}
         check_times(element, is_file=isinstance(ref.source, FILE_TYPES))
+        if self.metadata.by_processor:
+            return replace(self._video_of_processor(element, is_measured=is_measured), source=ref)
+        settings = VideoSettings.from_processor(self.parts.video_processor or self.parts.image_processor)
         caps = {"limits": self.limits, "rules": self.file_rules}
         video = load_video(element, settings=settings, is_measured=is_measured, **caps)
         return replace(video, seconds=video.seconds if self.metadata.seconds_per_grid else None, source=ref)
+
+    def _video_of_processor(self, element: Mapping[str, Any], *, is_measured: bool) -> Visual:
+        """A video by the processor's own rules; only its file is decoded here. A measured one has blank frames."""
+        part, name = self.parts.video_processor, type(self.processor).__name__
+        if not self._family.has_videos:
+            raise ImageError(f"a {name} reads images alone; give frames as images", "no_video")
+        if part is None:
+            fault = f"this {name} has no video processor, which needs torchvision: install it, and load the processor"
+            raise ImageError(f"{fault} again; or give frames as images", "no_video")
+        frames = read_clip(element, part, sampling=self.sampling, rules=self.file_rules, limits=self.limits)
+        if is_measured:
+            return self._blank_video(frames.shape, frames.metadata)
+        return self.process_video(frames.decode(), frames.metadata)
+
+    @cached_property
+    def _blank_video(self) -> Callable[[tuple[int, ...], tuple[Any, ...]], Visual]:
+        """A measured video from what the processor makes of blank frames [F, H, W, 3]."""
+
+        def blank(shape: tuple[int, ...], metadata: tuple[Any, ...]) -> Visual:
+            visual = self.process_video(np.broadcast_to(np.zeros((), np.uint8), shape), metadata)
+            return replace(visual, pixels=None, tensors={})
+
+        return lru_cache(maxsize=SIZES_KEPT)(blank)
+
+    def process_video(self, frames: np.ndarray, metadata: tuple[Any, ...]) -> Visual:
+        """Let the processor make the tensors of a video's frames, uint8 [F, H, W, 3], and the text in its place."""
+        from transformers.video_utils import VideoMetadata
+
+        options = {**self._options["videos_kwargs"], "video_metadata": [VideoMetadata(**dict(metadata))]}
+        options |= {"do_sample_frames": False, "return_metadata": True}
+        processed, texts = self.processor._process_videos([np.ascontiguousarray(frames)], **options)
+        (visual,) = self._visuals(processed, texts, pixels="pixel_values_videos", grid="video_grid_thw")
+        return visual
 
     def process(self, images: Sequence[Image.Image], **options: Any) -> tuple[Visual, ...]:
         """Let the processor make the tensors of images, and the texts in place of their placeholders.
@@ -273,31 +313,40 @@ class MediaReader:
             ConfigError: the processor makes no `pixel_values` of them.
         """
         processed, texts = self.processor._process_images([list(images)], **{**self._image_options, **options})
-        names = [name for name in family_of_processor(self.processor).media if name in processed]
-        if "pixel_values" not in names or len(texts) != len(images):
+        if "pixel_values" not in processed or len(texts) != len(images):
             made = f"{', '.join(processed) or 'nothing'} and {len(texts)} text(s) of {len(images)} image(s)"
             raise ConfigError(f"the {type(self.processor).__name__} makes {made}, not pixel_values and a text for each")
-        visuals = []
+        return self._visuals(processed, texts, pixels="pixel_values", grid="image_grid_thw")
+
+    def _visuals(
+        self, processed: Mapping[str, Any], texts: Sequence[str], *, pixels: str, grid: str
+    ) -> tuple[Visual, ...]:
+        """One record a medium, of the tensors that its family's models take."""
+        visuals, names = [], [name for name in self._family.media if name in processed]
         for at, text in enumerate(texts):
-            tensors = {name: _of_image(processed[name], at, len(images)) for name in names}
-            pixels, grid = tensors.pop("pixel_values"), None
-            if "image_grid_thw" in tensors:
-                frames, rows, columns = tensors.pop("image_grid_thw").reshape(3).tolist()
-                grid = frames, rows, columns
-            written = self._written(text) if self.metadata.by_processor else {}  # Qwen's write the grid's placeholders
-            visuals.append(Visual(grid=grid, pixels=pixels, tensors=tensors, **written))
+            tensors = {name: _of_image(processed[name], at, len(texts)) for name in names}
+            values, shape = tensors.pop(pixels), None
+            if grid in tensors:
+                frames, rows, columns = tensors.pop(grid).reshape(3).tolist()
+                shape = frames, rows, columns
+            # Qwen's write the grid's placeholders
+            written = self._written(text, pixels != "pixel_values") if self.metadata.by_processor else {}
+            visuals.append(Visual(grid=shape, pixels=values, tensors=tensors, **written))
         return tuple(visuals)
 
-    def _written(self, text: str) -> dict[str, Any]:
-        """The text of an image with one placeholder a run, and the length of each run."""
-        runs = tuple(len(run.group()) // len(self.placeholder) for run in self._run.finditer(text))
-        return {"runs": runs, "written": self._run.sub(lambda _: self.placeholder, text)}
+    def _written(self, text: str, of_video: bool = False) -> dict[str, Any]:
+        """The text of a medium with one placeholder a run, and the length of each run."""
+        is_own = of_video and self.metadata.video_token_id != NO_ID
+        placeholder = self.metadata.video_token if is_own else self.placeholder
+        run = re.compile(f"(?:{re.escape(placeholder)})+")
+        runs = tuple(len(match.group()) // len(placeholder) for match in run.finditer(text))
+        return {"runs": runs, "written": run.sub(lambda _: placeholder, text)}
 
-    def texts_of(self, images: Sequence[Visual], text: str) -> list[str]:
-        """The texts in place of the placeholders in `text`, numbered where the processor numbers a sample's images."""
-        texts = [image.written or self.placeholder for image in images]
-        if self._numbers_images and images:
-            return self.processor._prepend_local_ids([text], texts, self.metadata.image_token)
+    def texts_of(self, visuals: Sequence[Visual], text: str, token: str) -> list[str]:
+        """The texts in place of the placeholders in `text`, numbered where the processor numbers a sample's media."""
+        texts = [visual.written or token for visual in visuals]
+        if self._numbers_images and visuals:
+            return self.processor._prepend_local_ids([text], texts, token)
         return texts
 
     # ------------------------------------------------------------------ by sizes alone
@@ -314,7 +363,7 @@ class MediaReader:
         Raises:
             ConfigError: the processor resizes by another rule.
         """
-        image_processor = parts_of(self.processor).image_processor
+        image_processor = self.parts.image_processor
         if not image_processor.do_resize:
             self._try_rule((2 * self._side, 3 * self._side), self._unresized)
             return self._unresized
@@ -329,7 +378,7 @@ class MediaReader:
         """The grid by transformers' own rule; `bounds` of the area, None: the processor's."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        image_processor = parts_of(self.processor).image_processor
+        image_processor = self.parts.image_processor
         low, high = bounds or pixel_bounds(image_processor, image_processor.size)
         return self._grid_of(*smart_resize(height, width, self._side, min_pixels=low, max_pixels=high))
 
@@ -347,7 +396,7 @@ class MediaReader:
         height, width = shape
         (visual,) = self.process([Image.new("RGB", (width, height))], **options)
         if visual.patch_grid != (expected := rule(height, width)):
-            name = type(parts_of(self.processor).image_processor).__name__
+            name = type(self.parts.image_processor).__name__
             seen = (
                 f"the image processor ({name}) cuts {height} x {width} pixels into {_shown(visual.patch_grid)} patches"
             )
@@ -376,7 +425,7 @@ class MediaReader:
 
         `unmade`: steps of the image processor that are left out.
         """
-        processor, images = copy(self.processor), copy(parts_of(self.processor).image_processor)
+        processor, images = copy(self.processor), copy(self.parts.image_processor)
         images.__class__ = _without_pixels(type(images))
         processor.image_processor = images
         options = {name: False for name in unmade if hasattr(images, name)}
@@ -407,12 +456,16 @@ class MediaReader:
     @cached_property
     def placeholder(self) -> str:
         """The token that stands for a part of an image, as text."""
-        return parts_of(self.processor).tokenizer.convert_ids_to_tokens(self.metadata.image_token_id)
+        return self.parts.tokenizer.convert_ids_to_tokens(self.metadata.image_token_id)
 
     @cached_property
-    def _run(self) -> re.Pattern[str]:
-        """An unbroken run of it."""
-        return re.compile(f"(?:{re.escape(self.placeholder)})+")
+    def parts(self) -> ProcessorParts:
+        """The parts of the processor, looked up once."""
+        return parts_of(self.processor)
+
+    @cached_property
+    def _family(self) -> Family:
+        return family_of_processor(self.processor)
 
     @cached_property
     def _options(self) -> dict[str, Any]:
@@ -420,7 +473,7 @@ class MediaReader:
         merge = self.processor._merge_kwargs
         is_old = signature(merge).parameters["ModelProcessorKwargs"].default is Parameter.empty  # transformers 5.17
         kinds = (self.processor.valid_processor_kwargs,) if is_old else ()
-        tokenizer = parts_of(self.processor).tokenizer
+        tokenizer = self.parts.tokenizer
         return merge(*kinds, tokenizer_init_kwargs=tokenizer.init_kwargs, return_tensors="pt")
 
     @cached_property

@@ -321,11 +321,12 @@ def processor_settings(processor: Any) -> dict[str, Any]:
 
 def _video_settings(processor: Any, family: Family, vocab: Mapping[str, int]) -> dict[str, Any]:
     """Read the placeholder of videos, or the tokens around those whose frames have the placeholder of images."""
+    named = {"video_token": processor.video_token}
     if not family.videos_as_images:
         pairs = {"frames_per_token": 2} if family.videos is run_of_pairs else {}
-        return {"video_token_id": vocab.get(processor.video_token, NO_ID), **pairs}
+        return {**named, "video_token_id": vocab.get(processor.video_token, NO_ID), **pairs}
     ends = tuple(vocab[token] for token in VIDEO_ENDS if token in vocab)
-    return {"video_ends": ends if len(ends) == len(VIDEO_ENDS) else (), "frame_timestamps": True}
+    return {**named, "video_ends": ends if len(ends) == len(VIDEO_ENDS) else (), "frame_timestamps": True}
 
 
 def class_in(processor: Any, names: Collection[str]) -> str:

@@ -47,6 +47,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, TypeVar, final
 
@@ -67,6 +68,7 @@ from vlmpack.collate.vision_keys import (
     video_frame_size,
 )
 from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_size
+from vlmpack.data.messages import FILE_KEYS, VIDEO_KEYS
 from vlmpack.data.videos import DEFAULT_VIDEO_LIMITS, VideoHeader, VideoLimits, decode_frames, read_video_header
 from vlmpack.errors import ConfigError, check_kind, check_whole_number
 from vlmpack.layout.batch import Grid
@@ -430,6 +432,89 @@ def _rate(element: Mapping[str, Any], key: str, default: float) -> float:
         return rate
     raise ImageError(f"{key}=0 frames per second has no meaning; give the rate of the frames", "vision_key")
 
+
+# ---------------------------------------------------------------------- videos of a processor's own video processor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip:
+    """The frames that are taken of a video, not decoded yet, and transformers' `VideoMetadata` of them."""
+
+    shape: tuple[int, int, int, int]
+    """[F, H, W, 3]."""
+    metadata: tuple[tuple[str, Any], ...]
+    """Names and values of `VideoMetadata`."""
+    decode: Callable[[], np.ndarray]
+    """Returns the frames, uint8 [F, H, W, 3]."""
+
+
+def read_clip(
+    element: Mapping[str, Any], part: Any, *, sampling: FrameSampling | None, rules: FileRules, limits: ImageLimits
+) -> Clip:
+    """Choose the frames of a video as its processor's `sample_frames` does; all frames of a list are taken.
+
+    Args:
+        element: `video` and the keys beside it: `fps` or `nframes` of a file, the times of a list (`load_video`).
+        part: the video processor.
+        sampling: of files, in place of the video processor's own; None: its own.
+        rules: caps of files.
+        limits: caps of each frame of a list.
+
+    Raises:
+        ImageError: as `load_video`; or a key that this video processor does not read.
+    """
+    video, sized = element.get("video"), [key for key in VIDEO_KEYS if element.get(key) is not None]
+    if sized:
+        fault = f"it has {sized[0]} beside it, by which Qwen's videos are sized; a {type(part).__name__} sizes all"
+        raise ImageError(f"{fault} videos alike: leave it out", "vision_key")
+    if not isinstance(video, FILE_TYPES):
+        sizes = read_frames(video, read_size, limits=limits)
+        if len({*sizes}) > 1:
+            raise ImageError(f"its frames have the sizes {sorted({*sizes})}; all must have one size", "video_frames")
+        times = _times(element, len(sizes)) or [at / _rate(element, "sample_fps", FPS) for at in range(len(sizes))]
+        metadata = {"total_num_frames": len(sizes), "fps": 1.0, "duration": times[-1], "frames_indices": tuple(times)}
+
+        def load() -> np.ndarray:
+            return np.stack([np.asarray(frame) for frame in read_frames(video, load_image, limits=limits)])
+
+        return Clip(shape=(len(sizes), *sizes[0], 3), metadata=tuple(metadata.items()), decode=load)
+    header = read_video_header(video, limits=rules.limits)
+    settings = {} if sampling is None else {"fps": sampling.fps, "num_frames": sampling.num_frames}
+    settings |= {ours: element[key] for key, ours in _CHOOSING.items() if element.get(key) is not None}
+    given = {name: value for name, value in settings.items() if value is not None}
+    unread = [name for name in given if name not in signature(part.sample_frames).parameters]
+    unread += [key for key in FILE_KEYS[2:] if element.get(key) is not None]
+    if unread:
+        fault = f"{unread[0]} chooses no frames of a {type(part).__name__}; it reads"
+        read = [key for key in ("fps", "num_frames") if key in signature(part.sample_frames).parameters]
+        raise ImageError(f"{fault} {' and '.join(read) or 'its own settings alone'}", "vision_key")
+    metadata = {"total_num_frames": header.num_frames, "fps": header.fps, "duration": header.num_frames / header.fps}
+    metadata |= {"height": header.height, "width": header.width, "video_backend": "pyav"}
+    indices = range(header.num_frames)
+    if given or part.do_sample_frames:
+        from transformers.video_utils import VideoMetadata
+
+        own = {name: getattr(part, name, None) for name in part.valid_kwargs.__annotations__}
+        own = {**own, **({"fps": None, "num_frames": None} if given else {}), **given}
+        try:
+            indices = [int(at) for at in part.sample_frames(metadata=VideoMetadata(**metadata), **own)]
+        except ValueError as error:
+            raise ImageError(f"its video processor takes no frames of it: {error}", "video_frames") from error
+    if not 0 < len(indices) <= rules.limits.max_sampled:
+        fault = f"{len(indices)} frames would be taken of it, and VideoLimits.max_sampled={rules.limits.max_sampled}"
+        raise ImageError(f"{fault}; choose fewer by fps", "video_too_large")
+
+    def decode() -> np.ndarray:
+        wanted = sorted({*indices})
+        frames = dict(zip(wanted, decode_frames(video, wanted, limits=rules.limits), strict=True))
+        return np.stack([frames[at] for at in indices])
+
+    metadata["frames_indices"] = tuple(indices)
+    return Clip(shape=(len(indices), header.height, header.width, 3), metadata=tuple(metadata.items()), decode=decode)
+
+
+_CHOOSING = {"fps": "fps", "nframes": "num_frames"}
+"""Keys beside a file, and the names under which video processors take them."""
 
 # ---------------------------------------------------------------------- which frames of a file
 

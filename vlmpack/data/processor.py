@@ -31,11 +31,12 @@ TOKENIZER = "tokenizer_config.json"
 
 
 def load_processor(source: str | os.PathLike[str]) -> Any:
-    """The processor of a hub model or a local folder, for text, images and, of Qwen-Omni, audio.
+    """The processor of a hub model or a local folder, for text, images, videos and, of Qwen-Omni, audio.
 
-    `AutoProcessor` cannot load one that has a video part without torchvision. This one has no such part but where the
-    processor needs it for images too, and its images go through Pillow where transformers has that, so that its output
-    is the same on every machine. The settings of the part are kept, for `save_processor`.
+    `AutoProcessor` cannot load one that has a video part without torchvision. This one has such a part where the
+    processor needs it for images too, or where torchvision is installed and the family is none of Qwen's. Its images go
+    through Pillow where transformers has that, so that its output is the same on every machine. The settings of the
+    part are kept, for `save_processor`.
 
     Args:
         source: a hub id, or a folder with a model's configuration, tokenizer and image processor; or with the files
@@ -79,9 +80,10 @@ def _video_settings(source: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _load_parts(of_class: Any, source: str | os.PathLike[str], tokenizer: Any) -> Any:
-    """A processor beyond Qwen-VL's: its Pillow image processor and settings, without parts for videos, and for audio
-    where it is not read."""
+    """A processor beyond Qwen-VL's: its Pillow image processor and settings, its video processor where torchvision is
+    installed, and no part for audio that is not read."""
     from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoVideoProcessor
+    from transformers.utils import is_torchvision_available
 
     if "Placeholder" in of_class.__name__:  # transformers' own, of classes whose modules cannot be imported
         raise ImportError("its module needs torchvision")
@@ -91,7 +93,8 @@ def _load_parts(of_class: Any, source: str | os.PathLike[str], tokenizer: Any) -
     kept = {name: value for name, value in settings.items() if name in names and name not in (*parts, "chat_template")}
     if of_class.__name__ in HEARING:
         kept["feature_extractor"] = AutoFeatureExtractor.from_pretrained(source)
-    if of_class.__name__ in WITH_VIDEO_PART:
+    reads_videos = _BY_CLASS[of_class.__name__].has_videos and is_torchvision_available()
+    if of_class.__name__ in WITH_VIDEO_PART or reads_videos:
         kept["video_processor"] = AutoVideoProcessor.from_pretrained(source)
     return without_parts(
         of_class,

@@ -1,0 +1,198 @@
+"""Videos in messages of GLM-4V, ERNIE, LLaVA-OneVision and MiniCPM-V: the frames, tokens and tensors of the model's own
+processor, and packed as alone.
+
+Their video processors need torchvision. Where it is missing, these tests run once in a process of their own, with the
+three functions of it that are used (`transformers_videos.stand_in`).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chats import picture
+from transformers_videos import is_installed
+
+from vlmpack import PackedStep, VLMCollator
+from vlmpack.errors import SampleError
+from vlmpack.testing import tiny_model, tiny_processor
+
+HERE = Path(__file__)
+VIDEO = {
+    "glm4v": ("Glm4vVideoProcessor", {"size": {"shortest_edge": 56 * 56, "longest_edge": 2 * 112 * 112}}, (
+        "<|begin_of_video|><|video|><|end_of_video|>"
+    )),
+    "glm46v": ("Glm46VVideoProcessor", {"size": {"shortest_edge": 56 * 56, "longest_edge": 2 * 112 * 112}}, (
+        "<|begin_of_video|><|video|><|end_of_video|>"
+    )),
+    "ernie4_5_vl_moe": ("Ernie4_5_VLMoeVideoProcessor", {
+        "size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}, "draw_on_frames": False, "min_frames": 4,
+        "fps": 2,
+    }, "<|VIDEO_START|><|VIDEO_PLACEHOLDER|><|VIDEO_END|>"),
+    "llava_onevision": ("LlavaOnevisionVideoProcessor", {}, "<video>"),
+    "minicpmv4_6": ("MiniCPMV4_6VideoProcessor", {"scale_resolution": 64, "max_slice_nums": 4}, "<|video_pad|>"),
+}  # fmt: skip
+"""Class of the video processor, its settings, and what a template writes for a video."""
+pytestmark = [pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")]  # transformers' own
+needs = pytest.mark.skipif(not is_installed(), reason="torchvision cannot be imported")
+
+
+def processor_with_videos(family: str) -> Any:
+    name, settings, written = VIDEO[family]
+    processor = tiny_processor(family)
+    module = import_module(f"transformers.models.{family}.video_processing_{family}")
+    settings = {**settings, "patch_size": processor.image_processor.patch_size} if family == "minicpmv4_6" else settings
+    if family == "llava_onevision":
+        settings = {"size": {side: processor.image_processor.size[side] for side in ("height", "width")}}
+    processor.video_processor = getattr(module, name)(**settings)
+    if "'video'" not in processor.chat_template:
+        text = "{% else %}{{ part['text'] }}"
+        assert text in processor.chat_template
+        case = f"{{% elif part['type'] == 'video' %}}{{{{ '{written}' }}}}{text}"
+        processor.chat_template = processor.chat_template.replace(text, case)
+    return processor
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two seconds, 24 frames."""
+    av = pytest.importorskip("av")
+    path = str(tmp_path_factory.mktemp("clip") / "clip.mp4")
+    with av.open(path, "w") as out:
+        stream = out.add_stream("libx264", rate=12)
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
+        for index in range(24):
+            frame = np.asarray(picture(96, 64, seed=index)) // 2 + 4 * index
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(frame.astype(np.uint8), format="rgb24")))
+        out.mux(stream.encode())
+    return path
+
+
+def asked(video: Any, **keys: Any) -> dict[str, Any]:
+    content = [{"type": "video", "video": video, **keys}, {"type": "text", "text": "What happens?"}]
+    user = {"role": "user", "content": content}
+    return {"messages": [user, {"role": "assistant", "content": [{"type": "text", "text": "It gets lighter."}]}]}
+
+
+def frames(count: int) -> list[Any]:
+    return [picture(96, 64, seed=at) for at in range(count)]
+
+
+def by_transformers(processor: Any, video: Any, **metadata: Any) -> dict[str, Any]:
+    """The processor's own ids and tensors of a file, or of frames and their metadata."""
+    text = processor.apply_chat_template(asked(video)["messages"], tokenize=False)
+    options: dict[str, Any] = {"video_metadata": [[metadata]] if metadata else None}
+    if isinstance(video, list):
+        video, options["do_sample_frames"] = np.stack([np.asarray(frame) for frame in video]), False
+    else:
+        part = processor.video_processor
+        keys = {name: getattr(part, name, None) for name in part.valid_kwargs.__annotations__}
+        (loaded, found) = import_module("transformers.video_utils").load_video(
+            video, backend="pyav", sample_indices_fn=lambda metadata, **_: part.sample_frames(metadata, **keys)
+            if part.do_sample_frames else range(metadata.total_num_frames),
+        )  # fmt: skip
+        video, options = loaded, {"video_metadata": [[found]], "do_sample_frames": False}
+    if processor.tokenizer.bos_token and text.startswith(processor.tokenizer.bos_token):
+        options["add_special_tokens"] = False  # as apply_chat_template(tokenize=True) calls it
+    return dict(processor(text=[text], videos=[video], return_tensors="pt", **options))
+
+
+CASES = {
+    "a file": lambda clip: ((clip, {}), {}),
+    "frames at a rate": lambda _: ((frames(6), {"fps": 3}), {"fps": 3.0, "frames_indices": [*range(6)]}),
+    "frames by their numbers": lambda _: (
+        (frames(4), {"frames_indices": [0, 5, 7, 20], "fps": 4}), {"fps": 4.0, "frames_indices": [0, 5, 7, 20]}),
+    "frames by their seconds": lambda _: (
+        (frames(4), {"timestamps": [0, 1.5, 2, 8]}), {"fps": 2.0, "frames_indices": [0, 3, 4, 16]}),
+}  # fmt: skip
+
+
+@needs
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", VIDEO)
+def test_tokens_and_tensors_are_the_processor_s_own(family: str, case: str, clip: str) -> None:
+    processor = processor_with_videos(family)
+    (video, keys), metadata = CASES[case](clip)
+    more = {"total_num_frames": len(video)} if metadata else {}
+    truth = by_transformers(processor, video, **metadata, **more)
+    collator, feature = VLMCollator(processor), asked(video, **keys)
+    batch = collator([feature])
+    assert batch["input_ids"].tolist() == truth["input_ids"].tolist()
+    media = {name: tensor for name, tensor in truth.items() if "video" in name}
+    assert {"pixel_values_videos"} <= media.keys()
+    for name, tensor in media.items():
+        assert torch.equal(batch[name], torch.as_tensor(tensor)), name
+    if "mm_token_type_ids" in truth:
+        assert batch["mm_token_type_ids"].tolist() == truth["mm_token_type_ids"].tolist()
+    measured = collator.measure(feature)
+    assert measured.media["video"][0].pixels is None
+    assert measured.input_ids.tolist() == truth["input_ids"][0].tolist()
+    decoded = collator.decode([measured])
+    assert decoded.labels.tolist() == batch["labels"].tolist()
+    assert torch.equal(decoded.media.pixel_values_videos, batch["pixel_values_videos"])
+    learnt = processor.tokenizer.decode([i for i in batch["labels"][0].tolist() if i != -100])
+    assert learnt.strip().startswith("It gets lighter.")
+
+
+@needs
+@pytest.mark.parametrize("family", VIDEO)
+def test_a_packed_row_equals_its_samples_alone(family: str, clip: str) -> None:
+    processor = processor_with_videos(family)
+    counts = (4, 4) if family == "llava_onevision" else (4, 6)  # whose model takes videos of equally many frames
+    samples = [asked(frames(counts[0]), fps=2), asked(frames(counts[1])[::-1], fps=2)]
+    texts = [[{"type": "text", "text": text}] for text in ("2 + 3?", "5")]
+    roles = ("user", "assistant")
+    samples.append({"messages": [{"role": r, "content": text} for r, text in zip(roles, texts, strict=True)]})
+    step = PackedStep(tiny_model(family, processor=processor))
+    row = VLMCollator(processor, layout="packed").collate(samples)
+    packed = step(row)
+    alone = [step(VLMCollator(processor).collate([sample])) for sample in samples]
+    torch.testing.assert_close(packed.sample_losses, torch.cat([one.sample_losses for one in alone]))
+    assert len(row.metadata.media.videos) >= 2
+
+
+@needs
+def test_keys_that_a_video_processor_does_not_read_are_refused(clip: str) -> None:
+    collator = VLMCollator(processor_with_videos("glm4v"))
+    assert len(collator.measure(asked(clip, fps=1)).media["video"][0].runs) == 1
+    for keys, said in (
+        ({"nframes": 4}, "num_frames chooses no frames of a Glm4vVideoProcessor; it reads fps"),
+        ({"video_start": 1}, "video_start chooses no frames"),
+        ({"max_pixels": 9999}, "sizes all videos alike"),
+        ({"timestamps": [1]}, "a file's frames have their times in it"),
+    ):
+        with pytest.raises(SampleError, match=said) as caught:
+            collator.measure(asked(clip, **keys))
+        assert caught.value.reason == "vision_key"
+
+
+def test_without_a_video_processor_videos_are_refused_by_name() -> None:
+    with pytest.raises(SampleError, match="this Glm4vProcessor has no video processor, which needs torchvision"):
+        VLMCollator(tiny_processor("glm4v")).measure(asked(frames(2)))
+    with pytest.raises(SampleError, match="a InternVLProcessor reads images alone"):
+        VLMCollator(processor_reading_videos("internvl")).measure(asked(frames(2)))
+
+
+def processor_reading_videos(family: str) -> Any:
+    processor = tiny_processor(family)
+    processor.chat_template = processor.chat_template.replace("part['type'] == 'image'", "part['type'] != 'text'")
+    return processor
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(is_installed(), reason="they ran in this process")
+def test_all_of_this_where_torchvision_is_stood_in_for() -> None:
+    run = "import sys, transformers_videos as v, pytest; v.stand_in(); v.is_installed = lambda: True; "
+    run += f"sys.exit(pytest.main(['-q', '-n', '0', '-p', 'no:cacheprovider', '-m', 'not slow', '-k', 'not refused_by_name', {str(HERE)!r}]))"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "passed" in done.stdout
+    assert "skipped" not in done.stdout, done.stdout[-2000:]
