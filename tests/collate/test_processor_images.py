@@ -138,7 +138,7 @@ def test_a_video_is_refused_by_name():
     messages = [{"role": "user", "content": [film]}, {"role": "assistant", "content": "A cat"}]
     error = refusal({"messages": messages})
     assert error.reason == "no_video"
-    assert "it has 1 video(s), but of a InternVLProcessor only images are read" in str(error)
+    assert "video 0: a InternVLProcessor reads images alone; give frames as images" in str(error)
 
 
 def test_keys_that_size_one_image_are_refused_by_name():

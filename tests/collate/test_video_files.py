@@ -34,7 +34,7 @@ from vlmpack.errors import ConfigError, SampleError
 from vlmpack.lengths import measure_lengths
 from vlmpack.testing import tiny_config, tiny_model, tiny_processor
 
-REFERENCE = Path(__file__).with_name("transformers_videos.py")
+REFERENCE = Path(__file__).parents[1] / "transformers_videos.py"
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
