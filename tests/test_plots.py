@@ -1,8 +1,12 @@
-"""Rows, masks and trees: every token once, in the place that the layout gives it."""
+"""Figures: what is drawn is what was given, and every token of a row once, in the place that the layout gives it."""
 
 from __future__ import annotations
 
+import runpy
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,11 +14,134 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.patches import Polygon, Rectangle
+from PIL import Image
 
-from vlmpack.errors import LayoutError
-from vlmpack.layout import HostMetadata, PackedRow, PaddedBatch, PrefixTree, Segments, SlotRule, pack
-from vlmpack.plots import plot_mask, plot_row, plot_rows, plot_tree
-from vlmpack.plots.rows import packed_pieces, padded_pieces, tree_lines
+from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.layout import PackedRow, PaddedBatch, PrefixTree, Segments, SlotRule, pack
+from vlmpack.plan import balance_rows, plan_bins
+from vlmpack.plots import (
+    packed_pieces,
+    padded_pieces,
+    plot_balance,
+    plot_curves,
+    plot_fill,
+    plot_lengths,
+    plot_losses,
+    plot_mask,
+    plot_row,
+    plot_rows,
+    plot_tree,
+    save,
+    tree_lines,
+)
+
+SIZES = np.random.default_rng(0).integers(10, 400, 300)
+
+
+def heights(axes):
+    return [bar.get_height() for bar in axes.patches if isinstance(bar, Rectangle)]
+
+
+def test_a_histogram_counts_every_sample_once_and_marks_what_lies_beyond_with_a_plus():
+    lengths = np.array([*range(100, 300), 90_000])
+    total, image = plot_lengths({"tokens": lengths, "image": lengths // 2}, title="mine").axes
+    for axes in (total, image):
+        assert sum(heights(axes)) == 201
+        assert 10 < len(heights(axes)) <= 40
+    assert [axes.get_title(loc="left") for axes in (total, image)] == ["tokens", "image"]
+    assert total.get_title(loc="right") == "mean 646   median 200   p99 298   max 90,000"
+    assert "+" in [text.get_text() for text in total.texts]
+    assert heights(plot_lengths({"tokens": np.array([7])}).axes[0]) == [1]
+
+
+def test_percentiles_and_the_capacities_that_fall_into_the_picture_are_marked():
+    lengths = np.arange(100, 301)
+    total, image = plot_lengths({"tokens": lengths, "image": lengths}, capacities=[250, 12_000]).axes
+    names, common = (
+        [text.get_text().strip() for text in axes.texts if text.get_text() != "+"] for axes in (total, image)
+    )
+    assert names == ["median", "p95", "p99", "row of 250"]
+    assert [np.asarray(line.get_xdata())[0] for line in total.lines] == [200, 290, 298, 250]
+    assert common == ["median", "p95", "p99"]
+
+
+def test_curves_that_agree_both_stay_visible():
+    axes, differences = plot_losses({"padded": [3.0, 2.0, 1.0], "packed": [3.0, 2.0, 1.0]}).axes
+    broad, thin = axes.lines
+    assert broad.get_linewidth() > 2 * thin.get_linewidth()
+    assert thin.get_zorder() >= broad.get_zorder()
+    assert list(thin.get_xdata()) == [1, 2, 3]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["padded", "packed"]
+    assert differences.get_title(loc="right") == "none: equal to the last bit"
+    assert len(plot_losses({"packed": [3.0, 2.0, 1.0]}).axes) == 1
+
+
+def test_how_far_curves_are_apart_is_drawn_on_a_log_axis():
+    _, axes = plot_losses({"padded": [3.0, 2.0, 1.0], "packed": [3.0, 2.0 + 2e-6, 1.0 - 1e-8]}).axes
+    (line,) = axes.lines
+    drawn = np.asarray(line.get_ydata())
+    assert np.isnan(drawn[0])  # equal to the last bit
+    np.testing.assert_allclose(drawn[1:], [2e-6, 1e-8], rtol=1e-6)
+    assert axes.get_yscale() == "log"
+    low, high = axes.get_ylim()
+    assert low <= 1e-8 < 2e-6 <= high
+    assert axes.get_title(loc="right") == "at most 2.0e-06"
+
+
+def test_every_row_is_in_one_bar_and_the_mean_is_marked():
+    plans = {"in order": plan_bins(SIZES, 1000, strategy="next_fit"), "exact": plan_bins(SIZES, 1000)}
+    for axes, (name, plan) in zip(plot_fill(plans).axes, plans.items(), strict=True):
+        bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+        assert sum(heights(axes)) == len(plan)
+        assert all(bar.get_x() + 2 >= axes.get_xlim()[0] for bar in bars if bar.get_height())
+        assert axes.lines[0].get_xdata()[0] == pytest.approx(100 * plan.fill)
+        assert axes.get_title(loc="left") == name
+        expected = f"{len(plan)} rows of 1,000 tokens, on average {100 * plan.fill:.1f}% full"
+        assert axes.get_title(loc="right") == expected
+    with pytest.raises(ConfigError, match="needs plans"):
+        plot_fill({})
+
+
+def test_the_dearest_rank_of_each_step_is_the_upper_edge_and_a_last_step_with_empty_places_is_left_out():
+    costs = np.random.default_rng(0).random(44)
+    schedule = balance_rows(costs, ranks=4, window=1, method="as_given")
+    (axes,) = plot_balance({"as given": schedule}).axes
+    load = costs.reshape(11, 4)
+    np.testing.assert_allclose(axes.lines[0].get_ydata(), load.max(1) / load.mean(1))
+    assert axes.get_title(loc="right") == f"{schedule.imbalance - 1:.2%} of the time lost"
+    (axes,) = plot_balance({"x": balance_rows(np.ones(10), ranks=4)}).axes
+    assert len(axes.lines[0].get_xdata()) == 2
+
+
+def test_curves_begin_at_one_or_where_they_were_measured_and_a_panel_has_a_log_axis_on_request():
+    panels = {"Loss": {"train": [3.0, 2.0]}, "Field F1": {"all": {10: 0.1, 20: 0.7}}}
+    loss, f1 = plot_curves(panels, log=("Loss",), x="samples").axes
+    assert list(loss.lines[0].get_xdata()) == [1, 2]
+    assert list(f1.lines[0].get_xdata()) == [10, 20]
+    assert list(f1.lines[0].get_ydata()) == [0.1, 0.7]
+    assert (loss.get_yscale(), f1.get_yscale(), f1.get_xlabel()) == ("log", "linear", "samples")
+
+
+def test_saving_makes_the_folder_and_a_png(tmp_path):
+    path = save(plot_losses({"packed": [3.0, 2.0]}), tmp_path / "new" / "losses.png", dpi=50)
+    with Image.open(path) as image:
+        assert (image.format, image.width) == ("PNG", 350)
+
+
+def test_the_picture_of_the_readme_is_drawn_from_receipts(tmp_path):
+    script = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "draw_packed_rows.py"))
+    with Image.open(script["draw_packed_rows"](tmp_path / "rows.png", samples=2)) as image:
+        assert image.width > 1000
+
+
+def test_drawing_needs_no_display_and_leaves_pyplot_alone():
+    code = (
+        "import sys, vlmpack.plots; assert 'matplotlib' in sys.modules; assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---------------------------------------------------------------------- rows
 
 
 def batch_of(lengths, *, left=False, image=(1, 3)) -> PaddedBatch:
@@ -29,7 +156,7 @@ def batch_of(lengths, *, left=False, image=(1, 3)) -> PaddedBatch:
 
 
 def drawn(pieces):
-    return [(piece.line, piece.start, piece.stop, piece.kind, piece.sample) for piece in pieces]
+    return [(piece.line, piece.start, piece.stop, piece.sample, piece.is_image) for piece in pieces]
 
 
 def bars(axes):
@@ -47,28 +174,16 @@ def titles(figure):
 # ---------------------------------------------------------------------- a batch and its row
 
 
-def test_padding_may_be_on_the_left_as_the_mask_or_the_host_s_metadata_say():
-    batch = batch_of([3, 1], left=True)
-    assert drawn(padded_pieces(batch)) == [
-        (0, 0, 1, "text", 0),
-        (0, 1, 3, "image", 0),
-        (1, 0, 2, "padding", None),
-        (1, 2, 3, "text", 1),
-    ]
-    known = PaddedBatch(**{**vars(batch), "metadata": HostMetadata(lengths=(3, 1), offsets=(0, 2))})
-    assert padded_pieces(known) == padded_pieces(batch)
-
-
 def test_a_row_goes_on_in_the_next_line_where_one_is_full():
     row = pack(batch_of([5, 2]), rule=SlotRule(multiple=4))
     assert drawn(packed_pieces(row, width=5)) == [
-        (0, 0, 1, "text", 0),
-        (0, 1, 3, "image", 0),
-        (0, 3, 5, "text", 0),
-        (1, 0, 3, "padding", None),
-        (1, 3, 4, "text", 1),
-        (1, 4, 5, "image", 1),
-        (2, 0, 2, "padding", None),
+        (0, 0, 1, 0, False),
+        (0, 1, 3, 0, True),
+        (0, 3, 5, 0, False),
+        (1, 0, 3, None, False),
+        (1, 3, 4, 1, False),
+        (1, 4, 5, 1, True),
+        (2, 0, 2, None, False),
     ]
 
 
@@ -90,7 +205,7 @@ def test_every_token_is_drawn_once_in_its_place(lengths, multiple, width, left):
         assert sorted(cells) == [divmod(i, line_width) for i in range(total)]
         by_sample = [sum(p.stop - p.start for p in pieces if p.sample == i) for i in range(len(lengths))]
         assert by_sample == lengths
-        images = sum(p.stop - p.start for p in pieces if p.kind == "image")
+        images = sum(p.stop - p.start for p in pieces if p.is_image)
         assert images == sum(min(max(n - 2, 0), 3) for n in lengths)
 
 
