@@ -13,8 +13,8 @@
 | `plot_curves({"Field F1": {"test": [...]}, ...})` | measures over epochs or batch sizes, a panel each |
 | `save(figure, path)` | writes a PNG, making the folder |
 
-Figures are `Figure` objects of matplotlib; `pyplot` is never touched, so drawing needs no display. Each sample has a color and
-a number, its images are darker and hatched, padding is grey. "70% full" is the fill ratio: real tokens per computed one.
+Figures are `Figure` objects of matplotlib; `pyplot` is never touched, so drawing needs no display. Each sample has a
+color and a number, its images are darker and hatched, padding is grey.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final, get_args
+from typing import TYPE_CHECKING, Any, Literal, final, get_args
 
 import numpy as np
 
@@ -144,21 +144,14 @@ class PackResult:
     @cached_property
     def metrics(self) -> PackMetrics:
         """The fill ratios of the rows."""
-        tokens, samples, rows = self.plan.tokens, len(self.plan.sample_ids), len(self.plan)
-        used = tokens / self.plan.capacity if rows else np.zeros(1)
+        plan, samples = self.plan, len(self.plan.sample_ids)
+        used = plan.tokens / plan.capacity if len(plan) else np.zeros(1)
         return PackMetrics(
-            num_sequences=samples,
-            num_packs=rows,
-            total_tokens=int(tokens.sum()),
-            padding_tokens=self.plan.waste,
-            efficiency=self.plan.fill,
-            avg_utilisation=float(used.mean()),
-            utilisation_std=float(used.std()),
-            min_utilisation=float(used.min()),
-            max_utilisation=float(used.max()),
-            avg_sequences_per_pack=samples / rows if rows else 0.0,
-            packing_time_ms=self.time_ms,
-        )
+            num_sequences=samples, num_packs=len(plan), total_tokens=int(plan.tokens.sum()), padding_tokens=plan.waste,
+            efficiency=plan.fill, avg_utilisation=float(used.mean()), utilisation_std=float(used.std()),
+            min_utilisation=float(used.min()), max_utilisation=float(used.max()),
+            avg_sequences_per_pack=samples / max(len(plan), 1), packing_time_ms=self.time_ms,
+        )  # fmt: skip
 
     @property
     def num_bins(self) -> int:
@@ -320,38 +313,36 @@ def pack_dataset(
     *,
     strategy: str = "obfd",
     seed: int | None = None,
-    padding_value: int = 0,
-    label_padding_value: int = IGNORE,
     labels: Any = None,
     oversize: Oversize = "error",
-    pad_to_capacity: bool = True,
-    seq_lengths: bool = False,
+    **columns: Any,
 ) -> Dataset:
     """Pack samples into rows, as a data set; its columns are shown at the top of the file.
 
     A plain model whose layers are all attention trains it under HF Trainer as it is, on sdpa and eager; one with
-    packing enabled takes `RowCollator()`. The first six parameters are SeqPacker's.
+    packing enabled takes `RowCollator()`.
 
     Args:
         token_ids: one list, vector or tensor for each sample, or a column of a `datasets.Dataset`.
         capacity: tokens that a row may hold.
         strategy: SeqPacker's name or ours, see `Packer`.
         seed: of the shuffle, see `Packer`.
-        padding_value: of `input_ids` on padding.
-        label_padding_value: of `labels` where nothing is trained on, below 0.
         labels: like `token_ids`: labels of each token, not shifted, -100 where nothing is trained on; None: the ids.
         oversize: refuse samples above the capacity, or leave them out.
-        pad_to_capacity: False: rows are as long as their tokens.
-        seq_lengths: add TRL's column of that name, the length of every sample of a row.
+        columns: `padding_value` and others of `pack_dataset_from_result`.
 
     Raises:
         SampleError: a sample that is no vector of token ids, is empty, too long, or has other labels; names it.
         ConfigError: a setting that does not exist, or `datasets` is not installed.
     """
     packer, samples = Packer(capacity, strategy, seed), _read(token_ids, labels)
-    plan = packer.plan([len(ids) for ids, _ in samples], oversize) if samples else None
-    form = _Form(padding_value, label_padding_value, pad_to_capacity)
-    return _dataset(samples, plan, form, seq_lengths)
+    lengths = [len(ids) for ids, _ in samples]
+    nothing = np.zeros(0, np.int64)
+    plan = (
+        packer.plan(lengths, oversize) if samples else Plan.from_assignment(nothing, lengths=nothing, capacity=capacity)
+    )
+    ids, labels = zip(*samples, strict=True) if samples else ([], [])
+    return pack_dataset_from_result(plan, ids, labels=labels, **columns)
 
 
 def pack_dataset_from_result(
@@ -364,48 +355,63 @@ def pack_dataset_from_result(
     pad_to_capacity: bool = True,
     seq_lengths: bool = False,
 ) -> Dataset:
-    """The rows of a result, or of any `Plan`, as a data set; see `pack_dataset`.
+    """The rows of a result, or of any `Plan`, as a data set.
+
+    Args:
+        result: the rows.
+        token_ids: of all samples that were packed, as for `pack_dataset`.
+        padding_value: of `input_ids` on padding.
+        label_padding_value: of `labels` where nothing is trained on, below 0.
+        labels: as for `pack_dataset`.
+        pad_to_capacity: False: rows are as long as their tokens.
+        seq_lengths: add TRL's column of that name, the length of every sample of a row.
 
     Raises:
         SampleError: a sample that is no vector of token ids, or has other labels; names it.
         ConfigError: there are other samples than were packed, or a setting does not exist.
     """
-    form = _Form(padding_value, label_padding_value, pad_to_capacity)
-    return _dataset(*_planned(result, token_ids, labels), form, seq_lengths)
+    check_extra("data", "datasets", needed_by="a packed data set")
+    import pyarrow as pa
+    from datasets import Dataset
+
+    plan, samples = _plan_of(result), _read(token_ids, labels)
+    rows = list(_rows(samples, plan, padding_value, label_padding_value, to_capacity=pad_to_capacity))
+    names = ("input_ids", "labels", "position_ids", *(("seq_lengths",) if seq_lengths else ()))
+    columns = {name: pa.array([row[name] for row in rows], pa.list_(pa.int32())) for name in names}
+    mask = pa.nulls(len(rows), pa.list_(pa.int8()))
+    return Dataset(pa.table({"input_ids": columns.pop("input_ids"), "attention_mask": mask, **columns}))
 
 
-@final
-class _Form(NamedTuple):
-    """Fill values and widths of rows."""
-
-    padding_value: int
-    label_padding_value: int
-    to_capacity: bool = True
-
-    def rows(self, samples: Sequence[_Sample], plan: Plan) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the columns of each row, and the lengths of its samples."""
-        if self.label_padding_value >= 0:
-            raise ConfigError(f"label_padding_value is {self.label_padding_value}, which may be a label; choose -100")
-        for members in plan.bins:
-            lengths = [len(samples[sample][0]) for sample in members]
-            rest = plan.capacity - sum(lengths) if self.to_capacity else 0
-            if rest < 0:  # oversize="own_row", or shared prefixes
-                raise ConfigError(
-                    f"a row holds {sum(lengths)} tokens, above its capacity; choose pad_to_capacity=False"
-                )
-            ids, labels = (np.concatenate([samples[sample][at] for sample in members]) for at in (0, 1))
-            labels[np.cumsum([0, *lengths[:-1]])] = IGNORE
-            labels[labels == IGNORE] = self.label_padding_value
-            yield {
-                "input_ids": np.pad(ids, (0, rest), constant_values=self.padding_value),
-                "labels": np.pad(labels, (0, rest), constant_values=self.label_padding_value),
-                "position_ids": np.pad(_positions(lengths), (0, rest)),
-                "seq_lengths": np.asarray(lengths),
-            }
+def _plan_of(result: PackResult | Plan) -> Plan:
+    return result.plan if isinstance(result, PackResult) else result
 
 
 _Sample = tuple[np.ndarray, np.ndarray]
 """Token ids and labels of one sample, int64 [n] each."""
+
+
+def _rows(
+    samples: Sequence[_Sample], plan: Plan, padding_value: int, label_padding_value: int, *, to_capacity: bool = True
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the columns of each row, and the lengths of its samples."""
+    if plan.lengths.tolist() != [len(ids) for ids, _ in samples]:
+        raise ConfigError("these are not the samples that were packed; give the token ids of all, in the same order")
+    if label_padding_value >= 0:
+        raise ConfigError(f"label_padding_value is {label_padding_value}, which may be a label; choose -100")
+    for members in plan.bins:
+        lengths = [len(samples[sample][0]) for sample in members]
+        rest = plan.capacity - sum(lengths) if to_capacity else 0
+        if rest < 0:  # oversize="own_row", or shared prefixes
+            raise ConfigError(f"a row holds {sum(lengths)} tokens, above its capacity; choose pad_to_capacity=False")
+        ids, labels = (np.concatenate([samples[sample][at] for sample in members]) for at in (0, 1))
+        labels[np.cumsum([0, *lengths[:-1]])] = IGNORE
+        labels[labels == IGNORE] = label_padding_value
+        yield {
+            "input_ids": np.pad(ids, (0, rest), constant_values=padding_value),
+            "labels": np.pad(labels, (0, rest), constant_values=label_padding_value),
+            "position_ids": np.pad(_positions(lengths), (0, rest)),
+            "seq_lengths": np.asarray(lengths),
+        }
 
 
 def _read(token_ids: Any, labels: Any) -> list[_Sample]:
@@ -413,17 +419,10 @@ def _read(token_ids: Any, labels: Any) -> list[_Sample]:
     targets = ids if labels is None else _vectors(labels, "labels")
     if len(targets) != len(ids):
         raise ConfigError(f"there are labels of {len(targets)} samples, but token ids of {len(ids)}")
-    for index, sample in enumerate(zip(ids, targets, strict=True)):
-        if len(sample[0]) != len(sample[1]):
-            raise _bad(f"has {len(sample[0])} token ids, but {len(sample[1])} labels", index)
+    for index, (own, marks) in enumerate(zip(ids, targets, strict=True)):
+        if len(own) != len(marks):
+            raise _bad(f"has {len(own)} token ids, but {len(marks)} labels", index)
     return list(zip(ids, targets, strict=True))
-
-
-def _planned(result: PackResult | Plan, token_ids: Any, labels: Any) -> tuple[list[_Sample], Plan]:
-    plan, samples = result.plan if isinstance(result, PackResult) else result, _read(token_ids, labels)
-    if plan.lengths.tolist() != [len(ids) for ids, _ in samples]:
-        raise ConfigError("these are not the samples that were packed; give the token ids of all, in the same order")
-    return samples, plan
 
 
 def _vectors(samples: Any, what: str) -> list[np.ndarray]:
@@ -453,19 +452,6 @@ def _positions(lengths: Sequence[int]) -> np.ndarray:
 
 def _bad(fault: str, index: int) -> SampleError:
     return SampleError(fault, index=index, reason="bad_tokens")
-
-
-def _dataset(samples: Sequence[_Sample], plan: Plan | None, form: _Form, seq_lengths: bool) -> Dataset:
-    check_extra("data", "datasets", needed_by="a packed data set")
-    import pyarrow as pa
-    from datasets import Dataset
-
-    rows = [] if plan is None else list(form.rows(samples, plan))
-    ints = pa.list_(pa.int32())
-    columns = {name: pa.array([row[name] for row in rows], ints) for name in ("input_ids", "labels", "position_ids")}
-    columns |= {"seq_lengths": pa.array([row["seq_lengths"] for row in rows], ints)} if seq_lengths else {}
-    mask = pa.nulls(len(rows), pa.list_(pa.int8()))
-    return Dataset(pa.table({"input_ids": columns.pop("input_ids"), "attention_mask": mask, **columns}))
 
 
 # ---------------------------------------------------------------------- tensors
@@ -559,7 +545,8 @@ def pack_result_to_tensors(
         SampleError: a sample that is no vector of token ids, or has other labels; names it.
         ConfigError: there are other samples than were packed.
     """
-    return _tensors(*_planned(result, token_ids, labels), _Form(padding_value, label_padding_value), device)
+    plan, samples = _plan_of(result), _read(token_ids, labels)
+    return _tensors(plan, samples, padding_value, label_padding_value, device)
 
 
 def packed_collate_fn(
@@ -583,20 +570,22 @@ def packed_collate_fn(
         SampleError: later, a sample that is no vector of token ids, is empty, too long, or has columns that do not fit
             together; names it.
     """
-    packer, form = Packer(capacity, strategy, seed), _Form(padding_value, label_padding_value)
-    return partial(_pack_batch, packer=packer, form=form, oversize=oversize)
+    fill = (padding_value, label_padding_value)
+    return partial(_pack_batch, packer=Packer(capacity, strategy, seed), fill=fill, oversize=oversize)
 
 
-def _pack_batch(batch: Sequence[Any], *, packer: Packer, form: _Form, oversize: Oversize) -> PackedBatch:
-    rows = [_read_row(sample, index, ("attention_mask",), "one_sample") for index, sample in enumerate(batch)]
-    samples = [row[:2] for row in rows]
-    return _tensors(samples, packer.plan([len(ids) for ids, _ in samples], oversize), form)
+def _pack_batch(batch: Sequence[Any], *, packer: Packer, fill: tuple[int, int], oversize: Oversize) -> PackedBatch:
+    samples = [_read_row(sample, index, ("attention_mask",), "one_sample")[:2] for index, sample in enumerate(batch)]
+    return _tensors(packer.plan([len(ids) for ids, _ in samples], oversize), samples, *fill)
 
 
-def _tensors(samples: Sequence[_Sample], plan: Plan, form: _Form, device: Any = None) -> PackedBatch:
+def _tensors(
+    plan: Plan, samples: Sequence[_Sample], padding_value: int, label_padding_value: int, device: Any = None
+) -> PackedBatch:
     import torch
 
-    rows, packs = list(form.rows(samples, plan)), tuple(PackResult(plan=plan).packs)
+    rows = list(_rows(samples, plan, padding_value, label_padding_value))
+    packs = tuple(PackResult(plan=plan).packs)
     columns = {
         name: torch.from_numpy(np.asarray([row[name] for row in rows], np.int64).reshape(-1, plan.capacity)).to(device)
         for name in ("input_ids", "position_ids", "labels")
@@ -606,7 +595,7 @@ def _tensors(samples: Sequence[_Sample], plan: Plan, form: _Form, device: Any = 
         cu_seqlens=[torch.tensor([0, *np.cumsum(pack.lengths)], dtype=torch.int32, device=device) for pack in packs],
         max_seqlen=max((length for pack in packs for length in pack.lengths), default=0),
         packs=packs,
-        label_padding_value=form.label_padding_value,
+        label_padding_value=label_padding_value,
     )
 
 
