@@ -20,8 +20,7 @@ from vlmpack.cli import options
 from vlmpack.cli.inputs import Inputs, measure, mix_lines, mix_numbers, open_inputs, print_refused
 from vlmpack.cli.options import DataOptions, of_rows
 from vlmpack.cli.pack import print_store, store_numbers
-from vlmpack.errors import ConfigError, check_extra
-from vlmpack.files import write_text
+from vlmpack.errors import ConfigError
 from vlmpack.terminal import make_table, number_columns, print_table, print_text, text_column
 
 if TYPE_CHECKING:
@@ -67,7 +66,6 @@ def analyze(
         int | None,
         of_rows(min=1, metavar="N", help="Samples of an update that packing has to keep; by default a batch."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for a picture of the histograms, and all numbers.")] = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -76,9 +74,6 @@ def analyze(
     Images are measured by their headers: no pixel is decoded, and no model is read. DATASET may be a folder written by
     `vlmpack pack`, too. The exit status is 1 if no sample can be used.
     """
-    if out is not None:
-        check_extra("plots", "matplotlib", needed_by="`vlmpack analyze --out`")
-
     from vlmpack.lengths import why_no_marks
     from vlmpack.plan.simulation import CAPACITIES, PaddedRecipe
     from vlmpack.rows import is_packed
@@ -91,8 +86,6 @@ def analyze(
     if samples_per_update is not None:
         recipe = PaddedRecipe.reaching(samples_per_update, world_size=world_size, per_device_batch=per_device_batch)
     inputs = open_inputs(data)
-    if out is not None:
-        options.make_folder("--out", out)
     without = why_no_marks(inputs.collator) if data.min_shared is None else None
     min_shared = None if without or data.min_shared == 0 else data.min_shared or MIN_SHARED
     table = measure(inputs, data, quiet=quiet, min_shared=min_shared)
@@ -106,16 +99,6 @@ def analyze(
         console.print()
         print_text(console, Text(f"Shared prefixes were not looked for: {without}."))
     print_rows(numbers["rows"], console)
-    if out is not None:
-        files = [out / "analysis.json"]
-        write_text(files[0], json.dumps(numbers, indent=2) + "\n")
-        if len(table):
-            from vlmpack.plots import plot_lengths, save
-
-            drawn = {name: values for name, values in columns_of(table).items() if name in HISTOGRAMS}
-            files += [save(plot_lengths(drawn, capacities=capacities, title=data.title), out / "lengths.png")]
-        for path in files:
-            console.print(f"written: {path}", highlight=False, markup=False)
     if as_json:
         typer.echo(json.dumps(numbers, indent=2))
     raise typer.Exit(0 if len(table) else 1)
@@ -326,9 +309,8 @@ def print_analysis(numbers: Mapping[str, Any], table: LengthTable, console: Cons
     console.print(Columns(bars, padding=(0, 4)))
     print_table(console, _layouts(numbers["padded"], numbers["packed"], len(table)))
     for packed in numbers["packed"]:
-        console.print(f"[bold]Rows of {packed['capacity']:,} tokens[/]", highlight=False)
         for sentence in packed["explained"]:
-            print_text(console, Text(sentence), indent=2)
+            print_text(console, Text(f"Rows of {packed['capacity']:,}: {sentence}"))
     if numbers["shared_prefixes"] is not None:
         _print_savings(numbers["shared_prefixes"], console)
 

@@ -224,69 +224,28 @@ class Simulation:
     # ------------------------------------------------------------------ in words
 
     def explain(self) -> tuple[str, ...]:
-        """One sentence for each number that a user has to act on."""
-        if not self.rows:
-            return (f"No sample fits a row of {self._held}.", *self._about_oversize())
-        return (
-            f"{_counted(self.samples, 'sample')} in {_counted(self.rows, 'row')} of {self._held}, {self.fill:.2%} "
-            f"full; no packing needs fewer than {_counted(self.least_rows, 'row')}.",
-            f"A row holds {self.samples_per_row:.2f} samples on average, {self.most_samples:,} at most, with a "
-            f"standard deviation of {self.samples_deviation:.1f}.{self._mixed()}",
-            *self._about_updates(),
-            *self._about_skew(),
-            *self._about_oversize(),
-        )
-
-    def _mixed(self) -> str:
-        """Advise where some rows are full of short samples and others hold few long ones."""
-        if self.samples_deviation <= self.samples_per_row or self.strategy == MIXING:
-            return ""
-        return f" Updates see uneven numbers of samples: the strategy {MIXING} mixes long and short ones."
-
-    @property
-    def _held(self) -> str:
-        """Name the capacity and the limits of a row."""
-        return ", ".join([f"{self.capacity:,} tokens", *(f"{limit:,} {name}" for name, limit in self.limits.items())])
-
-    def _about_updates(self) -> tuple[str, ...]:
-        recipe, target = self.recipe, self.recipe.samples_per_update
-        ratio = self.samples_per_update / target
-        factors = f"{self.samples_per_row:.2f} x {recipe.world_size} x {self.rows_per_device}"
-        padded = f"{recipe.world_size} x {recipe.per_device_batch} x {recipe.accumulation} = {target:,}"
-        return (
-            f"The padded recipe sees {padded} samples an update (ranks x batch x accumulation). Gradient accumulation "
-            f"ceil({target:,} / ({factors})) = {self.accumulation:,} keeps them: {self.samples_per_update:,.1f} "
-            f"samples an update, {ratio:.2f} times as many.{self._instead(ratio)}",
-            f"An epoch has ceil({self.rows:,} / {self._rows_per_step}) = {_counted(self.steps, 'step')} on each rank "
-            f"and ceil({self.steps:,} / {self.accumulation:,}) = {_counted(self.updates, 'update')}; "
-            f"padded it has {recipe.updates(self.samples):,}.",
-        )
-
-    def _instead(self, ratio: float) -> str:
-        """Advise where an update has many more samples than before."""
-        if ratio <= CLOSE:
-            return ""
-        capacity, fewer = int(self.capacity / ratio), self.accumulation - 1
-        ways = [f"take rows of about {capacity:,} tokens"] if capacity >= self.longest else []
-        ways += [f"accumulate {fewer:,} ({ratio * fewer / self.accumulation:.2f} times)"] if fewer else []
-        return f" If that matters, {', or '.join([*ways, 'adapt the learning rate'])}."
-
-    def _about_skew(self) -> tuple[str, ...]:
-        if self.patch_skew is None:
-            return ()
-        return (
-            f"In the vision tower, the rank with the most patches has {self.patch_skew:.2f} times the mean of all; "
-            f"rows handed out by balance_rows: {self.balanced_patch_skew:.2f} times.",
-        )
-
-    def _about_oversize(self) -> tuple[str, ...]:
-        if not self.oversize:
-            return ()
-        listed = ", ".join(f"{place} ({tokens:,} tokens)" for place, tokens in list(self.oversize.items())[:SHOWN])
-        more = f" and {len(self.oversize) - SHOWN:,} more" if len(self.oversize) > SHOWN else ""
-        count = len(self.oversize)
-        verb = "sample exceeds a row and is" if count == 1 else "samples exceed a row and are"
-        return (f"{count:,} {verb} left out: {listed}{more}.",)
+        """Say what one may want to change: updates of many more samples, uneven rows or ranks, samples left out."""
+        said, ratio = [], self.samples_per_update / self.recipe.samples_per_update
+        if ratio > CLOSE:
+            said.append(
+                f"An update sees {ratio:.2f} times the samples of the padded recipe; if that matters, take smaller "
+                "rows, accumulate less, or adapt the learning rate."
+            )
+        if self.samples_deviation > self.samples_per_row and self.strategy != MIXING:
+            said.append(
+                f"A row holds {self.samples_per_row:.2f} samples on average and {self.most_samples:,} at most, so "
+                f"updates see uneven numbers of samples: the strategy {MIXING} mixes long and short ones."
+            )
+        if self.patch_skew is not None:
+            said.append(
+                f"In the vision tower, the rank with the most patches has {self.patch_skew:.2f} times the mean of all; "
+                f"rows handed out by balance_rows: {self.balanced_patch_skew:.2f} times."
+            )
+        if self.oversize:
+            listed = ", ".join(f"{place} ({tokens:,} tokens)" for place, tokens in list(self.oversize.items())[:SHOWN])
+            more = f" and {len(self.oversize) - SHOWN:,} more" if len(self.oversize) > SHOWN else ""
+            said.append(f"Samples that exceed a row are left out: {listed}{more}.")
+        return tuple(said)
 
     def to_dict(self) -> dict[str, Any]:
         """Every number, as JSON has it."""
@@ -372,7 +331,3 @@ def _patch_skews(patches: np.ndarray, ranks: int) -> tuple[float, float] | None:
         return None
     as_planned = balance_rows(patches, ranks=ranks, window=1, method="as_given", remainder="drop")
     return as_planned.imbalance, balance_rows(patches, ranks=ranks, remainder="drop").imbalance
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
