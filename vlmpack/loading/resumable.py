@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -255,9 +256,6 @@ class Part:
 
 # ---------------------------------------------------------------------- digests
 
-DEPTH = 99
-"""Lists in lists that a digest looks into."""
-
 
 def digest_of(value: Any) -> str:
     """Compute the digest of any value of plain data: 32 hexadecimal digits.
@@ -265,46 +263,34 @@ def digest_of(value: Any) -> str:
     Mappings count in any order and tuples as lists, as loaders hand them back. Of an image its size counts, and of what
     has no content that could be read, its type.
     """
-    content = hashlib.blake2b(digest_size=16)
-    _update(content, value, 0)
-    return content.hexdigest()
+    try:
+        text = json.dumps(value, sort_keys=True, default=_content)
+    except (TypeError, ValueError, RecursionError):  # names that cannot be sorted, lists in themselves
+        text = type(value).__qualname__
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _update(content: Any, value: Any, depth: int) -> None:
-    if type(value) not in (int, str) and isinstance(value, Mapping | list | tuple | set | frozenset) and depth < DEPTH:
-        kind = "map" if isinstance(value, Mapping) else "set" if isinstance(value, set | frozenset) else "list"
-        content.update(f"{kind} {len(value)}:".encode())
-        for inner in _in_order(value):
-            _update(content, inner, depth + 1)
-    else:
-        leaf = _leaf(value)
-        content.update(f"{len(leaf)}:".encode() + leaf)
-
-
-def _in_order(value: Any) -> Iterable[Any]:
+def _content(value: Any) -> Any:
+    """What JSON has no type for: [type, content]."""
+    content: Any = None
     if isinstance(value, Mapping):
-        return sorted(value.items(), key=lambda item: repr(item[0]))
-    return value if isinstance(value, list | tuple) else sorted(value, key=repr)
-
-
-def _leaf(value: Any) -> bytes:
-    """A single value as bytes."""
-    if type(value) in (int, str):
-        return f"{type(value).__name__} {value}".encode(errors="surrogatepass")
+        return dict(value)
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
-        values = value.detach().cpu().contiguous().reshape(-1)
-        return f"{value.dtype} {tuple(value.shape)}".encode() + values.view(torch.uint8).numpy().tobytes()
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return f"{value.dtype} {value.shape}".encode() + value.tobytes()
-    if isinstance(value, bytes | bytearray | memoryview):
-        return bytes(value)
-    if isinstance(value, SampleError):
-        return f"{value.reason} {value.detail}".encode(errors="surrogatepass")
-    if isinstance(value, Image.Image):
-        return f"{value.mode} {value.size}".encode()
-    if value is None or isinstance(value, str | bool | int | float | Path | np.generic):
-        return f"{type(value).__name__} {value}".encode(errors="surrogatepass")
-    return type(value).__qualname__.encode()
+        plain = value.detach().cpu().contiguous()
+        content = [str(value.dtype), list(value.shape), _content(plain.reshape(-1).view(torch.uint8).numpy().tobytes())]
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        content = [str(value.dtype), list(value.shape), _content(value.tobytes())]
+    elif isinstance(value, bytes | bytearray | memoryview):
+        return ["bytes", hashlib.blake2b(value).hexdigest()]
+    elif isinstance(value, set | frozenset):
+        content = sorted(map(digest_of, value))
+    elif isinstance(value, SampleError):
+        content = [value.reason, value.detail]
+    elif isinstance(value, Image.Image):
+        content = [value.mode, value.size]
+    elif isinstance(value, Path | np.generic):
+        content = str(value)
+    return [type(value).__qualname__, content]
 
 
 # ---------------------------------------------------------------------- states
