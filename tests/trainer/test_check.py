@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate.utils import concatenate, slice_tensors
+from accelerate.utils import slice_tensors
 from chats import chat, processor_of
-from datasets import Dataset
 from trainer.packed_runs import fresh, planned, streamed
 from training import LAYOUTS, Samples, Stream, arguments, collator, descend, receipts, trainer
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, default_data_collator
@@ -178,22 +177,6 @@ def test_a_batch_cut_for_two_ranks(layout, rank):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_batches_of_two_ranks_concatenated(layout):
-    """With host metadata accelerate itself stops; without, two rows of one width become one batch of two rows."""
-    model = enabled()
-    batches = [collator(layout)(receipts(model)[:3]) for _ in range(2)]
-    with pytest.raises(TypeError, match="HostMetadata"):
-        concatenate(batches)
-    bare = [{name: x for name, x in batch.items() if isinstance(x, torch.Tensor)} for batch in batches]
-    if layout == "packed":
-        with pytest.raises(LayoutError, match="dispatch_batches=False"):
-            model(**concatenate(bare))
-    else:  # a padded batch of twice as many rows is a padded batch
-        once = model(**batches[0]).loss
-        torch.testing.assert_close(model(**concatenate(bare)).loss, once)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_loss_function_of_ones_own_has_to_ask_for_logits(layout, tmp_path):
     def loss_func(outputs, labels, num_items_in_batch=None):
         logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
@@ -313,14 +296,6 @@ def test_columns_that_trainer_removes_before_a_collator_reads_them(tmp_path):
     check_trainer(Trainer(model, arguments(tmp_path, remove_unused_columns=True), vlm, [tokens]))
 
 
-def test_columns_of_a_hub_dataset_are_trainers_own_refusal(tmp_path):
-    model = enable_packing(tiny_model(processor=processor_of()))
-    rows = Dataset.from_dict({"image": ["a.png", "b.png"], "messages": ["a", "b"]})
-    args = arguments(tmp_path, remove_unused_columns=True)
-    with pytest.raises(ValueError, match="remove_unused_columns=False"):
-        Trainer(model, args, VLMCollator(processor_of(), layout="packed"), rows).train()
-
-
 def test_rows_written_before_keep_their_boundaries_under_trainers_default(tmp_path):
     collate = VLMCollator(processor_of(), layout="packed")
     samples = [chat(answer=f"The total is {n}", id=n) for n in range(4)]
@@ -333,19 +308,6 @@ def test_rows_written_before_keep_their_boundaries_under_trainers_default(tmp_pa
     at = next(at for at in range(len(rows)) if torch.equal(rows[at]["input_ids"], batch["input_ids"]))
     assert len(rows) > 1 and rows.segments(at).num_samples > 1
     assert model(**batch).loss == model(**rows[at]).loss
-
-
-@pytest.mark.parametrize(
-    "name", ["cu_seq_lens_q", "max_length_q", "cu_seqlens", "seq_idx", "rope_cu_seqlens", "moe_padding_mask"]
-)
-def test_boundaries_under_a_name_that_would_be_ignored(name):
-    model = enabled()
-    row = collator("packed")(receipts(model)[:3])
-    boundaries = row["cu_seqlens_q"]
-    stock = {key: row[key] for key in ("input_ids", "labels", "mm_token_type_ids", "pixel_values", "image_grid_thw")}
-    with pytest.raises(ConfigError, match=f"{name} would be ignored and the samples of the row mixed.*cu_seqlens_q"):
-        model(**stock, **{name: boundaries})
-    torch.testing.assert_close(model(**stock, cu_seqlens_q=boundaries).loss, model(**row).loss)
 
 
 def test_a_padded_batch_that_lost_its_mask():

@@ -199,22 +199,6 @@ def test_packed_trainers_batches_give_the_loss_of_the_set(batch, layout, tmp_pat
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe", "qwen3_5"])
-def test_predictions_are_the_losses_of_the_samples_alone(family, layout, tmp_path):
-    """Also with a cache in the text model's configuration, whose leak gradient checkpointing would hide in training."""
-    model = tiny_model(family)
-    model.config.text_config.use_cache = family == "qwen2_5_vl"
-    samples = receipts(model)
-    sums, counts = losses_alone(model, samples)
-
-    run = trainer(enable_packing(model), samples, tmp_path, layout, per_device_eval_batch_size=3)
-    losses, targets = run.predict(Samples(samples)).predictions
-
-    assert targets.tolist() == counts.tolist()
-    torch.testing.assert_close(torch.from_numpy(losses), sums / counts, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_batch_without_targets_does_not_count_as_a_loss_of_0(layout, tmp_path):
     """The unmodified model's loss of it is NaN, which Trainer leaves out."""
     model = tiny_model()
@@ -282,17 +266,6 @@ def test_an_evaluation_that_generates_without_labels_has_no_loss_and_passes(tmp_
     output = run.predict(run.eval_dataset)
     assert len(output.predictions) == 3
     assert "test_loss" not in output.metrics
-
-
-def test_an_evaluation_loop_of_ones_own_generates_and_computes_losses():
-    model = small().eval()
-    samples = without_first_labels(unlike_samples(model))
-    exact, batch = exact_loss(model, samples), to_left_padded(samples)
-    enable_packing(model)
-    with torch.no_grad():
-        model.generate(**batch, max_new_tokens=2, pad_token_id=0)
-        output = model(**batch)
-    assert float(output.loss) == pytest.approx(exact, rel=1e-6)
 
 
 def test_samples_that_the_collator_skips_do_not_count(tmp_path):

@@ -37,13 +37,6 @@ def test_every_epoch_is_every_sample_once_in_another_order(tmp_path):
         assert sorted(n for row in epoch for n in row) == sorted(lengths_of(run.train_dataset.samples))
 
 
-def test_rows_of_a_step_are_planned_for_the_accumulation(tmp_path):
-    run = planned(tmp_path, gradient_accumulation_steps=2)
-    run.train()
-    assert len(run.data_collator.rows) == 2 * run.state.global_step
-    assert run.state.global_step == 2 * -(-len(run.plan) // 2)
-
-
 @pytest.mark.parametrize("stop_at", ["in the middle of an epoch", *slow("between two")])
 def test_a_resumed_run_ends_with_the_same_weights_and_loads_no_row_twice(stop_at, tmp_path):
     whole = planned(tmp_path / "whole")
@@ -55,15 +48,6 @@ def test_a_resumed_run_ends_with_the_same_weights_and_loads_no_row_twice(stop_at
     resumed.train(resume_from_checkpoint=str(tmp_path / "stopped" / f"checkpoint-{stop}"))
     assert fingerprint(resumed) == fingerprint(whole)
     assert resumed.data_collator.rows == whole.data_collator.rows[stop:]
-
-
-def test_without_plan_or_stream_it_is_trainer(tmp_path):
-    model, samples = scene()
-    run = PackedTrainer(model, arguments(tmp_path), collator("packed"), Samples(samples))
-    theirs = Trainer(model, arguments(tmp_path), collator("packed"), Samples(samples))
-    batches = [[batch["input_ids"].tolist() for batch in each.get_train_dataloader()] for each in (run, theirs)]
-    assert batches[0] == batches[1]
-    assert len(batches[0]) > 1
 
 
 def test_a_plan_of_a_table_leaves_out_what_cannot_be_used_and_nothing_else(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 
 import pytest
@@ -11,24 +10,20 @@ from cases import slow
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch._dynamo.utils import counters
 from training import (
-    KINDS,
-    LAYOUTS,
     Samples,
     apart,
-    arguments,
     checkpointing,
     collator,
     descend,
     distance,
     gradients,
-    logged,
     loss_sums,
     receipts,
     train,
     trainer,
     weights,
 )
-from transformers import AutoModelForImageTextToText, Trainer
+from transformers import AutoModelForImageTextToText
 
 from vlmpack.errors import ConfigError
 from vlmpack.model import disable_packing, enable_packing, is_packing
@@ -80,17 +75,6 @@ def alone_gradients(model, row):
     return gradients(model)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layers_are_really_computed_twice(layout):
-    model = checkpointed(enable_packing(tiny_model()), reentrant=False)
-    calls = []
-    model.model.language_model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    loss = model(**collator(layout)(receipts(model)[:3])).loss
-    assert len(calls) == 1
-    loss.backward()
-    assert len(calls) == 2
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_two_forwards_before_one_backward(reentrant):
     model = checkpointed(enable_packing(tiny_model()), reentrant=reentrant)
@@ -103,20 +87,6 @@ def test_two_forwards_before_one_backward(reentrant):
 
     both = {name: expected[0][name] + expected[1][name] for name in expected[0]}
     assert distance(both, gradients(model)) < 1e-5
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_two_models_alive_at_once(reentrant):
-    models = [checkpointed(enable_packing(tiny_model(seed=seed)), reentrant=reentrant) for seed in (1, 2)]
-    inputs = rows(models[0])
-    expected = [alone_gradients(copy.deepcopy(m), row) for m, row in zip(models, inputs, strict=True)]
-
-    losses = [model(**row).loss for model, row in zip(models, inputs, strict=True)]
-    for loss in losses:  # the first model's backward pass comes after the second one's forward pass
-        loss.backward()
-
-    for model, theirs in zip(models, expected, strict=True):
-        assert distance(theirs, gradients(model)) < 1e-6
 
 
 # ---------------------------------------------------------------------- bfloat16 and torch.compile
@@ -199,55 +169,6 @@ def test_a_saved_model_is_plain_and_the_same(family, tmp_path):
     assert not is_packing(reloaded)
     assert all(torch.equal(a, b) for a, b in zip(reloaded.parameters(), model.parameters(), strict=True))
     assert torch.equal(enable_packing(reloaded)(**row).loss, model(**row).loss)
-
-
-class Remembering:
-    """A collator that writes down which samples each batch was made of."""
-
-    def __init__(self, samples, layout):
-        self.names = {id(sample["input_ids"]): name for name, sample in enumerate(samples)}
-        self.batches = []
-        self.collate = collator(layout)
-
-    def __call__(self, features):
-        self.batches.append([self.names[id(sample["input_ids"])] for sample in features])
-        return self.collate(features)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_resuming_in_mid_epoch_equals_never_having_stopped(layout, tmp_path):
-    """Fourteen samples in pairs, two batches a step: the checkpoint after step 2 lies in the middle of the first
-    epoch; shuffled, with Adam, a decaying rate and dropout, all of which have to be taken up again."""
-
-    def run(folder, **settings):
-        model = enable_packing(tiny_model())
-        model.config.text_config.attention_dropout = 0.1
-        for layer in model.model.language_model.layers:
-            layer.self_attn.attention_dropout = 0.1
-        samples = receipts(model, kinds=KINDS * 2)
-        remember = Remembering(samples, layout)
-        args = arguments(
-            folder,
-            optim="adamw_torch",
-            learning_rate=0.01,
-            lr_scheduler_type="linear",
-            gradient_accumulation_steps=2,
-            max_steps=6,
-            **settings,
-        )
-        return model, Trainer(model, args, remember, Samples(samples)), remember
-
-    model, whole, seen = run(tmp_path / "whole", save_strategy="steps", save_steps=2)
-    whole.train()
-    resumed_model, resumed, seen_again = run(tmp_path / "resumed")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-
-    epoch = [name for batch in seen.batches[:7] for name in batch]
-    assert sorted(epoch) == list(range(14)) != epoch, "one epoch, shuffled"
-    assert seen_again.batches == seen.batches[4:]
-    assert len(logged(whole)) == 6
-    assert logged(resumed) == logged(whole)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed_model.parameters(), strict=True))
 
 
 # ---------------------------------------------------------------------- adapters
@@ -338,42 +259,3 @@ def test_steps_equal_the_padded_run_and_survive_saving_and_merging(kind, tmp_pat
     for again in (reloaded, model.merge_and_unload()):
         assert enable_packing(again)(**row).loss.item() == pytest.approx(loss, rel=1e-5)
     assert weights(disable_packing(again)).keys() == weights(tiny_model()).keys()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_steps_over_quantised_layers(tmp_path):
-    """QLoRA: 4-bit weights under the adapters, packed and padded."""
-    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install bitsandbytes")
-    from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
-
-    tiny_model(hidden=64).save_pretrained(tmp_path / "plain")
-    settings = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=torch.float32,
-        llm_int8_skip_modules=["model.visual", "lm_head"],
-    )
-
-    def quantised():
-        return AutoModelForImageTextToText.from_pretrained(tmp_path / "plain", quantization_config=settings)
-
-    reference, model = lora(quantised(), LANGUAGE), enable_packing(lora(quantised(), LANGUAGE))
-    quantised_parts = {name for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
-    assert any("language_model" in name for name in quantised_parts)
-    assert not any("visual" in name for name in quantised_parts)
-    samples = receipts(model.get_base_model())[:4]
-    padded, packed = four_steps(reference, samples, tmp_path, "padded"), four_steps(model, samples, tmp_path, "packed")
-    assert padded.losses[-1] < padded.losses[0]
-    assert packed.losses == pytest.approx(padded.losses, rel=1e-6)
-    assert distance(padded.gradients[0], packed.gradients[0]) < 1e-5
-    assert distance(adapters(reference), adapters(model)) < 1e-5
-    row = collator("packed")(samples)
-    model.save_pretrained(tmp_path / "adapter")
-    again = enable_packing(PeftModel.from_pretrained(quantised(), tmp_path / "adapter")).train()
-    assert again(**row).loss.item() == pytest.approx(model(**row).loss.item(), rel=1e-6)
-
-
-def adapters(model):
-    """The weights that are trained; those of quantised layers are bytes."""
-    return {name: weight for name, weight in weights(model).items() if "lora_" in name}
