@@ -27,8 +27,6 @@ ROWS = [
     (("image", "image", "text", "image"), 8),
     (("text", "text"), 8),
     (("text", "image"), 1),
-    (("image",) * 5, 4),
-    (("text", "image", "image"), 1),
 ]
 """Kinds of samples and a multiple for their slots: other numbers of samples and images, with gaps and without."""
 
@@ -51,13 +49,12 @@ def graphs_so_far():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen2_5_vl"])
 @config.patch(fail_on_recompile_limit_hit=True)  # PyTorch would go on without a word
-def test_every_row_is_what_it_is_without_and_rows_of_kinds_that_were_seen_compile_nothing(family):
-    model, plain = small(family), small(family)
+def test_every_row_is_what_it_is_without_and_rows_of_kinds_that_were_seen_compile_nothing():
+    model, plain = small("qwen3_5"), small("qwen3_5")
     step, reference = PackedStep(compile_layers(model, backend="aot_eager")), PackedStep(plain)
     graphs = []
-    for seed, (kinds, multiple) in enumerate(ROWS * 2):
+    for seed, (kinds, multiple) in enumerate(ROWS + ROWS[:3]):
         row = row_of(model, seed=seed, kinds=kinds, multiple=multiple)
         ours, theirs = step(row), reference(row)
         assert torch.isclose(ours.loss, theirs.loss, rtol=1e-6, atol=0)
@@ -80,15 +77,11 @@ def compile_whole_layers(model, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "compiled"),
-    [("qwen3_vl_moe", compile_layers), ("qwen3_5_moe", compile_layers), ("qwen3_vl_moe", compile_whole_layers)],
-)
+@pytest.mark.parametrize("compiled", [compile_layers, compile_whole_layers])
 @config.patch(fail_on_recompile_limit_hit=True)
-def test_layers_with_experts_share_what_is_compiled_however_many_they_are(family, compiled):
-    few, many = (small(family, layers=layers) for layers in (4, DEEP))
+def test_layers_with_experts_share_what_is_compiled_however_many_they_are(compiled):
     graphs = []
-    for model in (few, many):  # of hybrid families both have two kinds of layers
+    for model in (small("qwen3_vl_moe", layers=layers) for layers in (2, DEEP)):
         torch.compiler.reset()
         counters.clear()
         PackedStep(compiled(model, backend="eager"))(row_of(model, kinds=("text", "text")))
@@ -117,7 +110,7 @@ def test_a_compiled_step_is_the_step_and_rows_of_other_lengths_and_gaps_are_not_
     model, plain = small("qwen3_vl_moe"), small("qwen3_vl_moe")
     step, reference = PackedStep(torch.compile(model, backend="aot_eager"), config), PackedStep(plain, config)
     graphs = []
-    for seed, multiple in ((1, 1), (2, 8), (3, 1), (4, 8), (5, 1), (6, 16), (7, 4)):
+    for seed, multiple in ((1, 1), (2, 8), (3, 1), (4, 8), (5, 1), (6, 16)):
         row = row_of(model, seed=seed, kinds=("text",) * 3, multiple=multiple)
         ours, theirs = (each(row, output_router_logits=True) for each in (step, reference))
         for each in (ours, theirs):
@@ -128,32 +121,28 @@ def test_a_compiled_step_is_the_step_and_rows_of_other_lengths_and_gaps_are_not_
         assert [len(logits) for logits in ours.router_logits] == [row.segments.num_tokens] * 2
         graphs.append(graphs_so_far())
     assert graphs[0] > 0, "nothing was compiled"
-    assert graphs[3:] == graphs[3:4] * 4
+    assert graphs[3:] == graphs[3:4] * 3
     assert distance(gradients(plain), gradients(model)) <= 1e-5
 
 
 # ---------------------------------------------------------------------- gradient checkpointing
 
 
-def checkpointed(model, *, use_reentrant):
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+def checkpointed(model):
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
     return model
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
-@pytest.mark.parametrize("use_reentrant", [False])
-@pytest.mark.parametrize(
-    ("family", "backend"),
-    [("qwen2_5_vl", "eager"), ("qwen3_vl_moe", "eager"), ("qwen3_5", "eager"), ("qwen3", "aot_eager")],
-)
+@pytest.mark.parametrize(("family", "backend"), [("qwen3_5_moe", "eager"), ("qwen3", "aot_eager")])
 @config.patch(fail_on_recompile_limit_hit=True)
-def test_checkpointed_layers_are_compiled_and_exact(family, backend, use_reentrant):
+def test_checkpointed_layers_are_compiled_and_exact(family, backend):
     model, plain = small(family), small(family)
     row = row_of(model)
     PackedStep(plain)(row).loss.backward()
-    step = PackedStep(checkpointed(compile_layers(model, backend=backend), use_reentrant=use_reentrant))
+    step = PackedStep(checkpointed(compile_layers(model, backend=backend)))
     step(row).loss.backward()
     assert graphs_so_far() > 0, "nothing was compiled"
     assert distance(gradients(plain), gradients(model)) <= 1e-5
@@ -171,11 +160,7 @@ def test_checkpointing_may_be_switched_on_later_and_off_again():
         return lambda *args: calls.append(graph) or graph(*args)
 
     step = PackedStep(compile_layers(model, backend=backend))
-    for switch in (
-        lambda: None,
-        lambda: checkpointed(model, use_reentrant=False),
-        model.gradient_checkpointing_disable,
-    ):
+    for switch in (lambda: None, lambda: checkpointed(model), model.gradient_checkpointing_disable):
         switch()
         model.zero_grad()
         calls.clear()

@@ -214,13 +214,8 @@ def test_under_autocast_the_error_is_that_of_samples_alone(family):
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning:torch")
-def test_compiled_layers_take_every_tree():
-    family = "qwen3_5"
-    model = compile_layers(fresh(family), backend="aot_eager")
-    for name in ("deep", "rollouts"):
-        check_step(family, name, model=model)
-        model.zero_grad()
-        disable_packing(model)
+def test_compiled_layers_take_a_tree():
+    check_step("qwen3_5", "rollouts", model=compile_layers(fresh("qwen3_5"), backend="aot_eager"))
     assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
 
 
