@@ -42,14 +42,15 @@ def families(where: Callable[[Family], bool] = lambda family: True, always: Iter
     return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in chosen]
 
 
-def one_of_each() -> list[Any]:
-    """The eight, and one family of each other combination of mechanisms and media, for what depends on these alone."""
+def one_of_each(where: Callable[[Family], bool] = lambda family: True, always: Iterable[str] = ()) -> list[Any]:
+    """As `families`, but of those beyond the eight one of each combination of mechanisms and media."""
     chosen: dict[Any, str] = {}
     for name in (*EIGHT, *FAMILIES):
         if family := FAMILIES.get(name):
             media = (family.has_vision, family.has_grids, family.has_audio)
             chosen.setdefault((frozenset(family.mechanisms), *media, family.sees is None), name)
-    return families(lambda family: family.model_type in {*EIGHT, *chosen.values()})
+    names = {*EIGHT, *always, *chosen.values()}
+    return families(lambda family: family.model_type in names and where(family), always)
 
 
 def slow(*values: Any) -> list[Any]:

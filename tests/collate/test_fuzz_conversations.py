@@ -36,7 +36,7 @@ from vlmpack.layout import METADATA_KEY
 from vlmpack.testing import tiny_processor
 from vlmpack.testing.processors import CHAT_TEMPLATE
 
-CASES = 800
+CASES = 400
 BATCH = 20
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 TEMPLATE = (

@@ -123,7 +123,7 @@ def video_cases(count: int) -> list[dict]:
 
 
 @needs_qwen
-@pytest.mark.parametrize("count", slow(700))
+@pytest.mark.parametrize("count", slow(300))
 def test_random_shapes_get_the_sizes_of_qwen_vl_utils(count):
     images, videos = image_cases(count), video_cases(count)
     answers = qwen_sizes([*images, *videos])  # in one process

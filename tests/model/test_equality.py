@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from breakages import BREAKAGES
-from cases import EIGHT, families, slow, slow_cases
+from cases import EIGHT, families, one_of_each, slow, slow_cases
 from equality import (
     LOW_PRECISION,
     Alone,
@@ -113,11 +113,11 @@ reentrant = functools.partial(checkpointed, reentrant=True)
 EVERY_FAMILY = {
     "a row with gaps, checkpointing": Circumstance(prepare=non_reentrant),
     "a batch padded on the left, no metadata": Circumstance(given="left padded without metadata"),
+}
+CIRCUMSTANCES = {
     "evaluation of a row without gaps, eager": Circumstance(
         given="row", backend="eager_mask", prepare=lambda model: model.eval(), around=torch.no_grad, backward=False
     ),
-}
-CIRCUMSTANCES = {
     "text": Circumstance(kind="text", multiple=1),
     "image": Circumstance(kind="image", multiple=8),
     "images": Circumstance(kind="images", given="right padded"),
@@ -191,7 +191,9 @@ def takes(family, name):
 
 
 @pytest.mark.parametrize("name", CIRCUMSTANCES)
-@few
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_moe", *slow("qwen3_vl_moe", "gemma3", "llama4", "lfm2_vl", "qwen3_omni_moe_thinker")]
+)
 def test_packed_equals_alone_in_every_circumstance_of_training(family, name):
     if takes(family, name):
         check(family, CIRCUMSTANCES[name])
@@ -266,7 +268,7 @@ def test_models_that_live_side_by_side_do_not_disturb_each_other(family):
 # ---------------------------------------------------------------------- other ways in, and what comes out
 
 
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("family", one_of_each())
 def test_a_padded_step_is_what_hugging_face_computes_on_the_padded_batch(family):
     """(GLM-4V's own code takes images or videos; Llama 4's and Qwen3-Omni's read padding.)"""
     kind = "images" if FAMILIES[family].videos_as_images else MOST[family]
@@ -300,7 +302,7 @@ def test_results_come_back_one_a_sample(family):
     assert result.num_targets == result.sample_targets.sum()
 
 
-@pytest.mark.parametrize("family", families(lambda family: not family.token_columns))
+@pytest.mark.parametrize("family", one_of_each(lambda family: not family.token_columns))
 def test_a_row_of_nothing_but_padding_gives_every_parameter_the_gradient_that_other_ranks_wait_for(family):
     model = fresh(family)
     settings = StepConfig(keep_empty=True, slots=SlotRule(pad_to=128))

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import families, slow
+from cases import one_of_each, slow
 
 import vlmpack
 from vlmpack.families.registry import FAMILIES
@@ -46,7 +46,7 @@ def test_no_wait_in_a_whole_step(family, given, more):
 
 READ_SIZES = ("qwen2_5_omni_thinker", "glm_ocr", "mistral3", "minicpmv4_6")
 """Families whose own code reads kinds of tokens, or sizes of images, on the host."""
-WITH_VISION = families(lambda family: family.has_vision, always=READ_SIZES)
+WITH_VISION = one_of_each(lambda family: family.has_vision, always=READ_SIZES)
 
 
 @pytest.mark.parametrize("checkpointed", [False, *slow(True)], ids=["plain", "checkpointed"])

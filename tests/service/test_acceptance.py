@@ -26,9 +26,9 @@ FINISHED_WITHIN = 500.0
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.version_info < (3, 11), reason="the client needs Python 3.11")]
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(tmp_path / "state")
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("served") / "state")
     yield server
     if server.process.poll() is None:
         assert server.stop() == 0, server.printed()
@@ -47,13 +47,17 @@ def run_client(port: int, *checks: str, client: Path | None = None) -> dict[str,
     return {r["check"]: r["seen"] for r in results}
 
 
-@pytest.mark.parametrize("client", [None, OLDEST_CLIENT], ids=["newest", "0.25.0"])
-def test_a_network_that_loses_and_doubles(server: Server, client: Path | None) -> None:
-    if client is not None and not client.exists():
-        pytest.skip(f"waits for tinker 0.25.0 in {client}: make test")
+def test_a_network_that_loses_and_doubles(server: Server) -> None:
     with FaultyProxy(server.port) as proxy:
-        run_client(proxy.port, client=client)
+        run_client(proxy.port)
         assert min(proxy.done[fault] for fault in ("doubled", "reply lost", "lost")) >= 5, proxy.done
+
+
+def test_the_oldest_client_is_served(server: Server) -> None:
+    if not OLDEST_CLIENT.exists():
+        pytest.skip(f"waits for tinker 0.25.0 in {OLDEST_CLIENT}: make test")
+    checks = ("a_batch_equals_its_datums", "bad_requests_leave_no_trace", "a_checkpoint_continues_the_run")
+    run_client(server.port, *checks, "sampling_is_reproducible_and_agrees_with_training", client=OLDEST_CLIENT)
 
 
 def test_the_example_trains_on_receipts(server: Server) -> None:
