@@ -85,16 +85,6 @@ def test_importing_the_command_loads_nothing_heavy_and_this_test_would_notice() 
     assert "numpy" in loaded_by("import vlmpack.cli, numpy")
 
 
-@pytest.mark.parametrize(
-    ("typed", "offered"), [("vlmpack do", {"doctor"}), ("vlmpack analyze x --max-p", {"--max-patches", "--max-pixels"})]
-)
-def test_bash_completes_verbs_and_options(typed: str, offered: set[str]) -> None:
-    environment = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" ")), "_VLMPACK_COMPLETE": "complete_bash"}
-    command = [sys.executable, "-m", "vlmpack"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=True)
-    assert set(done.stdout.split()) == offered
-
-
 # ---------------------------------------------------------------------- refusals
 
 
@@ -127,8 +117,9 @@ def test_every_verb_ends_by_ctrl_c_in_one_line(verb: str, monkeypatch: pytest.Mo
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr("vlmpack.errors.find_spec", interrupted)
     monkeypatch.setattr("vlmpack.cli.options.refuse_file", interrupted)
+    monkeypatch.setattr("vlmpack.rows.is_packed", interrupted)
     arguments = {
-        "analyze": ["synthetic", *TINY, "--out", "x"],
+        "analyze": ["synthetic", *TINY],
         "pack": ["synthetic", "x", *TINY, "--capacity", "9"],
         "doctor": ["x", "--probe"],
     }
@@ -142,23 +133,6 @@ def test_every_verb_ends_by_ctrl_c_in_one_line(verb: str, monkeypatch: pytest.Mo
 
 
 # ---------------------------------------------------------------------- other encodings
-
-
-@pytest.mark.slow
-def test_letters_that_the_terminal_lacks_are_escaped(tmp_path: Path) -> None:
-    """What is printed and refused here has Greek names, and a text with half a character."""
-    rows = [
-        {"id": "μῆνιν", "prompt": "ἄειδε", "completion": "θεά"},
-        {"id": "ᾅδης", "prompt": "a\ud83d", "completion": "b"},
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "", "COLUMNS": "200"}
-    done = subprocess.run(
-        [sys.executable, "-m", "vlmpack", "analyze", "rows.jsonl", *TINY, "--rows", "1"],
-        capture_output=True, text=True, encoding="utf-8", cwd=tmp_path, env={**os.environ, **locale},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert r"(id '\u1f85\u03b4\u03b7\u03c2'): bad_text" in done.stdout and r"\u03bc\u1fc6\u03bd" in done.stdout
 
 
 def test_a_way_to_write_other_letters_that_was_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,17 +225,6 @@ def test_the_page_lists_the_keys_that_doctor_and_demo_print(tmp_path: Path) -> N
 SECONDS = 120.0
 WIDTH = 80
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-LONG: dict[str, tuple[tuple[str, ...], str, str]] = {
-    "analyze": (
-        ("analyze", "synthetic", "--num", "5000", *TINY, "--workers", "2"), "measuring samples", "--cache FILE",
-    ),
-    "train": (
-        ("train", "model=tiny", "data=synthetic", "num=40", "max_steps=500", "max_new_tokens=0", "--quiet"),
-        "'loss'", "resume_from_checkpoint=true",
-    ),
-    "serve": (("serve", "--demo", "--port", "0", "--state", "out"), "reading the model", "in the journal"),
-}  # fmt: skip
-"""Arguments, what is drawn while it works, and how to go on."""
 
 
 def at_terminal(
@@ -296,24 +259,6 @@ def at_terminal(
     os.close(terminal[0])
     assert acted, drawn
     return process.returncode, printed, CONTROL.sub("", drawn)
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-@pytest.mark.parametrize("case", LONG)
-def test_ctrl_c_ends_a_verb_without_a_traceback_and_says_how_to_go_on(case: str, tmp_path: Path) -> None:
-    arguments, title, remedy = LONG[case]
-
-    def interrupt(process: int, drawn: str) -> bool:
-        if title in drawn:
-            os.killpg(process, signal.SIGINT)
-        return title in drawn
-
-    status, printed, drawn = at_terminal(arguments, tmp_path, interrupt)
-    assert "Traceback" not in drawn + printed
-    assert status == INTERRUPTED
-    last = drawn.replace("\r", "").rstrip("\n").splitlines()[-1]
-    assert last.startswith("vlmpack: interrupted; ") and remedy in last
 
 
 @pytest.mark.slow

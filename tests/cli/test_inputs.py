@@ -151,15 +151,6 @@ def test_packed_samples_are_those_of_the_same_mix_in_python(files: dict[str, Pat
         assert "is packed already" in " ".join(done.stderr.split())
 
 
-def test_tables_count_every_data_set(files: dict[str, Path]) -> None:
-    mix = ("--mix", f"{files['chats']}=2")
-    done = vlmpack("analyze", files["receipts"], *TEXT, *mix, "--num", 9)
-    assert done.exit_code == 0, done.output
-    assert f"{files['receipts']} + {files['chats']}=2: 9 samples" in done.stdout
-    assert "3 of receipts (12 samples, 0.25 passes)" in done.stdout
-    assert "6 of chats (4 samples, 1.50 passes)" in done.stdout
-
-
 def test_without_weights_every_sample_comes_once(files: dict[str, Path]) -> None:
     inputs = opened(str(files["receipts"]), processor="tiny", mix=[str(files["chats"]), "synthetic"])
     numbers = mix_numbers(inputs.dataset)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from chats import picture, processor_of
-from stores import digests, encoded
+from stores import encoded
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli import app
@@ -81,23 +81,6 @@ def test_smaller_pictures_and_another_strategy_are_written_down(source: Path, tm
     assert PackedDataset(tmp_path / "b", limit_pixels(processor_of(), 4096))[0]["input_ids"].shape[0] == 1
 
 
-def test_what_it_writes_can_be_trained_on(source: Path, tmp_path: Path) -> None:
-    assert pack(source, tmp_path / "rows", *GOOD).exit_code == 0
-    rows = list(PackedDataset(tmp_path / "rows", processor_of(), pad_to_max_length=True))
-    assert {row["input_ids"].shape for row in rows} == {(1, 64)}
-    assert sum(len(row["image_grid_thw"]) for row in rows) == 6
-
-
-def test_again_it_ends_at_once_with_the_same_files_unless_settings_are_others(source: Path, tmp_path: Path) -> None:
-    first, files = pack(source, tmp_path / "rows", *GOOD), digests(tmp_path / "rows")
-    again = pack(source, tmp_path / "rows", *GOOD)
-    assert (again.exit_code, again.output) == (0, first.output)
-    assert digests(tmp_path / "rows") == files
-    other = pack(source, tmp_path / "rows", *GOOD, "--capacity", 128)
-    assert other.exit_code == 2
-    assert "settings.capacity was 64 and is 128" in other.output
-
-
 def test_the_plan_counts_multiples_of_slots_and_of_rows(source: Path, tmp_path: Path) -> None:
     more = ("--pad-seq-to-mult", 8, "--rows-multiple", 3, "--shard-rows", 1)
     assert pack(source, tmp_path / "rows", *GOOD, *more).exit_code == 0
@@ -128,14 +111,6 @@ def test_a_refusal_says_what_the_library_says_and_leaves_no_data_set(source: Pat
     refused = CliRunner().invoke(app, ["analyze", str(tmp_path / "rows"), "--processor", "tiny"])
     assert refused.exit_code == 2
     assert "rows is not packed to its end: `vlmpack pack` was interrupted there, or refused" in refused.stderr
-
-
-def test_texts_of_a_text_model_are_packed_with_its_tokenizer(tmp_path: Path) -> None:
-    texts = tmp_path / "texts.jsonl"
-    texts.write_text("".join(json.dumps({"prompt": "2 + 2 = ", "completion": str(n)}) + "\n" for n in range(9)))
-    done = pack(texts, tmp_path / "rows", "--processor", "tiny:qwen3", "--capacity", 32)
-    assert done.exit_code == 0, done.output
-    assert "patches" not in done.output
 
 
 def test_bytes_are_written_as_people_read_them() -> None:
