@@ -175,6 +175,19 @@ def _table_of(samples: Sequence[_Measured], min_shared: int | None) -> LengthTab
     return LengthTable.from_rows(rows, refused, groups)
 
 
+def check_refused(table: LengthTable, collator: VLMCollator) -> None:
+    """Raise the first refused sample of a table, unless the collator goes on without such samples.
+
+    Raises:
+        SampleError: `on_bad` of the collator is "raise".
+    """
+    bad = [each for each in table.refused if not collator.leaves_out(each.reason)]
+    if bad and collator.on_bad == "raise":
+        one, count = bad[0], f"{len(bad):,} of {table.measured:,} samples cannot be used"
+        detail = f"{one.detail}. {count}; on_bad='skip' (--on-bad skip) leaves them out and lists them"
+        raise SampleError(detail, index=one.index, reason=one.reason, sample_id=one.sample_id)
+
+
 def _check_columns(table: LengthTable, collator: VLMCollator) -> None:
     """Raise if no row has known columns: then the data set's names are at fault, and not its rows.
 

@@ -69,7 +69,7 @@ from vlmpack.layout.media import IMAGE, VIDEO
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments, SlotRule
-from vlmpack.lengths import measure_lengths, tree_of, undecoded
+from vlmpack.lengths import check_refused, measure_lengths, tree_of, undecoded
 from vlmpack.loading.resumable import MapStyle, check_samples, sample_at
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import OVERSIZE, Budget, Oversize, check_seed, divided_up, round_up
@@ -701,18 +701,14 @@ def _check_refused(table: LengthTable, collator: VLMCollator) -> None:
         SampleError: a sample was refused, and `on_bad` is "raise".
         ConfigError: more were refused than the collator's limit of skipped samples allows, or all.
     """
+    check_refused(table, collator)
     errors = [refusal.error() for refusal in table.refused]
-    bad = [error for error in errors if not collator.leaves_out(error.reason)]
-    if bad and collator.on_bad == "raise":
-        remedy = "on_bad='skip' (--on-bad skip) leaves them out and lists them"
-        detail = f"{bad[0].detail}. {len(errors)} sample(s) cannot be used in all; {remedy}"
-        raise SampleError(detail, index=bad[0].index, reason=bad[0].reason, sample_id=bad[0].sample_id)
     skip_log = SkipLog(limit=collator.skip_log.limit)
     with skip_log.at_once():
         for before, error in zip([-1, *(refusal.index for refusal in table.refused)], errors, strict=False):
             if used := index(error.index or 0) - before - 1:
                 skip_log.use(used)
-            (skip_log.refuse if error in bad else skip_log.note)(error)
+            (skip_log.note if collator.leaves_out(error.reason) else skip_log.refuse)(error)
     if not len(table):
         raise ConfigError(f"none of {table.measured} samples can be packed: {table.reasons or 'the data set is empty'}")
 

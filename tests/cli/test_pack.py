@@ -107,7 +107,7 @@ def test_a_refusal_is_one_line(source: Path, tmp_path: Path, change: tuple[Any, 
 
 def test_a_refusal_says_what_the_library_says_and_leaves_no_data_set(source: Path, tmp_path: Path) -> None:
     told = pack(source, tmp_path / "rows", *GOOD, "--on-bad", "raise").stderr
-    assert "1 sample(s) cannot be used in all; on_bad='skip' (--on-bad skip) leaves them" in told
+    assert "1 of 8 samples cannot be used; on_bad='skip' (--on-bad skip) leaves them out" in told
     refused = CliRunner().invoke(app, ["analyze", str(tmp_path / "rows"), "--processor", "tiny"])
     assert refused.exit_code == 2
     assert "rows is not packed to its end: `vlmpack pack` was interrupted there, or refused" in refused.stderr

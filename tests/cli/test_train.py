@@ -66,7 +66,7 @@ def test_help_config_lists_every_key_and_every_name_elsewhere_leads_to_one() -> 
         ("eval_strategy=sometimes", "TrainingArguments refuses these keys: sometimes is not a valid"),
         ("model=nowhere", "nowhere"),
         ("lora_targets=nothing", "lora_targets nothing: Target modules"),
-        ("on_bad=raise", "cannot be used: on_bad=skip"),
+        ("on_bad=raise", "cannot be used; on_bad='skip'"),
         ("capacity=20", "no sample can be used (overlength"),
     ],
 )

@@ -14,7 +14,7 @@ from vlmpack.data import open_dataset
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
 from vlmpack.loading.stream_packer import token_count
-from vlmpack.plan import LengthTable, plan_bins
+from vlmpack.plan import LengthTable
 
 ROWS = RowSettings(capacity=10)
 SAMPLES = [{"length": 3}, {"length": 4}]
@@ -76,25 +76,3 @@ def test_a_sample_that_cannot_be_read_comes_to_the_collator_too(tmp_path):
     assert (collator.skip_log.received, dict(collator.skip_log.reasons)) == (3, {"row_unreadable": 1})
     with pytest.raises(SampleError, match=r"sample 1 .* is no JSON"):
         list(DataLoader(stream, batch_size=None, collate_fn=VLMCollator(processor_of(), layout="packed")))
-
-
-# ---------------------------------------------------------------------- what they say of themselves
-
-
-def test_objects_of_this_room_tell_what_they_are_in_one_line():
-    packer = StreamPacker(RowSettings(capacity=10, oversize="drop"))
-    packer.pack([{"length": 30}])
-    packer.add({"length": 3})
-    stream = PackedStream(SAMPLES, ROWS, ranks=2, rank=1)
-    sampler = PackedBatchSampler(plan_bins([5, 3, 4, 2], capacity=10), ranks=2, rank="all", accumulation=1)
-    list(stream)
-    assert repr(packer) == "StreamPacker(rows of 10 tokens, 2 samples, 1 buffered (3 tokens), 1 dropped, 0 left out)"
-    assert repr(stream) == (
-        "PackedStream(a list in rows of 10 tokens, rank 1 of 2; 1 samples packed, 0 dropped, 0 left out)"
-    )
-    assert "of 1, for ever; 0 samples" in repr(PackedStream(SAMPLES, ROWS, repeat=True))
-    assert repr(sampler).startswith(
-        "PackedBatchSampler(2 rows an epoch of up to 10 tokens, 4 samples, all ranks of 2, "
-    )
-    next(iter(sampler))
-    assert repr(sampler).endswith("epoch 0, 1 rows done)")

@@ -7,15 +7,10 @@ from itertools import islice
 from random import Random
 
 import datasets
-import numpy as np
 import pytest
-import torch
-from cases import slow
 from torch.utils.data import IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from vlmpack.loading import PackedStream, RowSettings
-from vlmpack.loading.resumable import _equal_states
 
 LENGTHS = [1 + at % 7 for at in range(60)]
 SETTINGS = RowSettings(capacity=20)
@@ -182,37 +177,3 @@ def test_an_epoch_after_one_that_was_given_up_is_whole(source):
         stream = resumed(source, state)
         assert ids(islice(stream, rows)) == once[4 : 4 + rows]
         assert ids(stream) == (once if rows else once[4:])  # nobody began the one that was loaded: it is still to come
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
-@pytest.mark.parametrize("workers", [0, *slow(2)])
-@pytest.mark.parametrize("source", [CountsAtTheEnd, CountsAtTheStart, hub_stream])
-def test_a_loader_goes_on_in_all_passes_to_come(source, workers):
-    def make():
-        stream = PackedStream(source(), SETTINGS, repeat=True)
-        return StatefulDataLoader(stream, batch_size=None, collate_fn=list, num_workers=workers)
-
-    whole = ids(islice(make(), 4 * ROWS))
-    for done in (5, ROWS, 2 * ROWS - 1):
-        _, state = stopped(make(), done)
-        loader = make()
-        loader.load_state_dict(state)
-        assert ids(islice(loader, 4 * ROWS - done)) == whole[done:]
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        ({"at": [1, (2, "x")]}, {"at": [1, (2, "x")]}, True),
-        ({"at": 1}, {"at": 2}, False),
-        ({"at": 1}, {"at": 1, "more": 1}, False),
-        ({"at": 1}, {"at": None}, False),
-        ([1, 2], [1], False),
-        ({"rng": np.arange(3)}, {"rng": np.arange(3)}, True),
-        ({"rng": np.arange(3)}, {"rng": np.arange(4)}, False),
-        ({"rng": torch.arange(3)}, {"rng": torch.arange(3)}, True),
-        ({"rng": torch.arange(3)}, {"rng": torch.ones(3)}, False),
-    ],
-)
-def test_states_are_compared_whatever_is_in_them(one, other, same):
-    assert _equal_states(one, other) is same

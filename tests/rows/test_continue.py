@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 from cases import slow
 from chats import chat, picture
-from stores import CAPACITY, Counting, digests, encoded, mixed, packing, store, texts
+from stores import Counting, digests, encoded, mixed, packing, store, texts
 
 from vlmpack.collate import SkipLimit
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import Plan
-from vlmpack.rows import StoreSettings, write_rows
 
 CHANGED = "holds other samples than the data set"
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -99,27 +97,6 @@ def test_a_run_that_is_killed_is_continued_and_ends_with_the_same_bytes(tmp_path
         assert samples.reads.total() == len(samples) * (1 if is_planned else 2)  # what is finished is compared only
         assert again.count("write_table") <= rows - 2 * max(files - 1, 0)
     assert len(lengths) > 1  # the guard: kills left more and more
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_a_run_with_workers_is_killed_from_outside_and_continued_at_once(tmp_path):
-    class Slow(list):
-        def __getitem__(self, at: Any) -> Any:
-            time.sleep(0.02)
-            return super().__getitem__(at)
-
-    settings = StoreSettings(capacity=CAPACITY, shard_rows=2)
-    out = tmp_path / "rows"
-    child = in_a_fork(lambda: write_rows(Slow(data()), out, packing(), settings, workers=2))
-    while not list(out.glob("rows-*")):
-        time.sleep(0.005)
-    os.kill(child, signal.SIGKILL)
-    assert ended(child) == -signal.SIGKILL
-    assert not (out / "manifest.json").exists()  # it was cut short
-    write_rows(data(), out, packing(), settings, workers=2)
-    store(tmp_path / "whole", data())
-    assert digests(out) == digests(tmp_path / "whole")
 
 
 # ---------------------------------------------------------------------- samples that were changed

@@ -18,10 +18,8 @@ from cases import slow
 from chats import BEYOND, chat, of_family, picture, processor_of
 from clips import clip_bytes
 from mutations import check, damaged, edited, outcomes
-from stores import CAPACITY, Counting, asked, check_same, encoded, frames, mixed, packing, places, store, texts
+from stores import CAPACITY, asked, check_same, encoded, frames, mixed, packing, places, store, texts
 from torch.utils.data import DataLoader
-from training import arguments
-from transformers import Trainer
 
 from vlmpack.collate import FrameSampling, SharePrefixes, VLMCollator
 from vlmpack.collate.skipped import read_skip_log
@@ -29,10 +27,9 @@ from vlmpack.errors import ConfigError, FamilyError, SampleError
 from vlmpack.layout import PackedRow, SlotRule
 from vlmpack.layout.media import VIDEO
 from vlmpack.loading import PackedBatchSampler
-from vlmpack.model import enable_packing
 from vlmpack.plan import Plan, plan_bins
 from vlmpack.rows import Manifest, PackedDataset
-from vlmpack.testing import tiny_model, tiny_processor
+from vlmpack.testing import tiny_processor
 
 SHARING = SharePrefixes(min_shared=8)
 
@@ -262,30 +259,6 @@ def test_another_processor_is_refused_by_what_differs(kept):
         PackedDataset(kept[0], processor_of(), max_length=7, train_on="all")
     with pytest.raises(FamilyError, match="VLMCollator"):
         PackedDataset(kept[0], packing())
-
-
-# ---------------------------------------------------------------------- training
-
-
-def test_trainer_goes_through_every_row_in_another_order_each_epoch_and_continues_exactly(kept, tmp_path):
-    rows = len(PackedDataset(kept[0]))
-    stop_at = rows + 1  # inside the second epoch
-
-    def trainer(**settings: Any) -> Trainer:
-        dataset = PackedDataset(kept[0], processor_of())
-        model = enable_packing(tiny_model("qwen3_vl", processor=processor_of(), layers=1, vision_depth=1))
-        epochs = {"num_train_epochs": 2, "max_steps": -1, "per_device_train_batch_size": 1, "learning_rate": 0.01}
-        made: Any = arguments(tmp_path, **{**epochs, **settings})
-        return Trainer(model=model, args=made, train_dataset=Counting(dataset), data_collator=dataset.collate)
-
-    whole, resumed = trainer(save_strategy="steps", save_steps=stop_at), trainer()
-    whole.train()
-    assert rows > 2 and whole.state.global_step == 2 * rows
-    assert whole.train_dataset.reads == dict.fromkeys(range(rows), 2)
-    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop_at}"))
-    assert resumed.train_dataset.reads.total() == rows - 1  # and nothing else was read
-    for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
 
 
 # ---------------------------------------------------------------------- damage

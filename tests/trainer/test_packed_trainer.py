@@ -157,10 +157,6 @@ def test_a_pickled_place_is_not_read(newest, tmp_path):
 
     streamed(tmp_path, save_strategy="steps", save_steps=4, max_steps=4).train()
     place = tmp_path / "checkpoint-4" / "packed_stream_0.pt"
-    place.unlink()
-    torch.save(Running(), place.with_suffix(".safetensors"))
-    with pytest.raises(ConfigError, match=r"was written by an earlier version.*end the run with that version"):
-        streamed(tmp_path).train(resume_from_checkpoint=newest or str(place.parent))
     torch.save(Running(), place)
     with pytest.raises(ConfigError, match=r"packed_stream_0.pt is damaged, or is no state that vlmpack wrote"):
         streamed(tmp_path).train(resume_from_checkpoint=newest or str(place.parent))

@@ -27,7 +27,7 @@ from vlmpack.cli import options
 from vlmpack.cli.config import DEFAULTS, OF_DATA, OF_TRAIN, UNUSED, TrainKeys, print_keys, read_config
 from vlmpack.cli.inputs import Inputs, measure, open_inputs, print_refused, quiet_transformers, reading, tiny_family
 from vlmpack.cli.options import DataOptions
-from vlmpack.errors import ConfigError, SampleError, SkippedWarning, UnpackedWarning, check_extra
+from vlmpack.errors import ConfigError, SkippedWarning, UnpackedWarning, check_extra
 from vlmpack.terminal import format_bytes, make_table, print_table, print_text, text_column
 
 if TYPE_CHECKING:
@@ -279,14 +279,12 @@ class Run:
 
     def _planned(self, samples: Any, *, quiet: bool) -> tuple[LengthTable, Plan]:
         """Measure samples, and plan their rows."""
+        from vlmpack.lengths import check_refused
         from vlmpack.plan.planner import plan_bins
 
         data, capacity = self.data, self.keys.capacity
         table = measure(Inputs(samples, self.collator), data, quiet=quiet, min_shared=data.min_shared)
-        for one in table.refused if self.keys.on_bad == "raise" else ():
-            if not self.collator.leaves_out(one.reason):
-                detail = f"{one.detail}; {len(table.refused):,} of {table.measured:,} cannot be used: on_bad=skip"
-                raise SampleError(detail, index=one.index, reason=one.reason, sample_id=one.sample_id)
+        check_refused(table, self.collator)
         if not len(table) or table.tokens.min() > capacity:
             reasons = ", ".join(f"{reason} {count:,}" for reason, count in table.reasons.items()) or "there are none"
             raise ConfigError(f"{data.title}: no sample can be used ({reasons}); `vlmpack analyze` lists them")

@@ -101,8 +101,6 @@ def _lack(checkpoint: Path, last_file: str | None) -> str:
         return f"{_STATE_FILE} ends too early: {stopped}"
     if last_file is None or (checkpoint / last_file).is_file():
         return ""
-    if (older := (checkpoint / last_file).with_suffix(".safetensors")).is_file():
-        return f"{older.name} was written by an earlier version of vlmpack: end the run with that version"
     return f"{last_file} is missing: {stopped}, it has weights alone (save_only_model), or another Trainer wrote it"
 
 

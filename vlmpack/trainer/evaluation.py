@@ -27,7 +27,7 @@ from vlmpack.collate.collator import VLMCollator, sample_id_of
 from vlmpack.collate.encoded import OVERLENGTH
 from vlmpack.errors import ConfigError, SampleError, skipped_are_reported
 from vlmpack.layout.batch import METADATA_KEY
-from vlmpack.lengths import measure_lengths
+from vlmpack.lengths import check_refused, measure_lengths
 from vlmpack.loading.resumable import MapStyle, check_samples
 from vlmpack.model.enable import bind_loss_metrics, disable_packing, is_packing
 from vlmpack.model.engine import packing_state
@@ -184,9 +184,7 @@ class EvaluationRows:
             raise ConfigError(f"a {type(collator).__name__} cannot measure lengths, as VLMCollator can; give plan=")
         with skipped_are_reported():  # by an error, or in `Evaluation.refused`
             table = measure_lengths(dataset, collator, workers=workers)
-        for one in table.refused if collator.on_bad == "raise" else ():
-            if not collator.leaves_out(one.reason):
-                raise SampleError(one.detail, index=one.index, reason=one.reason, sample_id=one.sample_id)
+        check_refused(table, collator)
         if not len(table):
             raise ConfigError(f"no sample of the evaluation set can be used: {table.reasons or 'it is empty'}")
         planned = plan_bins(table, capacity, oversize="own_row")
