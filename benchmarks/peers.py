@@ -1,6 +1,6 @@
 """peers: other projects on the same tokenized samples. Results have to be equal before anything is timed.
 
-Hugging Face transformers, TRL, SeqPacker, Megatron-Bridge, NeMo Automodel.
+Hugging Face transformers, TRL, NeMo Automodel.
 None is a dependency; one that cannot be imported is skipped with the reason.
 """
 
@@ -14,18 +14,14 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, final
 
-import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForImageTextToText
 
-from benchmarks.cases.planning import LENGTH_SETS
 from benchmarks.measuring import BenchSettings, Figure, Skipped, Target, alternate, one_thread
 from vlmpack.collate import VLMCollator
 from vlmpack.families import family_named
 from vlmpack.interop.seqpacker import RowCollator
-from vlmpack.layout import IGNORE, Grid, PackedRow, PaddedBatch, SlotRule, pack
-from vlmpack.plan import plan_bins
+from vlmpack.layout import IGNORE, Grid, PackedRow
 from vlmpack.testing import tiny_config, tiny_processor
 
 FAMILY = family_named("qwen3_vl")
@@ -41,10 +37,6 @@ class PeerShapes:
     """Tokens of each: receipts."""
     grid: Grid = (1, 16, 24)
     """Of an image, in patches."""
-    planned: int = 100_000
-    """Lengths to plan rows from."""
-    capacity: int = 4096
-    """Tokens of those rows."""
 
 
 @final
@@ -73,16 +65,6 @@ class PeerWork:
         sample["labels"][: tokens + 2] = IGNORE
         pixels = torch.randn(prod(self.shapes.grid), FAMILY.patch_channels(self.config), generator=rng)
         return {**sample, "pixel_values": pixels, "image_grid_thw": torch.tensor([self.shapes.grid])}
-
-    def padded(self) -> dict[str, torch.Tensor]:
-        """The samples of text, right-padded: `input_ids`, `labels`, `attention_mask` and `position_ids` [B, S]."""
-        batch = {
-            name: pad_sequence([sample[name] for sample in self.tensors], batch_first=True, padding_value=fill)
-            for name, fill in (("input_ids", 0), ("labels", IGNORE))
-        }
-        place = torch.arange(max(self.shapes.lengths)).expand_as(batch["input_ids"]).contiguous()
-        mask = place < torch.tensor(self.shapes.lengths)[:, None]
-        return {**batch, "attention_mask": mask.long(), "position_ids": place}
 
 
 def _labelled(ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -123,8 +105,6 @@ class Contest:
     ours: Mapping[str, Way]
     work: str = ""
     """The input, and what the peer leaves out, in a few words."""
-    has_target: bool = True
-    """True: a peer has to take twice our time, at least."""
 
 
 # ---------------------------------------------------------------------- reading batches
@@ -134,7 +114,6 @@ def read_row(
     batch: Mapping[str, Any],
     boundaries: Sequence[int],
     *,
-    slots: Sequence[int] | None = None,
     shifted: bool = False,
 ) -> list[Sample]:
     """The samples of a row: `input_ids`, `labels` [1, T] or [T], and perhaps `position_ids` [..., 1, T] or [..., T].
@@ -142,7 +121,6 @@ def read_row(
     Args:
         batch: the row.
         boundaries: cumulative tokens of the samples, from 0.
-        slots: where samples start, padding behind each; None: one after the other.
         shifted: whether `labels` are targets already.
     """
     ids, labels = (batch[name].reshape(-1) for name in ("input_ids", "labels"))
@@ -154,19 +132,8 @@ def read_row(
             _numbers(labels[start:stop]) if shifted else (*_numbers(labels[start + 1 : stop]), IGNORE),
             tuple(_numbers(row[start:stop]) for row in rows),
         )
-        for start, stop in _spans([*map(int, boundaries)], boundaries if slots is None else slots)
+        for start, stop in pairwise(map(int, boundaries))
     ]
-
-
-def _spans(boundaries: Sequence[int], starts: Sequence[int]) -> list[tuple[int, int]]:
-    lengths = [stop - start for start, stop in pairwise(boundaries)]
-    return [(int(start), int(start) + n) for start, n in zip(starts, lengths, strict=False)]
-
-
-def read_padded(batch: Mapping[str, Any]) -> list[Sample]:
-    """The samples of a right-padded batch: `input_ids`, `labels` and `attention_mask` [B, S]."""
-    rows = zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True)
-    return [Sample(_numbers(ids[mask != 0]), (*_numbers(labels[mask != 0][1:]), IGNORE)) for ids, labels, mask in rows]
 
 
 def _numbers(values: torch.Tensor) -> tuple[int, ...]:
@@ -175,11 +142,6 @@ def _numbers(values: torch.Tensor) -> tuple[int, ...]:
 
 def _read_ours(row: Any) -> list[Sample]:
     return read_row(row, row["cu_seqlens_q"].tolist())
-
-
-def _read_packed(row: PackedRow) -> list[Sample]:
-    batch = {"input_ids": row.input_ids, "labels": row.shift_labels, "position_ids": row.position_ids}
-    return read_row(batch, row.segments.real, slots=row.segments.stride, shifted=True)
 
 
 # ---------------------------------------------------------------------- ours
@@ -215,29 +177,16 @@ def collated_images(work: PeerWork) -> Way:
         return replace(row, position_ids=positions)
 
     def read(row: PackedRow) -> list[Sample]:
-        whole = [(one.input_ids, one.targets, one.positions[1:]) for one in _read_packed(row)]
+        batch = {"input_ids": row.input_ids, "labels": row.shift_labels, "position_ids": row.position_ids}
+        whole = [
+            (one.input_ids, one.targets, one.positions[1:]) for one in read_row(batch, row.segments.real, shifted=True)
+        ]
         return [Sample(ids[:-1], targets[:-1], tuple(axis[:-1] for axis in axes)) for ids, targets, axes in whole]
 
     return Way(call=call, read=read)
 
 
-def packed(batch: Mapping[str, Any], *, multiple: int = 1) -> Way:
-    """`pack` without host metadata: the mask is read and checked."""
-    padded, rule = PaddedBatch(**batch), SlotRule(multiple=multiple)
-    return Way(call=lambda: pack(padded, rule=rule), read=_read_packed)
-
-
 # ---------------------------------------------------------------------- theirs
-
-
-def hf_padded(module: Any, work: PeerWork) -> Iterator[Contest]:
-    """DataCollatorForSeq2Seq pads: no positions, no boundaries, no checks."""
-    collate, ours = module.DataCollatorForSeq2Seq(work.tokenizer), VLMCollator(work.tokenizer, layout="padded")
-    features = [{**sample, "attention_mask": [1] * len(sample["input_ids"])} for sample in work.lists]
-    yield Contest(
-        peer=Way(call=lambda: collate(features), read=read_padded),
-        ours={"VLMCollator": Way(call=lambda: ours(work.lists), read=read_padded)},
-    )
 
 
 def hf_flattened(module: Any, work: PeerWork) -> Iterator[Contest]:
@@ -261,65 +210,6 @@ def trl_padding_free(module: Any, work: PeerWork) -> Iterator[Contest]:
         ours={"RowCollator": joined(work.lists), "VLMCollator": collated(work.lists, work)},
         work="lists",
     )
-
-
-def seqpacker_plan(module: Any, work: PeerWork) -> Iterator[Contest]:
-    """Equal is the number of rows: among rows as full as each other, choices differ."""
-    capacity = work.shapes.capacity
-    lengths = LENGTH_SETS["CORD"].lengths(work.shapes.planned, work.seed).clip(max=capacity)
-
-    def read(rows: Sequence[Sequence[int]]) -> tuple[int, bool]:
-        return len(rows), sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
-
-    def ours() -> Any:
-        return plan_bins(lengths, capacity, strategy="best_fit_decreasing").bins
-
-    yield Contest(
-        peer=Way(call=lambda: module.pack_sequences(lengths, capacity).bins, read=read),
-        ours={"plan_bins": Way(call=ours, read=read)},
-        work=f"{len(lengths):,} lengths",
-        has_target=False,
-    )
-
-
-def trl_plan(module: Any, work: PeerWork) -> Iterator[Contest]:
-    """Its `bfd` moves the tokens too: as few bytes as can be. Equal is that every sample is in the rows once."""
-    import pyarrow as pa
-
-    capacity = work.shapes.capacity
-    lengths = LENGTH_SETS["CORD"].lengths(work.shapes.planned, work.seed).clip(max=capacity)
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-    table = pa.table({"input_ids": pa.ListArray.from_arrays(offsets, pa.array(np.zeros(lengths.sum(), np.int8)))})
-
-    def read(rows: Any) -> int:
-        return sum(len(row) for row in rows) if isinstance(rows, tuple) else sum(map(len, rows["seq_lengths"]))
-
-    yield Contest(
-        peer=Way(call=lambda: module._pack_bfd(table, capacity), read=read),
-        ours={"plan_bins": Way(call=lambda: plan_bins(lengths, capacity).bins, read=read)},
-        work=f"{len(lengths):,} lengths",
-    )
-
-
-def bridge_rows(module: Any, work: PeerWork) -> Iterator[Contest]:
-    """It checks shapes, as we do; positions are given to it, one row of them, while we compute ours."""
-    rows = [{**sample, "position_ids": torch.arange(len(sample["input_ids"]))} for sample in work.tensors]
-    batch = work.padded()
-
-    def read(row: Any) -> list[Sample]:
-        return read_row(row, row["cu_seqlens_q"], slots=row.get("cu_seqlens_q_padded"))
-
-    def join_padded(multiple: int) -> Mapping[str, Any]:
-        copied = dict(batch)
-        module.pack_right_padded_sequence_batch_to_mcore_thd(copied, pad_to_multiple_of=multiple)
-        return copied
-
-    join_rows = module.build_mcore_thd_sequence_batch_from_rows
-    ours = {"RowCollator": joined(work.tensors)}
-    yield Contest(peer=Way(call=lambda: join_rows(rows), read=read), ours=ours, work="tensors, positions given")
-    for multiple, kind in ((1, "a padded batch"), (8, "a padded batch, slots of 8")):
-        peer = Way(call=lambda multiple=multiple: join_padded(multiple), read=read)
-        yield Contest(peer=peer, ours={"pack": packed(batch, multiple=multiple)}, work=kind)
 
 
 def automodel_row(module: Any, work: PeerWork) -> Iterator[Contest]:
@@ -348,12 +238,8 @@ def automodel_row(module: Any, work: PeerWork) -> Iterator[Contest]:
 Contests = Callable[[Any, PeerWork], Iterator[Contest]]
 
 PEERS: tuple[tuple[str, str, str, Contests], ...] = (
-    ("Hugging Face, DataCollatorForSeq2Seq", "transformers", "transformers.data.data_collator", hf_padded),
     ("Hugging Face, DataCollatorWithFlattening", "transformers", "transformers.data.data_collator", hf_flattened),
     ("TRL, padding-free", "trl", "trl.trainer.sft_trainer", trl_padding_free),
-    ("TRL, bfd", "trl", "trl.data_utils", trl_plan),
-    ("SeqPacker, pack_sequences", "seqpacker", "seqpacker", seqpacker_plan),
-    ("Megatron-Bridge", "megatron-bridge", "megatron.bridge.data.packing.in_batch", bridge_rows),
     (
         "NeMo Automodel",
         "nemo-automodel",
@@ -388,7 +274,7 @@ def measure_peers(settings: BenchSettings, shapes: PeerShapes) -> Iterator[Figur
         yield Figure.timed("peers", title, timings, "theirs", settings)
         for name in contest.ours:
             of = ("theirs", name)
-            target = Target(limit=2.0, better="higher") if contest.has_target else None
+            target = Target(limit=2.0, better="higher")
             yield Figure.compared("peers", f"{title} / {name}", timings, of, settings, target=target)
 
 

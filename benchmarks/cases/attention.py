@@ -2,7 +2,7 @@
 
 attention   forward and backward of one layer on a row by a back-end, on the padded batch under the mask that Hugging
             Face makes, and on the row under a block-diagonal mask; `benchmarks.gpu` times them
-head        logits and cross-entropy of labelled rows only against those of all rows, and in chunks
+head        logits and cross-entropy of labelled rows only against those of all rows
 """
 
 from __future__ import annotations
@@ -129,8 +129,6 @@ def check_same(results: Mapping[str, torch.Tensor], oracle: str) -> None:
 
 SHARES = (0.1, 0.5)
 """Labelled rows of all rows."""
-CHUNKS = (256, 512, 1024)
-"""Rows of logits alive at a time, against all labelled rows at once."""
 
 
 @final
@@ -177,8 +175,8 @@ def measure_head(settings: BenchSettings, shapes: ReceiptShapes) -> Iterator[Fig
 
 
 def measure_rows(head: Head, settings: BenchSettings, case: str = "head") -> Iterator[Figure]:
-    """Time labelled against all rows at several shares; then labelled rows in chunks, computed twice, and at once."""
-    rows, seconds = len(head.targets), settings.seconds / (len(SHARES) + 1)
+    """Time and weigh labelled against all rows at several shares."""
+    rows, seconds = len(head.targets), settings.seconds / len(SHARES)
     for share in SHARES:
         count = round(share * rows)
         ways = {
@@ -186,20 +184,8 @@ def measure_rows(head: Head, settings: BenchSettings, case: str = "head") -> Ite
             "all": lambda count=count: head.all_rows(count),
         }
         name = f"{share:.0%} labelled"
-        yield Figure(case=case, name=f"memory, labelled / all rows, {name}", value=_peaks(head, ways, "all"), unit="x")
+        memory = head.peak(ways["labelled"]) / head.peak(ways["all"])
+        yield Figure(case=case, name=f"memory, labelled / all rows, {name}", value=memory, unit="x")
         timings = alternate(ways, seconds=seconds, device=settings.device)
         yield Figure.timed(case, f"all rows, {name}", timings, "all", settings)
         yield Figure.compared(case, f"labelled / all rows, {name}", timings, ("labelled", "all"), settings)
-    for chunk in [chunk for chunk in CHUNKS if chunk < rows]:
-        ways = {"chunks": lambda chunk=chunk: head.labelled(rows, chunk), "once": lambda: head.labelled(rows, rows)}
-        name = f"chunks of {chunk} / {rows} at once"
-        timings = alternate(ways, seconds=seconds / len(CHUNKS), device=settings.device)
-        yield Figure.compared(case, name, timings, ("chunks", "once"), settings)
-        yield Figure(case=case, name=f"memory, {name}", value=_peaks(head, ways, "once"), unit="x")
-
-
-def _peaks(head: Head, ways: Mapping[str, Callable[[], None]], base: str) -> float:
-    """The peak of the other way over that of `base`."""
-    peaks = {name: head.peak(way) for name, way in ways.items()}
-    other = next(name for name in ways if name != base)
-    return peaks[other] / peaks[base]

@@ -8,7 +8,6 @@ lengths   lengths of samples from their images' headers, against running the pro
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader
 from benchmarks.measuring import BenchSettings, Figure, Target, alternate, one_thread
 from vlmpack.collate import PixelBuffers, VLMCollator
 from vlmpack.data import to_conversation
-from vlmpack.layout import IGNORE, Grid, HostMetadata, PaddedBatch, SlotRule, lengths_from_mask, pack
+from vlmpack.layout import IGNORE, Grid, HostMetadata, PaddedBatch, lengths_from_mask, pack
 from vlmpack.lengths import measure_lengths
 from vlmpack.testing import SyntheticReceipts, tiny_processor
 
@@ -58,7 +57,6 @@ def measure_pack(settings: BenchSettings, shapes: PackShapes) -> Iterator[Figure
         ways = {
             "pack": lambda batch=batch: pack(batch),
             "with lengths": lambda batch=with_lengths: pack(batch),
-            "slots of 8": lambda batch=batch: pack(batch, rule=SlotRule(multiple=8)),
             "copy": lambda sources=sources, targets=targets: [
                 a.copy_(b) for a, b in zip(targets, sources, strict=True)
             ],
@@ -66,7 +64,7 @@ def measure_pack(settings: BenchSettings, shapes: PackShapes) -> Iterator[Figure
         with one_thread():
             timings = alternate(ways, seconds=settings.seconds / len(shapes.batches), device=settings.device)
         yield Figure.timed("pack", f"pack {samples} x {width}", timings, "pack", settings)
-        for way, limit in (("pack", 3.0), ("with lengths", 2.0), ("slots of 8", 3.0)):
+        for way, limit in (("pack", 3.0), ("with lengths", 2.0)):
             name, target = f"{way} / copy {samples} x {width}", Target(limit=limit, better="lower")
             yield Figure.compared("pack", name, timings, (way, "copy"), settings, target=target)
 
@@ -231,9 +229,8 @@ class LengthShapes:
 
 
 def measure_headers(settings: BenchSettings, shapes: LengthShapes) -> Iterator[Figure]:
-    """Time measuring and processing in turn; then measure all, by one worker a core, and with all in the cache."""
+    """Time measuring and processing in turn."""
     collator = VLMCollator(tiny_processor("qwen3_vl", max_pixels=shapes.max_image_tokens * TOKEN_AREA))
-    workers, clock = os.cpu_count() or 1, settings.clock
     with TemporaryDirectory() as folder, one_thread():
         receipts = draw_receipts(Path(folder), shapes, settings.seed)
         part, few = min(shapes.part, len(receipts)), min(shapes.processed, len(receipts))
@@ -242,21 +239,12 @@ def measure_headers(settings: BenchSettings, shapes: LengthShapes) -> Iterator[F
             "headers": lambda: measure_lengths(list(islice(measured, part)), collator),
             "processor": lambda: [run_processor(collator.processor, one) for one in islice(processed, few)],
         }
-        timings = alternate(ways, seconds=settings.seconds / 2)
+        timings = alternate(ways, seconds=settings.seconds)
         name, target = "images a second, headers / processor", Target(limit=20.0, better="higher")
         of = ("processor", "headers")
         yield Figure.compared("lengths", name, timings, of, settings, scale=part / few, target=target)
-        yield Figure.rate("lengths", "headers", timings, "headers", part, "images/s", clock)
-        yield Figure.rate("lengths", "processor", timings, "processor", few, "images/s", clock)
-        cache = Path(folder, "lengths.sqlite")
-        measure_lengths(receipts, collator, cache=cache, workers=workers)
-        ways = {
-            "workers": lambda: measure_lengths(receipts, collator, workers=workers),
-            "cache": lambda: measure_lengths(receipts, collator, cache=cache),
-        }
-        timings, count = alternate(ways, seconds=settings.seconds / 8, least_rounds=1), len(receipts)
-        yield Figure.rate("lengths", f"{workers} workers, all", timings, "workers", count, "images/s", "wall")
-        yield Figure.rate("lengths", "found in a cache", timings, "cache", count, "images/s", clock)
+        yield Figure.rate("lengths", "headers", timings, "headers", part, "images/s", settings.clock)
+        yield Figure.rate("lengths", "processor", timings, "processor", few, "images/s", settings.clock)
 
 
 def draw_receipts(folder: Path, shapes: LengthShapes, seed: int) -> list[dict[str, Any]]:

@@ -9,18 +9,9 @@ from typing import final
 import numpy as np
 
 from benchmarks.measuring import BenchSettings, Figure, Target, alternate
-from vlmpack.plan import Budget, CostModel, PackingBuffer, Plan, balance_rows, plan_bins
+from vlmpack.plan import PackingBuffer, plan_bins
 
 CASE = "plan"
-QWEN3_VL_8B = CostModel.from_sizes(
-    hidden=4096,
-    layers=36,
-    intermediate=12288,
-    kv_hidden=1024,
-    vision_hidden=1152,
-    vision_layers=27,
-    vision_intermediate=4304,
-)
 
 
 @final
@@ -32,10 +23,9 @@ class PlanShapes:
     few: int = 10_000
     """Samples of the smallest plan, with which the time of the largest is compared."""
     stream: int = 20_000
-    """Samples of a stream, and of the plan under three limits."""
+    """Samples of a stream."""
     waiting: int = 64
     """Samples in the packing buffer of a stream."""
-    ranks: int = 8
 
 
 @final
@@ -68,14 +58,10 @@ LENGTH_SETS: Mapping[str, LengthSet] = {
 
 
 def measure_plan(settings: BenchSettings, shapes: PlanShapes) -> Iterator[Figure]:
-    """Time plans, count their rows, pack streams, share rows out."""
+    """Time plans, count their rows, pack streams."""
     for name, lengths in LENGTH_SETS.items():
         yield from _ahead(name, lengths, settings, shapes)
         yield from _stream(name, lengths, settings, shapes)
-        yield _balance(name, lengths, settings, shapes)
-    above = 100 * (len(plan := three_limits(shapes.stream, settings.seed)) / plan.lower_bound - 1)
-    target = Target(limit=1.5, better="lower")
-    yield Figure(case=CASE, name="three limits: rows above the lower bound", value=above, unit="%", target=target)
 
 
 def _ahead(name: str, lengths: LengthSet, settings: BenchSettings, shapes: PlanShapes) -> Iterator[Figure]:
@@ -119,29 +105,3 @@ def stream(lengths: np.ndarray, capacity: int, waiting: int) -> tuple[int, int]:
     while row := buffer.take():
         rows, stay = rows + 1, max(stay, len(lengths) - row[0])
     return rows, stay
-
-
-def _balance(name: str, lengths: LengthSet, settings: BenchSettings, shapes: PlanShapes) -> Figure:
-    """Worst rank over mean, one row a rank and step, by the FLOPs of a Qwen3-VL of 8 billion parameters."""
-    sizes = lengths.lengths(shapes.stream, settings.seed)
-    costs = plan_bins(sizes, lengths.capacity, seed=settings.seed).sums(QWEN3_VL_8B.of_samples(sizes))
-    schedule = balance_rows(costs, ranks=shapes.ranks, remainder="drop", seed=settings.seed)
-    above, target = 100 * (schedule.imbalance - 1), Target(limit=1.0, better="lower")
-    words = f"{name}: worst of {shapes.ranks} ranks above the mean"
-    return Figure(case=CASE, name=words, value=above, unit="%", target=target)
-
-
-def three_limits(samples: int, seed: int, capacity: int = 16_384) -> Plan:
-    """Plan text with 0 to 6 images a sample, whose patches and images bind as much as its tokens do."""
-    random = np.random.default_rng(seed)
-    images = random.choice([0, 1, 1, 1, 1, 2, 3, 4, 6], samples)
-    of_sample = np.repeat(np.arange(samples), images)
-    image_tokens = _lognormal(500, 0.7, 16, 1600)(random, int(images.sum()))
-    pixels = np.bincount(of_sample, weights=image_tokens, minlength=samples).astype(np.int64)
-    tokens = pixels + _lognormal(270, 0.9, 16, 4000)(random, samples)
-    rows = tokens.sum() / capacity
-    budgets = [
-        Budget(name="patches", costs=4 * pixels, limit=max(int(4 * pixels.sum() / rows), int(4 * pixels.max()))),
-        Budget(name="images", costs=images, limit=max(int(np.ceil(images.sum() / rows)), 6)),
-    ]
-    return plan_bins(tokens, capacity, budgets=budgets, seed=seed)

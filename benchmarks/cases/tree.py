@@ -1,14 +1,11 @@
 """tree: a training step on a row whose samples share prefixes, against the same row without sharing.
 
-    P/R x G          G samples of one prompt of P tokens with an image, each with R tokens of its own that are labelled
-    speed-up         time of the packed row / time of the tree
-    ideal            FLOPs that the step computes on the packed row / FLOPs that it computes on the tree, counted
-    share of ideal   speed-up / ideal
-    memory           peak of the packed row / peak of the tree, without weights and inputs; it is held to the same
-                     ideal, because activations grow with the tokens and patches that are computed
-
-Finding the tree is timed on groups of long samples with images, and compared with the time of their step: that of a
-smaller step, times the ratio of tokens. Where samples have nothing to share, looking for it is all that it costs.
+P/R x G          G samples of one prompt of P tokens with an image, each with R tokens of its own that are labelled
+speed-up         time of the packed row / time of the tree
+ideal            FLOPs that the step computes on the packed row / FLOPs that it computes on the tree, counted
+share of ideal   speed-up / ideal
+memory           peak of the packed row / peak of the tree, without weights and inputs; it is held to the same
+                 ideal, because activations grow with the tokens and patches that are computed
 """
 
 from __future__ import annotations
@@ -22,8 +19,7 @@ import torch
 from benchmarks.cases.step import check_same_loss
 from benchmarks.flops import count_flops
 from benchmarks.measuring import BenchSettings, Figure, Target, alternate
-from benchmarks.receipts import ReceiptShapes, image_grid, receipt_batch, receipt_model
-from vlmpack.errors import VlmpackError
+from benchmarks.receipts import ReceiptShapes, image_grid, receipt_model
 from vlmpack.families import Family, family_named
 from vlmpack.layout import IGNORE, PackedRow, pack, share
 from vlmpack.machine import peak_bytes
@@ -57,17 +53,13 @@ class TreeShapes:
     """Sizes of the model and of the rows."""
 
     receipts: ReceiptShapes = field(default_factory=ReceiptShapes)
-    """Of the model, and of the row with nothing to share."""
+    """Of the model."""
     rollouts: tuple[Rollouts, ...] = tuple(
         Rollouts(prefix=prefix, branch=branch, samples=samples)
         for prefix, branch in ((192, 192), (192, 48), (240, 24))
         for samples in (4, 8, 16)
     )
     """Rows that are timed; of a family with gated delta layers the last three."""
-    long: Rollouts = field(default_factory=lambda: Rollouts(prefix=1500, branch=500, samples=8, image_tokens=1000))
-    """One group of the row whose tree is found."""
-    groups: int = 8
-    """Such groups in that row, each with an image of its own."""
 
 
 @final
@@ -118,7 +110,7 @@ def _samples(family: Family, config: Any, rollouts: Rollouts, seed: int) -> Iter
 
 
 def measure_tree(settings: BenchSettings, shapes: TreeShapes) -> Iterator[Figure]:
-    """Time rows with a tree against rows without, weigh them, and time how the tree is found.
+    """Time rows with a tree against rows without, and weigh them.
 
     Raises:
         VlmpackError: the two rows do not compute the same loss.
@@ -126,12 +118,10 @@ def measure_tree(settings: BenchSettings, shapes: TreeShapes) -> Iterator[Figure
     family = family_named(settings.family)
     step = PackedStep(receipt_model(family, shapes.receipts, seed=settings.seed, device=settings.device))
     chosen = shapes.rollouts[-3:] if family.has("gated_delta") else shapes.rollouts
-    one = replace(settings, seconds=settings.seconds / (len(chosen) + 2))
-    for figures in (
-        *(_rollouts(step, family, rollouts, one) for rollouts in chosen),
-        _finding(step, family, shapes, one),
-    ):
-        yield from (replace(figure, family=settings.family) for figure in figures)
+    one = replace(settings, seconds=settings.seconds / len(chosen))
+    for rollouts in chosen:
+        for figure in _rollouts(step, family, rollouts, one):
+            yield replace(figure, family=settings.family)
 
 
 def _rollouts(step: PackedStep, family: Family, rollouts: Rollouts, settings: BenchSettings) -> Iterator[Figure]:
@@ -152,30 +142,3 @@ def _rollouts(step: PackedStep, family: Family, rollouts: Rollouts, settings: Be
     yield Figure(case=CASE, name=f"{rollouts}: memory, packed / tree", value=memory, unit="x")
     target = None if is_delta else Target(limit=0.85, better="higher")
     yield Figure(case=CASE, name=f"{rollouts}: memory / ideal", value=memory / ideal, unit="x", target=target)
-
-
-def _finding(step: PackedStep, family: Family, shapes: TreeShapes, settings: BenchSettings) -> Iterator[Figure]:
-    """Time `share` on a large row, and on samples that have nothing in common, each in turn with a step.
-
-    Raises:
-        VlmpackError: samples with nothing in common got a tree.
-    """
-    config, device = step.model.config, settings.device
-    row = row_of(family, config, [shapes.long] * shapes.groups, seed=settings.seed)
-    few = TreePair(step, row_of(family, config, [shapes.rollouts[-1]], seed=settings.seed), device)
-    trees = [each.tree for each in (share(row), few.rows["tree"])]
-    assert trees[0] and trees[1]
-    scale = trees[1].num_tokens / trees[0].num_tokens
-    ways = {"finding": lambda: share(row), "step": few.steps["tree"]}
-    timings = alternate(ways, seconds=settings.seconds, device=device)
-    name = f"finding the tree of {row.segments.num_samples} samples of {row.segments.max_length:,} tokens"
-    of, target = ("finding", "step"), Target(limit=0.02, better="lower")
-    yield Figure.timed(CASE, name, timings, "finding", settings)
-    yield Figure.compared(CASE, f"{name} / their step", timings, of, settings, scale=scale, target=target)
-    other = pack(receipt_batch(family, config, shapes.receipts, seed=settings.seed))
-    if share(other) is not other:
-        raise VlmpackError("samples that have nothing in common were laid out as a tree")
-    ways = {"looking": lambda: share(other), "step": TreePair(step, other, device).steps["packed"]}
-    timings = alternate(ways, seconds=settings.seconds, device=device)
-    name, target = "nothing to share: looking for it / the step", Target(limit=0.01, better="lower")
-    yield Figure.compared(CASE, name, timings, ("looking", "step"), settings, target=target)

@@ -12,17 +12,15 @@ from rich.console import Console
 
 import benchmarks.__main__ as command
 from benchmarks.__main__ import CASES, main
-from benchmarks.cases.attention import Head, check_same
-from benchmarks.cases.collating import CollateShapes, LengthShapes, PackShapes, PixelShapes, long_batch
+from benchmarks.cases.attention import check_same
+from benchmarks.cases.collating import CollateShapes, LengthShapes, PackShapes, PixelShapes
 from benchmarks.cases.planning import PlanShapes, stream
-from benchmarks.cases.step import CompileShapes, check_same_loss, share_of_ideal
+from benchmarks.cases.step import CompileShapes, check_same_loss
 from benchmarks.cases.tree import Rollouts, TreeShapes
 from benchmarks.measuring import BenchSettings, Figure
 from benchmarks.peers import PeerShapes
-from benchmarks.receipts import MEASURED, ReceiptShapes
+from benchmarks.receipts import ReceiptShapes
 from vlmpack.errors import VlmpackError
-from vlmpack.families import family_named
-from vlmpack.layout import lengths_from_mask
 
 QUICK = BenchSettings(seconds=0.0)
 TINY = ReceiptShapes(
@@ -32,27 +30,25 @@ SHAPES = {
     "pack": PackShapes(batches=((2, 10), (3, 7))),
     "collate": CollateShapes(samples=2, max_image_tokens=9),
     "pixels": PixelShapes(images=2, grid=(1, 2, 4), patch_size=3, words=5, batches=2),
-    "plan": PlanShapes(many=300, few=100, stream=200, ranks=2),
+    "plan": PlanShapes(many=300, few=100, stream=200),
     "lengths": LengthShapes(images=5, files=2, size=(40, 56), part=2, processed=2),
-    "peers": PeerShapes(lengths=(12, 9, 15), grid=(1, 4, 4), planned=50),
+    "peers": PeerShapes(lengths=(12, 9, 15), grid=(1, 4, 4)),
     "step": TINY,
     "tree": TreeShapes(
         receipts=TINY,
         rollouts=(Rollouts(prefix=70, branch=5, samples=3, image_tokens=8),),
-        long=Rollouts(prefix=66, branch=9, samples=2, image_tokens=12),
-        groups=2,
     ),
     "head": TINY,
-    "compile": CompileShapes(receipts=replace(TINY, layers=1), steps=4, samples=(1, 2), longest=(20, 30)),
+    "compile": CompileShapes(receipts=replace(TINY, layers=1), steps=2, samples=(1, 2), longest=(20, 30)),
 }
 TARGETS = {
-    "pack": [3.0, 2.0, 3.0] * 2,
+    "pack": [3.0, 2.0] * 2,
     "collate": [1.1] * 2,
     "pixels": [1.3, 1.3, 4.0],
-    "plan": [*[0.4, 1.1, 1.0, 0.1, 200, 1.0] * 3, 1.5],
+    "plan": [0.4, 1.1, 1.0, 0.1, 200] * 3,
     "lengths": [20.0],
     "step": [0.95, 0.7],
-    "tree": [0.9, 0.85, 0.02, 0.01],
+    "tree": [0.9, 0.85],
     "head": [],
     "compile": [3, 0],
 }
@@ -81,16 +77,6 @@ def test_the_share_of_ideal_is_the_speed_up_over_the_ideal(family):
     assert {figure.family for figure in found.values()} == {family}
 
 
-def test_families_with_small_products_are_held_to_less():
-    limits = {name: share_of_ideal(family_named(name)).limit for name in MEASURED}
-    assert {name for name, limit in limits.items() if limit == 0.85} == {
-        *("qwen3_vl_moe", "qwen4_exp", "gpt_oss", "llama4_text"),  # experts
-        *("qwen3_5", "qwen3_5_moe", "qwen3_next"),  # gated delta layers
-        *("gemma3", "paligemma"),  # image tokens, and prefixes, that attend to later ones
-    }
-    assert set(limits.values()) == {0.95, 0.85}
-
-
 def test_ways_that_compute_different_things_are_not_timed():
     check_same_loss({"padded": torch.tensor(2.0), "packed": torch.tensor(2.0001)})
     for other in (2.01, float("nan")):
@@ -106,22 +92,6 @@ def test_layers_that_are_not_compiled_are_not_counted_as_compiled_once(monkeypat
     monkeypatch.setattr("benchmarks.cases.step.compile_layers", lambda model, **settings: model)
     with pytest.raises(VlmpackError, match="no layer was compiled"):
         list(CASES["compile"].run(QUICK, SHAPES["compile"]))
-
-
-def test_both_heads_give_the_same_gradients_and_chunks_take_less_memory():
-    head = Head(300, 16, 1310, seed=0, device="cpu", dtype=torch.float32)
-    gradients = []
-    for way in (lambda: head.labelled(110, chunk=40), lambda: head.all_rows(110)):
-        way()
-        gradients.append((head.hidden.grad.clone(), head.head.weight.grad.clone()))
-    torch.testing.assert_close(gradients[0], gradients[1])
-    peaks = [head.peak(lambda chunk=chunk: head.labelled(300, chunk)) for chunk in (30, 100, 300)]
-    assert peaks == sorted(peaks)
-
-
-def test_the_batch_to_pack_has_the_ratio_that_was_asked_for():
-    lengths = lengths_from_mask(long_batch(6, 100, ratio=5.0).attention_mask).lengths
-    assert sorted(lengths) == [20, 36, 52, 68, 84, 100]
 
 
 def test_a_stream_holds_every_sample_and_counts_how_long_one_stays():

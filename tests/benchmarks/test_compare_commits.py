@@ -53,9 +53,6 @@ def test_rounds_alternate_and_what_is_worse_fails_a_check(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_checkout_is_run_from_its_own_folder():
-    root = Path(__file__).parents[2]
-    found = compare_commits.run_case(root, "pack", ["--budget=0", "--threads=1"])
-    assert {case for case, _, _ in found} == {"pack"}
+def test_a_case_that_fails_ends_the_comparison(tmp_path):
     with pytest.raises(SystemExit, match="stairs failed in"):
-        compare_commits.run_case(root, "stairs", [])
+        compare_commits.run_case(tmp_path, "stairs", [])

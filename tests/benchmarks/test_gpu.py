@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import gpu
-from benchmarks.gpu import TINY, Cell, Lab, all_cells, run_cells
+from benchmarks.gpu import TINY, Cell, Lab, run_cells
 from benchmarks.measuring import Figure, Report, Skipped
 
 CONSOLE = Console(file=io.StringIO())
@@ -108,11 +108,6 @@ def test_memory_that_runs_out_is_no_result_and_other_errors_are_raised():
     with pytest.raises(RuntimeError, match="another"):
         lab.if_it_fits(lambda: fail(RuntimeError("another")))
     assert lab.if_it_fits(lambda: 3) == 3
-
-
-def test_cells_have_names_of_their_own():
-    keys = [(each.case, each.name) for each in all_cells(gpu.FULL)]
-    assert len(set(keys)) == len(keys)
 
 
 def test_a_machine_without_a_gpu_is_told_how_to_try_it(monkeypatch):

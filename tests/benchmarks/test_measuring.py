@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from benchmarks.measuring import (
@@ -21,8 +20,6 @@ from benchmarks.measuring import (
     Target,
     Timings,
     alternate,
-    environment,
-    one_thread,
 )
 from vlmpack.errors import ConfigError
 
@@ -55,13 +52,6 @@ def test_garbage_is_not_collected_while_a_clock_runs_and_is_afterwards():
     assert not any(running)
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
-
-
-def test_one_thread_is_used_and_the_others_come_back():
-    before = torch.get_num_threads()
-    with one_thread():
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == before
 
 
 def test_a_ratio_compares_each_round_within_itself():
@@ -138,8 +128,3 @@ def test_what_is_no_report_is_refused_by_its_path(text, tmp_path):
         path.write_text(text)
     with pytest.raises(ConfigError, match=r"report.json is no benchmark report \(.*; measure again"):
         Report.load(path)
-
-
-def test_the_environment_names_versions_and_the_processor():
-    found = environment("cpu")
-    assert {"torch", "transformers", "commit", "device_name", "threads"} <= found.keys()
