@@ -31,6 +31,8 @@ from vlmpack.model.mechanisms.vision import Vision, VisionRow
 from vlmpack.model.row import RowContext
 from vlmpack.testing import tiny_model
 
+packing = sys.modules["vlmpack.layout.packing"]  # `vlmpack.layout.pack` has the name of a function
+
 Patch = pytest.MonkeyPatch
 
 
@@ -114,33 +116,25 @@ def _sizes_of_audio(patch: Patch) -> set[int]:
     return totals
 
 
-def pads_to_experts(family: str, patch: Patch) -> None:
-    """Padding is routed and counted."""
-    patch.setattr(experts.Gate, "open", lambda gate, mixer, args, kwargs: None)
-
-
 def a_pad_for_a_token(family: str, patch: Patch) -> None:
-    """As many tokens as are real go to experts, but one of them is padding."""
-    honest = experts.real_tokens
+    """As many tokens as are real go through the model, but one of them is padding."""
+    honest = packing._kept
 
-    def exchanged(segments: Segments, device: torch.device) -> Any:
-        real = honest(segments, device)
-        if real is None:  # no padding to be had
-            return None
-        padding = segments.padding_mask("cpu").nonzero()[0]
-        return torch.cat([real[:-1], padding])
+    def exchanged(row: Any, segments: Segments) -> Any:
+        kept = honest(row, segments)
+        kept[row.segments.num_tokens - 1] = row.segments.padding_mask().nonzero()[0, 0]
+        return kept
 
-    patch.setattr(experts, "real_tokens", exchanged)
+    patch.setattr(packing, "_kept", exchanged)
 
 
 def first_labels_kept(family: str, patch: Patch) -> None:
     """The first token of a sample is learnt from the last one before, and the host's count is not looked at."""
-    packing = sys.modules["vlmpack.layout.packing"]
     honest_targets = packing._Take.targets
 
     def targets(take: Any, labels: torch.Tensor) -> torch.Tensor:
         out, segments = honest_targets(take, labels), take._segments
-        if segments.has_gaps:
+        if segments.has_padding:
             firsts = take(labels, -100)
             for (_, stop), (start, _) in pairwise(segments.spans):
                 out[:, stop - 1] = firsts[:, start]
@@ -217,7 +211,7 @@ def uncut_pieces(patch: Patch) -> Callable[[int], list[int]]:
 
     def noted(self: GatedDelta, setup: Any) -> Uncut:
         segments = setup.row.segments
-        rows[segments.total] = [b - a for a, b in pairwise(segments.kernel)]
+        rows[segments.total] = [n for n in segments.lengths if n]
         return Uncut()
 
     patch.setattr(GatedDelta, "prepare", noted)
@@ -229,7 +223,6 @@ def uncut_pieces(patch: Patch) -> Callable[[int], list[int]]:
 
 def offsets_ignored(family: str, patch: Patch) -> None:
     """Samples of a left-padded batch are cut out of it where those of a right-padded one are."""
-    packing = sys.modules["vlmpack.layout.packing"]
     honest = packing._spans
 
     def spans(batch: PaddedBatch) -> Any:
@@ -432,8 +425,7 @@ BREAKAGES: dict[str, Breakage] = {
     ),
     "short convolutions": Breakage(breaks=short_conv_runs_on, causes=("conv taps",), has=_mechanism("short_conv")),
     "n-grams": Breakage(breaks=ngrams_of_the_row, causes=("unknown",), has=_mechanism("per_sample")),
-    "padding for experts": Breakage(breaks=pads_to_experts, causes=("router",), has=_mechanism("experts")),
-    "a pad for a token": Breakage(breaks=a_pad_for_a_token, causes=("router",), has=_mechanism("experts")),
+    "a pad for a token": Breakage(breaks=a_pad_for_a_token, causes=("packing",)),
     "kinds of tokens": Breakage(
         breaks=images_for_text, causes=("router",), has=lambda family: family.expert_types is not None
     ),

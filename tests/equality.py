@@ -7,10 +7,9 @@ result = check_packed(truth, model)              # one step on their row, with p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 from fixtures.work import work_problems
@@ -20,8 +19,6 @@ from vlmpack.families import family_of
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, StepResult
-from vlmpack.model.mechanisms import ModelParts, attention, per_sample
-from vlmpack.model.mechanisms.experts import expert_layers
 from vlmpack.model.plain import find_model
 from vlmpack.testing import Sample, padded, tiny_config
 from vlmpack.testing.comparison import (
@@ -39,8 +36,10 @@ from vlmpack.testing.comparison import (
 )
 from vlmpack.testing.samples import Kind, kinds_of
 
-NAN, HUGE = float("nan"), 1e4
-"""What stands in gaps: NaN where nothing may read them, 1e4 where every token is computed by itself."""
+HUGE = 1e4
+"""The embedding of padding behind the samples."""
+ROW_MULTIPLE = 23
+"""Widths of rows with gaps: between samples they are left out, behind them some padding goes through the model."""
 
 ATTENTION = EQUAL[torch.float32]
 DELTA = replace(ATTENTION, logits=1e-5, gradient=3e-5)
@@ -176,7 +175,7 @@ def check_packed(
 ) -> StepResult:
     """Compare one packed step with its samples alone: logits, losses, every gradient, and the work that was done.
 
-    Padding between samples is poisoned. The model keeps packing enabled, and forgets its gradients.
+    Padding is poisoned. The model keeps packing enabled, and forgets its gradients.
 
     Args:
         truth: the samples, each through a model of the same weights.
@@ -189,19 +188,21 @@ def check_packed(
         backward: compare gradients too.
     """
     core = find_model(model)
-    family, rule = core.config.model_type, SlotRule(multiple=multiple if given != "row" else 1)
+    family = core.config.model_type
+    rule = SlotRule() if given == "row" else SlotRule(multiple=multiple, row_multiple=ROW_MULTIPLE)
     inputs = handed_in(truth.samples, given, rule)
     step = PackedStep(model, StepConfig(attention=backend, slots=rule))
     segments = pack(padded(truth.samples, "left" if given.startswith("left") else "right"), rule=rule).segments
-    with poisoned(core, segments) as poison, around():
+    with poisoned(core, segments, rule) as poison, around():
         result = step(inputs, logits=True)
-    assert (sum(poison) > 0) == segments.has_gaps
+    assert (sum(poison) > 0) == segments.without_gaps(rule).has_padding
+    assert result.segments == segments
     limits = limits or limits_of(family)
     check_outputs(truth, result, limits)
-    check_work(truth, result, rule.multiple, core.config)
+    check_work(truth, result, rule.row_multiple, core.config)
     assert result.loss.requires_grad == backward
     if backward:
-        with poisoned(core, segments):  # layers are computed again
+        with poisoned(core, segments, rule):  # layers are computed again
             result.loss.backward()
         check_gradients(truth, gradients(model), limits)
         model.zero_grad()
@@ -249,12 +250,12 @@ def logprobs_of(outcome: Outcome) -> torch.Tensor:
     return -outcome.target_losses
 
 
-def check_work(truth: Alone, result: StepResult, multiple: int, config: Any) -> None:
+def check_work(truth: Alone, result: StepResult, row_multiple: int, config: Any) -> None:
     """Equal outputs do not prove that padding was skipped: so does the work. Sparse attention chooses among pairs."""
     family = FAMILIES[config.model_type]
     sparse, reaches = family.has("per_sample"), reaches_of(family.text_config(config))
     sees = family.sees if family.sees and family.sees.enabled(family.text_config(config)) else None
-    settings: dict[str, Any] = {"multiple": multiple, "sparse": sparse, "reaches": reaches, "sees": sees}
+    settings: dict[str, Any] = {"row_multiple": row_multiple, "sparse": sparse, "reaches": reaches, "sees": sees}
     assert not work_problems(result.work, truth.samples, **settings)
 
 
@@ -272,57 +273,27 @@ def reaches_of(text_config: Any) -> set[Reach]:
 
 
 @contextmanager
-def poisoned(model: Any, segments: Segments) -> Iterator[list[int]]:
-    """Put poison into every gap of this row wherever tokens meet; packing must be enabled already.
+def poisoned(model: Any, segments: Segments, slots: SlotRule | None = None) -> Iterator[list[int]]:
+    """Put poison into the padding that goes through a model with this row, behind its samples: embeddings of 1e4.
 
-    The embeddings of padding become 1e4, and go through norms and MLPs, which see each token by itself. Attention
-    back-ends, layers that are given a row in parts, and blocks of experts are given NaN there. What padding learns is
-    cut off.
+    Args:
+        model: the model.
+        segments: the row, as it is handed in.
+        slots: of the model's `StepConfig`.
 
     Yields a list that grows by the number of poisoned tokens with every call that was given some.
     """
-    family, pad_T, count = family_of(model), segments.padding_mask(next(model.parameters()).device), []
-
-    def fill(hidden: torch.Tensor, value: float) -> torch.Tensor:
-        count.append(int(pad_T.sum()))
-        return hidden.masked_fill(pad_T[None, :, None], value)
+    pad_T = segments.without_gaps(slots).padding_mask(next(model.parameters()).device)
+    count: list[int] = []
 
     def embedded(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return fill(output, HUGE)
+        count.append(int(pad_T.sum()))
+        return output.masked_fill(pad_T[None, :, None], HUGE)
 
-    def given(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if args:
-            return (fill(args[0], NAN), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": fill(kwargs["hidden_states"], NAN)}
-
-    text, parts = family.language_model(model), ModelParts(family=family, core=model)
-    mixers = parts.layer_parts("gated_delta") + parts.layer_parts("short_conv")
-    if family.has("per_sample"):
-        mixers += per_sample.attention_layers(parts) + per_sample.ngram_layers(parts)
-    blocks = [layer.block for layer in expert_layers(parts)]
-    if not pad_T.any():
+    embeddings = family_of(model).language_model(model).get_submodule("embed_tokens")
+    hooks = [embeddings.register_forward_hook(embedded)] if pad_T.any() else []
+    try:
         yield count
-        return
-    with ExitStack() as stack:
-        hooks = [text.get_submodule("embed_tokens").register_forward_hook(embedded)]
-        hooks += [m.register_forward_pre_hook(given, with_kwargs=True, prepend=True) for m in (*mixers, *blocks)]
+    finally:
         for hook in hooks:
-            stack.callback(hook.remove)
-        stack.enter_context(mock.patch.object(attention, "choose", _poisoning(attention.choose, pad_T)))
-        yield count
-
-
-def _poisoning(choose: Any, pad_T: torch.Tensor) -> Any:
-    """Back-ends that are given NaN in the gaps of the text row; in the vision tower, which is not causal, are none."""
-
-    def chosen(call: Any, name: str) -> Any:
-        attend = choose(call, name)
-
-        def attend_poisoned(*qkv_and_segments: Any, causal: bool, **settings: Any) -> torch.Tensor:
-            *qkv, segments = qkv_and_segments
-            given = [x.masked_fill(pad_T[:, None, None], NAN) for x in qkv] if causal else qkv
-            return attend(*given, segments, causal=causal, **settings)
-
-        return attend_poisoned
-
-    return chosen
+            hook.remove()

@@ -518,7 +518,7 @@ def _draw_bar(axes: Axes, figure: Figure, row: PackedRow) -> None:
     axes.set_ylim(0.64, -0.5)
     note = f"{segments.num_samples} samples  =  {segments.total:,} tokens, {int(trained.sum()):,} trained on"
     dress(axes, f"Row: {segments.fill:.0%} full", note, grid=False)
-    padding = {"padding": PADDING} if segments.has_gaps else {}
+    padding = {"padding": PADDING} if segments.has_padding else {}
     _legend(figure, {"text": SAMPLES[0], "image": None, "trained on": INK, **padding})
 
 

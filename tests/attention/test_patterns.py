@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention.naive import HEADS, alone, assert_equal, install_kernels, poisoned_qkv, random_qkv
+from attention.naive import HEADS, alone, assert_equal, install_kernels, random_qkv
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +28,6 @@ from vlmpack.layout import Segments, SlotRule
 VALUE_DIM = 7
 SINKS = torch.linspace(-2, 3, HEADS, dtype=torch.float64)
 lengths_lists = st.lists(st.integers(0, 17), min_size=1, max_size=5).filter(sum)
-rules = st.builds(SlotRule, multiple=st.integers(1, 5), row_multiple=st.sampled_from([1, 7]))
 scores = {"softcap": st.none() | st.just(1.5), "sinks": st.none() | st.just(SINKS)}
 patterns = st.builds(Pattern, window=st.none() | st.integers(1, 15), **scores) | st.builds(
     Pattern, chunk=st.integers(1, 15), **scores
@@ -38,16 +37,16 @@ serving = pytest.mark.parametrize("attend", [SdpaSegments(), EagerMask()], ids=l
 
 @serving
 @settings(max_examples=15)
-@example(lengths=[11, 2], rule=SlotRule(), pattern=Pattern(window=3), many=1)
-@given(lengths=lengths_lists, rule=rules, pattern=patterns, many=st.sampled_from([1, 256]))
-def test_each_segment_is_what_it_is_alone(attend, lengths, rule, pattern, many):
+@example(lengths=[11, 2], pattern=Pattern(window=3), many=1)
+@given(lengths=lengths_lists, pattern=patterns, many=st.sampled_from([1, 256]))
+def test_each_segment_is_what_it_is_alone(attend, lengths, pattern, many):
     if pattern.sinks is not None:
         pattern = replace(pattern, sinks=pattern.sinks.clone().requires_grad_())
     learnt = [] if pattern.sinks is None else [pattern.sinks]
-    segments = Segments.from_lengths(lengths, rule)
+    segments = Segments.from_lengths(lengths)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "MANY", many)
-        qkv = poisoned_qkv(segments.padding_mask(), value_dim=VALUE_DIM)
+        qkv = random_qkv(segments.total, value_dim=VALUE_DIM)
         out = attend(*qkv, segments, causal=True, scale=0.3, pattern=pattern)
         truth = out.new_zeros(out.shape)
         for start, stop in segments.spans:
@@ -87,7 +86,7 @@ def test_pairs_of_a_window_are_counted(window):
 
 @pytest.mark.parametrize("chunk", [1, 4, 23, 30])
 def test_pairs_of_chunks_are_counted(chunk):
-    segments, reach = Segments.from_lengths([23, 4, 1], SlotRule(multiple=5)), Reach(chunk=chunk)
+    segments, reach = Segments.from_lengths([23, 4, 1]), Reach(chunk=chunk)
     assert attended_pairs(segments, reach) == sum(at % chunk + 1 for n in (23, 4, 1) for at in range(n))
     assert attended_pairs(segments, reach) == sum(at + 1 - reach.first_key(at) for n in (23, 4, 1) for at in range(n))
 
@@ -101,16 +100,13 @@ def test_the_queries_of_a_key_are_those_that_have_it_as_a_key(reach):
 
 def test_chunks_are_segments_of_one_call(monkeypatch):
     """Of a row in which no sample is longer than a chunk the very same ones, so that nothing is derived again."""
-    segments, short = Segments.from_lengths([9, 2], SlotRule(multiple=4)), Segments.from_lengths([4, 3])
+    segments, short = Segments.from_lengths([9, 2]), Segments.from_lengths([4, 3])
     assert segments.in_chunks(4) is segments.in_chunks(4)
     assert short.in_chunks(4) is short
     cut = segments.in_chunks(4)
-    assert (cut.lengths, cut.slots, cut.total) == ((4, 4, 1, 2), (4, 4, 4, 4), 16)
-    assert cut.spans == ((0, 4), (4, 8), (8, 9), (12, 14))
-    fixed = SlotRule(pad_to=32, max_segments=5)
-    long, others = (Segments.from_lengths(lengths, fixed).in_chunks(2) for lengths in ([9, 2], [1, 2]))
-    assert long.num_samples == len(long.lengths) == 5 + 4
-    assert len(long.kernel) == len(others.kernel) == long.num_kernel_boundaries
+    assert (cut.lengths, cut.slots, cut.total) == ((4, 4, 1, 2), (4, 4, 1, 2), 11)
+    with_tail = Segments.from_lengths([9, 2], SlotRule(pad_to=20)).without_gaps().in_chunks(4)
+    assert (with_tail.lengths, with_tail.num_samples) == ((4, 4, 1, 2, 4, 4, 1), 4)
     calls = []
     plain = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
@@ -118,7 +114,7 @@ def test_chunks_are_segments_of_one_call(monkeypatch):
         "scaled_dot_product_attention",
         lambda *a, **b: calls.append(b["attn_mask"]) or plain(*a, **b),
     )
-    SdpaSegments()(*random_qkv(16), segments, causal=True, scale=1.0, pattern=Pattern(chunk=4))
+    SdpaSegments()(*random_qkv(11), segments, causal=True, scale=1.0, pattern=Pattern(chunk=4))
     assert calls == [None] * 4
 
 

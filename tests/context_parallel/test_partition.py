@@ -33,7 +33,7 @@ def causal_pairs(partition: Partition, *, padding: bool = False) -> tuple[int, .
     """
     segments = partition.segments
     if padding:
-        segments = replace(segments, lengths=segments.slots, num_kernel_boundaries=None)
+        segments = replace(segments, lengths=segments.slots)
     pairs = np.where(segments.padding_mask().numpy(), 0, segments.position_in_segment().numpy() + 1)
     return tuple(pairs[partition.order().numpy()].reshape(partition.ranks, -1).sum(1).tolist())
 
@@ -119,7 +119,7 @@ def test_a_mirrored_cut_balances_long_rows_to_one_percent(ranks):
     mirrored = Partition(segments=segments, ranks=ranks, layout="mirrored")
     pairs = np.asarray(causal_pairs(mirrored))
     with_padding = causal_pairs(mirrored, padding=True)
-    assert segments.has_gaps
+    assert segments.has_padding
     assert pairs.max() / pairs.mean() <= 1.01
     assert len(set(with_padding)) == 1
 
@@ -153,7 +153,7 @@ def test_a_tail_becomes_a_segment_without_tokens():
         Partition(segments=segments, ranks=2, layout="mirrored")
     whole = tail_as_segment(segments)
     assert (whole.lengths, whole.slots) == ((8, 3, 0), (8, 4, 12))
-    assert (whole.kernel, whole.num_samples, whole.num_tokens) == (segments.kernel, 2, 11)
+    assert (whole.total, whole.num_samples, whole.num_tokens) == (24, 2, 11)
     assert Partition(segments=whole, ranks=2, layout="mirrored").local_segments(0).slots == (4, 2, 6)
 
 

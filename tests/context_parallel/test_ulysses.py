@@ -52,11 +52,10 @@ def test_every_query_head_finds_its_key_value_head(heads, kv, ranks, expected):
 
 @given(
     lengths=st.lists(st.integers(0, 13), min_size=1, max_size=5).filter(sum),
-    multiple=st.integers(1, 5),
     ranks=st.integers(1, 5),
 )
-def test_parts_by_keys_make_up_the_whole_row(lengths, multiple, ranks):
-    segments = Segments.from_lengths(lengths, SlotRule(multiple=multiple, row_multiple=ranks))
+def test_parts_by_keys_make_up_the_whole_row(lengths, ranks):
+    segments = Segments.from_lengths(lengths, SlotRule(row_multiple=ranks)).without_gaps()
     partition = Partition(segments=segments, ranks=ranks, layout="contiguous")
     whole, parts = random_qkv(segments.total), random_qkv(segments.total)
 

@@ -97,7 +97,7 @@ def test_fields_have_the_types_that_kernels_want(lengths, rule, boundaries):
     assert {tensor.dtype for tensor in tensors.values()} == {torch.int32}
     assert [type(found[name]) for name in ("max_seqlen_q", "max_seqlen_kv", "total_tokens")] == [int] * 3
     assert ("cu_seqlens_q_padded" in found) == found["pad_between_seqs"]
-    assert found["pad_between_seqs"] == (boundaries == "real" and segments.has_gaps)
+    assert found["pad_between_seqs"] == (boundaries == "real" and segments.has_padding)
 
     physical = found.get("cu_seqlens_q_padded", found["cu_seqlens_q"])
     widths = physical.diff()

@@ -3,7 +3,6 @@
 import json
 import pickle
 from dataclasses import fields, replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -51,7 +50,6 @@ def test_the_example_of_the_docstring():
     segments = Segments.from_lengths([3, 5, 2], SlotRule(multiple=4))
     assert segments.real == (0, 3, 8, 10)
     assert segments.stride == (0, 4, 12, 16)
-    assert segments.kernel == (0, 3, 4, 9, 12, 14, 16)
     assert segments.spans == ((0, 3), (4, 9), (12, 14))
     assert (segments.total, segments.num_tokens, segments.max_length, segments.max_slot) == (16, 10, 5, 8)
     assert segments.attended_pairs == 6 + 15 + 3
@@ -73,25 +71,41 @@ def test_every_tensor_is_what_a_plain_loop_gives(lengths, multiple, spare):
 
 
 @given(lengths=lengths_lists, multiple=st.integers(1, 300), spare=st.integers(0, 700))
-def test_kernel_boundaries_cover_the_row_and_never_mix_padding_with_tokens(lengths, multiple, spare):
+def test_without_gaps_segments_cover_the_row_and_never_mix_padding_with_tokens(lengths, multiple, spare):
     needed = sum(-(-n // multiple) * multiple for n in lengths)
     segments = Segments.from_lengths(lengths, SlotRule(multiple=multiple, pad_to=max(needed + spare, 1)))
-    padding = segments.padding_mask().tolist()
-    assert segments.kernel[0] == 0
-    assert segments.kernel[-1] == segments.total
-    pieces = list(pairwise(segments.kernel))
-    spans = {span for span in segments.spans if span[1] > span[0]}
-    assert {piece for piece in pieces if not padding[piece[0]]} == spans
-    for start, stop in pieces:
-        assert stop > start
-        assert len(set(padding[start:stop])) == 1
-        assert not padding[start] or stop - start <= 128
+    compact = segments.without_gaps()
+    assert compact.real == compact.stride
+    assert compact.real[-1] == compact.total
+    assert (compact.sample_lengths, compact.num_tokens) == (tuple(lengths), sum(lengths))
+    assert compact.attended_pairs == segments.attended_pairs
+    assert compact.padding_mask().tolist() == [False] * sum(lengths) + [True] * (compact.total - sum(lengths))
+    assert all(piece <= 128 for piece in compact.lengths[len(lengths) :])
+    gaps = segments.slots != segments.lengths
+    assert compact.total == (max(sum(lengths), 1) if gaps else segments.total)
+
+
+@pytest.mark.parametrize(
+    ("made_by", "model", "width"),
+    [
+        (SlotRule(multiple=8), SlotRule(row_multiple=16), 16),  # of 24: a width that the model divides
+        (SlotRule(multiple=8), SlotRule(row_multiple=5), 10),
+        (SlotRule(multiple=8), SlotRule(row_multiple=32), 24),  # never wider than it was
+        (SlotRule(multiple=8, pad_to=64), SlotRule(), 10),
+        (SlotRule(multiple=8, pad_to=64), SlotRule(pad_to=64), 64),
+        (SlotRule(pad_to=64), SlotRule(), 64),
+        (SlotRule(row_multiple=16), SlotRule(), 16),
+    ],
+)
+def test_what_is_left_of_padding_is_what_the_model_needs(made_by, model, width):
+    assert Segments.from_lengths([3, 5, 2], made_by).without_gaps(model).total == width
 
 
 def test_without_slots_there_are_no_gaps_and_all_boundaries_agree():
     segments = Segments.from_lengths([3, 5, 2])
-    assert segments.real == segments.stride == segments.kernel
-    assert not segments.has_gaps
+    assert segments.real == segments.stride
+    assert segments.without_gaps() is segments
+    assert not segments.has_padding
     assert not segments.padding_mask().any()
 
 
@@ -106,17 +120,19 @@ def test_fixed_sizes_give_tensors_of_one_shape(lengths, multiple):
     rule = SlotRule(multiple=multiple, pad_to=4096, max_segments=6)
     segments = Segments.from_lengths(lengths, rule)
     reference = Segments.from_lengths([1] * 6, rule)
-    for name in ("cu_seqlens", "cu_seqlens_padded", "kernel_seqlens", "seq_idx", "padding_mask"):
+    for name in ("cu_seqlens", "cu_seqlens_padded", "seq_idx", "padding_mask"):
         ours, theirs = (getattr(s, name)() for s in (segments, reference))
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), name
+    fewer = Segments.from_lengths(lengths[:5], rule).without_gaps(rule)
+    assert len(fewer.lengths) == len(Segments.from_lengths([1], rule).without_gaps(rule).lengths)
+    assert fewer.total == 4096
     assert segments.num_samples == len(lengths)
     assert set(segments.real[len(lengths) :]) == {segments.num_tokens}
-    assert segments.kernel[-1] == 4096
 
 
 def test_tensors_are_int32_and_made_once_a_device():
     segments = Segments.from_lengths([3, 5])
-    assert segments.cu_seqlens().dtype == segments.kernel_seqlens().dtype == torch.int32
+    assert segments.cu_seqlens().dtype == segments.cu_seqlens_padded().dtype == torch.int32
     assert segments.cu_seqlens() is segments.cu_seqlens("cpu")
 
 

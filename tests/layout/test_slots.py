@@ -115,7 +115,6 @@ def test_the_slots_of_a_mirrored_cut_cover_the_row(lengths, spare, more, context
     assert all(slot % block == 0 for slot in segments.slots)
     assert segments.slots[: len(lengths) - 1] == free.slots[:-1]
     assert segments.padding_mask().tolist() == free.padding_mask().tolist()
-    assert len(segments.kernel) == segments.num_kernel_boundaries
 
 
 def test_a_tail_goes_into_the_last_samples_slot_before_repeated_boundaries():

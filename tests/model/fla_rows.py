@@ -34,7 +34,7 @@ from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import kinds_of
 
 GATED = [name for name, family in FAMILIES.items() if family.has("gated_delta")]
-RULE = SlotRule(multiple=4)
+RULE = SlotRule(multiple=4, row_multiple=23)
 GPU = FlaCall(device="cuda", chip=8, fla="0.6.0", triton="3.7.1", tilelang=False, training=True)
 """A machine that fla serves; this one plays it."""
 TAPS, LAYERS = 3, 3
@@ -89,7 +89,7 @@ def test_a_row_goes_through_a_layer_in_one_call_and_equals_alone_with_poison_in_
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     CALLS.clear()
-    with poisoned(enable_packing(model), row.segments) as poison:
+    with poisoned(enable_packing(model), row.segments, RULE) as poison:
         result = step(row, logits=True)
         check(alone, model, result)
     model.gradient_checkpointing_disable()

@@ -61,7 +61,7 @@ def test_a_step_that_is_told_of_ranks_keeps_the_settings():
     model = enable_packing(tiny_model("qwen3_vl"), StepConfig(slots=SlotRule(multiple=8)))
     result = PackedStep(model, parallel=Parallel())(padded(mixed_samples(model.config)))
     assert all(slot % 8 == 0 for slot in result.segments.slots)
-    assert result.segments.has_gaps
+    assert result.segments.has_padding
 
 
 def test_enabling_again_replaces_the_settings_and_nests_nothing():

@@ -113,7 +113,7 @@ def test_routers_choose_for_real_tokens_alone_and_are_counted() -> None:
         block.experts.register_forward_pre_hook(lambda _, args: routed.append(len(args[0])))
     row = pack(padded(truth().samples), rule=SlotRule(multiple=8))
     result = PackedStep(model, StepConfig(z_loss_coef=0.1))(row)
-    assert row.segments.has_gaps
+    assert row.segments.has_padding
     assert routed == [5 * row.segments.num_tokens] * 2
     assert result.expert_counts is not None
     assert result.expert_counts.tolist() == chosen

@@ -37,7 +37,7 @@ from peft import LoraConfig, get_peft_model
 from vlmpack.errors import VlmpackError
 from vlmpack.families.media import run_of_pairs
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import Segments, SlotRule, pack
+from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.model.mechanisms import gated_delta
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
@@ -343,21 +343,6 @@ def test_the_contract_fails_without(name, family, monkeypatch):
         check(family, Circumstance(given="left padded" if name == "packing" else "row with gaps"))
 
 
-@few
-def test_the_contract_sees_whoever_reads_a_gap(family):
-    """Poison is worth something only if a model that reads it shows it: here gaps are samples of their own."""
-    own, model = truth(family, "text"), fresh(family)
-    row = pack(padded(own.samples), rule=SlotRule(multiple=8))
-    joined = Segments.from_boundaries(row.segments.stride)
-    step = PackedStep(enable_packing(model))
-    with poisoned(model, row.segments) as poison:
-        inputs = {"input_ids": row.input_ids, "cu_seqlens_q": list(joined.stride)}
-        inputs |= {name: torch.zeros_like(row.input_ids) for name in FAMILIES[family].token_columns}
-        result = step(inputs, logits=True)
-    assert sum(poison) > 0
-    assert result.row_logits.isnan().any()
-
-
 # ---------------------------------------------------------------------- any batch
 
 
@@ -396,20 +381,23 @@ def test_any_batch_is_what_its_samples_are_alone(family, data):
     samples = [build_sample(model.config, **sample, seed=i) for i, sample in enumerate(drawn)]
     samples.append(build_sample(model.config, stretches=[5], seed=99))
     own = alone_through(model, samples)
-    multiple = data.draw(st.sampled_from([1, 2, 8, 64]), label="slot multiple")
-    rule = SlotRule(multiple=multiple)
+    rule = SlotRule(
+        multiple=data.draw(st.sampled_from([1, 8]), label="slot multiple"),
+        row_multiple=data.draw(st.sampled_from([1, 8, 64]), label="row multiple"),
+    )
     side = data.draw(st.sampled_from(["left", "right"]), label="padding")
     step = PackedStep(model, StepConfig(slots=rule))
     cost = data.draw(st.sampled_from([0.0, 16.0, 1e9]), label="cost of a call")
-    with pytest.MonkeyPatch.context() as patch, poisoned(model, pack(padded(samples, side), rule=rule).segments):
+    segments = pack(padded(samples, side), rule=rule).segments
+    with pytest.MonkeyPatch.context() as patch, poisoned(model, segments, rule):
         patch.setitem(gated_delta.CALL_COST, "cpu", cost)
         result = step(padded(samples, side), logits=True)
         result.loss.backward()
     check_outputs(own, result, limits_of(family))
     check_gradients(own, gradients(model), limits_of(family))
-    check_work(own, result, multiple, model.config)
+    check_work(own, result, rule.row_multiple, model.config)
     if FAMILIES[family].has("gated_delta"):
-        assert sum(own.lengths) <= result.work.delta_tokens <= 1.25 * sum(own.lengths)
+        assert sum(own.lengths) <= result.work.delta_tokens <= 1.25 * result.work.physical_tokens
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,8 @@ def compare(family, backend, device="cpu"):
     if device == "cuda":
         with_patch_products(model)  # versions of cuDNN have no kernel for the convolution
     plain = alone_through(model, cast(own.samples, LOW, device))
-    row = pack(padded(cast(own.samples, LOW)), rule=SlotRule(multiple=8))
-    assert row.segments.has_gaps
+    row = pack(padded(cast(own.samples, LOW)), rule=SlotRule(row_multiple=64))
+    assert row.segments.has_padding
     step = PackedStep(model, StepConfig(attention=backend))
     with poisoned(model, row.segments):
         result = step(row, logits=True)

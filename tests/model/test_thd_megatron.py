@@ -110,7 +110,7 @@ def test_router_losses_move_without_the_padding_mask() -> None:
     model = gpt_model(experts=EXPERTS)
     step = ThdStep(model, slots=RULES["slots and a tail"])
     inputs = step.inputs(texts())
-    assert inputs.row.segments.has_gaps
+    assert inputs.row.segments.has_padding
     output = model(**{**inputs.arguments, "padding_mask": None})
     step.result(output, inputs).loss.backward()
     router = "decoder.layers.0.mlp.router.weight"

@@ -75,7 +75,7 @@ def pairs_of(family: str) -> Check:
     model = tiny_model(family)
     setup = _setup(model, None, EveryKernelSegment.name)
     with preserved_state(model), packing(setup, GAPS) as packed:
-        assert packed.segments(setup.samples).has_gaps
+        assert packed.segments(setup.samples).has_padding
         return check_pairs(setup, packed)
 
 

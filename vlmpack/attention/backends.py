@@ -175,7 +175,7 @@ AMPERE = (8, 0)
 
 
 class VarlenKernel(Backend):
-    """FlashAttention 2, which is given the boundaries of `Segments.kernel`."""
+    """FlashAttention 2."""
 
     patterns = frozenset({"window", "chunk", "spans"})
 
@@ -199,24 +199,21 @@ class VarlenKernel(Backend):
     def attend(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments, softmax: Softmax
     ) -> Tensor:
-        """One call of the kernel. Rows of padding attend to their own kind in it; 0 takes their place.
+        """One call of the kernel. Boundaries cover the row: it leaves rows behind the last one unwritten.
 
         Kernels take values as wide as keys: narrower ones (multi-head latent attention) get zeros, of which their
         results are zeros.
         """
         seqlens = (
-            segments.kernel_seqlens(q_TNH.device),
-            keys.kernel_seqlens(q_TNH.device),
-            segments.max_kernel_length,
-            keys.max_kernel_length,
+            segments.cu_seqlens(q_TNH.device),
+            keys.cu_seqlens(q_TNH.device),
+            segments.max_length,
+            keys.max_length,
         )
         width = v_TKH.shape[2]
         if narrower := k_TKH.shape[2] - width:
             v_TKH = F.pad(v_TKH, (0, narrower))
-        out_TNH = self.kernel(q_TNH, k_TKH, v_TKH, *seqlens, softmax=softmax)[..., :width]
-        if not segments.has_gaps:
-            return out_TNH
-        return out_TNH.masked_fill(segments.padding_mask(out_TNH.device)[:, None, None], 0)
+        return self.kernel(q_TNH, k_TKH, v_TKH, *seqlens, softmax=softmax)[..., :width]
 
     @abstractmethod
     def kernel(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *seqlens: Any, softmax: Softmax) -> Tensor:
@@ -385,18 +382,11 @@ def _one_by_one(
     attend: AttendSegment, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments
 ) -> Tensor:
     """One call a segment, on views of the row."""
-    sizes, real = _pieces(segments)
-    key_sizes = _pieces(keys)[0]
+    sizes, key_sizes = ([n for n in of.lengths if n] for of in (segments, keys))
     # One split a tensor: slicing each segment out would make the backward pass write G full-size gradients.
     rows = ((q_TNH, sizes), (k_TKH, key_sizes), (v_TKH, key_sizes))
     pieces = zip(*(x.split_with_sizes(cut) for x, cut in rows), strict=True)
-    out = [
-        attend(q_LNH[None], k_LKH[None], v_LKH[None]).squeeze(0)
-        if is_real
-        else q_LNH.new_zeros(*q_LNH.shape[:2], v_LKH.shape[2])
-        for (q_LNH, k_LKH, v_LKH), is_real in zip(pieces, real, strict=True)
-    ]
-    return torch.cat(out)
+    return torch.cat([attend(*(x[None] for x in piece)).squeeze(0) for piece in pieces])
 
 
 def _by_length(
@@ -425,7 +415,7 @@ def _by_length(
         attend(*(x.unflatten(0, (n, -1)) for x in piece)).flatten(0, 1)
         for piece, (n, *_) in zip(pieces, calls, strict=True)
     ]
-    return q_TNH.new_zeros(*q_TNH.shape[:2], v_TKH.shape[2]).index_copy(0, places, torch.cat(out))
+    return q_TNH.new_empty(*q_TNH.shape[:2], v_TKH.shape[2]).index_copy(0, places, torch.cat(out))
 
 
 def _tokens(segments: Segments, order: np.ndarray) -> np.ndarray:
@@ -436,18 +426,6 @@ def _tokens(segments: Segments, order: np.ndarray) -> np.ndarray:
 def _kernels(device: torch.device) -> AbstractContextManager[object]:
     """On a GPU all but cuDNN's, which plans anew for every length: that takes longer than the attention itself."""
     return sdpa_kernel(WITHOUT_PLANS) if device.type == "cuda" else nullcontext()
-
-
-def _pieces(segments: Segments) -> tuple[list[int], list[bool]]:
-    """(sizes, whether real): the row cut into runs of real tokens and runs of padding, empty ones left out."""
-    sizes, real, at = [], [], 0
-    for start, stop in (*segments.spans, (segments.total, segments.total)):
-        for size, is_real in ((start - at, False), (stop - start, True)):
-            if size:
-                sizes.append(size)
-                real.append(is_real)
-        at = stop
-    return sizes, real
 
 
 # ---------------------------------------------------------------------- the dense mask
@@ -464,14 +442,10 @@ class EagerMask(Backend):
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments, softmax: Softmax
     ) -> Tensor:
         """Three matrix products."""
-        # 0 * NaN is NaN: what must not be read has to be 0 before it meets a product.
-        q_1TNH, k_1TKH, v_1TKH = (
-            x.masked_fill(whose.padding_mask(x.device)[:, None, None], 0)[None]
-            for x, whose in ((q_TNH, segments), (k_TKH, keys), (v_TKH, keys))
-        )
         causal, scale, dropout, pattern = softmax
         visible_TT = visible_keys(segments, keys, q_TNH.device, causal=causal, pattern=pattern)
-        return written_out(q_1TNH, k_1TKH, v_1TKH, visible_TT, scale=scale, dropout=dropout, pattern=pattern)[0]
+        rows = (x[None] for x in (q_TNH, k_TKH, v_TKH))
+        return written_out(*rows, visible_TT, scale=scale, dropout=dropout, pattern=pattern)[0]
 
 
 # ---------------------------------------------------------------------- the choice

@@ -124,7 +124,7 @@ def attended_pairs(segments: Segments, reach: Reach = EVERYTHING) -> int:
         return segments.in_chunks(reach.chunk).attended_pairs
     if reach.window is None:
         return segments.attended_pairs
-    beyond = (max(length - reach.window, 0) for length in segments.lengths)
+    beyond = (max(length - reach.window, 0) for length in segments.sample_lengths)
     return segments.attended_pairs - sum(n * (n + 1) // 2 for n in beyond)
 
 
@@ -177,7 +177,7 @@ class Chunks:
 def visible_keys(
     segments: Segments, keys: Segments, device: torch.device, *, causal: bool, pattern: Pattern = CAUSAL
 ) -> Tensor:
-    """The mask of a whole row, bool [T, T']: query (row) may read key (column); False on padding.
+    """The mask of a whole row, bool [T, T']: query (row) may read key (column).
 
     Args:
         segments: the boundaries of the queries.
@@ -187,14 +187,13 @@ def visible_keys(
         pattern: window, chunk and spans of the layer.
     """
     query_T, key_T = segments.seq_idx(device), keys.seq_idx(device)
-    real_T1, real_1T = ~segments.padding_mask(device)[:, None], ~keys.padding_mask(device)[None, :]
-    mask_TT = (query_T[:, None] == key_T[None, :]) & real_T1 & real_1T
+    mask_TT = query_T[:, None] == key_T[None, :]
     if not causal:
         return mask_TT
     before_TT = _places_from_end(segments, device)[:, None] - _places_from_end(keys, device)[None, :]
     visible_TT, in_window_TT = before_TT >= 0, True if pattern.window is None else before_TT < pattern.window
     if pattern.chunk is not None:
-        place_T, keys_G = keys.position_in_segment(device), to_device(np.asarray((*keys.lengths, 0)), device)
+        place_T, keys_G = keys.position_in_segment(device), to_device(np.asarray(keys.lengths), device)
         place_of_query_T = _places_from_end(segments, device) + keys_G.index_select(0, query_T)
         return mask_TT & visible_TT & (place_of_query_T[:, None] // pattern.chunk == place_T[None, :] // pattern.chunk)
     if (spans := pattern.spans) is None:
@@ -206,11 +205,10 @@ def visible_keys(
 
 
 def _places_from_end(segments: Segments, device: torch.device) -> Tensor:
-    """int64 [T]: offset from the segment's end (last token: -1); arbitrary on padding."""
+    """int64 [T]: offset from the segment's end (last token: -1)."""
 
     def make() -> np.ndarray:
-        lengths = np.asarray((*segments.lengths, 0))
-        return segments.position_in_segment().numpy() - lengths[segments.seq_idx().numpy()]
+        return segments.position_in_segment().numpy() - np.repeat(segments.lengths, segments.lengths)
 
     return segments.derived("places from end", device, make)
 
@@ -317,7 +315,6 @@ def written_out(
     if pattern.sinks is not None:
         sink = pattern.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink], -1)
-    # Rows of padding attend to nothing: their softmax is NaN, and 0 takes its place.
-    weights = scores.softmax(-1)[..., : visible.shape[1]].masked_fill(~visible, 0)
+    weights = scores.softmax(-1)[..., : visible.shape[1]]
     weights = torch.dropout(weights, dropout, train=dropout > 0)
     return (weights.to(v_nNLH.dtype) @ v_nNLH).transpose(1, 2)

@@ -113,12 +113,12 @@ class GatheredKV:
 
     @cached_property
     def queries(self) -> Segments:
-        """The segments of the part that have tokens in it."""
+        """The segments of the part that have tokens in it. They cover it."""
         return Segments.from_lengths([length for length in self._local.lengths if length])
 
     @cached_property
     def keys(self) -> Segments:
-        """Of each of these segments its real tokens from its start, on any rank, to its last one in the part."""
+        """Of each of these segments its tokens from its start, on any rank, to its last one in the part."""
         starts, stops = self._spans
         return Segments.from_lengths((stops - starts).tolist())
 
@@ -131,16 +131,12 @@ class GatheredKV:
     def attend(self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor) -> torch.Tensor:
         """[t, N, H] of this rank's tokens, any numbers of heads."""
         kv_TF = self._ranks.all_gather(torch.cat([k_tKH.flatten(1), v_tKH.flatten(1)], 1), ATTENTION)
-        if not self._local.num_tokens:  # padding alone; others block on the gradient of what they gathered
-            return q_tNH.new_zeros(*q_tNH.shape[:2], v_tKH.shape[2]) + q_tNH[:0].sum() + kv_TF[:0].sum()
         kv_SF = kv_TF.index_select(0, self.index(kv_TF.device))
         k_SKH, v_SKH = (
             part.unflatten(1, x.shape[1:])
             for part, x in zip(kv_SF.split([k_tKH[0].numel(), v_tKH[0].numel()], 1), (k_tKH, v_tKH), strict=True)
         )
-        real = self._local.real_index(q_tNH.device)
-        out_rNH = attend(q_tNH.index_select(0, real), k_SKH, v_SKH, self.queries, keys=self.keys)
-        return out_rNH.new_zeros(len(q_tNH), *out_rNH.shape[1:]).index_copy(0, real, out_rNH)
+        return attend(q_tNH, k_SKH, v_SKH, self.queries, keys=self.keys)
 
     @property
     def _local(self) -> Segments:

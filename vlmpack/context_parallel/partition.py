@@ -170,7 +170,6 @@ class Partition:
             lengths=tuple((ends - starts[:-1]).tolist()),
             slots=tuple(np.diff(starts).tolist()),
             total=self.local_total,
-            num_kernel_boundaries=None,
         )
 
 

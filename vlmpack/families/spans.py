@@ -137,7 +137,7 @@ def prefixes_of_row(column_1T: torch.Tensor, segments: Segments, known: Sequence
     compared = len(known) == segments.num_samples and not on_host(column_1T)
     column_T = np.zeros(0) if compared else column_1T[0].cpu().numpy()
     runs, expected_T = [], np.zeros(segments.total, np.int64)
-    for sample, (start, stop) in enumerate(segments.spans):
+    for sample, (start, stop) in enumerate(segments.spans[: segments.num_samples]):
         length = known[sample] if compared else prefix_length(column_T[start:stop])
         expected_T[start + length : stop] = 1
         runs += [(start, start + length)] if length else []

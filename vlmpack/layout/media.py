@@ -181,7 +181,7 @@ class _Found:
         self.name, self.segments = KINDS[kind], segments
         begins_T = np.ones(len(types_T), bool)
         np.not_equal(types_T[1:], types_T[:-1], out=begins_T[1:])
-        begins_T[[edge for edge in segments.kernel if edge < segments.total]] = True
+        begins_T[[edge for span in segments.spans for edge in span if edge < segments.total]] = True
         edges = np.append(np.flatnonzero(begins_T), len(types_T))
         of_kind = types_T[edges[:-1]] == kind
         self.starts, self.stops = edges[:-1][of_kind], edges[1:][of_kind]
@@ -189,7 +189,8 @@ class _Found:
         ends = np.asarray([stop for _, stop in segments.spans], np.int64)
         # where slots end, so that a sample of no tokens holds none
         samples = np.searchsorted(np.asarray(segments.stride[1:], np.int64), self.starts, side="right")
-        self.samples = np.where(self.starts < np.append(ends, 0)[samples], samples, _PADDING)
+        is_inside = (self.starts < np.append(ends, 0)[samples]) & (samples < segments.num_samples)
+        self.samples = np.where(is_inside, samples, _PADDING)
 
 
 _PADDING = -1

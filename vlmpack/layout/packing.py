@@ -1,8 +1,13 @@
-"""Pack a [B, S] batch into a [1, T] row and unpack it: one copy or one gather a tensor in each direction."""
+"""Pack a [B, S] batch into a [1, T] row and unpack it: one copy or one gather a tensor in each direction.
+
+A model computes rows without gaps: `without_gaps` leaves padding between samples out, `Compact.spread` puts results
+back where the tokens are in the row.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
@@ -113,6 +118,67 @@ def unpack(
     return torch.where(keep, flat.view(shape), torch.full((), fill, dtype=tensor.dtype, device=tensor.device))
 
 
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Compact:
+    """A row as a model computes it: its samples one after the other, padding behind them."""
+
+    row: PackedRow
+    """That row, of T' tokens."""
+    given: PackedRow
+    """The row that it was made of, of T tokens."""
+    index: torch.Tensor | None = None
+    """int64 [T']: where in the given row each token is; None: at the same place."""
+
+    def spread(self, tensor: torch.Tensor, *, token_dim: int = 1) -> torch.Tensor:
+        """Results of T' tokens along `token_dim` as T of the given row, 0 on padding. Differentiable."""
+        if self.index is None:
+            return tensor
+        count, shape = self.given.segments.num_tokens, list(tensor.shape)
+        shape[token_dim] = self.given.segments.total
+        real = tensor.narrow(token_dim, 0, count)
+        return tensor.new_zeros(shape).index_copy(token_dim, self.index[:count], real)
+
+    def place(self, index: torch.Tensor) -> torch.Tensor:
+        """Where in the given row these tokens are, int64."""
+        return index if self.index is None else self.index.index_select(0, index)
+
+
+@outside_graph
+def without_gaps(row: PackedRow, rule: SlotRule | None = None) -> Compact:
+    """Leave out the padding between the samples of a row, see `Segments.without_gaps`."""
+    segments = row.segments.without_gaps(rule)
+    if segments is row.segments:
+        return Compact(row=row, given=row)
+    if row.segments.slots == row.segments.lengths:
+        return Compact(row=replace(row, segments=segments), given=row)
+    index = row.segments.derived(("without gaps", segments.total), row.input_ids.device, lambda: _kept(row, segments))
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.index_select(-1, index.to(tensor.device))
+
+    def optional(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else take(tensor)
+
+    kept = replace(
+        row,
+        input_ids=take(row.input_ids),
+        segments=segments,
+        shift_labels=optional(row.shift_labels),
+        shift_weights=optional(row.shift_weights),
+        position_ids=optional(row.position_ids),
+        mm_token_type_ids=optional(row.mm_token_type_ids),
+        extras={name: take(tensor) for name, tensor in row.extras.items()},
+    )
+    return Compact(row=kept, given=row, index=index)
+
+
+def _kept(row: PackedRow, segments: Segments) -> np.ndarray:
+    """int64 [T']: the real tokens, and as much padding as the row keeps."""
+    padding = np.flatnonzero(row.segments.padding_mask().numpy())
+    return np.concatenate([row.segments.real_index().numpy(), padding])[: segments.total]
+
+
 # ---------------------------------------------------------------------- what is where in the batch
 
 
@@ -221,7 +287,7 @@ class _Take:
         if self._index is None:
             self._index = self._row_index(tensor.device)
         row = tensor.flatten(-2).index_select(-1, self._index).unsqueeze(-2)
-        return row.masked_fill_(self._segments.padding_mask(row.device), fill) if self._segments.has_gaps else row
+        return row.masked_fill_(self._segments.padding_mask(row.device), fill) if self._segments.has_padding else row
 
     def targets(self, labels: torch.Tensor) -> torch.Tensor:
         """`shift_labels` of the row of `labels`; joined on the host they take no further pass over the row."""

@@ -176,7 +176,7 @@ def check_without_padding(segments: Segments) -> None:
     Raises:
         LayoutError: there are some.
     """
-    if segments.has_gaps or len(segments.lengths) != segments.num_samples:
+    if segments.has_padding or len(segments.lengths) != segments.num_samples:
         raise LayoutError(
             f"a row whose samples share prefixes has no padding, but this one has {segments.num_tokens} real tokens in "
             f"{segments.total}, {segments.num_samples} samples in {len(segments.lengths)} segments: what goes through "

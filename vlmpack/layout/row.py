@@ -123,7 +123,7 @@ class PackedRow:
         batch = self.step_inputs()
         if batch.pop("shift_labels") is not None:
             batch["labels"] = self.labels
-        alone = self.segments.num_samples == 1 and not self.segments.has_gaps and self.shift_weights is None
+        alone = self.segments.num_samples == 1 and not self.segments.has_padding and self.shift_weights is None
         return batch if alone else {**batch, "use_cache": OnlyPacked()}
 
     @property
@@ -204,7 +204,7 @@ def _segments_from(batch: Mapping[str, Any], *, total: int) -> Segments:
         raise LayoutError("a packed row needs its boundaries: cu_seqlens_q (and cu_seqlens_q_padded if it has gaps)")
     segments = Segments.from_boundaries(real, batch.get("cu_seqlens_q_padded"), total=total)
     placed = any(batch.get(name) is not None for name in ("cu_seqlens_q_padded", "moe_padding_mask"))
-    if segments.has_gaps and not placed:
+    if segments.has_padding and not placed:
         raise LayoutError(
             f"cu_seqlens_q ends at {segments.num_tokens}, but the row is {total} tokens wide, and nothing says whether "
             "its padding lies between the samples or behind the last one: give cu_seqlens_q_padded too (the same "
@@ -322,7 +322,7 @@ def check_none_on_padding(labels: torch.Tensor, segments: Segments, message: str
     Raises:
         LayoutError: some has (an accelerator asserts the same, asynchronously).
     """
-    if segments.has_gaps:
+    if segments.has_padding:
         stray = (labels != IGNORE) & segments.padding_mask(labels.device)
         require(~stray.any(), message, LayoutError)
 
@@ -330,7 +330,7 @@ def check_none_on_padding(labels: torch.Tensor, segments: Segments, message: str
 @outside_graph
 def _without_predecessor(segments: Segments, device: torch.device | str) -> torch.Tensor:
     """int64 [n]: first tokens, and all padding."""
-    if not segments.has_gaps:
+    if not segments.has_padding:
         return segments.first_tokens(device)
     return segments.derived(
         "without_predecessor", device, lambda: np.flatnonzero(segments.position_in_segment().numpy() == 0)
@@ -338,7 +338,7 @@ def _without_predecessor(segments: Segments, device: torch.device | str) -> torc
 
 
 def _without_successor(segments: Segments, depth: int) -> np.ndarray:
-    if depth == 1 and not segments.has_gaps:
+    if depth == 1 and not segments.has_padding:
         return segments.last_tokens().numpy()
     starts = np.asarray((*segments.stride, segments.total), np.int64)
     stops = starts[:-1] + np.asarray((*segments.lengths, 0))

@@ -5,7 +5,9 @@ Lengths [3, 5, 2], slots a multiple of 4:
     row      a a a .  b b b b b . . .  c c . .
     real     [0, 3, 8, 10]               cu_seqlens:        cumulative tokens attended
     stride   [0, 4, 12, 16]              cu_seqlens_padded: where slots start in the row
-    kernel   [0, 3, 4, 9, 12, 14, 16]    every pad tail is a segment of its own
+
+A model computes rows without gaps (`without_gaps`): samples one after the other, and behind them the padding that a
+width needs, as segments that belong to no sample.
 
 G segments, T row tokens (`total`), R real tokens (`num_tokens`).
 """
@@ -26,9 +28,9 @@ import torch
 from vlmpack.errors import LayoutError
 from vlmpack.layout.device import outside_graph, to_device
 
-PAD_PIECE = 128
-"""A pad run longer than this is cut, for attention kernels, into pieces of this many tokens: n tokens of
-padding then cost n * 128 pairs, not n * n."""
+TAIL_PIECE = 128
+"""Padding behind the samples goes through a model in segments of at most this many tokens: n tokens then cost n * 128
+pairs, not n * n."""
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 """The number format of matrix products."""
@@ -147,14 +149,6 @@ def missing_segments(count: int, rule: SlotRule) -> int:
     return rule.max_segments - count
 
 
-def kernel_bound(total: int, rule: SlotRule) -> int | None:
-    """The most boundaries that `kernel` can have under `rule`, so that its tensor keeps one shape."""
-    if rule.max_segments is None:
-        return None
-    tails = round_up(rule.multiple - 1, PAD_PIECE) // PAD_PIECE
-    return 1 + rule.max_segments * (1 + tails) + round_up(total, PAD_PIECE) // PAD_PIECE
-
-
 def checked_boundaries(values: torch.Tensor | np.ndarray | Sequence[int], name: str) -> tuple[int, ...]:
     """Convert `values` to python ints, G + 1 of them for G segments; a host-device sync for a tensor on a device.
 
@@ -200,9 +194,7 @@ class Segments:
     total: int
     """Width T of the row, at least `sum(slots)`; the rest is the row's tail and belongs to no sample."""
     num_samples: int
-    """The leading segments that are samples; those after them are repeated final boundaries."""
-    num_kernel_boundaries: int | None = None
-    """Fixed length of `kernel` (the final boundary is repeated up to it), for CUDA graphs."""
+    """The leading segments that are samples; those after them are repeated final boundaries, or padding."""
 
     # ------------------------------------------------------------------ constructors
 
@@ -232,7 +224,6 @@ class Segments:
             slots=slots + (0,) * extra,
             total=total,
             num_samples=len(lengths),
-            num_kernel_boundaries=kernel_bound(total, rule),
         )
         return segments.without_tail() if rule.tail_in_slot else segments
 
@@ -284,6 +275,23 @@ class Segments:
         slots = (*self.slots[:last], self.slots[last] + tail, *self.slots[last + 1 :])
         return replace(self, slots=slots) if tail else self
 
+    def without_gaps(self, rule: SlotRule | None = None) -> Segments:
+        """The boundaries under which a model computes these samples: each behind the last, padding behind all of them.
+
+        A row without gaps keeps its width. Gaps between samples are left out, unless the row has the fixed width of
+        `rule`; what is left is rounded up to its `row_multiple`. Padding is cut into segments, of which rows of a fixed
+        number of segments have as many whatever their samples are.
+        """
+        rule, total = rule or SlotRule(), self.total
+        if self.slots != self.lengths and total != rule.pad_to:
+            total = min(total, round_up(max(self.num_tokens, 1), rule.row_multiple))
+        tail, is_fixed = total - self.num_tokens, len(self.lengths) > self.num_samples
+        if not tail and not is_fixed and self.slots == self.lengths:
+            return self
+        pieces = -(-total // TAIL_PIECE) if is_fixed else -(-tail // TAIL_PIECE)
+        cut = tuple(min(max(tail - at * TAIL_PIECE, 0), TAIL_PIECE) for at in range(pieces))
+        return replace(self, lengths=self.lengths + cut, slots=self.lengths + cut, total=total)
+
     # ------------------------------------------------------------------ on the host
 
     @cached_property
@@ -301,20 +309,6 @@ class Segments:
         """(start, stop) in the row of each segment's real tokens, G pairs."""
         return tuple((start, start + n) for start, n in zip(self.stride, self.lengths, strict=False))
 
-    @cached_property
-    def kernel(self) -> tuple[int, ...]:
-        """Boundaries for varlen attention kernels: they cover the whole row, pad runs as segments of their own.
-
-        A kernel whose boundaries end before the row does leaves rows of its outputs and gradients unwritten.
-        """
-        edges = [0]
-        for (start, stop), slot in zip(self.spans, self.slots, strict=True):
-            edges += [stop, *_pad_edges(stop, start + slot)]
-        edges += _pad_edges(edges[-1], self.total)
-        edges = [0] + [b for a, b in pairwise(edges) if b > a]
-        missing = (self.num_kernel_boundaries or 0) - len(edges)
-        return tuple(edges) + (edges[-1],) * max(missing, 0)
-
     @property
     def max_length(self) -> int:
         """Longest segment in real tokens."""
@@ -325,19 +319,19 @@ class Segments:
         """Widest slot in tokens."""
         return max(self.slots)
 
+    @property
+    def sample_lengths(self) -> tuple[int, ...]:
+        """Tokens of each sample."""
+        return self.lengths[: self.num_samples]
+
     @cached_property
-    def max_kernel_length(self) -> int:
-        """Longest stretch between two boundaries of `kernel`, in tokens."""
-        return max(b - a for a, b in pairwise(self.kernel))
-
-    @property
     def num_tokens(self) -> int:
-        """Real tokens R of the row."""
-        return sum(self.lengths)
+        """Real tokens R of the row, those of its samples."""
+        return sum(self.sample_lengths)
 
     @property
-    def has_gaps(self) -> bool:
-        """True if any position of the row is padding."""
+    def has_padding(self) -> bool:
+        """True if any position of the row belongs to no sample."""
         return self.num_tokens != self.total
 
     @cached_property
@@ -356,26 +350,23 @@ class Segments:
         size 2    a a | a .   b b | b b | b . . .   c c . .        padding is in the last chunk's slot
         """
         if size not in self._chunks:
-            is_uncut = self.max_length <= size and self.num_kernel_boundaries is None  # a fixed number stays fixed
-            self._chunks[size] = self if is_uncut else self._cut(size)
+            self._chunks[size] = self if self.max_length <= size else self._cut(size)
         return self._chunks[size]
 
     def _cut(self, size: int) -> Segments:
         wholes = [max(length - 1, 0) // size for length in self.lengths]
         rows = list(zip(wholes, self.lengths, self.slots, strict=True))
-        bound = self.num_kernel_boundaries
         return Segments(
             lengths=tuple(n for whole, length, _ in rows for n in (*(size,) * whole, length - whole * size)),
             slots=tuple(n for whole, _, slot in rows for n in (*(size,) * whole, slot - whole * size)),
             total=self.total,
-            num_samples=sum(wholes) + len(self.lengths),
-            num_kernel_boundaries=None if bound is None else bound + self.total // size,
+            num_samples=sum(wholes[: self.num_samples]) + self.num_samples,
         )
 
     @property
     def attended_pairs(self) -> int:
-        """Query-key pairs of causal attention inside the segments: the sum of n (n + 1) / 2."""
-        return sum(n * (n + 1) // 2 for n in self.lengths)
+        """Query-key pairs of causal attention inside the samples: the sum of n (n + 1) / 2."""
+        return sum(n * (n + 1) // 2 for n in self.sample_lengths)
 
     @property
     def slots_and_tail(self) -> tuple[int, ...]:
@@ -392,10 +383,6 @@ class Segments:
         """`stride` as int32 [G + 1]."""
         return self.derived("stride", device, lambda: np.asarray(self.stride, np.int32))
 
-    def kernel_seqlens(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """`kernel` as int32 [any]."""
-        return self.derived("kernel", device, lambda: np.asarray(self.kernel, np.int32))
-
     def seq_idx(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """int32 [T]: the segment whose slot holds each token; G (one past the last) on the row's tail."""
         return self.derived("seq_idx", device, self._seq_idx)
@@ -409,7 +396,7 @@ class Segments:
         return self.derived("real_index", device, self._real_index)
 
     def position_in_segment(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int64 [T]: 0, 1, 2, ... from each slot's start; 0 on padding."""
+        """int64 [T]: 0, 1, 2, ... from each segment's start; 0 outside segments."""
         return self.derived("position", device, self._position)
 
     def first_tokens(self, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -424,16 +411,16 @@ class Segments:
         return np.repeat(np.arange(len(self.lengths) + 1, dtype=np.int32), self.slots_and_tail)
 
     def _padding(self) -> np.ndarray:
-        mask = np.full(self.total, self.has_gaps)
-        for start, stop in self.spans if self.has_gaps else ():
+        mask = np.full(self.total, self.has_padding)
+        for start, stop in self.spans[: self.num_samples] if self.has_padding else ():
             mask[start:stop] = False
         return mask
 
     def _real_index(self) -> np.ndarray:
-        return ranges(np.asarray(self.stride[:-1], np.int64), np.asarray(self.lengths, np.int64))
+        return ranges(np.asarray(self.stride[: self.num_samples], np.int64), np.asarray(self.sample_lengths, np.int64))
 
     def _position(self) -> np.ndarray:
-        if not self.has_gaps:  # copies of one range: less memory is touched than by `ranges`
+        if self.real[-1] == self.total:  # copies of one range: less memory is touched than by `ranges`
             longest = np.arange(self.max_length)
             return np.concatenate([longest[:n] for n in self.lengths])
         return np.where(self._padding(), 0, ranges(0, np.asarray(self.slots_and_tail, np.int64)))
@@ -459,11 +446,6 @@ class Segments:
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the fields alone: a DataLoader worker ships a few ints, and derived tensors are computed again."""
         return {field.name: self.__dict__[field.name] for field in fields(self)}
-
-
-def _pad_edges(start: int, stop: int) -> list[int]:
-    """Boundaries after `start` that cut the pad run [start, stop) into pieces of at most PAD_PIECE."""
-    return [*range(start + PAD_PIECE, stop, PAD_PIECE), stop] if stop > start else []
 
 
 def ranges(starts: np.ndarray | int, lengths: np.ndarray, dtype: type[np.integer] = np.int64) -> np.ndarray:

@@ -21,7 +21,7 @@ from torch import nn
 
 from vlmpack.errors import ConfigError, check_whole_number
 from vlmpack.layout.device import outside_graph
-from vlmpack.layout.packing import unpack
+from vlmpack.layout.packing import Compact, unpack
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.sharing import ReadMedia, share
 from vlmpack.model.engine import PackingState, backbone_inputs, finish, packing_state, setup_row, stored_state
@@ -44,7 +44,9 @@ class _Caller:
     """The batch of a call, in whose shape the hidden states go back."""
 
     setup: RowSetup
-    """The row that was made of it."""
+    """The row that goes through the model."""
+    compact: Compact
+    """The same, and the row that was made of the batch."""
     mask: torch.Tensor
     """bool [B, S]: real tokens."""
     offsets: tuple[int, ...] | None
@@ -52,16 +54,14 @@ class _Caller:
 
     def in_shape(self, part_t: torch.Tensor) -> torch.Tensor:
         """[t, ...] of the tokens that were computed as [B, S, ...], 0 on padding."""
-        row = self.setup.part.gather(part_t)[None]
+        row = self.compact.spread(self.setup.part.gather(part_t)[None])
         if self.offsets is None:
             return row
-        return unpack(row, self.setup.row.segments, width=self.mask.shape[1], offsets=self.offsets)
+        return unpack(row, self.compact.given.segments, width=self.mask.shape[1], offsets=self.offsets)
 
     def of_real_tokens(self, part_t: torch.Tensor) -> torch.Tensor:
-        """[t, E] of the real tokens that were computed as [B · S, E], 0 on padding."""
-        values = self.setup.part.for_each_sample(part_t)
-        if not self.setup.row.segments.num_tokens:  # the experts got padding
-            values = values[:0]
+        """[t, E] of the tokens that were computed as [B · S, E], 0 on padding."""
+        values = self.setup.part.for_each_sample(part_t)[: self.compact.given.segments.num_tokens]
         places = self.mask.reshape(-1).nonzero()[:, 0]
         return values.new_zeros(self.mask.numel(), *values.shape[1:]).index_put((places,), values)
 
@@ -102,9 +102,10 @@ class _BackboneHooks:
         real = ~row.segments.padding_mask(row.input_ids.device)[None] if handed_row else mask != 0
         if not handed_row and self._min_shared is not None:
             row = _shared(row, self._min_shared, state.family.media_reader(model.core.config))
-        setup = setup_row(model, row, parallel=state.parallel, backend=state.config.attention)
+        compact = state.compact(row)
+        setup = setup_row(model, compact.row, parallel=state.parallel, backend=state.config.attention)
         packed = backbone_inputs(setup, state.mechanisms, rope_segments=None)
-        packed[CONTEXT].entries[_ENTRY] = _Caller(setup=setup, mask=real, offsets=offsets)
+        packed[CONTEXT].entries[_ENTRY] = _Caller(setup=setup, compact=compact, mask=real, offsets=offsets)
         packed["return_dict"] = True
         return packed | ({"output_router_logits": bool(routers)} if state.family.has("experts") else {})
 

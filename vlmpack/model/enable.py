@@ -24,7 +24,6 @@ from vlmpack.model.loss_count import LossCount
 from vlmpack.model.mechanisms import Mechanism, ModelParts, base_of, is_subclassed
 from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.audio import Audio
-from vlmpack.model.mechanisms.experts import Experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.llama4 import InnerHead, QueryScale
 from vlmpack.model.mechanisms.per_sample import PerSample
@@ -38,7 +37,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 MECHANISMS: tuple[Mechanism, ...] = (
     *(GatedDelta(), ShortConv(), PerSample(), QueryScale()),
-    *(Audio(), Vision(), Experts(), Attention(), InnerHead()),
+    *(Audio(), Vision(), Attention(), InnerHead()),
 )
 """All that packing supports. A family's descriptor names those that its layers have."""
 

@@ -18,6 +18,7 @@ from vlmpack.errors import ConfigError, LayoutError, check_kind
 from vlmpack.families.family import Family
 from vlmpack.layout.device import around_graph, on_host, outside_graph
 from vlmpack.layout.media import IMAGE, VIDEO, Grid
+from vlmpack.layout.packing import Compact, without_gaps
 from vlmpack.layout.row import IGNORE, PackedRow, check_none_on_padding
 from vlmpack.layout.segments import Segments, SlotRule
 from vlmpack.model.head import Scoring, score_targets, target_positions
@@ -82,6 +83,20 @@ class PackingState:
         """The enabled model and its parts."""
         return ModelParts(family=self.family, core=core, shares_rows=self.parallel is not None)
 
+    @property
+    def slots(self) -> SlotRule:
+        """The rule of its rows, which ranks that share them can cut."""
+        return self.config.slots if self.parallel is None else self.parallel.slots(self.config.slots)
+
+    def compact(self, row: PackedRow) -> Compact:
+        """A row as the model computes it.
+
+        Raises:
+            LayoutError: a target on padding, of a row that was made by hand.
+        """
+        check_targets(row)
+        return without_gaps(row, self.slots)
+
     def check(self, core: Any, *, attached: bool) -> None:
         """Look at a model again: parts of it may have been exchanged.
 
@@ -131,7 +146,7 @@ def run_row(
     balance: bool = False,
     scoring: Scoring | None = None,
 ) -> StepResult:
-    """Compute one row.
+    """Compute one row: without gaps between its samples. Results are those of the row as it was given.
 
     Args:
         core: a `...ForConditionalGeneration` or `...ForCausalLM` with packing enabled.
@@ -146,7 +161,10 @@ def run_row(
         scoring: what the head computes of each target; None: its log-probability.
     """
     config, family, model = state.config, state.family, state.parts_of(core)
-    setup = setup_row(model, row, parallel=state.parallel, backend=config.attention)
+    compact = state.compact(row)
+    if rope_segments is not None:
+        rope_segments = rope_segments.without_gaps(state.slots)
+    setup = setup_row(model, compact.row, parallel=state.parallel, backend=config.attention)
     inputs = backbone_inputs(setup, state.mechanisms, rope_segments=rope_segments)
     recorded = balance or config.z_loss_coef > 0
     if family.has("experts"):
@@ -169,10 +187,18 @@ def run_row(
         routers = router_statistics(tuple(logits_of_layers), hidden, setup, **settings)
     settings = {"routers": routers, "logits": logits, "work": work, "scoring": scoring or Scoring()}
     result = _result(hidden, setup, config, num_items_in_batch, **settings)
-    if hidden_states:
-        states = tuple(None if x is None else setup.part.gather(x[0])[None] for x in output.hidden_states)
-        result = replace(result, row_hidden_states=states)
-    return replace(result, row_last_hidden=setup.part.gather(hidden[0])[None]) if last_hidden else result
+
+    def of_row(part_1tX: torch.Tensor | None) -> torch.Tensor | None:
+        return None if part_1tX is None else compact.spread(setup.part.gather(part_1tX[0])[None])
+
+    return replace(
+        result,
+        segments=row.segments,
+        target_index=compact.place(result.target_index),
+        row_logits=None if result.row_logits is None else compact.spread(result.row_logits),
+        row_hidden_states=tuple(map(of_row, output.hidden_states)) if hidden_states else None,
+        row_last_hidden=of_row(hidden) if last_hidden else None,
+    )
 
 
 @contextmanager
@@ -402,17 +428,22 @@ def _result(
     )
 
 
+def check_targets(row: PackedRow) -> None:
+    """Refuse a target on padding, of a row that was made by hand: a LayoutError."""
+    if row.shift_labels is not None:
+        message = "shift_labels has targets on padding, which belongs to no sample; set them to -100 there"
+        check_none_on_padding(row.shift_labels, row.segments, message)
+
+
 def targets_of(row: PackedRow, num_targets: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """(shifted labels [1, T], -100 everywhere where the row has none; int64 [L]: the places of targets).
 
     Raises:
-        LayoutError: a target on padding, of a row that was made by hand; or `num_targets` is another number.
+        LayoutError: `num_targets` is another number.
     """
     labels = row.shift_labels
     if labels is None:
         labels, num_targets = torch.full_like(row.input_ids, IGNORE), 0
-    message = "shift_labels has targets on padding, which belongs to no sample; set them to -100 there"
-    check_none_on_padding(labels, row.segments, message)
     return labels, target_positions(labels, num_targets)
 
 

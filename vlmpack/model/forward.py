@@ -21,7 +21,6 @@ from vlmpack.layout.batch import METADATA_KEY, HostMetadata, OnlyPacked, PaddedB
 from vlmpack.layout.device import around_graph, outside_graph, require, to_device
 from vlmpack.layout.packing import pack
 from vlmpack.layout.row import IGNORE, PackedRow
-from vlmpack.layout.segments import SlotRule
 from vlmpack.model.engine import PackingState, packing_state, run_row, stored_state
 from vlmpack.model.head import Scoring
 from vlmpack.model.loss_count import CountsTargets, begin_batch
@@ -207,9 +206,7 @@ def row_of(model: ModelParts, inputs: dict[str, Any], state: PackingState, *, is
     inputs |= _whole_columns(inputs)
     if is_row:
         return _row_in(inputs, state.family)
-    slots = state.config.slots if state.parallel is None else state.parallel.slots(state.config.slots)
-    pad_token_id = state.family.text_config(model.core.config).pad_token_id
-    return _packed_batch(inputs, slots, state, pad_token_id)
+    return _packed_batch(inputs, state, state.family.text_config(model.core.config).pad_token_id)
 
 
 @outside_graph
@@ -354,7 +351,7 @@ def _row_in(inputs: dict[str, Any], family: Family) -> PackedRow:
 
 
 @outside_graph
-def _packed_batch(inputs: dict[str, Any], slots: SlotRule, state: PackingState, pad_token_id: int | None) -> PackedRow:
+def _packed_batch(inputs: dict[str, Any], state: PackingState, pad_token_id: int | None) -> PackedRow:
     if inputs.get("cu_seqlens_q_padded") is not None:
         raise ConfigError(
             "cu_seqlens_q_padded belongs to a packed row, which has cu_seqlens_q too and no attention_mask; a padded "
@@ -366,7 +363,7 @@ def _packed_batch(inputs: dict[str, Any], slots: SlotRule, state: PackingState, 
             "are shifted when its place in the row is known"
         )
     batch = PaddedBatch.from_hf(inputs, extras=columns_in(inputs, state.family), media=state.family.media)
-    row = pack(batch, rule=slots, keep_empty=state.config.keep_empty, pad_token_id=pad_token_id or 0)
+    row = pack(batch, rule=state.slots, keep_empty=state.config.keep_empty, pad_token_id=pad_token_id or 0)
     if (mask := inputs.get("moe_padding_mask")) is not None:
         _check_padding_mask(
             mask, batch.attention_mask == 0, "attention_mask; leave moe_padding_mask out, it is derived"

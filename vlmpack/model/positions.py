@@ -121,7 +121,7 @@ def _check_types(column: torch.Tensor, types: torch.Tensor, segments: Segments, 
             "it out, it is made from input_ids"
         )
     differs = column != types
-    if segments.has_gaps:
+    if segments.has_padding:
         differs = differs & ~segments.padding_mask(types.device)
     message = (
         f"mm_token_type_ids contradicts input_ids: it has to be {family.type_values}and 0 elsewhere; leave it out, it "

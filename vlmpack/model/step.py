@@ -43,7 +43,7 @@ from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundaries
 from vlmpack.layout.sharing import check_unshared
 from vlmpack.model.enable import enable_packing
-from vlmpack.model.engine import StepConfig, divisor, stored_state, targets_of
+from vlmpack.model.engine import StepConfig, check_targets, divisor, stored_state, targets_of
 from vlmpack.model.forward import COLUMNS, STEP, WEIGHTS, StepCall
 from vlmpack.model.head import Scoring
 from vlmpack.model.plain import find_model
@@ -462,6 +462,7 @@ class ThdStep:
             ConfigError: neither losses nor logits of these tokens, or losses without labels.
         """
         row = inputs.row
+        check_targets(row)
         labels, index = targets_of(row, row.known_metadata.num_targets)
         output, aux_loss = _main_output(output, inputs, labels)
         logits = output if output.ndim == 3 else None
@@ -521,7 +522,7 @@ class ThdStep:
         """Refuse what this row has and the model would ignore, and slots that ranks cannot share."""
         check_unshared(row, "a model that takes boundaries")
         segments, rule = row.segments, self.slots
-        if segments.has_gaps:
+        if segments.has_padding:
             self._check_padding(f"the row has {segments.total - segments.num_tokens} tokens of padding")
         for sample, slot in enumerate(segments.slots):
             if slot % rule.multiple:

@@ -389,7 +389,7 @@ def _check_model_inputs(
     setup: ProbeSetup, packed: PackedPass, found: Difference, token_indices: Sequence[torch.Tensor]
 ) -> Check:
     """Compare what reaches the model with the samples; of a tree the tokens on each path, and its distinct media."""
-    samples, width = setup.samples, packed.segments(setup.samples).total
+    samples, width = setup.samples, packed.computed(setup.samples).total
     media = media_of([*map(frames_as_images, samples)]).to_hf()
     if packed.circumstance.shares:
         row = packed.row(samples)

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vlmpack.layout.media import AUDIO
 from vlmpack.model.mechanisms import ModelParts
-from vlmpack.model.mechanisms.experts import expert_layers
+from vlmpack.model.mechanisms.experts import expert_blocks
 from vlmpack.model.plain import CACHES
 from vlmpack.probing.forward_passes import ForwardPass, ForwardResult, ProbedModel
 from vlmpack.probing.report import Cause
@@ -66,7 +66,7 @@ def roles_of(probed: ProbedModel) -> dict[str, str | None]:
     family, core = probed.family, probed.core
     parts, names = ModelParts(family=family, core=core), {module: name for name, module in core.named_modules()}
     text, audio = family.text_path, None if family.audio is None else family.audio.path
-    whole: dict[str, str | None] = {names[layer.block]: "router" for layer in expert_layers(parts)}
+    whole: dict[str, str | None] = {names[block]: "router" for block in expert_blocks(parts)}
     whole |= {names[layer]: DELTA for layer in parts.layer_parts("gated_delta")}
     whole |= {names[layer]: "conv taps" for layer in parts.layer_parts("short_conv")}
     if family.has("per_sample"):
@@ -197,8 +197,6 @@ class Difference:
     """The gated delta layers."""
     routed: dict[str, list[int]] = field(default_factory=dict)
     """Tokens that each module of experts was sent, call by call."""
-    on_padding: dict[str, int] = field(default_factory=dict)
-    """Tokens of padding of which a block with experts gave something."""
     caches: int = 0
     """Decoder layers that were given a cache."""
     result: ForwardResult | None = None
@@ -236,8 +234,6 @@ def compare_modules(
             found.delta[name] = ModuleCall(module=module, args=args, kwargs=kwargs)
         flat, structure = tree_flatten(output)
         tensors = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
-        if roles[name] == "router":
-            found.on_padding[name] = _given_to_padding(flat[tensors[0]], token_indices)
         for parts in _candidates(name, at, references, is_vision=roles[name] == "vision"):
             aligned = [
                 _align(flat[i], [(n, x[k]) for n, x in parts if k < len(x)], token_indices)
@@ -392,8 +388,9 @@ def _watched(probed: ProbedModel, found: Difference) -> Iterator[None]:
     layers = family.language_model(probed.core).get_submodule("layers").children()
     handles = [family.backbone(probed.core).register_forward_pre_hook(note_inputs, with_kwargs=True)]
     handles += [layer.register_forward_pre_hook(note_cache, with_kwargs=True) for layer in layers]
-    for at, layer in enumerate(expert_layers(ModelParts(family=family, core=probed.core))):
-        for experts in layer.experts:
+    for at, block in enumerate(expert_blocks(ModelParts(family=family, core=probed.core))):
+        # one module, or one for text and one for images
+        for experts in (part for name, part in block.named_modules() if name.rpartition(".")[2] == "experts"):
 
             def note(*call: Any, name: str = f"expert block {at}") -> None:
                 note_tokens(name, *call)
@@ -404,14 +401,6 @@ def _watched(probed: ProbedModel, found: Difference) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _given_to_padding(output: torch.Tensor, token_indices: Sequence[torch.Tensor]) -> int:
-    """Count the tokens of no sample of which a block gave anything."""
-    rows = output.detach().reshape(-1, output.shape[-1])
-    is_padding = torch.ones(len(rows), dtype=torch.bool)
-    is_padding[torch.cat([*token_indices])] = False
-    return int((rows[is_padding.to(rows.device)] != 0).any(-1).sum())
 
 
 # ---------------------------------------------------------------------- gated delta layers

@@ -276,6 +276,10 @@ class PackedPass:
         """Of the row."""
         return segments_of(samples, self.rule)
 
+    def computed(self, samples: Sequence[Sample]) -> Segments:
+        """Of the row as the model computes it."""
+        return self.segments(samples).without_gaps(self.rule)
+
     def inputs(self, samples: Sequence[Sample]) -> PaddedBatch | PackedRow:
         """Build the input of the step."""
         metadata = self.circumstance.metadata
@@ -363,7 +367,7 @@ class PlainRowPass:
         shape = "[1, T]" if self.rows == 1 else f"[{self.rows}, 1, T]"
         return f"one row, {shape} positions{cache}"
 
-    def segments(self, samples: Sequence[Sample]) -> Segments:
+    def computed(self, samples: Sequence[Sample]) -> Segments:
         """Without gaps."""
         return segments_of(samples)
 
@@ -372,7 +376,7 @@ class PlainRowPass:
         samples = [*map(frames_as_images, samples)]
         tokens = {name: torch.cat([sample[name] for sample in samples])[None] for name in ("input_ids", "labels")}
         inputs = {**tokens, **media_of(samples).to_hf()}
-        family, segments = self.probed.family, self.segments(samples)
+        family, segments = self.probed.family, self.computed(samples)
         types = family.media_types(inputs["input_ids"], self.probed.config)
         types = types.clamp(max=IMAGE) if family.videos_as_images else types
         row = PackedRow(

@@ -3,7 +3,7 @@
 packing          the tokens and media that reach the model are not those of the samples
 sample results   logits are right, and handed back at other positions
 cache            a layer is given one
-router           experts are sent padding, or give something of it; or their block's output differs
+router           experts are sent others than the row's tokens; or their block's output differs
 others           the output of the modules that `roles_of` says, each given right inputs
 """
 
@@ -17,7 +17,7 @@ import torch
 
 from vlmpack.layout.row import IGNORE
 from vlmpack.model.mechanisms import ModelParts
-from vlmpack.model.mechanisms.experts import expert_layers
+from vlmpack.model.mechanisms.experts import expert_blocks
 from vlmpack.model.result import StepResult
 from vlmpack.probing.difference import (
     DELTA,
@@ -108,7 +108,7 @@ def module_checks(
         _check("mask", masked, limit, finding),
         check_cache(found),
         *_delta_checks(found, errors, token_indices, limit, finding),
-        _check_router(found, errors, token_indices, limit),
+        _check_router(found, errors, limit),
         _check("vision", errors.get("vision"), limit, finding) if family.has_vision else Check.skipped("vision"),
         _check("audio", errors.get("audio"), limit, finding) if family.has_audio else Check.skipped("audio"),
     ]
@@ -182,22 +182,18 @@ def _delta_checks(
 def _check_router(
     found: Difference,
     errors: Mapping[str | None, Mapping[str, float]],
-    token_indices: Sequence[torch.Tensor],
     limit: float,
 ) -> Check:
-    """Check that experts get the tokens of samples and nothing else, that padding gets nothing, and what they give."""
+    """Check that experts get the tokens of the row and nothing else, and what they give."""
     if not found.routed:
         return Check.skipped("router")
-    real = len(torch.cat([*token_indices]).unique())
+    width = found.inputs["input_ids"].numel()
     for name, counts in found.routed.items():
-        if (routed := sum(counts)) != real:
-            padding = ": padding is routed and counted" if routed > real else ""
-            detail = f"{name} gets {routed} tokens, and {real} are real{padding}"
-            return Check.wrong("router", detail, value=routed, allowed=real)
-    if given := max(found.on_padding.values(), default=0):
-        return Check.wrong("router", f"{given} tokens of padding are computed", value=given, allowed=0)
+        if (routed := sum(counts)) != width:
+            detail = f"{name} gets {routed} tokens of a row of {width}"
+            return Check.wrong("router", detail, value=routed, allowed=width)
     check = _check("router", errors.get("router"), limit, "differs")
-    return check if check.is_bad else Check.of_mechanism("router", real, real, "")
+    return check if check.is_bad else Check.of_mechanism("router", width, width, "")
 
 
 # ---------------------------------------------------------------------- losses
@@ -379,7 +375,7 @@ def check_router_losses(
 
 def _router_gradients(loss: torch.Tensor, probed: ProbedModel) -> list[torch.Tensor]:
     """Of the parameters of each block that are not its experts'; none where nothing of it is trained."""
-    blocks = [layer.block for layer in expert_layers(ModelParts(family=probed.family, core=probed.core))]
+    blocks = expert_blocks(ModelParts(family=probed.family, core=probed.core))
     routers = [p for block in blocks for name, p in block.named_parameters() if "experts" not in name.split(".")]
     trained = [p for p in routers if p.requires_grad]
     if not trained or not loss.requires_grad:

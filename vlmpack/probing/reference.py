@@ -123,7 +123,8 @@ def held_choices(
 def token_indices_of(forward: ForwardPass, samples: Sequence[Sample]) -> list[torch.Tensor]:
     """int64 [L] of each sample: its tokens in a pass, in a tree's sequence along its path."""
     tree = forward.row(samples).tree if isinstance(forward, PackedPass) and forward.circumstance.shares else None
-    return [torch.arange(*span) for span in forward.segments(samples).spans] if tree is None else _paths(tree)
+    spans = forward.computed(samples).spans[: len(samples)]
+    return [torch.arange(*span) for span in spans] if tree is None else _paths(tree)
 
 
 def _paths(tree: PrefixTree) -> list[torch.Tensor]:

@@ -9,7 +9,6 @@ wrong, and prepares what it needs of a row; what it attached then runs its layer
     gated_delta   convolution and recurrence restart                where a family's descriptor names it
     short_conv    taps end where a sample begins                    "
     per_sample    sparse attention, n-gram layers                   "
-    experts       no padding is routed or counted                   "
 
 One object gets another `forward` by a subclass of its class, of the same name. So it stays the same object with the
 same parameters, hooks and place in the model, nothing global changes, and the class is restored without a trace.

@@ -412,9 +412,6 @@ def run_on_row(
         pattern = _with_spans(pattern, entry, row, query.shape[1])
     segments = row.segments if vision is None else row.entries[OF_VISION].find(vision, query.shape[2])
     q_TNH, k_TKH, v_TKH = (_in_autocast(x.squeeze(0).transpose(0, 1)) for x in (query, key, value))
-    if not segments.num_tokens:  # nothing but padding; the projections keep their place in the graph
-        nothing = sum(x[:0].sum() for x in (q_TNH, k_TKH, v_TKH, *([] if pattern.sinks is None else [pattern.sinks])))
-        return v_TKH.new_zeros(1, *q_TNH.shape[:2], v_TKH.shape[2]) + nothing
 
     def attend(
         q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, segments: Segments, **keys: Segments

@@ -1,228 +1,39 @@
-"""Experts: padding is neither routed nor counted, and the routers' losses are those of real tokens.
+"""Experts: the losses and counts of routers are those of a row's real tokens.
 
-    row       a a a .  b b . .          what the layer has
-    block     a a a b b                 what the router sees and the experts compute
-    row       A A A 0  B B 0 0          what goes back to the layer
-
-So pads cost nothing, have no router statistics and no gradient, whatever computes the experts: a list of tokens is all
-that it sees. A row without gaps is handed over as it is.
-
-The block is called with hidden states alone. The layer's mixer (attention, or a gated delta layer) runs before it, is
-given the row with its keywords, and hands its real tokens on to the block. Both happen in one call of the layer's
-`forward`, so when gradient checkpointing computes the layer again, they happen again. (Hooks on the layer itself would
-not: transformers 5.23 leaves them out of that.) One call of a layer is computed by one thread, so what is handed on
-belongs to the thread: calls in other threads, and backward passes that compute layers again, have their own.
+A row has no padding between its samples (`Segments.without_gaps`), so blocks of experts run as they are. Padding behind
+the samples, where a width needs some, goes through them and is left out of losses and counts.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
-from types import MethodType, SimpleNamespace
-from typing import Any, ClassVar, Literal, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from vlmpack.errors import ConfigError
 from vlmpack.families.family import Family
 from vlmpack.layout.device import outside_graph, to_device
 from vlmpack.layout.segments import Segments
-from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
-from vlmpack.model.row import CONTEXT, RowContext, RowPart
-
-_MIXERS = ("self_attn", "linear_attn", "conv")
-"""Names of what runs before the experts in a decoder layer: attention, a gated delta layer, a short convolution."""
-
-_NUMBER = RemovableHandle(OrderedDict()).id
-"""The number under which PyTorch stores our hooks, on every module. Every hook gets a number of its own, and compilers
-guard on it: each layer would be compiled for itself, until the limit of eight, and again whenever packing is enabled.
-This number was drawn from PyTorch as any hook's is, which gives each number once in a process: no other hook has it."""
+from vlmpack.model.mechanisms import ModelParts, RowSetup
+from vlmpack.model.row import RowPart
 
 
-@final
-class Experts(Mechanism):
-    """Mixture-of-experts layers. A row's entry: places of the tokens that go to experts, int64 [R]; None: all go."""
-
-    name: ClassVar[str] = "experts"
-
-    def find(self, model: ModelParts) -> list[nn.Module]:
-        """Every block of experts."""
-        return [layer.block for layer in expert_layers(model)]
-
-    def attach(self, model: ModelParts) -> None:
-        """Hook every layer that has experts. Hooks are copied and pickled with the model."""
-        for layer in expert_layers(model):
-            if not _is_hooked(layer):
-                _unhook(layer)
-                _hook(layer)
-
-    def detach(self, model: ModelParts, *, kept: Set[int] = frozenset()) -> None:
-        """Remove the hooks."""
-        for layer in expert_layers(model):
-            if id(layer.block) not in kept:
-                _unhook(layer)
-
-    def problem(self, model: ModelParts, *, attached: bool) -> str | None:
-        """A block in the place of another has no gate."""
-        if not attached or all(map(_is_hooked, expert_layers(model))):
-            return None
-        return (
-            "blocks of experts were exchanged or wrapped after enable_packing (PEFT's modules_to_save copies them), so "
-            "padding would be sent to experts and counted by routers; call enable_packing(model) again"
-        )
-
-    def prepare(self, setup: RowSetup) -> torch.Tensor | None:
-        """Places of the real tokens of this rank's part."""
-        return real_tokens(setup.part.segments, setup.row.input_ids.device)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class ExpertLayer:
-    """The two parts of one decoder layer that matter to its experts."""
-
-    mixer: nn.Module
-    """Attention or gated delta layer: runs before the block, in the same call of the layer, and is given the keywords
-    of that call."""
-    block: nn.Module
-    """Router and experts, those that all tokens share included: hidden states [1, T, D] in and out, every token by
-    itself."""
-
-    @property
-    def experts(self) -> list[nn.Module]:
-        """The routed experts: one module, or one for text and one for images."""
-        return [module for name, module in self.block.named_modules() if name.rpartition(".")[2] == "experts"]
-
-
-def expert_layers(model: ModelParts) -> list[ExpertLayer]:
-    """Every decoder layer that has experts; the others (`mlp_only_layers`) are dense."""
-    if not model.family.has(Experts.name):
+def expert_blocks(model: ModelParts) -> list[Any]:
+    """Router and experts, those that all tokens share included, of every decoder layer that has them; the others
+    (`mlp_only_layers`) are dense. Hidden states [1, T, D] in and out, every token by itself."""
+    parts = model.family.mechanisms.get("experts")
+    if parts is None:
         return []
-    parts = model.family.mechanisms[Experts.name]
-    layers = [(layer, layer.get_submodule(parts["layer"])) for layer in model.text.layers.children()]
-    return [
-        ExpertLayer(mixer=next(getattr(layer, mixer) for mixer in _MIXERS if hasattr(layer, mixer)), block=block)
-        for layer, block in layers
-        if hasattr(block, parts.get("experts", "experts"))
-    ]
-
-
-def real_tokens(segments: Segments, device: torch.device) -> torch.Tensor | None:
-    """int64 [R]: places of the real tokens. None: experts are given the whole row.
-
-    That is so if every token is real. It is also so if none is: experts then compute padding, because their parameters
-    have to keep their place in the graph.
-    """
-    if not segments.has_gaps or not segments.num_tokens:
-        return None
-    return segments.real_index(device)
-
-
-# ---------------------------------------------------------------------- hooks
-
-
-def _hook(layer: ExpertLayer) -> None:
-    gate = Gate()
-    handles = (
-        layer.mixer.register_forward_pre_hook(gate.open, with_kwargs=True),
-        layer.block.register_forward_pre_hook(gate.select),
-        # also when checkpointing has seen enough and leaves the block half-way by an exception
-        layer.block.register_forward_hook(gate.restore, always_call=True),
-    )
-    for handle in handles:
-        _number(handle)
-
-
-def _unhook(layer: ExpertLayer) -> None:
-    for module in (layer.mixer, layer.block):
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for number in [number for number, hook in hooks.items() if _gate_of(hook) is not None]:
-                del hooks[number]
-                for of_kind in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
-                    of_kind.pop(number, None)
-
-
-def _number(handle: RemovableHandle) -> None:
-    """Register a hook under our number, unless one that came from another process (in a pickled model) has it."""
-    hooks, *of_kinds = (ref() for ref in (handle.hooks_dict_ref, *handle.extra_dict_ref))
-    assert hooks is not None
-    if _NUMBER in hooks:
-        return
-    for numbers in (hooks, *of_kinds):
-        if numbers is not None and handle.id in numbers:
-            numbers[_NUMBER] = numbers.pop(handle.id)
-    handle.id = _NUMBER
-
-
-def _is_hooked(layer: ExpertLayer) -> bool:
-    """Return whether one gate leads from the mixer to the block; a copy of a block has a copy of the gate."""
-    return bool(_gates(layer.mixer) & _gates(layer.block))
-
-
-def _gates(module: nn.Module) -> set[int]:
-    """Ids of the gates that a module opens, or that stand before it."""
-    gates = map(_gate_of, module._forward_pre_hooks.values())
-    return {id(gate) for gate in gates if gate is not None}
-
-
-def _gate_of(hook: Any) -> Gate | None:
-    owner = hook.__self__ if isinstance(hook, MethodType) else None
-    return owner if isinstance(owner, Gate) else None
-
-
-@final
-class Gate:
-    """One layer's way from its mixer to its experts."""
-
-    def __init__(self) -> None:
-        self._calls = _Calls()
-
-    def open(self, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Store which tokens are real."""
-        row: RowContext | None = kwargs.get(CONTEXT)
-        self._calls.current.real = None if row is None else row.entries["experts"]
-
-    def select(self, block: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        """[1, T, D] to [1, R, D], and kinds of tokens [1, T], where a block is given them, to [1, R]."""
-        call = self._calls.current
-        if (real := call.real) is None:
-            return None
-        call.width = args[0].shape[1]  # not the row's: a number that is fixed beforehand would be compiled in
-        return tuple(tensor.index_select(1, real) for tensor in args)
-
-    def restore(self, block: nn.Module, args: Any, output: Any) -> Any:
-        """[1, R, D], or [R, D], to [1, T, D], zeros on padding. Blocks that return more beside keep it: layers do not
-        read it."""
-        call = self._calls.current
-        real, call.real = call.real, None
-        if real is None or output is None:
-            return None
-        hidden, *more = output if isinstance(output, tuple) else (output,)
-        hidden = hidden if hidden.ndim == 3 else hidden[None]
-        restored = hidden.new_zeros(1, call.width, hidden.shape[-1]).index_copy_(1, real, hidden)
-        return (restored, *more) if isinstance(output, tuple) else restored
-
-
-@final
-class _Calls(threading.local):
-    """One call for each thread. (Compilers read no context variables, and lose what is stored in a `local` itself.)"""
-
-    def __init__(self) -> None:
-        self.current = SimpleNamespace(real=None, width=0)
-        """From a layer's mixer to its experts: places of the real tokens int64 [R], None: every token goes; T."""
-
-    def __reduce__(self) -> tuple[type[_Calls], tuple[()]]:
-        """A copy begins with nothing."""
-        return _Calls, ()
+    blocks = [layer.get_submodule(parts["layer"]) for layer in model.text.layers.children()]
+    return [block for block in blocks if hasattr(block, parts.get("experts", "experts"))]
 
 
 # ---------------------------------------------------------------------- the load-balancing loss
@@ -371,7 +182,7 @@ def router_statistics(
     """Compute the statistics of one row.
 
     Args:
-        logits: [R, E] of each layer that has experts, as transformers recorded them.
+        logits: [t, E] of each layer that has experts, as transformers recorded them.
         hidden: the text model's output, [1, T, D].
         setup: the row, and a model with experts.
         per: "row" or "sample"; see `StepConfig.aux_loss`.
@@ -379,13 +190,11 @@ def router_statistics(
         z_loss_coef: what the z-loss is multiplied by before it is added to the row's loss.
 
     Raises:
-        ConfigError: the recorded logits are not those of the real tokens, or have lost their gradient.
+        ConfigError: the recorded logits are not those of the row's tokens, or have lost their gradient.
     """
     segments, part, text_config = setup.row.segments, setup.part, setup.text_config
-    if not part.segments.num_tokens:  # the experts got padding, see `real_tokens`
-        logits = tuple(logits_RE[:0] for logits_RE in logits)
-    _check_real(logits, part.segments)
-    logits = tuple(map(part.for_each_sample, logits))
+    _check_recorded(logits, part.segments)
+    logits = tuple(part.for_each_sample(logits_tE)[: part.real.stop - part.real.start] for logits_tE in logits)
     if hidden.requires_grad and not any(logits_RE.requires_grad for logits_RE in logits):
         _check_not_cut_off(setup.model.text)
     aux_loss = _aux_loss(logits, setup, per) if with_balance and has_balance(setup.model.family) else None
@@ -428,14 +237,14 @@ def _samples(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(sample of each real token that this rank has int64 [R], real tokens of each sample int64 [G]); the whole row is
     one sample if losses are taken per row."""
-    lengths_G = np.asarray(segments.lengths if per == "sample" else (segments.num_tokens,), np.int64)
+    lengths_G = np.asarray(segments.sample_lengths if per == "sample" else (segments.num_tokens,), np.int64)
     sample_R = np.repeat(np.arange(len(lengths_G)), lengths_G)[part.real]
     return to_device(sample_R, device), to_device(lengths_G, device)
 
 
 def _mean(losses_G: torch.Tensor, segments: Segments, per: Balance) -> torch.Tensor:
     """Over the samples that have tokens."""
-    return losses_G.sum() / (max(sum(n > 0 for n in segments.lengths), 1) if per == "sample" else 1)
+    return losses_G.sum() / (max(sum(n > 0 for n in segments.sample_lengths), 1) if per == "sample" else 1)
 
 
 def _choices(setup: RowSetup) -> tuple[ExpertChoice, ...]:
@@ -444,16 +253,16 @@ def _choices(setup: RowSetup) -> tuple[ExpertChoice, ...]:
     for types_1T in family.expert_types_of(row.input_ids, setup.config).values():
         real_R = row.segments.real_index(types_1T.device)[setup.part.real]
         is_vision_R = types_1T[0].index_select(0, real_R) > 0
-    parts, blocks = family.mechanisms[Experts.name], [layer.block for layer in expert_layers(setup.model)]
+    parts, blocks = family.mechanisms["experts"], expert_blocks(setup.model)
     return tuple(choice_of(block, parts, setup.text_config, is_vision_R) for block in blocks)
 
 
-def _check_real(logits: tuple[torch.Tensor, ...], segments: Segments) -> None:
+def _check_recorded(logits: tuple[torch.Tensor, ...], segments: Segments) -> None:
     """transformers records what routers give; a kernel in a block's place has none, or one of its own."""
-    sizes = sorted({len(logits_RE) for logits_RE in logits})
-    if sizes != [segments.num_tokens]:
+    sizes = sorted({len(logits_tE) for logits_tE in logits})
+    if sizes != [segments.total]:
         raise ConfigError(
-            f"routers saw {sizes} tokens of a row with {segments.num_tokens} real ones, so losses would be wrong: "
+            f"routers saw {sizes} tokens of a row of {segments.total}, so losses would be wrong: "
             "the forward of blocks of experts or routers was replaced (use_kernels does that); undo that, or leave "
             "output_router_logits and z_loss_coef out"
         )

@@ -7,10 +7,10 @@ With flash-linear-attention, whose kernel restarts at given boundaries, a row go
 zeros between its segments for the convolution (`layout.Spaced`). Otherwise it is cut into right-padded batches of
 samples of like length, or into single samples, whichever costs less (`layout.Buckets`), and the layer runs on each.
 
-    row       a a a .  b b b b b . . .  c c . .
+    row       a a a b b b b b c c
     spaced    a a a 0 0 0  b b b b b 0 0 0  c c        buckets   a a a     b b b b b
                                                                  c c ~
-    row       A A A 0  B B B B B 0 0 0  C C 0 0
+    row       A A A B B B B B C C
 
 A prefix tree is computed level by level, each node from the state of its parent (`gated_delta_tree`); where states
 cannot be handed on, along the paths of its samples.
@@ -110,8 +110,6 @@ def run_on_row(
     """[1, t, D] through the layer, sample by sample. The layer stays out of compiled graphs: it would be compiled again
     for nearly every row, and torch 2.13's aot_eager fails in its backward pass on any batch of two."""
     delta: Buckets | Spaced | BucketTree | SpacedTree = row.entries[GatedDelta.name]
-    if not delta.tokens:  # nothing but padding; the parameters up to here keep their place in the graph
-        return plain_forward(layer, hidden_1tD * 0, **kwargs)
     if isinstance(delta, Spaced | SpacedTree):
         check_zeros(layer)
     if isinstance(delta, BucketTree | SpacedTree):

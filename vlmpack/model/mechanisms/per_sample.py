@@ -101,10 +101,10 @@ def selected_pairs(segments: Segments, text_config: Any) -> int:
     tokens of the last, broken block are always taken.
     """
     ratio = text_config.indexer_compress_ratio
-    visible = np.arange(1, max(segments.lengths, default=0) + 1)
+    visible = np.arange(1, segments.max_length + 1)
     selected = np.minimum(visible // ratio, text_config.indexer_budget // ratio) * ratio + visible % ratio
     pairs = np.concatenate([[0], selected.cumsum()])
-    return int(pairs[list(segments.lengths)].sum())
+    return int(pairs[list(segments.sample_lengths)].sum())
 
 
 @final
@@ -180,11 +180,9 @@ def ngram_class(base: Any) -> type[nn.Module]:
 def run_on_row(
     layer: Callable[..., torch.Tensor], row: RowContext, hidden_1tD: torch.Tensor, *beside_1t: torch.Tensor
 ) -> torch.Tensor:
-    """[1, t, D] through the layer, sample by sample, zeros on padding. It stays out of compiled graphs: it would be
-    compiled again for nearly every row."""
+    """[1, t, D] through the layer, sample by sample. It stays out of compiled graphs: it would be compiled again for
+    nearly every row."""
     buckets: Buckets = row.entries[PerSample.name]
-    if not buckets.tokens:  # padding alone: one token of it keeps the parameters of the layer in the graph
-        return layer(*(part[:, :1] for part in (hidden_1tD, *beside_1t))) * torch.zeros_like(hidden_1tD)
 
     def on_samples(*rows_1T: torch.Tensor) -> torch.Tensor:
         return buckets.join([layer(*parts) for parts in zip(*map(buckets.split, rows_1T), strict=True)])

@@ -2,7 +2,7 @@
 
 `Buckets` cuts a row into right-padded batches of segments of like length. Lengths [3, 5, 2, 5], two buckets:
 
-    row       a a a .  b b b b b . . .  c c . .  d d d d d . . .
+    row       a a a b b b b b c c d d d d d
     buckets   a a a        b b b b b
               c c ~        d d d d d            ~ a copy of the sample's last token: finite, and never read again
 
@@ -10,7 +10,7 @@
 token; `SpacedNodes` puts before each node of a tree the tokens that it follows on its path. What runs on along the
 sequence besides the convolution restarts where `stretches` begin.
 
-`split` and `join` are inverses of each other on real tokens; `join` puts zeros on padding.
+`split` and `join` are inverses of each other.
 """
 
 from __future__ import annotations
@@ -103,19 +103,17 @@ class Buckets:
         return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[n, W, D] of each bucket to [1, T, D], zeros on padding. At least one bucket."""
-        real_1RD = torch.cat([part.flatten(0, 1)[None] for part in parts], 1)
-        _, order = self._tensors(real_1RD.device)
-        if order is not None:
-            real_1RD = real_1RD.index_select(1, order)
-        return onto_row(real_1RD, self.segments)
+        """[n, W, D] of each bucket to [1, T, D]."""
+        tokens_1D = torch.cat([part.flatten(0, 1)[None] for part in parts], 1)
+        _, order = self._tensors(tokens_1D.device)
+        return tokens_1D if order is None else tokens_1D.index_select(1, order)
 
     @cached_property
     def _on_device(self) -> dict[torch.device, tuple[torch.Tensor | None, torch.Tensor | None]]:
         return {}
 
     def _tensors(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(the row's token at each place of the buckets laid one after the other, [R] from there back to the row), each
+        """(the row's token at each place of the buckets laid one after the other, [T] from there back to the row), each
         int64; None: the one is the other."""
         if device not in self._on_device:
             starts, stops = np.asarray(self.segments.spans, np.int64).reshape(-1, 2).T
@@ -125,7 +123,7 @@ class Buckets:
         return self._on_device[device]
 
     def _order(self) -> np.ndarray:
-        """int64 [R]: where each real token of the row lies in the buckets laid one after the other."""
+        """int64 [T]: where each token of the row lies in the buckets laid one after the other."""
         firsts = np.zeros(len(self.segments.lengths), np.int64)
         for bucket, start in zip(self.buckets, accumulate((b.tokens for b in self.buckets), initial=0), strict=False):
             firsts[list(bucket.members)] = start + bucket.width * np.arange(len(bucket.members))
@@ -136,14 +134,6 @@ def _source(bucket: Bucket, starts_G: np.ndarray, stops_G: np.ndarray) -> np.nda
     """int64 [n * W]: the row's token at each place of the bucket."""
     starts_n1, stops_n1 = (x[list(bucket.members), None] for x in (starts_G, stops_G))
     return np.minimum(starts_n1 + np.arange(bucket.width), stops_n1 - 1).ravel()
-
-
-def onto_row(real_1RD: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """Real tokens [1, R, D] on their places in the row [1, T, D], zeros on padding. No view: FSDP2 warns of those."""
-    if not segments.has_gaps:
-        return real_1RD
-    row_1TD = real_1RD.new_zeros(1, segments.total, real_1RD.shape[-1])
-    return row_1TD.index_copy(1, segments.real_index(real_1RD.device), real_1RD)
 
 
 def _unless_in_order(index: np.ndarray, total: int, device: torch.device) -> torch.Tensor | None:
@@ -182,13 +172,12 @@ class Spaced:
 
     Lengths [3, 5, 2], a convolution that reads 3 tokens before each token:
 
-        row       a a a .  b b b b b . . .  c c . .
+        row       a a a b b b b b c c
         spaced    a a a 0 0 0  b b b b b 0 0 0  c c
         edges     [0, 6, 14, 16]
 
-    Before a segment's first token the convolution reads zeros, as it does before a sample alone. The zeros end the slot
-    of the segment before them, so they lie behind all that is ever read of it. `split` and `join` are inverses of each
-    other on real tokens; `join` puts zeros on padding.
+    Before a segment's first token the convolution reads zeros, as it does before a sample alone. They lie behind all
+    that is ever read of the segment before them.
     """
 
     segments: Segments
@@ -198,13 +187,13 @@ class Spaced:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Real tokens of each segment that has any, n of them."""
+        """Tokens of each segment that has any, n of them."""
         return tuple(length for length in self.segments.lengths if length)
 
     @property
     def tokens(self) -> int:
         """Its width W, zeros included: what a layer computes."""
-        return self.segments.num_tokens + self.reach * max(len(self.lengths) - 1, 0)
+        return self.segments.total + self.reach * (len(self.lengths) - 1)
 
     @property
     def edges(self) -> tuple[int, ...]:
@@ -213,24 +202,19 @@ class Spaced:
         They cover all of it: kernels leave what lies behind the last boundary unwritten.
         """
         starts = accumulate((length + self.reach for length in self.lengths[:-1]), initial=0)
-        return (*starts, self.tokens) if self.lengths else (0,)
+        return (*starts, self.tokens)
 
     def split(self, row_1TD: torch.Tensor) -> list[torch.Tensor]:
         """[1, T, D] to a list of one [1, W, D]."""
-        real_RD = row_1TD[0]
-        if self.segments.has_gaps:
-            real_RD = real_RD.index_select(0, self.segments.real_index(real_RD.device))
-        if len(self.lengths) > 1:
-            spaced_WD = real_RD.new_zeros(self.tokens, real_RD.shape[-1])
-            real_RD = spaced_WD.index_copy(0, self._places(real_RD.device), real_RD)
-        return [real_RD[None]]
+        if len(self.lengths) == 1:
+            return [row_1TD]
+        spaced_1WD = row_1TD.new_zeros(1, self.tokens, row_1TD.shape[-1])
+        return [spaced_1WD.index_copy(1, self._places(row_1TD.device), row_1TD)]
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A list of one [1, W, D] to [1, T, D], zeros on padding."""
-        (real_1RD,) = parts
-        if len(self.lengths) > 1:
-            real_1RD = real_1RD.index_select(1, self._places(real_1RD.device))
-        return onto_row(real_1RD, self.segments)
+        """A list of one [1, W, D] to [1, T, D]."""
+        (spaced_1WD,) = parts
+        return spaced_1WD if len(self.lengths) == 1 else spaced_1WD.index_select(1, self._places(spaced_1WD.device))
 
     @cached_property
     def stretches(self) -> Segments:
@@ -238,7 +222,7 @@ class Spaced:
         return Segments.from_lengths([stop - start for start, stop in pairwise(self.edges)])
 
     def _places(self, device: torch.device) -> torch.Tensor:
-        """int64 [R]: where each real token lies."""
+        """int64 [T]: where each token lies."""
         edges, lengths = np.asarray(self.edges[:-1], np.int64), np.asarray(self.lengths, np.int64)
         return self.segments.derived(("spaced", self.reach), device, lambda: ranges(edges, lengths))
 

@@ -6,11 +6,11 @@ attention masks only those of padding.
 
 A row goes through the unmodified layer in one call, with K zeros between its segments (`layout.Spaced`): what is zero
 is zero behind the projection, so a sample's first tokens find what they find alone. Whatever computes the convolution,
-PyTorch or causal-conv1d, needs no boundaries. Padding is left out.
+PyTorch or causal-conv1d, needs no boundaries.
 
-    row       a a a .  b b b b b . . .  c c . .
+    row       a a a b b b b b c c
     spaced    a a a 0 0  b b b b b 0 0  c c
-    row       A A A 0  B B B B B 0 0 0  C C 0 0
+    row       A A A B B B B B C C
 
 A prefix tree has in place of the zeros what the first tokens of each node read, the last K tokens on the path to it
 (`layout.SpacedNodes`).
@@ -81,11 +81,9 @@ def row_class(base: Any) -> type[nn.Module]:
 
 @outside_graph
 def run_on_row(layer: Callable[..., torch.Tensor], hidden_1tD: torch.Tensor, row: RowContext) -> torch.Tensor:
-    """[1, t, D] through the layer, sample by sample, zeros on padding. It stays out of compiled graphs: it would be
-    compiled again for nearly every row."""
+    """[1, t, D] through the layer, sample by sample. It stays out of compiled graphs: it would be compiled again for
+    nearly every row."""
     conv: Spaced | Buckets | SpacedNodes = row.entries[ShortConv.name]
-    if not conv.tokens:  # nothing but padding; the parameters up to here keep their place in the graph
-        return layer(hidden_1tD * 0)
 
     def on_samples(row_1TD: torch.Tensor) -> torch.Tensor:
         return conv.join([layer(part) for part in conv.split(row_1TD)])
