@@ -19,7 +19,7 @@ from vlmpack.attention.backends import SdpaSegments
 from vlmpack.attention.spans import SpanCall, Spans
 from vlmpack.families import Family, family_named
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import PaddedBatch, Segments, SlotRule
+from vlmpack.layout import PaddedBatch, Segments
 from vlmpack.model import engine, head
 from vlmpack.model.mechanisms import attention, audio, experts, vision
 from vlmpack.model.mechanisms.experts import has_balance
@@ -68,15 +68,15 @@ def one_mask(family: str, patch: Patch) -> None:
     patch.setattr(engine, "RowContext", one_segment)
 
 
-def slots_for_samples(family: str, patch: Patch) -> None:
-    """Text attention takes padding for real tokens: under a causal mask no real token sees any of it."""
+def padding_for_tokens(family: str, patch: Patch) -> None:
+    """Text attention takes padding for tokens of the last sample: under a causal mask no real token sees any of it."""
 
-    def slots(**metadata: Any) -> RowContext:
+    def joined(**metadata: Any) -> RowContext:
         segments: Segments = metadata["segments"]
-        whole = SlotRule(pad_to=segments.total)
-        return RowContext(**{**metadata, "segments": Segments.from_lengths(segments.slots, whole)})
+        *others, _ = segments.sample_lengths
+        return RowContext(**{**metadata, "segments": Segments.from_lengths([*others, segments.total - sum(others)])})
 
-    patch.setattr(engine, "RowContext", slots)
+    patch.setattr(engine, "RowContext", joined)
 
 
 def a_cache(family: str, patch: Patch) -> None:

@@ -128,7 +128,6 @@ def test_lengths_of_5_to_1_waste_less_than_30_percent_whatever_a_call_costs(leng
 CHANNELS = 7
 
 
-
 def of_segments(row: torch.Tensor, segments: Segments) -> list[torch.Tensor]:
     """[L, D] of each segment that has tokens."""
     return [row[0, start:stop] for start, stop in segments.spans if stop > start]

@@ -117,7 +117,8 @@ def test_other_sizes_than_those_of_the_metadata_are_refused(place: Any) -> None:
 
 def test_placeholders_on_padding_are_refused() -> None:
     model = fresh("internvl")
-    row = pack(padded(truth("internvl").samples), rule=SlotRule(multiple=64), pad_token_id=model.config.image_token_id)
+    rule = SlotRule(row_multiple=997)
+    row = pack(padded(truth("internvl").samples), rule=rule, pad_token_id=model.config.image_token_id)
     with pytest.raises(LayoutError, match=r"padding of the row has \d+ image placeholders"):
         PackedStep(model)(row)
 

@@ -178,7 +178,7 @@ FAST = {
     "sample results": of_table("sample results"),
     "router losses": of_table("router losses", "qwen3_next"),
     "padding in the work alone": Broken(
-        breaks=in_its_family(breakages.slots_for_samples),
+        breaks=in_its_family(breakages.padding_for_tokens),
         causes=("mask",),
         family="qwen3_vl",
         shown=frozenset({"attended pairs"}),

@@ -444,8 +444,8 @@ class EagerMask(Backend):
         """Three matrix products."""
         causal, scale, dropout, pattern = softmax
         visible_TT = visible_keys(segments, keys, q_TNH.device, causal=causal, pattern=pattern)
-        rows = (x[None] for x in (q_TNH, k_TKH, v_TKH))
-        return written_out(*rows, visible_TT, scale=scale, dropout=dropout, pattern=pattern)[0]
+        q_1TNH, k_1TKH, v_1TKH = (x[None] for x in (q_TNH, k_TKH, v_TKH))
+        return written_out(q_1TNH, k_1TKH, v_1TKH, visible_TT, scale=scale, dropout=dropout, pattern=pattern)[0]
 
 
 # ---------------------------------------------------------------------- the choice

@@ -152,10 +152,12 @@ def without_gaps(row: PackedRow, rule: SlotRule | None = None) -> Compact:
         return Compact(row=row, given=row)
     if row.segments.slots == row.segments.lengths:
         return Compact(row=replace(row, segments=segments), given=row)
-    index = row.segments.derived(("without gaps", segments.total), row.input_ids.device, lambda: _kept(row, segments))
+
+    def index_on(device: torch.device) -> torch.Tensor:
+        return row.segments.derived(("without gaps", segments.total), device, lambda: _kept(row, segments))
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.index_select(-1, index.to(tensor.device))
+        return tensor.index_select(-1, index_on(tensor.device))
 
     def optional(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else take(tensor)
@@ -170,7 +172,7 @@ def without_gaps(row: PackedRow, rule: SlotRule | None = None) -> Compact:
         mm_token_type_ids=optional(row.mm_token_type_ids),
         extras={name: take(tensor) for name, tensor in row.extras.items()},
     )
-    return Compact(row=kept, given=row, index=index)
+    return Compact(row=kept, given=row, index=index_on(row.input_ids.device))
 
 
 def _kept(row: PackedRow, segments: Segments) -> np.ndarray:

@@ -37,7 +37,8 @@ class StepConfig:
     """Settings of an enabled model."""
 
     slots: SlotRule = SlotRule()
-    """Room that each segment and the row take up when a padded batch is packed inside the forward pass."""
+    """Room of segments and row when a padded batch is packed inside the forward pass; `row_multiple` and `pad_to` are
+    also the width of rows whose gaps are left out."""
     keep_empty: bool = False
     """Keep all-zero rows of a padded batch as segments of length 0 instead of refusing them."""
     attention: str = AUTO

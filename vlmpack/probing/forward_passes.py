@@ -247,8 +247,8 @@ class ForwardResult:
 class ForwardPass(Protocol):
     """A way to run samples through a model together."""
 
-    def segments(self, samples: Sequence[Sample]) -> Segments:
-        """Return the boundaries of the samples."""
+    def computed(self, samples: Sequence[Sample]) -> Segments:
+        """Return the boundaries of the samples among the tokens that go through the model."""
         ...
 
     def __call__(self, samples: Sequence[Sample]) -> ForwardResult:
@@ -407,7 +407,7 @@ class PlainPaddedPass:
     name: str = "a padded batch, 2D mask"
     """For people."""
 
-    def segments(self, samples: Sequence[Sample]) -> Segments:
+    def computed(self, samples: Sequence[Sample]) -> Segments:
         """A slot of the longest sample's length for each."""
         return segments_of(samples, SlotRule(multiple=max(len(sample["input_ids"]) for sample in samples)))
 

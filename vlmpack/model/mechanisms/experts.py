@@ -194,7 +194,7 @@ def router_statistics(
     """
     segments, part, text_config = setup.row.segments, setup.part, setup.text_config
     _check_recorded(logits, part.segments)
-    logits = tuple(part.for_each_sample(logits_tE)[: part.real.stop - part.real.start] for logits_tE in logits)
+    logits = tuple(_of_real_tokens(part.for_each_sample(logits_tE), part) for logits_tE in logits)
     if hidden.requires_grad and not any(logits_RE.requires_grad for logits_RE in logits):
         _check_not_cut_off(setup.model.text)
     aux_loss = _aux_loss(logits, setup, per) if with_balance and has_balance(setup.model.family) else None
@@ -211,6 +211,12 @@ def router_statistics(
         choices=_choices(setup),
     )
     return statistics if part.ranks == 1 else replace(statistics, counts=part.sum(statistics.expert_counts))
+
+
+def _of_real_tokens(logits_tE: torch.Tensor, part: RowPart) -> torch.Tensor:
+    """Leave out those of padding, by a copy: FSDP2 warns of views."""
+    count = part.real.stop - part.real.start
+    return logits_tE if len(logits_tE) == count else logits_tE[:count].clone()
 
 
 def _aux_loss(logits: tuple[torch.Tensor, ...], setup: RowSetup, per: Balance) -> torch.Tensor:
