@@ -135,5 +135,6 @@ def test_a_digest_is_of_content_in_any_order_of_names():
     values = [None, True, 1, 1.0, "1", b"1", [1], {"1": 1}, {1}, np.int64(1), np.array([1]), np.array([1], np.int32)]
     values += [torch.tensor([1]), torch.tensor([1], dtype=torch.int32), torch.ones(1, dtype=torch.bfloat16), [[1]]]
     values += [SampleError("no", reason="a"), SampleError("no", reason="b"), object()]
+    values += [{1: 1, "a": 1}, {1: 2, "a": 1}, {(1, 2): 1}, {"1": 1, "a": 1}]
     assert len({digest_of(value) for value in values}) == len(values)
     assert digest_of({"a": 1, "b": (2, 3)}) == digest_of({"b": [2, 3], "a": 1})

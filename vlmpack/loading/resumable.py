@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol, final, runtime_checkable
 
@@ -259,17 +260,22 @@ def digest_of(value: Any) -> str:
     has no content that could be read, its type.
     """
     try:
-        text = json.dumps(value, sort_keys=True, default=_content)
-    except (TypeError, ValueError, RecursionError):  # names that cannot be sorted, lists in themselves
+        text = json.dumps(_sorted(value), default=_content)
+    except (TypeError, ValueError, RecursionError):  # lists in themselves
         text = type(value).__qualname__
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _sorted(value: Any) -> Any:
+    """Mappings as lists of pairs, whose names may be of any type."""
+    if isinstance(value, Mapping):
+        return {"pairs": sorted(([repr(name), _sorted(one)] for name, one in value.items()), key=itemgetter(0))}
+    return [*map(_sorted, value)] if isinstance(value, list | tuple) else value
 
 
 def _content(value: Any) -> Any:
     """What JSON has no type for: [type, content]."""
     content: Any = None
-    if isinstance(value, Mapping):
-        return dict(value)
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
         plain = value.detach().cpu().contiguous()
         content = [str(value.dtype), list(value.shape), _content(plain.reshape(-1).view(torch.uint8).numpy().tobytes())]
