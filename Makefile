@@ -28,8 +28,8 @@ PYTEST := -n $(JOBS) --dist loadfile
 
 # What meets transformers, and must work with the oldest that we support and the newest: every family, each mechanism,
 # calls that are passed on, HF Trainer.
-CORE_STEP    := $(addprefix tests/model/test_,attach.py balance.py delta.py equality.py experts.py forward.py \
-                passed_on.py stock.py)
+CORE_STEP    := $(addprefix tests/model/test_,attach.py balance.py delta.py equality.py experts.py passed_on.py \
+                stock.py)
 CORE_TRAINER := $(addprefix tests/trainer/test_,end_to_end.py evaluate.py loss.py)
 CORE_TESTS   := tests/families $(CORE_STEP) $(CORE_TRAINER) tests/test_traps.py -m "not dist and not slow"
 

@@ -30,7 +30,6 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOut
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pretend_cuda
-from extras import TestFile
 from fixtures.processors import MissingPackageError
 
 hypothesis.settings.register_profile(
@@ -55,6 +54,37 @@ THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
 
 
 NO_PRETEND_CUDA = pretend_cuda.missing()
+
+EXTRAS = frozenset(
+    {
+        *("accelerate", "apted", "av", "datasets", "google", "httpx", "ipykernel", "jupyter_client"),
+        *("matplotlib", "megatron", "nbclient", "nbformat", "peft", "pyarrow", "qwen_vl_utils", "rapidfuzz", "ray"),
+        *("starlette", "tinker", "torchdata", "trl", "uvicorn"),
+    }
+)
+"""Packages that only extras bring, by the names under which they are imported. Where one is missing, test files that
+import it are skipped, so a machine with PyTorch, transformers and pytest alone runs what it can."""
+
+
+class TestFile(pytest.Module):
+    """A test file. One that cannot be imported for another reason is an error."""
+
+    def _getobj(self) -> Any:
+        from vlmpack.errors import ConfigError  # not above: who breaks a copy of the package comes by here first
+
+        try:
+            return super()._getobj()
+        except self.CollectError as error:
+            cause = error.__cause__
+            package = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
+            if package not in EXTRAS:
+                raise
+            needed = f"needs the package {package}"
+        except ConfigError as error:  # of a package of vlmpack that an extra serves
+            if "not installed here" not in str(error):
+                raise
+            needed = str(error)
+        return pytest.skip(needed, allow_module_level=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -92,28 +88,3 @@ def test_a_file_stands_where_the_folder_should_be(tmp_path):
 def test_a_file_that_cannot_be_read_is_named():
     assert "a.txt cannot be read: gone; restore it" in str(unreadable("a.txt", FileNotFoundError("gone")))
     assert "get the right to read it" in str(unreadable("a.txt", PermissionError("no")))
-
-
-WRITER = """
-import sys, time
-from pathlib import Path
-from vlmpack.files import atomic_file
-with atomic_file(Path(sys.argv[1])) as temporary:
-    temporary.write_text("half")
-    print("half", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_process_that_is_killed_leaves_the_old_file(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("old")
-    root = str(Path(__file__).parents[1])
-    env = {**os.environ, "PYTHONPATH": root}
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, env=env)
-    assert process.stdout is not None and process.stdout.readline() == b"half\n"
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert path.read_text() == "old"
-    write_text(path, "new")
-    assert path.read_text() == "new"

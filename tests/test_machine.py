@@ -69,33 +69,20 @@ def test_it_is_the_same_every_time_and_leaves_the_garbage_collector_as_it_was():
     assert gc.isenabled()
 
 
-@pytest.fixture
-def metadata_without_build(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("loaded", "found"), [({"__version__": "2.15.0+cu132"}, "2.15.0+cu132"), ({}, "2.15.0"), (None, "2.15.0")]
+)
+def test_an_imported_package_gives_its_own_version_and_others_are_looked_up(
+    loaded: dict[str, str] | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert version_of("some-package") is None
     monkeypatch.setattr(machine, "version", lambda package: "2.15.0")
-
-
-@pytest.mark.usefixtures("metadata_without_build")
-def test_an_imported_package_gives_its_own_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("some_package")
-    monkeypatch.setitem(vars(module), "__version__", "2.15.0+cu132")
-    monkeypatch.setitem(sys.modules, "some_package", module)
-    assert version_of("some-package") == "2.15.0+cu132"
-
-
-@pytest.mark.usefixtures("metadata_without_build")
-def test_an_imported_package_without_a_version_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "some_package", ModuleType("some_package"))
-    assert version_of("some-package") == "2.15.0"
-
-
-@pytest.mark.usefixtures("metadata_without_build")
-def test_a_package_that_is_not_imported_is_looked_up_and_stays_so() -> None:
-    assert version_of("some-package") == "2.15.0"
-    assert "some_package" not in sys.modules
-
-
-def test_a_package_that_is_not_installed_has_none() -> None:
-    assert version_of("no-such-package") is None
+    if loaded is not None:
+        module = ModuleType("some_package")
+        vars(module).update(loaded)
+        monkeypatch.setitem(sys.modules, "some_package", module)
+    assert version_of("some-package") == found
+    assert ("some_package" in sys.modules) == (loaded is not None)
 
 
 @pytest.mark.parametrize(

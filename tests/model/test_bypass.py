@@ -9,7 +9,6 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from cases import slow
 from parts import gated_delta_layers
 from peft import LoraConfig, get_peft_model
-from torch.distributed.fsdp import fully_shard
 
 from vlmpack.errors import ConfigError
 from vlmpack.layout import SlotRule, pack
@@ -136,33 +135,7 @@ def test_a_gated_delta_layer_that_comes_first_notices_by_itself(family):
         delta_layer(model)(hidden, cu_seqlens_q=torch.tensor([0, 4, 8]))
 
 
-@every_family
-def test_a_forward_that_was_replaced_is_noticed(family):
-    model = enable_packing(fresh(family))
-    row = {name: x for name, x in row_of(model).items() if name != "labels"}
-    model.forward = types.MethodType(type(fresh(family)).forward, model)
-    with pytest.raises(ConfigError, match=r"without passing through the packed forward"):
-        model(**row)
-
-
 # ---------------------------------------------------------------------- and what is no way past it
-
-
-@pytest.mark.dist
-@every_delta_family
-def test_layers_that_are_sharded_themselves_go_on_asking(family, mesh):
-    reference, model = (enable_packing(fresh(family)) for _ in range(2))
-    fully_shard(delta_layer(model), mesh=mesh)
-    assert type(delta_layer(model)).__name__.startswith("FSDP")
-    fully_shard(model, mesh=mesh)
-    row = row_of(model)
-    for each in (model, reference):
-        PackedStep(each)(row).loss.backward()
-    found = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
-    expected = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    torch.testing.assert_close(found, expected)
-    with pytest.raises(ConfigError, match="call disable_packing before sharding"):
-        disable_packing(model)
 
 
 @every_delta_family

@@ -285,23 +285,6 @@ def test_a_padded_step_is_what_hugging_face_computes_on_the_padded_batch(family)
     assert (ours.logits[~real] == 0).all()
 
 
-@few
-def test_results_come_back_one_a_sample(family):
-    own, limits = truth(family), limits_of(family)
-    result = PackedStep(fresh(family))(padded(own.samples, "left"))
-    width = max(own.lengths)
-    for i, (sample, logits) in enumerate(zip(own.samples, own.logits, strict=True)):
-        targets = sample["labels"][1:]
-        logprobs = logits[:-1].log_softmax(-1).gather(-1, targets.clamp(min=0)[:, None])[:, 0] * (targets != -100)
-        at = width - len(sample["input_ids"])
-        assert (result.logprobs[i, at : width - 1] - logprobs).abs().max() <= limits.logits
-        assert (result.logprobs[i, :at] == 0).all()
-        mean = -logprobs.sum() / (targets != -100).sum()
-        assert torch.isclose(result.sample_losses[i], mean, rtol=1e-5)
-        assert result.sample_targets[i] == (targets != -100).sum()
-    assert result.num_targets == result.sample_targets.sum()
-
-
 @pytest.mark.parametrize("family", one_of_each(lambda family: not family.token_columns))
 def test_a_row_of_nothing_but_padding_gives_every_parameter_the_gradient_that_other_ranks_wait_for(family):
     model = fresh(family)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout import IGNORE, Media, MediaTable, PackedRow, Segments, SlotRule, pack
+from vlmpack.layout import IGNORE, MediaTable, PackedRow, Segments, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
@@ -55,22 +55,6 @@ def test_targets_on_padding_are_refused(model):
         labels[0, place] = 11
         with pytest.raises(LayoutError, match="has targets on padding, which belongs to no sample; set them to -100"):
             PackedStep(model)(PackedRow(input_ids=ids, segments=segments, shift_labels=labels))
-
-
-def test_the_loss_is_divided_by_what_the_trainer_counted(model, row):
-    whole, divided = model(**row), model(**row, num_items_in_batch=torch.tensor(1000))
-    assert torch.isclose(divided.loss * 1000, whole.loss * whole.sample_targets.sum())
-
-
-def test_slots_and_fixed_widths_change_nothing(model, samples):
-    plain = PackedStep(model)(padded(samples))
-    fixed = StepConfig(slots=SlotRule(multiple=4, pad_to=512, max_segments=9))
-    result = PackedStep(enable_packing(model, fixed))(padded(samples))
-    enable_packing(model)
-    assert torch.isclose(result.loss, plain.loss, rtol=1e-6)
-    assert result.work.physical_tokens == 512
-    assert result.work.attended_pairs == plain.work.attended_pairs
-    assert result.sample_losses.shape == (4,)
 
 
 def test_empty_rows_are_refused_or_kept_as_configured(model, samples):
@@ -283,14 +267,6 @@ def test_samples_that_only_restarting_positions_mark_are_refused(model, samples,
     assert model(input_ids=ids, position_ids=running_on).logits.shape[1] == ids.shape[1]
 
 
-def test_grids_that_are_not_of_this_row_are_refused_without_host_metadata(model, row):
-    row.pop("vlmpack")
-    row["image_grid_thw"] = row["image_grid_thw"].flip(0)[1:]
-    row["pixel_values"] = row["pixel_values"][: int(row["image_grid_thw"].prod(-1).sum())]
-    with pytest.raises(LayoutError, match=r"the image grids make \d+ tokens, but the row has another number"):
-        model(**row)
-
-
 def test_labels_changed_behind_the_hosts_back_are_noticed(model, row):
     row["labels"][0, 1] = IGNORE
     with pytest.raises(LayoutError, match=r"counted \d+ targets but the row has another number.*num_targets=None"):
@@ -320,18 +296,6 @@ def test_packed_step_leaves_extras_to_their_owner(model, samples):
     rich = replace(batch, extras={"advantages": torch.ones(batch.input_ids.shape)})
     for given in (rich, pack(rich)):
         assert torch.equal(PackedStep(model)(given).loss, plain.loss)
-
-
-def test_packed_step_takes_a_hand_made_row(model):
-    """Its targets are its own: a last token may have one too, where labels could not say so."""
-    segments = Segments.from_lengths([3, 2])
-    ids = torch.tensor([[11, 12, 13, 14, 15]])
-    row = PackedRow(input_ids=ids, segments=segments, shift_labels=ids, media=Media())
-    result = PackedStep(model)(row)
-    assert result.num_targets == 5
-    assert result.work.attended_pairs == 6 + 3
-    with pytest.raises(LayoutError, match=r"last token of a segment has a target.*shift_labels"):
-        row.to_hf()
 
 
 # ---------------------------------------------------------------------- counts that cannot be

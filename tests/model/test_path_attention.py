@@ -75,13 +75,6 @@ def test_parts_without_a_gradient_have_none(needed):
     assert all(map(torch.equal, ours, expected))
 
 
-def test_a_second_backward_pass_gives_the_same():
-    q, k, v = inputs()
-    out = attend_along_paths(attend("sdpa_segments"), q, k, v, TREE)
-    first, second = (torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True) for _ in range(2))
-    assert all(map(torch.equal, first, second))
-
-
 # ---------------------------------------------------------------------- what is kept
 
 LONG = PrefixTree(
@@ -128,24 +121,6 @@ def test_after_the_backward_pass_nothing_is_kept_while_the_output_lives(name, re
 def test_inside_a_checkpoint_nothing_is_kept_at_all():
     """A hook of saved tensors that keeps tensors by itself takes them out of the checkpoint's hands."""
     assert kept(attend_along_paths, in_checkpoint(False)) == kept(plainly, in_checkpoint(False)) == 0
-
-
-def test_hooks_around_it_see_what_a_layer_saves_and_no_gathered_keys():
-    """As those that move activations to the host: all that is saved goes through them."""
-    seen = []
-
-    def moved(x):
-        seen.append(tuple(x.shape))
-        return x.clone()
-
-    qkv = inputs()
-    with torch.autograd.graph.saved_tensors_hooks(moved, lambda x: x):
-        out = attend_along_paths(attend("sdpa_segments"), *qkv, TREE)
-    assert (TREE.num_tokens, KV_HEADS, DIM) in seen
-    assert not any(TREE.keys.total in shape for shape in seen)
-    plain = inputs()
-    expected = torch.autograd.grad(plainly(attend("sdpa_segments"), *plain, TREE).sum(), plain)
-    assert all(map(torch.equal, torch.autograd.grad(out.sum(), qkv), expected))
 
 
 # ---------------------------------------------------------------------- low precision

@@ -33,18 +33,10 @@ def told(result: StepResult, loss: str) -> str:
     )
 
 
-def test_a_result_tells_its_loss_and_its_counts(result: StepResult) -> None:
-    assert repr(result) == told(result, f"{result.loss.item():.4f}")
-
-
 def test_a_loss_on_a_device_is_not_waited_for(result: StepResult) -> None:
     assert repr(replace(result, loss=result.loss.to("meta"))) == told(result, "on meta")
     with nothing_on_host():
         assert repr(result) == told(result, "on cpu")
-
-
-def test_a_loss_that_is_no_number_does_not_stand_in_the_way(result: StepResult) -> None:
-    assert repr(replace(result, loss=torch.ones(2))) == told(result, "not known")
 
 
 def test_temperature_and_entropies_are_those_of_plain_logits() -> None:

@@ -157,13 +157,6 @@ def test_real_and_padded_boundaries_are_apart_under_their_names() -> None:
     assert params.cu_seqlens_kv_padded.tolist() == [0, 4, 12, 16]
 
 
-def test_without_gaps_padded_boundaries_are_the_same_object() -> None:
-    model = Everything()
-    ThdStep(model)(texts(3, 5, 2))
-    assert model.called["cu_seqlens_q_padded"] is model.called["cu_seqlens_q"]
-    assert not model.called["padding_mask"].any()
-
-
 @pytest.mark.parametrize(("rope", "expected"), [("real", [0, 3, 5, 8, 10]), ("padded", [0, 4, 6, 12, 16])])
 def test_finer_restarts_are_handed_over_as_the_model_counts(rope: Any, expected: list[int]) -> None:
     model = Everything()
@@ -372,31 +365,12 @@ def test_media_that_the_model_does_not_take_are_refused(reference: Any, samples:
         ThdStep(Plain(vocabulary=512), config=reference.config)(padded(samples))
 
 
-def test_an_image_in_the_wrong_sample_is_refused_before_the_model_runs(
-    example: Any, reference: Any, samples: list[Any]
-) -> None:
-    batch = padded(samples, metadata=False)
-    grids = batch.media.image_grid_thw
-    assert grids is not None
-    swapped = replace(batch, media=replace(batch.media, image_grid_thw=grids.flip(0)))
-    assert not torch.equal(grids, grids.flip(0))
-    with pytest.raises(LayoutError, match="image"):
-        ThdStep(example.ThdQwen3VLMoe(reference), config=reference.config)(swapped)
-
-
 def test_rows_that_the_ranks_cannot_share_are_refused() -> None:
     step = ThdStep(Everything(), slots=SlotRule(multiple=4))
     with pytest.raises(LayoutError, match="sample 0 has a slot of 3 tokens, which is no multiple of 4"):
         step(pack(texts(3, 5)))
     with pytest.raises(LayoutError, match="the row is 8 tokens wide"):
         ThdStep(Everything(), slots=SlotRule(row_multiple=16))(pack(texts(3, 5)))
-
-
-def test_a_mask_that_contradicts_boundaries_is_refused() -> None:
-    batch = pack(texts(3, 5), rule=SlotRule(multiple=4)).to_hf()
-    batch["moe_padding_mask"] = batch["moe_padding_mask"].roll(1, 1)
-    with pytest.raises(LayoutError, match="moe_padding_mask is not True exactly on padding"):
-        ThdStep(Everything(), slots=SlotRule(multiple=4))(batch)
 
 
 class Weighted(Takes):

@@ -100,14 +100,6 @@ def test_what_is_packed_is_no_cause_for_a_warning():
         model(**batch, **flags)
 
 
-def test_recomputing_a_step_that_was_warned_of_adds_no_second_warning():
-    model = enabled()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    with pytest.warns(UnpackedWarning) as said:
-        model.model(**batch_of(model)).last_hidden_state.sum().backward()
-    assert len(said) == 1
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_recomputing_a_step_that_was_passed_on_is_no_call_past_the_forward(attention, reentrant):
@@ -121,13 +113,3 @@ def test_recomputing_a_step_that_was_passed_on_is_no_call_past_the_forward(atten
         with ThreadPoolExecutor() as threads:
             threads.submit(logits.sum().backward).result()
     assert len(said) == 1
-
-
-def test_a_reentrant_checkpoint_of_a_direct_call_is_warned_of_when_it_is_recomputed():
-    model = enabled("qwen3")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    batch = batch_of(model)
-    embedded = model.get_input_embeddings()(batch["input_ids"])
-    hidden = model.model(inputs_embeds=embedded, attention_mask=batch["attention_mask"])[0]
-    with pytest.warns(UnpackedWarning, match="a part of the model was called directly"):
-        hidden.sum().backward()
