@@ -11,11 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan.naive import naive_least_imbalance
 
-from benchmarks.cases.planning import LENGTH_SETS, QWEN3_VL_8B
+from benchmarks.cases.planning import LENGTH_SETS
 from vlmpack.errors import ConfigError
 from vlmpack.plan import CostModel, balance_rows, plan_bins
 from vlmpack.plan.balance import EMPTY, Method
 
+QWEN3_VL_8B = CostModel.from_sizes(
+    hidden=4096, layers=36, intermediate=12288, kv_hidden=1024, vision_hidden=1152, vision_layers=27,
+    vision_intermediate=4304,
+)  # fmt: skip
 costs_lists = st.lists(st.integers(0, 50), min_size=1, max_size=60)
 
 
