@@ -19,8 +19,15 @@ from PIL import Image
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.video_utils import VideoMetadata
 
-from vlmpack.collate.video import VideoSettings, frame_timestamps, load_video, patchify, read_frames, resize_frames
-from vlmpack.collate.vision_keys import video_frame_size
+from vlmpack.collate.video import (
+    VideoSettings,
+    frame_timestamps,
+    load_video,
+    patchify,
+    read_frames,
+    resize_frames,
+    video_frame_size,
+)
 from vlmpack.data.images import ImageError, load_image
 
 needs_qwen = pytest.mark.skipif(

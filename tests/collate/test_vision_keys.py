@@ -14,8 +14,8 @@ import transformers
 from cases import slow
 from PIL import Image
 
-from vlmpack.collate import vision_keys
-from vlmpack.collate.vision_keys import (
+from vlmpack.collate import video as vision_keys
+from vlmpack.collate.video import (
     check_enlarged,
     has_image_keys,
     number,

@@ -6,7 +6,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
-from typing import final
 
 import numpy as np
 import torch
@@ -33,7 +32,6 @@ DEFAULT_SECONDS = 1.0
 """Seconds per video grid where a sample has none: what Qwen2.5-VL's model assumes."""
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class SharePrefixes:
     """Rule for laying samples of a row that begin alike out as a tree."""

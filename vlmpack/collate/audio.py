@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
 
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
-from vlmpack.data.audio import load_audio
 from vlmpack.data.images import ImageError
 from vlmpack.data.messages import MediaRef
+from vlmpack.data.videos import load_audio
 from vlmpack.errors import ConfigError, Refusal
 
 FEATURES, MASK = "input_features", "feature_attention_mask"
@@ -35,7 +35,6 @@ PADDED = "padded_to"
 """Key beside a measured audio: samples to which its processor pads it. Audios that are cut off later may be longer."""
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class AudioReader:
     """Reads the audio of samples with the processor that the model was made with."""
@@ -198,7 +197,7 @@ class AudioReader:
 
     # ------------------------------------------------------------------ the processor
 
-    @property
+    @cached_property
     def _extractor(self) -> Any:
         extractor = parts_of(self.processor).feature_extractor
         if extractor is None:

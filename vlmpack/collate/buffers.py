@@ -23,7 +23,7 @@ from functools import partial
 from math import isfinite, prod
 from multiprocessing.reduction import ForkingPickler
 from threading import Lock
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +41,6 @@ OWNER, RECEIVER = 0, 1
 """Bytes of the header: whether the process that joined the pixels holds them, and the one that they were sent to."""
 
 
-@final
 class NotFinite(Exception):  # noqa: N818 (never leaves the package: the collator refuses the sample that has this part)
     """A part holds NaN or infinity.
 
@@ -54,7 +53,6 @@ class NotFinite(Exception):  # noqa: N818 (never leaves the package: the collato
         self.part = part
 
 
-@final
 class PixelBuffers:
     """Blocks of memory in which the pixels of batches are joined, in turn.
 
@@ -131,7 +129,6 @@ class PixelBuffers:
         return block
 
 
-@final
 class Lent(torch.Tensor):
     """Pixels in a shared block of a worker, which the main process takes over where they are.
 

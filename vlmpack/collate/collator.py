@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, Literal, final, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -45,7 +45,6 @@ BatchLayout = Literal["padded", "packed"]
 OnBad = Literal["raise", "skip"]
 
 
-@final
 class VLMCollator:
     """Turn samples into a padded batch or a packed row, each checked on its own first.
 
@@ -291,7 +290,7 @@ class VLMCollator:
 
     def _decoded(self, sample: Encoded, index: int, media: BatchMedia) -> Encoded:
         named = {} if sample.sample_id is None else {"id": sample.sample_id}
-        return self._checked(named, index, lambda: self._encoder.decode(self._sharable(sample), media))
+        return self._checked(named, index, lambda: self._encoder.media.decode(self._sharable(sample), media))
 
     def _fitted(self, sample: Encoded) -> Encoded:
         return fit(self._sharable(sample), self.metadata, max_length=self.max_length, overlength=self.overlength)

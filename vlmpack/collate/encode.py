@@ -20,15 +20,14 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from vlmpack.collate.audio import AudioReader
 from vlmpack.collate.chat_template import ChatTemplate, Span, check_characters
 from vlmpack.collate.encoded import (
     TYPES,
@@ -42,7 +41,7 @@ from vlmpack.collate.encoded import (
     weighed,
 )
 from vlmpack.collate.media import BatchMedia, MediaReader, trial_image
-from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
+from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.collate.tokenised import read_tokenised, token_types
 from vlmpack.collate.video import DEFAULT_RULES, FileRules, FrameSampling
 from vlmpack.data.formats import KINDS, Kind, is_empty
@@ -75,14 +74,13 @@ Visuals = Mapping[Kind, Sequence[Visual]]
 """The media of a sample by kind, each in the order of their placeholders."""
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
     """The n tokens of a text in which media are expanded, to one placeholder a run."""
 
     ids: np.ndarray
     """int64 [n]."""
-    text: str
+    text: str = ""
     """The expanded text."""
     starts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """int64 [n]: first character of each in it; one without any stands where the last one ended. Empty: not needed."""
@@ -115,7 +113,6 @@ class Tokens:
         )
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
     """Samples → `Encoded`: the ids and tensors that `processor(text=..., images=...)` gives."""
@@ -155,13 +152,8 @@ class Encoder:
             ConfigError: no sample can be used with this processor.
         """
 
-        def load(conversation: Conversation, kind: Kind) -> Sequence[Visual]:
-            if kind == "audio":
-                return self._audio.load_each(conversation.media["audio"])
-            limit = None if self.truncates_start else self.max_length
-            return self.media.load_each(conversation.media[kind], kind=kind, batch=batch, max_tokens=limit)
-
-        return self._encode(feature, load)
+        limit = None if self.truncates_start else self.max_length
+        return self._encode(feature, partial(self.media.load_each, batch=batch, max_tokens=limit))
 
     def measure(self, feature: Any) -> Encoded:
         """The same without pixels, which are left where they are: images and videos are only measured.
@@ -170,22 +162,7 @@ class Encoder:
             Refusal: the sample cannot be used, as far as can be seen without decoding its media.
             ConfigError: no sample can be used, or images cannot be measured, with this processor.
         """
-
-        def measure(conversation: Conversation, kind: Kind) -> Sequence[Visual]:
-            if kind == "audio":
-                return self._audio.measure_each(conversation.media["audio"])
-            return self.media.measure_each(conversation.media[kind], kind=kind)
-
-        return self._encode(feature, measure)
-
-    def decode(self, sample: Encoded, batch: BatchMedia | None = None) -> Encoded:
-        """A sample that was only measured, with the values of all its media.
-
-        Raises:
-            Refusal: one of them cannot be used, or has changed since.
-        """
-        decoded = self.media.decode(sample, batch)
-        return self._audio.decode(decoded) if decoded.audios else decoded
+        return self._encode(feature, self.media.measure_each)
 
     @cached_property
     def media(self) -> MediaReader:
@@ -207,19 +184,16 @@ class Encoder:
         """
         metadata = self.metadata
         if not metadata.has_vision:
-            return self._encoded(np.array([metadata.pad_token_id], np.int64), [], {})
+            return self._sample(Tokens(ids=np.array([metadata.pad_token_id], np.int64)), [], {})
         if metadata.by_processor:
             images = self.media.process([Image.new("RGB", _SMALLEST)])
-            ids = self._tokenise(self._laid_out(metadata.image_token, 1), {"image": images}).ids
+            tokens = self._tokenise(self._laid_out(metadata.image_token, 1), {"image": images})
         else:
             merge = metadata.merge_size
             images = (Visual(pixels=torch.zeros(merge * merge, metadata.patch_dim), grid=(1, merge, merge)),)
-            ids = np.array([metadata.vision_start_id, metadata.image_token_id, metadata.vision_end_id], np.int64)
-        return self._encoded(ids, [], {"image": images})
-
-    @cached_property
-    def _audio(self) -> AudioReader:
-        return AudioReader(processor=self.processor, metadata=self.metadata)
+            ids = (metadata.vision_start_id, metadata.image_token_id, metadata.vision_end_id)
+            tokens = Tokens(ids=np.array(ids, np.int64))
+        return self._sample(tokens, [], {"image": images})
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -234,7 +208,7 @@ class Encoder:
 
     # ------------------------------------------------------------------ a sample
 
-    def _encode(self, feature: Any, read: Callable[[Conversation, Kind], Sequence[Visual]]) -> Encoded:
+    def _encode(self, feature: Any, read: Callable[..., Sequence[Visual]]) -> Encoded:
         if not isinstance(feature, Mapping):
             raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
         if feature.get("input_ids") is not None:
@@ -260,7 +234,7 @@ class Encoder:
                 seen = f"a user's text holds '<{kind}>', but its sample has no column {kind} or {kind}s, so the marker"
                 remedy = "if its column was lost, choose markers='places', which refuses such samples; else 'text'"
                 warnings.warn(f"{seen} is read as a word: {remedy}. This is said once", stacklevel=2)
-            sample = self._encode_conversation(conversation, read)
+            sample = self._encode_conversation(conversation, lambda kind: read(conversation.media[kind], kind=kind))
         check_sample(sample, self.metadata)
         return sample
 
@@ -274,22 +248,19 @@ class Encoder:
             raise Refusal("bad_row", f"it has input_ids, but {self._is_of_prefix}, and images", of_all=True)
         sample = read_tokenised(feature, self.metadata, train_on=self.train_on)
         if self.metadata.has_audio:
-            sample = replace(sample, audios=self._audio.read_tokenised(feature))
+            sample = replace(sample, audios=self.media.audio.read_tokenised(feature))
         return sample
 
-    def _encode_conversation(
-        self, conversation: Conversation, read: Callable[[Conversation, Kind], Sequence[Visual]]
-    ) -> Encoded:
+    def _encode_conversation(self, conversation: Conversation, read: Callable[[Kind], Sequence[Visual]]) -> Encoded:
         self._check_texts(conversation)
         num_images, num_videos = len(conversation.media["image"]), len(conversation.media["video"])
         if (num_images or num_videos) and not self.metadata.has_vision:
             seen = f"it has {num_images} image(s) and {num_videos} video(s), but a tokenizer reads text only"
             raise Refusal("no_vision", f"{seen}; give VLMCollator the processor of a vision-language model")
-        media: Visuals = {kind: read(conversation, kind) for kind in KINDS}
+        media: Visuals = {kind: read(kind) for kind in KINDS}
         if media["image"]:
             assert self._is_confirmed
-        encode = self._plain if conversation.plain else self._chat
-        return encode(conversation, media)
+        return (self._plain if conversation.plain else self._chat)(conversation, media)
 
     def _chat(self, conversation: Conversation, media: Visuals) -> Encoded:
         if self._columns:
@@ -314,7 +285,7 @@ class Encoder:
             spans = [self._answer(tokens, span) for span in answers]
             ends = [self._answer(tokens, (self._template.stop_of(text, span), span[1])) for span in answers]
         weights_n = _weights(tokens, spans, conversation)
-        return self._labelled(tokens, spans, media, ends=ends, weights=weights_n)
+        return self._sample(tokens, spans, media, ends=ends, weights=weights_n)
 
     def _is_too_long(self, tokens: Tokens) -> bool:
         return self.max_length is not None and len(tokens.ids) > self.max_length
@@ -331,9 +302,9 @@ class Encoder:
         may_cut = self.max_length is not None
         before = self._tokenise(self._laid_out(prompt, len(media["image"])), media, has_offsets=may_cut)
         tokens = before.followed_by(self._tokenise(completion, {}, is_continued=True, has_offsets=may_cut))
-        return self._labelled(tokens, [slice(len(before.ids), None)], media, prefix=len(before.ids))
+        return self._sample(tokens, [slice(len(before.ids), None)], media, prefix=len(before.ids))
 
-    def _labelled(
+    def _sample(
         self,
         tokens: Tokens,
         answers: Sequence[slice],
@@ -343,37 +314,23 @@ class Encoder:
         prefix: int | None = None,
         weights: np.ndarray | None = None,
     ) -> Encoded:
-        """Label a sample; if it is too long, note what truncation keeps whole: its media and the `ends` of answers."""
-        around = self._around_media(tokens) if len(tokens.starts) else []
-        untrained = around if self.metadata.by_processor else ()
-        sample = self._encoded(tokens.ids, answers, media, around=untrained, prefix=prefix, weights=weights)
-        whole = [(kept.start, kept.stop) for kept in (*around, *ends)]
-        return replace(sample, whole=tuple(whole)) if self._is_too_long(tokens) else sample
+        """Label a sample: its answers, or everything, except media, the tokens around them and the first token.
 
-    def _encoded(
-        self,
-        ids: np.ndarray,
-        answers: Sequence[slice],
-        media: Visuals,
-        *,
-        around: Sequence[slice] = (),
-        prefix: int | None = None,
-        weights: np.ndarray | None = None,
-    ) -> Encoded:
-        """Label a sample: its answers, or everything, except media, the tokens `around` them and the first token.
-
-        `prefix`: tokens of the prompt; None: all of them. `weights`: float32 [n] of its tokens; None: 1.
+        If it is too long, note what truncation keeps whole: its media and the `ends` of answers. `prefix`: tokens of
+        the prompt; None: all of them. `weights`: float32 [n] of its tokens; None: 1.
         """
+        ids, metadata = tokens.ids, self.metadata
+        around = self._around_media(tokens) if len(tokens.starts) else []
         spans = None if self.train_on == "all" else [(answer.start, answer.stop) for answer in answers]
-        types = np.arange(len(ids)) >= (len(ids) if prefix is None else prefix)
+        in_answer = np.arange(len(ids)) >= (len(ids) if prefix is None else prefix)
+        whole = (*around, *ends) if self._is_too_long(tokens) else ()
         sample = Encoded(
             input_ids=ids,
-            labels=make_labels(ids, self.metadata, spans=spans, untrained=around),
-            types=token_types(ids, self.metadata),
-            images=tuple(media.get("image", ())),
-            videos=tuple(media.get("video", ())),
-            audios=tuple(media.get("audio", ())),
-            columns=dict.fromkeys(self._columns, types.astype(np.int64)),
+            labels=make_labels(ids, metadata, spans=spans, untrained=around if metadata.by_processor else ()),
+            types=token_types(ids, metadata),
+            **{f"{kind}s": tuple(visuals) for kind, visuals in media.items()},
+            columns=dict.fromkeys(self._columns, in_answer.astype(np.int64)),
+            whole=tuple((kept.start, kept.stop) for kept in whole),
         )
         return weighed(sample, weights)
 
@@ -420,7 +377,7 @@ class Encoder:
     @cached_property
     def _borders(self) -> tuple[list[int], list[int]]:
         """Ids of what templates write before and after an image."""
-        tokenizer, metadata = parts_of(self.processor).tokenizer, self.metadata
+        tokenizer, metadata = self.media.parts.tokenizer, self.metadata
         start, end = (
             tokenizer.encode(text, add_special_tokens=False) for text in (metadata.vision_start, metadata.vision_end)
         )
@@ -442,7 +399,7 @@ class Encoder:
         """
         check_characters(text)
         expanded, places, spans = self._expand(text, media)
-        tokenizer = parts_of(self.processor).tokenizer
+        tokenizer = self.media.parts.tokenizer
         begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
         options = self.media.text_options if self.metadata.has_vision else {}
         if begins or is_continued:
@@ -574,7 +531,7 @@ class Encoder:
     @cached_property
     def _reserved(self) -> tuple[str, ...]:
         """Tokens that the processor or the chat template writes; any other special token is text."""
-        named = parts_of(self.processor).tokenizer.special_tokens_map
+        named = self.media.parts.tokenizer.special_tokens_map
         ends = [str(named[name]) for name in ("bos_token", "eos_token", "pad_token") if name in named]
         return tuple(dict.fromkeys((*self._media_tokens, *self._template.tokens, *ends)))
 
@@ -624,7 +581,7 @@ class Encoder:
         groups = [pictures] if self.metadata.images_together else [[picture] for picture in pictures]
         visuals = [visual for group in groups for visual in self.media.process(group)]
         ids = self._tokenise(self._laid_out(text, len(pictures)), {"image": visuals}).ids
-        media = family_of_processor(self.processor).media
+        media = self._family.media if self._family else {}
         problems = [
             f"{name}, which is not in its family's media" for name in whole if name not in (*TOKEN_NAMES, *media)
         ]

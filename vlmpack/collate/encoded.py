@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise, zip_longest
 from math import prod
-from typing import Literal, final
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from vlmpack.layout.media import AUDIO, IMAGE, TEXT, VIDEO, Grid, Runs
 from vlmpack.layout.row import IGNORE
 
 
-@final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Visual:
     """One image or one video, cut into patches or tiles, or only measured."""
@@ -57,7 +56,6 @@ class Visual:
     """Where it was read from; None: it came as patches."""
 
 
-@final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Encoded:
     """n tokens, all on the host."""

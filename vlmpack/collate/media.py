@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from vlmpack.collate.audio import AudioReader
 from vlmpack.collate.encoded import Encoded, Visual, check_pixels, tokens_of
 from vlmpack.collate.processor_metadata import (
     NO_ID,
@@ -42,19 +43,17 @@ from vlmpack.collate.processor_metadata import (
 from vlmpack.collate.video import (
     DEFAULT_RULES,
     FILE_TYPES,
+    IMAGE_KEYS,
     FileRules,
     FrameSampling,
-    VideoSettings,
-    load_video,
-    read_clip,
-)
-from vlmpack.collate.vision_keys import (
-    IMAGE_KEYS,
     Size,
+    VideoSettings,
     check_enlarged,
     check_times,
     has_image_keys,
     image_size,
+    load_video,
+    read_clip,
     resize,
 )
 from vlmpack.data.formats import Kind
@@ -164,6 +163,8 @@ class MediaReader:
         Raises:
             Refusal: one of them cannot be used.
         """
+        if kind == "audio":
+            return self.audio.load_each(refs)
         if self._are_together(refs, kind):
             images = [read_named(self._picture, ref, kind, at) for at, ref in enumerate(refs)]
             visuals = read_named(lambda _: self.process(images), refs[0], kind, 0)
@@ -185,19 +186,27 @@ class MediaReader:
             Refusal: a header shows that one cannot be used.
             ConfigError: the image processor of a Qwen processor resizes by another rule.
         """
+        if kind == "audio":
+            return self.audio.measure_each(refs)
         if self._are_together(refs, kind):
             sizes = tuple(read_named(self._size, ref, kind, at) for at, ref in enumerate(refs))
             return tuple(replace(visual, source=ref) for visual, ref in zip(self._blank(sizes), refs, strict=True))
         return tuple(read_named(self._measurer(kind), ref, kind, at) for at, ref in enumerate(refs))
 
     def decode(self, sample: Encoded, batch: BatchMedia | None = None) -> Encoded:
-        """A sample that was only measured, with the tensors of all its images and videos.
+        """A sample that was only measured, with the tensors of all its media.
 
         Raises:
             Refusal: one of them cannot be used, or is not of the size that was measured (`image_changed`, ...).
         """
         images, videos = self._filled(sample.images, "image", batch), self._filled(sample.videos, "video", batch)
-        return replace(sample, images=images, videos=videos)
+        decoded = replace(sample, images=images, videos=videos)
+        return self.audio.decode(decoded) if decoded.audios else decoded
+
+    @cached_property
+    def audio(self) -> AudioReader:
+        """Reads audio."""
+        return AudioReader(processor=self.processor, metadata=self.metadata)
 
     def _filled(self, measured: tuple[Visual, ...], kind: Kind, batch: BatchMedia | None) -> tuple[Visual, ...]:
         refs = [visual.source for visual in measured if visual.pixels is None and visual.source is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 from vlmpack.data.formats import Kind
 from vlmpack.errors import ConfigError, FamilyError
@@ -45,7 +45,6 @@ NO_ID = -1
 """In place of an id: there is no such token."""
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class ProcessorMetadata:
     """Plain values; the processor object itself is only needed to render text and to cut images into patches.
@@ -165,7 +164,6 @@ AUDIO_FIELDS = ("audio_token", "audio_token_id", "audio_start", "audio_end", "au
 """Fields of processors of audio."""
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class ProcessorParts:
     """The parts of a processor that do the work."""

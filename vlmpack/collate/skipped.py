@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from threading import RLock
-from typing import IO, Any, final
+from typing import IO, Any
 
 from vlmpack.errors import ConfigError, SampleError, check_whole_number
 
@@ -24,7 +24,6 @@ except ImportError:  # not on Windows: there every process has a document of its
     fcntl = None
 
 
-@final
 class SharedDocument:
     """A dictionary of JSON values, shared by a process and those that it starts.
 
@@ -102,7 +101,6 @@ def _anonymous_file() -> IO[bytes] | None:
     return None
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class SkipLimit:
     """The number of refused samples above which the data are broken, not single samples."""
@@ -121,7 +119,6 @@ class SkipLimit:
         check_whole_number("max_consecutive_bad", self.max_consecutive_bad)
 
 
-@final
 class SkipLog:
     """Counts of a process and of all DataLoader workers that it starts, and a JSON-lines file that they write to.
 

@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 from vlmpack.data.images import ImageError, load_image
 from vlmpack.errors import SampleError
@@ -45,7 +45,6 @@ def load_cord(source: Source, *, split: str = "train", num: int | None = None) -
     return CordDataset(rows=replace(find_source(source, split), num=num, columns=ColumnMap(is_read=False)))
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class CordDataset:
     """Receipts of any source. Raises `SampleError` for a record that cannot be used, naming its index."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, final, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -58,7 +58,6 @@ def mix_datasets(
     return MixedDataset(datasets=tuple(datasets.items()), weights=shares, num=num, seed=seed)
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class MixedDataset(SampleDataset):
     """Samples of several data sets, in a fixed order. Cheap to send to a worker process if they are."""
@@ -153,10 +152,8 @@ def _size(name: str, dataset: Any) -> int:
     except TypeError:
         size = 0
     if isinstance(dataset, str) or not size:
-        raise ConfigError(
-            f"the data set {name!r} of the mix is a {type(dataset).__name__} without samples; give a map-style data "
-            "set, such as vlmpack.data.open_dataset(path), or a list"
-        )
+        fault = f"the data set {name!r} of the mix is a {type(dataset).__name__} without samples; give a map-style data"
+        raise ConfigError(f"{fault} set, such as vlmpack.data.open_dataset(path), or a list")
     return size
 
 

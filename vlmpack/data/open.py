@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import accumulate, islice
 from operator import index as as_int
 from pathlib import Path
-from typing import Any, final, get_args, overload
+from typing import Any, get_args, overload
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -156,10 +156,8 @@ def _find_named(source: str | os.PathLike[str], split: str) -> OpenDataset:
         )
     if isinstance(source, str) and _HUB_ID.fullmatch(source) and path.suffix not in JSON_FILES:
         return OpenDataset(files=(hub_rows(name, split),), folders=(None,), name=name)
-    raise ConfigError(
-        f"{name!r} is no file or folder here and no hub id; give a folder or file that is there, or an id such as "
-        "'naver-clova-ix/cord-v2'"
-    )
+    fault = f"{name!r} is no file or folder here and no hub id; give a folder or file that is there, or an id such as"
+    raise ConfigError(f"{fault} 'naver-clova-ix/cord-v2'")
 
 
 def _find_list(source: Sequence[str | os.PathLike[str]]) -> OpenDataset:
@@ -196,7 +194,6 @@ class SampleDataset(Dataset[Any]):
             return error.with_traceback(None)
 
 
-@final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OpenDataset(SampleDataset):
     """Rows of any source, made samples as they are indexed. Cheap to send to a worker process.
@@ -252,10 +249,8 @@ class OpenDataset(SampleDataset):
         try:
             index = as_int(index)
         except TypeError:
-            raise TypeError(
-                f"samples are taken by their place, dataset[0] or dataset[0:2], not by {index!r}; of a column: "
-                "[sample['id'] for sample in dataset]"
-            ) from None
+            fault = f"samples are taken by their place, dataset[0] or dataset[0:2], not by {index!r}; of a column:"
+            raise TypeError(f"{fault} [sample['id'] for sample in dataset]") from None
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} in {self.name}")
         return self._sample(index % len(self))
@@ -323,10 +318,8 @@ def _check_first_rows(dataset: OpenDataset) -> None:
         except SampleError as error:
             raise ConfigError(f"the first sample of {name} cannot be read: {error.detail}{_hint(rows)}") from error
         if set(first).isdisjoint(CHAT):
-            raise ConfigError(
-                f"{name} holds {', '.join(map(str, first)) or 'nothing'}, and none of "
-                f"{', '.join(CHAT)}; {_remedy(first)}{_hint(rows) if len(rows) == 1 else ''}"
-            )
+            fault = f"{name} holds {', '.join(map(str, first)) or 'nothing'}, and none of"
+            raise ConfigError(f"{fault} {', '.join(CHAT)}; {_remedy(first)}{_hint(rows) if len(rows) == 1 else ''}")
 
 
 def _check_required(rows: Rows, columns: ColumnMap, name: str) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -46,7 +46,6 @@ MARK = b"\xef\xbb\xbf"
 """The byte-order mark that some editors put in front of UTF-8."""
 
 
-@final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class JsonRows:
     """Rows of one file. Opened anew for each row, so that it can be sent to any number of processes."""
@@ -181,7 +180,6 @@ def _item_edges(text: str) -> list[int]:
 # ---------------------------------------------------------------------- tables of `datasets`
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class StoredRows:
     """A table of `datasets` as plain values: an image stays `{"bytes", "path"}`, however deep it is nested.
@@ -313,7 +311,6 @@ _CONTENTS = (*TURNS, "content")
 """Keys of what may hold media; their own strings are texts."""
 
 
-@final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardRows:
     """Rows of tar shards, as WebDataset has them: files with one name up to the first dot are one sample.
@@ -396,10 +393,8 @@ def _shard_spans(path: Path) -> np.ndarray:
                     spans.setdefault(key, [member.offset, stop])[1] = stop
                 last = key
     except tarfile.TarError as error:
-        raise ConfigError(
-            f"{path} cannot be read as a tar file that is not compressed: {error}; unpack `.gz` and the like with "
-            "gunzip, or download it again"
-        ) from error
+        fault = f"{path} cannot be read as a tar file that is not compressed: {error}; unpack `.gz` and the like with"
+        raise ConfigError(f"{fault} gunzip, or download it again") from error
     if not spans:
         raise ConfigError(f"{path} holds no samples: files such as 0001.jpg and 0001.json, named alike up to a dot")
     return np.asarray(list(spans.values()), np.int64)
@@ -532,10 +527,8 @@ def folder_rows(folder: Path, split: str) -> StoredRows | ShardRows:
         if files:
             return read(_of_split(files, folder, split, kind[1:]))
     content = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-    raise ConfigError(
-        f"{folder} holds no table for split {split!r} (it holds: {content}); expected a dataset saved by datasets, "
-        f"{split}-*.parquet files or tar shards"
-    )
+    fault = f"{folder} holds no table for split {split!r} (it holds: {content}); expected a dataset saved by datasets,"
+    raise ConfigError(f"{fault} {split}-*.parquet files or tar shards")
 
 
 def json_in(folder: Path, split: str) -> list[Path]:
@@ -562,10 +555,8 @@ def _of_split(files: Sequence[Path], folder: Path, split: str, kind: str) -> lis
         )
     if not (chosen or unnamed):
         names = ", ".join(sorted({repr(name or "train") for name in splits.values()}))
-        raise ConfigError(
-            f"no {kind} file of split {split!r} under {folder}; its files are of {names}: {_some(files, folder)}; "
-            "pass one of these as split, or give the files themselves"
-        )
+        fault = f"no {kind} file of split {split!r} under {folder}; its files are of {names}: {_some(files, folder)};"
+        raise ConfigError(f"{fault} pass one of these as split, or give the files themselves")
     if kind == "JSON":
         return chosen or unnamed
     # An object in a file of JSON beside them describes the data set; lines or a list may be the samples.

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, final
+from typing import IO, Any
 
 import numpy as np
 
@@ -63,7 +63,6 @@ class VideoLimits:
 DEFAULT_VIDEO_LIMITS = VideoLimits()
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class VideoHeader:
     """Numbers of a file of a video."""
@@ -150,10 +149,8 @@ def _turn_of(frame: Any) -> int:
     """Degrees, counterclockwise, by which a frame is turned to be shown."""
     turn = frame.rotation % 360
     if turn not in _RIGHT_ANGLES:
-        raise ImageError(
-            f"the video is to be shown turned by {turn} degrees, and only right angles can be; encode it upright",
-            "video_rotation",
-        )
+        fault = f"the video is to be shown turned by {turn} degrees, and only right angles can be; encode it upright"
+        raise ImageError(f"{fault}video_rotation")
     return turn
 
 
@@ -169,7 +166,6 @@ def open_video(source: VideoSource, *, limits: VideoLimits = DEFAULT_VIDEO_LIMIT
 # ---------------------------------------------------------------------- one open file
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class _Scan:
     """The packets of a stream, without their data."""
@@ -184,7 +180,6 @@ class _Scan:
     """False: the container has none, or two frames have the same; `shown` is good for nothing but its length."""
 
 
-@final
 class _Video:
     """An open container and its stream of video.
 
@@ -396,3 +391,38 @@ def _undecodable(fault: str) -> ImageError:
     return ImageError(
         f"the video cannot be decoded: {fault}; write the file again or drop the sample", "video_undecodable"
     )
+
+
+# ---------------------------------------------------------------------- audio
+
+_OF_AUDIO = "wav,flac,mp3,ogg,mov,mp4,m4a,matroska,webm,aac"
+
+
+def load_audio(source: Any, *, rate: int) -> np.ndarray:
+    """Decode an audio: float32 `[n]`, within -1 ... 1, one channel.
+
+    Args:
+        source: a path, bytes, `{"bytes", "path"}` or a data URI.
+        rate: samples a second of the result; a file with others is resampled.
+
+    Raises:
+        ImageError: it cannot be read (`audio_missing`, `audio_source`, `audio_undecodable`, ...).
+        ConfigError: PyAV is not installed.
+    """
+    check_extra("video", "av", needed_by="a file of audio")
+    import av
+    from av.error import FFmpegError
+
+    parts = [np.zeros(0, np.float32)]
+    with open_source(source, kind="audio", max_bytes=DEFAULT_VIDEO_LIMITS.max_bytes) as file:
+        try:
+            with av.open(file, options={"format_whitelist": _OF_AUDIO, "protocol_whitelist": ""}) as container:
+                if not container.streams.audio:
+                    raise ImageError("the file has no stream of audio; drop the sample", "audio_source")
+                resampler = av.AudioResampler("fltp", rate=rate)
+                for frame in (*container.decode(container.streams.audio[0]), None):  # None: what is left
+                    parts += [made.to_ndarray().mean(0) for made in resampler.resample(frame)]
+        except (FFmpegError, UnicodeDecodeError) as error:
+            fault = f"libav cannot read it ({type(error).__name__}: {error}); write the file again or drop the sample"
+            raise ImageError(fault, "audio_undecodable") from error
+    return np.concatenate(parts)
