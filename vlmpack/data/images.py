@@ -192,11 +192,8 @@ def open_source(source: Any, *, kind: Literal["image", "video", "audio"], max_by
             f"the {kind} is empty (0 bytes); write the file again or drop the sample", f"{kind}_undecodable"
         )
     limits = "ImageLimits" if kind == "image" else "VideoLimits"
-    raise ImageError(
-        f"the encoded {kind} has {size} bytes, more than {limits}.max_bytes={max_bytes}; re-encode it or "
-        "raise the limit",
-        f"{kind}_too_large",
-    )
+    fault = f"the encoded {kind} has {size} bytes, more than {limits}.max_bytes={max_bytes}; re-encode it or"
+    raise ImageError(f"{fault} raise the limit", f"{kind}_too_large")
 
 
 def _opened(source: Any, kind: str) -> IO[bytes]:
@@ -232,11 +229,8 @@ def _path_or_bytes(text: str, kind: str) -> Path | bytes:
     if scheme != "data":
         if "://" not in text[:32]:
             return Path(text)
-        raise ImageError(
-            f"the {kind} address {_short(text)} is remote; nothing is fetched while samples are read: download the "
-            f"{kind} first and give its path or bytes",
-            f"{kind}_remote",
-        )
+        fault = f"the {kind} address {_short(text)} is remote; nothing is fetched while samples are read: download the"
+        raise ImageError(f"{fault} {kind} first and give its path or bytes", f"{kind}_remote")
     header, _, payload = text.partition(",")
     if not header.lower().endswith(";base64"):
         example = {"image": "data:image/png", "video": "data:video/mp4", "audio": "data:audio/wav"}[kind]
@@ -277,11 +271,8 @@ def _open(file: IO[bytes], limits: ImageLimits) -> Image.Image:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             return Image.open(file, formats=limits.formats)
     except Image.DecompressionBombError as error:
-        raise ImageError(
-            f"the image is too large for Pillow ({error}); scale it down, or raise PIL.Image.MAX_IMAGE_PIXELS and "
-            f"ImageLimits.max_pixels={limits.max_pixels}",
-            "image_too_large",
-        ) from error
+        fault = f"the image is too large for Pillow ({error}); scale it down, or raise PIL.Image.MAX_IMAGE_PIXELS and"
+        raise ImageError(f"{fault} ImageLimits.max_pixels={limits.max_pixels}", "image_too_large") from error
     except Exception as error:  # on damaged bytes Pillow's plug-ins raise errors of every kind
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
@@ -324,11 +315,8 @@ def _decode(image: Image.Image) -> None:
 
 
 def _damaged(image: Image.Image, fault: str) -> ImageError:
-    return ImageError(
-        f"the {image.format or 'image'} data of {image.width} x {image.height} pixels are damaged or cut short "
-        f"({fault}); write the file again or drop the sample",
-        "image_undecodable",
-    )
+    seen = f"the {image.format or 'image'} data of {image.width} x {image.height} pixels are damaged or cut short"
+    return ImageError(f"{seen} ({fault}); write the file again or drop the sample", "image_undecodable")
 
 
 def _size(image: Image.Image, limits: ImageLimits) -> tuple[int, int]:
@@ -351,11 +339,8 @@ def _orientation(read: Callable[[], Mapping[int, Any]]) -> int:
         by = read().get(ExifTags.Base.Orientation, 1)
         return by if by in _TURNS else 1
     except Exception as error:  # EXIF is a nest of offsets; damaged ones raise errors of every kind
-        raise ImageError(
-            f"the EXIF block is damaged, so the orientation is unknown ({type(error).__name__}: {error}); "
-            "save the image without EXIF",
-            "image_exif",
-        ) from error
+        fault = f"the EXIF block is damaged, so the orientation is unknown ({type(error).__name__}: {error});"
+        raise ImageError(f"{fault} save the image without EXIF", "image_exif") from error
 
 
 # ---------------------------------------------------------------------- files whose end is missing
@@ -458,13 +443,8 @@ def _check_range(image: Image.Image) -> None:
     ends = np.asarray([(grey.min(), grey.max()) for _, part in _parts(image) for grey in [np.asarray(part)]])
     low, high = float(ends.min()), float(ends.max())  # NaN where one of them is
     if not (low >= 0.0 and high <= _full_scale(image)):  # written so that NaN fails too
-        raise ImageError(
-            f"the {image.mode} image holds values from {low:g} to {high:g}; only 0 to {_full_scale(image):g} has a "
-            "known meaning: convert it to 8 bits first",
-            "image_mode",
-        )
+        fault = f"the {image.mode} image holds values from {low:g} to {high:g}; only 0 to {_full_scale(image):g} has a"
+        raise ImageError(f"{fault} known meaning: convert it to 8 bits first", "image_mode")
     if image.mode == "F" and 0.0 < high <= 1.0:
-        raise ImageError(
-            "the float image ends at 1: it would come out black, as full scale is 255; multiply it by 255 first",
-            "image_mode",
-        )
+        fault = "the float image ends at 1: it would come out black, as full scale is 255; multiply it by 255 first"
+        raise ImageError(fault, "image_mode")

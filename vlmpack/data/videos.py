@@ -95,11 +95,8 @@ def read_video_header(source: VideoSource, *, limits: VideoLimits = DEFAULT_VIDE
             scan = video.scan()
         num_frames, rate = len(scan.shown), _rate(scan, rate)
     if not rate or rate <= 0:
-        raise ImageError(
-            "the file does not say how many frames it has a second; write it again with a constant frame rate "
-            "(ffmpeg -r), or give the frames as pictures with 'sample_fps'",
-            "video_rate",
-        )
+        fault = "the file does not say how many frames it has a second; write it again with a constant frame rate"
+        raise ImageError(f"{fault} (ffmpeg -r), or give the frames as pictures with 'sample_fps'", "video_rate")
     return VideoHeader(num_frames=num_frames, fps=float(rate), height=height, width=width)
 
 
@@ -150,7 +147,7 @@ def _turn_of(frame: Any) -> int:
     turn = frame.rotation % 360
     if turn not in _RIGHT_ANGLES:
         fault = f"the video is to be shown turned by {turn} degrees, and only right angles can be; encode it upright"
-        raise ImageError(f"{fault}video_rotation")
+        raise ImageError(fault, "video_rotation")
     return turn
 
 
@@ -297,11 +294,8 @@ class _Video:
                 "video_too_large",
             )
         if max(height, width) > self.limits.max_aspect_ratio * min(height, width):
-            raise ImageError(
-                f"its frames are {width} x {height} pixels, an aspect ratio above {self.limits.max_aspect_ratio:g}, "
-                "where Qwen's resize rule ends; cut or pad them",
-                "video_aspect_ratio",
-            )
+            fault = f"its frames are {width} x {height} pixels, an aspect ratio above {self.limits.max_aspect_ratio:g},"
+            raise ImageError(f"{fault} where Qwen's resize rule ends; cut or pad them", "video_aspect_ratio")
 
     def _check_count(self, count: int) -> None:
         if not count:
