@@ -52,7 +52,7 @@ HOLDERS = {
 
 @pytest.mark.parametrize("key", HOLDERS)
 def test_what_the_template_never_writes_is_refused(key):
-    with pytest.raises(Refusal, match=f"it has {key}, which the chat template does not write") as caught:
+    with pytest.raises(Refusal, match=rf"has {key}[\w.\[\]]*, which the chat template does not write") as caught:
         written(HOLDERS[key], CHAT_TEMPLATE)
     assert caught.value.reason == "template_ignores"
 
@@ -66,7 +66,7 @@ def test_what_it_writes_is_there(key, text, takes_parts):
 def test_keys_may_hold_arrays_as_tables_in_numpy_format_give_them():
     calls = np.array([CALL, CALL], dtype=object)
     answer = {"role": "assistant", "content": "Left", "tool_calls": calls, "scores": np.array([1, 2])}
-    with pytest.raises(Refusal, match="it has tool_calls, which the chat template does not write"):
+    with pytest.raises(Refusal, match="has tool_calls.*, which the chat template does not write"):
         written({"messages": [ASK, answer]}, CHAT_TEMPLATE)
 
 

@@ -278,4 +278,6 @@ def test_thoughts_of_the_last_answer_are_written_and_those_of_earlier_ones_may_b
 def test_thoughts_of_the_last_answer_that_are_left_out_are_refused(think):
     never = FORGETFUL.replace("loop.last", "false")
     message = refusal([ASK, think("Then.", "Six")], never)
-    assert message.startswith(("it has reasoning_content, which", "messages[1] (assistant) thinks 'Then.', which"))
+    assert message.startswith(
+        ("messages[1] (assistant) has reasoning_content, which", "messages[1] (assistant) thinks 'Then.', which")
+    )

@@ -212,7 +212,7 @@ class TestSeveralFiles:
     def test_files_that_do_not_belong_together_are_refused(self, tmp_path: Path) -> None:
         first = written(tmp_path, ROWS)
         for others, expected in (
-            (tmp_path / "x.parquet", "a list holds rows.jsonl and x.parquet; give files of JSON, or parquet"),
+            (tmp_path / "x.parquet", "a list holds rows.jsonl .JSON., x.parquet .parquet.; give files of one kind"),
             (tmp_path / "gone.jsonl", "no such file: .*gone.jsonl; check the path"),
         ):
             with pytest.raises(ConfigError, match=expected):

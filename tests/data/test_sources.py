@@ -129,8 +129,8 @@ def test_a_saved_data_set_has_its_own_splits(datasets: Any, tmp_path: Path) -> N
         ("", r"holds no table for split 'train' \(it holds: notes.md, rows.jsonl.gz, table.csv\); expected a dataset"),
         ("rows.jsonl.gz", r"is a .gz file; give .json, .jsonl, .ndjson, .parquet or .tar, unpacked"),
         ("table.csv", r"is a .csv file; .* datasets.load_dataset\('csv', data_files=...\)"),
-        ("/nowhere/a.parquet", "no such parquet file: /nowhere/a.parquet; check the path"),
-        ([], "no such parquet file: the list is empty"),
+        ("/nowhere/a.parquet", "no such file: /nowhere/a.parquet; check the path"),
+        ([], "no such file: the list is empty"),
         (None, r"got a NoneType\. Samples that are in memory, .* give them to VLMCollator, to a"),
         ([{"messages": CHAT}], r"got a list of dict\. Samples that are in memory"),
         (b"rows.jsonl", r"got a bytes\. Samples"),
@@ -207,7 +207,7 @@ def test_files_that_may_not_be_opened_are_named(tmp_path: Path, monkeypatch: pyt
 
     for call in ("open", "read_text", "iterdir"):
         monkeypatch.setattr(Path, call, refuse)
-    for source, name in (("rows.jsonl", "rows.jsonl"), (".", ""), (["rows.jsonl"], "the list of 1 files")):
+    for source, name in (("rows.jsonl", "rows.jsonl"), (".", ""), (["rows.jsonl"], "1 files")):
         sources = [tmp_path / each for each in source] if isinstance(source, list) else tmp_path / source
         with pytest.raises(ConfigError, match=rf"{name} cannot be read: \[Errno 13\] .*; check that this user may"):
             open_dataset(sources)

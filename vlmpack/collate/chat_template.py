@@ -133,7 +133,7 @@ class ChatTemplate:
             raise ConfigError(
                 f"the processor has no chat template, so messages cannot become text; {remedy} as strings"
             )
-        self._check_written(conversation)
+        self._check_options(conversation)
         try:
             text = self._write(self._formed(conversation.messages), **conversation.template_options)
         except Exception as error:  # a template can fail in any way on messages it rejects
@@ -440,35 +440,23 @@ class ChatTemplate:
         except Exception:
             return None
 
-    def _check_written(self, conversation: Conversation) -> None:
-        holders = (*conversation.messages, conversation.template_options)
-        used = {key for holder in holders for key, value in holder.items() if not is_empty(value)}
-        if ignored := sorted(used & self._ignored):
-            fault = f"it has {' and '.join(ignored)}, which the chat template does not write: the model would learn an"
-            remedy = "give the processor a chat template that does, or write it into the content"
-            raise Refusal("template_ignores", f"{fault} answer without it; {remedy}")
+    def _check_options(self, conversation: Conversation) -> None:
         options = {name for name, value in conversation.template_options.items() if name not in _OFF or value}
+        if "tools" in options and self._leaves_tools_out:
+            fault = "it has tools, which the chat template does not write: the model would learn an answer without them"
+            remedy = "give the processor a chat template that does, or write them into the content"
+            raise Refusal("template_ignores", f"{fault}; {remedy}")
         if unread := sorted(options - {"tools"} - (self._variables if options else frozenset())):
             fault = f"chat_template_kwargs has {' and '.join(unread)}, which the chat template does not read; it reads"
             remedy = f"{', '.join(sorted(self._variables)) or 'none'}: see how it is spelt there, or leave it out"
             raise Refusal("template_ignores", f"{fault} {remedy}")
 
     @cached_property
-    def _ignored(self) -> frozenset[str]:
-        """Which of tools, tool calls and thoughts never come into the text: each is tried once."""
-        question, reply = ([{"type": "text", "text": text}] if self.takes_parts else text for text in "?!")
-
-        def tried(options: Mapping[str, Any], **answer: Any) -> str | None:
-            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": reply, **answer}]
-            return self._tried(turns, options)
-
-        plain = tried({})
-        trials = {
-            "tools": tried({"tools": [_TOOL]}),
-            "tool_calls": tried({}, tool_calls=[_CALL]),
-            **{key: tried({}, **{key: "tried"}) for key in THOUGHTS},
-        }
-        return frozenset(key for key, text in trials.items() if text is not None and text == plain)
+    def _leaves_tools_out(self) -> bool:
+        """Whether the template writes tools nowhere: they are tried once."""
+        turns = [{"role": role, "content": _as_parts("?")} for role in ("user", "assistant")]
+        written = self._tried(turns, {"tools": [_TOOL]})
+        return written is not None and written == self._tried(turns)
 
     @cached_property
     def _variables(self) -> frozenset[str]:

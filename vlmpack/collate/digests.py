@@ -22,27 +22,21 @@ import torch
 from PIL import Image
 
 from vlmpack.collate.collator import VLMCollator, sample_id_of
-from vlmpack.collate.processor_metadata import AUDIO_FIELDS, TEMPLATE_FIELDS, ProcessorMetadata, parts_of, pixel_bounds
+from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of, pixel_bounds
 from vlmpack.data.images import ImageError, ImageLimits, load_image, read_encoded, read_size
 from vlmpack.data.messages import read_conversation
 from vlmpack.data.processor import settings_of
 from vlmpack.data.videos import VideoLimits, open_video
 from vlmpack.errors import ConfigError, Refusal, SampleError
 
-RULES = 4
+RULES = 5
 """To be raised with every change that gives the same sample other lengths."""
 DIGEST_BYTES = 16
 
 
 def settings_key(collator: VLMCollator, *, has_marks: bool = False) -> bytes:
     """Compute the digest of everything besides the samples that decides lengths, and marks if entries have them."""
-    parts, metadata = parts_of(collator.processor), asdict(collator.metadata)
-    metadata["newline_ids"] = sorted(collator.metadata.newline_ids)
-    unused = () if collator.metadata.has_audio else AUDIO_FIELDS
-    if collator.metadata.by_processor:
-        metadata["settings"] = settings_of(collator.processor) if collator.metadata.has_vision else None
-    else:
-        unused = (*unused, *TEMPLATE_FIELDS)
+    parts = parts_of(collator.processor)
     tokenizer: Any = [parts.tokenizer.get_vocab(), parts.tokenizer.init_kwargs]
     if parts.tokenizer.is_fast:  # all but what its last call left behind
         tokenizer = {**json.loads(parts.tokenizer.backend_tokenizer.to_str()), "truncation": None, "padding": None}
@@ -53,7 +47,8 @@ def settings_key(collator: VLMCollator, *, has_marks: bool = False) -> bytes:
         "special_tokens": {name: str(token) for name, token in parts.tokenizer.special_tokens_map.items()},
         "tokenizer": tokenizer,
         "image_processor": None if parts.image_processor is None else parts.image_processor.to_dict(),
-        "metadata": {name: value for name, value in metadata.items() if name not in unused},
+        "settings": settings_of(collator.processor) if collator.metadata.has_vision else None,
+        "metadata": asdict(collator.metadata) | {"newline_ids": sorted(collator.metadata.newline_ids)},
         "limits": asdict(collator.limits),
         "video_files": asdict(collator.file_rules),
         "collator": [collator.train_on, collator.max_length, collator.overlength, collator.markers],
@@ -209,9 +204,9 @@ def _file_sums(video: Any, limits: VideoLimits) -> Any:
 
 IMAGE_SETTINGS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "rescale_factor", "resample")
 """Of an image processor, besides its sizes."""
+_OF_TOKENS = ("_token", "_id", "_start", "_end", "vocab_size", "frame_timestamps", "seconds_per_grid")
+"""Ends of the names of fields of `ProcessorMetadata` that decide tokens beside vocabulary and template."""
 _SIZES = ("patch_size", "merge_size", "temporal_patch_size")
-_NOT_TOKENS = {"assistant_ids", "newline_ids", *_SIZES, *TEMPLATE_FIELDS, *AUDIO_FIELDS}
-"""Fields of `ProcessorMetadata` that vocabulary, template and image settings decide."""
 PROBE = "The total is 75,000 Rp.\n\n  Größe 3½\u3000合計：１２３円 👍🏽 <|im_start|>user\nfoo_bar\t\\n 1e-5"
 """A text on whose tokens tokenizers of one vocabulary may still differ: merges, numbers, spaces, normalization."""
 
@@ -229,7 +224,7 @@ def fingerprint(collator: VLMCollator) -> dict[str, Any]:
         "vocabulary": digest_of(vocabulary)[:16],
         "tokenizer": digest_of(parts.tokenizer(PROBE)["input_ids"])[:16],
         "chat_template": None if template is None else digest_of(template)[:16],
-        "tokens": {name: value for name, value in asdict(metadata).items() if name not in _NOT_TOKENS},
+        "tokens": {name: value for name, value in asdict(metadata).items() if name.endswith(_OF_TOKENS)},
         "images": _image_settings(parts.image_processor, metadata) if metadata.has_vision else None,
     }
 

@@ -320,6 +320,7 @@ class Encoder:
         the prompt; None: all of them. `weights`: float32 [n] of its tokens; None: 1.
         """
         ids, metadata = tokens.ids, self.metadata
+        visuals: dict[str, Any] = {f"{kind}s": tuple(each) for kind, each in media.items()}
         around = self._around_media(tokens) if len(tokens.starts) else []
         spans = None if self.train_on == "all" else [(answer.start, answer.stop) for answer in answers]
         in_answer = np.arange(len(ids)) >= (len(ids) if prefix is None else prefix)
@@ -328,7 +329,7 @@ class Encoder:
             input_ids=ids,
             labels=make_labels(ids, metadata, spans=spans, untrained=around if metadata.by_processor else ()),
             types=token_types(ids, metadata),
-            **{f"{kind}s": tuple(visuals) for kind, visuals in media.items()},
+            **visuals,
             columns=dict.fromkeys(self._columns, in_answer.astype(np.int64)),
             whole=tuple((kept.start, kept.stop) for kept in whole),
         )

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vlmpack.data.formats import Kind
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families.family import Family
 from vlmpack.families.media import run_of_pairs, run_per_frame, timed_run
@@ -132,10 +131,6 @@ class ProcessorMetadata:
         """Return whether there is audio."""
         return self.audio_token_id != NO_ID
 
-    def token_id(self, kind: Kind) -> int:
-        """The id of the placeholder that stands for an image, a video or an audio."""
-        return {"image": self.image_token_id, "video": self.video_token_id, "audio": self.audio_token_id}[kind]
-
     @property
     def patch_dim(self) -> int:
         """Values C of one patch."""
@@ -147,21 +142,6 @@ class ProcessorMetadata:
         ids = self.image_token_id, self.video_token_id, self.vision_start_id, self.vision_end_id
         audio = (self.audio_token_id, self.audio_start_id, self.audio_end_id) if self.has_audio else ()
         return *ids, *audio, *self.border_ids
-
-
-TEMPLATE_FIELDS = (
-    "by_processor",
-    "images_together",
-    "border_ids",
-    "has_grids",
-    "frames_per_token",
-    "video_ends",
-    "special_tokens",
-    "media_tokens",
-)
-"""Fields of `ProcessorMetadata` beside the rules of Qwen's processors."""
-AUDIO_FIELDS = ("audio_token", "audio_token_id", "audio_start", "audio_end", "audio_start_id", "audio_end_id")
-"""Fields of processors of audio."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +199,9 @@ def read_processor(processor: Any, *, vocab_size: int | None = None) -> Processo
     from transformers import PreTrainedTokenizerBase
 
     if isinstance(processor, PreTrainedTokenizerBase):
-        settings = {} if _is_chatml(processor) else {"by_processor": True}
+        has_turns = {"<|im_start|>", "<|im_end|>"} <= processor.get_vocab().keys()
+        is_chatml = processor.chat_template is None or "<|im_start|>" in str(processor.chat_template)
+        settings = {} if has_turns and is_chatml else {"by_processor": True}
     elif class_in(processor, (*QWEN, *OMNI)):
         settings = _qwen_settings(processor)
     else:
@@ -337,9 +319,3 @@ def _named_media(processor: Any) -> tuple[str, ...]:
     of_tokenizer = parts_of(processor).tokenizer.special_tokens_map
     named = {name: token for name, token in of_tokenizer.items() if name not in TEXT_TOKENS} | vars(processor)
     return tuple(token for name, token in named.items() if name.endswith("_token") and isinstance(token, str))
-
-
-def _is_chatml(tokenizer: Any) -> bool:
-    """Return whether turns can be found by `<|im_start|>` and `<|im_end|>`, which the template writes."""
-    has_tokens = {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys()
-    return has_tokens and (tokenizer.chat_template is None or "<|im_start|>" in str(tokenizer.chat_template))

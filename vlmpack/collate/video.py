@@ -656,7 +656,7 @@ def _file_size(
 ) -> tuple[Size, Callable[[torch.Tensor, Size], torch.Tensor]]:
     """(final size of each frame, how it is brought to it)."""
     factor, size = settings.patch_size * settings.merge_size, (header.height, header.width)
-    if rules.bounds is None or has_video_keys(element):
+    if rules.bounds is None or any(element.get(key) is not None for key in VIDEO_KEYS):
         final = video_frame_size(element, size, num_frames=num_frames, factor=factor, is_file=True)
         check_enlarged(final, source=size, factor=factor, num_frames=num_frames)
         return final, resize_floats
@@ -877,11 +877,6 @@ def video_frame_size(
         size, num_frames = first_frame_size(element, size, factor=factor), num_frames + num_frames % FRAME_FACTOR
     low, high = _frame_bounds(element, num_frames, factor)
     return image_size({**element, "min_pixels": low, "max_pixels": high}, size, factor=factor)
-
-
-def has_video_keys(element: Mapping[str, Any]) -> bool:
-    """Return whether the element sizes its video, so that qwen-vl-utils' rule applies and not the processor's."""
-    return any(element.get(key) is not None for key in VIDEO_KEYS)
 
 
 def _frame_bounds(element: Mapping[str, Any], num_frames: int, factor: int) -> tuple[float, float]:

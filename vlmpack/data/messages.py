@@ -114,7 +114,7 @@ FRAME_KEYS = ("timestamps", "frames_indices")
 """Keys beside a list of frames: the second of each, or its number in its video, which had `fps` frames a second."""
 KNOWN_KEYS = (*VIDEO_KEYS, "sample_fps", "raw_fps", *FILE_KEYS, *FRAME_KEYS)
 """All keys that are read beside a medium: of qwen-vl-utils, and of transformers' `VideoMetadata`."""
-_SOURCE_KEYS: dict[Kind, tuple[str, ...]] = {
+_SOURCE_KEYS: dict[str, tuple[str, ...]] = {
     "image": ("image", "image_url", "url", "path", "bytes"),
     "video": ("video", "video_url", "url", "path", "bytes"),
     "audio": ("audio",),
@@ -232,8 +232,8 @@ def read_conversation(
         raise Refusal("bad_row", f"it {error}") from error
     present, marked = {k: v for k, v in row.items() if v is not None}, marked_kinds(row, markers if has_vision else "")
     conversation = _read(present, row, marked, has_audio=has_audio, reads_media=reads_media)
-    said, lost = "\n".join(conversation.questions()), [kind for kind in KINDS if not conversation.media[kind]]
-    lost = [kind for kind in lost if f"<{kind}>" in said]
+    said = "\n".join(conversation.questions())
+    lost: list[Kind] = [kind for kind in KINDS if not conversation.media[kind] and f"<{kind}>" in said]
     if placed := next((kind for kind in lost if kind in marked), None):
         _refuse_marker(placed, said.count(f"<{placed}>"), row)
     has_media = any(conversation.media.values()) or not has_vision
@@ -706,7 +706,7 @@ def _split_at_markers(text: str, kinds: Collection[Kind], *, strip: bool = False
     return [{"type": piece[1:-1]} if piece in markers else {"type": "text", "text": piece} for piece in pieces if piece]
 
 
-def _medium(item: Any, kind: Kind) -> MediaRef | None:
+def _medium(item: Any, kind: str) -> MediaRef | None:
     """The source inside a part, and the keys beside it; None if there is no source in it."""
     if not isinstance(item, Mapping):
         return None

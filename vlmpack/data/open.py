@@ -45,12 +45,9 @@ from vlmpack.data.readers import (
     Source,
     StoredRows,
     expand,
+    files_rows,
     folder_rows,
     hub_rows,
-    is_shard,
-    json_in,
-    json_rows,
-    named_rows,
 )
 from vlmpack.errors import ConfigError, SampleError, check_choice
 
@@ -125,53 +122,26 @@ def find_source(source: Source, split: str) -> OpenDataset:
             f"{type(source).__name__}{of}. Samples that are in memory, such as a list of dicts or a datasets.Dataset, "
             "need no opening: give them to VLMCollator, to a DataLoader or to the trainer as they are"
         )
-    names = [source] if is_name else list(source)
-    if split != "train" and all(Path(str(name)).suffix in (*JSON_FILES, ".parquet", ".tar") for name in names):
-        raise ConfigError(
-            f"split {split!r} of {', '.join(map(str, names[:3]))}: a file that is named is one split, whatever it is "
-            "called; leave the split out, or give the folder of the files"
-        )
+    names = [os.fspath(name) for name in ([source] if is_name else source)]  # pyright: ignore
+    if split != "train" and all(Path(name).suffix in (*JSON_FILES, ".parquet", ".tar") for name in names):
+        fault = f"split {split!r} of {', '.join(names[:3])}: a file that is named is one split, whatever it is called"
+        raise ConfigError(f"{fault}; leave the split out, or give the folder of the files")
+    name = names[0] if is_name else f"{len(names)} files"
     try:
-        return _find_named(source, split) if is_name else _find_list(source)  # pyright: ignore[reportArgumentType]
+        paths = [Path(each).expanduser().absolute() for pattern in names for each in expand(pattern)]
+        if is_name and paths[0].is_dir():
+            found = folder_rows(paths[0], split)
+        elif is_name and not paths[0].exists() and not paths[0].name.endswith((".parquet", ".tar")):
+            if not isinstance(source, str) or not _HUB_ID.fullmatch(source) or paths[0].suffix in JSON_FILES:
+                fault = f"{name!r} is no file or folder here and no hub id; give a folder or file that is there"
+                raise ConfigError(f"{fault}, or an id such as 'naver-clova-ix/cord-v2'")
+            found = [(hub_rows(name, split), None)]
+        else:
+            found = files_rows(paths)
     except OSError as error:
-        name = source if is_name else f"the list of {len(source)} files"
         raise ConfigError(f"{name} cannot be read: {error}; check that this user may read it, and all of it") from error
-
-
-def _find_named(source: str | os.PathLike[str], split: str) -> OpenDataset:
-    path, name = Path(source).expanduser().absolute(), str(source)
-    if path.is_dir() and (json_files := json_in(path, split)):
-        return replace(_find_list(json_files), name=name)
-    if path.is_dir():
-        return OpenDataset(files=(folder_rows(path, split),), folders=(path,), name=name)
-    if path.is_file() and path.suffix in JSON_FILES:
-        return OpenDataset(files=(json_rows(path),), folders=(path.parent,), name=name)
-    if is_shard(path) or path.suffix == ".parquet" or (path.is_file() and not path.suffix):
-        paths = [Path(each) for each in expand(str(path))] if is_shard(path) else [path]
-        return OpenDataset(files=(named_rows(paths),), folders=(path.parent,), name=name)
-    if path.is_file():
-        raise ConfigError(
-            f"{source} is a {path.suffix} file; give {', '.join(JSON_FILES)}, .parquet or .tar, unpacked; CSV, text "
-            "and Arrow: datasets.load_dataset('csv', data_files=...)['train'].to_parquet(...), and columns="
-        )
-    if isinstance(source, str) and _HUB_ID.fullmatch(source) and path.suffix not in JSON_FILES:
-        return OpenDataset(files=(hub_rows(name, split),), folders=(None,), name=name)
-    fault = f"{name!r} is no file or folder here and no hub id; give a folder or file that is there, or an id such as"
-    raise ConfigError(f"{fault} 'naver-clova-ix/cord-v2'")
-
-
-def _find_list(source: Sequence[str | os.PathLike[str]]) -> OpenDataset:
-    paths = [Path(name).expanduser().absolute() for pattern in source for name in expand(os.fspath(pattern))]
-    json_files = [path for path in paths if path.suffix in JSON_FILES]
-    if not json_files:
-        rows, kind = named_rows(paths), "tar shards" if is_shard(paths[0]) else "parquet files"
-        return OpenDataset(files=(rows,), folders=(paths[0].parent,), name=f"{len(paths)} {kind}")
-    if no_json := next((path for path in paths if path.suffix not in JSON_FILES), None):
-        raise ConfigError(f"a list holds {json_files[0].name} and {no_json.name}; give files of JSON, or parquet files")
-    if absent := [str(path) for path in paths if not path.is_file()]:
-        raise ConfigError(f"no such file: {', '.join(absent)}; check the path")
-    folders = tuple(path.parent for path in paths)
-    return OpenDataset(files=tuple(map(json_rows, paths)), folders=folders, name=f"{len(paths)} files")
+    rows, folders = zip(*found, strict=True)
+    return OpenDataset(files=rows, folders=folders, name=name)
 
 
 class SampleDataset(Dataset[Any]):

@@ -83,7 +83,7 @@ def _load_parts(of_class: Any, source: str | os.PathLike[str], tokenizer: Any) -
     """A processor beyond Qwen-VL's: its Pillow image processor and settings, its video processor where torchvision is
     installed, and no part for audio that is not read."""
     from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoVideoProcessor
-    from transformers.utils import is_torchvision_available
+    from transformers.utils.import_utils import is_torchvision_available
 
     if "Placeholder" in of_class.__name__:  # transformers' own, of classes whose modules cannot be imported
         raise ImportError("its module needs torchvision")

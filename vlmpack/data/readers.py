@@ -484,64 +484,67 @@ ALIASES = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 """Names of splits in files and folders -> the splits; as `datasets` reads them."""
+_KINDS = ("parquet", "tar", "JSON")
+"""Kinds of files, in the order in which they are looked for in a folder."""
 _SHARD = re.compile(r"(?P<split>\w+(\.\w+)*)-\d{5}-of-\d{5}.*")
 _WORDS = re.compile(r"[-._ 0-9]+")
 
 
-def is_shard(path: Path) -> bool:
-    """Return whether a file is named as a tar shard is, packed or not."""
-    return path.name.endswith((".tar", *COMPRESSED))
+def files_rows(paths: Sequence[Path], folder: Path | None = None) -> list[tuple[Rows, Path | None]]:
+    """The rows of files of one kind, and where paths in them start: in the folder of their file if `folder` is None.
 
-
-def named_rows(paths: Sequence[Path]) -> StoredRows | ShardRows:
-    """The rows of parquet files or tar shards that were named one by one: they are one split, whatever it is called.
+    Files that were named one by one are one split, whatever they are called.
 
     Raises:
-        ConfigError: they are not there, or not of one kind.
+        ConfigError: they are not there, not of one kind, or of none that is read.
     """
-    are_shards = {is_shard(path) for path in paths}
-    if len(are_shards) > 1:
-        raise ConfigError("a list holds tar shards and other files; give files of one kind, and mix the data sets")
-    absent = [str(path) for path in paths if not path.is_file()]
-    if absent or not paths:
-        kind = "shard" if True in are_shards else "parquet file"
-        raise ConfigError(f"no such {kind}: {', '.join(absent[:6]) or 'the list is empty'}; check the path")
-    return _shard_rows(paths) if True in are_shards else _parquet_rows(paths)
+    kinds = {path: _kind_of(path) for path in paths}
+    if len({*kinds.values()}) > 1:
+        fault = f"a list holds {', '.join(f'{p.name} ({kind or p.suffix})' for p, kind in [*kinds.items()][:4])}"
+        raise ConfigError(f"{fault}; give files of one kind, and mix the data sets")
+    if absent := [str(path) for path in paths if not path.is_file()] or ["the list is empty"] * (not paths):
+        raise ConfigError(f"no such file: {', '.join(absent[:6])}; check the path")
+    if foreign := next((path for path, kind in kinds.items() if not kind), None):
+        fault = f"{foreign} is a {foreign.suffix} file; give {', '.join(JSON_FILES)}, .parquet or .tar, unpacked; CSV,"
+        remedy = "text and Arrow: datasets.load_dataset('csv', data_files=...)['train'].to_parquet(...), and columns="
+        raise ConfigError(f"{fault} {remedy}")
+    if kinds[paths[0]] == "JSON":
+        return [(json_rows(path), folder or path.parent) for path in paths]
+    read = _shard_rows if kinds[paths[0]] == "tar" else _parquet_rows
+    return [(read(paths), folder or paths[0].parent)]
 
 
-def folder_rows(folder: Path, split: str) -> StoredRows | ShardRows:
-    """The rows of a split in a folder: of `save_to_disk`, of parquet files or of tar shards.
+def _kind_of(path: Path) -> str:
+    if path.suffix in JSON_FILES:
+        return "JSON"
+    if path.name.endswith((".tar", *COMPRESSED)):
+        return "tar"
+    return "parquet" if path.suffix in (".parquet", "") else ""
+
+
+def folder_rows(folder: Path, split: str) -> list[tuple[Rows, Path | None]]:
+    """The rows of a split in a folder: of `save_to_disk`, of parquet files, of tar shards or of files of JSON.
 
     Raises:
         ConfigError: there are none, or it is not known which files are meant.
     """
     if (folder / ".nv-meta").is_dir():
-        raise ConfigError(
-            f"{folder} was prepared by Energon, whose splits and fields are not read here: write JSONL or WebDataset "
-            "shards with Energon's own loader, or name the shards in a list"
-        )
-    if any((folder / name).is_file() for name in ("dataset_dict.json", "dataset_info.json", "state.json")):
-        return _saved_rows(folder, split)
-    for kind, read in ((".parquet", _parquet_rows), (".tar", _shard_rows)):
-        files = [path for path in sorted(folder.rglob(f"*{kind}")) if not _is_hidden(path.relative_to(folder))]
-        if files:
-            return read(_of_split(files, folder, split, kind[1:]))
+        fault = f"{folder} was prepared by Energon, whose splits and fields are not read here: write JSONL or"
+        raise ConfigError(f"{fault} WebDataset shards with Energon's own loader, or name the shards in a list")
+    files = [path for path in sorted(folder.rglob("*")) if not _is_hidden(path.relative_to(folder))]
+    described = any((folder / name).is_file() for name in (INFO, "dataset_dict.json", "state.json"))
+    of_kind = {kind: [path for path in files if path.suffix and _kind_of(path) == kind] for kind in _KINDS}
+    of_kind["JSON"] = [path for path in of_kind["JSON"] if not path.name.startswith(Path(INFO).stem)]
+    has_tables = of_kind["parquet"] or of_kind["tar"] or any(path.suffix == ".arrow" for path in files)
+    if described and (has_tables or not of_kind["JSON"]):
+        return [(_saved_rows(folder, split), folder)]
+    for kind in _KINDS[: 2 if has_tables else 3]:
+        if of_kind[kind]:
+            chosen = _of_split(of_kind[kind], folder, split, kind)
+            return files_rows(chosen, None if kind == "JSON" else folder)
     content = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     fault = f"{folder} holds no table for split {split!r} (it holds: {content}); expected a dataset saved by datasets,"
     raise ConfigError(f"{fault} {split}-*.parquet files or tar shards")
-
-
-def json_in(folder: Path, split: str) -> list[Path]:
-    """The files of JSON of a split in a folder that holds no tables and no shards; []: it holds others, or none.
-
-    Raises:
-        ConfigError: none of them is of the split, or it is not known which are meant.
-    """
-    files = [path for path in sorted(folder.rglob("*")) if not _is_hidden(path.relative_to(folder))]
-    if any(path.suffix in (".parquet", ".arrow", ".tar") for path in files) or (folder / ".nv-meta").is_dir():
-        return []
-    json_files = [path for path in files if path.suffix in JSON_FILES and not path.name.startswith(Path(INFO).stem)]
-    return _of_split(json_files, folder, split, "JSON") if json_files else []
 
 
 def _of_split(files: Sequence[Path], folder: Path, split: str, kind: str) -> list[Path]:

@@ -187,7 +187,9 @@ class _Video:
 
     def __init__(self, container: Any, limits: VideoLimits) -> None:
         self.container, self.limits = container, limits
-        streams = [stream for stream in container.streams.video if not _is_cover(stream)]
+        streams = [
+            stream for stream in container.streams.video if not stream.disposition & stream.disposition.attached_pic
+        ]
         if not streams:
             kinds = ", ".join(sorted({stream.type for stream in container.streams})) or "none at all"
             raise ImageError(f"the file has no stream of video (its streams: {kinds}); drop the sample", "video_frames")
@@ -353,10 +355,6 @@ def _end_of(file: IO[bytes], size: int) -> int:
             break
         at += length
     return at
-
-
-def _is_cover(stream: Any) -> bool:
-    return bool(stream.disposition & stream.disposition.attached_pic)
 
 
 def _is_hidden(packet: Any) -> bool:
