@@ -14,7 +14,6 @@ from equality import alone_through, check_packed
 from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 
 import vlmpack
-from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, FamilyError, LayoutError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import MediaTable, SlotRule, pack, share
@@ -220,9 +219,3 @@ def test_an_audio_is_shared_where_its_features_are_equal(family: str) -> None:
     assert tree.audios == ((0, 3, 5) if family == POOLED else (0, 5, 2, 3))
     with pytest.raises(LayoutError, match=r"the row has audio, so that .*media_reader\(model.config\)"):
         share(row)
-
-
-@each_family
-def test_ranks_cannot_compute_audio_together(family: str) -> None:
-    with pytest.raises(ConfigError, match=rf"images, videos and audio of {family} cannot be computed by several ranks"):
-        enable_packing(fresh(family), parallel=Parallel())

@@ -16,11 +16,10 @@ from transformers.models.gemma3 import modeling_gemma3
 from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.families.spans import ImageSpans, media_runs
-from vlmpack.layout import MediaTable, Medium, PackedRow, PrefixTree, Segments, SlotRule, pack
+from vlmpack.layout import MediaTable, Medium, PackedRow, Segments, SlotRule, pack
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms.attention import layer_reaches, spans_in
 from vlmpack.model.mechanisms.stock import check_spans
-from vlmpack.model.row import PrefixTreeRow
 from vlmpack.testing import mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import sample_like
 
@@ -134,31 +133,3 @@ def test_images_side_by_side_are_one_run_within_a_sample_and_two_across() -> Non
     runs = ((0, ((1, 3),)), (0, ((3, 6),)), (1, ((0, 2),)))
     table = MediaTable(media=tuple(Medium(kind=1, sample=sample, runs=of) for sample, of in runs))
     assert ImageSpans().of_row(row, table) == ((1, 6), (6, 8))
-
-
-# ---------------------------------------------------------------------- prefix trees
-
-
-def tree_row(prefix: int) -> tuple[PrefixTreeRow, Any]:
-    """Two samples that share their first tokens, of which tokens 2, 3 and 4 are an image's."""
-    model = fresh("gemma3")
-    (sample,) = mixed_samples(model.config, seed=5, kinds=("text",))
-    ids = sample["input_ids"][:1].repeat(9)
-    samples = [sample_like(sample, {"input_ids": ids, "labels": ids, "token_type_ids": 0 * ids}) for _ in range(2)]
-    row = pack(padded(samples))
-    tree = PrefixTree(
-        segments=row.segments, parents=(-1, 0, 0), lengths=(prefix, 9 - prefix, 9 - prefix), leaves=(1, 2)
-    )
-    return PrefixTreeRow(row, tree), row
-
-
-@pytest.mark.parametrize(("prefix", "expected"), [(6, ((2, 5),)), (2, ((2, 5), (9, 12)))])
-def test_spans_of_a_tree_are_those_that_samples_share_once(prefix: int, expected: Any) -> None:
-    part, _ = tree_row(prefix)
-    assert part.spans(((2, 5), (11, 14))) == expected
-
-
-def test_samples_that_share_a_part_of_an_image_are_refused() -> None:
-    part, _ = tree_row(3)
-    with pytest.raises(LayoutError, match="sample 0 shares only a part of a run of 3 tokens"):
-        part.spans(((2, 5), (11, 14)))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cases import slow
+from ranks import on_ranks
 from service.two_ranks import scenario
 from step_service import (
     DISTINCT_NAMES,
@@ -150,14 +148,8 @@ def test_a_model_is_not_sharded_on_one_rank() -> None:
 @pytest.mark.dist
 @pytest.mark.slow
 def test_two_ranks_see_what_one_sees_and_both_have_its_weights(tmp_path: Path) -> None:
-    """The same calls of an engine on two processes, started by torchrun, and of one engine."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    script = Path(__file__).with_name("two_ranks.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*launch, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    """The same calls of an engine on two processes, and of one engine."""
+    on_ranks(Path(__file__).with_name("two_ranks.py"), tmp_path)
     seen = json.loads((tmp_path / "seen.json").read_text())
     engine = engine_of(limits=LIMITS)
     expected = scenario(engine, engine, tmp_path / "alone")
