@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+from cases import slow
 from test_example import write_chats
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from vlmpack.testing import tiny_model, tiny_processor
 
@@ -48,30 +49,30 @@ def run(*paths: Path, **prepared: object) -> int:
     return len(runnable)
 
 
-def test_the_examples_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run(README) >= 3
+def as_a_reader(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder with the conversations that a page opens; the hub ids of a page load tiny models."""
+    processor = tiny_processor()
+    monkeypatch.chdir(folder)
+    if 'open_dataset("chats.jsonl")' in page.read_text(encoding="utf-8"):
+        write_chats(folder, broken=False)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
+    monkeypatch.setattr("vlmpack.data.load_processor", lambda name: processor)
+    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
+
+        def load_model(name: str, *, load: Any = auto.from_pretrained, **settings: object) -> object:
+            tiny = {"Qwen/Qwen3-VL-2B-Instruct": "qwen3_vl", "Qwen/Qwen3-0.6B": "qwen3"}.get(name)
+            return load(name, **settings) if tiny is None else tiny_model(tiny, processor=processor)
+
+        monkeypatch.setattr(auto, "from_pretrained", load_model)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # PyTorch imports its compiler
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT reads it
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")  # readers have a GPU
-@pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=lambda page: page.stem)
-def test_the_examples_of_a_page_run_by_themselves(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny model stands in for the one that a page downloads, and conversations made here for the reader's."""
-    processor, load = tiny_processor(), AutoModelForImageTextToText.from_pretrained
-
-    def load_model(name: str, **settings: object) -> object:
-        return tiny_model(processor=processor) if name.startswith("Qwen/") else load(name, **settings)
-
-    monkeypatch.chdir(tmp_path)
-    if page.stem == "quickstart":
-        write_chats(tmp_path, broken=False)
-    monkeypatch.setattr("vlmpack.data.load_processor", lambda name: processor)
-    monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", load_model)
-    runnable = [example for example in examples(page) if not example.mark]
-    assert run(page) == len(runnable)
+@pytest.mark.parametrize("page", [README, *slow(*filter(examples, PAGES))], ids=lambda page: page.stem)
+def test_the_examples_of_a_page_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_a_reader(page, tmp_path, monkeypatch)
+    assert run(page) == sum(not example.mark for example in examples(page))
 
 
 def test_the_navigation_of_the_site_lists_every_page() -> None:
@@ -89,10 +90,10 @@ def test_a_wrong_example_would_be_noticed(tmp_path: Path) -> None:
 
 
 def test_an_example_that_is_not_run_says_why_and_is_valid_python() -> None:
-    marked = [example for example in examples() if example.mark]
+    marked = [(page, example) for page in (README, *PAGES) for example in examples(page) if example.mark]
     assert marked
-    for example in marked:
-        assert re.fullmatch(r"no-run: \w.{10,}", example.mark), f"README line {example.line}: {example.mark!r}"
+    for page, example in marked:
+        assert re.fullmatch(r"no-run: \w.{10,}", example.mark), f"{page} line {example.line}: {example.mark!r}"
         ast.parse(example.code)
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from chats import picture
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from test_readme import DOCS, examples
+from test_readme import DOCS, as_a_reader, examples
 from training import distance
 from transformers import Trainer
 from trl_runs import (
@@ -449,31 +448,21 @@ def test_an_enabled_model_in_trls_own_trainer_has_its_losses(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")  # readers have a GPU
 def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    asked = said("user", [{"type": "image", "image": "0.png"}, {"type": "text", "text": "How much?"}])
-    Path("chats.jsonl").write_text(json.dumps({"messages": asked + said("assistant", "75")}) + "\n")
-    spoken = (("human", "<image>How much?"), ("gpt", "75"), ("gpt", "?"))
-    turns = [{"from": name, "value": value} for name, value in spoken]
-    picture(64, 64).save("0.png")
-    ranked = {"conversations": turns[:1], "chosen": turns[1], "rejected": turns[2], "images": ["0.png"]}
+    as_a_reader(DOCS / "trl.md", tmp_path, monkeypatch)
+    turns = [{"from": name, "value": value} for name, value in (("human", "<image>How much?"), ("gpt", "75"))]
+    ranked = {"conversations": turns[:1], "chosen": turns[1], "rejected": turns[1], "images": ["images/1.jpg"]}
     Path("ranked.jsonl").write_text(f"{json.dumps(ranked)}\n" * 4)
-    names = {"__name__": "page"}
+    names, computed = {"__name__": "page"}, {}
     for example in examples(DOCS / "trl.md"):
         exec(example.code, names)
-    assert names["trainer"].state.log_history[0]["packing/computed"] < 0.75  # the prompts of pairs once
+        computed[type(names.get("trainer")).__name__] = names["trainer"].state.log_history[0]["packing/computed"]
+    assert computed["PackedDPOTrainer"] < 0.75  # the prompts of pairs once
+    assert computed["PackedGRPOTrainer"] < 0.5
     assert names["opened"].state.log_history[0]["num_tokens"] > 0
     assert names["planned"].evaluation.token_loss > 0
     assert names["ranked"][0]["chosen"] == [{"role": "assistant", "content": "75"}]
     args = arguments("DPOConfig", tmp_path, per_device_train_batch_size=2, max_steps=1)
     models = [saved(tmp_path) for _ in range(2)]
     PackedDPOTrainer(*models, args=args, train_dataset=names["ranked"], processing_class=processor_of()).train()
-
-
-@pytest.mark.slow
-def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = {"__name__": "page"}
-    for example in examples(DOCS / "reinforcement_learning.md"):
-        exec(example.code, names)
-    assert names["trainer"].state.log_history[0]["packing/computed"] < 0.5
