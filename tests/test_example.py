@@ -35,12 +35,13 @@ def run(example: str, *args: object, folder: Path, launch: tuple[str, ...] = ())
     return done.stdout.strip().splitlines()
 
 
-def write_chats(folder: Path, *, broken: bool = True) -> None:
+def write_chats(folder: Path, *, broken: bool = True, scale: int = 1) -> None:
     """Conversations as a user has them, about images in a folder and about none; an image and a line are broken."""
     (folder / "images").mkdir()
     lines = []
     for n in range(30):
-        Image.new("RGB", (96 + 8 * (n % 5), 64), (8 * n, 90, 200)).save(folder / "images" / f"{n}.jpg")
+        size = (scale * (96 + 8 * (n % 5)), scale * 64)
+        Image.new("RGB", size, (8 * n, 90, 200)).save(folder / "images" / f"{n}.jpg")
         asked = {"role": "user", "content": "<image>\nWhat is the total?" if n % 5 else "Say a number."}
         sample = {"messages": [asked, {"role": "assistant", "content": f"Rp {n}.000"}]}
         lines.append(json.dumps({**sample, "images": [f"images/{n}.jpg"]} if n % 5 else sample))

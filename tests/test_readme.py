@@ -53,8 +53,8 @@ def as_a_reader(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """Work in a folder with the conversations that a page opens; the hub ids of a page load tiny models."""
     processor = tiny_processor()
     monkeypatch.chdir(folder)
-    if 'open_dataset("chats.jsonl")' in page.read_text(encoding="utf-8"):
-        write_chats(folder, broken=False)
+    if 'open_dataset("chats.jsonl")' in (text := page.read_text(encoding="utf-8")):
+        write_chats(folder, broken=False, scale=3 if "share_prefixes=" in text else 1)  # prefixes of 64 tokens
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     monkeypatch.setattr("vlmpack.data.load_processor", lambda name: processor)
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
