@@ -75,7 +75,6 @@ from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import OVERSIZE, Budget, Oversize, check_seed, divided_up, round_up
 from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import STRATEGIES, plan_bins, split_rows
-from vlmpack.plan.totals import Counts, FixedSizes, totals_of
 from vlmpack.workers import Executor, in_order
 
 __all__ = ["Manifest", "PackedDataset", "StoreSettings", "write_rows"]
@@ -136,6 +135,50 @@ class StoreSettings:
         check_seed(self.seed)
         check_choice("strategy", self.strategy, STRATEGIES)
         check_choice("oversize", self.oversize, OVERSIZE)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Samples, rows, and totals over all rows."""
+
+    total: int
+    """Samples of the data set."""
+    refused: int
+    """Samples that cannot be used, or are longer than the collator's `max_length`."""
+    dropped: int
+    """Samples that exceed a row by themselves."""
+    samples: int
+    """Samples in rows: those that are left."""
+    rows: int
+    """Rows."""
+    tokens: int
+    """Tokens of all samples."""
+    targets: int
+    """Tokens that are trained on."""
+    images: int
+    """Images."""
+    videos: int
+    """Videos."""
+    patches: int
+    """Patches that go into the vision tower."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FixedSizes:
+    """Largest sizes of any row: they are allocated, or captured in a CUDA graph, once for all rows."""
+
+    longest_row: int
+    """Tokens of the longest row, what slots and rows are rounded up by included."""
+    longest_segment: int
+    """Tokens of the longest sample."""
+    most_segments: int
+    """Samples."""
+    most_images: int
+    """Images and videos."""
+    most_patches: int
+    """Patches."""
 
 
 @final
@@ -669,7 +712,7 @@ class _Run:
         lines = "".join(json.dumps(entry) + "\n" for entry in left_out)
         write_text(self.out / LEFT_OUT, lines, folder=work / UNFINISHED)
         reasons = dict(Counter(entry["reason"] for entry in left_out).most_common())
-        totals = totals_of(table, plan, row_multiple=self.collator.slots.row_multiple)
+        totals = _totals(table, plan, self.collator.slots.row_multiple)
         manifest = Manifest(**self._description(), **totals, plan=plan.digest, reasons=reasons)
         manifest.save(work, unfinished=work / UNFINISHED)
         return manifest
@@ -738,6 +781,34 @@ def _plan_rows(table: LengthTable, settings: StoreSettings, slots: SlotRule, dat
     if not len(plan):
         raise ConfigError(f"all {len(table)} samples exceed a row of {settings.capacity} tokens; raise the capacity")
     return split_rows(plan, settings.rows_multiple)
+
+
+def _totals(table: LengthTable, plan: Plan, row_multiple: int) -> dict[str, Any]:
+    """Count samples, rows and what is in them: `counts`, `sizes` and `fill_ratio` of the manifest."""
+    place, groups = table.by_place, plan.groups
+    tokens = plan.sums(place(table.tokens), getattr(groups, "tokens", None))  # of each row, shared prefixes once
+    patches = plan.sums(place(table.patches), getattr(groups, "patches", None))
+    media = plan.sums(place(table.images + table.videos), getattr(groups, "images", None))
+    names = ("tokens", "targets", "images", "videos")
+    packed = {name: place(getattr(table, name))[plan.sample_ids] for name in names}
+    counts = Counts(
+        total=table.measured,
+        refused=len(table.refused),
+        dropped=len(plan.dropped) - len(table.refused),
+        samples=len(plan.sample_ids),
+        rows=len(plan),
+        patches=int(patches.sum()),
+        **{name: int(values.sum()) for name, values in packed.items()},
+    )
+    sizes = FixedSizes(
+        longest_row=int(round_up(plan.tokens, row_multiple).max()),
+        longest_segment=int(packed["tokens"].max()),
+        most_segments=int(np.diff(plan.bounds).max()),
+        most_images=int(media.max()),
+        most_patches=int(patches.max()),
+    )
+    fill_ratio = round(float(tokens.sum() / np.maximum(plan.tree_tokens, plan.capacity).sum()), 6)
+    return {"counts": counts, "sizes": sizes, "fill_ratio": fill_ratio}
 
 
 def _left_out(table: LengthTable, plan: Plan, dataset: MapStyle) -> list[dict[str, Any]]:

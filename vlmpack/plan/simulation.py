@@ -19,7 +19,6 @@ from vlmpack.errors import ConfigError
 from vlmpack.plan.balance import balance_rows
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import SHOWN, checked_capacity, divided_up
-from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import plan_bins
 
 PadTo = Literal["longest", "max"]
@@ -113,34 +112,6 @@ CLOSE = 1.1
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class Computed:
-    """Work of the model in an epoch."""
-
-    tokens: int
-    """Tokens of all rows, those of a shared prefix once a row."""
-    patches: int
-    """Patches of the vision tower, likewise."""
-    attended_pairs: int
-    """Pairs of a query and a key, likewise."""
-
-    @classmethod
-    def of(cls, plan: Plan, patches: np.ndarray) -> Computed:
-        """Count it for a plan.
-
-        Args:
-            plan: of N samples.
-            patches: int64 [N]: of each sample.
-        """
-        shared = None if plan.groups is None else plan.groups.patches
-        return cls(
-            tokens=int(plan.tree_tokens.sum()),
-            patches=int(plan.sums(patches, shared).sum()),
-            attended_pairs=int(plan.attended_pairs.sum()),
-        )
-
-
-@final
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Simulation:
     """Packing simulated for one capacity, and the recipe that keeps the samples of an update."""
@@ -175,15 +146,15 @@ class Simulation:
     """Patches of the rank that has most over the mean of all ranks, 1 or more; None: one rank, or no images."""
     balanced_patch_skew: float | None = None
     """The same if rows are handed out by `balance_rows`."""
-    computed: Computed | None = None
-    """Work of all rows, shared prefixes once a row; None: it was not counted."""
+    computed: Mapping[str, int] | None = None
+    """Tokens, vision patches and attended pairs of all rows, shared prefixes once a row; None: not counted."""
 
     # ------------------------------------------------------------------ rows
 
     @property
     def fill(self) -> float:
         """Tokens computed per token of row, 0 to 1."""
-        tokens = self.tokens if self.computed is None else self.computed.tokens
+        tokens = self.tokens if self.computed is None else self.computed["tokens"]
         return tokens / (self.rows * self.capacity) if self.rows else 0.0
 
     @property
@@ -304,7 +275,9 @@ def simulate(
     plan = plan_bins(table.tokens, capacity, strategy=strategy, budgets=budgets, oversize="drop", groups=groups)
     segments = np.diff(plan.bounds)
     dropped = plan.dropped
-    skews = _patch_skews(plan.sums(table.patches, None if groups is None else groups.patches), recipe.world_size)
+    patches = plan.sums(table.patches, None if groups is None else groups.patches)
+    work = {"tokens": plan.tree_tokens, "patches": patches, "attended_pairs": plan.attended_pairs}
+    skews = _patch_skews(patches, recipe.world_size)
     return Simulation(
         capacity=plan.capacity,
         recipe=recipe,
@@ -321,7 +294,7 @@ def simulate(
         rows_per_device=rows_per_device,
         patch_skew=skews[0] if skews else None,
         balanced_patch_skew=skews[1] if skews else None,
-        computed=Computed.of(plan, table.patches),
+        computed={name: int(of_rows.sum()) for name, of_rows in work.items()},
     )
 
 
