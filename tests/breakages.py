@@ -157,9 +157,12 @@ def loss_over_width(family: str, patch: Patch) -> None:
 
 
 class Uncut:
-    """A row that goes through a gated delta layer as it is."""
+    """A row that goes through a recurrent layer as it is."""
 
-    tokens = 1
+    tokens, tree = 1, None
+
+    def run(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return layer(hidden, None)
 
     def split(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         return [hidden]

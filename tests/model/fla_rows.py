@@ -26,10 +26,9 @@ from vlmpack.families import family_named
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PaddedBatch, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, StepResult, disable_packing, enable_packing
-from vlmpack.model.mechanisms import gated_delta, gated_delta_tree
+from vlmpack.model.mechanisms import gated_delta, gated_delta_states
 from vlmpack.model.mechanisms.gated_delta_fla import FlaCall, uses_fla
-from vlmpack.model.mechanisms.gated_delta_tree import HandedState
-from vlmpack.model.mechanisms.recurrent_rows import SpacedNodes
+from vlmpack.model.mechanisms.recurrent_rows import LayerState, SpacedCall
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import kinds_of
 
@@ -104,9 +103,13 @@ def test_a_row_goes_through_a_layer_in_one_call_and_equals_alone_with_poison_in_
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(("part", "nothing"), [("reach", 0), ("fla_boundaries", {})], ids=["zeros", "boundaries"])
-def test_a_row_leaks_without(model: Any, alone: Alone, part: str, nothing: Any) -> None:
-    with mock.patch.object(gated_delta, part, return_value=nothing), torch.no_grad():
+@pytest.mark.parametrize(
+    ("owner", "part", "nothing"),
+    [(gated_delta, "reach", 0), (gated_delta_states, "fla_boundaries", {})],
+    ids=["zeros", "boundaries"],
+)
+def test_a_row_leaks_without(model: Any, alone: Alone, owner: Any, part: str, nothing: Any) -> None:
+    with mock.patch.object(owner, part, return_value=nothing), torch.no_grad():
         result = PackedStep(model, StepConfig(slots=RULE))(pack(padded(alone.samples), rule=RULE), logits=True)
     assert furthest(result, alone) > 0.1
 
@@ -157,7 +160,9 @@ def test_a_prefix_tree_is_computed_in_one_call_a_level_each_node_from_its_parent
 ) -> None:
     row, result = of_tree(model, branches)
     assert len(CALLS) == LAYERS * (max(row.tree.depths) + 1)
-    assert result.work.delta_tokens == row.tree.num_tokens + TAPS * len(row.tree.lengths) < row.segments.num_tokens
+    assert (
+        result.work.delta_tokens == row.tree.num_tokens + TAPS * (len(row.tree.lengths) - 1) < row.segments.num_tokens
+    )
     check(branches, model, result)
 
 
@@ -165,8 +170,8 @@ def test_a_prefix_tree_is_computed_in_one_call_a_level_each_node_from_its_parent
 def test_where_states_cannot_be_handed_on_a_tree_goes_along_the_paths_of_its_samples(
     model: Any, branches: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gated_delta_tree, "_HANDS", {})
-    monkeypatch.setattr(HandedState, "update_recurrent_state", None)  # as where transformers asks for something else
+    monkeypatch.setattr(gated_delta_states, "_HANDS", {})
+    monkeypatch.setattr(LayerState, "update_recurrent_state", None)  # as where transformers asks for something else
     row, result = of_tree(model, branches)
     assert result.work.delta_tokens > row.segments.num_tokens > row.tree.num_tokens
     check(branches, model, result)
@@ -175,26 +180,26 @@ def test_where_states_cannot_be_handed_on_a_tree_goes_along_the_paths_of_its_sam
 @contextmanager
 def no_states() -> Iterator[None]:
     """Every node starts from nothing."""
-    honest = HandedState.update_recurrent_state
+    honest = LayerState.update_recurrent_state
 
-    def update(self: HandedState, state: torch.Tensor, *place: Any, **kwargs: Any) -> None:
+    def update(self: LayerState, state: torch.Tensor, *place: Any, **kwargs: Any) -> None:
         honest(self, 0 * state, *place, **kwargs)
 
-    with mock.patch.object(HandedState, "update_recurrent_state", update):
+    with mock.patch.object(LayerState, "update_recurrent_state", update):
         yield
 
 
 @contextmanager
 def no_taps() -> Iterator[None]:
     """What a convolution reads of a node's path is zero."""
-    honest = SpacedNodes.split
+    honest = SpacedCall.split
 
-    def split(self: SpacedNodes, tree_1tD: torch.Tensor) -> list[torch.Tensor]:
+    def split(self: SpacedCall, tree_1tD: torch.Tensor) -> list[torch.Tensor]:
         (laid,) = honest(self, tree_1tD)
-        places = self._derived("places", laid.device, self._places)
+        places = self._places(laid.device)
         return [torch.zeros_like(laid).index_copy(1, places, laid.index_select(1, places))]
 
-    with mock.patch.object(SpacedNodes, "split", split):
+    with mock.patch.object(SpacedCall, "split", split):
         yield
 
 
@@ -202,10 +207,11 @@ def no_taps() -> Iterator[None]:
 def behind_their_taps() -> Iterator[None]:
     """A node's recurrence runs over the tokens before it as well."""
 
-    def cut(self: SpacedNodes) -> Any:
-        return tuple(self.reach + length for length in self.lengths), tuple(range(len(self.nodes)))
+    def cut(self: SpacedCall) -> Any:
+        leads = (self.lead, *(self.reach,) * (len(self.nodes) - 1))
+        return tuple(map(sum, zip(leads, self.lengths, strict=True))), tuple(range(len(self.nodes)))
 
-    with mock.patch.object(SpacedNodes, "_cut", property(cut)):
+    with mock.patch.object(SpacedCall, "_cut", property(cut)):
         yield
 
 

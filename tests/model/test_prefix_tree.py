@@ -25,7 +25,7 @@ from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PrefixTree, Segments, unshare
 from vlmpack.model import PackedStep, StepConfig, compile_layers, disable_packing, enable_packing
 from vlmpack.model.mechanisms import attention
-from vlmpack.model.mechanisms.gated_delta_tree import BucketTree
+from vlmpack.model.mechanisms.recurrent_rows import Buckets
 from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import tiny_model
 
@@ -313,13 +313,12 @@ def test_nodes_whose_state_is_read_are_never_padded_and_every_node_is_computed_o
     parents = (-1, 0, 1, 1, 0, 4, 4, 0)
     samples = Segments.from_lengths([33, 34, 34, 35, 29])
     tree = PrefixTree(segments=samples, parents=parents, lengths=lengths, leaves=(2, 3, 5, 6, 7))
-    delta = BucketTree.cheapest(tree, call_cost=call_cost)
-    members = [node for bucket in delta.buckets.buckets for node in bucket.members]
+    delta = Buckets.cheapest(tree.nodes, call_cost=call_cost, tree=tree)
+    members = [node for bucket in delta.buckets for node in bucket.members]
     assert sorted(members) == list(range(len(lengths)))
-    calls = [call for level in delta.levels for call in level]
-    for bucket, call in zip(delta.buckets.buckets, calls, strict=True):
-        assert call.ends == any(parent in bucket.members for parent in parents)
-        assert not call.ends or {lengths[node] for node in bucket.members} == {bucket.width}
+    for bucket in delta.buckets:
+        assert bucket.ends == any(parent in bucket.members for parent in parents)
+        assert not bucket.ends or {lengths[node] for node in bucket.members} == {bucket.width}
     assert [len(level) for level in delta.levels] == ([1, 3, 2] if call_cost == 0 else [1, 3, 1])
 
 

@@ -15,8 +15,8 @@ from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout import MediaTable, unshare
 from vlmpack.model import PackedStep, enable_packing
-from vlmpack.model.mechanisms import gated_delta_tree
-from vlmpack.model.mechanisms.gated_delta_tree import BucketTree, HandedState
+from vlmpack.model.mechanisms import gated_delta_states
+from vlmpack.model.mechanisms.recurrent_rows import Buckets, LayerState
 from vlmpack.testing import tiny_model
 
 
@@ -107,31 +107,31 @@ def test_without_the_protocol_layers_run_along_the_paths(family, monkeypatch):
     model = small(family)
     samples = samples_of(model.config, DEEP, STRANGER)
     alone = alone_through(model, samples)
-    monkeypatch.setattr(gated_delta_tree, "_HANDS", {})
-    monkeypatch.delattr(HandedState, "update_conv_state")  # as where transformers asks for something else
+    monkeypatch.setattr(gated_delta_states, "_HANDS", {})
+    monkeypatch.delattr(LayerState, "update_conv_state")  # as where transformers asks for something else
     result = PackedStep(model)(shared(samples), logits=True)
     result.loss.backward()
     check_outputs(alone, result, limits_of(family))
     check_gradients(alone, gradients(model), limits_of(family))
-    assert list(gated_delta_tree._HANDS.values()) == [False]
+    assert list(gated_delta_states._HANDS.values()) == [False]
     assert result.work.delta_tokens >= result.work.real_tokens > result.work.physical_tokens
 
 
 @pytest.mark.parametrize("method", ["get_recurrent_state", "update_recurrent_state"])
 def test_a_protocol_that_loses_the_state_is_found_out(method, monkeypatch):
     assert states_are_handed_on()
-    monkeypatch.setattr(gated_delta_tree, "_HANDS", {})
-    monkeypatch.setattr(HandedState, method, lambda *_, **__: None)
+    monkeypatch.setattr(gated_delta_states, "_HANDS", {})
+    monkeypatch.setattr(LayerState, method, lambda *_, **__: None)
     assert not states_are_handed_on()
 
 
 def test_a_protocol_that_loses_the_gradient_is_found_out(monkeypatch):
-    monkeypatch.setattr(gated_delta_tree, "_HANDS", {})
+    monkeypatch.setattr(gated_delta_states, "_HANDS", {})
 
     def copied(self, state, *_, **__):
         self.state = state.detach()
 
-    monkeypatch.setattr(HandedState, "update_recurrent_state", copied)
+    monkeypatch.setattr(LayerState, "update_recurrent_state", copied)
     assert not states_are_handed_on()
     with torch.no_grad():
         assert states_are_handed_on()
@@ -140,5 +140,5 @@ def test_a_protocol_that_loses_the_gradient_is_found_out(monkeypatch):
 def states_are_handed_on():
     model = small("qwen3_5")
     layer_class = type(model.model.language_model.layers[0].linear_attn)
-    cut, device = partial(BucketTree.cheapest, call_cost=16), torch.device("cpu")
-    return gated_delta_tree.hands_states(layer_class, model.config.text_config, cut=cut, device=device)
+    cut, device = partial(Buckets.cheapest, call_cost=16), torch.device("cpu")
+    return gated_delta_states.hands_states(layer_class, model.config.text_config, cut=cut, device=device)

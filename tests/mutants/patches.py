@@ -244,12 +244,12 @@ def layers_that_know_no_boundaries_get_the_whole_row(original, layer, row, hidde
     return layer(hidden, *beside)
 
 
-@breaks("vlmpack.model.mechanisms.gated_delta_tree.HandedState.get_recurrent_state", tests=TREE)
+@breaks("vlmpack.model.mechanisms.recurrent_rows.LayerState.get_recurrent_state", tests=TREE)
 def a_branch_starts_from_no_state(original, state, layer, **settings):
     return None
 
 
-@breaks("vlmpack.model.mechanisms.gated_delta_tree.HandedState.update_conv_state", tests=TREE)
+@breaks("vlmpack.model.mechanisms.recurrent_rows.LayerState.update_conv_state", tests=TREE)
 def a_branch_reads_zeros_before_its_first_token(original, state, tokens, layer, **settings):
     state.tail = None
     return original(state, tokens, layer, **settings)

@@ -17,7 +17,7 @@ from vlmpack.layout import PackedRow, Segments, sharing
 from vlmpack.layout.segments import ranges
 from vlmpack.model import row as row_module
 from vlmpack.model.mechanisms import gated_delta
-from vlmpack.model.mechanisms.gated_delta_tree import HandedState
+from vlmpack.model.mechanisms.recurrent_rows import LayerState
 from vlmpack.model.row import PrefixTreeRow
 from vlmpack.probing import forward_passes, probe
 from vlmpack.probing.checks import tree_checks
@@ -130,27 +130,27 @@ def untried(patch: Patch) -> None:
 def no_state(patch: Patch) -> None:
     """A node's recurrence starts from nothing."""
     untried(patch)
-    patch.setattr(HandedState, "get_recurrent_state", lambda self, *place, **kwargs: None)
+    patch.setattr(LayerState, "get_recurrent_state", lambda self, *place, **kwargs: None)
 
 
 def no_taps(patch: Patch) -> None:
     """A node's convolution reads nothing of its parent."""
     untried(patch)
-    honest = HandedState.update_conv_state
+    honest = LayerState.update_conv_state
 
-    def update(self: HandedState, *tokens: Any, **settings: Any) -> torch.Tensor:
+    def update(self: LayerState, *tokens: Any, **settings: Any) -> torch.Tensor:
         self.tail = None
         return honest(self, *tokens, **settings)
 
-    patch.setattr(HandedState, "update_conv_state", update)
+    patch.setattr(LayerState, "update_conv_state", update)
 
 
 def state_behind_padding(patch: Patch) -> None:
     """A parent's state is that after tokens of padding, which let it decay."""
     untried(patch)
-    honest = HandedState.update_recurrent_state
+    honest = LayerState.update_recurrent_state
     patch.setattr(
-        HandedState, "update_recurrent_state", lambda self, state, *place, **kwargs: honest(self, 0.9 * state, *place)
+        LayerState, "update_recurrent_state", lambda self, state, *place, **kwargs: honest(self, 0.9 * state, *place)
     )
 
 

@@ -4,16 +4,16 @@ Linear attention that carries state along the sequence: a causal convolution ove
 all of them (Yang et al., 2024, Gated Delta Networks). Neither reads position ids or attention masks.
 
 With flash-linear-attention, whose kernel restarts at given boundaries, a row goes through the layer in one call, with
-zeros between its segments for the convolution (`layout.Spaced`). Otherwise it is cut into right-padded batches of
-samples of like length, or into single samples, whichever costs less (`layout.Buckets`), and the layer runs on each.
+zeros between its segments for the convolution (`Spaced`). Otherwise it is cut into right-padded batches of samples of
+like length, or into single samples, whichever costs less (`Buckets`), and the layer runs on each.
 
     row       a a a b b b b b c c
     spaced    a a a 0 0 0  b b b b b 0 0 0  c c        buckets   a a a     b b b b b
                                                                  c c ~
     row       A A A B B B B B C C
 
-A prefix tree is computed level by level, each node from the state of its parent (`gated_delta_tree`); where states
-cannot be handed on, along the paths of its samples.
+A prefix tree is computed level by level, each node from the state in which its parent ended; where an installed
+transformers does not hand states on (`gated_delta_states`), along the paths of its samples.
 
 Context parallelism, by heads. Projections of tokens before the convolution and after the norm are the layer's own;
 between them each head runs along the sequence by itself, in the layer's own forward, on a stand-in with fewer heads:
@@ -37,8 +37,8 @@ from torch import nn
 from vlmpack.errors import ConfigError
 from vlmpack.layout.device import around_graph, outside_graph
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, plain_class, subclass
-from vlmpack.model.mechanisms.gated_delta_fla import check_fla, fla_boundaries, uses_fla
-from vlmpack.model.mechanisms.gated_delta_tree import BucketTree, SpacedTree, hands_states, with_cache
+from vlmpack.model.mechanisms.gated_delta_fla import check_fla, uses_fla
+from vlmpack.model.mechanisms.gated_delta_states import hands_states, with_state
 from vlmpack.model.mechanisms.recurrent_rows import Buckets, Spaced
 from vlmpack.model.plain import check_not_bypassed
 from vlmpack.model.row import CONTEXT, RowContext
@@ -50,7 +50,7 @@ sample, so there as few calls as `recurrent_rows.MAX_STRETCH` allows are best.""
 
 @final
 class GatedDelta(ClassMechanism):
-    """Gated delta layers. A row's entry: how the layers compute it, in buckets, spaced, or as a prefix tree."""
+    """Gated delta layers. A row's entry: how the layers compute it, in buckets or spaced."""
 
     name: ClassVar[str] = "gated_delta"
 
@@ -58,26 +58,25 @@ class GatedDelta(ClassMechanism):
         """Every gated delta layer, hidden states [B, S, D] in and out."""
         return [(layer, row_class) for layer in model.layer_parts(self.name)]
 
-    def prepare(self, setup: RowSetup) -> Buckets | Spaced | BucketTree | SpacedTree:
+    def prepare(self, setup: RowSetup) -> Buckets | Spaced:
         """Choose by what computes the recurrence, and by cost. A prefix tree goes along the paths of its samples where
         states cannot be handed on.
 
         Raises:
             BackendError: flash-linear-attention computes the layers, and does so wrongly or not at all here.
         """
-        segments, device, tree = setup.row.segments, setup.row.input_ids.device, setup.row.tree
+        device, tree, layers = setup.row.input_ids.device, setup.row.tree, self.find(setup.model)
+        cut: Callable[..., Buckets | Spaced]
         if uses_fla(setup.model.family):
             check_fla(device, training=torch.is_grad_enabled())
-            taps, tried_on = reach(setup.text_config), device
-            cut, whole = partial(SpacedTree.of, reach=taps), partial(Spaced, segments=segments, reach=taps)
+            cut, tried_on = partial(Spaced.of, reach=reach(setup.text_config)), device
         else:
             call_cost, tried_on = CALL_COST.get(device.type, CALL_COST["cuda"]), torch.device("cpu")
-            cut = partial(BucketTree.cheapest, call_cost=call_cost)
-            whole = partial(Buckets.cheapest, segments, call_cost=call_cost)
-        if tree is None or not (layers := self.find(setup.model)):
-            return whole()
+            cut = partial(Buckets.cheapest, call_cost=call_cost)
+        if tree is None or not layers:
+            return cut(setup.row.segments)
         hands = hands_states(plain_class(layers[0]), setup.text_config, cut=cut, device=tried_on)
-        return cut(tree) if hands else whole()
+        return cut(tree.nodes, tree=tree) if hands else cut(setup.row.segments)
 
     def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
         """Tokens that each layer computes."""
@@ -109,18 +108,14 @@ def run_on_row(
 ) -> torch.Tensor:
     """[1, t, D] through the layer, sample by sample. The layer stays out of compiled graphs: it would be compiled again
     for nearly every row, and torch 2.13's aot_eager fails in its backward pass on any batch of two."""
-    delta: Buckets | Spaced | BucketTree | SpacedTree = row.entries[GatedDelta.name]
-    if isinstance(delta, Spaced | SpacedTree):
-        check_zeros(layer)
-    if isinstance(delta, BucketTree | SpacedTree):
-        return delta.run(with_cache(partial(plain_forward, layer, **kwargs)), hidden_1tD)
+    delta: Buckets | Spaced = row.entries[GatedDelta.name]
     if isinstance(delta, Spaced):
-        kwargs = {**kwargs, **fla_boundaries(delta.stretches, hidden_1tD.device)}
+        check_zeros(layer)
 
     def on_samples(stand_in: nn.Module, row_1TD: torch.Tensor) -> torch.Tensor:
-        return delta.join([plain_forward(stand_in, part, **kwargs) for part in delta.split(row_1TD)])
+        return delta.run(with_state(partial(plain_forward, stand_in, **kwargs)), row_1TD)
 
-    if row.part.is_whole:
+    if row.part.is_whole or delta.tree is not None:
         return on_samples(layer, hidden_1tD)
     heads = DeltaHeads(layer, row.part.ranks)
     if not heads.is_possible:

@@ -1,4 +1,4 @@
-"""Rows and prefix trees laid out for layers that carry state along a sequence.
+"""Rows and prefix trees laid out for layers that carry state along a sequence. A plain row is a tree of roots alone.
 
 `Buckets` cuts a row into right-padded batches of segments of like length. Lengths [3, 5, 2, 5], two buckets:
 
@@ -6,20 +6,23 @@
     buckets   a a a        b b b b b
               c c ~        d d d d d            ~ a copy of the sample's last token: finite, and never read again
 
-`Spaced` puts zeros between the segments of a row, for one call of a convolution that reads some tokens before each
-token; `SpacedNodes` puts before each node of a tree the tokens that it follows on its path. What runs on along the
-sequence besides the convolution restarts where `stretches` begin.
+`SpacedCall` lays segments one after the other, each behind the tokens that a convolution reads before its first one:
+zeros, or in a tree the last tokens on the path to it. A recurrence restarts where `stretches` begin.
 
-`split` and `join` are inverses of each other.
+Both are computed level by level, roots first: each node of a tree starts from the state in which its parent ended.
+
+    tree      P ─┬─ A            level 0    P            starts from nothing
+                 └─ B ── C       level 1    A, B         start where P ended
+                                 level 2    C            starts where B ended
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -35,14 +38,90 @@ _NOTHING = np.zeros(0, np.int64)
 
 
 @final
+class LayerState:
+    """Stands in for the cache of one layer: the state in which a call of n sequences starts, and then the one in which
+    it ended. C channels of the convolution, which reads K tokens before each; H heads of the recurrence."""
+
+    record_past = True
+    """So that a call of one token goes through the convolution as any other, and changes nothing in place (to 5.19)."""
+
+    def __init__(
+        self,
+        tail_nCK: torch.Tensor | None = None,
+        state_nHDD: torch.Tensor | None = None,
+        *,
+        reads_row: bool = False,
+    ) -> None:
+        """Begin from what another call ended in; None: from nothing. `reads_row`: the tokens before the first ones are
+        among those of the call."""
+        self.reads_row = reads_row
+        self.tail = tail_nCK
+        """[n, C, K]: projected tokens before the first ones; after the call, those before what follows."""
+        self.state = state_nHDD
+        """[n, H, D, D']: state of the recurrence; after the call, the one in which it ended."""
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """None: `update_conv_state` puts the tail before the new tokens, in calls of one token too."""
+        return
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """The state to start from."""
+        return self.state
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """True, see `record_past`."""
+        return self.record_past
+
+    def update_conv_state(self, tokens_nCL: torch.Tensor, layer_idx: int, **settings: Any) -> torch.Tensor:
+        """[n, C, K + L]: the tail and the tokens; the layer leaves out what it computes of the tail."""
+        if self.reads_row:
+            return tokens_nCL
+        reach = settings["conv_kernel_size"] - 1
+        tail = tokens_nCL.new_zeros(*tokens_nCL.shape[:2], reach) if self.tail is None else self.tail
+        joined = torch.cat([tail, tokens_nCL], -1)
+        self.tail = joined[..., joined.shape[-1] - reach :]
+        return joined
+
+    def update_recurrent_state(self, state_nHDD: torch.Tensor, layer_idx: int, state_idx: int = 0) -> None:
+        """Keep the state in which the call ended."""
+        self.state = state_nHDD
+
+    # what 5.17 asks for instead of `get_recurrent_state` and `is_recording_past`
+
+    def has_previous_state(self, layer_idx: int, state_idx: int = 0) -> bool:
+        """Return whether the call starts from a state."""
+        return self.state is not None
+
+    @property
+    def layers(self) -> LayerState:
+        """Itself, for every layer."""
+        return self
+
+    def __getitem__(self, layer_idx: int) -> LayerState:
+        return self
+
+    @property
+    def recurrent_states(self) -> list[torch.Tensor | None]:
+        """The state to start from."""
+        return [self.state]
+
+
+# ---------------------------------------------------------------------- right-padded batches
+
+
+@final
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Segments that are computed together, n of them."""
+    """Segments that are computed together by one call, n of them."""
 
     members: tuple[int, ...]
     """Their numbers in the row, shortest first."""
     width: int
     """Tokens of the longest, W."""
+    starts: tuple[int, ...] | None = None
+    """For each the number of its parent among those of the level above that have children; None: roots."""
+    ends: bool = False
+    """True if they have children, which start where they end: they are never padded."""
 
     @property
     def tokens(self) -> int:
@@ -53,15 +132,17 @@ class Bucket:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """Every segment of a row that has tokens, in one bucket each."""
+    """Every segment of a row that has tokens, or every node of a tree, in one bucket each."""
 
     segments: Segments
-    """The row."""
-    buckets: tuple[Bucket, ...]
-    """The parts that it is cut into."""
+    """The row, or the nodes of the tree."""
+    levels: tuple[tuple[Bucket, ...], ...]
+    """The calls of each depth, roots first."""
+    tree: PrefixTree | None = None
+    """The tree; None: all segments are roots."""
 
     @classmethod
-    def cheapest(cls, segments: Segments, *, call_cost: float) -> Buckets:
+    def cheapest(cls, segments: Segments, *, call_cost: float, tree: PrefixTree | None = None) -> Buckets:
         """The cut that costs least, if a batch costs its tokens, padding included, plus `call_cost` for the call.
 
         Lengths are put in order and cut into runs. best[j] is the least cost of the segments of the j shortest lengths:
@@ -69,27 +150,58 @@ class Buckets:
             best[j] = min over i < j of  best[i] + call_cost + segments(i .. j) * length[j]
 
         where runs that would pad by more than `MAX_STRETCH` are left out. One segment a bucket is always allowed, and
-        is what comes out when calls are cheap.
+        is what comes out when calls are cheap. Nodes with children share a call with those of their length alone.
 
         Args:
-            segments: the row.
+            segments: the row, or `tree.nodes`.
             call_cost: what one more call costs, in tokens.
+            tree: the tree; None: all segments are roots.
         """
-        order = sorted((i for i, n in enumerate(segments.lengths) if n), key=segments.lengths.__getitem__)
-        lengths = np.asarray([segments.lengths[i] for i in order], np.int64)
-        cuts = _cheapest_cuts(lengths, call_cost)
-        runs = [order[start:stop] for start, stop in pairwise(cuts)]
-        buckets = [Bucket(members=tuple(run), width=segments.lengths[run[-1]]) for run in runs]
-        if len(buckets) == len(
-            order
-        ):  # per-sample execution: in the order of the row, nothing is put back in its place
-            buckets.sort(key=lambda bucket: bucket.members)
-        return cls(segments=segments, buckets=tuple(buckets))
+        nodes = [i for i, n in enumerate(segments.lengths) if n]
+        if tree is None:
+            return cls(segments=segments, levels=(_cheapest(segments, nodes, call_cost),))
+        have_children = {*tree.parents}
+        levels: list[tuple[Bucket, ...]] = []
+        numbers: dict[int, int] = {}
+        for depth in range(max(tree.depths) + 1):
+            level = [node for node in nodes if tree.depths[node] == depth]
+            inner = _cheapest(segments, [node for node in level if node in have_children], 0)
+            leaves = _cheapest(segments, [node for node in level if node not in have_children], call_cost)
+            calls = [*(replace(bucket, ends=True) for bucket in inner), *leaves]
+            if depth:
+                starts = [tuple(numbers[tree.parents[node]] for node in bucket.members) for bucket in calls]
+                calls = [replace(bucket, starts=of) for bucket, of in zip(calls, starts, strict=True)]
+            levels.append(tuple(calls))
+            numbers = {node: number for number, node in enumerate(n for bucket in inner for n in bucket.members)}
+        return cls(segments=segments, levels=tuple(levels), tree=tree)
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The calls of all levels."""
+        return tuple(bucket for level in self.levels for bucket in level)
 
     @property
     def tokens(self) -> int:
         """Tokens that all buckets compute."""
         return sum(bucket.tokens for bucket in self.buckets)
+
+    def run(self, layer: Callable[..., torch.Tensor], row_1TD: torch.Tensor) -> torch.Tensor:
+        """[1, T, D] through a layer, level by level: of [n, W, D] and a `LayerState`, None where nothing is carried."""
+        parts, outputs = iter(self.split(row_1TD)), []
+        tails = states = row_1TD.new_zeros(0)
+        for level in self.levels:
+            ended: list[tuple[Any, Any]] = []
+            for bucket in level:
+                state = LayerState() if bucket.ends else None
+                if bucket.starts is not None:
+                    start_n = self._starts(bucket.starts, row_1TD.device)
+                    state = LayerState(tails.index_select(0, start_n), states.index_select(0, start_n))
+                outputs.append(layer(next(parts), state))
+                if bucket.ends and state is not None:
+                    ended.append((state.tail, state.state))
+            if ended:
+                tails, states = map(torch.cat, zip(*ended, strict=True))
+        return self.join(outputs)
 
     def split(self, row_1TD: torch.Tensor) -> list[torch.Tensor]:
         """[1, T, ...] to [n, W, ...] of each bucket.
@@ -122,6 +234,9 @@ class Buckets:
             self._on_device[device] = _unless_in_order(source, self.segments.total, device), order
         return self._on_device[device]
 
+    def _starts(self, starts: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        return self.segments.derived(("starts", starts), device, lambda: np.asarray(starts, np.int64))
+
     def _order(self) -> np.ndarray:
         """int64 [T]: where each token of the row lies in the buckets laid one after the other."""
         firsts = np.zeros(len(self.segments.lengths), np.int64)
@@ -139,6 +254,18 @@ def _source(bucket: Bucket, starts_G: np.ndarray, stops_G: np.ndarray) -> np.nda
 def _unless_in_order(index: np.ndarray, total: int, device: torch.device) -> torch.Tensor | None:
     """`index` on `device`; None if it only counts from 0 to `total`."""
     return None if np.array_equal(index, np.arange(total)) else to_device(index, device)
+
+
+def _cheapest(segments: Segments, nodes: Sequence[int], call_cost: float) -> tuple[Bucket, ...]:
+    """The cheapest cut of these segments."""
+    if not nodes:
+        return ()
+    order = sorted(nodes, key=segments.lengths.__getitem__)
+    lengths = np.asarray([segments.lengths[i] for i in order], np.int64)
+    runs = [order[start:stop] for start, stop in pairwise(_cheapest_cuts(lengths, call_cost))]
+    if len(runs) == len(order):  # one by one: in the order of the row, so that nothing is put back in its place
+        runs.sort()
+    return tuple(Bucket(members=tuple(run), width=segments.lengths[run[-1]]) for run in runs)
 
 
 def _cheapest_cuts(lengths: np.ndarray, call_cost: float) -> list[int]:
@@ -162,155 +289,103 @@ def _cheapest_cuts(lengths: np.ndarray, call_cost: float) -> list[int]:
     return edges[cuts[::-1]].tolist()
 
 
-# ---------------------------------------------------------------------- one call for all
+# ---------------------------------------------------------------------- one call a level
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Spaced:
-    """Every segment of a row that has tokens, `reach` zeros between one and the next; recurrences restart at `edges`.
+class SpacedCall:
+    """Segments in one call, each behind the `reach` tokens that a convolution reads before its first one; nothing is
+    before a root that comes first. Lengths [3, 5, 2], reach 3:
 
-    Lengths [3, 5, 2], a convolution that reads 3 tokens before each token:
+        row          a a a b b b b b c c
+        laid out     a a a 0 0 0  b b b b b 0 0 0  c c
+        stretches    6            8                2         zeros lie behind all that is read of a segment
 
-        row       a a a b b b b b c c
-        spaced    a a a 0 0 0  b b b b b 0 0 0  c c
-        edges     [0, 6, 14, 16]
+    Nodes of a tree, reach 2, P = p q r s, A = a a a, B = b b:
 
-    Before a segment's first token the convolution reads zeros, as it does before a sample alone. They lie behind all
-    that is ever read of the segment before them.
+        all nodes    p q r s  r s a a a  r s b b
+        stretches    4        2   3 + 2      2               P is read where it ends; behind A nothing is
+
+    `split` takes them out of the row, and `join` is its inverse on their own tokens.
     """
 
     segments: Segments
-    """The row."""
-    reach: int
-    """Tokens that a convolution reads before each token: its width less one."""
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each segment that has any, n of them."""
-        return tuple(length for length in self.segments.lengths if length)
-
-    @property
-    def tokens(self) -> int:
-        """Its width W, zeros included: what a layer computes."""
-        return self.segments.total + self.reach * (len(self.lengths) - 1)
-
-    @property
-    def edges(self) -> tuple[int, ...]:
-        """Where each segment starts, and the end: n + 1 values, no stretch between two of them empty.
-
-        They cover all of it: kernels leave what lies behind the last boundary unwritten.
-        """
-        starts = accumulate((length + self.reach for length in self.lengths[:-1]), initial=0)
-        return (*starts, self.tokens)
-
-    def split(self, row_1TD: torch.Tensor) -> list[torch.Tensor]:
-        """[1, T, D] to a list of one [1, W, D]."""
-        if len(self.lengths) == 1:
-            return [row_1TD]
-        spaced_1WD = row_1TD.new_zeros(1, self.tokens, row_1TD.shape[-1])
-        return [spaced_1WD.index_copy(1, self._places(row_1TD.device), row_1TD)]
-
-    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A list of one [1, W, D] to [1, T, D]."""
-        (spaced_1WD,) = parts
-        return spaced_1WD if len(self.lengths) == 1 else spaced_1WD.index_select(1, self._places(spaced_1WD.device))
-
-    @cached_property
-    def stretches(self) -> Segments:
-        """Stretches between two edges, one after the other: the boundaries that a kernel is given."""
-        return Segments.from_lengths([stop - start for start, stop in pairwise(self.edges)])
-
-    def _places(self, device: torch.device) -> torch.Tensor:
-        """int64 [T]: where each token lies."""
-        edges, lengths = np.asarray(self.edges[:-1], np.int64), np.asarray(self.lengths, np.int64)
-        return self.segments.derived(("spaced", self.reach), device, lambda: ranges(edges, lengths))
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class SpacedNodes:
-    """Nodes of a prefix tree, each behind the last `reach` tokens on the path to it; zeros where there are not so many.
-
-        tree         P ─┬─ A         P = p q r s     A = a a a     reach = 2
-                        └─ B         B = b b
-        all nodes    0 0 p q r s  r s a a a  r s b b
-        stretches    2   4        2   3 + 2      2           P is read where it ends; behind A nothing is
-
-    `split` takes them out of the tree. `join` is its inverse on their own tokens, which it leaves in their order here.
-    """
-
-    tree: PrefixTree
-    """The tree, t tokens."""
+    """The row, or the nodes of the tree."""
     reach: int
     """Tokens that a convolution reads before each token: its width less one."""
     nodes: tuple[int, ...]
-    """Nodes of the tree, in the order in which they lie here."""
+    """The segments of the call, none empty, in the order in which they lie in it."""
+    tree: PrefixTree | None = None
+    """The tree; None: all segments are roots, and the call has all of them."""
 
     @classmethod
-    def every(cls, tree: PrefixTree, reach: int) -> SpacedNodes:
-        """All nodes, in the order of the tree."""
-        return cls(tree=tree, reach=reach, nodes=tuple(range(len(tree.lengths))))
-
-    @classmethod
-    def by_depth(cls, tree: PrefixTree, reach: int) -> tuple[SpacedNodes, ...]:
-        """The nodes of each depth: roots, then their children, and so on. Those without children come first, where
-        fewer stretches are needed."""
-        inner = {*tree.parents}
-        levels: list[list[int]] = [[] for _ in range(max(tree.depths) + 1)]
-        for node in sorted(range(len(tree.lengths)), key=inner.__contains__):
-            levels[tree.depths[node]].append(node)
-        return tuple(cls(tree=tree, reach=reach, nodes=tuple(level)) for level in levels)
+    def every(cls, segments: Segments, reach: int, tree: PrefixTree | None = None) -> SpacedCall:
+        """All segments that have tokens, in the order of the row."""
+        nodes = tuple(i for i, n in enumerate(segments.lengths) if n)
+        return cls(segments=segments, reach=reach, nodes=nodes, tree=tree)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each node."""
-        return tuple(self.tree.lengths[node] for node in self.nodes)
+        """Tokens of each segment."""
+        return tuple(self.segments.lengths[node] for node in self.nodes)
 
     @property
+    def lead(self) -> int:
+        """Tokens before the first segment."""
+        return 0 if self.tree is None or self.tree.parents[self.nodes[0]] < 0 else self.reach
+
+    @cached_property
     def tokens(self) -> int:
-        """Width W of all, repeated tokens and zeros included: what a layer computes."""
-        return sum(self.lengths) + self.reach * len(self.nodes)
+        """Width W of the call, repeated tokens and zeros included: what a layer computes."""
+        return self.lead + sum(self.lengths) + self.reach * (len(self.nodes) - 1)
 
     @cached_property
     def stretches(self) -> Segments:
-        """Stretches over which a recurrence runs. A node's begins at its own first token, and ends with its last one if
-        it has children, which start from there."""
+        """Stretches over which a recurrence runs. A segment's begins at its first token, and ends with its last one if
+        it has children, which start from there. None is empty, and they cover the call: kernels leave what lies behind
+        the last boundary unwritten."""
         return Segments.from_lengths(self._cut[0])
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The number of each node's stretch."""
+        """The number of each segment's stretch."""
         return self._cut[1]
 
-    def split(self, tree_1tD: torch.Tensor) -> list[torch.Tensor]:
-        """[1, t, D] to a list of one [1, W, D]."""
-        with_zero = torch.cat([tree_1tD[0], tree_1tD.new_zeros(1, tree_1tD.shape[-1])])
-        return [with_zero.index_select(0, self._derived("source", tree_1tD.device, self._source))[None]]
+    def split(self, row_1TD: torch.Tensor) -> list[torch.Tensor]:
+        """[1, T, D] to a list of one [1, W, D]."""
+        device, width = row_1TD.device, row_1TD.shape[-1]
+        if self.tree is not None:
+            with_zero = torch.cat([row_1TD[0], row_1TD.new_zeros(1, width)])
+            return [with_zero.index_select(0, self._derived("source", device, self._source))[None]]
+        if len(self.nodes) == 1:
+            return [row_1TD]
+        return [row_1TD.new_zeros(1, self.tokens, width).index_copy(1, self._places(device), row_1TD)]
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A list of one [1, W, D] to [1, r, D], the nodes' own tokens."""
-        (computed_1WD,) = parts
-        return computed_1WD.index_select(1, self._derived("places", computed_1WD.device, self._places))
+        """A list of one [1, W, D] to [1, r, D], the segments' own tokens."""
+        (laid_1WD,) = parts
+        return laid_1WD if self.tokens == sum(self.lengths) else laid_1WD.index_select(1, self._places(laid_1WD.device))
 
     @cached_property
     def _cut(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(lengths of the stretches, the number of each node's)."""
-        lengths: list[int] = []
+        """(lengths of the stretches, the number of each segment's)."""
+        lengths: list[int] = [self.lead] if self.lead else []
         numbers: list[int] = []
-        inner = {*self.tree.parents}
+        have_children = {*self.tree.parents} if self.tree is not None else set[int]()
         for before, node in zip((None, *self.nodes), self.nodes, strict=False):
-            if self.reach and (before is None or before in inner):
+            if before in have_children and self.reach:
                 lengths.append(self.reach)
-            elif lengths:
+            elif before is not None:
                 lengths[-1] += self.reach
             numbers.append(len(lengths))
-            lengths.append(self.tree.lengths[node])
+            lengths.append(self.segments.lengths[node])
         return tuple(lengths), tuple(numbers)
 
     def _source(self) -> np.ndarray:
         """int64 [W]: the tree's token at each place; t, behind the last one: a zero."""
-        starts = np.asarray([self.tree.nodes.stride[node] for node in self.nodes], np.int64)
+        assert self.tree is not None
+        starts = np.asarray([self.segments.stride[node] for node in self.nodes], np.int64)
         lengths = np.asarray(self.lengths, np.int64)
         before = self.tree.predecessor("cpu").numpy()
         tails_GK = np.empty((len(self.nodes), self.reach), np.int64)
@@ -319,15 +394,86 @@ class SpacedNodes:
             reached = np.where(reached < 0, -1, before[reached])
             tails_GK[:, tap] = reached
         is_own = np.zeros(self.tokens, bool)
-        is_own[self._places()] = True
+        is_own[self._own()] = True
         source = np.empty(self.tokens, np.int64)
-        source[is_own], source[~is_own] = ranges(starts, lengths), tails_GK.ravel()
-        return np.where(source < 0, self.tree.num_tokens, source)
+        source[is_own], source[~is_own] = ranges(starts, lengths), tails_GK.ravel()[self.reach - self.lead :]
+        return np.where(source < 0, self.segments.total, source)
 
-    def _places(self) -> np.ndarray:
-        """int64 [r]: where each of the nodes' own tokens lies."""
+    def _own(self) -> np.ndarray:
+        """int64 [r]: where each of the segments' own tokens lies."""
         lengths = np.asarray(self.lengths, np.int64)
-        return np.arange(lengths.sum()) + self.reach * np.repeat(np.arange(1, len(lengths) + 1), lengths)
+        return np.arange(lengths.sum()) + np.repeat(self.lead + self.reach * np.arange(len(lengths)), lengths)
+
+    def _places(self, device: torch.device) -> torch.Tensor:
+        return self._derived("places", device, self._own)
 
     def _derived(self, what: str, device: torch.device, make: Callable[[], np.ndarray]) -> torch.Tensor:
-        return self.tree.nodes.derived(("spaced", self.reach, self.nodes, what), device, make)
+        return self.segments.derived(("spaced", self.reach, self.nodes, what), device, make)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Spaced:
+    """A row, or a tree, for kernels that restart at given boundaries: one call a level."""
+
+    segments: Segments
+    """The row, or the nodes of the tree."""
+    levels: tuple[SpacedCall, ...]
+    """The call of each depth, roots first. Nodes without children come first in it: fewer stretches are needed."""
+    tree: PrefixTree | None = None
+    """The tree; None: all segments are roots."""
+
+    @classmethod
+    def of(cls, segments: Segments, *, reach: int, tree: PrefixTree | None = None) -> Spaced:
+        """Lay out a row, or `tree.nodes`, for a convolution that reads `reach` tokens before each token."""
+        if tree is None:
+            return cls(segments=segments, levels=(SpacedCall.every(segments, reach),))
+        have_children = {*tree.parents}
+        levels: list[list[int]] = [[] for _ in range(max(tree.depths) + 1)]
+        for node in sorted(range(len(tree.lengths)), key=have_children.__contains__):
+            levels[tree.depths[node]].append(node)
+        calls = [SpacedCall(segments=segments, reach=reach, nodes=tuple(level), tree=tree) for level in levels]
+        return cls(segments=segments, levels=tuple(calls), tree=tree)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that all calls compute, those before each segment included."""
+        return sum(level.tokens for level in self.levels)
+
+    def run(self, layer: Callable[..., torch.Tensor], row_1TD: torch.Tensor) -> torch.Tensor:
+        """[1, T, D] through a layer, level by level: of [1, W, D], a `LayerState` (None where nothing is carried) and
+        the stretches of the call."""
+        outputs: list[torch.Tensor] = []
+        ended: torch.Tensor | None = None
+        for depth, level in enumerate(self.levels):
+            state = None
+            if len(self.levels) > 1:
+                starts = None if ended is None else self._starts(depth, ended)
+                state = LayerState(state_nHDD=starts, reads_row=True)
+            outputs.append(level.join([layer(*level.split(row_1TD), state, level.stretches)]))
+            ended = None if state is None else state.state
+        if self.tree is None:
+            return outputs[0]
+        return torch.cat(outputs, 1).index_select(1, self._derived("order", row_1TD.device, self._order))
+
+    def _starts(self, depth: int, ended_mHDD: torch.Tensor) -> torch.Tensor:
+        """[n, H, D, D']: the state in which each stretch of a level starts, out of those in which the level above
+        ended; zeros where no node begins."""
+        assert self.tree is not None
+        level, above, parents = self.levels[depth], self.levels[depth - 1], self.tree.parents
+        number = dict(zip(above.nodes, above.numbers, strict=True))
+        device = ended_mHDD.device
+        of_parent = self._derived(
+            ("parents", depth), device, lambda: np.asarray([number[parents[node]] for node in level.nodes])
+        )
+        of_node = self._derived(("nodes", depth), device, lambda: np.asarray(level.numbers))
+        starts = ended_mHDD.new_zeros(len(level.stretches.lengths), *ended_mHDD.shape[1:])
+        return starts.index_copy(0, of_node, ended_mHDD.index_select(0, of_parent))
+
+    def _order(self) -> np.ndarray:
+        """int64 [t]: where each token of the tree lies among the outputs of all levels."""
+        spans = [self.segments.spans[node] for level in self.levels for node in level.nodes]
+        return np.argsort(np.concatenate([np.arange(*span) for span in spans]))
+
+    def _derived(self, what: Hashable, device: torch.device, make: Callable[[], np.ndarray]) -> torch.Tensor:
+        return self.segments.derived(("spaced levels", what), device, make)

@@ -1,0 +1,98 @@
+"""Whether gated delta layers compute a tree node by node, each from the state in which its parent ended (`LayerState`).
+
+That takes an inner protocol of transformers' caches. It is tried out on a small layer of the same class, once a
+process; where it fails, layers run along the paths of the samples (`PrefixTreeRow.by_heads`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from vlmpack.layout.prefix_tree import PrefixTree
+from vlmpack.layout.segments import Segments
+from vlmpack.model.mechanisms.gated_delta_fla import fla_boundaries
+from vlmpack.model.mechanisms.recurrent_rows import Buckets, LayerState, Spaced
+from vlmpack.model.plain import cache_name
+
+
+def with_state(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The forward of a layer as a function of hidden states, the state that it starts from (under whatever name it
+    takes a cache), and where its recurrence restarts."""
+    name = cache_name(forward)
+
+    def run(hidden: torch.Tensor, state: LayerState | None, stretches: Segments | None = None) -> torch.Tensor:
+        boundaries = {} if stretches is None else fla_boundaries(stretches, hidden.device)
+        return forward(hidden, **boundaries, **({} if state is None else {name: state}))
+
+    return run
+
+
+_HANDS: dict[tuple[type[nn.Module], str, bool], bool] = {}
+"""By class of layer, type of device, and whether gradients are computed."""
+
+_PIECES = 5, 1, 2
+"""Tokens of a node, of its child, and of its child's child."""
+_FORGETS = -4.0
+"""Logarithm of a rate so low that states count: random ones forget within a few tokens."""
+CLOSE = {"cpu": 1e-4}
+CLOSE_IN_TF32 = 2e-2
+"""Largest error that counts as rounding, as a part of the largest entry, on a type of device, and on any other."""
+
+
+def hands_states(
+    layer_class: Any, text_config: Any, *, cut: Callable[..., Buckets | Spaced], device: torch.device
+) -> bool:
+    """Return whether layers of this class compute, node by node with `LayerState`, what they compute in one call, and
+    the same gradients where gradients are computed.
+
+    Args:
+        layer_class: the class of an unmodified layer.
+        text_config: the text part's configuration.
+        cut: cuts `tree.nodes`, and the tree, into calls.
+        device: where to try it out; any that computes the layers will do.
+    """
+    key = layer_class, device.type, torch.is_grad_enabled()
+    if key not in _HANDS:
+        sample = Segments.from_lengths([sum(_PIECES)])
+        chain = PrefixTree(segments=sample, parents=(-1, 0, 1), lengths=_PIECES, leaves=(2,))
+        try:
+            _HANDS[key] = _is_exact(layer_class, text_config, cut(chain.nodes, tree=chain), device)
+        except Exception:  # whatever another version of transformers raises: its protocol is another one
+            _HANDS[key] = False
+    return _HANDS[key]
+
+
+def _is_exact(layer_class: Any, text_config: Any, delta: Buckets | Spaced, device: torch.device) -> bool:
+    """Compare outputs, and the gradient of the input, of a layer with few channels and the model's own heads."""
+    small, training = copy.copy(text_config), torch.is_grad_enabled()
+    small.hidden_size = 8
+    # no device listed: the generator of the CPU alone is touched, and put back
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.device("cpu"):
+        torch.default_generator.manual_seed(0)
+        layer = layer_class(small, 0).float()
+        nn.init.constant_(layer.A_log, _FORGETS)
+        hidden = torch.randn(1, sum(_PIECES), small.hidden_size, dtype=torch.float32)
+        weights = torch.randn_like(hidden)
+    layer, hidden, weights = layer.to(device), hidden.to(device), weights.to(device)
+    with torch.inference_mode(False), torch.set_grad_enabled(training), torch.autocast(device.type, enabled=False):
+        whole = _computed(layer, hidden, weights)
+        by_node = _computed(functools.partial(delta.run, with_state(layer.forward)), hidden, weights)
+    close = CLOSE.get(device.type, CLOSE_IN_TF32)
+    return all(bool((a - b).abs().max() <= close * a.abs().max()) for a, b in zip(whole, by_node, strict=True))
+
+
+def _computed(
+    function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, weights: torch.Tensor
+) -> list[torch.Tensor]:
+    """The output, and the gradient of the input where gradients are computed."""
+    leaf = hidden.clone().requires_grad_(torch.is_grad_enabled())
+    out = function(leaf)
+    if not torch.is_grad_enabled():
+        return [out]
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaf)]
