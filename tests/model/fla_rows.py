@@ -25,7 +25,7 @@ from vlmpack.errors import BackendError, ConfigError
 from vlmpack.families import family_named
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PaddedBatch, SlotRule, pack
-from vlmpack.model import PackedStep, StepConfig, StepResult, disable_packing, enable_packing
+from vlmpack.model import PackedStep, StepConfig, StepResult, disable_packing
 from vlmpack.model.mechanisms import gated_delta, gated_delta_states
 from vlmpack.model.mechanisms.gated_delta_fla import FlaCall, uses_fla
 from vlmpack.model.mechanisms.recurrent_rows import LayerState, SpacedCall
@@ -88,7 +88,7 @@ def test_a_row_goes_through_a_layer_in_one_call_and_equals_alone_with_poison_in_
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     CALLS.clear()
-    with poisoned(enable_packing(model), row.segments, RULE) as poison:
+    with poisoned(model, row.segments, RULE) as poison:
         result = step(row, logits=True)
         check(alone, model, result)
     model.gradient_checkpointing_disable()
@@ -139,7 +139,7 @@ def test_a_row_of_padding_alone_keeps_every_parameter_in_the_graph(model: Any) -
     batch = PaddedBatch(input_ids=nothing, attention_mask=nothing, labels=nothing - 100)
     result = PackedStep(model, StepConfig(keep_empty=True, slots=SlotRule(pad_to=12)))(batch)
     result.loss.backward()
-    assert result.loss == result.work.delta_tokens == 0
+    assert result.loss == result.work.real_tokens == 0
     found = [p.grad for name, p in model.named_parameters() if ".linear_attn." in name]
     assert all(gradient is not None and not gradient.any() for gradient in found)
 
