@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +14,7 @@ from vlmpack.model.head import Scoring, score_targets, target_logprobs, target_p
 VOCAB, WIDTH = 13, 3
 
 
+@settings(max_examples=20)
 @given(count=st.integers(1, 23), chunk=st.integers(1, 25))
 def test_chunks_give_what_one_piece_gives(count, chunk):
     torch.manual_seed(count)
@@ -73,6 +74,7 @@ def test_targets_are_found_with_and_without_the_hosts_count():
         target_positions(labels, 2)
 
 
+@settings(max_examples=20)
 @given(count=st.integers(1, 23), chunk=st.integers(1, 25), temperature=st.sampled_from([0.5, 1.0, 1.7]))
 def test_scores_are_those_of_the_tempered_softmax(count, chunk, temperature):
     torch.manual_seed(count)

@@ -132,7 +132,7 @@ def of_the_row(model):
     return torch.stack([found.aux_loss, found.z_loss]).detach()
 
 
-@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weights", [torch.float32, *slow(torch.bfloat16)])
 @few
 def test_autocast(family, weights):
     exact = of_the_padded_batch(family)
