@@ -184,7 +184,7 @@ class Encoder:
         loss, patches, targets, checked = bind_loss(request.loss_fn, request.loss_config), 0, 0, []
         for at, datum in enumerate(request.data):  # everything that headers say, before any image is decoded
             with _named(f"datum {at}"):
-                size = self._check_chunks(datum.chunks)
+                size = self.check_chunks(datum.chunks)
                 inputs = check_inputs(loss, datum.inputs, size.tokens)
                 self._check_ids(TARGETS, inputs.arrays[TARGETS])
             checked.append((size, inputs))
@@ -222,7 +222,7 @@ class Encoder:
         Raises:
             RequestError: they cannot be used.
         """
-        size = self._check_chunks(chunks)
+        size = self.check_chunks(chunks)
         self._check_patches(size.patches)
         return self._encode_chunks(chunks, size)
 
@@ -246,7 +246,7 @@ class Encoder:
 
     # ------------------------------------------------------------------ its chunks
 
-    def _check_chunks(self, chunks: Sequence[Chunk]) -> MeasuredSize:
+    def check_chunks(self, chunks: Sequence[Chunk]) -> MeasuredSize:
         """Check text, and what the header of each image says."""
         size, after_image = MeasuredSize(), False
         for at, chunk in enumerate(chunks):

@@ -167,7 +167,7 @@ class Engine:
         """The sampling engine; another may be set in its place."""
         encoder = Encoder(self.family, self.model.config, parts.image_processor, context=context, limits=limits)
         self.encode, self.encode_prompt = encoder.encode, encoder.encode_prompt
-        self.encode_chunks = encoder.encode_chunks
+        self.encode_chunks, self.measure = encoder.encode_chunks, encoder.check_chunks
         """Check what clients send and cut images into patches; for any thread."""
 
     # ------------------------------------------------------------------ models

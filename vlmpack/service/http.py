@@ -191,7 +191,8 @@ class Endpoints:
                 under_way = None
             yield piece
 
-    def _refuse_if_draining(self) -> None:
+    def refuse_if_draining(self) -> None:
+        """Raise if the service is about to stop."""
         if self.is_draining():
             raise Rejected("the service is being stopped; try again once it runs", status=503, retry_after=2)
 
@@ -228,7 +229,7 @@ class Endpoints:
 
     async def create_session(self, request: Request) -> Response:
         """Open a session."""
-        self._refuse_if_draining()
+        self.refuse_if_draining()
         session = wire.read_request(messages.NewSession, await self.values(request))
         check_client(session.sdk_version)
         session_id = await run_in_threadpool(self.queue.create_session, session)
@@ -254,7 +255,7 @@ class Endpoints:
 
     async def enqueue(self, kind: type[Any], request: Request) -> Response:
         """Receive a request in JSON and submit it."""
-        self._refuse_if_draining()
+        self.refuse_if_draining()
         body = await self.body(request, most=self.limits.sample_bytes)
         return await run_in_threadpool(self._submit, kind, body)
 
@@ -293,7 +294,7 @@ class Endpoints:
 
     async def forward_backward(self, request: Request) -> Response:
         """Enqueue a training request."""
-        self._refuse_if_draining()
+        self.refuse_if_draining()
         if not request.headers.get("content-type", "").startswith(PROTOBUF):
             detail = f"training requests are {PROTOBUF}: use tinker {_version(OLDEST_CLIENT)} or newer"
             return await self._refuse_unread(request, Rejected(detail, status=415))
@@ -344,7 +345,7 @@ class Endpoints:
             model_id, seq_id = wire.owner_of(messages.Operation, values)
         except RequestError:
             raise refusal from None
-        self._refuse_if_draining()
+        self.refuse_if_draining()
         return await run_in_threadpool(self._refuse, model_id, seq_id, str(refusal))
 
     # ------------------------------------------------------------------ models and samplers
@@ -359,7 +360,7 @@ class Endpoints:
 
     async def create_sampling_session(self, request: Request) -> Response:
         """Open a sampling session on a snapshot or on the base model."""
-        self._refuse_if_draining()
+        self.refuse_if_draining()
         wanted = wire.read_request(messages.NewSampler, await self.values(request))
         sampler = await run_in_threadpool(
             self.queue.create_sampling_session, wanted.session_id, wanted.sampling_session_seq_id,

@@ -341,7 +341,6 @@ def read_stop(value: Any, place: str) -> tuple[int, ...] | tuple[str, ...]:
     return tuple(stop)
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Settings of sampling."""

@@ -37,6 +37,7 @@ from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.distributed import follow, lead
 from vlmpack.service.engine import Engine, EngineConfig
 from vlmpack.service.http import Endpoints, make_app
+from vlmpack.service.openai import OpenAI
 from vlmpack.service.queue import RequestQueue
 from vlmpack.service.ranks import Ranks
 from vlmpack.service.status import Snapshot
@@ -201,7 +202,7 @@ class Service:
     def __init__(
         self, base: Base, state: StateFolder, settings: ServiceSettings, *, ranks: Ranks | None = None
     ) -> None:
-        self.state, self.settings = state, settings
+        self.state, self.settings, self._processor = state, settings, base.processor
         engine = base.engine(settings, ranks)
         set_sampler(engine, settings.sampler, source=base.source)
         if settings.sampler == "exact" and base.model.dtype.itemsize < 4:
@@ -225,7 +226,9 @@ class Service:
             key=self.settings.key,
             is_draining=self._draining.is_set,
         )
-        routes: list[BaseRoute] = [*endpoints.routes(), *status.routes(self._snapshot)]
+        token = self.engine.model.config.image_token_id if self.engine.base.is_vision else None
+        openai = OpenAI(endpoints, self._processor, image_token_id=token, measure=self.engine.measure)
+        routes: list[BaseRoute] = [*endpoints.routes(), *openai.routes(), *status.routes(self._snapshot)]
         return make_app(routes, endpoints=endpoints, lifespan=self._lifespan)
 
     @asynccontextmanager

@@ -1,0 +1,170 @@
+"""OpenAI's endpoints over plain HTTP; the oracle is the unmodified model with its processor and chat template."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from PIL import Image
+from service.test_server import KEY, NAME, TEXT, WAIT, Running, png, pytestmark, serving, tinker
+
+from vlmpack.service import ServiceLimits
+
+assert pytestmark  # those of the client
+URL = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+
+
+@pytest.fixture(name="running", scope="module")
+def _running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("service"), ServiceLimits()) as running:
+        yield running
+
+
+def post(running: Running, path: str, /, **body: Any) -> Any:
+    """What is answered to a body; lines of events of a stream."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    answer = httpx.post(f"{running.address}/v1/{path}", json={"model": NAME, **body}, headers=headers, timeout=WAIT)
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        return answer.text.split("\n\n")
+    return answer.json() | {"status": answer.status_code}
+
+
+def generated(running: Running, count: int, **inputs: Any) -> tuple[list[int], torch.Tensor]:
+    """Ids that `generate` chooses greedily after an input, and the log-probabilities of every id in their places."""
+    config = running.plain.config
+    with torch.no_grad():
+        ids = running.plain.generate(
+            **inputs,
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            suppress_tokens=[config.image_token_id, config.video_token_id],
+        )
+        new = ids[0, inputs["input_ids"].shape[1] :]
+        types = {"mm_token_type_ids": (ids == config.image_token_id).long()} if "pixel_values" in inputs else {}
+        more = {name: inputs[name] for name in ("pixel_values", "image_grid_thw") if name in inputs}
+        logits = running.plain(input_ids=ids, **types, **more).logits[0, -count - 1 : -1]
+    return new.tolist(), logits.log_softmax(-1)
+
+
+def test_a_completion_is_what_the_model_generates(running: Running) -> None:
+    tokenizer = running.base.processor.tokenizer
+    new, logprobs = generated(running, 5, input_ids=torch.tensor([TEXT]))
+    answer = post(running, "completions", prompt=TEXT, max_tokens=5, temperature=0, logprobs=2)
+    (choice,) = answer["choices"]
+    assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 5, "total_tokens": 11}
+    assert choice["finish_reason"] == "length"
+    assert choice["text"] == tokenizer.decode(new, skip_special_tokens=True)
+    assert choice["logprobs"]["tokens"] == [tokenizer.decode([token]) for token in new]
+    chosen = logprobs.gather(1, torch.tensor(new)[:, None])[:, 0]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(chosen.tolist(), abs=1e-4)
+    assert max(choice["logprobs"]["top_logprobs"][0].values()) == pytest.approx(float(logprobs[0].max()), abs=1e-4)
+
+
+def test_a_prompt_is_scored_by_an_echo_of_it(running: Running) -> None:
+    """As evaluation harnesses compare continuations."""
+    with torch.no_grad():
+        logprobs = running.plain(input_ids=torch.tensor([TEXT])).logits[0, :-1].log_softmax(-1)
+    body = {"prompt": [TEXT, TEXT[:3]], "max_tokens": 0, "echo": True, "logprobs": 1}
+    first, second = post(running, "completions", **body)["choices"]
+    expected = logprobs.gather(1, torch.tensor(TEXT[1:])[:, None])[:, 0].tolist()
+    for choice, count in ((first, 6), (second, 3)):
+        found = choice["logprobs"]
+        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+        assert found["token_logprobs"][1:] == pytest.approx(expected[: count - 1], abs=1e-4)
+        assert "".join(found["tokens"]) == choice["text"] == running.base.processor.tokenizer.decode(TEXT[:count])
+
+
+def test_a_chat_with_an_image_is_what_the_model_generates_after_its_template(running: Running) -> None:
+    content: list[Any] = [{"type": "text", "text": "what"}, {"type": "image"}, {"type": "text", "text": "is it"}]
+    processor = running.base.processor
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    inputs = processor(text=[text], images=[Image.open(io.BytesIO(png()))], return_tensors="pt")
+    new, logprobs = generated(running, 4, **inputs)
+    content[1] = {"type": "image_url", "image_url": {"url": URL}}
+    messages = [{"role": "user", "content": content}]
+    chat = {"messages": messages, "max_completion_tokens": 4, "temperature": 0, "logprobs": True, "top_logprobs": 1}
+    answer = post(running, "chat/completions", **chat)
+    (choice,) = answer["choices"]
+    assert answer["usage"]["prompt_tokens"] == inputs["input_ids"].shape[1]
+    assert choice["message"]["content"] == processor.tokenizer.decode(new, skip_special_tokens=True)
+    for at, entry in enumerate(choice["logprobs"]["content"]):
+        assert entry["logprob"] == pytest.approx(float(logprobs[at, new[at]]), abs=1e-4)
+        assert entry["top_logprobs"][0]["logprob"] == pytest.approx(float(logprobs[at].max()), abs=1e-4)
+    events = post(running, "chat/completions", **chat, stream=True, stream_options={"include_usage": True})
+    assert events[-2:] == ["data: [DONE]", ""]
+    begin, end, usage = (json.loads(event.removeprefix("data: ")) for event in events[:3])
+    assert begin["choices"][0]["delta"] == choice["message"]
+    assert (end["choices"][0]["delta"], end["choices"][0]["finish_reason"]) == ({}, "length")
+    assert usage["usage"] == answer["usage"]
+
+
+def test_choices_are_seeded_and_end_before_a_stop(running: Running) -> None:
+    body = {"prompt": "abc", "n": 2, "seed": 3, "max_tokens": 12}
+    first, again = (post(running, "completions", **body)["choices"] for _ in range(2))
+    assert first == again and first[0]["text"] != first[1]["text"]
+    text = first[0]["text"]
+    stopped = post(running, "completions", **body, stop=["never this", text[5:8]], logprobs=0)["choices"][0]
+    assert (stopped["text"], stopped["finish_reason"]) == (text[: text.index(text[5:8])], "stop")
+    assert "".join(stopped["logprobs"]["tokens"]).startswith(stopped["text"])
+
+
+def test_a_checkpoint_is_a_model(running: Running) -> None:
+    client = tinker.ServiceClient(base_url=running.address, api_key=KEY)
+    model = client.create_lora_training_client(base_model=NAME, rank=4, seed=1).result(WAIT)
+    path = model.save_weights_for_sampler("named").result(WAIT).path
+    answer = httpx.get(f"{running.address}/v1/models", headers={"X-API-Key": KEY}).json()
+    assert [each["id"] for each in answer["data"]] == [NAME, path]
+    texts = [post(running, "completions", model=name, prompt=TEXT, temperature=0)["choices"] for name in (NAME, path)]
+    assert texts[0] == texts[1]  # nothing was trained
+    client.create_rest_client().delete_checkpoint_from_tinker_path(path).result(WAIT)
+    assert post(running, "completions", model=path, prompt=TEXT)["status"] == 404
+    client.close("success").result(WAIT)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("completions", {"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty 0.5.*does not have it; "),
+        ("completions", {"prompt": "a", "best_of": 2}, "best_of 2.*send n"),
+        ("completions", {"prompt": "a", "min_p": 0.5}, "min_p: not a setting"),
+        ("completions", {"prompt": [20, -1]}, "-1"),
+        ("completions", {"prompt": {"a": 1}}, "prompt: .*a list"),
+        ("completions", {}, "prompt: absent"),
+        ("completions", {"prompt": "a", "stop": [""]}, "stop: an empty text"),
+        ("completions", {"prompt": "a", "model": "gpt"}, "model 'gpt': this service has"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools .*system message"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, r"messages\[0\].content: absent"),
+        (
+            "chat/completions",
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]}
+                ]
+            },
+            "nothing is fetched here: send data:",
+        ),
+        ("chat/completions", {"messages": [{"role": "user", "content": "<|image_pad|>"}]}, "0 images, but 1 times"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "a", "name": "b"}]},
+            r"\[0\].name: not a setting",
+        ),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(running: Running, path: str, body: dict[str, Any], message: str) -> None:
+    answer = post(running, path, **body)
+    assert answer["status"] in (400, 404)
+    assert re.search(message, answer["error"]["message"]), answer
+
+
+def test_the_key_is_needed(running: Running) -> None:
+    assert httpx.post(f"{running.address}/v1/completions", json={"model": NAME, "prompt": "a"}).status_code == 401
