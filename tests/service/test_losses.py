@@ -123,7 +123,8 @@ def test_a_loss_and_its_derivatives_are_those_of_numpy(name: str, seed: int) -> 
 BAD_SETTINGS = [
     ("nothing", {}, "loss_fn 'nothing' is not known here; use one of cross_entropy"),
     ("", {}, "loss_fn '' is not known"),
-    ("custom", {}, "loss_fn 'custom' is not known"),
+    ("mine", {}, "loss_fn 'mine' is not known"),
+    ("custom", {}, "call forward_backward_custom"),
     ("stable_reinforce", {}, "its formula is not published; use importance_sampling"),
     ("gspo", {"clip_low_threshold": 0.9}, "gspo needs clip_high_threshold"),
     ("cross_entropy", {"beta": 1.0}, "cross_entropy has no setting 'beta'; it has no settings"),

@@ -115,6 +115,11 @@ LOSSES: Mapping[str, Loss] = {
     "gspo": Loss(token_losses=gspo, needs=(*_RATED, "sequence_ratio_mask"), settings=dict.fromkeys(_CLIP)),
 }
 """The losses by the name that a client sends."""
+REFUSED = {
+    "stable_reinforce": "its formula is not published; use importance_sampling, ppo, cispo or gspo",
+    "custom": "the client computes it; call forward_backward_custom",
+}
+"""Losses of the client that this service does not have, and what to do instead."""
 
 
 @final
@@ -143,8 +148,8 @@ def bind_loss(name: str, config: Mapping[str, float | str]) -> BoundLoss:
     Raises:
         RequestError: an unknown loss or setting; a setting that is no finite number, or out of its range.
     """
-    if name == "stable_reinforce":
-        raise RequestError(f"loss_fn {name}: its formula is not published; use importance_sampling, ppo, cispo or gspo")
+    if name in REFUSED:
+        raise RequestError(f"loss_fn {name}: {REFUSED[name]}")
     if name not in LOSSES:
         raise RequestError(f"loss_fn {name!r:.80} is not known here; use one of {', '.join(LOSSES)}")
     settings: dict[str, Any] = dict(LOSSES[name].settings)
