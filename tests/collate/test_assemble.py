@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from vlmpack.collate.assemble import to_packed, to_padded
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.processor_metadata import read_processor
-from vlmpack.errors import LayoutError
-from vlmpack.layout import MediaTable, PackedRow, Segments, SlotRule, pack
+from vlmpack.layout import PackedRow, SlotRule, pack
 
 METADATA = read_processor(processor_of())
 IMAGE, VIDEO, START, END = (
@@ -83,13 +82,6 @@ def test_packed_is_pack_of_padded_in_fixed_sizes(rule):
     assert_rows_equal(row, pack(to_padded(samples, pad_token_id=3), rule=rule, pad_token_id=3))
 
 
-def test_the_comparison_can_fail():
-    samples = [sample(1, 5, [(1, 2)]), sample(2, 9, [(1, 1)])]
-    swapped = to_packed(samples[::-1], rule=SlotRule(), pad_token_id=3)
-    with pytest.raises(AssertionError):
-        assert_rows_equal(swapped, to_packed(samples, rule=SlotRule(), pad_token_id=3))
-
-
 @given(samples=SAMPLES)
 def test_the_padded_batch_is_what_a_plain_loop_gives(samples):
     batch = to_padded(samples, pad_token_id=3)
@@ -102,29 +94,6 @@ def test_the_padded_batch_is_what_a_plain_loop_gives(samples):
         assert batch.labels[row].tolist() == s.labels.tolist() + [-100] * missing
         assert batch.mm_token_type_ids is not None
         assert batch.mm_token_type_ids[row].tolist() == s.types.tolist() + [0] * missing
-
-
-@given(samples=SAMPLES)
-def test_the_metadata_are_counted_from_the_samples(samples):
-    metadata = to_padded(samples, pad_token_id=0).metadata
-    assert metadata is not None
-    assert metadata.lengths == tuple(len(s.input_ids) for s in samples)
-    assert metadata.num_targets == sum(label != -100 for s in samples for label in s.labels.tolist()[1:])
-    assert metadata.sample_ids == tuple(s.sample_id for s in samples)
-    table = metadata.media
-    assert table is not None
-    assert [(m.sample, m.grid) for m in table.images] == [(n, v.grid) for n, s in enumerate(samples) for v in s.images]
-    assert [(m.sample, m.grid) for m in table.videos] == [(n, v.grid) for n, s in enumerate(samples) for v in s.videos]
-    assert all(video.seconds is not None for video in table.videos)
-    types = table.types(Segments.from_lengths(metadata.lengths))
-    assert types.tolist() == [kind for s in samples for kind in s.types.tolist()]
-
-
-def test_without_media_there_are_no_media_tensors():
-    batch = to_padded([sample(1, 4), sample(2, 3)], pad_token_id=0)
-    assert batch.media.to_hf() == {}
-    assert batch.metadata is not None
-    assert batch.metadata.media == MediaTable()
 
 
 def test_a_video_that_does_not_tell_its_pace_gets_the_model_s_own_default():
@@ -159,8 +128,3 @@ def test_pixels_of_two_precisions_keep_the_finer_one():
         assert pixels is not None
         assert pixels.dtype == torch.float32
         assert torch.equal(pixels, torch.cat([s.images[0].pixels.float() for s in order]))
-
-
-def test_samples_that_do_not_fit_a_fixed_row_are_an_error():
-    with pytest.raises(LayoutError, match="take 12 tokens of row but pad_to=8"):
-        to_packed([sample(1, 7), sample(2, 5)], rule=SlotRule(pad_to=8), pad_token_id=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -83,16 +82,6 @@ def test_a_larger_batch_takes_the_place_of_a_smaller_one() -> None:
     assert buffers.kept == 1
 
 
-def test_a_single_image_is_not_copied() -> None:
-    (part,) = parts(3)
-    assert PixelBuffers(8).join([part], torch.float32).data_ptr() == part.data_ptr()
-
-
-def test_parts_with_gradients_are_copied_without() -> None:
-    joined = PixelBuffers(8).join([part.requires_grad_() for part in parts(2, 3)], torch.float32)
-    assert not joined.requires_grad
-
-
 def test_whatever_is_kept_and_dropped_no_batch_changes() -> None:
     buffers, chance, alive = PixelBuffers(4), random.Random(0), {}
     for start in range(200):
@@ -102,13 +91,6 @@ def test_whatever_is_kept_and_dropped_no_batch_changes() -> None:
             del alive[gone]
         assert all(torch.equal(one, torch.cat(parts(*rows, start=at))) for at, (rows, one) in alive.items())
     assert buffers.kept == 4
-
-
-def test_blocks_do_not_travel_with_it() -> None:
-    buffers = PixelBuffers(3)
-    joined = buffers.join(parts(3, 4), torch.float32)
-    copy = pickle.loads(pickle.dumps(buffers))
-    assert (copy.most, copy.kept, buffers.held, len(joined)) == (3, 0, 1, 7)
 
 
 # ---------------------------------------------------------------------- looked at on the way
@@ -135,12 +117,6 @@ def test_every_piece_is_copied(rows: tuple[int, ...], dtype: torch.dtype, source
     torch.manual_seed(0)
     given = [torch.randn(n, WIDTH).to(source) for n in rows]
     assert torch.equal(PixelBuffers(8).join(given, dtype), torch.cat(given).to(dtype))
-
-
-@pytest.mark.usefixtures("threads")
-def test_parts_that_do_not_lie_in_one_piece_are_copied() -> None:
-    columns, gaps = torch.randn(WIDTH, LONG).T, torch.randn(2 * LONG, WIDTH)[::2]
-    assert torch.equal(PixelBuffers(8).join([columns, gaps], torch.float32), torch.cat((columns, gaps)))
 
 
 @pytest.mark.usefixtures("threads")

@@ -3,7 +3,6 @@
 import pickle
 
 import hypothesis
-import numpy as np
 import pytest
 import torch
 from chats import FAMILIES, chat, learnt, picture, processor_of, tokenised
@@ -40,11 +39,6 @@ def mixed(family="qwen3_vl"):
 
 def tensors(batch):
     return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-
-
-def targets(batch):
-    labels = batch["labels"]
-    return int((labels[..., 1:] != -100).sum())
 
 
 # ---------------------------------------------------------------------- both layouts
@@ -252,12 +246,6 @@ def test_rows_that_are_packed_already_stop_the_run_instead_of_becoming_one_sampl
 # ---------------------------------------------------------------------- length
 
 
-def test_a_long_sample_is_an_error_by_default():
-    with pytest.raises(SampleError, match=r"sample 1: it has \d+ tokens .*max_length=20; raise max_length") as caught:
-        VLMCollator(processor_of(), max_length=20)([chat("1", "2"), chat("word " * 50, "x")])
-    assert caught.value.reason == "overlength"
-
-
 # ---------------------------------------------------------------------- workers
 
 
@@ -322,22 +310,6 @@ def test_the_vocabulary_s_size_can_be_told():
     with pytest.raises(SampleError, match="but ids run from 0 to 299"):
         VLMCollator(processor_of(), vocab_size=300)([chat()])
     assert VLMCollator(processor_of(), vocab_size=5001)([feature])["input_ids"].tolist() == [[1, 5000]]
-
-
-def test_arrays_that_cannot_be_written_are_used_without_a_warning():
-    feature = tokenised("qwen3_vl", "<|vision_start|><|image_pad|><|vision_end|>b", picture())
-    read_only = {
-        name: np.array(torch.as_tensor(value).tolist()) for name, value in feature.items()
-    }  # as Arrow hands columns over
-    for array in read_only.values():
-        array.flags.writeable = False
-    before = torch.is_warn_always_enabled()
-    torch.set_warn_always(True)
-    try:
-        batch = VLMCollator(processor_of(), train_on="all")([read_only])
-    finally:
-        torch.set_warn_always(before)
-    assert torch.equal(batch["pixel_values"], torch.as_tensor(feature["pixel_values"]))
 
 
 # ---------------------------------------------------------------------- whatever a dataset may hold

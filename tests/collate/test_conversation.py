@@ -204,11 +204,6 @@ def test_plain_prompt_and_completion_need_no_template() -> None:
     assert (row.plain, row.messages) == (("2 + 2 = ", "4"), ())
 
 
-def test_tools_and_template_arguments_reach_the_template() -> None:
-    row = read_conversation(asked("hi", tools=[{"name": "t"}], chat_template_kwargs={"enable_thinking": False}))
-    assert row.template_options == {"tools": [{"name": "t"}], "enable_thinking": False}
-
-
 @pytest.mark.parametrize(("alias", "role"), ALIASES.items())
 def test_other_names_of_roles_are_understood_in_either_shape(alias: str, role: str) -> None:
     assert read_conversation({"messages": [{"role": alias, "content": "x"}]}).messages[0]["role"] == role
@@ -496,7 +491,6 @@ def test_what_is_meant_as_text_is_text() -> None:
 # ---------------------------------------------------------------------- what is trained on
 
 OFF = [("weight", 0), ("weight", 0.0), ("loss", False), ("loss", 0), ("train", False)]
-ON = [("weight", 1), ("loss", True), ("loss", 1), ("train", True), ("loss", None)]
 
 
 def two_answers(first: Any = (), second: Any = ()) -> dict[str, Any]:
@@ -515,14 +509,6 @@ def test_an_answer_may_say_that_it_is_not_trained_on(flag: tuple[str, Any]) -> N
     turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "a", **dict([flag])}]
     row = read_conversation({"conversations": [*turns, {"from": "gpt", "value": "b"}]})
     assert row.turn_weights == ((("", 0),), (("", 1),))
-
-
-@pytest.mark.parametrize("flag", ON)
-def test_or_that_it_is(flag: tuple[str, Any]) -> None:
-    row = read_conversation(two_answers(flag, flag))
-    assert row == read_conversation(two_answers())
-    assert row.turn_weights is None
-    assert {key for message in row.messages for key in message} == {"role", "content"}
 
 
 def test_only_the_completion_is_trained_on_and_flags_do_not_bring_its_prompt_back() -> None:

@@ -62,20 +62,6 @@ def test_a_video_is_written_as_the_processor_writes_it(family, sample_fps):
     assert (sample.types == 2).sum() == np.prod(video.grid) // 4
 
 
-def test_a_still_video_and_an_image_keep_their_order():
-    frames = [picture(64, 64)] * 2
-    content = [
-        {"type": "video", "video": frames},
-        {"type": "image", "image": picture(64, 64, seed=1)},
-        {"type": "video", "video": frames * 2},
-    ]
-    sample = encode({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "x"}]})
-    assert [video.grid[0] for video in sample.videos] == [1, 2]
-    assert len(sample.images) == 1
-    kinds = [kind for at, kind in enumerate(sample.types) if kind and (at == 0 or sample.types[at - 1] != kind)]
-    assert kinds == [2, 1, 2, 2]
-
-
 # ---------------------------------------------------------------------- sizes
 
 
@@ -115,11 +101,6 @@ EVERYTHING = "user\nTotal?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"
 )
 def test_answers_are_trained_on_with_their_end_or_everything_but_media(feature, train_on, text):
     assert learnt(processor_of(), encode(feature, train_on=train_on).labels) == text
-
-
-def test_plain_strings_are_tokenised_apart():
-    tokenizer, sample = processor_of().tokenizer, encode({"prompt": "75,", "completion": "000"})
-    assert sample.input_ids.tolist() == [*tokenizer("75,")["input_ids"], *tokenizer("000<|im_end|>")["input_ids"]]
 
 
 def test_plain_prompts_hold_their_placeholders_themselves():
@@ -258,11 +239,6 @@ def test_half_a_character_is_refused_wherever_it_comes_from(feature):
     with pytest.raises(Refusal, match=r"holds '\\ud83d', half of a surrogate pair, in '.*a smile: \\ud83d, ") as caught:
         encoder(processor).measure(feature)
     assert caught.value.reason == "bad_text"
-
-
-def test_a_whole_surrogate_pair_in_json_is_a_character():
-    smile = json.loads(r'"\ud83d\ude00"')
-    assert len(encode(chat(question=smile)).input_ids)
 
 
 HEADER = "('reply' if loop.index > 2 else message['role']) + '\\n'"

@@ -50,13 +50,6 @@ def refusal(action):
     return caught.value.reason, str(caught.value)
 
 
-def test_a_sample_that_fits_is_left_alone():
-    sample, metadata = encoded(dialogue())
-    for limit in (None, sample.num_tokens, sample.num_tokens + 1):
-        assert fit(sample, metadata, max_length=limit, overlength="error") is sample
-        assert fit(sample, metadata, max_length=limit, overlength="truncate") is sample
-
-
 @pytest.mark.parametrize("policy", ["error", "drop"])
 def test_the_refusal_names_tokens_limit_and_remedy(policy):
     sample, metadata = encoded(chat("?", "x", picture(96, 64)))

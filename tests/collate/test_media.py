@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chats import chat, picture, processor_of, tokenised
+from chats import chat, picture, processor_of
 from PIL import ExifTags, Image
 from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
@@ -24,7 +24,6 @@ from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.data.images import ImageLimits
 from vlmpack.data.messages import MediaRef
 from vlmpack.errors import ConfigError, Refusal, SampleError
-from vlmpack.layout import METADATA_KEY
 from vlmpack.testing import tiny_processor
 
 HOLE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -112,14 +111,6 @@ def test_image_tokens_are_those_of_the_processor_on_random_sizes(family: str, fe
     assert {min(grid[1:]) for grid in grids} >= {2}
 
 
-def test_two_thousand_sizes_are_tried_and_some_are_extreme() -> None:
-    assert len(SETTINGS) * SIZES == 2000
-    sizes = random_sizes(SIZES, 32, seed=16)
-    assert max(max(size) / min(size) for size in sizes) > 150
-    assert sum(max(size) < 32 for size in sizes) > 10
-    assert sum(size[0] % 32 == 16 for size in sizes) > 10
-
-
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
 def test_an_image_sized_by_keys_is_measured_as_it_is_cut(family: str) -> None:
     reader, random, grids = reader_of(processor_of(family)), np.random.default_rng(0), set()
@@ -181,20 +172,6 @@ def test_a_video_of_frames_is_measured_as_it_is_cut(family: str, keys: dict[str,
     assert shape(visual) == shape(cut(reader, video, "video", **keys))
     assert visual.pixels is None
     assert visual.grid[0] == -(-frames // 2)
-
-
-@pytest.mark.parametrize(
-    ("frames", "reason", "words"),
-    [
-        ([picture(150, 90), picture(350, 90)], "video_frames", r"video 0: frame 1 is .* must have one size"),
-        ([picture(), b"no image"], "image_undecodable", "video 0: frame 1: "),
-    ],
-)
-def test_frames_that_cannot_be_used_are_named_before_they_are_cut(frames: list[Any], reason: str, words: str) -> None:
-    for read in (measured, cut):
-        with pytest.raises(Refusal, match=words) as caught:
-            read(reader_of(processor_of()), frames, "video")
-        assert caught.value.reason == reason
 
 
 @pytest.mark.parametrize(("width", "height", "fits"), [(64, 96, True), (65, 64, False), (48, 48, False)])
@@ -323,36 +300,6 @@ def test_times_that_contradict_each_other_are_refused(keys: dict[str, Any], expe
 # ---------------------------------------------------------------------- decode(outline) is collate
 
 
-def samples(family: str) -> list[dict[str, Any]]:
-    """One of every kind; images as PIL, bytes and dictionaries."""
-    text = f"<|im_start|>user\n{HOLE}?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"
-    frames = [picture(64, 40, seed=seed) for seed in range(3)]
-    keyed = {"type": "image", "image": picture(80, 80, seed=9), "resized_height": 64, "resized_width": 96}
-    return [
-        chat("Total?", "75,000", in_file(picture(90, 61, seed=1), "PNG", 6), id="receipt"),
-        chat(
-            "Which?", "The second", picture(40, 99, seed=2), {"bytes": in_file(picture(120, 70), "PNG"), "path": None}
-        ),
-        chat("2 + 2?", "4", sample_id=77),
-        {"prompt": "2 + 3 = ", "completion": "5"},
-        {"messages": [{"role": "user", "content": [keyed, "?"]}, {"role": "assistant", "content": "a"}]},
-        {"video": frames, "conversations": [{"from": "human", "value": "<video>?"}, {"from": "gpt", "value": "a cat"}]},
-        tokenised(family, text, picture(50, 50, seed=5)),
-    ]
-
-
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-@pytest.mark.parametrize("family", VISION)
-def test_what_was_outlined_and_then_cut_is_what_is_collated_at_once(family: str, layout: Any) -> None:
-    collator = VLMCollator(processor_of(family), layout=layout)
-    outlines = [collator.measure(sample) for sample in samples(family)]
-    assert sum(visual.pixels is None for outline in outlines for visual in (*outline.images, *outline.videos)) == 5
-    batch = collator.decode(outlines)
-    check_equal(batch, collator.collate(samples(family)))
-    assert tuple(outline.num_tokens for outline in outlines) == batch.metadata.lengths
-    assert sum(outline.num_targets for outline in outlines) == batch.metadata.num_targets
-
-
 def random_part(random: np.random.Generator) -> dict[str, Any]:
     """A text, an image of any size with or without keys, or a video."""
     kind, width, height = random.choice(["text", "image", "image", "video"]), *random.integers(2, 200, 2).tolist()
@@ -396,12 +343,6 @@ def test_any_conversation_is_outlined_as_it_is_collated(family: str) -> None:
         check_equal(collator.decode([outline]), truth)
         outcomes.add("cut" if outline.num_tokens < VLMCollator(processor_of(family)).measure(sample).num_tokens else "")
     assert outcomes >= {"", "cut", "truncated_away"}
-
-
-def test_an_outline_takes_the_samples_place_for_its_name() -> None:
-    collator = VLMCollator(processor_of(), layout="packed")
-    outlines = [collator.measure(sample, 40 + at) for at, sample in enumerate(samples("qwen3_vl")[:4])]
-    assert collator.decode(outlines).metadata.sample_ids == ("receipt", 41, 77, 43)
 
 
 def test_an_outline_travels_as_text_and_references(tmp_path: Path) -> None:
@@ -520,20 +461,6 @@ def text_tokenizer() -> Any:
     processor = tiny_processor()
     processor.tokenizer.chat_template = processor.chat_template
     return processor.tokenizer
-
-
-def test_a_tokenizer_alone_measures_and_decodes_text() -> None:
-    tokenizer = text_tokenizer()
-    texts = [
-        chat("2 + 2?", "4"),
-        {"prompt": "2 + 3 = ", "completion": "5"},
-        {"input_ids": [5, 6, 7], "labels": [5, 6, 7]},
-    ]
-    blind, seeing = (VLMCollator(one, layout="packed") for one in (tokenizer, processor_of()))
-    row = blind.decode([blind.measure(text) for text in texts])
-    check_equal(row, blind.collate(texts))
-    assert torch.equal(row.input_ids, seeing.collate(texts).input_ids)
-    assert row.to_hf()[METADATA_KEY].num_targets == seeing.collate(texts).metadata.num_targets
 
 
 @pytest.mark.parametrize("medium", [{"images": [picture()]}, {"video": [picture()]}])

@@ -7,7 +7,6 @@ import pytest
 import torch
 from chats import BEYOND, SHOWN, chat, fast_and_slow, needs, of_family, picture
 
-from vlmpack.cli.inputs import limit_pixels
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.media import TRIALS
 from vlmpack.errors import ConfigError, FamilyError, SampleError
@@ -155,14 +154,6 @@ def test_a_tokenised_sample_with_pixels_is_refused():
     assert "but no grids of this family's images; give messages and images" in str(error)
 
 
-def test_a_tokenised_sample_without_labels_is_refused():
-    error = refusal({"input_ids": [5, 6, 7]})
-    assert "its template is not ChatML; give labels, " in str(error)
-    assert collator_of("internvl")([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}])["labels"].tolist() == [
-        [-100, 6, 7]
-    ]
-
-
 # ---------------------------------------------------------------------- skipping
 
 
@@ -216,8 +207,3 @@ def test_a_sample_whose_images_are_cut_together_keeps_them_all():
 
 
 # ---------------------------------------------------------------------- other packages
-
-
-def test_the_largest_area_of_an_image_is_no_option_of_other_processors():
-    with pytest.raises(ConfigError, match=r"sizes images by \{'height': 28, 'width': 28\} and not by their area"):
-        limit_pixels(tiny_processor("internvl"), 4096)

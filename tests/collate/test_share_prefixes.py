@@ -96,11 +96,6 @@ def test_so_it_is_of_every_family(family):
         assert torch.equal(unshare(row, read_media=read_media).media.to_hf()[name], tensor)
 
 
-def test_measured_samples_give_the_same_row():
-    maker, samples = collator(), mixed()
-    assert_equal_rows(maker.decode([maker.measure(s, i) for i, s in enumerate(samples)]), maker.collate(samples))
-
-
 def test_true_shares_from_64_tokens_on():
     assert collator(share_prefixes=True).share_prefixes == SharePrefixes(min_shared=64)
     assert collator(share_prefixes=True).collate(mixed()[:5]).tree is None
@@ -169,10 +164,6 @@ def test_every_sample_of_an_image_that_is_not_finite_is_refused():
     maker = collator(on_bad="skip")
     assert maker.collate(samples).metadata.sample_ids == (2,)
     assert maker.skip_log.reasons == {"pixels_not_finite": 2}
-
-
-def test_a_batch_without_samples_has_no_tree():
-    assert collator().collate([]).tree is None
 
 
 @pytest.mark.parametrize(

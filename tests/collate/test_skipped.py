@@ -1,14 +1,11 @@
 """The log of skipped samples: nothing is lost, everything is written down, and too much is too much."""
 
-import copy
 import functools
 import multiprocessing
 import os
 import pickle
 import signal
 import warnings
-from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from chats import chat, processor_of
@@ -204,15 +201,6 @@ def test_a_column_that_another_process_has_named_is_not_named_again():
     assert skip_log.unread == ("note", "remark")
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda skip_log: pickle.loads(pickle.dumps(skip_log))])
-def test_a_copy_goes_on_by_itself(again):
-    skip_log = SkipLog()
-    skip_log.use()
-    other = again(skip_log)
-    other.use()
-    assert (skip_log.used, other.used) == (1, 2)
-
-
 def test_without_a_file_to_share_the_counts_are_those_of_the_process(monkeypatch):
     monkeypatch.setattr(shared, "fcntl", None)
     skip_log = SkipLog()
@@ -225,16 +213,6 @@ def test_a_skip_log_that_cannot_be_written_says_so(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"the skip log cannot be written .* give skip_log= another path"):
         SkipLog(tmp_path / "file" / "skip_log.jsonl").refuse(bad())
-
-
-def test_many_refusals_take_no_longer_each_than_few(tmp_path):
-    """The file is opened once a batch, not once a sample: 20,000 lines would be half a minute on a slow disk."""
-    skip_log = SkipLog(tmp_path / "bad.jsonl", limit=SkipLimit(max_bad_fraction=1, max_consecutive_bad=10**6))
-    with patch.object(Path, "open", autospec=True, side_effect=Path.open) as opened, skip_log.at_once():
-        for index in range(1000):
-            skip_log.refuse(bad(f"reason {index}", index=index))
-    assert opened.call_count == 1
-    assert len(read_skip_log(tmp_path / "bad.jsonl")) == skip_log.refused == len(skip_log.reasons) == 1000
 
 
 @pytest.mark.parametrize("has_log", [False, True])

@@ -1,6 +1,5 @@
 """The chat template: whatever it would leave out of the text is told, and not learnt without."""
 
-import numpy as np
 import pytest
 from chats import chat, processor_of
 
@@ -63,20 +62,9 @@ def test_what_it_writes_is_there(key, text, takes_parts):
     assert text in written(HOLDERS[key], takes_parts=takes_parts)
 
 
-def test_keys_may_hold_arrays_as_tables_in_numpy_format_give_them():
-    calls = np.array([CALL, CALL], dtype=object)
-    answer = {"role": "assistant", "content": "Left", "tool_calls": calls, "scores": np.array([1, 2])}
-    with pytest.raises(Refusal, match="has tool_calls.*, which the chat template does not write"):
-        written({"messages": [ASK, answer]}, CHAT_TEMPLATE)
-
-
 def test_a_template_that_fails_on_what_is_tried_is_given_the_benefit_of_the_doubt():
     strict = "{%- if messages[0].content[0].text == '?' -%}{{- raise_exception('no') -}}{%- endif -%}" + CHAT_TEMPLATE
     assert "75,000" in written(chat(tools=[TOOL]), strict)
-
-
-def test_an_option_that_the_template_names_reaches_it():
-    assert written(chat(chat_template_kwargs={"quiet": True})).startswith("hush")
 
 
 def test_an_option_that_is_none_is_absent_as_in_a_table_where_another_row_has_it():

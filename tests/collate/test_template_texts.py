@@ -35,14 +35,6 @@ def collated(messages, template=None, *, processor=None, **settings):
     return processor.tokenizer.decode(batch["input_ids"][0]), learnt(processor, batch["labels"])
 
 
-def without_later(template, role):
-    """The template, turns of a role left out but for the first message, as Qwen3-VL's leaves system messages out."""
-    return template.replace(
-        "{%- for message in messages -%}",
-        f"{{%- for message in messages if message.role != '{role}' or loop.first -%}}",
-    )
-
-
 # ---------------------------------------------------------------------- texts
 
 SYSTEM_FIRST = (

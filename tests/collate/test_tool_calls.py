@@ -17,7 +17,6 @@ import torch
 from vlmpack.collate import VLMCollator
 from vlmpack.data import open_dataset
 from vlmpack.errors import SampleError
-from vlmpack.layout import PackedRow
 from vlmpack.testing import tiny_processor
 
 TEMPLATE = (
@@ -120,15 +119,6 @@ FORMS: dict[str, Callable[[Path], Any]] = {
 def test_a_sample_is_what_transformers_makes_of_the_plain_one(form: str, tmp_path: Path) -> None:
     plain = PROCESSOR.apply_chat_template(MESSAGES, tools=TOOLS, tokenize=False)
     assert PROCESSOR.tokenizer.decode(COLLATOR.collate([FORMS[form](tmp_path)]).input_ids[0]) == plain
-
-
-def test_the_calls_are_learnt() -> None:
-    row = COLLATOR.collate([{"messages": SWIFT, "tools": json.dumps(TOOLS)}])
-    assert isinstance(row, PackedRow)
-    assert row.shift_labels is not None
-    learnt = PROCESSOR.tokenizer.decode(row.shift_labels[row.shift_labels >= 0])
-    written = "".join(f"[{json.dumps(each['function'])}]" for each in CALLS)
-    assert learnt == f"{written}<|im_end|>It is 5.<|im_end|>"
 
 
 @pytest.mark.parametrize("tools", ["", " ", "[]", [], None])

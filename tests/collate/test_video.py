@@ -26,7 +26,6 @@ from vlmpack.collate.video import (
     patchify,
     read_frames,
     resize_frames,
-    video_frame_size,
 )
 from vlmpack.data.images import ImageError, load_image
 
@@ -124,18 +123,6 @@ def test_patches_equal_the_plain_loop(frames, down, across, depth):
     np.testing.assert_allclose(patches.numpy(), naive_patches(video.numpy(), s), rtol=0, atol=1e-6)
 
 
-def test_the_patches_of_one_token_lie_together():
-    """Merge order: 3 x 3 neighbouring patches first, and only then the next block."""
-    s = small_settings(image_mean=(0.0,) * 3, image_std=(1.0,) * 3, rescale_factor=1.0)
-    rows, columns = np.divmod(np.arange(6 * 9), 9)  # the number of each patch, row by row
-    picture = np.arange(54, dtype=np.uint8).reshape(6, 9).repeat(5, axis=0).repeat(5, axis=1)
-    patches, grid = patchify(torch.from_numpy(picture).expand(2, 3, -1, -1), settings=s)
-    assert grid == (1, 6, 9)
-    order = patches[:, 0].long().numpy()
-    blocks = (rows // 3 * 3 + columns // 3)[order]
-    np.testing.assert_array_equal(blocks, np.repeat(np.arange(6), 9))
-
-
 def test_an_odd_number_of_frames_repeats_the_last():
     frames = noise_frames(3)
     odd, even = (
@@ -149,15 +136,6 @@ def test_an_odd_number_of_frames_repeats_the_last():
 
 
 # ---------------------------------------------------------------- sizes
-
-
-def test_the_grid_is_the_size_of_the_message_keys():
-    s = _settings_of(image_processor(patch_size=16))
-    element = {"video": noise_frames(5, 100, 300), "max_pixels": 200 * 1024, "total_pixels": 300 * 1024}
-    height, width = video_frame_size(element, (100, 300), num_frames=5, factor=32)
-    video = load_video(element, settings=s)
-    assert video.grid == (3, height // 16, width // 16)
-    assert video.pixels.shape == (3 * height * width // 256, 3 * 2 * 256)
 
 
 @needs_qwen
@@ -206,13 +184,6 @@ def test_timestamps_are_those_of_qwen3s_processor(count, depth):
     assert frame_timestamps(indices, fps=29.97, depth=depth) == qwen3_timestamps(indices, 29.97, depth)
 
 
-def test_seconds_per_grid():
-    frames = noise_frames(2)
-    for depth, fps, seconds in ((2, 2.0, 1.0), (3, 1.0, 3.0)):
-        settings_ = _settings_of(image_processor(temporal_patch_size=depth))
-        assert load_video({"video": frames, "sample_fps": fps}, settings=settings_).seconds == seconds
-
-
 def test_rates_default_to_two_frames_a_second_and_may_be_text():
     s = _settings_of(image_processor())
     plain, slow = (load_video({"video": noise_frames(2), **rate}, settings=s) for rate in ({}, {"sample_fps": "1"}))
@@ -234,9 +205,3 @@ def test_frames_of_different_sizes_pass_where_the_keys_make_them_one():
     frames = [*noise_frames(1), *noise_frames(1, 112, 280)]
     element = {"video": frames, "resized_height": 112, "resized_width": 112}
     assert load_video(element, settings=_settings_of(image_processor())).grid == (1, 8, 8)
-
-
-@pytest.mark.parametrize("key", ["sample_fps", "raw_fps"])
-def test_a_rate_of_zero_is_refused(key):
-    with pytest.raises(ImageError, match=f"{key}=0 frames per second has no meaning"):
-        load_video({"video": noise_frames(2), key: 0}, settings=_settings_of(image_processor()))

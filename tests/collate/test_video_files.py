@@ -20,7 +20,6 @@ from chats import chat, fast_and_slow, needs_torchvision, picture, processor_of
 from clips import CODECS, clip_bytes, write_clip
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from PIL import Image
 from transformers import AutoProcessor, Qwen2VLImageProcessorPil
 from transformers.video_utils import load_video
 
@@ -29,7 +28,7 @@ from vlmpack.collate import FrameSampling
 from vlmpack.collate.video import FileRules, VideoSettings, file_rules_of, sample_frames
 from vlmpack.collate.video import load_video as load_clip
 from vlmpack.data import ImageError, VideoLimits, save_processor
-from vlmpack.data.videos import VideoHeader, decode_frames
+from vlmpack.data.videos import VideoHeader
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.lengths import measure_lengths
 from vlmpack.testing import tiny_config, tiny_model, tiny_processor
@@ -114,15 +113,6 @@ def test_frames_are_those_that_transformers_takes(
     assert list(frames.indices) == expected[:count]
     assert expected[count:] in ([], [total])  # by its rounding arange may name a frame that is not there
     assert frames.sampled_fps == count / total * rate
-
-
-def test_frames_by_hand() -> None:
-    header = VideoHeader(num_frames=24, fps=12.0, height=1, width=1)
-    arguments: dict[str, Any] = {"sampling": FrameSampling(), "depth": 2, "max_sampled": 99}
-    assert sample_frames(header, {}, spacing="linspace", **arguments).indices == (0, 8, 15, 23)
-    assert sample_frames(header, {}, spacing="arange", **arguments).indices == (0, 6, 12, 18)
-    between = {"video_start": 0.5, "video_end": 1.0, "nframes": 3}
-    assert sample_frames(header, between, spacing="linspace", **arguments).indices == (6, 9, 12)
 
 
 @pytest.mark.parametrize(
@@ -219,30 +209,6 @@ def test_pixels_grids_and_times_are_those_of_transformers_video_processors(tmp_p
         assert video.seconds == measured.seconds == expected["seconds"]
         assert list(video.timestamps) == list(measured.timestamps) == expected["timestamps"]
         torch.testing.assert_close(video.pixels, expected["pixels"], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("family", fast_and_slow(FAMILIES, ["qwen2_5_vl", "qwen3_vl"]))
-def test_a_file_is_the_list_of_the_frames_that_transformers_samples(family: str) -> None:
-    """Of a size that neither form resizes, with the rates of the file beside the list."""
-    height, width = size = (128, 192) if family.startswith("qwen3") else (112, 168)
-    clip = clip_bytes(size=size)
-    rule = RULES["linspace" if family.startswith("qwen3") else "arange"]
-    holder = SimpleNamespace(temporal_patch_size=2, min_frames=4, max_frames=768, num_frames=None, fps=2.0)
-    indices = rule(holder, SimpleNamespace(total_num_frames=20, fps=10.0), fps=2.0).tolist()
-    pictures = [Image.fromarray(frame) for frame in decode_frames(clip, indices)]
-    keys = {"resized_height": height, "resized_width": width}
-    collator = collator_of(family)
-    from_file = collator.collate([asked(clip, **keys)])
-    from_list = collator.collate([asked(pictures, sample_fps=len(indices) / 20 * 10, **keys)])
-    assert torch.equal(from_file.media.pixel_values_videos, from_list.media.pixel_values_videos)
-    assert torch.equal(from_file.media.video_grid_thw, from_list.media.video_grid_thw)
-    if family.startswith("qwen3"):  # the times in the text are those of the frames in the file
-        times = [(indices[at] / 10 + indices[at + 1] / 10) / 2 for at in range(0, len(indices), 2)]
-        text = collator.processor.tokenizer.decode(from_file.input_ids[0])
-        assert [f"<{time:.1f} seconds>" in text for time in times] == [True] * len(times)
-    else:
-        assert torch.equal(from_file.input_ids, from_list.input_ids)
-    assert from_file.media.second_per_grid_ts == from_list.media.second_per_grid_ts
 
 
 @needs_torchvision

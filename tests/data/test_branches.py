@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from itertools import chain
 
 import pytest
@@ -52,11 +51,6 @@ def test_num_counts_questions(file):
     assert len(open_dataset(file, branches="turns", num=5)) == 5
     with pytest.raises(ConfigError, match=r"num is 7, but .* holds 6"):
         open_dataset(file, branches="turns", num=7)
-
-
-def test_it_is_sent_to_workers(file):
-    samples = pickle.loads(pickle.dumps(open_dataset(file, branches="turns")))
-    assert samples[2]["id"] == "r/2"
 
 
 def test_of_stored_rows_only_conversations_are_read_to_count(tmp_path):

@@ -172,18 +172,7 @@ def test_exif_orientation_is_applied_once(fmt, orientation):
         assert (given.size, given.getexif().get(ExifTags.Base.Orientation)) == before
 
 
-def test_an_upright_rgb_image_is_not_copied():
-    picture = Image.fromarray(noise())
-    assert load_image(picture) is picture
-
-
 # ---------------------------------------------------------------- colour
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr", "HSV"])
-def test_plain_modes_are_converted_as_pillow_does(mode):
-    picture = Image.fromarray(noise()).convert(mode)
-    assert_pixels(load_image(picture), np.asarray(picture.convert("RGB")))
 
 
 def palette() -> Image.Image:
@@ -211,11 +200,6 @@ def grey(values: list[float], dtype: str) -> Image.Image:
 )
 def test_transparency_is_laid_over_white_and_deep_grey_is_scaled(picture, options, expected):
     assert_pixels(load_image(encoded(picture, **options)), np.uint8([expected]))
-
-
-def test_deep_grey_of_pil_images_is_scaled_too():
-    assert_pixels(load_image(grey([0, 129, 65535], "int32")), np.uint8([[[x] * 3 for x in (0, 1, 255)]]))
-    assert_pixels(load_image(grey([0.0, 0.4, 0.6, 254.7], "float32")), np.uint8([[[x] * 3 for x in (0, 0, 1, 255)]]))
 
 
 @pytest.mark.parametrize(
@@ -253,10 +237,6 @@ def test_values_out_of_range_are_found_in_any_part(monkeypatch):
     values[50, 3] = np.nan
     with pytest.raises(ImageError, match="only 0 to 255 has a known meaning"):
         load_image(Image.fromarray(values))
-
-
-def test_a_picture_from_webp_does_not_keep_its_decoder():
-    assert type(load_image(encoded(Image.fromarray(noise()), "WEBP"))) is Image.Image
 
 
 # ---------------------------------------------------------------- limits

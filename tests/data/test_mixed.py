@@ -62,13 +62,6 @@ def test_an_epoch_ends_before_a_sample_comes_twice_or_when_all_came(strategy: An
     assert (counts["many"] == 97) is (strategy == "all_exhausted")
 
 
-def test_epochs_go_on_where_the_last_one_stopped() -> None:
-    mix = mix_datasets(DATASETS, {"many": 8, "few": 1}, num=27)
-    epochs = [{sample["id"] for sample in mix.at_epoch(epoch)} for epoch in range(4)]
-    assert len(set().union(*epochs)) == 4 * 27  # 96 of many and 12 of few, none twice
-    assert [sample["id"] for sample in mix.at_epoch(2)] == [sample["id"] for sample in mix.at_epoch(2)]
-
-
 def test_a_seed_fixes_the_order_and_another_changes_it() -> None:
     def ids(seed: int | None) -> list[str]:
         return [sample["id"] for sample in mix_datasets(DATASETS, seed=seed)]

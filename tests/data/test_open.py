@@ -110,10 +110,6 @@ class TestJson:
         with pytest.raises(SampleError, match=r"^sample 0 \(id 1\): the text at byte \d+ of .* is no JSON"):
             list(loader)
 
-    @pytest.mark.parametrize("name", [{"id": "a"}, {"sample_id": 7}, {"id": None, "sample_id": "b"}])
-    def test_samples_keep_their_names(self, name: dict[str, object], tmp_path: Path) -> None:
-        assert open_dataset(written(tmp_path, [{"messages": CHAT, **name}]))[0] == {"messages": CHAT, **name}
-
     @pytest.mark.parametrize(
         ("text", "expected"),
         [
@@ -232,12 +228,6 @@ class TestTables:
         for source in ("mine.parquet", "saved"):
             dataset = pickle.loads(pickle.dumps(open_dataset(tmp_path / source)))
             assert dataset[0] == {"messages": said, "images": [image], "id": 0}
-
-    def test_several_files_follow_each_other(self, datasets: Any, tmp_path: Path) -> None:
-        paths = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
-        for at, path in enumerate(paths):
-            datasets.Dataset.from_list([{"input_ids": [1, 2, at]}]).to_parquet(path)
-        assert [row["input_ids"] for row in open_dataset(paths)] == [[1, 2, 0], [1, 2, 1]]
 
     def test_receipts_become_conversations(self, datasets: Any, tmp_path: Path) -> None:
         record = SyntheticReceipts(num=1, scale=0.25)[0]

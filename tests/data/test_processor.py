@@ -197,11 +197,6 @@ def test_folders_that_hold_no_processor_are_refused(
         load_processor(tmp_path)
 
 
-def test_it_is_not_sent_to_the_hub_while_it_is_saved(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="call push_to_hub of the processor"):
-        tiny_processor().save_pretrained(tmp_path, push_to_hub=True)
-
-
 # ---------------------------------------------------------------------- beyond Qwen's
 
 OTHERS = families(lambda family: family.model_type in BEYOND, always=SHOWN)

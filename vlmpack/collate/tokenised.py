@@ -43,37 +43,66 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
         end = "text: RowCollator), or remove the column if each is one sample"
         raise Refusal("bad_row", f"{fault} each; {remedy} {end}", of_all=True)
     _check_read(feature)
-    ids = _tokens(feature, "input_ids")
-    count = len(ids)
-    keep = _kept(feature, count)
-    ids = ids[keep]
     if feature.get("position_ids") is not None:
         fault = "it brings position_ids, but positions are computed from the grids in the row; remove the column"
         raise Refusal("unexpected_positions", fault)
+    all_ids = _tokens(feature, "input_ids")
+
+    def column(name: str) -> np.ndarray:
+        values = _tokens(feature, name)
+        if len(values) != len(all_ids):
+            raise Refusal("bad_shape", f"{name} covers {len(values)} tokens but input_ids has {len(all_ids)}")
+        return values
+
+    keep = slice(0, len(all_ids))
+    if feature.get("attention_mask") is not None and len(mask := column("attention_mask")):
+        try:  # the one unbroken run of real tokens: padding on either side is cut off
+            spans = lengths_from_mask(torch.from_numpy(mask)[None])
+        except LayoutError as error:
+            raise Refusal("bad_mask", str(error).removeprefix("row 0: ")) from error
+        keep = slice(spans.offsets[0], spans.offsets[0] + spans.lengths[0])
+    ids = all_ids[keep]
     types = token_types(ids, metadata)
     if feature.get("mm_token_type_ids") is not None:
         values = _tokens(feature, "mm_token_type_ids")
-        if len(values) != count or (values[keep] != types).any():
-            fault = (
-                "mm_token_type_ids are not the kinds of its placeholders (1 image, 2 video, 3 audio); leave them out"
-            )
-            raise Refusal("token_type_mismatch", fault)
+        if len(values) != len(all_ids) or (values[keep] != types).any():
+            fault = "mm_token_type_ids are not the kinds of its placeholders (1 image, 2 video, 3 audio)"
+            raise Refusal("token_type_mismatch", f"{fault}; leave them out")
+    masks = {name: column(name)[keep] for name in LABEL_COLUMNS if feature.get(name) is not None}
     if metadata.by_processor:  # not all is told by token ids of other templates and processors than Qwen's
         pixels = [name for name in ("pixel_values", "pixel_values_videos") if not is_empty(feature.get(name))]
         if pixels and not metadata.has_grids:
             fault = f"it has input_ids and {pixels[0]}, but no grids of this family's images; give messages and images"
             raise Refusal("bad_row", fault, of_all=True)
-        if train_on != "all" and all(feature.get(name) is None for name in LABEL_COLUMNS):
+        if train_on != "all" and not masks:
             fault = f"its template is not ChatML; give {', '.join(LABEL_COLUMNS)} or messages, or choose train_on='all'"
             raise Refusal("turn_mismatch", fault, of_all=True)
+    if masks:
+        labels = masks.pop("labels", ids)
+        for mask in masks.values():
+            labels = np.where(mask == 0, IGNORE, labels)
+        labels = mask_media(labels, ids, metadata)
+    else:
+        answers = assistant_spans(ids, metadata)[-1 if train_on == "last" else 0 :]
+        labels = make_labels(ids, metadata, spans=None if train_on == "all" else answers)
+    weights = None
+    if feature.get(WEIGHT_COLUMN) is not None:
+        weights = _array(feature[WEIGHT_COLUMN], WEIGHT_COLUMN).reshape(-1).astype(np.float32)
+        if len(weights) != len(all_ids):
+            fault = f"{WEIGHT_COLUMN} covers {len(weights)} tokens but input_ids has {len(all_ids)}"
+            raise Refusal("bad_shape", fault)
+        if not (np.isfinite(weights) & (weights >= 0)).all():
+            fault = f"{WEIGHT_COLUMN} holds {weights.min()}; a weight is a number from 0, not trained on"
+            raise Refusal("bad_mask", fault)
+        weights = weights[keep]
     sample = Encoded(
         input_ids=ids,
-        labels=_labels(feature, ids, count, keep, metadata, train_on),
+        labels=labels,
         types=types,
         images=_visuals(feature, "pixel_values", "image_grid_thw", metadata),
         videos=_visuals(feature, "pixel_values_videos", "video_grid_thw", metadata),
     )
-    return weighed(sample, _weights(feature, count, keep))
+    return weighed(sample, weights)
 
 
 def _check_read(feature: Mapping[str, Any]) -> None:
@@ -146,52 +175,6 @@ def _as_array(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def _kept(feature: Mapping[str, Any], count: int) -> slice:
-    """The one unbroken run of real tokens: padding on either side is cut off."""
-    if feature.get("attention_mask") is None:
-        return slice(0, count)
-    mask = _tokens(feature, "attention_mask")
-    if len(mask) != count:
-        raise Refusal("bad_shape", f"attention_mask covers {len(mask)} tokens but input_ids has {count}")
-    if count == 0:
-        return slice(0, 0)
-    try:
-        spans = lengths_from_mask(torch.from_numpy(mask)[None])
-    except LayoutError as error:
-        raise Refusal("bad_mask", str(error).removeprefix("row 0: ")) from error
-    return slice(spans.offsets[0], spans.offsets[0] + spans.lengths[0])
-
-
-def _labels(
-    feature: Mapping[str, Any], ids: np.ndarray, count: int, keep: slice, metadata: ProcessorMetadata, train_on: TrainOn
-) -> np.ndarray:
-    values: dict[str, np.ndarray] = {}
-    for name in (name for name in LABEL_COLUMNS if feature.get(name) is not None):
-        column = _tokens(feature, name)
-        if len(column) != count:
-            raise Refusal("bad_shape", f"{name} covers {len(column)} tokens but input_ids has {count}")
-        values[name] = column[keep]
-    if not values:
-        spans = assistant_spans(ids, metadata)[-1 if train_on == "last" else 0 :]
-        return make_labels(ids, metadata, spans=None if train_on == "all" else spans)
-    labels = values.pop("labels", ids)
-    for mask in values.values():
-        labels = np.where(mask == 0, IGNORE, labels)
-    return mask_media(labels, ids, metadata)
-
-
-def _weights(feature: Mapping[str, Any], count: int, keep: slice) -> np.ndarray | None:
-    """float32 [n]; None: there are none."""
-    if feature.get(WEIGHT_COLUMN) is None:
-        return None
-    values = _array(feature[WEIGHT_COLUMN], WEIGHT_COLUMN).reshape(-1).astype(np.float32)
-    if len(values) != count:
-        raise Refusal("bad_shape", f"{WEIGHT_COLUMN} covers {len(values)} tokens but input_ids has {count}")
-    if not (np.isfinite(values) & (values >= 0)).all():
-        raise Refusal("bad_mask", f"{WEIGHT_COLUMN} holds {values.min()}; a weight is a number from 0, not trained on")
-    return values[keep]
-
-
 def _visuals(
     feature: Mapping[str, Any], pixel_name: str, grid_name: str, metadata: ProcessorMetadata
 ) -> tuple[Visual, ...]:
@@ -202,40 +185,25 @@ def _visuals(
     if missing:
         given = grid_name if missing == [pixel_name] else pixel_name
         raise Refusal("pixel_shape", f"it has {given} but no {missing[0]}; both come from one call of the processor")
-    pixels, grids = _pixels(feature[pixel_name], pixel_name), _grids(feature[grid_name], grid_name)
+    pixels, table = feature[pixel_name], _array(feature[grid_name], grid_name)
+    if not isinstance(pixels, torch.Tensor):
+        array = _array(pixels, pixel_name)  # PyTorch would warn of Arrow's, which cannot be written
+        pixels = torch.from_numpy(array if array.flags.writeable else array.copy())
+        pixels = pixels.float() if pixels.dtype == torch.float64 else pixels  # which numpy makes of lists
+    if table.dtype.kind not in "iu" or table.ndim not in (1, 2) or table.shape[-1] != 3:
+        seen = f"{grid_name} must be whole numbers [N, 3] (frames, rows, columns), got {feature[grid_name]!r:.80}"
+        raise Refusal("bad_grid", seen)
+    grids: list[Grid] = [(frames, rows, columns) for frames, rows, columns in table.reshape(-1, 3).tolist()]
     rows = [frames * height * width for frames, height, width in grids]
     has_form = pixels.ndim == 2 or (metadata.by_processor and pixels.ndim > 2)  # of patches of rows and columns too
     if min(rows, default=0) < 0 or not has_form or sum(rows) != pixels.shape[0]:
         seen = f"{pixel_name} has shape {list(pixels.shape)} but {grid_name} {list(map(list, grids))} needs {sum(rows)}"
         raise Refusal("pixel_shape", f"{seen} rows of patches; both come from one call of the processor")
-    seconds = _seconds(feature, len(grids)) if pixel_name == "pixel_values_videos" else [None] * len(grids)
+    seconds: list[float | None] = [None] * len(grids)
+    name = next((name for name in SECONDS_COLUMNS if feature.get(name) is not None), None)
+    if pixel_name == "pixel_values_videos" and name is not None:
+        seconds = _array(feature[name], name).reshape(-1).tolist()
+        if len(seconds) != len(grids):
+            raise Refusal("bad_shape", f"{name} has {len(seconds)} entries for {len(grids)} videos")
     visuals = zip(pixels.split(rows), grids, seconds, strict=True)
     return tuple(Visual(pixels=part, grid=grid, seconds=second) for part, grid, second in visuals)
-
-
-def _pixels(value: Any, name: str) -> torch.Tensor:
-    """Return the values unchanged; doubles, which numpy makes of lists, become float32."""
-    if isinstance(value, torch.Tensor):
-        return value
-    array = _array(value, name)
-    if not array.flags.writeable:  # Arrow's, say: PyTorch would warn
-        array = array.copy()
-    pixels = torch.from_numpy(array)
-    return pixels.float() if pixels.dtype == torch.float64 else pixels
-
-
-def _grids(value: Any, name: str) -> list[Grid]:
-    table = _array(value, name)
-    if table.dtype.kind not in "iu" or table.ndim not in (1, 2) or table.shape[-1] != 3:
-        raise Refusal("bad_grid", f"{name} must be whole numbers [N, 3] (frames, rows, columns), got {value!r:.80}")
-    return [(frames, rows, columns) for frames, rows, columns in table.reshape(-1, 3).tolist()]
-
-
-def _seconds(feature: Mapping[str, Any], count: int) -> list[float | None]:
-    name = next((name for name in SECONDS_COLUMNS if feature.get(name) is not None), None)
-    if name is None:
-        return [None] * count
-    seconds = _array(feature[name], name).reshape(-1).tolist()
-    if len(seconds) != count:
-        raise Refusal("bad_shape", f"{name} has {len(seconds)} entries for {count} videos")
-    return seconds
