@@ -154,7 +154,6 @@ class VLMCollator:
             max_length=max_length,
             truncates_start=overlength == "truncate_start",
             file_rules=self.file_rules,
-            sampling=sampling,
             add_stop=add_stop,
             ignored_keys=self.ignored_keys,
         )

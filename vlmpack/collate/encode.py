@@ -43,7 +43,7 @@ from vlmpack.collate.encoded import (
 from vlmpack.collate.media import BatchMedia, MediaReader, trial_image
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.collate.tokenised import read_tokenised, token_types
-from vlmpack.collate.video import DEFAULT_RULES, FileRules, FrameSampling
+from vlmpack.collate.video import DEFAULT_RULES, FileRules
 from vlmpack.data.formats import KINDS, Kind, is_empty
 from vlmpack.data.images import ImageLimits
 from vlmpack.data.messages import (
@@ -137,8 +137,6 @@ class Encoder:
     """Of a longer sample the end is kept: its first media are cut off, not its last."""
     file_rules: FileRules = DEFAULT_RULES
     """Rules for sampling and sizing files of videos."""
-    sampling: FrameSampling | None = None
-    """Number of frames of a file, in place of the processor's own; None: its own."""
     add_stop: str | None = None
     """Token written behind the last answer where the template writes none that ends it; None: nothing is."""
     ignored_keys: Collection[str] = ()
@@ -172,7 +170,6 @@ class Encoder:
             metadata=self.metadata,
             limits=self.limits,
             file_rules=self.file_rules,
-            sampling=self.sampling,
         )
 
     @cached_property

@@ -45,7 +45,6 @@ from vlmpack.collate.video import (
     FILE_TYPES,
     IMAGE_KEYS,
     FileRules,
-    FrameSampling,
     Size,
     VideoSettings,
     check_enlarged,
@@ -147,8 +146,6 @@ class MediaReader:
     """Caps for images and frames."""
     file_rules: FileRules = DEFAULT_RULES
     """Rules for sampling and sizing files of videos."""
-    sampling: FrameSampling | None = None
-    """Number of frames of a file, in place of the processor's own; None: its own."""
 
     # ------------------------------------------------------------------ the media of a sample
 
@@ -286,7 +283,7 @@ class MediaReader:
         if part is None:
             fault = f"this {name} has no video processor, which needs torchvision: install it, and load the processor"
             raise ImageError(f"{fault} again; or give frames as images", "no_video")
-        frames = read_clip(element, part, sampling=self.sampling, rules=self.file_rules, limits=self.limits)
+        frames = read_clip(element, part, rules=self.file_rules, limits=self.limits)
         if is_measured:
             return self._blank_video(frames.shape, frames.metadata)
         return self.process_video(frames.decode(), frames.metadata)

@@ -188,6 +188,8 @@ class FileRules:
 
     sampling: FrameSampling = DEFAULT_SAMPLING
     """Number of frames where no key names one."""
+    is_chosen: bool = False
+    """True: that is a setting of the collator; False: the video processor's, or the default."""
     is_per_clip: bool = False
     """True: Qwen3-VL's rules (frames by linspace, bounds for all of them together); False: Qwen2-VL's."""
     bounds: tuple[int, int] | None = None
@@ -227,9 +229,8 @@ def file_rules_of(
         check_kind("video_limits", limits, VideoLimits, "VideoLimits(max_frames=10_000)")
     video_processor = None if metadata.by_processor else parts_of(processor).video_processor
     rules = DEFAULT_RULES if video_processor is None else _rules(video_processor)
-    return replace(
-        rules, is_per_clip=metadata.frame_timestamps, sampling=sampling or rules.sampling, limits=limits or rules.limits
-    )
+    chosen = {"sampling": sampling or rules.sampling, "is_chosen": sampling is not None}
+    return replace(rules, is_per_clip=metadata.frame_timestamps, limits=limits or rules.limits, **chosen)
 
 
 def _rules(video_processor: Any) -> FileRules:
@@ -469,54 +470,50 @@ class Clip:
     """Returns the frames, uint8 [F, H, W, 3]."""
 
 
-def read_clip(
-    element: Mapping[str, Any], part: Any, *, sampling: FrameSampling | None, rules: FileRules, limits: ImageLimits
-) -> Clip:
+def read_clip(element: Mapping[str, Any], part: Any, *, rules: FileRules, limits: ImageLimits) -> Clip:
     """Choose the frames of a video as its processor's `sample_frames` does; all frames of a list are taken.
 
     Args:
         element: `video` and the keys beside it: `fps` or `nframes` of a file, the times of a list (`load_video`).
         part: the video processor.
-        sampling: of files, in place of the video processor's own; None: its own.
-        rules: caps of files.
+        rules: of files: their caps, and the collator's setting in place of the video processor's own.
         limits: caps of each frame of a list.
 
     Raises:
         ImageError: as `load_video`; or a key that this video processor does not read.
     """
-    video, sized = element.get("video"), [key for key in VIDEO_KEYS if element.get(key) is not None]
-    if sized:
-        fault = f"it has {sized[0]} beside it, by which Qwen's videos are sized; a {type(part).__name__} sizes all"
-        raise ImageError(f"{fault} videos alike: leave it out", "vision_key")
+    video, name = element.get("video"), type(part).__name__
+    if key := next((key for key in VIDEO_KEYS if element.get(key) is not None), None):
+        fault = f"it has {key} beside it, by which Qwen's videos are sized; a {name} sizes all videos alike"
+        raise ImageError(f"{fault}: leave it out", "vision_key")
     if not isinstance(video, FILE_TYPES):
         sizes = read_frames(video, read_size, limits=limits)
         if len({*sizes}) > 1:
             raise ImageError(f"its frames have the sizes {sorted({*sizes})}; all must have one size", "video_frames")
         times = _times(element, len(sizes)) or [at / _rate(element, "sample_fps", FPS) for at in range(len(sizes))]
         metadata = {"total_num_frames": len(sizes), "fps": 1.0, "duration": times[-1], "frames_indices": tuple(times)}
-
-        def load() -> np.ndarray:
-            return np.stack([np.asarray(frame) for frame in read_frames(video, load_image, limits=limits)])
-
-        return Clip(shape=(len(sizes), *sizes[0], 3), metadata=tuple(metadata.items()), decode=load)
+        return Clip(
+            shape=(len(sizes), *sizes[0], 3),
+            metadata=tuple(metadata.items()),
+            decode=lambda: np.stack([np.asarray(frame) for frame in read_frames(video, load_image, limits=limits)]),
+        )
     header = read_video_header(video, limits=rules.limits)
-    settings = {} if sampling is None else {"fps": sampling.fps, "num_frames": sampling.num_frames}
-    settings |= {ours: element[key] for key, ours in _CHOOSING.items() if element.get(key) is not None}
-    given = {name: value for name, value in settings.items() if value is not None}
-    unread = [name for name in given if name not in signature(part.sample_frames).parameters]
-    unread += [key for key in FILE_KEYS[2:] if element.get(key) is not None]
+    chosen = {"fps": rules.sampling.fps, "num_frames": rules.sampling.num_frames} if rules.is_chosen else {}
+    chosen |= {ours: element[key] for key, ours in _CHOOSING.items() if element.get(key) is not None}
+    chosen = {key: value for key, value in chosen.items() if value is not None}
+    read = [key for key in _CHOOSING.values() if key in signature(part.sample_frames).parameters]
+    unread = [*(chosen.keys() - read), *(key for key in FILE_KEYS[2:] if element.get(key) is not None)]
     if unread:
-        fault = f"{unread[0]} chooses no frames of a {type(part).__name__}; it reads"
-        read = [key for key in ("fps", "num_frames") if key in signature(part.sample_frames).parameters]
-        raise ImageError(f"{fault} {' and '.join(read) or 'its own settings alone'}", "vision_key")
+        fault = f"{unread[0]} chooses no frames of a {name}; it reads {' and '.join(read) or 'its own settings alone'}"
+        raise ImageError(fault, "vision_key")
     metadata = {"total_num_frames": header.num_frames, "fps": header.fps, "duration": header.num_frames / header.fps}
     metadata |= {"height": header.height, "width": header.width, "video_backend": "pyav"}
     indices = range(header.num_frames)
-    if given or part.do_sample_frames:
+    if chosen or part.do_sample_frames:
         from transformers.video_utils import VideoMetadata
 
-        own = {name: getattr(part, name, None) for name in part.valid_kwargs.__annotations__}
-        own = {**own, **({"fps": None, "num_frames": None} if given else {}), **given}
+        own = {key: getattr(part, key, None) for key in part.valid_kwargs.__annotations__}
+        own |= {**dict.fromkeys(_CHOOSING.values()), **chosen} if chosen else {}
         try:
             indices = [int(at) for at in part.sample_frames(metadata=VideoMetadata(**metadata), **own)]
         except ValueError as error:
@@ -530,8 +527,8 @@ def read_clip(
         frames = dict(zip(wanted, decode_frames(video, wanted, limits=rules.limits), strict=True))
         return np.stack([frames[at] for at in indices])
 
-    metadata["frames_indices"] = tuple(indices)
-    return Clip(shape=(len(indices), header.height, header.width, 3), metadata=tuple(metadata.items()), decode=decode)
+    taken = (*metadata.items(), ("frames_indices", tuple(indices)))
+    return Clip(shape=(len(indices), header.height, header.width, 3), metadata=taken, decode=decode)
 
 
 _CHOOSING = {"fps": "fps", "nframes": "num_frames"}

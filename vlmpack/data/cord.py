@@ -146,12 +146,8 @@ def parse_of(record: Mapping[str, Any], *, index: int = 0) -> dict[str, Any]:
         SampleError: the record has no image, or its ground truth holds something else.
     """
     if missing := [name for name in COLUMNS if record.get(name) is None]:
-        raise SampleError(
-            f"the record has no {' and '.join(missing)} (it has {', '.join(map(str, record)) or 'nothing'}); a CORD "
-            "record has an image and a ground_truth",
-            index=index,
-            reason="missing_column",
-        )
+        fault = f"the record has no {' and '.join(missing)} (it has {', '.join(map(str, record)) or 'nothing'}); a CORD"
+        raise SampleError(f"{fault} record has an image and a ground_truth", index=index, reason="missing_column")
     truth = record["ground_truth"]
     try:
         parsed = json.loads(truth)

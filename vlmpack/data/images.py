@@ -210,11 +210,8 @@ def _opened(source: Any, kind: str) -> IO[bytes]:
     if isinstance(source, Path):
         return _open_file(source, kind)
     others = {"image": "a PIL image (of an array: Image.fromarray) or a data: URI", "video": "a list of frames"}
-    raise ImageError(
-        f"the {kind} is of type {type(source).__name__}, which cannot be read; give the path of its file, its bytes, a "
-        f"{{'bytes', 'path'}} dict, or {others.get(kind, 'an array [n]')}",
-        f"{kind}_source",
-    )
+    fault = f"the {kind} is of type {type(source).__name__}, which cannot be read; give the path of its file, its bytes"
+    raise ImageError(f"{fault}, a {{'bytes', 'path'}} dict, or {others.get(kind, 'an array [n]')}", f"{kind}_source")
 
 
 def _path_or_bytes(text: str, kind: str) -> Path | bytes:
@@ -276,12 +273,9 @@ def _open(file: IO[bytes], limits: ImageLimits) -> Image.Image:
     except Exception as error:  # on damaged bytes Pillow's plug-ins raise errors of every kind
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
-        raise ImageError(
-            f"{size} bytes starting with {file.read(16)!r} are not an image of the formats "
-            f"{', '.join(limits.formats)} ({type(error).__name__}); write the file again, name another format "
-            "in ImageLimits(formats=...), or drop the sample",
-            "image_undecodable",
-        ) from error
+        fault = f"{size} bytes starting with {file.read(16)!r} are not an image of the formats"
+        fault += f" {', '.join(limits.formats)} ({type(error).__name__}); write the file again, name another format"
+        raise ImageError(f"{fault} in ImageLimits(formats=...), or drop the sample", "image_undecodable") from error
 
 
 def _check_header(image: Image.Image, limits: ImageLimits) -> None:
@@ -289,17 +283,12 @@ def _check_header(image: Image.Image, limits: ImageLimits) -> None:
     if width < 1 or height < 1:
         raise ImageError(f"the image is {width} x {height} pixels: there is nothing in it; drop it", "image_zero_size")
     if width * height > limits.max_pixels:
-        raise ImageError(
-            f"the image is {width} x {height} = {width * height} pixels, more than "
-            f"ImageLimits.max_pixels={limits.max_pixels}; scale it down or raise the limit",
-            "image_too_large",
-        )
+        fault = f"the image is {width} x {height} = {width * height} pixels, more than ImageLimits.max_pixels="
+        raise ImageError(f"{fault}{limits.max_pixels}; scale it down or raise the limit", "image_too_large")
     if max(width, height) > limits.max_aspect_ratio * min(width, height):
-        raise ImageError(
-            f"the image is {width} x {height} pixels, an aspect ratio of {max(image.size) / min(image.size):.1f}, more "
-            f"than {limits.max_aspect_ratio:g}, where Qwen's resize rule ends; cut or pad it",
-            "image_aspect_ratio",
-        )
+        fault = f"the image is {width} x {height} pixels, an aspect ratio of {max(image.size) / min(image.size):.1f}"
+        remedy = f"more than {limits.max_aspect_ratio:g}, where Qwen's resize rule ends; cut or pad it"
+        raise ImageError(f"{fault}, {remedy}", "image_aspect_ratio")
 
 
 def _decode(image: Image.Image) -> None:

@@ -357,8 +357,6 @@ def _first_turns(dataset: OpenDataset, branches: Branches) -> np.ndarray:
             except ValueError:  # the row is refused when its turn comes
                 counts.append(0)
     if not any(counts):
-        raise ConfigError(
-            f"branches={branches!r} makes a sample of each answer of a conversation, and {dataset.name} holds none of "
-            f"{', '.join(TURNS[:3])}; leave branches out"
-        )
+        fault = f"branches={branches!r} makes a sample of each answer of a conversation, and {dataset.name} holds none"
+        raise ConfigError(f"{fault} of {', '.join(TURNS[:3])}; leave branches out")
     return np.append(0, np.cumsum(np.maximum(counts, 1)))

@@ -385,10 +385,8 @@ def _shard_spans(path: Path) -> np.ndarray:
                 key = _key(member)
                 if key is not None:
                     if key in spans and key != last:
-                        raise ConfigError(
-                            f"{path} holds files of {key!r} in two places; those of a sample follow each other: write "
-                            "it again with `tar --sort=name`"
-                        )
+                        fault = f"{path} holds files of {key!r} in two places; those of a sample follow each other:"
+                        raise ConfigError(f"{fault} write it again with `tar --sort=name`")
                     stop = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
                     spans.setdefault(key, [member.offset, stop])[1] = stop
                 last = key
@@ -552,10 +550,8 @@ def _of_split(files: Sequence[Path], folder: Path, split: str, kind: str) -> lis
     chosen = [path for path in files if splits[path] == wanted]
     unnamed = [path for path in files if splits[path] is None] if wanted == "train" else []
     if chosen and unnamed:
-        raise ConfigError(
-            f"{folder} holds {_some(chosen, folder)}, named after split 'train', and {_some(unnamed, folder)}, named "
-            "after no split; give a list of the files of this split"
-        )
+        fault = f"{folder} holds {_some(chosen, folder)}, named after split 'train', and {_some(unnamed, folder)},"
+        raise ConfigError(f"{fault} named after no split; give a list of the files of this split")
     if not (chosen or unnamed):
         names = ", ".join(sorted({repr(name or "train") for name in splits.values()}))
         fault = f"no {kind} file of split {split!r} under {folder}; its files are of {names}: {_some(files, folder)};"
@@ -565,10 +561,8 @@ def _of_split(files: Sequence[Path], folder: Path, split: str, kind: str) -> lis
     # An object in a file of JSON beside them describes the data set; lines or a list may be the samples.
     beside = sorted({path for file in chosen or unnamed for path in file.parent.iterdir() if path.suffix in JSON_FILES})
     if beside := [path for path in beside if path.suffix != ".json" or is_array(path)]:
-        raise ConfigError(
-            f"{folder} holds {kind} files and {_some(beside, folder)}: which of them are samples is not known; give a "
-            f"list of the {kind} files, or of the files of JSON"
-        )
+        fault = f"{folder} holds {kind} files and {_some(beside, folder)}: which of them are samples is not known; give"
+        raise ConfigError(f"{fault} a list of the {kind} files, or of the files of JSON")
     return chosen or unnamed
 
 

@@ -290,11 +290,8 @@ class _Video:
         if min(height, width) < 1:
             raise ImageError(f"its frames are {width} x {height} pixels: there is nothing in them", "video_frames")
         if height * width > self.limits.max_pixels:
-            raise ImageError(
-                f"its frames are {width} x {height} = {width * height} pixels, more than "
-                f"VideoLimits.max_pixels={self.limits.max_pixels}; scale it down or raise the limit",
-                "video_too_large",
-            )
+            fault = f"its frames are {width} x {height} = {width * height} pixels, more than VideoLimits.max_pixels="
+            raise ImageError(f"{fault}{self.limits.max_pixels}; scale it down or raise the limit", "video_too_large")
         if max(height, width) > self.limits.max_aspect_ratio * min(height, width):
             fault = f"its frames are {width} x {height} pixels, an aspect ratio above {self.limits.max_aspect_ratio:g},"
             raise ImageError(f"{fault} where Qwen's resize rule ends; cut or pad them", "video_aspect_ratio")
