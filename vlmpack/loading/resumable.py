@@ -270,7 +270,13 @@ def _sorted(value: Any) -> Any:
     """Mappings as lists of pairs, whose names may be of any type."""
     if isinstance(value, Mapping):
         return {"pairs": sorted(([repr(name), _sorted(one)] for name, one in value.items()), key=itemgetter(0))}
-    return [*map(_sorted, value)] if isinstance(value, list | tuple) else value
+    if not isinstance(value, list | tuple) or {*map(type, value)} <= {
+        int,
+        float,
+        str,
+    }:  # token ids
+        return value
+    return [*map(_sorted, value)]
 
 
 def _content(value: Any) -> Any:
