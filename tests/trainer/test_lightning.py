@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_readme import DOCS, examples
+from test_readme import DOCS, as_a_reader, examples
+from torch.utils.data import DataLoader
+
+from vlmpack import VLMCollator
+from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
 
 pytestmark = pytest.mark.slow
 
@@ -12,7 +16,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_lightning_module_trains_as_a_loop_over_padded_batches(tmp_path, monkeypatch):
     lightning = pytest.importorskip("lightning", reason="needs Lightning: pip install lightning")
-    monkeypatch.chdir(tmp_path)
+    as_a_reader(DOCS / "works_with.md", tmp_path, monkeypatch)
     page = {"__name__": "page"}
     for example in examples(DOCS / "works_with.md"):
         if "Liger" not in example.mark:
@@ -24,12 +28,14 @@ def test_the_lightning_module_trains_as_a_loop_over_padded_batches(tmp_path, mon
             losses.append(float(outputs["loss"]))
 
     losses: list[float] = []
-    module = page["PackedModule"](page["tiny_model"](processor=page["processor"]), 0.05)
+    processor, receipts = tiny_processor(), list(receipt_conversations(num=6, scale=0.35))
+    module = page["PackedModule"](tiny_model(processor=processor), 0.05)
+    rows = DataLoader(receipts, batch_size=3, collate_fn=VLMCollator(processor, layout="packed"))
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    lightning.Trainer(max_steps=10, accelerator="cpu", callbacks=[Losses()], **quiet).fit(module, page["rows"])
+    lightning.Trainer(max_steps=10, accelerator="cpu", callbacks=[Losses()], **quiet).fit(module, rows)
 
-    reference = page["tiny_model"](processor=page["processor"])
-    expected = padded_losses(reference, page["VLMCollator"](page["processor"], layout="padded"), page["receipts"])
+    reference = tiny_model(processor=processor)
+    expected = padded_losses(reference, VLMCollator(processor, layout="padded"), receipts)
     assert losses == pytest.approx(expected, rel=1e-5)
     assert losses[-1] < losses[0] - 0.1  # the guard: it learns
     for ours, theirs in zip(module.model.parameters(), reference.parameters(), strict=True):
