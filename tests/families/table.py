@@ -80,7 +80,7 @@ MECHANISMS = {
     "query_scale": "position-scaled queries",
 }
 KINDS = ("text", "image", "video", "audio")
-COLUMNS = ("Family", "`model_type`", "Text", "Image", "Video", "Audio", "transformers", "Also separated")
+COLUMNS = ("Family", "`model_type`", "Text", "Image", "Video", "Audio", "transformers ≥", "Also separated")
 HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
 
 
@@ -92,7 +92,7 @@ def table() -> str:
         kinds = {"text", *kinds_of(config), *(["audio"] if family.has_audio else [])}
         ticks = ["✓" if kind in kinds else "" for kind in KINDS]
         apart = ", ".join(kept_apart(family, family.text_config(config)))
-        version = "≥ " + ".".join(map(str, family.oldest_transformers))
+        version = ".".join(map(str, family.oldest_transformers))
         row = " | ".join([NAMES[model_type], f"`{model_type}`", *ticks, version, apart])
         lines.append((-len(kinds & set(KINDS)), f"| {row} |\n"))
     return HEAD + "".join(line for _, line in sorted(lines, key=lambda line: line[0]))
