@@ -17,7 +17,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-
 from vlmpack import PackedRow, PackedStep, SlotRule, VLMCollator, disable_packing
 from vlmpack.families import family_of
 from vlmpack.layout import Segments
@@ -25,7 +24,13 @@ from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
 
 COLOURS = ("#0f766e", "#b45309", "#6d28d9")
 INK = "#334155"
-INPUTS = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw", "mm_token_type_ids")
+INPUTS = (
+    "input_ids",
+    "attention_mask",
+    "pixel_values",
+    "image_grid_thw",
+    "mm_token_type_ids",
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,9 @@ def measured(family: str) -> Measured:
     inputs = {name: value for name, value in row.to_hf().items() if name in INPUTS}
     assert row.metadata is not None
     assert row.metadata.media is not None
-    positions = family_of(model).positions(row.metadata.media, row.segments, config=model.config)
+    positions = family_of(model).positions(
+        row.metadata.media, row.segments, config=model.config
+    )
     calls = {
         "positions [3, 1, T]": {"position_ids": positions[-3:], "use_cache": False},
         "positions [4, 1, T], use_cache on": {"position_ids": positions, "use_cache": True},
@@ -67,9 +74,15 @@ def measured(family: str) -> Measured:
             "use_cache": False,
             "attention_mask": torch.ones_like(row.input_ids),
         },
-        "positions [4, 1, T], no mask, no cache": {"position_ids": positions, "use_cache": False},
+        "positions [4, 1, T], no mask, no cache": {
+            "position_ids": positions,
+            "use_cache": False,
+        },
     }
-    plain = {name: _error(_logits(model, {**inputs, **extra}), alone) for name, extra in calls.items()}
+    plain = {
+        name: _error(_logits(model, {**inputs, **extra}), alone)
+        for name, extra in calls.items()
+    }
     return Measured(row.segments, positions[-3:, 0].numpy(), packed, plain)
 
 
@@ -93,9 +106,15 @@ def _error(logits: torch.Tensor, alone: torch.Tensor) -> np.ndarray:
 def draw_leaks() -> Figure:
     """The error of every token, a strip for each way to call the model."""
     strips = [
-        *((f"Qwen3-VL, {name}", error) for name, error in measured("qwen3_vl").plain.items()),
+        *(
+            (f"Qwen3-VL, {name}", error)
+            for name, error in measured("qwen3_vl").plain.items()
+        ),
         ("Qwen3-VL, enable_packing", measured("qwen3_vl").packed),
-        ("Qwen3.5, positions [4, 1, T], no mask, no cache", list(measured("qwen3_5").plain.values())[-1]),
+        (
+            "Qwen3.5, positions [4, 1, T], no mask, no cache",
+            list(measured("qwen3_5").plain.values())[-1],
+        ),
         ("Qwen3.5, enable_packing", measured("qwen3_5").packed),
     ]
     stride = measured("qwen3_vl").segments.stride
@@ -114,7 +133,9 @@ def draw_leaks() -> Figure:
         axes.set_ylabel(name, rotation=0, ha="right", va="center", color=INK, fontsize=9)
         for edge in stride[1:-1]:
             axes.axvline(edge, color="white", linewidth=1.5)
-    panels[-1].set_xlabel("token of the row: three receipts, one after the other", color=INK)
+    panels[-1].set_xlabel(
+        "token of the row: three receipts, one after the other", color=INK
+    )
     assert image is not None
     figure.colorbar(image, ax=list(panels), label="largest error of its logits", pad=0.01)
     return figure
@@ -152,12 +173,26 @@ def draw_positions(tallest: int = 45) -> Figure:
     start, stop = found.segments.stride[1:3]
     figure = Figure(figsize=(9.5, 3), layout="constrained", dpi=144)
     axes = figure.subplots()
-    for name, colour, line in zip(("time", "height", "width"), COLOURS, found.positions, strict=True):
+    for name, colour, line in zip(
+        ("time", "height", "width"), COLOURS, found.positions, strict=True
+    ):
         axes.plot(line, color=colour, linewidth=1.3, label=name)
     for edge in (start, stop):
         axes.axvline(edge, color=INK, linewidth=0.8, linestyle=":")
-        axes.annotate("a sample begins", (edge, tallest), (4, -10), textcoords="offset points", color=INK, fontsize=9)
-    axes.set(xlabel="token of the row", ylabel="position", xlim=(start - 8, stop + 90), ylim=(-1, tallest))
+        axes.annotate(
+            "a sample begins",
+            (edge, tallest),
+            (4, -10),
+            textcoords="offset points",
+            color=INK,
+            fontsize=9,
+        )
+    axes.set(
+        xlabel="token of the row",
+        ylabel="position",
+        xlim=(start - 8, stop + 90),
+        ylim=(-1, tallest),
+    )
     axes.legend(frameon=False, ncols=3, loc="upper center")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
@@ -168,8 +203,16 @@ def draw_router() -> Figure:
     shares, counted, left_out = router_losses()
     figure = Figure(figsize=(6.5, 3), layout="constrained", dpi=144)
     axes = figure.subplots()
-    axes.plot(shares, counted, marker="o", color="#dc2626", label="no 2D mask: padding is counted")
-    axes.plot(shares, left_out, marker="o", color=COLOURS[0], label="moe_padding_mask: padding is left out")
+    axes.plot(
+        shares, counted, marker="o", color="#dc2626", label="no 2D mask: padding is counted"
+    )
+    axes.plot(
+        shares,
+        left_out,
+        marker="o",
+        color=COLOURS[0],
+        label="moe_padding_mask: padding is left out",
+    )
     axes.set(xlabel="share of padding in the row", ylabel="load-balancing loss")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.legend(frameon=False)
@@ -187,7 +230,9 @@ def router_losses() -> tuple[list[float], list[float], list[float]]:
     for pads in (0, 10, 30, 60, 120):
         row = torch.cat([ids, torch.zeros(1, pads, dtype=torch.int64)], 1)
         with torch.no_grad():
-            counted.append(float(model(input_ids=row, labels=row, output_router_logits=True).aux_loss))
+            counted.append(
+                float(model(input_ids=row, labels=row, output_router_logits=True).aux_loss)
+            )
         shares.append(pads / row.shape[1])
     step, left_out = PackedStep(model), []
     for share in shares:
@@ -197,7 +242,10 @@ def router_losses() -> tuple[list[float], list[float], list[float]]:
         mask[:, :40] = 1
         with torch.no_grad():
             output = step.model(
-                input_ids=row, attention_mask=mask, labels=row.where(mask == 1, -100), output_router_logits=True
+                input_ids=row,
+                attention_mask=mask,
+                labels=row.where(mask == 1, -100),
+                output_router_logits=True,
             )
         left_out.append(float(output.aux_loss))
     return shares, counted, left_out
@@ -211,16 +259,47 @@ def draw_thd_row(lengths: tuple[int, ...] = (3, 5, 2)) -> Figure:
     for sample, ((start, stop), slot) in enumerate(zip(row.spans, row.slots, strict=True)):
         for place in range(start, start + slot):
             colour = COLOURS[sample] if place < stop else "#e2e8f0"
-            axes.add_patch(Rectangle((place, 0), 1, 1, facecolor=colour, edgecolor="white", linewidth=2))
+            axes.add_patch(
+                Rectangle(
+                    (place, 0), 1, 1, facecolor=colour, edgecolor="white", linewidth=2
+                )
+            )
             text = "abc"[sample] if place < stop else "pad"
-            axes.text(place + 0.5, 0.5, text, ha="center", va="center", color="white" if place < stop else INK)
+            axes.text(
+                place + 0.5,
+                0.5,
+                text,
+                ha="center",
+                va="center",
+                color="white" if place < stop else INK,
+            )
     names = ("cu_seqlens_q", "cu_seqlens_q_padded", "rope_cu_seqlens", "moe_padding_mask")
-    for line, (name, values) in enumerate(zip(names, (row.real, row.stride, row.real), strict=False)):
+    for line, (name, values) in enumerate(
+        zip(names, (row.real, row.stride, row.real), strict=False)
+    ):
         for place, value in zip((*row.stride[:-1], row.total), values, strict=True):
-            axes.text(place, -0.6 - 0.7 * line, str(value), ha="center", va="center", color=INK, fontsize=10)
-        axes.text(-0.6, -0.6 - 0.7 * line, name, ha="right", va="center", color=INK, fontsize=10)
+            axes.text(
+                place,
+                -0.6 - 0.7 * line,
+                str(value),
+                ha="center",
+                va="center",
+                color=INK,
+                fontsize=10,
+            )
+        axes.text(
+            -0.6, -0.6 - 0.7 * line, name, ha="right", va="center", color=INK, fontsize=10
+        )
     for place, pad in enumerate(row.padding_mask().tolist()):
-        axes.text(place + 0.5, -2.7, "T" if pad else "F", ha="center", va="center", color=INK, fontsize=10)
+        axes.text(
+            place + 0.5,
+            -2.7,
+            "T" if pad else "F",
+            ha="center",
+            va="center",
+            color=INK,
+            fontsize=10,
+        )
     axes.text(-0.6, -2.7, names[-1], ha="right", va="center", color=INK, fontsize=10)
     axes.set(xlim=(-5, row.total + 0.5), ylim=(-3.1, 1.1))
     axes.axis("off")

@@ -17,7 +17,9 @@ from vlmpack.testing import SyntheticReceipts, tiny_processor
 
 def draw_packed_rows(path: str | Path, *, samples: int = 8, seed: int = 0) -> Path:
     """Draw a batch of synthetic receipts and write it to `path`."""
-    receipts = [to_conversation(record) for record in SyntheticReceipts(num=samples, seed=seed)]
+    receipts = [
+        to_conversation(record) for record in SyntheticReceipts(num=samples, seed=seed)
+    ]
     batch = VLMCollator(tiny_processor("qwen3_vl"), layout="padded").collate(receipts)
     assert isinstance(batch, PaddedBatch)
     return save(plot_rows(batch), path)

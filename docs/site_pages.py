@@ -17,7 +17,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(
+    r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)"
+)
 FENCE = re.compile(r"^(```python)[^\n]*$", re.MULTILINE)
 
 PACKAGES = sorted(path.parent.name for path in (ROOT / "vlmpack").glob("*/__init__.py"))
@@ -31,7 +33,10 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the parts of the navigation that list packages and examples."""
     listed = {
-        "reference": [{"vlmpack": "reference/vlmpack.md"}, *({name: f"reference/{name}.md"} for name in _documented())],
+        "reference": [
+            {"vlmpack": "reference/vlmpack.md"},
+            *({name: f"reference/{name}.md"} for name in _documented()),
+        ],
         "inside": [{name: f"inside/{name}.md"} for name in (*PACKAGES, "benchmarks")],
         "examples": [{name: f"examples/{Path(name).stem}.md"} for name in EXAMPLES],
     }
@@ -72,32 +77,57 @@ _PAGES = {source: uri for uri, source in _SOURCES.items()}
 
 
 def _made_pages() -> dict[str, str]:
-    made = {uri: (ROOT / source).read_text(encoding="utf-8") for uri, source in _SOURCES.items()}
+    made = {
+        uri: (ROOT / source).read_text(encoding="utf-8") for uri, source in _SOURCES.items()
+    }
     for name in EXAMPLES:
         uri = f"examples/{Path(name).stem}.md"
         made[uri] = f"# {name}\n\n```python\n{made[uri]}```\n"
     made["reference/vlmpack.md"] = _reference("vlmpack")
-    made |= {f"reference/{name}.md": _reference(f"vlmpack.{name}") for name in _documented()}
+    made |= {
+        f"reference/{name}.md": _reference(f"vlmpack.{name}") for name in _documented()
+    }
     return made
 
 
 def _documented() -> list[str]:
     """Packages and modules that users import from."""
-    return sorted([*FILES, *(name for name in PACKAGES if name in MODULES or _exported(f"vlmpack.{name}"))])
+    return sorted(
+        [
+            *FILES,
+            *(name for name in PACKAGES if name in MODULES or _exported(f"vlmpack.{name}")),
+        ]
+    )
 
 
 def _reference(module: str) -> str:
     """Every public name of a package: what has a docstring in full, plain constants by their values."""
     folder, name = ROOT.joinpath(*module.split(".")), module.rpartition(".")[2]
     if name in MODULES:
-        return "\n\n".join(f"# {module}.{part}\n\n::: {module}.{part}" for part in MODULES[name]) + "\n"
-    constants = {name: value for path in folder.glob("*.py") for name, value in _bare_constants(path).items()}
+        return (
+            "\n\n".join(
+                f"# {module}.{part}\n\n::: {module}.{part}" for part in MODULES[name]
+            )
+            + "\n"
+        )
+    constants = {
+        name: value
+        for path in folder.glob("*.py")
+        for name, value in _bare_constants(path).items()
+    }
     names = _exported(module)
     blocks = [
-        f"::: {module}.{name}\n    options: {{show_root_heading: true}}" for name in names if name not in constants
+        f"::: {module}.{name}\n    options: {{show_root_heading: true}}"
+        for name in names
+        if name not in constants
     ]
     lines = [f"- `{name} = {constants[name]}`" for name in names if name in constants]
-    return "\n\n".join([f"# {module}", *blocks, *(["## Constants", "\n".join(lines)] if lines else [])]) + "\n"
+    return (
+        "\n\n".join(
+            [f"# {module}", *blocks, *(["## Constants", "\n".join(lines)] if lines else [])]
+        )
+        + "\n"
+    )
 
 
 def _exported(module: str) -> list[str]:
@@ -109,15 +139,25 @@ def _exported(module: str) -> list[str]:
 
 def _bare_constants(path: Path) -> dict[str, str]:
     """Constants that are unpacked from a tuple, as `TEXT, IMAGE = 0, 1`."""
-    pairs = [(names, value) for names, value in _assignments(path) if isinstance(value, ast.Tuple) and len(names) > 1]
-    return {name: ast.unparse(value) for names, tuple_ in pairs for name, value in zip(names, tuple_.elts, strict=True)}
+    pairs = [
+        (names, value)
+        for names, value in _assignments(path)
+        if isinstance(value, ast.Tuple) and len(names) > 1
+    ]
+    return {
+        name: ast.unparse(value)
+        for names, tuple_ in pairs
+        for name, value in zip(names, tuple_.elts, strict=True)
+    }
 
 
 def _assignments(path: Path) -> Iterator[tuple[list[str], ast.expr]]:
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign):
             targets = [
-                name for target in node.targets for name in (target.elts if isinstance(target, ast.Tuple) else [target])
+                name
+                for target in node.targets
+                for name in (target.elts if isinstance(target, ast.Tuple) else [target])
             ]
             yield [name.id for name in targets if isinstance(name, ast.Name)], node.value
 
@@ -129,7 +169,9 @@ def _names(node: ast.Assign) -> list[str]:
 def _on_site(match: re.Match[str], source: str, uri: str) -> str:
     picture, text, target, anchor = match.groups()
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-    page = _PAGES.get(path, path.removeprefix("docs/") if re.match(r"docs/.*\.(md|png)$", path) else None)
+    page = _PAGES.get(
+        path, path.removeprefix("docs/") if re.match(r"docs/.*\.(md|png)$", path) else None
+    )
     if page is None and (ROOT / path).is_dir() and f"{path}/README.md" in _PAGES:
         page = _PAGES[f"{path}/README.md"]
     if page is not None:
