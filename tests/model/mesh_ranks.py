@@ -42,8 +42,6 @@ MESHES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "qwen3_vl fsdp": (2, "qwen3_vl", {"fsdp_size": 2}),
     "qwen3_vl fsdp, a rank without images": (2, "qwen3_vl", {"fsdp_size": 2}),
     "qwen3_5 fsdp": (2, "qwen3_5", {"fsdp_size": 2}),
-    "qwen3_moe fsdp": (2, "qwen3_moe", {"fsdp_size": 2}),
-    "qwen3 fsdp tp": (4, "qwen3", {"fsdp_size": 2, "tp_size": 2}),
     "qwen3_vl fsdp tp": (4, "qwen3_vl", {"fsdp_size": 2, "tp_size": 2, "tp_plan": QWEN3_VL}),
     "qwen3_moe fsdp ep": (4, "qwen3_moe", {"fsdp_size": 2, "tp_size": 2, "ep_size": 2, "enable_expert_parallel": True}),
     "qwen3_vl hsdp": (4, "qwen3_vl", {"fsdp_size": 2, "dp_replicate_size": 2}),

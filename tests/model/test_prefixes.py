@@ -146,12 +146,7 @@ def test_samples_that_share_tokens_and_not_their_prefix_are_refused() -> None:
     text = truth().samples[1]
     ids = text["input_ids"][:6]
     columns = [torch.tensor([0] * n + [1] * (6 - n)) for n in (3, 3, 4)]
-    samples = [
-        sample_like(text, {"input_ids": ids, "labels": ids, "token_type_ids": column, "id": torch.tensor(at)})
-        for at, column in enumerate(columns)
-    ]
-    for sample in samples:
-        del sample["id"]
+    samples = [sample_like(text, {"input_ids": ids, "labels": ids, "token_type_ids": column}) for column in columns]
     step = PackedStep(fresh())
     shared = share(pack(padded(samples[:2])), min_shared=1)
     assert shared.tree is not None

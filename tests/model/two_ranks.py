@@ -6,7 +6,6 @@ Each rank takes its half of the samples through one step of every case. Rank 0 w
 from __future__ import annotations
 
 import sys
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,12 @@ from vlmpack.model import PackedStep, enable_packing
 from vlmpack.testing import Sample, mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import VISION
 
-CASES = tuple(
-    product(("qwen3_5", "qwen3"), ("ddp", "fsdp2", "fsdp2 of layers' parts"), ("left padded", "row with gaps"))
+CASES = (
+    ("qwen3_5", "ddp", "left padded"),
+    ("qwen3_5", "fsdp2", "row with gaps"),
+    ("qwen3_5", "fsdp2 of layers' parts", "left padded"),
+    ("qwen3", "ddp", "row with gaps"),
+    ("qwen3", "fsdp2", "left padded"),
 )
 """(family, wrapper, how the samples are handed in)."""
 
