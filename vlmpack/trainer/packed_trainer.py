@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence, Sized
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -414,6 +415,12 @@ class RowLoader(DataLoader[Any]):
         """Go to the start of an epoch."""
         self.batch_sampler.set_epoch(epoch)
 
+    @cached_property
+    def _planned(self) -> set[tuple[int, ...]]:
+        """The lengths of the samples of each row of the plan, rising; the same in every epoch."""
+        plan = self.batch_sampler.plan
+        return {tuple(sorted(plan.lengths[row].tolist())) for row in plan}
+
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The rows; the first one whose samples have other lengths than those of any row of the plan is warned of."""
         plan, collator, batches = self.batch_sampler.plan, cast(Any, self.collate_fn), super().__iter__()
@@ -422,13 +429,12 @@ class RowLoader(DataLoader[Any]):
         ):
             yield from batches  # rows may lack samples that were planned for them
             return
-        planned = {tuple(sorted(plan.lengths[row].tolist())) for row in plan}
         has_warned = False
         for batch in batches:
             metadata: HostMetadata | None = batch.get(METADATA_KEY)
             # an empty row has tokens, but no target
             lengths = () if metadata is None or metadata.num_targets == 0 else metadata.lengths
-            if lengths and not has_warned and tuple(sorted(lengths)) not in planned:
+            if lengths and not has_warned and tuple(sorted(lengths)) not in self._planned:
                 has_warned = True
                 warnings.warn(
                     f"a row has samples of {_shown(lengths)} tokens, and no row of the plan has those (capacity "
