@@ -12,7 +12,7 @@ from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from test_readme import DOCS, as_a_reader, examples
 from training import distance
-from transformers import Trainer
+from transformers import AutoModelForSequenceClassification, Trainer
 from trl_runs import (
     BEYOND_QWEN,
     arguments,
@@ -32,7 +32,7 @@ from trl_runs import (
     trl,
 )
 
-from vlmpack.collate import VLMCollator
+from vlmpack.collate import SharePrefixes, VLMCollator
 from vlmpack.data import mix_datasets, open_dataset
 from vlmpack.errors import ConfigError, UnpackedWarning
 from vlmpack.families import family_of
@@ -41,9 +41,9 @@ from vlmpack.lengths import measure_lengths
 from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.model import StepConfig, enable_packing, is_packing, plain
 from vlmpack.plan import plan_bins
-from vlmpack.testing import tiny_model, tiny_processor
+from vlmpack.testing import tiny_config, tiny_model, tiny_processor
 from vlmpack.trainer import PackedGRPOTrainer, check_trainer, evaluate
-from vlmpack.trainer.trl import PackedDPOTrainer, PackedSFTTrainer
+from vlmpack.trainer.trl import PackedDPOTrainer, PackedRewardTrainer, PackedSFTTrainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -145,6 +145,31 @@ def test_steps(name, settings, tmp_path):
     run = compared(name, tmp_path, steps=4, **settings)
     assert run.state.log_history[0]["packing/computed"] <= SHARE[name]
     assert name not in ("DPO", "GRPO") or is_packing(run.ref_model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"center_rewards_coefficient": 0.1}])
+def test_rewards(settings, tmp_path):
+    """A pair's prompt is computed once, and the reward model learns what it learns from padded pairs."""
+    tokenizer, found = processor_of().tokenizer, []
+    answers = [{"chosen": " The total is 75,000." * (1 + n), "rejected": " It is nothing."} for n in range(4)]
+    pairs = Dataset.from_list([{"prompt": "The total? " * (2 + n % 2), **pair} for n, pair in enumerate(answers)])
+    for trainer in (trl.RewardTrainer, PackedRewardTrainer):
+        config = tiny_config("qwen3", vocab_size=len(tokenizer))
+        config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_config(config)
+        more = {"share_prefixes": SharePrefixes(min_shared=4)} if trainer is PackedRewardTrainer else {}
+        args = arguments("RewardConfig", tmp_path, per_device_train_batch_size=2, learning_rate=0.1, **settings)
+        run = trainer(model, args=args, train_dataset=pairs, processing_class=tokenizer, **more)
+        found.append((run, *finish(run)))
+    (plain_run, truth, reference), (packed_run, packed, weights) = found
+    assert packed.losses == pytest.approx(truth.losses, rel=1e-5)
+    assert max(distance(*gradients) for gradients in zip(truth.gradients, packed.gradients, strict=True)) < 1e-4
+    assert distance(reference, weights) < 1e-4
+    for expected, seen in zip(plain_run.state.log_history[:-1], packed_run.state.log_history[:-1], strict=True):
+        assert {name: seen[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-4)
+        assert seen["packing/computed"] < 0.8
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from torch import nn
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from vlmpack.errors import FamilyError
 from vlmpack.families.family import Family
@@ -65,8 +66,17 @@ _ROPE_BY_LENGTH = ("dynamic", "longrope")
 """transformers' `dynamic_rope_update` looks at the largest position of the whole call."""
 
 
+def is_classifier(model: nn.Module) -> bool:
+    """Return whether a model scores samples or tokens by transformers' own classification heads (reward models)."""
+    return isinstance(model, CLASSIFIERS)
+
+
+CLASSIFIERS = (GenericForSequenceClassification, GenericForTokenClassification)
+"""Their forward pass is one for all families: it calls the backbone, and scores hidden states."""
+
+
 def family_of(model: Any) -> Family:
-    """The family of a Hugging Face `...ForConditionalGeneration` model, by its `config.model_type`.
+    """The family of a Hugging Face model with a language-model or classification head, by its `config.model_type`.
 
     Nothing is unwrapped: hand over the model itself, not a PEFT, DDP or compiled wrapper around it.
 
@@ -82,7 +92,7 @@ def family_of(model: Any) -> Family:
             f"model itself, unwrapped ({_supported()})"
         )
     family = family_named(model_type)
-    if family.model_class not in (cls.__name__ for cls in type(model).__mro__):
+    if not is_classifier(model) and family.model_class not in (cls.__name__ for cls in type(model).__mro__):
         raise FamilyError(
             f"the model is a {type(model).__name__} but {model_type} is packed as a {family.model_class}; unwrap it "
             "(peft: model.get_base_model(), ddp: model.module, torch.compile: enable packing before compiling), or "
@@ -156,7 +166,8 @@ def check_parts(family: Family, model: Any) -> None:
 
 def _differences(family: Family, model: Any) -> Iterator[str]:
     audio_path = None if family.audio is None else family.audio.path
-    for path in (family.backbone_path, family.text_path, family.vision_path, audio_path, family.head_path):
+    head_path = None if is_classifier(model) else family.head_path
+    for path in (family.backbone_path, family.text_path, family.vision_path, audio_path, head_path):
         if path is not None and not _has(model, path):
             yield f"it has no part {path!r}"
             return

@@ -25,7 +25,7 @@ from vlmpack.layout.packing import Compact, unpack
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.sharing import ReadMedia, share
 from vlmpack.model.engine import PackingState, backbone_inputs, finish, packing_state, setup_row, stored_state
-from vlmpack.model.forward import LOOKED_AT, check_keys, is_row_input, row_of, unpackable
+from vlmpack.model.forward import LOOKED_AT, check_keys, is_row_input, requested, row_of, unpackable
 from vlmpack.model.mechanisms import RowSetup
 from vlmpack.model.plain import by_name, find_model, is_passed_on, warn_of_padding
 from vlmpack.model.result import Work
@@ -84,7 +84,11 @@ class _BackboneHooks:
         if state is None or CONTEXT in kwargs or is_passed_on():
             return None
         inputs = LOOKED_AT | by_name(backbone.forward, args, kwargs)
-        if (reason := unpackable(self.core, inputs, state)) is not None:
+        reason = unpackable(self.core, inputs, state)
+        configured = state.parts_of(self.core).text.config.output_hidden_states
+        if requested(inputs, "output_hidden_states", configured) and not is_row_input(inputs):
+            reason = "the hidden states of every layer are not handed to the caller of a packed backbone"
+        if reason is not None:
             warn_of_padding(inputs["attention_mask"], reason)
             return None
         return (), self._packed(packing_state(self.core), inputs)

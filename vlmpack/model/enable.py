@@ -16,8 +16,8 @@ from torch import nn
 from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families.family import Family
-from vlmpack.families.registry import check_parts, family_of
-from vlmpack.model.backbone import leave_backbone
+from vlmpack.families.registry import check_parts, family_of, is_classifier
+from vlmpack.model.backbone import leave_backbone, pack_backbone
 from vlmpack.model.engine import PackingState, StepConfig, packing_state, stored_state
 from vlmpack.model.forward import ENABLED, packed_class
 from vlmpack.model.loss_count import LossCount
@@ -43,7 +43,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
 
 
 def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: Parallel | None = None) -> Model:
-    """Make a Hugging Face Qwen model accept packed rows, and pack padded batches by itself.
+    """Make a Hugging Face model accept packed rows, and pack padded batches by itself.
 
     Afterwards `model(**batch)` takes three kinds of input:
 
@@ -57,6 +57,9 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     `logits_to_keep` (a number, or columns), `output_hidden_states` and `return_dict=False` of a padded batch give what
     they give without packing, zeros on padding.
 
+    A classifier or reward model (`...ForSequenceClassification`, `...ForTokenClassification`) takes padded batches
+    alone: its backbone packs them, and its own forward scores the result as before.
+
     With 1 and 2 may come:
 
     - `rope_cu_seqlens`, a tensor, list or tuple of whole numbers: where rotary positions restart. The start of every
@@ -68,8 +71,9 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     - `moe_padding_mask`, [B, S] or [1, T], True on padding: has to agree with the mask or the boundaries.
 
     Args:
-        model: a `...ForConditionalGeneration` or `...ForCausalLM`, or a module that holds one (a `PeftModel`). On any
-            device: its weights are not read, so that it may be on the meta device and be loaded afterwards.
+        model: a `...ForConditionalGeneration`, `...ForCausalLM` or a classifier, or a module that holds one (a
+            `PeftModel`). On any device: its weights are not read, so that it may be on the meta device and be loaded
+            afterwards.
         config: settings; None: the defaults.
         parallel: how ranks work together on rows (one row over several, or the same calls on all); None: each rank by
             itself.
@@ -97,7 +101,13 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     if before is not None and (before.parallel is None) != (parallel is None):
         disable_packing(core)  # other layers are changed
         before = None
-    if before is None:
+    classifies = is_classifier(core)
+    if classifies and (config.z_loss_coef or (parallel is not None and parallel.ranks > 1)):
+        raise ConfigError(
+            f"a {type(core).__name__} computes its own loss from whole samples: leave out z_loss_coef, and ranks that "
+            "share a row"
+        )
+    if before is None and not classifies:
         check_forward(core, family)
     mechanisms = tuple(mechanism for mechanism in MECHANISMS if mechanism.is_in(family))
     loss_count = None if before is None else before.loss_count
@@ -105,7 +115,8 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     state.check(core, attached=False)  # all of it before anything is changed
     parts = state.parts_of(core)
     with torch.device("cpu"):  # the model may be on another, or on the meta device, and so may be the default
-        check_logits(parts)
+        if not classifies:
+            check_logits(parts)
         if family.positions_rule.axes == 1:
             check_text_positions(parts)
         else:
@@ -116,6 +127,8 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     for mechanism in mechanisms:
         mechanism.attach(parts)
     ENABLED.add(core)
+    if classifies and before is None:
+        pack_backbone(core)
     return model
 
 

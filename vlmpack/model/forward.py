@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from vlmpack.errors import ConfigError, LayoutError, check_kind
 from vlmpack.families.family import Family
+from vlmpack.families.registry import CLASSIFIERS
 from vlmpack.layout.batch import METADATA_KEY, HostMetadata, OnlyPacked, PaddedBatch, check_is_tensor, whole_numbers
 from vlmpack.layout.device import around_graph, outside_graph, require, to_device
 from vlmpack.layout.packing import pack
@@ -80,14 +81,31 @@ def packed_class(base: Any) -> type[nn.Module]:
         finally:
             _attach_attention(self)
 
-    body = {
-        "__setstate__": setstate,
-        "set_attn_implementation": set_attn_implementation,
+    body: dict[str, Any] = {"__setstate__": setstate, "set_attn_implementation": set_attn_implementation}
+    if any(cls in CLASSIFIERS for cls in base.__mro__):
+        return subclass(base, {**body, "forward": _forward_of_classifier(base)}, packed_class)
+    body |= {
         "forward": around_graph(_forward_of(base)),
         "generate": _generate(base),
         "accepts_loss_kwargs": property(CountsTargets),
     }
     return subclass(base, body, packed_class)
+
+
+def _forward_of_classifier(base: Any) -> Any:
+    """A classifier's own forward, which scores a padded batch; hooks on its backbone pack that (`pack_backbone`)."""
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = by_name(functools.partial(base.forward, self), args, kwargs)
+        if stored_state(self) is not None and (given.get(STEP) is not None or is_row_input(given)):
+            raise ConfigError(
+                f"a {type(self).__name__} has no language-model loss for PackedStep, PackedTrainer or a packed row: "
+                "call it with a padded batch and its attention_mask, which its backbone packs"
+            )
+        return base.forward(self, **given)
+
+    return forward
 
 
 def _forward_of(base: Any) -> Any:
@@ -183,7 +201,7 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
         rope_segments=None if (at := inputs.get("rope_cu_seqlens")) is None else rope_segments(at, row.segments),
         logits=wants_logits and not by_hidden,
         last_hidden=by_hidden or (call is not None and call.last_hidden),
-        hidden_states=_requested(inputs, "output_hidden_states", text_config.output_hidden_states),
+        hidden_states=requested(inputs, "output_hidden_states", text_config.output_hidden_states),
         balance=state.family.has("experts") and wants_balance(model, routers),
         scoring=None if call is None else call.scoring,
     )
@@ -215,7 +233,7 @@ def _whole_columns(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: whole_numbers(inputs[name], name) for name in _WHOLE if inputs.get(name) is not None}
 
 
-def _requested(inputs: dict[str, Any], name: str, configured: Any) -> Any:
+def requested(inputs: dict[str, Any], name: str, configured: Any) -> Any:
     """The argument of a call, or else the configured value."""
     return configured if inputs.get(name) is None else inputs[name]
 
@@ -284,7 +302,7 @@ def unpackable(core: nn.Module, inputs: dict[str, Any], state: PackingState) -> 
     plain = [name for name in _PLAIN_INPUTS if inputs.get(name) is not None]
     if inputs.get("use_cache"):
         plain.append("use_cache")
-    if _requested(inputs, "output_attentions", state.parts_of(core).text.config.output_attentions):
+    if requested(inputs, "output_attentions", state.parts_of(core).text.config.output_attentions):
         plain.append("output_attentions")
     if _has_columns(inputs) and not _can_keep(inputs):
         plain.append("logits_to_keep")

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from vlmpack.errors import ConfigError, FamilyError, LayoutError, UnpackedWarning
 from vlmpack.families.family import Family
-from vlmpack.families.registry import family_of
+from vlmpack.families.registry import family_of, is_classifier
 from vlmpack.layout.batch import METADATA_KEY
 from vlmpack.layout.device import on_host, outside_graph, require
 
@@ -51,7 +51,8 @@ def by_name(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def find_model(model: nn.Module) -> Any:
-    """Find the `...ForConditionalGeneration` or `...ForCausalLM` inside wrappers such as `PeftModel` or DDP.
+    """Find the model with a head inside wrappers such as `PeftModel` or DDP: a `...ForConditionalGeneration`, a
+    `...ForCausalLM`, or a classifier.
 
     Raises:
         FamilyError: there is none, with what was given.
@@ -73,7 +74,8 @@ def _models(holder: nn.Module) -> Iterator[nn.Module]:
     """PeftModelForCausalLM is only a wrapper, whatever its name."""
     for module in holder.modules():
         names = (base.__name__ for base in type(module).__mro__)
-        if isinstance(module, PreTrainedModel) and any(name.endswith(_HAS_HEAD) for name in names):
+        has_head = any(name.endswith(_HAS_HEAD) for name in names) or is_classifier(module)
+        if isinstance(module, PreTrainedModel) and has_head:
             yield module
 
 
@@ -96,22 +98,13 @@ def check_unchanged(core: Any, family: Family) -> None:
     """Check that nothing was added to a model that packed rows would bypass, or that would take a row for one sample.
 
     Raises:
-        ConfigError: a loss of its own; another forward of its class, for all models of the class, as by Liger's
-            function without `model=`; a LoRA that is activated at one place of each row of `input_ids` (PEFT stores its
-            configurations on the model that it wraps); or NEFTune's noise on embeddings in training.
+        ConfigError: a language model has a loss of its own, or another forward of its class, for all models of the
+            class, as by Liger's function without `model=`; a LoRA that is activated at one place of each row of
+            `input_ids` (PEFT stores its configurations on the model that it wraps); or NEFTune's noise on embeddings in
+            training.
     """
-    if getattr(core, "_loss_function", None) is not None:
-        raise ConfigError(
-            f"this {type(core).__name__} was given a loss_function of its own, which packed rows would not call: they "
-            "take cross-entropy of the labelled positions. Compute yours from PackedStep's target_logprobs "
-            "or row_logits, and `del model._loss_function`"
-        )
-    stock = family.stock_class(core)
-    if stock.forward.__module__ != stock.__module__:
-        raise ConfigError(
-            f"the forward of the class {stock.__name__} was replaced by that of {stock.forward.__module__}, which "
-            f"packed rows would bypass. {_WITHOUT_LIGERS_LOSS} Start a new process for it: the class stays replaced"
-        )
+    if not is_classifier(core):
+        _check_head_unchanged(core, family)
     for name, config in (getattr(core, "peft_config", None) or {}).items():
         if getattr(config, "alora_invocation_tokens", None):
             raise ConfigError(
@@ -123,6 +116,21 @@ def check_unchanged(core: Any, family: Family) -> None:
         raise ConfigError(
             "neftune_noise_alpha scales noise by the width of the row, so a packed sample would get less of it than "
             "alone: leave it out, or train on padded batches without packing"
+        )
+
+
+def _check_head_unchanged(core: Any, family: Family) -> None:
+    if getattr(core, "_loss_function", None) is not None:
+        raise ConfigError(
+            f"this {type(core).__name__} was given a loss_function of its own, which packed rows would not call: they "
+            "take cross-entropy of the labelled positions. Compute yours from PackedStep's target_logprobs "
+            "or row_logits, and `del model._loss_function`"
+        )
+    stock = family.stock_class(core)
+    if stock.forward.__module__ != stock.__module__:
+        raise ConfigError(
+            f"the forward of the class {stock.__name__} was replaced by that of {stock.forward.__module__}, which "
+            f"packed rows would bypass. {_WITHOUT_LIGERS_LOSS} Start a new process for it: the class stays replaced"
         )
 
 

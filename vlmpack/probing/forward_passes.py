@@ -27,8 +27,9 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from vlmpack.errors import FamilyError
 from vlmpack.families.family import Family
-from vlmpack.families.registry import family_of
+from vlmpack.families.registry import family_of, is_classifier
 from vlmpack.layout.batch import METADATA_KEY, Media, PaddedBatch
 from vlmpack.layout.media import IMAGE
 from vlmpack.layout.packing import pack
@@ -59,8 +60,13 @@ class ProbedModel:
 
     @classmethod
     def of(cls, model: nn.Module) -> ProbedModel:
-        """Look the family up. Raises FamilyError: it cannot be packed exactly."""
+        """Look the family up. Raises FamilyError: it cannot be packed exactly, or the model is a classifier."""
         core = find_model(model)
+        if is_classifier(core):
+            raise FamilyError(
+                f"the probe compares losses of language models, which a {type(core).__name__} has none of: probe the "
+                "language model of this family, whose layers are the same"
+            )
         return cls(model=model, core=core, family=family_of(core))
 
     @property

@@ -39,11 +39,19 @@ from datasets import Dataset, IterableDataset  # noqa: E402
 from trl.trainer.dpo_trainer import DPOTrainer  # noqa: E402
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 from trl.trainer.kto_trainer import KTOTrainer  # noqa: E402
+from trl.trainer.reward_trainer import RewardTrainer  # noqa: E402
 from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402
 from trl.trainer.sft_trainer import SFTTrainer  # noqa: E402
 from trl.trainer.utils import FusedCausalLMOutput  # noqa: E402
 
-__all__ = ["PackedDPOTrainer", "PackedGRPOTrainer", "PackedKTOTrainer", "PackedRLOOTrainer", "PackedSFTTrainer"]
+__all__ = [
+    "PackedDPOTrainer",
+    "PackedGRPOTrainer",
+    "PackedKTOTrainer",
+    "PackedRLOOTrainer",
+    "PackedRewardTrainer",
+    "PackedSFTTrainer",
+]
 
 
 class _PackedHead(RenamedWeights):
@@ -165,6 +173,15 @@ class PackedDPOTrainer(_PackedHead, DPOTrainer):
 
 class PackedKTOTrainer(_PackedHead, KTOTrainer):
     """TRL's KTOTrainer on packed rows."""
+
+
+class PackedRewardTrainer(_PackedHead, RewardTrainer):
+    """TRL's RewardTrainer on packed rows: a pair shares a row, and computes its prompt once.
+
+    PackedRewardTrainer(classifier, args=RewardConfig(...), train_dataset=pairs, processing_class=tokenizer)
+    """
+
+    shares_prefixes = True
 
 
 # ---------------------------------------------------------------------- samples that are drawn
