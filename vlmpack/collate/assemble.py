@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,16 +65,12 @@ def to_padded(
     def batch(arrays: Sequence[np.ndarray], fill: float) -> torch.Tensor:
         return _write(arrays, starts, len(samples) * width, fill).view(len(samples), width)
 
-    visuals = _media_of(samples)
     return PaddedBatch(
-        input_ids=batch([s.input_ids for s in samples], pad_token_id),
+        **_columns(samples, batch, pad_token_id),
         attention_mask=batch([np.ones_like(s.input_ids) for s in samples], 0),
         labels=batch([s.labels for s in samples], IGNORE),
         loss_weights=None if (weights := _weights_of(samples)) is None else batch(weights, 0),
-        mm_token_type_ids=batch([s.types for s in samples], 0),
-        media=_media(visuals, pixel_dtype, buffers, family),
-        extras={name: batch([s.columns[name] for s in samples], 0) for name in samples[0].columns},
-        metadata=_metadata(samples),
+        media=_media(_media_of(samples), pixel_dtype, buffers, family),
     )
 
 
@@ -103,15 +100,12 @@ def to_packed(
         return _write(arrays, starts, segments.total, fill).view(1, -1)
 
     packed = PackedRow(
-        input_ids=row([s.input_ids for s in samples], pad_token_id),
+        **_columns(samples, row, pad_token_id),
         segments=segments,
         shift_labels=shift_labels(row([s.labels for s in samples], IGNORE), segments),
         shift_weights=None
         if (weights := _weights_of(samples)) is None
         else roll_left(row(weights, 0), segments, fill=0),
-        mm_token_type_ids=row([s.types for s in samples], 0),
-        extras={name: row([s.columns[name] for s in samples], 0) for name in samples[0].columns},
-        metadata=_metadata(samples),
     )
     if sharing is None:
         return replace(packed, media=_media(visuals, pixel_dtype, buffers, family))
@@ -126,6 +120,16 @@ def to_packed(
             "audio": [visuals["audio"][at] for at in tree.audios],
         }
     return replace(packed, media=_media(visuals, pixel_dtype, buffers, family))
+
+
+def _columns(samples: Sequence[Encoded], write: Callable[..., torch.Tensor], pad_token_id: int) -> dict[str, Any]:
+    """What a padded batch and a row have alike."""
+    return {
+        "input_ids": write([s.input_ids for s in samples], pad_token_id),
+        "mm_token_type_ids": write([s.types for s in samples], 0),
+        "extras": {name: write([s.columns[name] for s in samples], 0) for name in samples[0].columns},
+        "metadata": _metadata(samples),
+    }
 
 
 Visuals = Mapping[Kind, Sequence[Visual]]

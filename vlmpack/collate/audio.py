@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlmpack.collate.encoded import Encoded, Visual
+from vlmpack.collate.encoded import Visual
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.data.images import ImageError
 from vlmpack.data.messages import MediaRef
@@ -78,22 +78,6 @@ class AudioReader:
         runs = map(self.tokens_of, self._frames(arrays, width))
         sources = [replace(ref, options={**ref.options, PADDED: width}) for ref in refs]
         return tuple(Visual(pixels=None, runs=(run,), source=ref) for run, ref in zip(runs, sources, strict=True))
-
-    def decode(self, sample: Encoded) -> Encoded:
-        """A sample that was only measured, with the frames of all its audios.
-
-        Raises:
-            Refusal: an audio cannot be used, or stands for other tokens than when it was measured (`audio_changed`).
-        """
-        refs = [audio.source for audio in sample.audios if audio.source is not None]
-        if len(refs) != len(sample.audios) or all(audio.pixels is not None for audio in sample.audios):
-            return sample
-        audios = self.load_each(refs)
-        for at, (audio, measured) in enumerate(zip(audios, sample.audios, strict=True)):
-            if audio.runs != measured.runs:
-                seen = f"audio {at} was measured as {measured.runs[0]} tokens and is now {audio.runs[0]}"
-                raise Refusal("audio_changed", f"{seen}; measure again")
-        return replace(sample, audios=audios)
 
     def read_tokenised(self, feature: Mapping[str, Any]) -> tuple[Visual, ...]:
         """The audios of a sample that was tokenised before, by its `input_features` and `feature_attention_mask`.

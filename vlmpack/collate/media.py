@@ -196,9 +196,8 @@ class MediaReader:
         Raises:
             Refusal: one of them cannot be used, or is not of the size that was measured (`image_changed`, ...).
         """
-        images, videos = self._filled(sample.images, "image", batch), self._filled(sample.videos, "video", batch)
-        decoded = replace(sample, images=images, videos=videos)
-        return self.audio.decode(decoded) if decoded.audios else decoded
+        filled: dict[str, Any] = {f"{k}s": self._filled(media, k, batch) for k, media in sample.media.items()}
+        return replace(sample, **filled)
 
     @cached_property
     def audio(self) -> AudioReader:
