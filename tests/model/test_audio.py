@@ -20,6 +20,7 @@ from vlmpack.layout import MediaTable, SlotRule, pack, share
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms import attention
+from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import build_sample, joined, mixed_samples, padded, tiny_config, tiny_model
 from vlmpack.testing.comparison import compare, run_alone, run_packed
 from vlmpack.testing.media import frames_of
@@ -89,12 +90,11 @@ def test_positions_are_those_of_the_model_s_own_code(family: str) -> None:
     assert bool((found != found.round()).any()) == (family == CONVOLVED)
 
 
-# ---------------------------------------------------------------------- what the comparison sees
-
-
 @each_family
-def test_blocks_of_the_audio_tower_are_one_call_of_a_back_end(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not one call a chunk, with or without checkpointing."""
+def test_blocks_of_the_audio_tower_are_one_call_with_boundaries_that_the_host_knows(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not one call a chunk, or a wait for the boundaries that the tower derives, with checkpointing too."""
     model, calls = fresh(family), []
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     own = attention.run_on_row
@@ -104,7 +104,10 @@ def test_blocks_of_the_audio_tower_are_one_call_of_a_back_end(family: str, monke
         lambda *args, vision=None, **more: calls.append(vision) or own(*args, vision=vision, **more),
     )
     row = pack(padded(with_audio(model.config, (17, 9), (30,))))
-    PackedStep(model)(row).loss.backward()
+    step = PackedStep(model)
+    with recorded_syncs(torch.device("cpu")) as waits:
+        step(row).loss.backward()
+    assert [wait.place for wait in waits if Path(wait.file).is_relative_to(PACKAGE)] == []
     in_tower = [boundaries for boundaries in calls if boundaries is not None]
     assert len(in_tower) == 2 * len(model.model.audio_tower.layers) * (1 if family == POOLED else 2)  # and recomputed
 
