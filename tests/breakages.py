@@ -421,12 +421,12 @@ BREAKAGES: dict[str, Breakage] = {
     "wide spans": Breakage(breaks=wide_spans, causes=("mask",), has=lambda family: family.sees is not None),
     "sinks": Breakage(breaks=no_sinks, causes=("mask",), has=lambda family: family.model_type == "gpt_oss"),
     "cache": Breakage(breaks=a_cache, causes=("cache",)),
-    "conv taps": Breakage(breaks=conv_runs_on, causes=("conv taps",), has=_mechanism("gated_delta")),
-    "recurrent state": Breakage(breaks=state_runs_on, causes=("recurrent state",), has=_mechanism("gated_delta")),
-    "gated delta layers": Breakage(
-        breaks=no_reset, causes=("conv taps", "recurrent state"), has=_mechanism("gated_delta")
+    "convolution": Breakage(breaks=conv_runs_on, causes=("recurrent state",), has=_mechanism("gated_delta")),
+    "recurrence": Breakage(breaks=state_runs_on, causes=("recurrent state",), has=_mechanism("gated_delta")),
+    "gated delta layers": Breakage(breaks=no_reset, causes=("recurrent state",), has=_mechanism("gated_delta")),
+    "short convolutions": Breakage(
+        breaks=short_conv_runs_on, causes=("recurrent state",), has=_mechanism("short_conv")
     ),
-    "short convolutions": Breakage(breaks=short_conv_runs_on, causes=("conv taps",), has=_mechanism("short_conv")),
     "n-grams": Breakage(breaks=ngrams_of_the_row, causes=("unknown",), has=_mechanism("per_sample")),
     "a pad for a token": Breakage(breaks=a_pad_for_a_token, causes=("packing",)),
     "kinds of tokens": Breakage(

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from vlmpack.probing import checks, run
-from vlmpack.probing.checks import tree_reference
-from vlmpack.probing.reference import ProbeSetup, compute_references
+from vlmpack.probing import run
+from vlmpack.probing.reference import ProbeSetup, compute_references, tree_references
 
 _COMPUTED: dict[tuple[str, str], Any] = {}
 
@@ -20,7 +19,7 @@ _COMPUTED: dict[tuple[str, str], Any] = {}
 def shared_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nearly half of a probe is the samples alone, through a model without packing."""
     monkeypatch.setattr(run, "compute_references", lambda setup: _computed(compute_references, setup))
-    monkeypatch.setattr(checks, "tree_reference", lambda setup: _computed(tree_reference, setup))
+    monkeypatch.setattr(run, "tree_references", lambda setup: _computed(tree_references, setup))
 
 
 def _computed(compute: Callable[[ProbeSetup], Any], setup: ProbeSetup) -> Any:

@@ -291,13 +291,13 @@ SLOW = {
     "not causal": Broken(breaks=attended(causal=lambda x: False), causes=("mask",)),
     "the last two samples are one to delta layers": Broken(
         breaks=two_samples_for_delta_layers,
-        causes=("conv taps", "recurrent state"),
+        causes=("recurrent state",),
         family="qwen3_next",
         verdicts=LEAKS,
     ),
     "samples of a bucket exchanged": Broken(
         breaks=wrapped(Buckets, "_order", without_gaps(lambda x: x[::-1].copy(), "segments")),
-        causes=("conv taps", "recurrent state"),
+        causes=("recurrent state",),
         family="qwen3_next",
         verdicts=("leaks", "differs", "fails"),
     ),

@@ -6,7 +6,6 @@ Here the mechanisms alone are compared, in a row with gaps and in one without; `
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -23,7 +22,7 @@ from vlmpack.probing.forward_passes import GAPS, LEFT, ROW, TREE, Circumstance
 from vlmpack.probing.reference import ProbeSetup, record_references
 from vlmpack.probing.report import Cause, Check, causes_of
 from vlmpack.probing.run import _setup, preserved_state
-from vlmpack.testing import branches_of, tiny_model
+from vlmpack.testing import tiny_model
 
 SEEDS = {"gpt_oss": 1, "llama4_text": 1, "gemma4": 1}
 """Of models; with seed 0 rounding sends a token to another expert."""
@@ -48,7 +47,7 @@ def recorded(family: str, circumstance: Circumstance) -> tuple[ProbeSetup, Any]:
     model = tiny_model(family, seed=SEEDS.get(family, 0))
     setup = _setup(model, None, None)
     if circumstance is TREE:
-        setup = replace(setup, samples=branches_of(setup.samples, model.config).samples)
+        setup = setup.branching()
     with preserved_state(model):
         return setup, record_references(setup, circumstance, [{}] * len(setup.samples))
 

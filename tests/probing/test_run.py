@@ -50,7 +50,11 @@ def whole() -> tuple[Report, list[str]]:
 def test_a_text_model_needs_no_processor() -> None:
     report, _ = whole()
     assert report.verdict == "exact"
-    assert {check.name for check in report.checks if check.finding == "absent"} >= {"vision", "router", "conv taps"}
+    assert {check.name for check in report.checks if check.finding == "absent"} >= {
+        "vision",
+        "router",
+        "recurrent state",
+    }
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -19,11 +19,11 @@ from vlmpack.model import row as row_module
 from vlmpack.model.mechanisms import gated_delta
 from vlmpack.model.mechanisms.recurrent_rows import LayerState
 from vlmpack.model.row import PrefixTreeRow
-from vlmpack.probing import forward_passes, probe
-from vlmpack.probing.checks import tree_checks
+from vlmpack.probing import forward_passes, probe, run
+from vlmpack.probing.checks import packed_checks
 from vlmpack.probing.report import Check, causes_of
 from vlmpack.probing.run import _setup, preserved_state
-from vlmpack.testing import branches_of, tiny_model
+from vlmpack.testing import tiny_model
 
 pytestmark = pytest.mark.usefixtures("shared_references")
 Patch = pytest.MonkeyPatch
@@ -34,7 +34,8 @@ def checks_of(family: str) -> list[Check]:
     model = tiny_model(family)
     setup = _setup(model, None, None)
     with preserved_state(model):
-        return tree_checks(setup, branches_of(setup.samples, model.config), progress=lambda part: None)
+        branching = setup.branching()
+        return packed_checks(branching, run.tree_references(branching), progress=lambda part: None)
 
 
 def bad(checks: list[Check]) -> set[str]:
@@ -46,14 +47,14 @@ def test_it_is_a_part_of_every_probe_that_does_not_leave_it_out() -> None:
     assert report.verdict == "exact"
     assert report.circumstances["tree"] == "a row whose samples share prefixes, train mode"
     assert {check.part for check in report.checks if check.name.startswith("tree: ")} == {
-        "equality", "mechanism", "work", "isolation",
+        "equality", "work", "isolation",
     }  # fmt: skip
 
 
 def test_the_work_is_that_of_the_distinct_beginnings() -> None:
     checks = {check.name: check for check in checks_of("qwen3_vl")}
     setup = _setup(tiny_model("qwen3_vl"), None, None)
-    samples = branches_of(setup.samples, setup.probed.config).samples
+    samples = setup.branching().samples
     assert checks["tree: tokens"].value == 231 < sum(len(sample["input_ids"]) for sample in samples) / 1.9
     assert checks["tree: patches"].value == 152 < sum(len(sample["pixel_values"]) for sample in samples) / 1.6
 
@@ -184,7 +185,7 @@ BROKEN: dict[str, tuple[str, tuple[str, ...], set[str], Callable[[Patch], None]]
     "router losses count a shared token once": ("qwen3_next", ("router",), {"load-balancing loss"}, counted_once),
     "no state is handed on": ("qwen3_next", ("recurrent state",), {"logits"}, no_state),
     "a state behind padding is handed on": ("qwen3_next", ("recurrent state",), {"logits"}, state_behind_padding),
-    "no convolution taps are handed on": ("qwen3_next", ("conv taps",), {"logits"}, no_taps),
+    "no convolution taps are handed on": ("qwen3_next", ("recurrent state",), {"logits"}, no_taps),
     "images see each other": ("qwen3_vl", ("vision",), {"logits", "vision"}, partial(one_picture, "qwen3_vl")),
     "gradients of branches are not added up": (
         "qwen3",

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from vlmpack.probing.report import Report
 from vlmpack.probing.run import probe
-from vlmpack.probing.weights import small_copy
 
 __all__ = [
     "Report",
     "probe",
-    "small_copy",
 ]

@@ -76,7 +76,7 @@ class ProbedModel:
 
     def runs_of(self, sample: Sample) -> tuple[tuple[int, int], ...]:
         """(start, stop) of each run of tokens of a sample that see each other in both directions."""
-        if (sees := self.family.sees) is None:
+        if (sees := self.family.sees) is None or not sees.enabled(self.family.text_config(self.config)):
             return ()
         return sees.of_sample(sample, self.family.media_types(sample["input_ids"], self.config))
 
@@ -253,8 +253,13 @@ class ForwardResult:
 class ForwardPass(Protocol):
     """A way to run samples through a model together."""
 
-    def computed(self, samples: Sequence[Sample]) -> Segments:
-        """Return the boundaries of the samples among the tokens that go through the model."""
+    @property
+    def probed(self) -> ProbedModel:
+        """The model."""
+        ...
+
+    def token_indices(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+        """int64 [L] of each sample: its tokens among those that the model computes."""
         ...
 
     def __call__(self, samples: Sequence[Sample]) -> ForwardResult:
@@ -285,6 +290,14 @@ class PackedPass:
     def computed(self, samples: Sequence[Sample]) -> Segments:
         """Of the row as the model computes it."""
         return self.segments(samples).without_gaps(self.rule)
+
+    def token_indices(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+        """int64 [L] of each sample: its tokens in the row, in a tree's sequence along its path."""
+        tree = self.row(samples).tree if self.circumstance.shares else None
+        if tree is None:
+            return [torch.arange(*span) for span in self.computed(samples).spans[: len(samples)]]
+        nodes = torch.arange(tree.num_tokens).split([*tree.lengths])
+        return [torch.cat([nodes[node] for node in [*tree.path(leaf)]]) for leaf in tree.leaves]
 
     def inputs(self, samples: Sequence[Sample]) -> PaddedBatch | PackedRow:
         """Build the input of the step."""
@@ -373,16 +386,16 @@ class PlainRowPass:
         shape = "[1, T]" if self.rows == 1 else f"[{self.rows}, 1, T]"
         return f"one row, {shape} positions{cache}"
 
-    def computed(self, samples: Sequence[Sample]) -> Segments:
-        """Without gaps."""
-        return segments_of(samples)
+    def token_indices(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+        """int64 [L] of each sample: its tokens in the row."""
+        return [torch.arange(*span) for span in segments_of(samples).spans]
 
     def __call__(self, samples: Sequence[Sample]) -> ForwardResult:
         """Compute the row."""
         samples = [*map(frames_as_images, samples)]
         tokens = {name: torch.cat([sample[name] for sample in samples])[None] for name in ("input_ids", "labels")}
         inputs = {**tokens, **media_of(samples).to_hf()}
-        family, segments = self.probed.family, self.computed(samples)
+        family, segments = self.probed.family, segments_of(samples)
         types = family.media_types(inputs["input_ids"], self.probed.config)
         types = types.clamp(max=IMAGE) if family.videos_as_images else types
         row = PackedRow(
@@ -413,9 +426,10 @@ class PlainPaddedPass:
     name: str = "a padded batch, 2D mask"
     """For people."""
 
-    def computed(self, samples: Sequence[Sample]) -> Segments:
-        """A slot of the longest sample's length for each."""
-        return segments_of(samples, SlotRule(multiple=max(len(sample["input_ids"]) for sample in samples)))
+    def token_indices(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
+        """int64 [L] of each sample: its tokens in the batch, row after row."""
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        return [row * max(lengths) + torch.arange(length) for row, length in enumerate(lengths)]
 
     def __call__(self, samples: Sequence[Sample]) -> ForwardResult:
         """Compute the batch, without the load-balancing loss."""

@@ -36,7 +36,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments
 from vlmpack.model.engine import StepConfig
 from vlmpack.probing.difference import AloneCalls, record_alone
@@ -45,14 +44,15 @@ from vlmpack.probing.forward_passes import (
     CIRCUMSTANCES,
     GAPS,
     ROW,
+    TREE,
     Circumstance,
     ForwardPass,
-    PackedPass,
     PlainPaddedPass,
     ProbedModel,
     segments_of,
 )
-from vlmpack.probing.mechanisms import RouterLosses, reference_router_losses
+from vlmpack.probing.losses import RouterLosses, reference_router_losses
+from vlmpack.testing.branching import Branches, branches_of
 from vlmpack.testing.comparison import LOW_PRECISION_FACTOR, Errors, Limits, Outcome, compare, distance, run_alone
 from vlmpack.testing.samples import Sample
 
@@ -117,25 +117,7 @@ def held_choices(
     forward: ForwardPass, samples: Sequence[Sample], choices: Sequence[Choices], *, share: float
 ) -> HeldChoices:
     """Place the choices of samples alone in a pass that computes them together; `share`: of `HeldChoices`."""
-    return HeldChoices(samples=choices, token_indices=token_indices_of(forward, samples), share=share)
-
-
-def token_indices_of(forward: ForwardPass, samples: Sequence[Sample]) -> list[torch.Tensor]:
-    """int64 [L] of each sample: its tokens in a pass, in a tree's sequence along its path."""
-    tree = forward.row(samples).tree if isinstance(forward, PackedPass) and forward.circumstance.shares else None
-    spans = forward.computed(samples).spans[: len(samples)]
-    return [torch.arange(*span) for span in spans] if tree is None else _paths(tree)
-
-
-def _paths(tree: PrefixTree) -> list[torch.Tensor]:
-    """int64 [L] of each sample: its tokens in the tree's sequence, node after node."""
-    stops = torch.tensor(tree.lengths).cumsum(0).tolist()
-    spans = [torch.arange(stop - length, stop) for stop, length in zip(stops, tree.lengths, strict=True)]
-
-    def path(node: int) -> list[torch.Tensor]:
-        return [] if node < 0 else [*path(tree.parents[node]), spans[node]]
-
-    return [torch.cat(path(leaf)) for leaf in tree.leaves]
+    return HeldChoices(samples=choices, token_indices=forward.token_indices(samples), share=share)
 
 
 @contextmanager
@@ -239,6 +221,13 @@ class ProbeSetup:
     """The user's, or the defaults."""
     autocast: torch.dtype
     """Element type of mixed precision; weights that are in low precision already are not probed in it."""
+    branches: Branches | None = None
+    """The pieces of samples that share prefixes."""
+
+    def branching(self) -> ProbeSetup:
+        """The same with samples that share prefixes."""
+        branches = branches_of(self.samples, self.probed.config)
+        return replace(self, samples=branches.samples, branches=branches)
 
     @property
     def segments(self) -> Segments:
@@ -248,6 +237,8 @@ class ProbeSetup:
     @property
     def circumstances(self) -> tuple[Circumstance, ...]:
         """In which the samples are packed."""
+        if self.branches is not None:
+            return (TREE,)
         return tuple(each for each in CIRCUMSTANCES if not (each.autocast and self.probed.is_low))
 
     def computing(self, circumstance: Circumstance) -> AbstractContextManager[None]:
@@ -273,14 +264,14 @@ class Reference:
 class References:
     """The references of all circumstances."""
 
-    eval: Reference
-    """In eval mode."""
     train: Reference | Exception | None
     """In train mode, in most models the same; None: the model is not deterministic in it."""
     autocast: Reference | Exception | None
     """In mixed precision; None: the same, or the weights are in low precision."""
     routers: RouterLosses | Exception | None
     """Of the padded batch with its 2D mask, through plain transformers; None: there are no routers."""
+    eval: Reference | None = None
+    """In eval mode; None: of samples that share prefixes."""
 
     def of(self, circumstance: Circumstance) -> Reference | None:
         """Choose that of a circumstance; None: the model is not deterministic in it.
@@ -338,13 +329,24 @@ def compute_references(setup: ProbeSetup) -> References:
     )
 
 
-def compute_reference(setup: ProbeSetup, circumstance: Circumstance) -> Reference:
-    """Compute the reference of one circumstance, of a model that is deterministic in it.
+DELTA_GRADIENT = 2e-3
+"""Least limit of gradients of gated delta layers in a tree, as a part of the largest entry. Those of `A_log` are sums
+that cancel: rounding of hidden states by 1e-7 moves them by 1e-3. Leaks of their states show in the modules."""
 
-    Raises:
-        ArithmeticError: the model returns NaN or infinity without any packing.
-    """
-    return _exact_reference(setup, circumstance, _run_alone(setup, circumstance))
+
+def tree_references(setup: ProbeSetup) -> References:
+    """Compute those of samples that share prefixes, for a model that is deterministic in train mode."""
+
+    def compute() -> Reference:
+        reference = _exact_reference(setup, TREE, _run_alone(setup, TREE))
+        if not setup.probed.family.has("gated_delta"):
+            return reference
+        limits, layer = reference.limits, setup.probed.family.mechanisms["gated_delta"]["layer"]
+        wider = {group: max(limit, DELTA_GRADIENT) for group, limit in limits.gradients.items() if layer in group}
+        return replace(reference, limits=replace(limits, gradients={**limits.gradients, **wider}))
+
+    routers = value_or_error(lambda: reference_router_losses(setup.probed, setup.samples))
+    return References(train=value_or_error(compute), autocast=None, routers=routers)
 
 
 @final

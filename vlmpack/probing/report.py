@@ -12,7 +12,6 @@ Cause = Literal[
     "positions",
     "mask",
     "cache",
-    "conv taps",
     "recurrent state",
     "router",
     "vision",

@@ -19,10 +19,10 @@ from vlmpack.model.enable import disable_packing, enable_packing, is_packing
 from vlmpack.model.engine import StepConfig, packing_state
 from vlmpack.model.plain import find_model
 from vlmpack.model.step import PackedStep
-from vlmpack.probing.checks import Progress, caught, leak, not_deterministic, packed_checks, tree_checks
-from vlmpack.probing.difference import LEAK, AloneCalls, Difference, compare_modules
+from vlmpack.probing.checks import Progress, caught, leak, not_deterministic, packed_checks, worst_of_each
+from vlmpack.probing.difference import LEAK, AloneCalls, Difference, compare_modules, module_checks
 from vlmpack.probing.forward_passes import GAPS, TREE, PlainPaddedPass, PlainRowPass, ProbedModel
-from vlmpack.probing.mechanisms import check_loss_count, module_checks
+from vlmpack.probing.losses import result_checks
 from vlmpack.probing.reference import (
     HOLD_ALL,
     ProbeSetup,
@@ -33,11 +33,10 @@ from vlmpack.probing.reference import (
     open_share,
     record_references,
     routing,
-    token_indices_of,
+    tree_references,
 )
 from vlmpack.probing.report import Baseline, Check, Report, causes_of, one_line
 from vlmpack.probing.work import count_pairs
-from vlmpack.testing.branching import branches_of
 from vlmpack.testing.comparison import FLOOR, distance, relative, to_host
 from vlmpack.testing.samples import (
     Sample,
@@ -217,16 +216,17 @@ def _checks(
     except Exception as error:  # nothing to compare with: that is the finding
         return [Check.raised("equality", "each sample alone", error)], []
     progress("plain transformers")
-    baselines = _baselines(setup, references.eval) if plain else []
+    baselines = _baselines(setup, references.eval) if plain and references.eval else []
     checks = packed_checks(setup, references, progress=progress)
     if share_prefixes and references.train is not None:
         del references  # its gradients are as large as the model
 
         def of_tree() -> list[Check]:
-            return tree_checks(setup, branches_of(setup.samples, setup.probed.config), progress=progress)
+            branching = setup.branching()
+            return packed_checks(branching, tree_references(branching), progress=progress)
 
         checks += caught("equality", TREE.name, of_tree)
-    return checks, baselines
+    return worst_of_each(checks), baselines
 
 
 # ---------------------------------------------------------------------- plain transformers
@@ -251,7 +251,7 @@ def _baseline(
     forward: PlainRowPass | PlainPaddedPass, setup: ProbeSetup, reference: Reference, alone: Sequence[AloneCalls]
 ) -> Baseline:
     samples, limits = setup.samples, reference.limits
-    moved = leak(forward, setup.probed, samples)
+    moved = leak(forward, samples)
     share = open_share(is_low=setup.probed.is_low)
     held = held_choices(forward, samples, reference.choices, share=share)
     with routing(setup.probed, held):
@@ -269,7 +269,7 @@ def _baseline(
             without = _plain_checks(replace(forward, use_cache=False), setup, reference, alone)
             if not any(check.name == "mask" and check.is_bad for check in without):
                 checks = [replace(check, cause="cache") if check.name == "mask" else check for check in checks]
-        causes = causes_of([*checks, check_loss_count(result, samples)])
+        causes = causes_of(checks)
     return Baseline(
         name=forward.name,
         verdict="leaks" if leaks else "exact" if equal and not causes else "differs",
@@ -285,11 +285,14 @@ def _plain_checks(
     forward: PlainRowPass, setup: ProbeSetup, reference: Reference, alone: Sequence[AloneCalls]
 ) -> list[Check]:
     """Check what separates samples in a plain row; padding and caches harm nobody there by themselves."""
-    found, token_indices = Difference(), token_indices_of(forward, setup.samples)
-    with routing(setup.probed, held_choices(forward, setup.samples, reference.choices, share=HOLD_ALL)):
-        compare_modules(forward, setup.probed, setup.samples, alone, token_indices, found=found)
-    checks = module_checks(found, setup.probed, token_indices, low=setup.probed.is_low, leaks=True)
-    return [check for check in checks if check.name not in ("cache", "router", "other modules")]
+    found, samples, low = Difference(), setup.samples, setup.probed.is_low
+    with routing(setup.probed, held_choices(forward, samples, reference.choices, share=HOLD_ALL)):
+        compare_modules(forward, setup.probed, samples, alone, forward.token_indices(samples), found=found)
+    assert found.result is not None
+    checks = module_checks(found, setup.probed, low=low, leaks=True)
+    checks = [check for check in checks if check.name not in ("cache", "router", "other modules")]
+    results = result_checks(found.result, samples, [each.logits for each in alone], low=low)
+    return [*checks, *(check for check in results if check.name == "loss count")]
 
 
 # ---------------------------------------------------------------------- the state of the model

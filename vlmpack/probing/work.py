@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -14,15 +14,16 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vlmpack.layout.packing import pack
 from vlmpack.layout.row import PackedRow
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.attention import layer_reaches, spans_in
 from vlmpack.probing.forward_passes import PackedPass, ProbedModel
-from vlmpack.probing.host_syncs import recorded_syncs
+from vlmpack.probing.host_syncs import HostSync, recorded_syncs
 from vlmpack.probing.reference import ProbeSetup
 from vlmpack.probing.report import Cause, Check
-from vlmpack.testing.branching import distinct_prefixes
 from vlmpack.testing.comparison import backward
+from vlmpack.testing.samples import padded
 
 # ---------------------------------------------------------------------- pairs of query and key
 
@@ -108,63 +109,22 @@ class _KernelPairs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# ---------------------------------------------------------------------- host-device syncs
-
-PACKAGE = Path(__file__).parent.parent
-PROBING = (PACKAGE / "probing", PACKAGE / "testing")
-"""Code that calls `backward`: every operation of that pass is below this line, so it is not counted."""
-
-
-@final
-@dataclass(kw_only=True)
-class SyncCount:
-    """Moments in which the host blocks on the device, or would."""
-
-    package: list[str] = field(default_factory=list)
-    """Syncs in vlmpack's code: the operation and the file."""
-    others: int = 0
-    """Number of those in the model's code."""
-
-
-@contextmanager
-def counted_syncs(device: torch.device) -> Iterator[SyncCount]:
-    """Count while something runs: on CUDA PyTorch itself reports syncs; on a CPU, operations that would need one."""
-    syncs = SyncCount()
-    with recorded_syncs(device) as recorded:
-        try:
-            yield syncs
-        finally:
-            for sync in recorded:
-                file = Path(sync.file)
-                if file.is_relative_to(PACKAGE) and not any(map(file.is_relative_to, PROBING)):
-                    syncs.package.append(f"{sync.operation} in {file.relative_to(PACKAGE)}")
-                else:
-                    syncs.others += 1
-
-
 # ---------------------------------------------------------------------- against what the samples need
-
-
-def submodules(text: nn.Module, name: str) -> list[nn.Module]:
-    """List the submodule of this name of each decoder layer that has one."""
-    layers = text.get_submodule("layers").children()
-    return [module for layer in layers if (module := dict(layer.named_children()).get(name)) is not None]
 
 
 def count_pairs(forward: Callable[[], object], probed: ProbedModel) -> tuple[int | None, bool]:
     """(pairs that one layer of the text model computes, whether in a dense matrix); None: no kernel showed any."""
-    layers = submodules(probed.family.language_model(probed.core), "self_attn")
-    with counted_pairs(layers) as pairs:
+    layers = probed.family.language_model(probed.core).get_submodule("layers").children()
+    attention = [part for layer in layers for name, part in layer.named_children() if name == "self_attn"]
+    with torch.no_grad(), counted_pairs(attention) as pairs:
         forward()
     return pairs.per_layer, pairs.dense > 0
 
 
 def check_pairs(setup: ProbeSetup, packed: PackedPass) -> Check:
-    with torch.no_grad():
-        computed, dense = count_pairs(lambda: packed(setup.samples), setup.probed)
-        probed, sparse = setup.probed, setup.probed.family.has("per_sample")
-        parts = ModelParts(family=probed.family, core=probed.core)
-        local = not sparse and any(reach.is_local for reach in layer_reaches(parts).values())
+    """Compare the pairs that a layer computes with those of the samples."""
+    probed, parts = setup.probed, ModelParts(family=setup.probed.family, core=setup.probed.core)
+    computed, dense = count_pairs(lambda: packed(setup.samples), probed)
     needed = sum(length**2 for length in packed.computed(setup.samples).lengths)  # padding behind the samples included
     if spans_in(parts) is not None:  # their queries and all keys up to their ends go through a second call
         needed += sum((stop - start) * stop for sample in setup.samples for start, stop in probed.runs_of(sample))
@@ -173,7 +133,7 @@ def check_pairs(setup: ProbeSetup, packed: PackedPass) -> Check:
         return replace(check, finding="not counted", detail="no known kernel ran")
     if computed == needed:
         return check
-    if local and computed < needed:
+    if _is_local(parts) and computed < needed:
         return replace(check, detail=f"{needed - computed} pairs less than without windows and chunks")
     if dense and computed > needed:
         detail = f"a dense mask: {computed} pairs are computed, {needed} are of the same sample"
@@ -182,8 +142,27 @@ def check_pairs(setup: ProbeSetup, packed: PackedPass) -> Check:
     return replace(check, finding="differs", cause="mask", detail=detail)
 
 
+def _is_local(parts: ModelParts) -> bool:
+    return not parts.family.has("per_sample") and any(reach.is_local for reach in layer_reaches(parts).values())
+
+
+PACKAGE = Path(__file__).parent.parent
+CALLING = (PACKAGE / "probing", PACKAGE / "testing")
+"""Code that calls `backward`: every operation of that pass is below this line, so it is not counted."""
+
+
+def package_syncs(recorded: Iterable[HostSync]) -> list[str]:
+    """List the syncs in vlmpack's code: the operation and the file."""
+    files = [(sync.operation, Path(sync.file)) for sync in recorded]
+    return [
+        f"{operation} in {file.relative_to(PACKAGE)}"
+        for operation, file in files
+        if file.is_relative_to(PACKAGE) and not any(map(file.is_relative_to, CALLING))
+    ]
+
+
 def check_syncs(setup: ProbeSetup, packed: PackedPass) -> Check:
-    """Count the host-device syncs of a step in vlmpack's code."""
+    """Count the host-device syncs of a step in vlmpack's code: on a CPU those that an accelerator would need."""
     inputs = packed.inputs(setup.samples)
 
     def step() -> None:
@@ -191,38 +170,33 @@ def check_syncs(setup: ProbeSetup, packed: PackedPass) -> Check:
         setup.probed.model.zero_grad(set_to_none=True)
 
     step()  # the first step of a kind may fill caches of tensors
-    with counted_syncs(setup.probed.device) as syncs:
+    with recorded_syncs(setup.probed.device) as recorded:
         step()
-    of_model = f"the model's code syncs {syncs.others} times" if syncs.others else "none in the model's code either"
-    detail = of_model if not syncs.package else f"{', '.join(sorted(set(syncs.package)))}; {of_model}"
-    return Check(
-        part="work",
-        name="host-device syncs",
-        finding="syncs" if syncs.package else "ok",
-        value=len(syncs.package),
-        allowed=0,
-        detail=detail,
-    )
+    syncs = package_syncs(recorded)
+    others = len(recorded) - len(syncs)
+    of_model = f"the model's code syncs {others} times" if others else "none in the model's code either"
+    detail = f"{', '.join(sorted({*syncs}))}; {of_model}" if syncs else of_model
+    check = Check(part="work", name="host-device syncs", finding="ok", value=len(syncs), allowed=0, detail=detail)
+    return replace(check, finding="syncs") if syncs else check
 
 
 # ---------------------------------------------------------------------- of a row whose samples share prefixes
 
 
 def tree_work(setup: ProbeSetup, packed: PackedPass) -> Iterator[Check]:
-    """Compare what was computed with the distinct beginnings of the samples."""
-    row, least = packed.row(setup.samples), distinct_prefixes(setup.samples, setup.probed.config)
+    """Compare what was computed with the distinct prefixes of the samples."""
+    row = packed.row(setup.samples)
     assert row.tree is not None
+    tokens, pairs, patches = distinct_prefixes(setup, packed)
     with torch.no_grad():
         work = packed.step(packed.inputs(setup.samples)).work
-        computed, dense = count_pairs(lambda: packed(setup.samples), setup.probed)
-        probed, sparse = setup.probed, setup.probed.family.has("per_sample")
-        parts = ModelParts(family=probed.family, core=probed.core)
-        reaches = {} if sparse else layer_reaches(parts)
-        local = any(reach.is_local for reach in reaches.values())
+    computed, dense = count_pairs(lambda: packed(setup.samples), setup.probed)
+    parts = ModelParts(family=setup.probed.family, core=setup.probed.core)
+    local, sparse = _is_local(parts), setup.probed.family.has("per_sample")
     counts: dict[str, tuple[int, int, Cause]] = {
-        "tokens": (work.physical_tokens, least.tokens, "packing"),
-        "patches": (work.vision_patches, least.patches, "vision"),
-        **({} if sparse or local else {"pairs": (work.attended_pairs, least.pairs, "mask")}),
+        "tokens": (work.physical_tokens, tokens, "packing"),
+        "patches": (work.vision_patches, patches, "vision"),
+        **({} if sparse or local else {"pairs": (work.attended_pairs, pairs, "mask")}),
     }
     # kernels are given each node's queries and all keys of its path; layers that run sample by sample, each whole path
     needed = sum(n * k for n, k in zip(row.tree.lengths, row.tree.keys.lengths, strict=True))
@@ -233,16 +207,45 @@ def tree_work(setup: ProbeSetup, packed: PackedPass) -> Iterator[Check]:
     if computed is not None and not dense:
         counts["attended pairs"] = computed, min(computed, needed) if local else needed, "mask"
     for name, (value, expected, cause) in counts.items():
-        check = Check(part="work", name=name, finding="ok", value=value, allowed=expected)
-        detail = f"{value} {name} are computed, and the samples' distinct beginnings have {expected}"
+        check = Check(part="work", name=f"tree: {name}", finding="ok", value=value, allowed=expected)
+        detail = f"{value} {name} are computed, and the samples' distinct prefixes have {expected}"
         yield check if value == expected else replace(check, finding="differs", cause=cause, detail=detail)
-    if "attended pairs" not in counts:
-        why = "no known kernel ran" if computed is None else "a dense mask"
-        yield Check(part="work", name="attended pairs", finding="not counted", allowed=needed, detail=why)
+    yield replace(check_syncs(setup, packed), name="tree: host-device syncs")
+
+
+def distinct_prefixes(setup: ProbeSetup, packed: PackedPass) -> tuple[int, int, int]:
+    """Count what is left to compute where prefixes are computed once, by a trie of single tokens.
+
+    A placeholder is a token of its piece, and one that attends to later tokens is a token with all of those.
+
+    Returns:
+        (tokens, query-key pairs of causal attention, patches of media at distinct places of the trie).
+    """
+    assert setup.branches is not None
+    probed, branches = setup.probed, setup.branches
+    numbers, pairs, seen = dict[tuple[int, Hashable], int](), 0, list[int]()
+    for path, sample in zip(branches.paths, branches.samples, strict=True):
+        pieces = [piece for piece in path for _ in branches.pieces[piece]["input_ids"]]
+        is_media = (probed.family.media_types(sample["input_ids"], probed.config) > 0).tolist()
+        contents = [piece if medium else None for piece, medium in zip(pieces, is_media, strict=True)]
+        symbols: list[Hashable] = [*zip(sample["input_ids"].tolist(), contents, strict=True)]
+        for start, stop in probed.runs_of(sample):
+            symbols[start:stop] = [(place, *symbols[start:stop]) for place in range(stop - start)]
+        before, new = 0, set[int]()
+        for depth, (symbol, content) in enumerate(zip(symbols, contents, strict=True), start=1):
+            if (before, symbol) not in numbers:
+                numbers[before, symbol] = len(numbers) + 1
+                pairs += depth
+                new |= set() if content is None else {content}
+            before = numbers[before, symbol]
+        seen += new
+    row = pack(padded([branches.pieces[piece] for piece in seen])) if seen else None
+    with torch.no_grad():
+        return len(numbers), pairs, 0 if row is None else packed.step(row).work.vision_patches
 
 
 def _pairs_of_spans(row: PackedRow, setup: ProbeSetup) -> int:
-    """Queries of the distinct runs of tokens that see each other, times the keys up to the end of each."""
+    """Queries of the distinct runs of tokens that attend in both directions, times the keys up to the end of each."""
     assert row.tree is not None
     place = row.tree.place().tolist()
     runs = {

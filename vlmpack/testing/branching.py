@@ -3,27 +3,23 @@
     pieces    0: an image and text   1: text   2: a long text   3: two images   4: one token   5: piece 0, other pixels
     samples   0 | 0 1 | 0 1 | 0 2 3 | 0 2 4 | 5 3
 
-`joined` makes one sample of several, `distinct_prefixes` counts what is left to compute where samples share them.
+`joined` makes one sample of several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 
 from vlmpack.errors import ConfigError
-from vlmpack.families.family import Family
 from vlmpack.families.registry import family_named
 from vlmpack.families.tiles import Join
-from vlmpack.layout.batch import Media
-from vlmpack.layout.media import KINDS, MediaTable
-from vlmpack.layout.packing import pack
-from vlmpack.layout.row import IGNORE, PackedRow
+from vlmpack.layout.row import IGNORE
 from vlmpack.testing.media import Sample, sample_like
-from vlmpack.testing.samples import build_sample, padded, perturbed
+from vlmpack.testing.samples import build_sample, perturbed
 
 Span = tuple[int, int]
 
@@ -124,82 +120,3 @@ def _other_words(piece: Sample, config: Any) -> Sample:
     ids = torch.where(is_behind, other["input_ids"], piece["input_ids"])
     labels = torch.where(other["labels"] == IGNORE, IGNORE, ids)
     return sample_like(other, {**other, "input_ids": ids, "labels": labels})
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class PrefixCount:
-    """The least work on samples whose beginnings are computed once."""
-
-    tokens: int
-    """Beginnings that differ in their last token."""
-    pairs: int
-    """Query-key pairs of causal attention."""
-    patches: int
-    """Patches of distinct media, at distinct places of the tree."""
-
-
-def distinct_prefixes(samples: Sequence[Sample], config: Any) -> PrefixCount:
-    """Count by a trie of single tokens. A placeholder is a token with the content of its image, video or audio, and one
-    that sees later tokens is one with all of them."""
-    family = family_named(config.model_type)
-    row = family.media_reader(config)(pack(padded(samples)))
-    table = row.known_metadata.media
-    assert table is not None, "a reader adds the table"
-    media = _media_tokens(table, row.media, family, config)
-    numbers: dict[tuple[int, Hashable], int] = {}
-    pairs = patches = 0
-    for at, sample in enumerate(samples):
-        before = 0
-        kinds = family.media_types(sample["input_ids"], config).tolist()
-        contents, begun = zip(*(next(media[kind]) if kind else (None, 0) for kind in kinds), strict=True)
-        symbols: list[Hashable] = list(zip(sample["input_ids"].tolist(), contents, strict=True))
-        for start, stop in _bidirectional(family, config, row, table, at):
-            symbols[start:stop] = [(place, *symbols[start:stop]) for place in range(stop - start)]
-        for depth, (symbol, new_patches) in enumerate(zip(symbols, begun, strict=True), start=1):
-            key = before, symbol
-            if key not in numbers:
-                numbers[key] = len(numbers) + 1
-                pairs += depth
-                patches += new_patches
-            before = numbers[key]
-    return PrefixCount(tokens=len(numbers), pairs=pairs, patches=patches)
-
-
-def _bidirectional(family: Family, config: Any, row: PackedRow, table: MediaTable, sample: int) -> list[Span]:
-    """(start, stop) of the tokens of a sample that attend to each other in both directions."""
-    if family.sees is None or not family.sees.enabled(family.text_config(config)):
-        return []
-    first, end = row.segments.spans[sample]
-    return [(start - first, stop - first) for start, stop in family.sees.of_row(row, table) if first <= start < end]
-
-
-def _media_tokens(
-    table: MediaTable, media: Media, family: Family, config: Any
-) -> dict[int, Iterator[tuple[Hashable, int]]]:
-    """(content of its medium, patches that begin there) of each placeholder of all samples, by kind, in order."""
-    before = dict.fromkeys(media.to_hf(), 0)
-    tokens: dict[int, list[tuple[Hashable, int]]] = {kind: [] for kind in KINDS}
-    for medium in table.media:
-        tensors = {}
-        for name, count in medium.entries.items():
-            tensors[name] = media.to_hf()[name].narrow(table.axes.get(name, 0), before[name], count)
-            before[name] += count
-        content, patches = _content(tensors, family, config)
-        tokens[medium.kind] += [((content, medium.context), 0 if token else patches) for token in range(medium.tokens)]
-    return {kind: iter(of_kind) for kind, of_kind in tokens.items()}
-
-
-def _content(tensors: dict[str, torch.Tensor], family: Family, config: Any) -> tuple[Hashable, int]:
-    """(the bytes of a medium's tensors, its patches)."""
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
-    as_bytes = {
-        name: tensor.contiguous().view(torch.uint8) for name, tensor in tensors.items()
-    }  # numpy has no bfloat16
-    content = tuple((name, tensors[name].shape, x.numpy().tobytes()) for name, x in as_bytes.items())
-    pixels = {name: tensor for name, tensor in tensors.items() if name in family.pixel_names}
-    if family.has_grids:
-        patches = sum(map(len, pixels.values()))
-    else:
-        patches = family.tile_patches(Media.from_hf(pixels, names=family.pixel_names), config)
-    return content, patches

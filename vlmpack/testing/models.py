@@ -110,6 +110,7 @@ def tiny_model(
     lively: bool = True,
     attn_implementation: str | dict[str, str] = "sdpa",
     processor: Any = None,
+    like: Any = None,
     **sizes: Any,
 ) -> Any:
     """Build a random `...ForConditionalGeneration` (text models: `...ForCausalLM`) on the CPU, in train mode.
@@ -125,6 +126,8 @@ def tiny_model(
             family's own initialisation (std 0.02).
         attn_implementation: handed on to transformers; "sdpa" becomes "eager" in families that have no sdpa.
         processor: take token ids, vocabulary and patch sizes from this Qwen processor.
+        like: a configuration of this family: take from it what is no size (activations, biases, norms, scales, rotary
+            settings), the width of a head, and whether keys and values are shared.
         **sizes: the fields of `TinySizes`.
 
     Raises:
@@ -132,7 +135,7 @@ def tiny_model(
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = tiny_config(family, processor=processor, **sizes)
+    config = tiny_config(family, processor=processor, like=like, **sizes)
     auto = AutoModelForCausalLM if RECIPES[family].vision is None else AutoModelForImageTextToText
     if attn_implementation == "sdpa" and not RECIPES[family].sdpa:
         attn_implementation = "eager"
@@ -145,8 +148,8 @@ def tiny_model(
     return model.train()
 
 
-def tiny_config(family: str = DEFAULT_FAMILY, *, processor: Any = None, **sizes: Any) -> Any:
-    """Build the configuration of `tiny_model`: a real `Qwen2VLConfig`, `Qwen3VLConfig`, ...
+def tiny_config(family: str = DEFAULT_FAMILY, *, processor: Any = None, like: Any = None, **sizes: Any) -> Any:
+    """Build the configuration of `tiny_model`, with its arguments: a real `Qwen2VLConfig`, `Qwen3VLConfig`, ...
 
     Raises:
         ConfigError: sizes that do not fit together, or one that is not a field of `TinySizes`.
@@ -157,11 +160,15 @@ def tiny_config(family: str = DEFAULT_FAMILY, *, processor: Any = None, **sizes:
     if unknown := sorted(set(sizes) - set(TinySizes.__dataclass_fields__)):
         raise ConfigError(f"{', '.join(unknown)}: not a size of a tiny model; see TinySizes for those there are")
     recipe = RECIPES[family]
+    if like is not None:
+        sizes = _heads_of(like.get_text_config()) | sizes
     chosen = TinySizes(**{**(_processor_sizes(processor) if processor is not None else {}), **sizes})
     if chosen.patch_size is None:
         chosen = replace(chosen, patch_size=recipe.patch_size or (16 if recipe.since_qwen3 else 14))
     _check(chosen, recipe, family)
-    return copy.deepcopy(_config(chosen, family))
+    if like is None:
+        return copy.deepcopy(_config(chosen, family))
+    return _built(family, _settings(chosen, family), like.to_dict())
 
 
 # ---------------------------------------------------------------------- sizes from a processor, and their checks
@@ -253,19 +260,52 @@ def _forget_slowly(log_rate: torch.Tensor, generator: torch.Generator) -> None:
 @functools.lru_cache(maxsize=64)
 def _config(sizes: TinySizes, family: str) -> Any:
     """transformers checks every setting, which takes longer than a copy."""
-    from transformers import AutoConfig
+    return _built(family, _settings(sizes, family), {})
 
+
+def _settings(sizes: TinySizes, family: str) -> dict[str, Any]:
     recipe = RECIPES[family]
     text = _text(sizes, recipe)
     if recipe.vision is None:
-        return AutoConfig.for_model(family, **text)
+        return text
     if recipe.text_type is not None:
         text["model_type"] = recipe.text_type
-    if recipe.whole is not None:
-        vision, whole = recipe.vision(sizes), sizes.media_tokens | recipe.whole(sizes)
-        return AutoConfig.for_model(family, text_config=text, vision_config=vision, **whole)
-    vision = patch_blocks(sizes) | recipe.vision(sizes)
-    return AutoConfig.for_model(family, text_config=text, vision_config=vision, **sizes.media_tokens)
+    vision, whole = recipe.vision(sizes), sizes.media_tokens
+    if recipe.whole is None:
+        vision = patch_blocks(sizes) | vision
+    else:
+        whole |= recipe.whole(sizes)
+    return {"text_config": text, "vision_config": vision, **whole}
+
+
+def _built(family: str, settings: dict[str, Any], like: dict[str, Any]) -> Any:
+    """Build a configuration of these settings, and of those of another one that are no sizes."""
+    from transformers import AutoConfig
+
+    for name, part in settings.items():
+        if name in ("text_config", "vision_config") and like.get(name):
+            settings[name] = _kept(like[name], part)
+    if "text_config" not in settings:
+        settings = _kept(like, settings)
+    return AutoConfig.for_model(family, **settings)
+
+
+def _kept(like: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a part, and what is no size of another one of the same type: no whole number, and no list."""
+    if like.get("model_type") != settings.get("model_type", like.get("model_type")):
+        return settings
+    others = {name: value for name, value in like.items() if isinstance(value, bool | float | str) and name != "dtype"}
+    rope = {name: like[name] for name in ("rope_parameters",) if like.get(name)}
+    return {**{name: value for name, value in others.items() if name != "model_type"}, **settings, **rope}
+
+
+def _heads_of(text: Any) -> dict[str, int]:
+    """Two heads as wide as those of a text configuration, which share keys and values if its heads do."""
+    settings = text.to_dict()
+    heads = settings["num_attention_heads"]
+    width = settings.get("head_dim") or settings["hidden_size"] // heads
+    shared = settings.get("num_key_value_heads") not in (None, heads)
+    return {"head_dim": width, "heads": 2, "kv_heads": 1 if shared else 2, "hidden": 2 * width}
 
 
 def _text(sizes: TinySizes, recipe: Recipe) -> dict[str, Any]:

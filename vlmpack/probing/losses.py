@@ -1,0 +1,204 @@
+"""Compare what a packed pass returns with its samples alone: logits, log-probabilities, losses, and routers' losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from vlmpack.layout.row import IGNORE
+from vlmpack.model.mechanisms import ModelParts
+from vlmpack.model.mechanisms.experts import expert_blocks
+from vlmpack.model.result import StepResult
+from vlmpack.probing.difference import LIMITS
+from vlmpack.probing.forward_passes import ForwardResult, PackedPass, PlainPaddedPass, ProbedModel, total_targets
+from vlmpack.probing.report import Check
+from vlmpack.testing.comparison import distance, mean_losses, relative, target_losses
+from vlmpack.testing.samples import Sample
+
+FLOAT32_LIMIT = 1e-5
+"""Relative difference of two losses that are computed from the same numbers, in float32."""
+LOSS_LIMIT = 2e-3
+"""The same in low precision."""
+TARGET_LIMIT = 2e-2
+"""Of single targets in low precision: matrices of other heights may be multiplied by other kernels."""
+BALANCE_LIMIT = 2e-2
+"""Of load-balancing losses in low precision: rounding sends tokens to other experts."""
+ROUTER_PART_LIMIT = 1e-2
+"""Relative difference of what the routers add to a loss, which is a thousand times as large, and of its gradient."""
+
+
+def check_tokens(
+    ids_1T: torch.Tensor,
+    media: Mapping[str, Any],
+    expected_media: Mapping[str, Any],
+    samples: Sequence[Sample],
+    token_indices: Sequence[torch.Tensor],
+    width: int,
+) -> Check:
+    """Compare a row, or what reaches the model, with its samples: tokens where they belong, media in order."""
+    row_T = ids_1T[0].cpu()
+    if len(row_T) != width:
+        detail = f"the row is {len(row_T)} tokens wide, and its samples take {width}"
+        return Check.wrong("packing", detail, value=len(row_T), allowed=width)
+    for i, (index, sample) in enumerate(zip(token_indices, samples, strict=True)):
+        if not torch.equal(row_T[index], sample["input_ids"]):
+            return Check.wrong("packing", f"sample {i} has other tokens in the row")
+    for name, expected in expected_media.items():
+        packed = media.get(name)
+        if packed is None or not torch.equal(packed.cpu().to(expected.dtype), expected):
+            return Check.wrong("packing", f"{name} are not those of the samples in order")
+    return Check.of_mechanism("packing", 0, 0, "")
+
+
+def result_checks(
+    result: ForwardResult, samples: Sequence[Sample], alone_logits: Sequence[torch.Tensor], *, low: bool
+) -> list[Check]:
+    """Compare what a pass returns of right outputs of every module. Each is at fault only if those before it are right.
+
+    Args:
+        result: of the pass.
+        samples: in its order.
+        alone_logits: [L, V] of each sample alone.
+        low: the pass is in low precision.
+    """
+    errors = [
+        distance(ours, theirs) if ours.shape == theirs.shape else float("inf")
+        for ours, theirs in zip(result.logits, alone_logits, strict=True)
+    ]
+    worst = max(range(len(errors)), key=errors.__getitem__)
+    detail = f"sample {worst} gets logits that the head computed from other tokens: off by {errors[worst]:.1e}"
+    logits = Check.of_mechanism("sample results", errors[worst], LIMITS[low], detail)
+    losses = _target_losses(alone_logits, samples)
+    step = result.step
+    if logits.is_bad or step is None:
+        return [logits if logits.is_bad else _check_loss(result, losses, low)]
+    of_samples = _check_sample_losses(step, losses, samples, low)
+    checks = [_check_head(step, losses, samples, low), _check_loss(result, losses, low), of_samples]
+    first = next((at for at, check in enumerate(checks) if check.is_bad), None)
+    return checks if first is None else [checks[first]]
+
+
+def _check_head(step: StepResult, losses: Sequence[torch.Tensor], samples: Sequence[Sample], low: bool) -> Check:
+    """Compare which tokens are targets, and their log-probabilities."""
+    index = torch.cat(
+        [
+            start + (sample["labels"][1:] != IGNORE).nonzero()[:, 0]
+            for (start, _), sample in zip(step.segments.spans, samples, strict=False)
+        ]
+    )
+    if step.num_targets != len(index) or not torch.equal(step.target_index.cpu(), index):
+        detail = f"{step.num_targets} targets were counted, and the samples have {len(index)}, or have them elsewhere"
+        return Check.wrong("loss count", detail, value=step.num_targets, allowed=len(index))
+    error = distance(step.target_logprobs, -torch.cat([*losses]))
+    detail = f"log-probabilities of targets are off by {error:.1e} from those of the samples' logits"
+    return Check.of_mechanism("head", error, TARGET_LIMIT if low else FLOAT32_LIMIT, detail)
+
+
+def _check_loss(result: ForwardResult, losses: Sequence[torch.Tensor], low: bool) -> Check:
+    count = sum(map(len, losses))
+    loss, expected = float(result.mean_loss.detach()), float(torch.cat([*losses]).sum()) / count
+    detail = f"the loss is {loss:.6g}, but the samples' {count} targets make {expected:.6g}"
+    limit = LOSS_LIMIT if low else FLOAT32_LIMIT
+    return Check.of_mechanism("loss count", relative(loss, expected), limit, detail)
+
+
+def _check_sample_losses(
+    step: StepResult, losses: Sequence[torch.Tensor], samples: Sequence[Sample], low: bool
+) -> Check:
+    """Check each sample's loss, its number of targets, and its log-probabilities where a padded batch has them."""
+    counts, returned = [*map(len, losses)], step.sample_targets.tolist()
+    if returned != counts:
+        return Check.wrong("sample results", f"the samples have {counts} targets, and {returned} were returned")
+    error, limit = distance(step.sample_losses, mean_losses(losses)), LOSS_LIMIT if low else FLOAT32_LIMIT
+    in_place = [
+        row[start : start + len(sample["labels"]) - 1][(sample["labels"][1:] != IGNORE).to(row.device)]
+        for row, start, sample in zip(step.logprobs, step.offsets or [0] * len(samples), samples, strict=True)
+    ]
+    if error <= limit and not torch.equal(torch.cat(in_place), step.target_logprobs):
+        return Check.wrong("sample results", "log-probabilities are at other places than their samples' targets")
+    detail = f"a sample gets the loss of another one, or of none: off by {error:.1e}"
+    return Check.of_mechanism("sample results", error, limit, detail)
+
+
+def _target_losses(logits: Sequence[torch.Tensor], samples: Sequence[Sample]) -> list[torch.Tensor]:
+    return [target_losses(x, sample["labels"]) for x, sample in zip(logits, samples, strict=True)]
+
+
+# ---------------------------------------------------------------------- routers
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RouterLosses:
+    """The routers' part of a loss."""
+
+    balance: float
+    """The load-balancing loss over the real tokens."""
+    added: float
+    """The part of the loss that it is."""
+    gradients: Sequence[torch.Tensor]
+    """Of the routers' parameters, by what is added."""
+
+
+def reference_router_losses(probed: ProbedModel, samples: Sequence[Sample]) -> RouterLosses | None:
+    """Compute the padded batch with its 2D mask. None: no routers, or this version computes no loss of them."""
+    if not probed.family.has("experts"):
+        return None
+    result, balance = PlainPaddedPass(probed=probed).with_router_losses(samples)
+    if balance is None:
+        return None
+    cross_entropy = torch.cat(_target_losses(result.logits, samples)).sum() / total_targets(samples)
+    added, size = float((result.loss - cross_entropy).detach()), float(balance.detach())
+    gradients = [x * (added / size) for x in _router_gradients(balance, probed)]
+    return RouterLosses(balance=size, added=added, gradients=gradients)
+
+
+def check_router_losses(
+    packed: PackedPass, samples: Sequence[Sample], expected: RouterLosses, result: ForwardResult, *, right: bool
+) -> list[Check]:
+    """Compare the load-balancing loss, what it adds, and in float32 its gradient with those of the padded batch.
+
+    Args:
+        packed: how the samples were packed.
+        samples: the samples.
+        expected: the reference.
+        result: of the pass with the routers' losses, by `PackedStep`.
+        right: logits and loss are right but for the routers. Wrong hidden states already make other routers' losses, so
+            only then are routers at fault.
+    """
+    step, circumstance = result.step, packed.circumstance
+    assert step is not None
+    assert step.aux_loss is not None
+    divisor = circumstance.divisor(samples)
+    added = step.loss - step.loss_sum / (step.num_targets if divisor is None else divisor)
+    is_float32 = result.logits[0].dtype == torch.float32
+    limit = FLOAT32_LIMIT if is_float32 else BALANCE_LIMIT
+    part_limit = ROUTER_PART_LIMIT + (0.0 if is_float32 else BALANCE_LIMIT) + 1e-6 / max(abs(expected.added), 1e-30)
+    errors = [
+        ("load-balancing loss", relative(float(step.aux_loss.detach()), expected.balance), limit),
+        ("routers' part of the loss", relative(float(added.detach()), expected.added), part_limit),
+    ]
+    if expected.gradients and circumstance.train and is_float32:
+        pairs = zip(_router_gradients(added, packed.probed), expected.gradients, strict=True)
+        error = max((distance(x, y) for x, y in pairs if y.any()), default=0.0)
+        errors.append(("routers' gradient", error, ROUTER_PART_LIMIT))
+    detail = "the {} is off by {:.1e} from that of the padded batch with its 2D mask"
+    settings: Any = {"cause": "router" if right else None}
+    return [
+        Check.measured("equality", f"{circumstance.name}: {name}", error, limit, detail.format(name, error), **settings)
+        for name, error, limit in errors
+    ]
+
+
+def _router_gradients(loss: torch.Tensor, probed: ProbedModel) -> list[torch.Tensor]:
+    """Of the parameters of each block that are not its experts'; none where nothing of it is trained."""
+    blocks = expert_blocks(ModelParts(family=probed.family, core=probed.core))
+    routers = [p for block in blocks for name, p in block.named_parameters() if "experts" not in name.split(".")]
+    trained = [p for p in routers if p.requires_grad]
+    if not trained or not loss.requires_grad:
+        return []
+    gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g.detach() for p, g in zip(trained, gradients, strict=True)]
