@@ -1,4 +1,4 @@
-"""The unmodified Tinker client against a running server: `python client_program.py URL KEY [CHECK ...]`.
+"""The unmodified Tinker client against a running server: `python client_program.py URL KEY`.
 
 Prints one JSON object a line: the check, whether it holds, and what was seen. The oracle is numpy, torch and the client
 itself: single datums, sums by hand. Gradients are seen through one step of Adam with eps = 1e4, which is a step of
@@ -20,7 +20,6 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import numpy as np
 import tinker
-import torch
 from PIL import Image
 from tinker import types
 
@@ -140,98 +139,6 @@ def a_batch_equals_its_datums(s: Setup) -> str:
     return f"apart {apart(batch, alone):.1e}; after a step that moved by {moved:.1e}: {difference:.1e}"
 
 
-def with_weights(datum: types.Datum) -> types.Datum:
-    n = datum.model_input.length
-    fields = {"target_tokens": datum.loss_fn_inputs["target_tokens"], "weights": tensor(np.ones(n, np.float32))}
-    return types.Datum(model_input=datum.model_input, loss_fn_inputs=fields)
-
-
-def gradients_of_rl_losses(s: Setup) -> str:
-    """Against the client's own custom losses, whose gradients are torch's."""
-    probe, seen = [s.datum(50, 20)], []
-    for name in ("importance_sampling", "ppo", "cispo", "dro"):
-        config = {"beta": 0.05} if name == "dro" else None
-        ours, custom = s.model(), s.model()
-        data = s.mixed("rl")
-        for datum, lp in zip(data, logprobs(ours, [with_weights(d) for d in data]), strict=True):
-            noise = np.random.default_rng(len(lp)).normal(size=len(lp)) * 0.3
-            datum.loss_fn_inputs["logprobs"] = tensor((lp + noise).astype(np.float32))
-
-        def custom_loss(batch: Any, lps: Any, name: str = name, data: list[types.Datum] = data) -> Any:
-            total = sum(torch_loss(name, datum, lp) for datum, lp in zip(data, lps, strict=True))
-            return total, {"of_torch": float(total)}
-
-        ours.forward_backward(data, name, **({} if config is None else {"loss_fn_config": config})).result()
-        plain = [with_weights(datum) for datum in data]  # the oldest client takes no other keys
-        custom.forward_backward_custom(plain, custom_loss).result()
-        before = logprobs(ours, probe)
-        descend(ours), descend(custom)
-        after = logprobs(ours, probe)
-        moved, difference = apart(before, after), apart(after, logprobs(custom, probe))
-        assert moved > 1e-4 and difference < CLOSE + 2e-3 * moved, (name, moved, difference)
-        seen.append(f"{name} {difference:.1e} of {moved:.1e}")
-    return "; ".join(seen)
-
-
-def torch_loss(name: str, datum: types.Datum, lp: torch.Tensor) -> torch.Tensor:
-    q, a = (torch.tensor(values(datum, field), dtype=torch.float32) for field in ("logprobs", "advantages"))
-    r = (lp - q).exp()
-    if name == "importance_sampling":
-        return -(r * a).sum()
-    if name == "ppo":
-        return -torch.minimum(r * a, r.clip(0.8, 1.2) * a).sum()
-    if name == "cispo":
-        return -(r.clip(0.0, 4.0).detach() * lp * a).sum()
-    return -(lp * a - 0.05 / 2 * (lp - q) ** 2).sum()
-
-
-def gradients_add_up_and_forward_adds_none(s: Setup) -> str:
-    data, probe = s.mixed(), [s.datum(50, 20)]
-    one, two = s.model(), s.model()
-    one.forward_backward(data, "cross_entropy").result()
-    futures = [two.forward_backward(data[i : i + 2], "cross_entropy") for i in (0, 2, 4)]
-    two.forward(data, "cross_entropy").result()
-    [future.result() for future in futures]
-    descend(one), descend(two)
-    difference = apart(logprobs(one, probe), logprobs(two, probe))
-    assert difference < CLOSE, difference
-    before = logprobs(one, probe)
-    one.forward(data, "cross_entropy").result()
-    descend(one)
-    assert apart(before, logprobs(one, probe)) == 0, "a forward pass left a gradient"
-    return f"{difference:.1e}"
-
-
-def many_datums_come_back_in_order(s: Setup) -> str:
-    client = s.model()
-    data = [s.datum(i, 1 + i % 5) for i in range(1100)]
-    output = of(client.forward(data, "cross_entropy").result())
-    picked = [0, 1, 511, 1023, 1024, 1099]
-    alone = [logprobs(client, [data[i]])[0] for i in picked]
-    difference = apart([output[i] for i in picked], alone)
-    assert len(output) == 1100 and difference < CLOSE, difference
-    return f"1,100 datums; {difference:.1e}"
-
-
-def two_models_do_not_touch_each_other(s: Setup) -> str:
-    data, probe = s.mixed(), [s.datum(50, 20)]
-
-    def run(*clients: Any) -> list[list[np.ndarray]]:
-        for step in range(3):
-            pending = []
-            for k, client in enumerate(clients):
-                pending.append(client.forward_backward(data[k + step % 2 : k + 3], "cross_entropy"))
-                pending.append(client.optim_step(types.AdamParams(learning_rate=1e-3)))
-            [future.result() for future in pending]
-        return [logprobs(client, probe) for client in clients]
-
-    beside = run(s.model(seed=1, rank=4), s.model(seed=2, rank=8))
-    # alone, but at the same places of `data`
-    alone_first = run(s.model(seed=1, rank=4))
-    assert apart(beside[0], alone_first[0]) == 0, apart(beside[0], alone_first[0])
-    return "bit for bit"
-
-
 def bad_requests_leave_no_trace(s: Setup) -> str:
     client, probe = s.model(), [s.datum(50, 20)]
     good = s.datum(1, 8)
@@ -254,34 +161,22 @@ def bad_requests_leave_no_trace(s: Setup) -> str:
         targets = tensor(np.full(3 + count, s.plain[0], np.int64))
         return types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs={"target_tokens": targets})
 
-    wrong_count, not_an_image = of_image(s.image(3).data, 3), of_image(b"GIF89a not an image", 4)
     pad = s.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     weights = values(good, "weights").astype(np.float32)
-    bad: list[tuple[str, list[types.Datum], str, dict[str, float] | None]] = [
-        ("negative token", [good, of_tokens(5, -1)], "cross_entropy", None),
-        ("token outside", [of_tokens(5, 10**6)], "cross_entropy", None),
-        ("placeholder", [good, of_tokens(5, pad)], "cross_entropy", None),
-        ("target outside", [with_fields(target_tokens=tensor(np.full(8, 10**6, np.int64)))], "cross_entropy", None),
-        ("negative target", [with_fields(target_tokens=tensor(np.full(8, -100, np.int64)))], "cross_entropy", None),
-        ("more targets", [with_fields(target_tokens=tensor(np.full(9, s.plain[0], np.int64)))], "cross_entropy", None),
-        ("fewer weights", [with_fields(weights=tensor(weights[:-1]))], "cross_entropy", None),
-        (
-            "NaN weight",
-            [good, with_fields(weights=tensor(np.where(weights > 0, np.nan, weights)))],
-            "cross_entropy",
-            None,
-        ),
-        ("no targets", [with_fields(target_tokens=None)], "cross_entropy", None),
-        ("unread key", [with_fields(advantages=tensor(weights))], "cross_entropy", None),
-        ("unknown loss", [good], "gspo", None),
-        ("unknown setting", [good], "cross_entropy", {"beta": 1.0}),
-        ("wrong count", [good, wrong_count], "cross_entropy", None),
-        ("no image", [good, not_an_image], "cross_entropy", None),
-        ("empty", [of_tokens()], "cross_entropy", None),
+    bad: list[tuple[str, list[types.Datum], str]] = [
+        ("token outside", [good, of_tokens(5, 10**6)], "cross_entropy"),
+        ("placeholder", [good, of_tokens(5, pad)], "cross_entropy"),
+        ("fewer weights", [with_fields(weights=tensor(weights[:-1]))], "cross_entropy"),
+        ("NaN weight", [good, with_fields(weights=tensor(weights * np.nan))], "cross_entropy"),
+        ("no targets", [with_fields(target_tokens=None)], "cross_entropy"),
+        ("no such loss", [good], "gspo"),
+        ("wrong count", [good, of_image(s.image(3).data, 3)], "cross_entropy"),
+        ("no image", [good, of_image(b"GIF89a not an image", 4)], "cross_entropy"),
+        ("empty", [of_tokens()], "cross_entropy"),
     ]
-    for what, data, name, config in bad:
+    for what, data, name in bad:
         try:
-            client.forward_backward(data, name, **({} if config is None else {"loss_fn_config": config})).result()
+            client.forward_backward(data, name).result()
         except tinker.RequestFailedError as error:
             assert str(error.category).lower().endswith("user"), (what, error.category)
         else:
@@ -389,21 +284,15 @@ def flat(model_input: types.ModelInput) -> list[int]:
 
 CHECKS: tuple[Callable[[Setup], str], ...] = (
     a_batch_equals_its_datums,
-    gradients_of_rl_losses,
-    gradients_add_up_and_forward_adds_none,
-    many_datums_come_back_in_order,
-    two_models_do_not_touch_each_other,
     bad_requests_leave_no_trace,
     a_checkpoint_continues_the_run,
     sampling_is_reproducible_and_agrees_with_training,
 )
 
 
-def main(url: str, key: str, *names: str) -> int:
+def main(url: str, key: str) -> int:
     setup, failed = Setup(url, key), 0
     for check in CHECKS:
-        if names and check.__name__ not in names:
-            continue
         try:
             seen, holds = check(setup), True
         except Exception:

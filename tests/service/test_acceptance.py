@@ -20,7 +20,7 @@ from tests.service.server_process import KEY, Server
 PROGRAM = Path(__file__).parent / "client_program.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tinker_client.py"
 OLDEST_CLIENT = Path(sys.prefix) / "tinker-0.25.0"
-CHECKS = 8
+CHECKS = 4
 FINISHED_WITHIN = 500.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.version_info < (3, 11), reason="the client needs Python 3.11")]
@@ -34,17 +34,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         assert server.stop() == 0, server.printed()
 
 
-def run_client(port: int, *checks: str, client: Path | None = None) -> dict[str, str]:
-    """What each check saw; one that does not hold fails."""
+def run_client(port: int, *, client: Path | None = None) -> None:
+    """Run all checks; one that does not hold fails."""
     folders = [str(client)] if client else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(PROGRAM), f"http://127.0.0.1:{port}", KEY, *checks]
+    command = [sys.executable, str(PROGRAM), f"http://127.0.0.1:{port}", KEY]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=FINISHED_WITHIN)
     results = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"check"')]
     broken = [f"{r['check']}:\n{r['seen']}" for r in results if not r["holds"]]
     assert not broken, "\n".join(broken)
-    assert len(results) == (len(checks) or CHECKS), ended.stderr[-4000:]
-    return {r["check"]: r["seen"] for r in results}
+    assert len(results) == CHECKS, ended.stderr[-4000:]
 
 
 def test_a_network_that_loses_and_doubles(server: Server) -> None:
@@ -56,8 +55,7 @@ def test_a_network_that_loses_and_doubles(server: Server) -> None:
 def test_the_oldest_client_is_served(server: Server) -> None:
     if not OLDEST_CLIENT.exists():
         pytest.skip(f"waits for tinker 0.25.0 in {OLDEST_CLIENT}: make test")
-    checks = ("a_batch_equals_its_datums", "bad_requests_leave_no_trace", "a_checkpoint_continues_the_run")
-    run_client(server.port, *checks, "sampling_is_reproducible_and_agrees_with_training", client=OLDEST_CLIENT)
+    run_client(server.port, client=OLDEST_CLIENT)
 
 
 def test_the_example_trains_on_receipts(server: Server) -> None:

@@ -22,11 +22,6 @@ def read(pieces: list[bytes], *, encoding: str = "", most: int = 10**6, reader: 
     return asyncio.run((reader or BodyReader(limits=ServiceLimits())).read(stream(), encoding=encoding, most=most))
 
 
-@pytest.mark.parametrize("encoding", ["", "identity"])
-def test_a_body_is_what_it_was(encoding: str) -> None:
-    assert read([TEXT[:7], b"", TEXT[7:]], encoding=encoding) == TEXT
-
-
 def test_a_compressed_body_is_refused() -> None:
     with pytest.raises(Rejected, match="Content-Encoding 'zstd': send the body as it is") as refused:
         read([b"x"], encoding="zstd")

@@ -124,12 +124,6 @@ def sparse(matrix: np.ndarray) -> SparseMatrix:
     return SparseMatrix(keys=keys, values=matrix.reshape(-1)[keys], shape=matrix.shape)
 
 
-def test_metrics_have_a_reduction_each(engine: Engine) -> None:
-    metrics = run_one(engine, some_data(engine)).metrics
-    assert "loss:sum" in metrics
-    assert all(name.rpartition(":")[2] in ("sum", "mean", "min", "max") for name in metrics)
-
-
 # ---------------------------------------------------------------------- rows
 
 
@@ -388,13 +382,6 @@ def test_adapters_over_16_bit_weights_are_float32_and_a_batch_equals_its_datums(
 def test_full_fine_tuning_can_be_switched_off() -> None:
     with pytest.raises(RequestError, match="trains LoRA adapters only"):
         engine_with(lora_only=True).create("full", None)
-
-
-def test_the_base_model_is_described() -> None:
-    base = tiny_engine(limits={"context": 100}).base
-    assert (base.name, base.arch, base.max_context, base.is_vision) == ("tiny", "qwen3_vl", 100, True)
-    assert base.eos
-    assert not tiny_engine("qwen3").base.is_vision
 
 
 def test_families_whose_images_are_no_grids_are_refused_by_name() -> None:

@@ -6,7 +6,6 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +105,6 @@ def test_a_client_that_is_too_old_is_refused_in_words(client: Client, path: str)
 @pytest.mark.parametrize("version", ["0.25.0", "0.38.0", "1.0.0", "unknown", ""])
 def test_other_clients_are_served(client: Client, version: str) -> None:
     assert client.post("client/config", sdk_version=version).status == 200
-
-
-def test_capabilities(client: Client) -> None:
-    (model,) = client.get("get_server_capabilities").json()["supported_models"]
-    assert model == {"model_name": BASE, "max_context_length": 4096, "trainable": True, "sampleable": True}
 
 
 def test_a_session_from_beginning_to_end(client: Client) -> None:
@@ -333,18 +327,6 @@ def test_a_service_that_stops_takes_no_requests_but_gives_results(client: Client
 
 
 # ---------------------------------------------------------------------- lists
-
-
-def test_training_runs(client: Client) -> None:
-    model_id = client.model()
-    answer = client.get("training_runs", limit=5, offset=0).json()
-    assert answer["cursor"] == {"offset": 0, "limit": 5, "total_count": 1}
-    (run,) = answer["training_runs"]
-    assert run["training_run_id"] == model_id
-    ago = datetime.now(timezone.utc) - datetime.fromisoformat(run["last_request_time"])
-    assert 0 <= ago.total_seconds() < 60
-    assert client.get(f"training_runs/{model_id}").json() == run
-    assert client.get("training_runs/other").status == 404
 
 
 def test_checkpoints(client: Client) -> None:

@@ -183,9 +183,3 @@ def test_the_same_request_gives_the_same_bits() -> None:
         found.append(gradients(engine))
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
-
-
-def test_it_can_be_switched_off() -> None:
-    engine = engine_with(min_shared=None)
-    run_one(engine, rollouts(engine))
-    assert engine.counts.computed == engine.counts.tokens

@@ -204,13 +204,6 @@ def test_a_loss_of_the_client(model: Any) -> None:
 # ---------------------------------------------------------------------- sampling
 
 
-def test_a_response_says_how_many_tokens_of_its_prompt_were_cached(client: Any) -> None:
-    sampler = client.create_sampling_client(base_model=NAME).result(WAIT)
-    prompt, params = types.ModelInput.from_ints([31, 32, 33, 34]), types.SamplingParams(max_tokens=2, stop=[])
-    hits = [sampler.sample(prompt, 1, params).result(WAIT).prompt_cache_hit_tokens for _ in range(2)]
-    assert hits == [0, 4]
-
-
 def test_the_likeliest_tokens_of_a_prompt_and_scores_of_its_last_ones(client: Any, running: Running) -> None:
     sampler = client.create_sampling_client(base_model=NAME).result(WAIT)
     prompt, params = types.ModelInput.from_ints(TEXT), types.SamplingParams(max_tokens=1)
@@ -242,25 +235,6 @@ def test_the_likeliest_tokens_of_a_prompt_and_scores_of_its_last_ones(client: An
 # ---------------------------------------------------------------------- refusals
 
 
-def test_a_bad_datum_is_named_and_leaves_nothing(running: Running, model: Any) -> None:
-    good, bad = text_datum(), image_datum(running, png(), count=5)
-    clean = model.forward([good], "cross_entropy").result(WAIT).metrics["loss:sum"]
-    with pytest.raises(tinker.RequestFailedError, match=r"datum 1: .*expected_tokens is 5") as failed:
-        model.forward_backward([good, bad], "cross_entropy").result(WAIT)
-    assert str(failed.value.category).endswith("user") or failed.value.category == "user"
-    model.optim_step(types.AdamParams(learning_rate=1.0)).result(WAIT)  # on no gradient
-    assert model.forward([good], "cross_entropy").result(WAIT).metrics["loss:sum"] == clean
-
-
-def test_an_operation_that_is_not_served_fails_by_name_and_the_model_goes_on(model: Any) -> None:
-    unserved = model.save_weights_external("x", age_encryption_recipients=["age1x"])
-    after = model.forward([text_datum()], "cross_entropy")
-    with pytest.raises(tinker.RequestFailedError, match="encrypt what you download") as failed:
-        unserved.result(WAIT)
-    assert str(failed.value.category).endswith("user")
-    assert after.result(WAIT).metrics["loss:sum"] > 0
-
-
 def test_a_part_of_a_call_that_is_too_large_fails_by_name_and_the_model_goes_on(running: Running, model: Any) -> None:
     """The client would not send number 1, which comes last, after a status of an error."""
     call = model.forward([image_datum(running, png(320, 320)), *[image_datum(running, png())] * 3], "cross_entropy")
@@ -282,13 +256,6 @@ def test_a_number_that_its_client_has_lost_does_not_stall_the_model_for_good(mod
     with pytest.raises(tinker.RequestFailedError, match=r"request 1 of .* never arrived"):
         first.result(WAIT)
     assert model.forward([text_datum()], "cross_entropy").result(WAIT).metrics["loss:sum"] > 0
-
-
-def test_another_key(running: Running) -> None:
-    with pytest.raises(tinker.AuthenticationError, match="key"):
-        tinker.ServiceClient(base_url=running.address, api_key="tml-another-key").create_lora_training_client(
-            base_model=NAME
-        ).result(WAIT)
 
 
 # ---------------------------------------------------------------------- lists and pages
