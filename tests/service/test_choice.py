@@ -82,6 +82,10 @@ def test_forbidden_ids_are_never_chosen_but_count_in_log_probabilities() -> None
     choice = choose_one(logits, SamplingParams(temperature=0.0), forbidden=(best,))
     assert choice.token == second
     assert choice.logprob == pytest.approx(float(logits.log_softmax(1)[0, second]), abs=1e-6)
+    assert (
+        choose_one(logits, SamplingParams(temperature=1e308), forbidden=range(logits.shape[1] - 1)).token
+        == logits.shape[1] - 1
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1, -3, 2**31, 2**63 + 5, -(2**70)])

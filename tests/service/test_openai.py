@@ -142,6 +142,7 @@ def test_a_checkpoint_is_a_model(running: Running) -> None:
         ("completions", {"prompt": "a", "stop": [""]}, "stop: an empty text"),
         ("completions", {"prompt": "a", "model": "gpt"}, "model 'gpt': this service has"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools .*system message"),
+        ("chat/completions", {"messages": []}, "messages: none"),
         ("chat/completions", {"messages": [{"role": "user"}]}, r"messages\[0\].content: absent"),
         (
             "chat/completions",

@@ -80,6 +80,7 @@ def choose(
     exact_BV = logits_BV.double()
     exact_BV[:, list(forbidden)] = -torch.inf
     scores_BV = exact_BV + _noise(draws, logits_BV.shape[1], logits_BV.device)
+    scores_BV[:, list(forbidden)] = -torch.inf  # noise times a huge temperature is infinite too
     sure_B = torch.ones_like(error_B, dtype=torch.bool)
     limits: dict[int, torch.Tensor] = {}
     for row, draw in enumerate(draws):

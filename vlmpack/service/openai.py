@@ -253,8 +253,8 @@ class OpenAI:
     def _chunks(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return messages by the model's chat template, images in the place of their placeholders."""
         urls = [part.image_url.url for message in messages for part in message.content if part.image_url]
-        if urls and self._image is None:
-            raise RequestError("messages: an image, but this is a text model")
+        if not messages or (urls and self._image is None):
+            raise RequestError("messages: none" if not messages else "messages: an image, but this is a text model")
         images = [{"type": "image", "format": kind, "data": data} for kind, data in urls]
         turns = []
         for message in messages:
