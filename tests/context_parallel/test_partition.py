@@ -12,7 +12,7 @@ import torch
 from cut_rows import ALL_LAYOUTS, owners, partitions
 from hypothesis import given
 
-from vlmpack.context_parallel.partition import Layout, Partition, tail_as_segment
+from vlmpack.context_parallel.partition import Layout, Partition
 from vlmpack.errors import LayoutError
 from vlmpack.layout import Segments, SlotRule
 
@@ -147,14 +147,12 @@ def test_a_contiguous_part_is_a_view():
     assert partition.cut(row, 1).data_ptr() == row[:, 4:].data_ptr()
 
 
-def test_a_tail_becomes_a_segment_without_tokens():
+def test_a_mirrored_cut_takes_a_tail_in_the_last_slot():
     segments = Segments.from_lengths([8, 3], SlotRule(multiple=4, pad_to=24))
-    with pytest.raises(LayoutError, match=r"12 tokens lie behind the last boundary 12.*tail_as_segment"):
+    with pytest.raises(LayoutError, match=r"12 tokens lie behind the last boundary 12.*tail_in_slot=True"):
         Partition(segments=segments, ranks=2, layout="mirrored")
-    whole = tail_as_segment(segments)
-    assert (whole.lengths, whole.slots) == ((8, 3, 0), (8, 4, 12))
-    assert (whole.total, whole.num_samples, whole.num_tokens) == (24, 2, 11)
-    assert Partition(segments=whole, ranks=2, layout="mirrored").local_segments(0).slots == (4, 2, 6)
+    whole = Segments.from_lengths([8, 3], SlotRule(multiple=4, pad_to=24, tail_in_slot=True))
+    assert Partition(segments=whole, ranks=2, layout="mirrored").local_segments(0).slots == (4, 8)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from vlmpack.layout import (
     pack,
     unpack,
 )
+from vlmpack.layout.packing import without_gaps
 
 HERE = Path(__file__).resolve()
 CASES = json.loads((HERE.parents[1] / "vectors" / "pack.json").read_text())["cases"]
@@ -193,6 +194,22 @@ def test_what_is_no_padded_batch_is_refused():
         pack({"input_ids": ids, "attention_mask": ids})
     with pytest.raises(ConfigError, match="got a PackedRow"):
         pack(pack(PaddedBatch(input_ids=ids, attention_mask=ids)))
+
+
+@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(sum), multiple=st.integers(1, 5))
+def test_a_row_without_gaps_has_the_samples_one_after_the_other_and_spread_is_the_inverse(lengths, multiple):
+    width = max(lengths)
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    ids = (torch.arange(mask.numel()).view_as(mask) + 1) * mask
+    batch = PaddedBatch(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(~mask, -100), extras={"x": ids * 2})
+    row = pack(batch, rule=SlotRule(multiple=multiple), keep_empty=True)
+    compact, tight = without_gaps(row), pack(batch, keep_empty=True)
+    for name in ("input_ids", "shift_labels"):
+        assert torch.equal(getattr(compact.row, name), getattr(tight, name))
+    assert torch.equal(compact.row.extras["x"], tight.extras["x"])
+    assert compact.row.segments.sample_lengths == tight.segments.lengths
+    assert torch.equal(compact.spread(compact.row.input_ids), row.input_ids)
+    assert torch.equal(compact.place(torch.arange(sum(lengths))), row.segments.real_index())
 
 
 def test_what_is_no_row_tensor_is_not_unpacked():

@@ -28,7 +28,7 @@ from vlmpack.layout import PaddedBatch, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, StepResult, disable_packing
 from vlmpack.model.mechanisms import gated_delta, gated_delta_states
 from vlmpack.model.mechanisms.gated_delta_fla import FlaCall, uses_fla
-from vlmpack.model.mechanisms.recurrent_rows import LayerState, SpacedCall
+from vlmpack.model.mechanisms.recurrent_rows import ConvLayout, LayerState
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import kinds_of
 
@@ -106,7 +106,7 @@ def test_a_row_goes_through_a_layer_in_one_call_and_equals_alone_with_poison_in_
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("owner", "part", "nothing"),
-    [(gated_delta, "reach", 0), (gated_delta_states, "fla_boundaries", {})],
+    [(gated_delta, "conv_taps", 0), (gated_delta_states, "fla_boundaries", {})],
     ids=["zeros", "boundaries"],
 )
 def test_a_row_leaks_without(model: Any, alone: Alone, owner: Any, part: str, nothing: Any) -> None:
@@ -193,14 +193,14 @@ def no_states() -> Iterator[None]:
 @contextmanager
 def no_taps() -> Iterator[None]:
     """What a convolution reads of a node's path is zero."""
-    honest = SpacedCall.split
+    honest = ConvLayout.split
 
-    def split(self: SpacedCall, tree_1tD: torch.Tensor) -> list[torch.Tensor]:
+    def split(self: ConvLayout, tree_1tD: torch.Tensor) -> list[torch.Tensor]:
         (laid,) = honest(self, tree_1tD)
         places = self._places(laid.device)
         return [torch.zeros_like(laid).index_copy(1, places, laid.index_select(1, places))]
 
-    with mock.patch.object(SpacedCall, "split", split):
+    with mock.patch.object(ConvLayout, "split", split):
         yield
 
 
@@ -208,11 +208,11 @@ def no_taps() -> Iterator[None]:
 def behind_their_taps() -> Iterator[None]:
     """A node's recurrence runs over the tokens before it as well."""
 
-    def cut(self: SpacedCall) -> Any:
-        leads = (self.lead, *(self.reach,) * (len(self.nodes) - 1))
+    def cut(self: ConvLayout) -> Any:
+        leads = (self.lead, *(self.taps,) * (len(self.nodes) - 1))
         return tuple(map(sum, zip(leads, self.lengths, strict=True))), tuple(range(len(self.nodes)))
 
-    with mock.patch.object(SpacedCall, "_cut", property(cut)):
+    with mock.patch.object(ConvLayout, "_cut", property(cut)):
         yield
 
 
@@ -220,6 +220,6 @@ def behind_their_taps() -> Iterator[None]:
 @pytest.mark.parametrize("damage", [nullcontext, no_states, no_taps, behind_their_taps])
 def test_a_tree_is_wrong_without(model: Any, branches: Alone, damage: Callable[[], Any]) -> None:
     """States are handed on without trying that out, which would see what is broken."""
-    with damage(), mock.patch.object(gated_delta, "hands_states", return_value=True), torch.no_grad():
+    with damage(), mock.patch.object(gated_delta, "supports_initial_state", return_value=True), torch.no_grad():
         _, result = of_tree(model, branches)
     assert (furthest(result, branches) > 0.01) == (damage is not nullcontext)

@@ -141,4 +141,4 @@ def states_are_handed_on():
     model = small("qwen3_5")
     layer_class = type(model.model.language_model.layers[0].linear_attn)
     cut, device = partial(Buckets.cheapest, call_cost=16), torch.device("cpu")
-    return gated_delta_states.hands_states(layer_class, model.config.text_config, cut=cut, device=device)
+    return gated_delta_states.supports_initial_state(layer_class, model.config.text_config, cut=cut, device=device)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from layout.naive import naive_buckets, naive_cheapest
 
 from vlmpack.layout import PrefixTree, Segments, SlotRule
-from vlmpack.model.mechanisms.recurrent_rows import MAX_STRETCH, Buckets, Spaced, SpacedCall
+from vlmpack.model.mechanisms.recurrent_rows import MAX_OVERHEAD, Buckets, ConvLayout, VarlenCalls
 
 WIDTH = 3
 FREE, DEAR = 0.0, 1e9
@@ -45,7 +45,7 @@ def members_of(buckets):
     segments=rows,
     lay_out=st.one_of(
         call_costs.map(lambda cost: lambda segments: Buckets.cheapest(segments, call_cost=cost)),
-        reaches.map(lambda reach: lambda segments: SpacedCall.every(segments, reach)),
+        reaches.map(lambda reach: lambda segments: ConvLayout.every(segments, reach)),
     ),
 )
 def test_join_undoes_split_and_gradients_go_the_same_way_back(segments, lay_out):
@@ -95,7 +95,7 @@ def test_samples_alone_are_slices_of_the_row_and_not_copies():
 def test_no_other_way_to_share_samples_out_costs_less(lengths, call_cost):
     buckets = Buckets.cheapest(Segments.from_lengths(lengths), call_cost=call_cost)
     cost = buckets.tokens + call_cost * len(buckets.buckets)
-    assert cost == naive_cheapest(lengths, call_cost=call_cost, max_stretch=MAX_STRETCH)
+    assert cost == naive_cheapest(lengths, call_cost=call_cost, max_stretch=MAX_OVERHEAD)
 
 
 def test_cutting_costs_something_and_so_does_not_cutting():
@@ -142,7 +142,7 @@ def convolved(x_1TD: torch.Tensor, width: int) -> torch.Tensor:
 @given(segments=rows, reach=reaches)
 def test_it_is_what_a_plain_loop_lays_out(segments, reach):
     row = random_row(segments, channels=CHANNELS)
-    spaced = SpacedCall.every(segments, reach)
+    layout = ConvLayout.every(segments, reach)
     laid, edges = [], []
     for i, segment in enumerate(of_segments(row, segments)):
         if i:
@@ -150,19 +150,19 @@ def test_it_is_what_a_plain_loop_lays_out(segments, reach):
         edges.append(len(laid))
         laid.extend(segment)
     edges.append(len(laid))
-    (laid_out,) = spaced.split(row)
+    (laid_out,) = layout.split(row)
     assert torch.equal(laid_out[0], torch.stack(laid))
-    starts = [spaced.stretches.stride[number] for number in spaced.numbers]
-    assert [*starts, spaced.stretches.total] == edges
-    assert spaced.tokens == len(laid)
+    starts = [layout.pieces.stride[number] for number in layout.numbers]
+    assert [*starts, layout.pieces.total] == edges
+    assert layout.tokens == len(laid)
     assert all(stop > start for start, stop in pairwise(edges))
 
 
 @given(segments=rows, width=st.integers(1, 5))
 def test_a_convolution_over_all_of_it_is_that_of_each_segment_alone(segments, width):
     row = random_row(segments, channels=CHANNELS)
-    spaced = SpacedCall.every(segments, width - 1)
-    out = spaced.join([convolved(part, width) for part in spaced.split(row)])
+    layout = ConvLayout.every(segments, width - 1)
+    out = layout.join([convolved(part, width) for part in layout.split(row)])
     for packed, segment in zip(of_segments(out, segments), of_segments(row, segments), strict=True):
         torch.testing.assert_close(packed, convolved(segment[None], width)[0])
 
@@ -170,19 +170,19 @@ def test_a_convolution_over_all_of_it_is_that_of_each_segment_alone(segments, wi
 def test_one_zero_too_few_lets_the_convolution_reach_over():
     segments = Segments.from_lengths([5, 4])
     row = random_row(segments, channels=CHANNELS)
-    short = SpacedCall.every(segments, 2)
+    short = ConvLayout.every(segments, 2)
     out = short.join([convolved(part, 4) for part in short.split(row)])
     assert (out[:, 5] - convolved(row[:, 5:], 4)[:, 0]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("lengths", [[7], [0, 7], [7, 0, 0]])
 def test_a_sample_alone_is_handed_over_as_it_is(lengths):
-    spaced = SpacedCall.every(Segments.from_lengths(lengths), 3)
+    layout = ConvLayout.every(Segments.from_lengths(lengths), 3)
     row = torch.randn(1, 7, CHANNELS)
-    (part,) = spaced.split(row)
+    (part,) = layout.split(row)
     assert part.data_ptr() == row.data_ptr()
-    assert spaced.tokens == 7
-    assert spaced.stretches.lengths == (7,)
+    assert layout.tokens == 7
+    assert layout.pieces.lengths == (7,)
 
 
 # ---------------------------------------------------------------------- trees
@@ -220,7 +220,7 @@ def path_of(tree: PrefixTree, node: int, tokens: torch.Tensor) -> torch.Tensor:
 
 @given(tree=trees(), width=st.integers(1, 5))
 def test_a_convolution_of_every_node_is_that_of_its_path(tree, width):
-    nodes, tokens = SpacedCall.every(tree.nodes, width - 1, tree), tokens_of(tree)
+    nodes, tokens = ConvLayout.every(tree.nodes, width - 1, tree), tokens_of(tree)
     out = nodes.join([convolved(part, width)[:, : nodes.tokens] for part in nodes.split(tokens)])
     for node, (start, stop) in enumerate(tree.nodes.spans):
         alone = convolved(path_of(tree, node, tokens), width)[:, start - stop :]
@@ -228,16 +228,16 @@ def test_a_convolution_of_every_node_is_that_of_its_path(tree, width):
 
 
 @given(tree=trees(), reach=reaches)
-def test_levels_hold_every_node_once_and_each_stretch_begins_and_ends_where_states_are_handed_on(tree, reach):
-    levels, tokens = Spaced.of(tree.nodes, reach=reach, tree=tree).levels, tokens_of(tree)
+def test_levels_hold_every_node_once_and_each_piece_begins_and_ends_where_states_are_handed_on(tree, reach):
+    levels, tokens = VarlenCalls.of(tree.nodes, taps=reach, tree=tree).levels, tokens_of(tree)
     assert sorted(node for level in levels for node in level.nodes) == list(range(len(tree.lengths)))
     for depth, level in enumerate(levels):
         assert {tree.depths[node] for node in level.nodes} == {depth}
         (laid,) = level.split(tokens)
-        assert laid.shape[1] == level.tokens == level.stretches.total
-        assert min(level.stretches.lengths) > 0
+        assert laid.shape[1] == level.tokens == level.pieces.total
+        assert min(level.pieces.lengths) > 0
         for node, number in zip(level.nodes, level.numbers, strict=True):
-            start, stop = level.stretches.spans[number]
+            start, stop = level.pieces.spans[number]
             own = tokens[:, slice(*tree.nodes.spans[node])]
             assert torch.equal(laid[:, start : start + own.shape[1]], own)
             assert stop == start + own.shape[1] or node not in tree.parents
@@ -247,7 +247,7 @@ def test_levels_hold_every_node_once_and_each_stretch_begins_and_ends_where_stat
 
 @given(tree=trees(), reach=reaches)
 def test_gradients_of_a_node_reach_what_it_reads(tree, reach):
-    nodes, tokens = SpacedCall.every(tree.nodes, reach, tree), tokens_of(tree).requires_grad_()
+    nodes, tokens = ConvLayout.every(tree.nodes, reach, tree), tokens_of(tree).requires_grad_()
     nodes.split(tokens)[0].sum().backward()
     reads = torch.ones(tree.num_tokens)
     for node in range(len(tree.lengths)):

@@ -125,7 +125,7 @@ def without_content(patch: Patch) -> None:
 
 def untried(patch: Patch) -> None:
     """States are handed on without trying that out first, which would see what is broken here."""
-    patch.setattr(gated_delta, "hands_states", lambda *layer, **trial: True)
+    patch.setattr(gated_delta, "supports_initial_state", lambda *layer, **trial: True)
 
 
 def no_state(patch: Patch) -> None:

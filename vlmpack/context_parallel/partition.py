@@ -180,12 +180,6 @@ def _select(tensor: torch.Tensor, index: torch.Tensor, token_dim: int) -> torch.
     return tensor.index_select(token_dim, index)
 
 
-def tail_as_segment(segments: Segments) -> Segments:
-    """The same row, its tail the slot of one more segment without tokens: a mirrored cut leaves nothing over."""
-    tail = segments.total - segments.stride[-1]
-    return replace(segments, lengths=(*segments.lengths, 0), slots=(*segments.slots, tail))
-
-
 def _check_mirrored(segments: Segments, ranks: int) -> None:
     for i, slot in enumerate(segments.slots):
         if slot % (2 * ranks):
@@ -198,5 +192,5 @@ def _check_mirrored(segments: Segments, ranks: int) -> None:
     if tail:
         raise LayoutError(
             f"{tail} tokens lie behind the last boundary {segments.stride[-1]}, in no segment, and a mirrored cut "
-            "would lose them; make them a segment with tail_as_segment(segments), or cut contiguously"
+            "would lose them; put them into the last slot (SlotRule(tail_in_slot=True)), or cut contiguously"
         )

@@ -159,11 +159,6 @@ class Family:
         return self.has_vision and self.tile_tokens is None
 
     @property
-    def has_patch_rows(self) -> bool:
-        """Return whether its tower is called with patches [P, C]."""
-        return self.has_grids and self.flat_patches
-
-    @property
     def has_videos(self) -> bool:
         """Return whether it takes videos apart from images."""
         return "pixel_values_videos" in self.media

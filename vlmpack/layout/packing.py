@@ -130,14 +130,13 @@ class Compact:
     index: torch.Tensor | None = None
     """int64 [T']: where in the given row each token is; None: at the same place."""
 
-    def spread(self, tensor: torch.Tensor, *, token_dim: int = 1) -> torch.Tensor:
-        """Results of T' tokens along `token_dim` as T of the given row, 0 on padding. Differentiable."""
+    def spread(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Results [1, T', ...] as [1, T, ...] of the given row, 0 on padding. Differentiable."""
         if self.index is None:
             return tensor
-        count, shape = self.given.segments.num_tokens, list(tensor.shape)
-        shape[token_dim] = self.given.segments.total
-        real = tensor.narrow(token_dim, 0, count)
-        return tensor.new_zeros(shape).index_copy(token_dim, self.index[:count], real)
+        segments = self.given.segments
+        row = tensor.new_zeros(1, segments.total, *tensor.shape[2:])
+        return row.index_copy(1, self.index[: segments.num_tokens], tensor[:, : segments.num_tokens])
 
     def place(self, index: torch.Tensor) -> torch.Tensor:
         """Where in the given row these tokens are, int64."""

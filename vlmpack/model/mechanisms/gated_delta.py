@@ -4,11 +4,11 @@ Linear attention that carries state along the sequence: a causal convolution ove
 all of them (Yang et al., 2024, Gated Delta Networks). Neither reads position ids or attention masks.
 
 With flash-linear-attention, whose kernel restarts at given boundaries, a row goes through the layer in one call, with
-zeros between its segments for the convolution (`Spaced`). Otherwise it is cut into right-padded batches of samples of
-like length, or into single samples, whichever costs less (`Buckets`), and the layer runs on each.
+zeros between its segments for the convolution (`VarlenCalls`). Otherwise it is cut into right-padded batches of samples
+of like length, or into single samples, whichever costs less (`Buckets`), and the layer runs on each.
 
     row       a a a b b b b b c c
-    spaced    a a a 0 0 0  b b b b b 0 0 0  c c        buckets   a a a     b b b b b
+    one call  a a a 0 0 0  b b b b b 0 0 0  c c        buckets   a a a     b b b b b
                                                                  c c ~
     row       A A A B B B B B C C
 
@@ -38,19 +38,19 @@ from vlmpack.errors import ConfigError
 from vlmpack.layout.device import around_graph, outside_graph
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, plain_class, subclass
 from vlmpack.model.mechanisms.gated_delta_fla import check_fla, uses_fla
-from vlmpack.model.mechanisms.gated_delta_states import hands_states, with_state
-from vlmpack.model.mechanisms.recurrent_rows import Buckets, Spaced
+from vlmpack.model.mechanisms.gated_delta_states import supports_initial_state, with_state
+from vlmpack.model.mechanisms.recurrent_rows import Buckets, VarlenCalls
 from vlmpack.model.plain import check_not_bypassed
 from vlmpack.model.row import CONTEXT, RowContext
 
 CALL_COST = {"cpu": 16.0, "cuda": 65536.0}
 """The cost of one more call of a layer, in tokens, by type of device. A GPU scans a batch in the time of its longest
-sample, so there as few calls as `recurrent_rows.MAX_STRETCH` allows are best."""
+sample, so there as few calls as `recurrent_rows.MAX_OVERHEAD` allows are best."""
 
 
 @final
 class GatedDelta(ClassMechanism):
-    """Gated delta layers. A row's entry: how the layers compute it, in buckets or spaced."""
+    """Gated delta layers. A row's entry: how the layers compute it, in buckets or by a varlen kernel."""
 
     name: ClassVar[str] = "gated_delta"
 
@@ -58,7 +58,7 @@ class GatedDelta(ClassMechanism):
         """Every gated delta layer, hidden states [B, S, D] in and out."""
         return [(layer, row_class) for layer in model.layer_parts(self.name)]
 
-    def prepare(self, setup: RowSetup) -> Buckets | Spaced:
+    def prepare(self, setup: RowSetup) -> Buckets | VarlenCalls:
         """Choose by what computes the recurrence, and by cost. A prefix tree goes along the paths of its samples where
         states cannot be handed on.
 
@@ -66,17 +66,17 @@ class GatedDelta(ClassMechanism):
             BackendError: flash-linear-attention computes the layers, and does so wrongly or not at all here.
         """
         device, tree, layers = setup.row.input_ids.device, setup.row.tree, self.find(setup.model)
-        cut: Callable[..., Buckets | Spaced]
+        cut: Callable[..., Buckets | VarlenCalls]
         if uses_fla(setup.model.family):
             check_fla(device, training=torch.is_grad_enabled())
-            cut, tried_on = partial(Spaced.of, reach=reach(setup.text_config)), device
+            cut, tried_on = partial(VarlenCalls.of, taps=conv_taps(setup.text_config)), device
         else:
             call_cost, tried_on = CALL_COST.get(device.type, CALL_COST["cuda"]), torch.device("cpu")
             cut = partial(Buckets.cheapest, call_cost=call_cost)
         if tree is None or not layers:
             return cut(setup.row.segments)
-        hands = hands_states(plain_class(layers[0]), setup.text_config, cut=cut, device=tried_on)
-        return cut(tree.nodes, tree=tree) if hands else cut(setup.row.segments)
+        is_supported = supports_initial_state(plain_class(layers[0]), setup.text_config, cut=cut, device=tried_on)
+        return cut(tree.nodes, tree=tree) if is_supported else cut(setup.row.segments)
 
     def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
         """Tokens that each layer computes."""
@@ -108,8 +108,8 @@ def run_on_row(
 ) -> torch.Tensor:
     """[1, t, D] through the layer, sample by sample. The layer stays out of compiled graphs: it would be compiled again
     for nearly every row, and torch 2.13's aot_eager fails in its backward pass on any batch of two."""
-    delta: Buckets | Spaced = row.entries[GatedDelta.name]
-    if isinstance(delta, Spaced):
+    delta: Buckets | VarlenCalls = row.entries[GatedDelta.name]
+    if isinstance(delta, VarlenCalls):
         check_zeros(layer)
 
     def on_samples(stand_in: nn.Module, row_1TD: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ def run_on_row(
     return layer.out_proj(computed_tF[None])
 
 
-def reach(text_config: Any) -> int:
+def conv_taps(text_config: Any) -> int:
     """Tokens before its own that the convolution reads."""
     return text_config.linear_conv_kernel_dim - 1
 

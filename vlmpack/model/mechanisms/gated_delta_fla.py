@@ -126,21 +126,21 @@ def check_fla(device: torch.device, *, training: bool) -> None:
         )
 
 
-def fla_boundaries(stretches: Segments, device: torch.device) -> dict[str, torch.Tensor]:
+def fla_boundaries(pieces: Segments, device: torch.device) -> dict[str, torch.Tensor]:
     """Keywords by which a gated delta layer tells fla where its recurrence restarts; transformers leaves out what the
     loaded version does not take.
 
     fla reads the edges on the device. The other two, which it would derive from them, save a host–device sync.
     """
-    edges = {"cu_seq_lens_q": stretches.cu_seqlens(device), "cu_seqlens_cpu": stretches.cu_seqlens("cpu")}
+    edges = {"cu_seq_lens_q": pieces.cu_seqlens(device), "cu_seqlens_cpu": pieces.cu_seqlens("cpu")}
     if TorchVersion(sys.modules["fla"].__version__) >= UNKNOWN_CHUNKS:
         return edges
-    return {**edges, "chunk_indices": stretches.derived(("chunks", CHUNK), device, partial(_chunks, stretches))}
+    return {**edges, "chunk_indices": pieces.derived(("chunks", CHUNK), device, partial(_chunks, pieces))}
 
 
-def _chunks(stretches: Segments) -> np.ndarray:
-    """int32 [C, 2]: (stretch, chunk of it) of each run of at most CHUNK tokens that no edge cuts."""
-    counts = -(-np.asarray(stretches.lengths) // CHUNK)
+def _chunks(pieces: Segments) -> np.ndarray:
+    """int32 [C, 2]: (piece, chunk of it) of each run of at most CHUNK tokens that no edge cuts."""
+    counts = -(-np.asarray(pieces.lengths) // CHUNK)
     return np.stack([np.repeat(np.arange(len(counts)), counts), ranges(0, counts)], 1).astype(np.int32)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms.gated_delta_fla import fla_boundaries
-from vlmpack.model.mechanisms.recurrent_rows import Buckets, LayerState, Spaced
+from vlmpack.model.mechanisms.recurrent_rows import Buckets, LayerState, VarlenCalls
 from vlmpack.model.plain import cache_name
 
 
@@ -26,8 +26,8 @@ def with_state(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     takes a cache), and where its recurrence restarts."""
     name = cache_name(forward)
 
-    def run(hidden: torch.Tensor, state: LayerState | None, stretches: Segments | None = None) -> torch.Tensor:
-        boundaries = {} if stretches is None else fla_boundaries(stretches, hidden.device)
+    def run(hidden: torch.Tensor, state: LayerState | None, pieces: Segments | None = None) -> torch.Tensor:
+        boundaries = {} if pieces is None else fla_boundaries(pieces, hidden.device)
         return forward(hidden, **boundaries, **({} if state is None else {name: state}))
 
     return run
@@ -45,8 +45,8 @@ CLOSE_IN_TF32 = 2e-2
 """Largest error that counts as rounding, as a part of the largest entry, on a type of device, and on any other."""
 
 
-def hands_states(
-    layer_class: Any, text_config: Any, *, cut: Callable[..., Buckets | Spaced], device: torch.device
+def supports_initial_state(
+    layer_class: Any, text_config: Any, *, cut: Callable[..., Buckets | VarlenCalls], device: torch.device
 ) -> bool:
     """Return whether layers of this class compute, node by node with `LayerState`, what they compute in one call, and
     the same gradients where gradients are computed.
@@ -68,7 +68,7 @@ def hands_states(
     return _HANDS[key]
 
 
-def _is_exact(layer_class: Any, text_config: Any, delta: Buckets | Spaced, device: torch.device) -> bool:
+def _is_exact(layer_class: Any, text_config: Any, delta: Buckets | VarlenCalls, device: torch.device) -> bool:
     """Compare outputs, and the gradient of the input, of a layer with few channels and the model's own heads."""
     small, training = copy.copy(text_config), torch.is_grad_enabled()
     small.hidden_size = 8

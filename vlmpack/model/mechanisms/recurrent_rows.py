@@ -6,8 +6,8 @@
     buckets   a a a        b b b b b
               c c ~        d d d d d            ~ a copy of the sample's last token: finite, and never read again
 
-`SpacedCall` lays segments one after the other, each behind the tokens that a convolution reads before its first one:
-zeros, or in a tree the last tokens on the path to it. A recurrence restarts where `stretches` begin.
+`ConvLayout` lays segments one after the other, each behind the tokens that a convolution reads before its first one:
+zeros, or in a tree the last tokens on the path to it. A recurrence restarts where `pieces` begin.
 
 Both are computed level by level, roots first: each node of a tree starts from the state in which its parent ended.
 
@@ -31,7 +31,7 @@ from vlmpack.layout.device import to_device
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments, ranges
 
-MAX_STRETCH = 1.25
+MAX_OVERHEAD = 1.25
 """Most tokens that a bucket may compute for each real token that it holds."""
 
 _NOTHING = np.zeros(0, np.int64)
@@ -76,10 +76,10 @@ class LayerState:
         """[n, C, K + L]: the tail and the tokens; the layer leaves out what it computes of the tail."""
         if self.reads_row:
             return tokens_nCL
-        reach = settings["conv_kernel_size"] - 1
-        tail = tokens_nCL.new_zeros(*tokens_nCL.shape[:2], reach) if self.tail is None else self.tail
+        taps = settings["conv_kernel_size"] - 1
+        tail = tokens_nCL.new_zeros(*tokens_nCL.shape[:2], taps) if self.tail is None else self.tail
         joined = torch.cat([tail, tokens_nCL], -1)
-        self.tail = joined[..., joined.shape[-1] - reach :]
+        self.tail = joined[..., joined.shape[-1] - taps :]
         return joined
 
     def update_recurrent_state(self, state_nHDD: torch.Tensor, layer_idx: int, state_idx: int = 0) -> None:
@@ -149,7 +149,7 @@ class Buckets:
 
             best[j] = min over i < j of  best[i] + call_cost + segments(i .. j) * length[j]
 
-        where runs that would pad by more than `MAX_STRETCH` are left out. One segment a bucket is always allowed, and
+        where runs that would pad by more than `MAX_OVERHEAD` are left out. One segment a bucket is always allowed, and
         is what comes out when calls are cheap. Nodes with children share a call with those of their length alone.
 
         Args:
@@ -279,7 +279,7 @@ def _cheapest_cuts(lengths: np.ndarray, call_cost: float) -> list[int]:
     best, before = np.zeros(len(edges)), np.zeros(len(edges), np.int64)
     for stop in range(1, len(edges)):
         computed = (edges[stop] - edges[:stop]) * widths[stop - 1]
-        allowed = computed <= MAX_STRETCH * (tokens[stop] - tokens[:stop])
+        allowed = computed <= MAX_OVERHEAD * (tokens[stop] - tokens[:stop])
         cost = np.where(allowed, best[:stop] + call_cost + computed, np.inf)
         before[stop] = np.argmin(cost)
         best[stop] = cost[before[stop]]
@@ -294,25 +294,25 @@ def _cheapest_cuts(lengths: np.ndarray, call_cost: float) -> list[int]:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class SpacedCall:
-    """Segments in one call, each behind the `reach` tokens that a convolution reads before its first one; nothing is
-    before a root that comes first. Lengths [3, 5, 2], reach 3:
+class ConvLayout:
+    """Segments in one call, each behind the `taps` tokens that a convolution reads before its first one; nothing is
+    before a root that comes first. Lengths [3, 5, 2], taps 3:
 
         row          a a a b b b b b c c
         laid out     a a a 0 0 0  b b b b b 0 0 0  c c
-        stretches    6            8                2         zeros lie behind all that is read of a segment
+        pieces       6            8                2         zeros lie behind all that is read of a segment
 
-    Nodes of a tree, reach 2, P = p q r s, A = a a a, B = b b:
+    Nodes of a tree, taps 2, P = p q r s, A = a a a, B = b b:
 
         all nodes    p q r s  r s a a a  r s b b
-        stretches    4        2   3 + 2      2               P is read where it ends; behind A nothing is
+        pieces       4        2   3 + 2      2               P is read where it ends; behind A nothing is
 
     `split` takes them out of the row, and `join` is its inverse on their own tokens.
     """
 
     segments: Segments
     """The row, or the nodes of the tree."""
-    reach: int
+    taps: int
     """Tokens that a convolution reads before each token: its width less one."""
     nodes: tuple[int, ...]
     """The segments of the call, none empty, in the order in which they lie in it."""
@@ -320,10 +320,10 @@ class SpacedCall:
     """The tree; None: all segments are roots, and the call has all of them."""
 
     @classmethod
-    def every(cls, segments: Segments, reach: int, tree: PrefixTree | None = None) -> SpacedCall:
+    def every(cls, segments: Segments, taps: int, tree: PrefixTree | None = None) -> ConvLayout:
         """All segments that have tokens, in the order of the row."""
         nodes = tuple(i for i, n in enumerate(segments.lengths) if n)
-        return cls(segments=segments, reach=reach, nodes=nodes, tree=tree)
+        return cls(segments=segments, taps=taps, nodes=nodes, tree=tree)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -333,23 +333,23 @@ class SpacedCall:
     @property
     def lead(self) -> int:
         """Tokens before the first segment."""
-        return 0 if self.tree is None or self.tree.parents[self.nodes[0]] < 0 else self.reach
+        return 0 if self.tree is None or self.tree.parents[self.nodes[0]] < 0 else self.taps
 
     @cached_property
     def tokens(self) -> int:
         """Width W of the call, repeated tokens and zeros included: what a layer computes."""
-        return self.lead + sum(self.lengths) + self.reach * (len(self.nodes) - 1)
+        return self.lead + sum(self.lengths) + self.taps * (len(self.nodes) - 1)
 
     @cached_property
-    def stretches(self) -> Segments:
-        """Stretches over which a recurrence runs. A segment's begins at its first token, and ends with its last one if
+    def pieces(self) -> Segments:
+        """Pieces over which a recurrence runs. A segment's begins at its first token, and ends with its last one if
         it has children, which start from there. None is empty, and they cover the call: kernels leave what lies behind
         the last boundary unwritten."""
         return Segments.from_lengths(self._cut[0])
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The number of each segment's stretch."""
+        """The number of each segment's piece."""
         return self._cut[1]
 
     def split(self, row_1TD: torch.Tensor) -> list[torch.Tensor]:
@@ -369,15 +369,15 @@ class SpacedCall:
 
     @cached_property
     def _cut(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(lengths of the stretches, the number of each segment's)."""
+        """(lengths of the pieces, the number of each segment's)."""
         lengths: list[int] = [self.lead] if self.lead else []
         numbers: list[int] = []
         have_children = {*self.tree.parents} if self.tree is not None else set[int]()
         for before, node in zip((None, *self.nodes), self.nodes, strict=False):
-            if before in have_children and self.reach:
-                lengths.append(self.reach)
+            if before in have_children and self.taps:
+                lengths.append(self.taps)
             elif before is not None:
-                lengths[-1] += self.reach
+                lengths[-1] += self.taps
             numbers.append(len(lengths))
             lengths.append(self.segments.lengths[node])
         return tuple(lengths), tuple(numbers)
@@ -388,51 +388,51 @@ class SpacedCall:
         starts = np.asarray([self.segments.stride[node] for node in self.nodes], np.int64)
         lengths = np.asarray(self.lengths, np.int64)
         before = self.tree.predecessor("cpu").numpy()
-        tails_GK = np.empty((len(self.nodes), self.reach), np.int64)
+        tails_GK = np.empty((len(self.nodes), self.taps), np.int64)
         reached = starts
-        for tap in reversed(range(self.reach)):
+        for tap in reversed(range(self.taps)):
             reached = np.where(reached < 0, -1, before[reached])
             tails_GK[:, tap] = reached
         is_own = np.zeros(self.tokens, bool)
         is_own[self._own()] = True
         source = np.empty(self.tokens, np.int64)
-        source[is_own], source[~is_own] = ranges(starts, lengths), tails_GK.ravel()[self.reach - self.lead :]
+        source[is_own], source[~is_own] = ranges(starts, lengths), tails_GK.ravel()[self.taps - self.lead :]
         return np.where(source < 0, self.segments.total, source)
 
     def _own(self) -> np.ndarray:
         """int64 [r]: where each of the segments' own tokens lies."""
         lengths = np.asarray(self.lengths, np.int64)
-        return np.arange(lengths.sum()) + np.repeat(self.lead + self.reach * np.arange(len(lengths)), lengths)
+        return np.arange(lengths.sum()) + np.repeat(self.lead + self.taps * np.arange(len(lengths)), lengths)
 
     def _places(self, device: torch.device) -> torch.Tensor:
         return self._derived("places", device, self._own)
 
     def _derived(self, what: str, device: torch.device, make: Callable[[], np.ndarray]) -> torch.Tensor:
-        return self.segments.derived(("spaced", self.reach, self.nodes, what), device, make)
+        return self.segments.derived(("conv layout", self.taps, self.nodes, what), device, make)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Spaced:
+class VarlenCalls:
     """A row, or a tree, for kernels that restart at given boundaries: one call a level."""
 
     segments: Segments
     """The row, or the nodes of the tree."""
-    levels: tuple[SpacedCall, ...]
-    """The call of each depth, roots first. Nodes without children come first in it: fewer stretches are needed."""
+    levels: tuple[ConvLayout, ...]
+    """The call of each depth, roots first. Nodes without children come first in it: fewer pieces are needed."""
     tree: PrefixTree | None = None
     """The tree; None: all segments are roots."""
 
     @classmethod
-    def of(cls, segments: Segments, *, reach: int, tree: PrefixTree | None = None) -> Spaced:
-        """Lay out a row, or `tree.nodes`, for a convolution that reads `reach` tokens before each token."""
+    def of(cls, segments: Segments, *, taps: int, tree: PrefixTree | None = None) -> VarlenCalls:
+        """Lay out a row, or `tree.nodes`, for a convolution that reads `taps` tokens before each token."""
         if tree is None:
-            return cls(segments=segments, levels=(SpacedCall.every(segments, reach),))
+            return cls(segments=segments, levels=(ConvLayout.every(segments, taps),))
         have_children = {*tree.parents}
         levels: list[list[int]] = [[] for _ in range(max(tree.depths) + 1)]
         for node in sorted(range(len(tree.lengths)), key=have_children.__contains__):
             levels[tree.depths[node]].append(node)
-        calls = [SpacedCall(segments=segments, reach=reach, nodes=tuple(level), tree=tree) for level in levels]
+        calls = [ConvLayout(segments=segments, taps=taps, nodes=tuple(level), tree=tree) for level in levels]
         return cls(segments=segments, levels=tuple(calls), tree=tree)
 
     @property
@@ -442,7 +442,7 @@ class Spaced:
 
     def run(self, layer: Callable[..., torch.Tensor], row_1TD: torch.Tensor) -> torch.Tensor:
         """[1, T, D] through a layer, level by level: of [1, W, D], a `LayerState` (None where nothing is carried) and
-        the stretches of the call."""
+        the pieces of the call."""
         outputs: list[torch.Tensor] = []
         ended: torch.Tensor | None = None
         for depth, level in enumerate(self.levels):
@@ -450,14 +450,14 @@ class Spaced:
             if len(self.levels) > 1:
                 starts = None if ended is None else self._starts(depth, ended)
                 state = LayerState(state_nHDD=starts, reads_row=True)
-            outputs.append(level.join([layer(*level.split(row_1TD), state, level.stretches)]))
+            outputs.append(level.join([layer(*level.split(row_1TD), state, level.pieces)]))
             ended = None if state is None else state.state
         if self.tree is None:
             return outputs[0]
         return torch.cat(outputs, 1).index_select(1, self._derived("order", row_1TD.device, self._order))
 
     def _starts(self, depth: int, ended_mHDD: torch.Tensor) -> torch.Tensor:
-        """[n, H, D, D']: the state in which each stretch of a level starts, out of those in which the level above
+        """[n, H, D, D']: the state in which each piece of a level starts, out of those in which the level above
         ended; zeros where no node begins."""
         assert self.tree is not None
         level, above, parents = self.levels[depth], self.levels[depth - 1], self.tree.parents
@@ -467,7 +467,7 @@ class Spaced:
             ("parents", depth), device, lambda: np.asarray([number[parents[node]] for node in level.nodes])
         )
         of_node = self._derived(("nodes", depth), device, lambda: np.asarray(level.numbers))
-        starts = ended_mHDD.new_zeros(len(level.stretches.lengths), *ended_mHDD.shape[1:])
+        starts = ended_mHDD.new_zeros(len(level.pieces.lengths), *ended_mHDD.shape[1:])
         return starts.index_copy(0, of_node, ended_mHDD.index_select(0, of_parent))
 
     def _order(self) -> np.ndarray:
@@ -476,4 +476,4 @@ class Spaced:
         return np.argsort(np.concatenate([np.arange(*span) for span in spans]))
 
     def _derived(self, what: Hashable, device: torch.device, make: Callable[[], np.ndarray]) -> torch.Tensor:
-        return self.segments.derived(("spaced levels", what), device, make)
+        return self.segments.derived(("varlen calls", what), device, make)

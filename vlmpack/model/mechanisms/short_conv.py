@@ -4,12 +4,12 @@ A layer projects each token to three, multiplies two of them, convolves the prod
 each and itself, multiplies by the third, and projects (Liquid AI, 2025, LFM2). It reads no position ids, and of
 attention masks only those of padding.
 
-A row goes through the unmodified layer in one call, with K zeros between its segments (`SpacedCall`): what is zero is
+A row goes through the unmodified layer in one call, with K zeros between its segments (`ConvLayout`): what is zero is
 zero behind the projection, so a sample's first tokens find what they find alone. Whatever computes the convolution,
 PyTorch or causal-conv1d, needs no boundaries.
 
     row       a a a b b b b b c c
-    spaced    a a a 0 0  b b b b b 0 0  c c
+    one call  a a a 0 0  b b b b b 0 0  c c
     row       A A A B B B B B C C
 
 A prefix tree has in place of the zeros what the first tokens of each node read, the last K tokens on the path to it.
@@ -30,14 +30,14 @@ from torch import nn
 from vlmpack.layout.device import around_graph, outside_graph
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
 from vlmpack.model.mechanisms.gated_delta import CALL_COST
-from vlmpack.model.mechanisms.recurrent_rows import Buckets, SpacedCall
+from vlmpack.model.mechanisms.recurrent_rows import Buckets, ConvLayout
 from vlmpack.model.plain import check_not_bypassed
 from vlmpack.model.row import CONTEXT, RowContext
 
 
 @final
 class ShortConv(ClassMechanism):
-    """Short convolutions. A row's entry: how the layers compute it, spaced or in buckets."""
+    """Short convolutions. A row's entry: how the layers compute it, in one call or in buckets."""
 
     name: ClassVar[str] = "short_conv"
 
@@ -45,12 +45,12 @@ class ShortConv(ClassMechanism):
         """Every short convolution, hidden states [B, S, D] in and out."""
         return [(layer, row_class) for layer in model.layer_parts(self.name)]
 
-    def prepare(self, setup: RowSetup) -> SpacedCall | Buckets:
+    def prepare(self, setup: RowSetup) -> ConvLayout | Buckets:
         """Lay zeros between samples, or cut the row where a projection has a bias."""
         segments, device, tree = setup.row.segments, setup.row.input_ids.device, setup.row.tree
         if any(map(has_bias, self.find(setup.model))):
             return Buckets.cheapest(segments, call_cost=CALL_COST.get(device.type, CALL_COST["cuda"]))
-        return SpacedCall.every(segments if tree is None else tree.nodes, setup.text_config.conv_L_cache - 1, tree)
+        return ConvLayout.every(segments if tree is None else tree.nodes, setup.text_config.conv_L_cache - 1, tree)
 
     def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
         """Tokens that each layer computes."""
@@ -81,7 +81,7 @@ def row_class(base: Any) -> type[nn.Module]:
 def run_on_row(layer: Callable[..., torch.Tensor], hidden_1tD: torch.Tensor, row: RowContext) -> torch.Tensor:
     """[1, t, D] through the layer, sample by sample. It stays out of compiled graphs: it would be compiled again for
     nearly every row."""
-    conv: SpacedCall | Buckets = row.entries[ShortConv.name]
+    conv: ConvLayout | Buckets = row.entries[ShortConv.name]
 
     def on_samples(row_1TD: torch.Tensor) -> torch.Tensor:
         return conv.join([layer(part) for part in conv.split(row_1TD)])
