@@ -130,7 +130,7 @@ def test_a_loop_of_ones_own_learns_and_rows_take_less(tmp_path: Path) -> None:
     assert summed < 1e-5 < 0.01 < averaged
     epochs = [line.split() for line in said.splitlines() if line.startswith("epoch")]
     losses, f1 = [float(words[3]) for words in epochs], [float(words[-1]) for words in epochs]
-    assert losses[-1] < 0.1 < losses[0]
+    assert losses[-1] < 0.2 < losses[0]
     assert f1[0] < 0.3 < max(f1)
     (memory,) = re.findall(r"(\d+)% of the memory", said)
     assert int(memory) < 80
