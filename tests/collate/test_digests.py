@@ -79,6 +79,7 @@ CHANGED = {
     "keys": {**BASE, "images": [{"image": picture(90, 60), "max_pixels": 5000}]},
     "other keys": {**BASE, "images": [{"image": picture(90, 60), "max_pixels": 5001}]},
     "plain": PLAIN,
+    "a question and its answer in columns": {"question": "2 + 3?", "answer": "5"},
     "plain prompt": {**PLAIN, "prompt": "2 + 3 ="},
     "both its answers are a target": {**BASE, "messages": 2 * BASE["messages"], "images": 2 * [picture(90, 60)]},
     "only its last answer is a target": {

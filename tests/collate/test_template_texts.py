@@ -156,11 +156,12 @@ KEYS = [
 
 
 @pytest.mark.parametrize(("key", "value"), KEYS, ids=[key for key, _ in KEYS])
-@pytest.mark.parametrize("shape", ["messages", "conversations"])
+@pytest.mark.parametrize("shape", ["messages", "conversations", "texts"])
 def test_a_key_that_nothing_reads_is_refused_by_name_and_can_be_left_out(shape, key, value):
     answers = {"messages": {**SAY, key: value}, "conversations": {"from": "gpt", "value": "It is 4", key: value}}
     questions = {"messages": ASK, "conversations": {"from": "human", "value": "2 + 2?"}}
-    feature = {shape: [questions[shape], answers[shape]]}
+    pair = {"user": "2 + 2?", "assistant": "It is 4", key: value}
+    feature = {shape: [pair] if shape == "texts" else [questions[shape], answers[shape]]}
     with pytest.raises(
         SampleError, match=rf"messages\[1\] \(assistant\) has {key}.*VLMCollator\(ignored_keys=\('{key}',\)\)"
     ) as caught:

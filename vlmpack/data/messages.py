@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from math import inf
@@ -38,6 +38,7 @@ from vlmpack.data.formats import (
     FLAGS,
     KINDS,
     MEDIA,
+    PAIRS,
     TURNS,
     Kind,
     as_messages,
@@ -223,7 +224,8 @@ def read_conversation(
     """
     reads_media = has_vision and markers != "text"
     if ignored_keys:
-        feature = {**feature, **{name: _without(feature[name], ignored_keys) for name in TURNS if name in feature}}
+        turns = [name for name in (*TURNS, *PAIRS) if name in feature]
+        feature = {**feature, **{name: _without(feature[name], ignored_keys) for name in turns}}
     try:
         row = as_messages(feature, inline=reads_media)
     except SampleError as error:
@@ -239,8 +241,7 @@ def read_conversation(
     has_media = any(conversation.media.values()) or not has_vision
     unread = check_unread(row, has_media=has_media, texts=conversation.plain or tuple(conversation.texts()))
     warned = [kind for kind in lost if reads_media and markers == "auto"]
-    notes: dict[str, Any] = {"unread": unread, "unplaced": next(iter(warned), None)}
-    return Conversation(**{**vars(conversation), **notes})
+    return replace(conversation, unread=unread, unplaced=next(iter(warned), None))
 
 
 def _without(turns: Any, keys: Collection[str]) -> Any:
@@ -641,7 +642,7 @@ def _check_numbered(turns: Sequence[Mapping[str, Any]], kind: Kind) -> None:
         raise Refusal("ambiguous_media", f"{fault}; {remedy}")
 
 
-def _refuse_marker(kind: Kind, count: int, feature: Mapping[str, Any]) -> None:
+def _refuse_marker(kind: str, count: int, feature: Mapping[str, Any]) -> None:
     """Refuse markers in users' texts of media that the sample has not: they would be trained on as text."""
     columns = [name for name in (kind, f"{kind}s") if name in feature]
     reasons = [f"its {name} is {'None' if feature[name] is None else 'empty'}" for name in columns]
