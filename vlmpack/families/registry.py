@@ -8,7 +8,6 @@ from importlib.metadata import version
 from typing import Any
 
 from torch import nn
-from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from vlmpack.errors import FamilyError
 from vlmpack.families.family import Family
@@ -68,11 +67,12 @@ _ROPE_BY_LENGTH = ("dynamic", "longrope")
 
 def is_classifier(model: nn.Module) -> bool:
     """Return whether a model scores samples or tokens by transformers' own classification heads (reward models)."""
-    return isinstance(model, CLASSIFIERS)
+    return any(cls.__name__ in CLASSIFIERS for cls in type(model).__mro__)
 
 
-CLASSIFIERS = (GenericForSequenceClassification, GenericForTokenClassification)
-"""Their forward pass is one for all families: it calls the backbone, and scores hidden states."""
+CLASSIFIERS = ("GenericForSequenceClassification", "GenericForTokenClassification")
+"""Names of transformers' classes, which are not imported here: their forward pass is one for all families. It calls the
+backbone, and scores hidden states."""
 
 
 def family_of(model: Any) -> Family:

@@ -82,7 +82,7 @@ def packed_class(base: Any) -> type[nn.Module]:
             _attach_attention(self)
 
     body: dict[str, Any] = {"__setstate__": setstate, "set_attn_implementation": set_attn_implementation}
-    if any(cls in CLASSIFIERS for cls in base.__mro__):
+    if any(cls.__name__ in CLASSIFIERS for cls in base.__mro__):
         return subclass(base, {**body, "forward": _forward_of_classifier(base)}, packed_class)
     body |= {
         "forward": around_graph(_forward_of(base)),
