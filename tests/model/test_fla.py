@@ -21,7 +21,7 @@ from vlmpack.errors import BackendError, ConfigError
 from vlmpack.families import family_named
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments
-from vlmpack.model.mechanisms.gated_delta import check_zeros, reach
+from vlmpack.model.mechanisms.gated_delta import check_zeros, conv_taps
 from vlmpack.model.mechanisms.gated_delta_fla import CHUNK, FlaCall, check_fla, fla_boundaries, uses_fla
 from vlmpack.testing import tiny_model
 
@@ -201,4 +201,4 @@ def test_the_convolution_reaches_as_far_as_its_weights(family: str) -> None:
     found = family_named(family)
     (layer, *_) = gated_delta_layers(model)
     weight = layer.get_parameter("conv1d.weight")
-    assert reach(found.text_config(model.config)) == weight.shape[-1] - 1 > 0
+    assert conv_taps(found.text_config(model.config)) == weight.shape[-1] - 1 > 0
