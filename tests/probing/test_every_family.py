@@ -73,22 +73,16 @@ def circumstances_of(what: str) -> tuple[Circumstance, ...]:
     return (LEFT,) if what == "packing" else (GAPS, ROW)
 
 
+@pytest.mark.parametrize("shares", [False, True], ids=["row", "tree"])
 @pytest.mark.parametrize("family", one_of_each())
-def test_each_broken_mechanism_is_named_and_nothing_broken_is_exact(family: str, monkeypatch: Patch) -> None:
+def test_each_broken_mechanism_is_named_and_nothing_broken_is_exact(
+    family: str, shares: bool, monkeypatch: Patch
+) -> None:
     for what, (breaks, expected) in broken_in(family).items():
-        with monkeypatch.context() as patch:
-            breaks(family, patch)
-            bad = bad_checks(family, *circumstances_of(what), patch=patch)
-            assert causes_of(bad) == expected, (what, bad)
-
-
-@pytest.mark.parametrize("family", one_of_each())
-def test_so_it_is_in_a_row_whose_samples_share_prefixes(family: str, monkeypatch: Patch) -> None:
-    for what, (breaks, expected) in broken_in(family).items():
-        if what in IN_A_TREE:
+        if not shares or what in IN_A_TREE:
             with monkeypatch.context() as patch:
                 breaks(family, patch)
-                bad = bad_checks(family, TREE, patch=patch)
+                bad = bad_checks(family, *((TREE,) if shares else circumstances_of(what)), patch=patch)
                 assert causes_of(bad) == expected, (what, bad)
 
 

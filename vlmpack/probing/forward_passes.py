@@ -232,8 +232,6 @@ class ForwardResult:
     """Of `PackedStep`."""
     sample_losses: torch.Tensor | None = None
     """[B]: mean loss of each sample; plain transformers returns none."""
-    sample_targets: torch.Tensor | None = None
-    """[B]: number of targets of each sample; plain transformers returns none."""
     target_share: float = 1.0
     """The samples' targets, as a part of the divisor of the loss."""
 
@@ -332,7 +330,6 @@ class PackedPass:
             loss=result.loss,
             step=result if isinstance(result, StepResult) else None,
             sample_losses=result.sample_losses,
-            sample_targets=result.sample_targets,
             target_share=1.0 if divisor is None else total_targets(samples) / divisor,
         )
 
