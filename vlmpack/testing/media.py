@@ -81,9 +81,7 @@ def _marked_squares(config: Any, grid: Grid, draw: Draw, *, several: bool) -> Ti
     """Tiles, one for each cell of the form, and a thumbnail if these are several, with a token of text behind each."""
     cells, side = grid[1] * grid[2], config.vision_config.image_size
     tensors = {"pixel_values": draw(cells + (cells > 1), 3, side, side)}
-    rule = family_named(config.model_type).tile_tokens
-    assert rule is not None
-    return TiledImage(ids=_between(config, *rule(tensors, config), mark=True), tensors=tensors)
+    return TiledImage(ids=_between(config, *_runs(config, tensors), mark=True), tensors=tensors)
 
 
 def _crops(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
@@ -152,9 +150,13 @@ def _anyres(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage
 
 def _of_family(config: Any, tensors: dict[str, torch.Tensor]) -> list[int]:
     """The tokens of an image, as its family counts them."""
+    return _between(config, *_runs(config, tensors))
+
+
+def _runs(config: Any, tensors: dict[str, torch.Tensor]) -> Sequence[int]:
     rule = family_named(config.model_type).tile_tokens
     assert rule is not None
-    return _between(config, *rule(tensors, config))
+    return rule(tensors, config)
 
 
 def _marked_tiles(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
@@ -164,15 +166,6 @@ def _marked_tiles(config: Any, grid: Grid, draw: Draw, *, several: bool) -> Tile
     mask = torch.ones(1, tiles, side, side, dtype=torch.int64)
     tensors = {"pixel_values": draw(1, tiles, 3, side, side), "pixel_attention_mask": mask}
     return TiledImage(ids=_between(config, *[run] * tiles, mark=True), tensors=tensors)
-
-
-def _separated_tiles(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
-    """A run of placeholders for each cell of the form and one for the whole image, a token of text between them."""
-    tiles, side = grid[1] * grid[2], config.vision_config.image_size
-    tensors = {"pixel_values": draw(tiles + (tiles > 1), 3, side, side)}
-    rule = family_named(config.model_type).tile_tokens
-    assert rule is not None
-    return TiledImage(ids=_between(config, *rule(tensors, config), mark=True), tensors=tensors)
 
 
 def _rows_of_tokens(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
@@ -210,9 +203,7 @@ def _views(config: Any, grid: Grid, draw: Draw, *, several: bool) -> TiledImage:
     tensors = {"pixel_values": draw(1, 3, side, side), "num_local_patches": torch.tensor([tiles])}
     if tiles:
         tensors["pixel_values_local"] = draw(tiles, 3, side // 2, side // 2)
-    rule = family_named(config.model_type).tile_tokens
-    assert rule is not None
-    return TiledImage(ids=[config.image_token_id] * sum(rule(tensors, config)), tensors=tensors)
+    return TiledImage(ids=[config.image_token_id] * sum(_runs(config, tensors)), tensors=tensors)
 
 
 def _frames_of_one_size(config: Any, grid: Grid, draw: Draw) -> TiledImage:
@@ -258,7 +249,7 @@ TILE_RULES: dict[str, TileRule] = {
     "deepseek_ocr2": _views,
     "cohere2_vision": _marked_squares,
     "aya_vision": _marked_squares,
-    "llama4": _separated_tiles,
+    "llama4": _marked_squares,
     "gemma3": _crops,
     "gemma4": _padded_patches,
     "gemma4_unified": _merged_patches,

@@ -102,8 +102,7 @@ def deepseek_text(sizes: TinySizes) -> dict[str, Any]:
 
 
 def deepseek_ocr2_text(sizes: TinySizes) -> dict[str, Any]:
-    shared = {"n_routed_experts": sizes.experts, "n_shared_experts": 1}
-    return {**shared, "mlp_layer_types": ["sparse"] * sizes.layers}
+    return {"n_routed_experts": sizes.experts, "n_shared_experts": 1, "mlp_layer_types": ["sparse"] * sizes.layers}
 
 
 def ernie_text(sizes: TinySizes) -> dict[str, Any]:
@@ -292,12 +291,7 @@ def anyres_settings(sizes: TinySizes) -> dict[str, Any]:
 
 def glm_vision(sizes: TinySizes) -> dict[str, Any]:
     side = 4 * sizes.merge * (sizes.patch_size or 1)
-    return {
-        **patch_blocks(sizes),
-        **vision_settings(sizes),
-        "intermediate_size": 2 * sizes.vision_hidden,
-        "image_size": side,
-    }
+    return {**patch_blocks(sizes), **vision_settings(sizes), "image_size": side}
 
 
 def paddle_vision(sizes: TinySizes) -> dict[str, Any]:
@@ -305,14 +299,9 @@ def paddle_vision(sizes: TinySizes) -> dict[str, Any]:
 
 
 def ernie_vision(sizes: TinySizes) -> dict[str, Any]:
-    return {
-        "hidden_size": sizes.vision_hidden,
-        "intermediate_size": 2 * sizes.vision_hidden,
-        "depth": sizes.vision_depth,
-        "num_heads": sizes.vision_heads,
-        "patch_size": sizes.patch_size,
-        "spatial_merge_size": sizes.merge,
-    }
+    others = ("in_channels", "temporal_patch_size", "out_hidden_size")
+    settings = {**patch_blocks(sizes), **vision_settings(sizes)}
+    return {name: value for name, value in settings.items() if name not in others}
 
 
 def video_ends(sizes: TinySizes) -> dict[str, Any]:
@@ -431,10 +420,9 @@ def gemma4_settings(sizes: TinySizes) -> dict[str, Any]:
 
 
 def omni_windowed_vision(sizes: TinySizes) -> dict[str, Any]:
-    """Windows of 4 x 4 tokens as in the released models; the last block sees whole images."""
-    assert sizes.patch_size is not None
-    windows = {"window_size": 4 * sizes.merge * sizes.patch_size, "fullatt_block_indexes": [sizes.vision_depth - 1]}
-    return {**patch_blocks(sizes), **vision_settings(sizes), **windows}
+    """Windows as in Qwen2.5-VL."""
+    windows = {name: size for name, size in windowed_vision(sizes).items() if name != "tokens_per_second"}
+    return {**patch_blocks(sizes), **windows}
 
 
 def omni_deepstack_vision(sizes: TinySizes) -> dict[str, Any]:
