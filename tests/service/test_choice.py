@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def test_greedy_is_the_largest_logit_whatever_the_seed_and_of_equals_the_first()
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-12, 1e-6])
 @pytest.mark.parametrize("limits", [{}, {"top_k": 5}, {"top_p": 0.5}], ids=str)
-def test_next_to_no_temperature_is_greedy(temperature: float, limits: dict[str, float]) -> None:
+def test_next_to_no_temperature_is_greedy(temperature: float, limits: dict[str, Any]) -> None:
     logits = logits_of()
     params = SamplingParams(temperature=temperature, **limits)
     choices = [choose_one(logits, params, seed=i, rounding=1e-6) for i in range(20)]
