@@ -24,11 +24,11 @@ from vlmpack.model.plain import cache_name
 def with_state(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The forward of a layer as a function of hidden states, the state that it starts from (under whatever name it
     takes a cache), and where its recurrence restarts."""
-    name = cache_name(forward)
 
     def run(hidden: torch.Tensor, state: LayerState | None, pieces: Segments | None = None) -> torch.Tensor:
         boundaries = {} if pieces is None else fla_boundaries(pieces, hidden.device)
-        return forward(hidden, **boundaries, **({} if state is None else {name: state}))
+        given = {} if state is None else {cache_name(forward): state}  # a wrapper, such as PEFT's, names no cache
+        return forward(hidden, **boundaries, **given)
 
     return run
 
