@@ -32,7 +32,7 @@ def ask(processor: Any, image: Any) -> Any:
 
 
 def sample(prompt: Any, answer: torch.Tensor) -> dict[str, Any]:
-    """A tokenised sample; the prompt is not learnt."""
+    """A tokenized sample; the prompt is not a target."""
     start = prompt["input_ids"][0]
     labels = torch.cat([torch.full_like(start, IGNORE), answer])
     pixels = {name: prompt[name] for name in ("pixel_values", "image_grid_thw")}
@@ -61,7 +61,7 @@ def grpo_loss(
     old: torch.Tensor,
     reference: torch.Tensor,
     advantages: torch.Tensor,
-    learnt: torch.Tensor,
+    is_target: torch.Tensor,
     *,
     clip: float = 0.2,
     beta: float = 0.02,
@@ -71,14 +71,14 @@ def grpo_loss(
     Args:
         new, old, reference: [B, S] log-probabilities of the policy, of the one that drew the samples, of the reference.
         advantages: [B].
-        learnt: bool [B, S], tokens that were drawn.
+        is_target: bool [B, S], tokens that were drawn.
         clip: how far a ratio may leave 1.
         beta: weight of the penalty, exp(d) - d - 1 with d = reference - new (Schulman's estimator of the divergence).
     """
     ratio, weight = (new - old).exp(), advantages[:, None]
     gain = torch.minimum(ratio * weight, ratio.clamp(1 - clip, 1 + clip) * weight)
     penalty = (reference - new).exp() - (reference - new) - 1
-    return (((beta * penalty - gain) * learnt).sum(1) / learnt.sum(1)).mean()
+    return (((beta * penalty - gain) * is_target).sum(1) / is_target.sum(1)).mean()
 
 
 def main(args: argparse.Namespace) -> None:
@@ -121,13 +121,13 @@ def main(args: argparse.Namespace) -> None:
             advantages += ((scores - scores.mean()) / (scores.std() + 1e-6)).tolist()
             samples += [sample(prompt, answer) for answer in group]
         row = collate(samples)  # one tree for each prompt, its samples the branches
-        learnt = unpack(row.shift_labels != IGNORE, row.segments).to(device)
+        is_target = unpack(row.shift_labels != IGNORE, row.segments).to(device)
         weights = torch.tensor(advantages, device=device)
         with torch.no_grad():
             drawn_by, start = (run(row, temperature=args.temperature) for run in (step, reference))
         for _ in range(args.iterations):
             result = step(row, temperature=args.temperature)
-            grpo_loss(result.logprobs, drawn_by.logprobs, start.logprobs, weights, learnt).backward()
+            grpo_loss(result.logprobs, drawn_by.logprobs, start.logprobs, weights, is_target).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -143,7 +143,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--group", type=int, default=16, help="answers to a question in a round")
     parser.add_argument("--length", type=int, default=12, help="tokens of an answer at most")
-    parser.add_argument("--iterations", type=int, default=2, help="optimiser steps on the answers of a round")
+    parser.add_argument("--iterations", type=int, default=2, help="optimizer steps on the answers of a round")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument(
         "--rate", type=float, default=3e-3, help="learning rate, of which GRPO after --warmup takes a fifth"

@@ -20,12 +20,9 @@ NO_WIDGETS = "ignore::Warning:tqdm.auto"
 """tqdm asks for ipywidgets whenever it finds itself in a notebook."""
 
 
-def notebook_of(number: str) -> Path:
-    return next(path for path in NOTEBOOKS if path.name.startswith(number))
-
-
-def executed(notebook: Path, where: Path) -> Any:
-    """The notebook after a run that knows nothing of the machine's Jupyter and reaches no hub."""
+def executed(number: str, where: Path) -> Any:
+    """The notebook after a run without warnings that knows nothing of the machine's Jupyter and reaches no hub."""
+    notebook = next(path for path in NOTEBOOKS if path.name.startswith(number))
     target = where / notebook.name
     own = {f"JUPYTER_{name}_DIR": str(where) for name in ("CONFIG", "DATA", "RUNTIME")}
     settings = {
@@ -36,15 +33,13 @@ def executed(notebook: Path, where: Path) -> Any:
         "PYTHONWARNINGS": NO_WIDGETS,
         "PYTHONPATH": os.pathsep.join([str(notebook.parent), os.environ.get("PYTHONPATH", "")]),  # measures.py
     }
-    done = subprocess.run(
-        [sys.executable, str(RUNNER), str(notebook), str(target)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, **own, **settings},
-    )
+    command = [sys.executable, str(RUNNER), str(notebook), str(target)]
+    environment = {**os.environ, **own, **settings}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
-    return nbformat.read(target, as_version=4)
+    done = nbformat.read(target, as_version=4)
+    assert [output.text for output in outputs(done) if output.get("name") == "stderr"] == []
+    return done
 
 
 def outputs(notebook: Any) -> list[Any]:
@@ -53,10 +48,6 @@ def outputs(notebook: Any) -> list[Any]:
 
 def pictures(notebook: Any) -> list[Any]:
     return [output for output in outputs(notebook) if "image/png" in output.get("data", {})]
-
-
-def stderr(notebook: Any) -> list[str]:
-    return [output.text for output in outputs(notebook) if output.get("name") == "stderr"]
 
 
 def printed(notebook: Any) -> str:
@@ -69,20 +60,9 @@ def numbers_after(start: str, text: str) -> list[float]:
     return [float(word) for word in line.split() if word[0].isdigit()]
 
 
-def test_there_is_a_notebook() -> None:
-    assert [path.name for path in NOTEBOOKS] == [
-        "01_pack_receipts.ipynb",
-        "02_inside_a_row.ipynb",
-        "03_plan_an_epoch.ipynb",
-        "04_own_loop.ipynb",
-        "05_step_service.ipynb",
-        "06_grpo_shared_prefixes.ipynb",
-    ]
-
-
 @pytest.mark.slow
 def test_it_runs_and_shows_receipts_rows_training_and_a_prediction(tmp_path: Path) -> None:
-    notebook = executed(notebook_of("01"), tmp_path)
+    notebook = executed("01", tmp_path)
     assert len(pictures(notebook)) >= 3
     said = printed(notebook)
     losses = [float(line.split()[-1]) for line in said.splitlines() if line.startswith("step")]
@@ -90,12 +70,11 @@ def test_it_runs_and_shows_receipts_rows_training_and_a_prediction(tmp_path: Pat
     assert losses[-1] < losses[0] / 2
     for text in ("padded", "packed", "prediction", "truth", "field F1"):
         assert text in said
-    assert stderr(notebook) == []
 
 
 @pytest.mark.slow
 def test_a_leak_made_on_purpose_is_named(tmp_path: Path) -> None:
-    notebook = executed(notebook_of("02"), tmp_path)
+    notebook = executed("02", tmp_path)
     assert len(pictures(notebook)) == 5
     said = printed(notebook)
     lost, packed = (float(number) for number in re.findall(r"boundaries lost (\S+), packed (\S+)", said)[0])
@@ -104,12 +83,11 @@ def test_a_leak_made_on_purpose_is_named(tmp_path: Path) -> None:
     assert "verdict leaks\ncause mask\nmask: model.language_model.layers.0.self_attn.o_proj gives other numbers" in said
     routers = {line[:25].strip(): line.split()[-1] for line in said.splitlines() if "load-balancing loss" in line}
     assert routers["tight row"] == routers["row with padding"] != routers["padding taken for tokens"]
-    assert stderr(notebook) == []
 
 
 @pytest.mark.slow
 def test_rows_are_full_and_prefixes_are_saved(tmp_path: Path) -> None:
-    notebook = executed(notebook_of("03"), tmp_path)
+    notebook = executed("03", tmp_path)
     assert len(pictures(notebook)) == 4
     said = printed(notebook)
     fills = {kind: float(part) for kind, part in re.findall(r"^(padded|rows, exact).*?([\d.]+)%", said, re.MULTILINE)}
@@ -118,12 +96,11 @@ def test_rows_are_full_and_prefixes_are_saved(tmp_path: Path) -> None:
     for kind in ("tokens computed", "patches of the tower"):
         alone, shared = (int(number.replace(",", "")) for number in re.findall(rf"{kind} +(\S+) and (\S+)", said)[0])
         assert shared < alone / 2
-    assert stderr(notebook) == []
 
 
 @pytest.mark.slow
 def test_a_loop_of_ones_own_learns_and_rows_take_less(tmp_path: Path) -> None:
-    notebook = executed(notebook_of("04"), tmp_path)
+    notebook = executed("04", tmp_path)
     assert len(pictures(notebook)) == 2
     said = printed(notebook)
     summed, averaged = (float(number) for number in re.findall(r"(\S+) over one count, (\S+) as a mean", said)[0])
@@ -134,13 +111,12 @@ def test_a_loop_of_ones_own_learns_and_rows_take_less(tmp_path: Path) -> None:
     assert f1[0] < 0.3 < max(f1)
     (memory,) = re.findall(r"(\d+)% of the memory", said)
     assert int(memory) < 80
-    assert stderr(notebook) == []
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the client of the service needs Python 3.11")
 def test_the_step_service_trains_samples_and_improves(tmp_path: Path) -> None:
-    notebook = executed(notebook_of("05"), tmp_path)
+    notebook = executed("05", tmp_path)
     said = printed(notebook)
     losses, rewards = (
         next(x for x in said.splitlines() if x.startswith(start)) for start in ("loss a token", "mean reward")
@@ -150,12 +126,11 @@ def test_the_step_service_trains_samples_and_improves(tmp_path: Path) -> None:
     first, best = (float(word) for word in rewards.split() if word[0].isdigit())
     assert best > first
     assert "the server ended with 0" in said
-    assert stderr(notebook) == []
 
 
 @pytest.mark.slow
 def test_a_group_is_a_tree_equal_to_its_samples_and_grpo_improves(tmp_path: Path) -> None:
-    notebook = executed(notebook_of("06"), tmp_path)
+    notebook = executed("06", tmp_path)
     assert len(pictures(notebook)) == 3  # receipts, the tree, rewards
     said = printed(notebook)
     for start in ("largest difference of a log-probability", "largest difference of the gradient"):
@@ -165,11 +140,11 @@ def test_a_group_is_a_tree_equal_to_its_samples_and_grpo_improves(tmp_path: Path
     assert shared < alone / 2
     first, best = numbers_after("mean reward", said)
     assert best > first
-    assert stderr(notebook) == []
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_what_is_committed_is_small_and_names_no_machine(path: Path) -> None:
+    assert len(NOTEBOOKS) == 6
     text = path.read_text(encoding="utf-8")
     assert len(text) <= LARGEST_FILE
     for private in (str(ROOT), str(Path.home()), sys.prefix):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from test_readme import DOCS, as_a_reader, examples
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.slow
 def test_the_lightning_module_trains_as_a_loop_over_padded_batches(tmp_path, monkeypatch):
     lightning = pytest.importorskip("lightning", reason="needs Lightning: pip install lightning")
     as_a_reader(DOCS / "works_with.md", tmp_path, monkeypatch)
-    page = {"__name__": "page"}
+    page: dict[str, Any] = {"__name__": "page"}
     for example in examples(DOCS / "works_with.md"):
         if "Liger" not in example.mark:
             exec(example.code, page)
@@ -28,7 +30,8 @@ def test_the_lightning_module_trains_as_a_loop_over_padded_batches(tmp_path, mon
             losses.append(float(outputs["loss"]))
 
     losses: list[float] = []
-    processor, receipts = tiny_processor(), list(receipt_conversations(num=6, scale=0.35))
+    processor = tiny_processor()
+    receipts: Any = list(receipt_conversations(num=6, scale=0.35))
     module = page["PackedModule"](tiny_model(processor=processor), 0.05)
     rows = DataLoader(receipts, batch_size=3, collate_fn=VLMCollator(processor, layout="packed"))
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
