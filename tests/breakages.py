@@ -428,7 +428,9 @@ BREAKAGES: dict[str, Breakage] = {
         breaks=short_conv_runs_on, causes=("recurrent state",), has=_mechanism("short_conv")
     ),
     "n-grams": Breakage(breaks=ngrams_of_the_row, causes=("unknown",), has=_mechanism("per_sample")),
-    "a pad for a token": Breakage(breaks=a_pad_for_a_token, causes=("packing",)),
+    "a pad for a token": Breakage(  # which a family with a column of prefixes refuses by itself
+        breaks=a_pad_for_a_token, causes=("packing",), has=lambda family: not family.token_columns
+    ),
     "kinds of tokens": Breakage(
         breaks=images_for_text, causes=("router",), has=lambda family: family.expert_types is not None
     ),
