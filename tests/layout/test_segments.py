@@ -116,7 +116,7 @@ def test_alignment_of_the_row_goes_on_its_tail():
 
 
 @given(lengths=st.lists(st.integers(0, 300), min_size=1, max_size=6), multiple=st.sampled_from([1, 8, 256]))
-def test_fixed_sizes_give_tensors_of_one_shape(lengths, multiple):
+def test_fixed_sizes_give_kept_of_one_shape(lengths, multiple):
     rule = SlotRule(multiple=multiple, pad_to=4096, max_segments=6)
     segments = Segments.from_lengths(lengths, rule)
     reference = Segments.from_lengths([1] * 6, rule)
@@ -130,18 +130,18 @@ def test_fixed_sizes_give_tensors_of_one_shape(lengths, multiple):
     assert set(segments.real[len(lengths) :]) == {segments.num_tokens}
 
 
-def test_tensors_are_int32_and_made_once_a_device():
+def test_kept_are_int32_and_made_once_a_device():
     segments = Segments.from_lengths([3, 5])
     assert segments.cu_seqlens().dtype == segments.cu_seqlens_padded().dtype == torch.int32
     assert segments.cu_seqlens() is segments.cu_seqlens("cpu")
 
 
-def test_segments_travel_between_processes_without_their_tensors():
+def test_segments_travel_between_processes_without_their_kept():
     segments = Segments.from_lengths([3, 5], SlotRule(multiple=4))
     segments.padding_mask()
     arrived = pickle.loads(pickle.dumps(segments))
     assert arrived == segments
-    assert not arrived._tensors
+    assert not arrived._kept
     assert arrived.padding_mask().tolist() == segments.padding_mask().tolist()
 
 

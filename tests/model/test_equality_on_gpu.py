@@ -18,10 +18,12 @@ import pytest
 import torch
 from cases import EIGHT, one_of_each, slow
 from equality import Alone, alone_through, check_low_precision, without_zeros
+from torch.nn.attention.flex_attention import flex_attention
 from trees import Piece, samples_of, shared
 
 import vlmpack
 from benchmarks.gpu import with_patch_products
+from vlmpack.attention import backends, flex
 from vlmpack.attention.backends import Backend, choose
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep
@@ -90,8 +92,8 @@ def chosen_kernels() -> Iterator[set[str]]:
         yield names
 
 
-def check_step(family: str, way: str, layout: str) -> None:
-    """Compare one step with the samples alone."""
+def check_step(family: str, way: str, layout: str) -> set[str]:
+    """Compare one step with the samples alone; the names of the attention back-ends that served."""
     case = case_of(family)
     model = case.model.train()
     if way == "checkpointed":
@@ -103,9 +105,11 @@ def check_step(family: str, way: str, layout: str) -> None:
         result = step(given, logits=True)
         result.loss.backward()
     found = take_gradients(model)
-    assert [wait.place for wait in waits if Path(wait.file).is_relative_to(HOME)] == []
+    ours = [wait for wait in waits if Path(wait.file).is_relative_to(HOME) and wait.file != flex.__file__]
+    assert [wait.place for wait in ours] == []  # the graph of FlexAttention, not compiled, makes masks of host scalars
     assert ("torch_varlen" in kernels) == (family not in WITHOUT_VARLEN)
     check_low_precision(case.exact, case.plain, result, without_zeros(found))
+    return kernels
 
 
 @pytest.mark.parametrize("family", one_of_each())
@@ -118,3 +122,17 @@ def test_a_tree_is_as_close_to_float32_as_its_samples_alone_and_waits_for_nothin
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", *slow(*(name for name in EIGHT if name != "qwen3_vl_moe"))])
 def test_so_is_a_batch_or_a_row(family: str, way: str, layout: str) -> None:
     check_step(family, way, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("family", WITHOUT_VARLEN)
+def test_so_is_flex_attention_of_scores_that_varlen_kernels_do_not_have(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its graph: the pretend device compiles no kernels."""
+    graph = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(flex, "compiled", lambda: graph)
+    monkeypatch.setattr(backends, "_has_compiler", lambda: True)
+    for layout in ("row", "tree"):
+        assert "flex" in check_step(family, "checkpointed", layout)

@@ -217,7 +217,7 @@ def test_a_row_of_no_tokens_is_refused(model):
         ({"aux_loss": "segment"}, r"""aux_loss is 'segment'; it is "row" or "sample\""""),
         ({"z_loss_coef": -0.1}, r"z_loss_coef is -0.1; it is 0 or a positive number"),
         ({"z_loss_coef": float("nan")}, r"z_loss_coef is nan; it is 0 or a positive number"),
-        ({"attention": "flash"}, "attention is 'flash'; it is one of auto, torch_varlen, flash_attn, sdpa_segments, "),
+        ({"attention": "flash"}, "attention is 'flash'; it is one of auto, torch_varlen, flash_attn, flex, "),
     ],
 )
 def test_settings_that_cannot_be_are_refused(setting, message):

@@ -1,6 +1,7 @@
 """Attention back-ends, one final class each, and the choice among them.
 
     torch_varlen, flash_attn   varlen kernels, which are given boundaries          CUDA
+    flex                       a compiled kernel, given the keys of each query      CUDA, where those cannot serve
     sdpa_segments              one call of PyTorch's own attention for each segment anywhere; the default on a CPU
     eager_mask                 dense scores under a block-diagonal mask             the oracle for the others
 
@@ -23,12 +24,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask
 
+from vlmpack.attention.flex import attend as flex_attend
+from vlmpack.attention.flex import block_mask
 from vlmpack.attention.patterns import (
     CAUSAL,
     Chunks,
     Pattern,
     causal_mask,
+    key_bounds,
     visible_keys,
     windowed,
     with_sinks,
@@ -36,7 +41,6 @@ from vlmpack.attention.patterns import (
     written_out,
 )
 from vlmpack.errors import BackendError
-from vlmpack.layout.device import to_device
 from vlmpack.layout.segments import Segments, ranges
 
 
@@ -141,18 +145,20 @@ class Backend(ABC):
                 neither kind with gaps or empty segments; the last query of each is at the place of its last key.
             pattern: what a layer with causal attention does beside it, among the `patterns` of this back-end.
         """
-        keys, spans = keys or segments, pattern.spans
-        if pattern.chunk is not None and not self.by_mask:
-            chunks = Chunks.of(segments, keys, pattern.chunk)
-            if chunks.key_index is not None:
-                index_S = to_device(chunks.key_index, k_TKH.device)
+        row, keys, others, spans = segments, keys or segments, keys, pattern.spans
+        if (size := pattern.chunk) is not None and not self.by_mask:
+            chunks = row.kept((Chunks, others, size), lambda: Chunks.of(row, others or row, size))
+            if (index := chunks.key_index) is not None:
+                index_S = chunks.keys.derived(Chunks, k_TKH.device, lambda: index)
                 k_TKH, v_TKH = (x.index_select(0, index_S) for x in (k_TKH, v_TKH))
             segments, keys, pattern = chunks.queries, chunks.keys, replace(pattern, chunk=None)
         if spans is None or self.by_mask:
             return self.attend(q_TNH, k_TKH, v_TKH, segments, keys, Softmax(causal, scale, dropout, pattern))
         part = pattern.causal_part
         out_TNH = self.attend(q_TNH, k_TKH, v_TKH, segments, keys, Softmax(causal, scale, dropout, part))
-        for call in spans.cut(segments, keys, pattern.window) if spans.runs else ():
+        window = pattern.window
+        cut = row.kept((spans, others, window), lambda: spans.cut(row, others or row, window)) if spans.runs else ()
+        for call in cut:
             index_R, index_S = call.query_index(q_TNH.device), call.key_index(q_TNH.device)
             rows = ((q_TNH, index_R), (k_TKH, index_S), (v_TKH, index_S))
             q_RNH, k_SKH, v_SKH = (x.index_select(0, index) for x, index in rows)
@@ -312,6 +318,55 @@ def _missing() -> str | None:
     return None
 
 
+# ---------------------------------------------------------------------- FlexAttention
+
+
+@final
+class FlexAttention(Backend):
+    """`torch.nn.attention.flex_attention`, compiled: every pattern in one kernel, and none of its scores in memory."""
+
+    name = "flex"
+    by_mask = True
+
+    def unsupported(self, call: AttentionCall) -> list[str]:
+        """Its limits on device, heads and dropout."""
+        reasons = super().unsupported(call)
+        if call.device != "cuda":
+            reasons.append(f"its backward pass runs on CUDA only, the tensors are on {call.device}")
+        elif not _has_compiler():
+            reasons.append("it needs Triton, with which PyTorch compiles it")
+        if call.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            reasons.append(f"it takes float16, bfloat16 and float32 only, the tensors are {call.dtype}")
+        most = MAX_HEAD_DIM // 2 if call.dtype == torch.float32 else MAX_HEAD_DIM  # what shared memory holds
+        if not 16 <= call.head_dim <= most or not 16 <= (call.value_dim or 16) <= most:
+            reasons.append(f"head dimensions of {call.dtype} must be 16 to {most}, this one is {call.head_dim}")
+        if call.dropout:
+            reasons.append(f"attention dropout is {call.dropout}, and this kernel has none: set attention_dropout=0")
+        return reasons
+
+    def attend(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments, softmax: Softmax
+    ) -> Tensor:
+        """One call, under a mask that is made once a row, for all layers and their recomputation."""
+        causal, scale, _, pattern = softmax
+        device = q_TNH.device
+        limits = (causal, pattern.window, pattern.chunk, pattern.spans)
+        others = None if keys is segments else keys
+
+        def make() -> BlockMask:
+            return block_mask(key_bounds(segments, keys, causal=causal, pattern=pattern), keys.total, device)
+
+        mask = segments.kept(("block mask", others, device, *limits), make)
+        return flex_attend(q_TNH, k_TKH, v_TKH, mask, scale=scale, pattern=pattern)
+
+
+@cache
+def _has_compiler() -> bool:
+    from torch.utils._triton import has_triton
+
+    return has_triton()
+
+
 # ---------------------------------------------------------------------- PyTorch's own attention
 
 AttendSegment = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -364,6 +419,10 @@ def _attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor | None,
     if mask is not None and pattern.sinks is not None:
         q_nLNH, k_nLKH, v_nLKH, mask = with_sinks(q_nLNH, k_nLKH, v_nLKH, mask, sinks=pattern.sinks, scale=scale)
     q_nNLH, k_nKLH, v_nKLH = (x.transpose(1, 2) for x in (q_nLNH, k_nLKH, v_nLKH))
+    in_flash = mask is None and q_nNLH.dtype != torch.float32 and q_nNLH.shape[3] <= MAX_HEAD_DIM
+    if q_nNLH.device.type == "cuda" and not in_flash:  # the other kernel that writes out no scores groups no heads
+        group = q_nNLH.shape[1] // k_nKLH.shape[1]
+        k_nKLH, v_nKLH = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k_nKLH, v_nKLH))
     with _kernels(q_nNLH.device):
         out_nNLH = F.scaled_dot_product_attention(
             q_nNLH,
@@ -453,7 +512,7 @@ class EagerMask(Backend):
 AUTO = "auto"
 
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (TorchVarlen(), FlashAttn(), SdpaSegments(), EagerMask())
+    backend.name: backend for backend in (TorchVarlen(), FlashAttn(), FlexAttention(), SdpaSegments(), EagerMask())
 }
 """In the order in which "auto" tries them."""
 

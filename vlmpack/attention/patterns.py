@@ -174,43 +174,44 @@ class Chunks:
 # ---------------------------------------------------------------------- the dense mask
 
 
-def visible_keys(
-    segments: Segments, keys: Segments, device: torch.device, *, causal: bool, pattern: Pattern = CAUSAL
-) -> Tensor:
-    """The mask of a whole row, bool [T, T']: query (row) may read key (column).
+def key_bounds(segments: Segments, keys: Segments, *, causal: bool, pattern: Pattern = CAUSAL) -> np.ndarray:
+    """The keys of a query are neighbors, whatever the pattern: int32 [2, T], the first of each query and the place
+    behind the last.
 
     Args:
         segments: the boundaries of the queries.
         keys: those of the keys; the last query of each segment is at the place of its last key.
-        device: where the mask is made.
         causal: False if a token sees all of its segment, whatever the pattern.
         pattern: window, chunk and spans of the layer.
     """
-    query_T, key_T = segments.seq_idx(device), keys.seq_idx(device)
-    mask_TT = query_T[:, None] == key_T[None, :]
-    if not causal:
-        return mask_TT
-    before_TT = _places_from_end(segments, device)[:, None] - _places_from_end(keys, device)[None, :]
-    visible_TT, in_window_TT = before_TT >= 0, True if pattern.window is None else before_TT < pattern.window
-    if pattern.chunk is not None:
-        place_T, keys_G = keys.position_in_segment(device), to_device(np.asarray(keys.lengths), device)
-        place_of_query_T = _places_from_end(segments, device) + keys_G.index_select(0, query_T)
-        return mask_TT & visible_TT & (place_of_query_T[:, None] // pattern.chunk == place_T[None, :] // pattern.chunk)
-    if (spans := pattern.spans) is None:
-        return mask_TT & visible_TT & in_window_TT
-    of_queries, of_keys = (to_device(numbers, device) for numbers in spans.numbers(segments, keys))
-    in_span_TT = (of_queries[:, None] == of_keys[None, :]) & (of_queries >= 0)[:, None]
-    visible_TT = (visible_TT | in_span_TT) & in_window_TT
-    return mask_TT & (visible_TT | in_span_TT if spans.beyond_window else visible_TT)
+    lengths_G = np.asarray(segments.lengths, np.int64)
+    first_G, end_G = np.asarray(keys.spans[: len(lengths_G)], np.int64).T
+    first_R, end_R = np.repeat(first_G, lengths_G), np.repeat(end_G, lengths_G)
+    if causal:
+        place_R = ranges(end_G - lengths_G, lengths_G)
+        end_R = place_R + 1
+        if pattern.chunk is not None:
+            first_R += (place_R - first_R) // pattern.chunk * pattern.chunk
+        elif pattern.window is not None:
+            first_R = np.maximum(first_R, end_R - pattern.window)
+    bounds_2T = np.stack([first_R, end_R]).astype(np.int32)
+    spans = pattern.spans if causal and pattern.spans is not None else Spans(runs=())
+    for start, stop in spans.runs:
+        first_T, end_T = bounds_2T[:, start:stop]
+        if spans.beyond_window:
+            np.minimum(first_T, end_T[0] - 1, out=first_T)
+        end_T[:] = end_T[-1]
+    return bounds_2T
 
 
-def _places_from_end(segments: Segments, device: torch.device) -> Tensor:
-    """int64 [T]: offset from the segment's end (last token: -1)."""
-
-    def make() -> np.ndarray:
-        return segments.position_in_segment().numpy() - np.repeat(segments.lengths, segments.lengths)
-
-    return segments.derived("places from end", device, make)
+def visible_keys(
+    segments: Segments, keys: Segments, device: torch.device, *, causal: bool, pattern: Pattern = CAUSAL
+) -> Tensor:
+    """The mask of a whole row, bool [T, T']: query (row) may read key (column). Arguments as of
+    `key_bounds`."""
+    first_T, end_T = to_device(key_bounds(segments, keys, causal=causal, pattern=pattern), device)
+    key_T = torch.arange(keys.total, device=device)
+    return (key_T >= first_T[:, None]) & (key_T < end_T[:, None])
 
 
 # ---------------------------------------------------------------------- n segments of a length

@@ -82,14 +82,6 @@ class Spans:
         calls = (SpanCall(places=tuple(in_window), window=window), SpanCall(places=tuple(beyond), window=None))
         return tuple(call for call in calls if call.places)
 
-    def numbers(self, segments: Segments, keys: Segments) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [T] of the queries and [T'] of the keys: the number of each token's span; -1 without one."""
-        of_queries, of_keys = np.full(segments.total, -1), np.full(keys.total, -1)
-        places = [place for call in self.cut(segments, keys, None) for place in call.places]
-        for number, (start, stop, _, end) in enumerate(places):
-            of_queries[start:stop] = of_keys[end - (stop - start) : end] = number
-        return of_queries, of_keys
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

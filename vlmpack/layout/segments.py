@@ -20,13 +20,15 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from math import lcm
 from operator import index, sub
-from typing import Any, Literal, final, get_args
+from typing import Any, Literal, TypeVar, final, get_args
 
 import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.layout.device import outside_graph, to_device
+
+Kept = TypeVar("Kept")
 
 TAIL_PIECE = 128
 """Padding behind the samples goes through a model in segments of at most this many tokens: n tokens then cost n * 128
@@ -349,9 +351,7 @@ class Segments:
 
         size 2    a a | a .   b b | b b | b . . .   c c . .        padding is in the last chunk's slot
         """
-        if size not in self._chunks:
-            self._chunks[size] = self if self.max_length <= size else self._cut(size)
-        return self._chunks[size]
+        return self if self.max_length <= size else self.kept(("chunks", size), lambda: self._cut(size))
 
     def _cut(self, size: int) -> Segments:
         wholes = [max(length - 1, 0) // size for length in self.lengths]
@@ -426,22 +426,21 @@ class Segments:
         return np.where(self._padding(), 0, ranges(0, np.asarray(self.slots_and_tail, np.int64)))
 
     @cached_property
-    def _tensors(self) -> dict[tuple[Hashable, torch.device], torch.Tensor]:
-        """Not a field, so that a dataclass rebuilt field by field (FSDP's mixed precision) starts without tensors."""
-        return {}
-
-    @cached_property
-    def _chunks(self) -> dict[int, Segments]:
-        """By size. Not a field, as `_tensors` is none."""
+    def _kept(self) -> dict[Hashable, Any]:
+        """Not a field, so that a dataclass rebuilt field by field (FSDP's mixed precision) starts empty."""
         return {}
 
     @outside_graph
+    def kept(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
+        """Return what `make` returns: something derived from the boundaries, made once per key."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
     def derived(self, key: Hashable, device: torch.device | str, make: Callable[[], np.ndarray]) -> torch.Tensor:
-        """Return what `make` returns, on `device`: an index derived from the boundaries, computed once per key."""
-        place = (key, torch.device(device))
-        if place not in self._tensors:
-            self._tensors[place] = to_device(make(), place[1])
-        return self._tensors[place]
+        """Return what `make` returns, on `device`: an index derived from the boundaries, made once per key."""
+        place = torch.device(device)
+        return self.kept((key, place), lambda: to_device(make(), place))
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the fields alone: a DataLoader worker ships a few ints, and derived tensors are computed again."""
