@@ -65,7 +65,7 @@ def test_each_sample_is_what_it_is_alone(kind: str) -> None:
     truth = out.new_zeros(out.shape)
     for (start, stop), runs in zip(segments.spans, RUNS, strict=True):
         more: Any = {"runs": runs, "beyond": pattern.spans.beyond_window} if pattern.spans else {}
-        truth[start:stop] = alone(*(x[start:stop] for x in qkv), pattern, **more)
+        truth[start:stop] = alone(*(x[start:stop] for x in qkv), pattern=pattern, **more)
     assert_equal(out, truth, *qkv, *learnt)
 
 
