@@ -46,6 +46,7 @@ parser.add_argument(
 options = parser.parse_args()
 on_gpu, is_tiny = torch.cuda.is_available(), options.model == "tiny"
 has_new_name = "activation_checkpointing" in inspect.signature(TrainingArguments).parameters  # transformers 5.23
+checkpointing: Any = {"activation_checkpointing" if has_new_name else "gradient_checkpointing": on_gpu}
 
 args = TrainingArguments(  # first: it joins the ranks of torchrun
     options.output,
@@ -56,7 +57,7 @@ args = TrainingArguments(  # first: it joins the ranks of torchrun
     lr_scheduler_type="cosine",
     use_cpu=not on_gpu,
     bf16=on_gpu,
-    **{"activation_checkpointing" if has_new_name else "gradient_checkpointing": on_gpu},
+    **checkpointing,
     dataloader_pin_memory=on_gpu,
     dataloader_num_workers=4 if on_gpu else 0,
     logging_steps=1,

@@ -335,11 +335,10 @@ class FlexAttention(Backend):
             reasons.append(f"its backward pass runs on CUDA only, the tensors are on {call.device}")
         elif not _has_compiler():
             reasons.append("it needs Triton, with which PyTorch compiles it")
-        if call.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-            reasons.append(f"it takes float16, bfloat16 and float32 only, the tensors are {call.dtype}")
-        most = MAX_HEAD_DIM // 2 if call.dtype == torch.float32 else MAX_HEAD_DIM  # what shared memory holds
-        if not 16 <= call.head_dim <= most or not 16 <= (call.value_dim or 16) <= most:
-            reasons.append(f"head dimensions of {call.dtype} must be 16 to {most}, this one is {call.head_dim}")
+        if call.dtype not in (torch.float16, torch.bfloat16):  # float32 is for proofs, which need no compiled kernel
+            reasons.append(f"it takes float16 and bfloat16 only, the tensors are {call.dtype}")
+        if not 16 <= call.head_dim <= MAX_HEAD_DIM or not 16 <= (call.value_dim or 16) <= MAX_HEAD_DIM:
+            reasons.append(f"head dimensions must be 16 to {MAX_HEAD_DIM}, this one is {call.head_dim}")
         if call.dropout:
             reasons.append(f"attention dropout is {call.dropout}, and this kernel has none: set attention_dropout=0")
         return reasons
