@@ -1,8 +1,8 @@
-"""enable_packing and disable_packing: one model object accepts packed rows, and stops to.
+"""enable_packing and disable_packing: make a model accept packed rows, and undo it.
 
-The object's class becomes a subclass of its own class, with another `forward`, and each mechanism of its family
-attaches to its layers. Saving, PEFT, gradient checkpointing, DDP, FSDP2, copying and `torch.compile` go on working, and
-taking all of it back leaves nothing behind.
+The object's class becomes a subclass of its own class with another `forward`, and each mechanism of the family attaches
+to its layers. Saving, PEFT, gradient checkpointing, DDP, FSDP2, copying and `torch.compile` keep working.
+`disable_packing` leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -39,53 +39,53 @@ MECHANISMS: tuple[Mechanism, ...] = (
     *(GatedDelta(), ShortConv(), PerSample(), QueryScale()),
     *(Audio(), Vision(), Attention(), InnerHead()),
 )
-"""All that packing supports. A family's descriptor names those that its layers have."""
+"""All mechanisms that packing supports. A family's descriptor names the ones that its layers have."""
 
 
 def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: Parallel | None = None) -> Model:
-    """Make a Hugging Face model accept packed rows, and pack padded batches by itself.
+    """Patch a Hugging Face model in place so that it accepts packed rows and packs padded batches by itself.
 
     Afterwards `model(**batch)` takes three kinds of input:
 
-    1. a padded batch with its 2D `attention_mask`, padded on either side: packed inside the forward pass, the same
-       loss as padded;
+    1. a padded batch with its 2D `attention_mask`, padded on either side: the forward pass packs it, and the loss is
+       the same as for the padded batch;
     2. a packed row with `cu_seqlens_q` (and `cu_seqlens_q_padded` if it has gaps), or with the host metadata that
-       `VLMCollator(layout="packed")` sends along;
+       `VLMCollator(layout="packed")` adds;
     3. anything else (generation, a cache, `inputs_embeds`, `output_attentions`, no mask): passed through to the model's
-       own forward. A training step with padding is warned of once (`UnpackedWarning`).
+       own forward. If this happens to a training batch with padding, you are warned once (`UnpackedWarning`).
 
-    `logits_to_keep` (a number, or columns), `output_hidden_states` and `return_dict=False` of a padded batch give what
-    they give without packing, zeros on padding.
+    For a padded batch, `logits_to_keep` (a number, or columns), `output_hidden_states` and `return_dict=False` return
+    the same values as without packing, with zeros on padding.
 
-    A classifier or reward model (`...ForSequenceClassification`, `...ForTokenClassification`) takes padded batches
-    alone: its backbone packs them, and its own forward scores the result as before.
+    A classifier or reward model (`...ForSequenceClassification`, `...ForTokenClassification`) takes only padded
+    batches: its backbone packs them, and its own forward scores the result as before.
 
-    With 1 and 2 may come:
+    Inputs of kinds 1 and 2 may also contain:
 
-    - `rope_cu_seqlens`, a tensor, list or tuple of whole numbers: where rotary positions restart. The start of every
-      sample has to be among them; others may be, inside its text. They are counted in real tokens, sample after sample
-      (as `cu_seqlens_q`), or in places of the packed row (as `cu_seqlens_q_padded`): the same where there are no gaps.
-    - `position_ids`: as the model itself takes them for each sample alone, [3, B, S] or [3, 1, T], with four rows
-      where the place in the sample comes first; [B, S] or [1, T] for a text model. They are compared with what is
-      computed from boundaries, `rope_cu_seqlens` and grids; what stands on padding does not matter.
-    - `moe_padding_mask`, [B, S] or [1, T], True on padding: has to agree with the mask or the boundaries.
+    - `rope_cu_seqlens`, a tensor, list or tuple of whole numbers: where rotary positions restart. It must include the
+      start of every sample and may include further boundaries inside a sample's text. Count them either in real tokens
+      (as `cu_seqlens_q`) or in positions of the packed row (as `cu_seqlens_q_padded`). Without gaps the two are equal.
+    - `position_ids`: the positions that the model takes for each sample on its own, [3, B, S] or [3, 1, T] (four rows
+      if the first one is the position in the sample); [B, S] or [1, T] for a text model. They must equal the positions
+      computed from boundaries, `rope_cu_seqlens` and grids. Values on padding are ignored.
+    - `moe_padding_mask`, [B, S] or [1, T], True on padding: must agree with the mask or the boundaries.
 
     Args:
-        model: a `...ForConditionalGeneration`, `...ForCausalLM` or a classifier, or a module that holds one (a
-            `PeftModel`). On any device: its weights are not read, so that it may be on the meta device and be loaded
+        model: a `...ForConditionalGeneration`, a `...ForCausalLM`, a classifier, or a module that holds one (a
+            `PeftModel`). On any device: weights are not read, so the model may be on the meta device and be loaded
             afterwards.
         config: settings; None: the defaults.
-        parallel: how ranks work together on rows (one row over several, or the same calls on all); None: each rank by
-            itself.
+        parallel: how ranks work together (one row split across several ranks, or the same calls on all of them);
+            None: each rank works by itself.
 
     Returns:
-        The same object. Enabling it again replaces the settings.
+        The same object. Enabling packing again replaces the settings.
 
     Raises:
-        FamilyError: the model's family cannot be packed exactly, and which part of it leaks.
-        ConfigError: the forward of the model, or of a layer that needs the boundaries, was replaced on the
-            object, so that ours would never be called; the model has a forward, a loss or an attention function of its
-            own, which would never be; its attention is not causal; or a router loss for a model without experts.
+        FamilyError: the model's family cannot be packed exactly; the message names the part that leaks between samples.
+        ConfigError: the forward of the model, or of a layer that needs the boundaries, was replaced on the object, so
+            ours would never be called; the model has a custom forward, loss or attention function, which packing would
+            bypass; its attention is not causal; or a router loss is set for a model without experts.
     """
     core = find_model(model)
     check_is_only_one(model)
@@ -99,7 +99,7 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
         raise ConfigError(f"z_loss_coef is {config.z_loss_coef}, but {family.model_type} has no experts; leave it out")
     before = stored_state(core)
     if before is not None and (before.parallel is None) != (parallel is None):
-        disable_packing(core)  # other layers are changed
+        disable_packing(core)  # the two modes change different layers
         before = None
     classifies = is_classifier(core)
     if classifies and (config.z_loss_coef or (parallel is not None and parallel.ranks > 1)):
@@ -112,9 +112,9 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     mechanisms = tuple(mechanism for mechanism in MECHANISMS if mechanism.is_in(family))
     loss_count = None if before is None else before.loss_count
     state = PackingState(family=family, config=config, parallel=parallel, mechanisms=mechanisms, loss_count=loss_count)
-    state.check(core, attached=False)  # all of it before anything is changed
+    state.check(core, attached=False)  # check everything before changing anything
     parts = state.parts_of(core)
-    with torch.device("cpu"):  # the model may be on another, or on the meta device, and so may be the default
+    with torch.device("cpu"):  # the model, and the default device, may be an accelerator or meta
         if not classifies:
             check_logits(parts)
         if family.positions_rule.axes == 1:
@@ -142,17 +142,18 @@ def _check_over_ranks(family: Family) -> None:
 
 
 def disable_packing(model: Model) -> Model:
-    """Undo `enable_packing`: the model is what it was before. A model without packing is left as it is, and so are
-    layers that other enabled models have too: the last of them restores those.
+    """Undo `enable_packing` in place. A model without packing is left alone.
+
+    Layers that other enabled models share stay patched; disabling the last of these models restores them.
 
     Raises:
-        ConfigError: something else changed the model's class since (FSDP2's `fully_shard`); nothing is undone then.
+        ConfigError: something else has changed the model's class since (FSDP2's `fully_shard`). Nothing is undone then.
     """
     core = find_model(model)
     state = stored_state(core)
     if state is not None:
         base, parts, kept = base_of(core), state.parts_of(core), _shared_with_others(core)
-        for module in _changed(state, parts):  # all of them before anything is restored
+        for module in _changed(state, parts):  # check all of them before restoring any
             if id(module) not in kept and is_subclassed(module):
                 base_of(module)
         for mechanism in state.mechanisms:
@@ -164,12 +165,12 @@ def disable_packing(model: Model) -> Model:
 
 
 def is_packing(model: nn.Module) -> bool:
-    """Return whether packing is enabled on `model` or on the model that it holds."""
+    """Return whether packing is enabled on `model` or on the model inside it."""
     return stored_state(find_model(model)) is not None
 
 
 def bind_loss_metrics(model: nn.Module) -> LossCount:
-    """Let HF Trainer evaluate this model on one rank: `loss_metrics` will replace `eval_loss` by the exact loss.
+    """Return the loss counter of a model, so that `loss_metrics` can replace HF Trainer's `eval_loss` (on one rank).
 
     Raises:
         ConfigError: packing is not enabled on the model.
@@ -182,12 +183,12 @@ def bind_loss_metrics(model: nn.Module) -> LossCount:
 
 
 def _changed(state: PackingState, parts: ModelParts) -> list[nn.Module]:
-    """Every module that a mechanism changed."""
+    """Return every module that a mechanism changed."""
     return [module for mechanism in state.mechanisms for module in mechanism.find(parts)]
 
 
 def _shared_with_others(core: nn.Module) -> set[int]:
-    """Ids of the modules that were changed for other enabled models."""
+    """Return the ids of modules that are also changed for other enabled models."""
     ids: set[int] = set()
     for other in ENABLED:
         if other is not core and (state := stored_state(other)) is not None:

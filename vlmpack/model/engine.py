@@ -1,4 +1,4 @@
-"""One packed row through an unmodified model: positions, hidden states, head on labelled positions, sums."""
+"""Run one packed row through an unmodified model: positions, hidden states, head at labeled positions, sums."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ class StepConfig:
     """Settings of an enabled model."""
 
     slots: SlotRule = SlotRule()
-    """Room of segments and row when a padded batch is packed inside the forward pass; `row_multiple` and `pad_to` are
-    also the width of rows whose gaps are left out."""
+    """How samples and rows are padded when the forward pass packs a padded batch. `row_multiple` and `pad_to` also set
+    the width of rows from which the gaps between samples are removed."""
     keep_empty: bool = False
     """Keep all-zero rows of a padded batch as segments of length 0 instead of refusing them."""
     attention: str = AUTO
-    """Name of the attention back-end, or "auto": the first that can serve the call. Sparse attention stays the
+    """Name of the attention back-end, or "auto": the first one that supports the call. Sparse attention always uses the
     model's own."""
     head_chunk: int = 2048
-    """Rows of logits alive at a time; logits take `4 * head_chunk * vocabulary` bytes and more."""
+    """Rows of logits in memory at a time. Logits take at least `4 * head_chunk * vocabulary` bytes."""
     aux_loss: Balance = "row"
-    """The routers' losses, where there are any: "row", of all real tokens together, as transformers does for a batch;
-    "sample", the mean over the samples of each one's own."""
+    """How the routers' load-balancing loss is computed. "row": over all real tokens together, as transformers does for
+    a batch; "sample": the mean of each sample's own loss."""
     z_loss_coef: float = 0.0
-    """Factor of the routers' z-loss before it is added to the loss; transformers has none, so 0."""
+    """Factor by which the routers' z-loss is added to the loss. transformers has no z-loss, so the default is 0."""
 
     def __post_init__(self) -> None:
         check_kind("slots", self.slots, SlotRule, "SlotRule(multiple=4)")
@@ -70,43 +70,43 @@ class PackingState:
     """The state that an enabled model stores."""
 
     family: Family
-    """Its family."""
+    """The model's family."""
     config: StepConfig
-    """Its settings."""
+    """The settings."""
     parallel: Parallel | None
-    """The ranks that work together on its rows; None: each by itself."""
+    """The ranks that work together on rows; None: each rank works by itself."""
     mechanisms: tuple[Mechanism, ...]
-    """The mechanisms of its family."""
+    """The mechanisms of the family."""
     loss_count: LossCount | None = None
-    """Set by `loss_metrics(model)`, which replaces Trainer's `eval_loss`; None: nothing does."""
+    """Set by `loss_metrics(model)`, which replaces Trainer's `eval_loss`; None: it is not replaced."""
 
     def parts_of(self, core: nn.Module) -> ModelParts:
-        """The enabled model and its parts."""
+        """Return the enabled model and its parts."""
         return ModelParts(family=self.family, core=core, shares_rows=self.parallel is not None)
 
     @property
     def slots(self) -> SlotRule:
-        """The rule of its rows, which ranks that share them can cut."""
+        """Return the padding rule for rows, adjusted so that the ranks that share a row can split it."""
         return self.config.slots if self.parallel is None else self.parallel.slots(self.config.slots)
 
     def compact(self, row: PackedRow) -> Compact:
-        """A row as the model computes it.
+        """Return the row as the model computes it: without gaps between samples.
 
         Raises:
-            LayoutError: a target on padding, of a row that was made by hand.
+            LayoutError: a handmade row has a target on padding.
         """
         check_targets(row)
         return without_gaps(row, self.slots)
 
     def check(self, core: Any, *, attached: bool) -> None:
-        """Look at a model again: parts of it may have been exchanged.
+        """Check the model again, because parts of it may have been replaced.
 
         Args:
             core: the model.
-            attached: whether the mechanisms are to have changed their modules already.
+            attached: whether the mechanisms should have changed their modules already.
 
         Raises:
-            ConfigError: its packed rows would be wrong.
+            ConfigError: packed rows would give wrong results.
         """
         check_unchanged(core, self.family)
         parts = self.parts_of(core)
@@ -116,15 +116,15 @@ class PackingState:
 
 
 def stored_state(core: nn.Module) -> PackingState | None:
-    """The state of a model, without a look at its layers; None: not enabled."""
+    """Return the state of a model without checking its layers; None: packing is not enabled."""
     return getattr(core, "_vlmpack_state", None)
 
 
 def packing_state(core: nn.Module) -> PackingState:
-    """The state of an enabled model.
+    """Return the state of an enabled model, after checking the model.
 
     Raises:
-        ConfigError: packing is not enabled; or parts of the model were exchanged after it was.
+        ConfigError: packing is not enabled, or parts of the model were replaced after it was.
     """
     state = stored_state(core)
     if state is None:
@@ -147,19 +147,20 @@ def run_row(
     balance: bool = False,
     scoring: Scoring | None = None,
 ) -> StepResult:
-    """Compute one row: without gaps between its samples. Results are those of the row as it was given.
+    """Compute one row, without the gaps between its samples. Results refer to the row as it was given.
 
     Args:
         core: a `...ForConditionalGeneration` or `...ForCausalLM` with packing enabled.
-        state: its packing.
+        state: its packing state.
         row: the row, on the model's device.
-        num_items_in_batch: what the loss sum is divided by; None: this row's targets.
-        rope_segments: boundaries at which MRoPE restarts; None: the row's own.
+        num_items_in_batch: divisor of the loss sum; None: this row's targets.
+        rope_segments: boundaries at which rotary positions restart; None: the row's own.
         logits: also compute logits at every position of the row, [1, T, V].
         last_hidden: also return the head's input, [1, T, D].
-        hidden_states: also return hidden states, [1, T, D] of each layer: all, or as transformers lets one choose.
-        balance: also compute the routers' load-balancing loss; it becomes part of the loss if the row has targets.
-        scoring: what the head computes of each target; None: its log-probability.
+        hidden_states: also return hidden states, [1, T, D] per layer. True: of all layers; transformers' other values
+            choose some.
+        balance: also compute the routers' load-balancing loss, and add it to the loss if the row has targets.
+        scoring: what the head computes for each target; None: its log-probability.
     """
     config, family, model = state.config, state.family, state.parts_of(core)
     compact = state.compact(row)
@@ -169,12 +170,12 @@ def run_row(
     inputs = backbone_inputs(setup, state.mechanisms, rope_segments=rope_segments)
     recorded = balance or config.z_loss_coef > 0
     if family.has("experts"):
-        inputs.update(output_router_logits=recorded, return_dict=True)  # whatever the configuration
+        inputs.update(output_router_logits=recorded, return_dict=True)  # overrides the configuration
     if hidden_states:
         inputs.update(output_hidden_states=hidden_states, return_dict=True)
     with recorded_routers(model, inputs[CONTEXT], recorded=recorded) as router_logits:
         output = family.backbone(core)(**inputs)
-    hidden = output[0]  # of a tuple where the configuration says return_dict=False
+    hidden = output[0]  # a tuple if the configuration says return_dict=False
     work = finish(setup, state.mechanisms, inputs[CONTEXT].entries)
     routers = None
     if recorded:
@@ -204,12 +205,12 @@ def run_row(
 
 @contextmanager
 def recorded_routers(model: ModelParts, row: RowContext, *, recorded: bool) -> Iterator[list[torch.Tensor]]:
-    """Collect [R, E] of each layer with experts while a row goes through a model without its head that drops them.
+    """Collect router logits [R, E] of each layer with experts, for families whose backbone does not return them.
 
     Args:
         model: the model.
-        row: the row; those of other threads are left out.
-        recorded: whether they are needed.
+        row: the row to record; calls with other rows (from other threads) are ignored.
+        recorded: whether router logits are needed.
     """
     collected: list[torch.Tensor] = []
     if not recorded or model.family.returns_router_logits:
@@ -232,16 +233,16 @@ def recorded_routers(model: ModelParts, row: RowContext, *, recorded: bool) -> I
 
 @outside_graph
 def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, backend: str) -> RowSetup:
-    """Take the part of a row that goes through the model on this rank, and derive its metadata.
+    """Select this rank's part of a row and derive its metadata.
 
     Args:
         model: the model.
         row: the row, on the model's device.
-        parallel: how ranks work together on the row; None: this one has it to itself.
+        parallel: how ranks work together on the row; None: this rank computes all of it.
         backend: name of the attention back-end, or "auto".
 
     Raises:
-        LayoutError: media or token ids that do not fit the row or the model.
+        LayoutError: media or token ids do not match the row or the model.
     """
     family, media, config = model.family, row.media, model.core.config
     family.check_floats(media)
@@ -259,11 +260,11 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
 
 
 def part_of(row: PackedRow, parallel: Parallel | None) -> RowPart:
-    """The part of a row that goes through the model on this rank.
+    """Return the part of a row that goes through the model on this rank.
 
     Raises:
-        LayoutError: the row cannot be cut into as many parts of one size as there are ranks, or others have another;
-            its prefix tree is not of this row, or ranks share the row.
+        LayoutError: the row cannot be split evenly across the ranks; other ranks have a row of another size; its prefix
+            tree does not match the row; or ranks share a row that has a prefix tree.
     """
     if row.tree is not None:
         if parallel is not None and parallel.ranks > 1:
@@ -279,15 +280,15 @@ def part_of(row: PackedRow, parallel: Parallel | None) -> RowPart:
 def backbone_inputs(
     setup: RowSetup, mechanisms: Sequence[Mechanism], *, rope_segments: Segments | None
 ) -> dict[str, Any]:
-    """Keyword arguments of the model without its head.
+    """Return the keyword arguments of the backbone (the model without its head).
 
     Args:
         setup: the row.
-        mechanisms: those of the model.
-        rope_segments: the row cut where rotary positions restart; None: at its samples.
+        mechanisms: the model's mechanisms.
+        rope_segments: boundaries at which rotary positions restart; None: at the samples' starts.
 
     Raises:
-        LayoutError: media, placeholders or positions that do not fit the row.
+        LayoutError: media, placeholders or positions do not match the row.
     """
     family, row, part = setup.model.family, setup.row, setup.part
     if rope_segments is not None and row.tree is not None:
@@ -300,10 +301,10 @@ def backbone_inputs(
     entries = {mechanism.name: mechanism.prepare(setup) for mechanism in mechanisms}
     inputs: dict[str, Any] = {
         "input_ids": part.cut(row.input_ids),
-        # A 4D mask is taken as it is, so no T x T mask is ever built; the attention function does not read it.
+        # transformers uses a 4D mask unchanged, so it never builds a T x T mask. Our attention function ignores it.
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device),
         "position_ids": part.cut(family.rotary_ids(positions)),
-        # Whatever the configuration: a cache would be filled and thrown away.
+        # Overrides the configuration: a cache would be filled and thrown away.
         "use_cache": False,
         **({} if family.token_types is None else {family.token_types: part.cut(setup.types)}),
         **{name: part.cut(types) for name, types in family.expert_types_of(row.input_ids, setup.config).items()},
@@ -315,7 +316,7 @@ def backbone_inputs(
 
 
 def _check_pixels(model: ModelParts, pixels: torch.Tensor | None, grids: Sequence[Grid], name: str) -> None:
-    """Patches are as many as the grids describe, and were cut for this model."""
+    """Check that there are as many patches as the grids describe, and that they have this model's patch shape."""
     shape = model.family.patch_shape(model.core.config) if model.family.has_vision else (0,)
     axes = 1 + len(shape)
     if pixels is not None and (not isinstance(pixels, torch.Tensor) or pixels.ndim != axes or pixels.is_complex()):
@@ -336,15 +337,15 @@ def _check_pixels(model: ModelParts, pixels: torch.Tensor | None, grids: Sequenc
 
 
 def _check_vocabulary(row: PackedRow, size: int) -> None:
-    """Look for ids that the model does not have, which PyTorch would name without their place.
+    """Refuse ids outside the vocabulary. PyTorch's own error would not say where they are.
 
-    On an accelerator its own assertions do, without a sync.
+    On an accelerator PyTorch's assertions catch them, without a sync.
     """
     for name, ids in (("input_ids", row.input_ids), ("a target of labels", row.shift_labels)):
         if ids is None or not on_host(ids):
             continue
         values = ids[0].numpy()
-        odd = values.view(np.uint64) >= size  # negative numbers are large ones
+        odd = values.view(np.uint64) >= size  # negative ids are huge as unsigned integers
         if name != "input_ids":
             odd &= values != IGNORE
         if odd.any():
@@ -376,7 +377,7 @@ def finish(setup: RowSetup, mechanisms: Sequence[Mechanism], entries: Mapping[st
 
 
 def _patches(setup: RowSetup) -> int:
-    """Patches that went through the vision tower, or into it as pixels where images have no grids."""
+    """Count the patches that went through the vision tower (as pixels, for families whose images have no grids)."""
     family = setup.model.family
     if family.has_vision and not family.has_grids:
         return family.tile_patches(setup.row.media, setup.config)
@@ -395,7 +396,7 @@ def _result(
     work: Work,
     scoring: Scoring,
 ) -> StepResult:
-    """Hidden states [1, t, D] to the result: the head on labelled positions; sums and counts of the row."""
+    """Compute the result from hidden states [1, t, D]: run the head at labeled positions, then sum and count."""
     row, part, head = setup.row, setup.part, setup.model.family.to_logits(setup.model.core)
     labels, index = targets_of(row, row.known_metadata.num_targets)
     targets_of_part = part.targets(index, labels)
@@ -407,8 +408,8 @@ def _result(
     sums, counts = sums_by_sample(losses, index, row.segments)
     targets = index.numel()
     items = divisor(num_items_in_batch, targets)
-    # In training 0, not 0 / 0, where no row of the whole step has targets. Of a batch that is evaluated, and has none,
-    # there is no mean: a 0 would count in HF Trainer's eval_loss, which leaves NaN out.
+    # If no row of the whole training step has targets, the loss is 0, not 0 / 0. In evaluation, a batch without targets
+    # has no mean: a 0 would count in HF Trainer's eval_loss, which skips NaN.
     counted = num_items_in_batch is not None and not torch.is_grad_enabled()
     loss = loss_sum / items if targets or counted else loss_sum
     if routers is not None and targets:
@@ -430,17 +431,17 @@ def _result(
 
 
 def check_targets(row: PackedRow) -> None:
-    """Refuse a target on padding, of a row that was made by hand: a LayoutError."""
+    """Raise a LayoutError if a (handmade) row has a target on padding."""
     if row.shift_labels is not None:
         message = "shift_labels has targets on padding, which belongs to no sample; set them to -100 there"
         check_none_on_padding(row.shift_labels, row.segments, message)
 
 
 def targets_of(row: PackedRow, num_targets: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(shifted labels [1, T], -100 everywhere where the row has none; int64 [L]: the places of targets).
+    """Return (shifted labels [1, T], all -100 if the row has none; positions of targets, int64 [L]).
 
     Raises:
-        LayoutError: `num_targets` is another number.
+        LayoutError: the row does not have `num_targets` targets.
     """
     labels = row.shift_labels
     if labels is None:
@@ -449,10 +450,10 @@ def targets_of(row: PackedRow, num_targets: int | None) -> tuple[torch.Tensor, t
 
 
 def divisor(items: torch.Tensor | float | None, targets: int) -> torch.Tensor | float:
-    """The divisor of the loss. A tensor on a device is not compared with the targets: that would be a sync.
+    """Return the divisor of the loss. A tensor on an accelerator is not compared with the targets: it would be a sync.
 
     Raises:
-        ConfigError: no number, or one that these targets cannot be among.
+        ConfigError: not a number, or not positive although there are targets.
     """
     if items is None:
         return targets

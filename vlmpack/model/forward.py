@@ -1,4 +1,4 @@
-"""The forward pass of an enabled model: its inputs decide whether they are packed, used as a row, or passed on."""
+"""The forward pass of an enabled model: pack a batch, use a row as it is, or pass the call on to the model's own."""
 
 from __future__ import annotations
 
@@ -44,26 +44,26 @@ from vlmpack.model.result import PackedOutput, StepResult
 
 @final
 class StepCall:
-    """Carries a row into the forward of an enabled model, past wrappers, and its whole result out again."""
+    """Carries a row into the forward of an enabled model, past any wrappers, and carries the full result back."""
 
     def __init__(self, row: PackedRow | None, *, last_hidden: bool = False, scoring: Scoring | None = None) -> None:
         self.row = row
-        """The row, on the model's device; None: the model's other inputs are a batch or a row."""
+        """The row, on the model's device; None: the batch or row is in the model's other inputs."""
         self.last_hidden = last_hidden
-        """True if the result has `row_last_hidden`."""
+        """Whether the result should have `row_last_hidden`."""
         self.scoring = scoring
-        """Requests for each target, which then come back as outputs too; None: nothing of single targets does."""
+        """What to compute for each target. The scores are then also among the model's outputs; None: they are not."""
         self.result: StepResult | None = None
         """The result; None: the model did not pack."""
 
 
 ENABLED: WeakSet[nn.Module] = WeakSet()
-"""Models with packing, which may have layers in common: one backbone under several heads."""
+"""Models with packing enabled. They may share layers: one backbone under several heads."""
 
 
 @functools.cache
 def packed_class(base: Any) -> type[nn.Module]:
-    """A subclass of `base`, of the same name, whose forward understands rows; one a base class."""
+    """Return a subclass of `base`, with the same name, whose forward accepts rows. There is one per base class."""
 
     def setstate(self: Any, state: dict[str, Any]) -> None:
         base.__setstate__(self, state)
@@ -73,7 +73,7 @@ def packed_class(base: Any) -> type[nn.Module]:
 
     @functools.wraps(base.set_attn_implementation)
     def set_attn_implementation(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # transformers finds the towers that a dictionary names by their configuration objects
+        # transformers looks up the towers named in a dictionary by their configuration objects.
         if (state := stored_state(self)) is not None:
             Attention().detach(state.parts_of(self))
         try:
@@ -93,7 +93,7 @@ def packed_class(base: Any) -> type[nn.Module]:
 
 
 def _forward_of_classifier(base: Any) -> Any:
-    """A classifier's own forward, which scores a padded batch; hooks on its backbone pack that (`pack_backbone`)."""
+    """Wrap a classifier's own forward: it scores a padded batch, and hooks on its backbone pack it (`pack_backbone`)."""
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -109,13 +109,13 @@ def _forward_of_classifier(base: Any) -> Any:
 
 
 def _forward_of(base: Any) -> Any:
-    @functools.wraps(base.forward)  # signature and name stay: trainers and generation look at them
+    @functools.wraps(base.forward)  # keep signature and name: trainers and generation read them
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain, state = functools.partial(base.forward, self), stored_state(self)
-        if state is None:  # accelerate's autocast wrapper keeps this function, beyond disable_packing
+        if state is None:  # accelerate's autocast wrapper still holds this function after disable_packing
             return plain(*args, **kwargs)
         given = by_name(plain, args, kwargs)
-        # of a row: what stops models without packing
+        # OnlyPacked values in a row stop models without packing.
         given = {name: None if isinstance(value, OnlyPacked) else value for name, value in given.items()}
         inputs = LOOKED_AT | given
         if (reason := unpackable(self, inputs, state)) is not None:
@@ -132,13 +132,13 @@ def _forward_of(base: Any) -> Any:
 
 
 def _generate(base: Any) -> Callable[..., Any]:
-    """`generate` of an enabled model: the model's own, of which an evaluation that generates is noticed."""
+    """Return `generate` for an enabled model: the model's own, plus a hook for evaluations that generate."""
     plain = plain_generate(base)
 
     @functools.wraps(plain)
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Seq2SeqTrainer hands over whole batches with this setting, and nobody else needs labels here: its next forward
-        # pass is the batch's loss
+        # Only Seq2SeqTrainer passes labels here: it passes the whole batch, with synced_gpus. Its next forward pass
+        # computes that batch's loss.
         if kwargs.get("labels") is not None and "synced_gpus" in kwargs:
             begin_batch(self)
         return plain(self, *args, **kwargs)
@@ -152,8 +152,8 @@ def _attach_attention(core: nn.Module) -> None:
 
 
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    """The signature of the model's own forward with the keys of a row: HF Trainer removes what it does not find in it
-    from samples (`remove_unused_columns`), and a row that lost its boundaries would be taken for one sample."""
+    """The signature of the model's own forward plus the keys of a row. HF Trainer removes inputs that are not in the
+    signature (`remove_unused_columns`), and a row without its boundaries would be taken for one sample."""
     plain = inspect.signature(forward)
     of_row = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in ROW_KEYS]
     added = [parameter for parameter in of_row if parameter.name not in plain.parameters]
@@ -163,10 +163,10 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
 
 @around_graph
 def plain_forward(model: nn.Module, forward: Callable[..., Any], inputs: dict[str, Any], reason: str) -> Any:
-    """Pass a call on to the model's own forward; `reason`: why it is not packed."""
+    """Pass a call on to the model's own forward. `reason` says why it is not packed."""
     if ignored := [name for name in WEIGHTS if inputs.get(name) is not None]:
         raise ConfigError(f"{ignored[0]} would be ignored, because this batch is not packed: {reason}")
-    # continuous batching keeps its requests apart
+    # Continuous batching keeps its requests apart.
     if not is_generating(model) and not isinstance(inputs.get("cache"), PagedAttentionCache):
         check_boundaries_kept(inputs)
     if model.training and not is_generating(model):
@@ -217,7 +217,7 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
 
 
 def row_of(model: ModelParts, inputs: dict[str, Any], state: PackingState, *, is_row: bool) -> PackedRow:
-    """The row that goes through the model: handed over, in a dictionary, or packed of a padded batch."""
+    """Return the row that goes through the model: passed by `PackedStep`, given as inputs, or packed from a batch."""
     call: StepCall | None = inputs.get(STEP)
     if call is not None and call.row is not None:
         return _checked_row(call.row)
@@ -229,12 +229,12 @@ def row_of(model: ModelParts, inputs: dict[str, Any], state: PackingState, *, is
 
 @outside_graph
 def _whole_columns(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Token ids and labels as int64."""
+    """Return token ids and labels as int64."""
     return {name: whole_numbers(inputs[name], name) for name in _WHOLE if inputs.get(name) is not None}
 
 
 def requested(inputs: dict[str, Any], name: str, configured: Any) -> Any:
-    """The argument of a call, or else the configured value."""
+    """Return the argument of a call, or the configured value if it was not given."""
     return configured if inputs.get(name) is None else inputs[name]
 
 
@@ -253,11 +253,15 @@ def _wants_logits(inputs: dict[str, Any], row: PackedRow) -> bool:
 
 @outside_graph
 def _check_counted(inputs: dict[str, Any], row: PackedRow, *, is_row: bool) -> None:
-    """Trainer counts every label but those of the first column; that of a sample's first token is never a target."""
+    """Refuse counted labels that are not targets.
+
+    Trainer counts every label except the first column's. The first token of a sample is never a target, but in a row
+    or a left-padded batch it may be in another column.
+    """
     labels = inputs["labels"]
     if labels is None or inputs.get("num_items_in_batch") is None or inputs.get(STEP) is not None:
         return
-    if is_row and inputs.get("shift_labels") is not None:  # which Trainer counts instead
+    if is_row and inputs.get("shift_labels") is not None:  # Trainer counts these instead
         return
     if is_row:
         first = labels[0].index_select(0, row.segments.first_tokens(labels.device)[1:])
@@ -277,7 +281,7 @@ _WHOLE = ("input_ids", "labels", "shift_labels")
 
 
 def is_row_input(inputs: dict[str, Any]) -> bool:
-    """Return whether the inputs are a packed row."""
+    """Return whether the inputs are a packed row (as opposed to a padded batch)."""
     call: StepCall | None = inputs.get(STEP)
     if call is not None and call.row is not None:
         return True
@@ -291,7 +295,7 @@ _PACKED_BY = "a padded batch is packed by its input_ids and 2D attention_mask"
 
 
 def unpackable(core: nn.Module, inputs: dict[str, Any], state: PackingState) -> str | None:
-    """Why a call goes to the model's own forward, and what would be packed; None: it is packed."""
+    """Return why a call goes to the model's own forward and how to have it packed; None: it is packed."""
     if is_generating(core):
         return "this is a step of generate()"
     if is_row_input(inputs):
@@ -312,24 +316,27 @@ def unpackable(core: nn.Module, inputs: dict[str, Any], state: PackingState) -> 
 _PLAIN_INPUTS = (*CACHES, "inputs_embeds", "mm_encoder_outputs")
 
 LOOKED_AT: dict[str, Any] = dict.fromkeys(("input_ids", "attention_mask", "position_ids", "labels"))
-"""Inputs that are looked at, as they are where a call leaves them out."""
+"""Inputs that decide how a call is handled, with the value they have if the call omits them."""
 
 
 def _has_columns(inputs: dict[str, Any]) -> bool:
-    """Return whether `logits_to_keep` is given, and is not 0, which keeps all."""
+    """Return whether `logits_to_keep` selects columns; 0 keeps all."""
     keep = inputs.get("logits_to_keep")
     return keep is not None and not (isinstance(keep, int) and keep == 0)
 
 
 def _can_keep(inputs: dict[str, Any]) -> bool:
-    """Return whether `logits_to_keep` are columns of the batch; with labels, transformers' own loss fits none."""
+    """Return whether we can compute `logits_to_keep`: columns of the batch, and no labels.
+
+    With labels, transformers' own loss does not accept a selection either.
+    """
     keep = inputs["logits_to_keep"]
     return inputs["labels"] is None and (isinstance(keep, int) or (isinstance(keep, torch.Tensor) and keep.ndim == 1))
 
 
 @outside_graph
 def _checked_row(row: PackedRow) -> PackedRow:
-    """A row of `PackedStep`, whose columns are whole numbers, as wide as its boundaries."""
+    """Check a row from `PackedStep`: whole numbers in its columns, as wide as its boundaries."""
     ids, labels = whole_numbers(row.input_ids, "input_ids"), row.shift_labels
     if labels is not None and (labels := whole_numbers(labels, "shift_labels")).shape != ids.shape:
         raise LayoutError(f"shift_labels is {list(labels.shape)}, but the row is {list(ids.shape)}")
@@ -390,7 +397,7 @@ def _packed_batch(inputs: dict[str, Any], state: PackingState, pad_token_id: int
 
 
 def _check_padding_mask(mask: torch.Tensor, padding: torch.Tensor, remedy: str) -> None:
-    """Compare a caller's mask with the padding of the row: they differ where `cu_seqlens_q_padded` was left out."""
+    """Compare a caller's mask with the actual padding. They differ if e.g. `cu_seqlens_q_padded` was left out."""
     check_is_tensor(mask, "moe_padding_mask")
     if mask.shape != padding.shape:
         raise LayoutError(f"moe_padding_mask is {list(mask.shape)} but input_ids is {list(padding.shape)}")
@@ -400,41 +407,41 @@ def _check_padding_mask(mask: torch.Tensor, padding: torch.Tensor, remedy: str) 
 
 # ---------------------------------------------------------------------- columns
 #
-# Names of inputs: what a batch, a row and a call of an enabled model may hold, and what is refused by name.
+# Names of inputs: what a batch, a row and a call of an enabled model may contain, and which names are refused.
 
 
 STEP = "vlmpack_step"
 """The keyword of a `StepCall`."""
 
 WEIGHTS = ("loss_weights", "shift_weights")
-"""Weights of the labels of a batch, and of the targets of a row."""
+"""Loss weights: of the labels of a batch, and of the targets of a row."""
 _TOKENS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "mm_token_type_ids", *WEIGHTS)
 COLUMN_OF_TYPES = "mm_token_type_ids"
-"""The kinds of tokens, which some models take under another name."""
+"""The token types. Some models use another name."""
 _MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
 COLUMNS = frozenset((*_TOKENS, *_MEDIA, "cu_seqlens_q", "cu_seqlens_q_padded", "moe_padding_mask", METADATA_KEY))
-"""The parts of a batch or a row."""
+"""The inputs that make up a batch or a row."""
 
 ROW_KEYS = (*BOUNDARIES, *WEIGHTS, METADATA_KEY, "use_cache", "output_logits")
-"""Keywords of a packed row, and requests of a batch, that the model's own forward may not have."""
+"""Keywords for packed rows and batches that the model's own forward may not have."""
 
 SOUND_IN_VIDEO = "use_audio_in_video"
-"""Qwen-Omni's request that audio tokens stand between those of the video that they belong to."""
+"""Qwen-Omni's option to interleave audio tokens with the tokens of the video that they belong to."""
 
 _WANTED = ("output_logits", "output_hidden_states")
 _BATCH_KEYS = frozenset((*_TOKENS, *_MEDIA, *BOUNDARIES, "num_items_in_batch", *_WANTED, METADATA_KEY, STEP))
 
 _GENERATION = (*CACHES, "inputs_embeds", "use_cache", "logits_to_keep", "mm_encoder_outputs", "rope_deltas")
 _SETTLED_KEYS = frozenset((*_GENERATION, "output_attentions", "output_router_logits", "return_dict"))
-"""Arguments of the model's own forward that a packed pass has settled: only their defaults go through it."""
+"""Arguments of the model's own forward that packing fixes: only their default values are accepted."""
 
 
 def check_keys(inputs: dict[str, Any], family: Family, *, is_row: bool) -> None:
-    """transformers accepts any keyword and ignores it, or hands it to the vision tower; a packed pass does not.
+    """Refuse unknown keywords. transformers ignores them, or passes them to the vision tower.
 
     Raises:
-        ConfigError: it would; names what may have been meant.
+        ConfigError: an unknown or unsupported keyword. The message suggests the closest known name.
     """
     takes_others = family.has_audio or (family.has_vision and not family.has_grids)
     other_media = {*_MEDIA} - family.media.keys() if takes_others else set()
@@ -463,13 +470,13 @@ def _check_apart(value: Any) -> None:
 
 
 def columns_in(inputs: dict[str, Any], family: Family) -> tuple[str, ...]:
-    """Names of the family's own columns that are there."""
+    """Return the names of the family's own columns that the inputs contain."""
     return tuple(name for name in family.token_columns if inputs.get(name) is not None)
 
 
 @outside_graph
 def with_token_types(inputs: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """Take the kinds of tokens, under the name that the model gives them, as `mm_token_type_ids`."""
+    """Rename the token types from the model's name for them to `mm_token_type_ids`."""
     if name in (None, COLUMN_OF_TYPES) or (types := inputs.get(name)) is None:
         return inputs
     if (other := inputs.get(COLUMN_OF_TYPES)) is not None and (other.shape != types.shape or (other != types).any()):
@@ -479,8 +486,8 @@ def with_token_types(inputs: dict[str, Any], name: str | None) -> dict[str, Any]
 
 @outside_graph
 def check_expert_types(inputs: dict[str, Any], family: Family, config: Any) -> None:
-    """Compare the kinds of tokens by which experts are chosen, where a caller gives them, with the token ids; on
-    padding of a batch they do not matter.
+    """Check the token types that choose experts, if the caller gives them, against the token ids. In a batch, values
+    on padding are ignored.
 
     Raises:
         LayoutError: they differ.

@@ -1,4 +1,4 @@
-"""The result of a packed step: sums and counts, one entry a sample, and the work that was done; the model's output."""
+"""The result of a packed step (sums and counts per sample, and the work done) and the model's output."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from vlmpack.model.mechanisms.experts import RouterStatistics, puts_aux_loss_fir
 @final
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of a step, counted on the host: equal outputs do not prove that padding was skipped."""
+    """The work of a step, counted on the host. Equal outputs alone do not prove that padding was skipped."""
 
     real_tokens: int
-    """Tokens of samples."""
+    """Real tokens of the samples."""
     physical_tokens: int
     """Tokens that went through the model: the width of the row, or of its prefix tree."""
     attended_pairs: int
-    """Query-key pairs of causal attention in one layer: the sum of n (n + 1) / 2 over the segments, or as many of them
-    as sparse attention selects; of a prefix tree those of each token's path; of layers that differ, in the one that
-    attends to most."""
+    """Query-key pairs of causal attention in one layer: the sum of n (n + 1) / 2 over the segments, or the number of
+    pairs that sparse attention selects. For a prefix tree, the pairs along each token's path. If layers differ, the
+    layer with the most pairs."""
     vision_patches: int
     """Patches that went through the vision tower."""
     delta_tokens: int = 0
-    """Tokens that each gated delta layer computed, with the padding of its buckets or the zeros between its samples; 0:
-    there are no such layers."""
+    """Tokens that each gated delta layer computed, including the padding of its buckets or the zeros between samples;
+    0: there are no such layers."""
     conv_tokens: int = 0
-    """Tokens that each short convolution computed, with the zeros between its samples, or the padding of its buckets;
+    """Tokens that each short convolution computed, including the zeros between samples or the padding of its buckets;
     0: there are no such layers."""
     window_pairs: int = 0
-    """Query-key pairs in one layer with a sliding window, or with chunks; 0: there are no such layers."""
+    """Query-key pairs in one layer with a sliding window or chunked attention; 0: there are no such layers."""
     audio_frames: int = 0
-    """Log-mel frames that went through the audio tower, padding left out; 0: there is no audio."""
+    """Log-mel frames that went through the audio tower, without padding; 0: there is no audio."""
 
 
 @final
@@ -50,36 +50,37 @@ class StepResult:
     """Loss and per-sample results of one row. B samples, T row tokens, L targets."""
 
     loss: torch.Tensor
-    """Scalar: `loss_sum` over `num_items_in_batch`, or over this row's targets when that was not given; plus
-    `router_aux_loss_coef * aux_loss` where there is one and `z_loss_coef * z_loss`, which nothing divides."""
+    """Scalar: `loss_sum` divided by `num_items_in_batch` (by this row's targets if it was not given), plus
+    `router_aux_loss_coef * aux_loss` if there is one and `z_loss_coef * z_loss`; these two are not divided."""
     loss_sum: torch.Tensor
     """Scalar: cross-entropy (nats) times weight, summed over the targets."""
     num_targets: int
-    """L: labelled targets of the row."""
+    """L: number of targets in the row."""
     sample_loss_sums: torch.Tensor
     """float32 [B]: cross-entropy (nats) times weight, summed over each sample's targets, detached."""
     sample_targets: torch.Tensor
-    """int64 [B]: targets of each sample."""
+    """int64 [B]: number of targets of each sample."""
     target_logprobs: torch.Tensor
-    """float32 [L]: log-probability of each target, in row order, with its gradient; of logits over the temperature."""
+    """float32 [L]: log-probability of each target in row order, from logits divided by the temperature. Has a
+    gradient."""
     target_index: torch.Tensor
-    """int64 [L]: row position of each target's prediction."""
+    """int64 [L]: position in the row that predicts each target."""
     segments: Segments
     """The row's boundaries."""
     work: Work
-    """The work of the row, counted."""
+    """The work done for the row."""
     target_entropies: torch.Tensor | None = None
-    """float32 [L]: entropy (nats) of the prediction of each target, with its gradient, on request."""
+    """float32 [L]: entropy (nats) of the prediction of each target. Has a gradient. On request."""
     row_logits: torch.Tensor | None = None
     """[1, T, V] on request."""
     row_hidden_states: tuple[torch.Tensor | None, ...] | None = None
-    """[1, T, D] of the embeddings and of each layer, on request; None in place of those that were not chosen."""
+    """[1, T, D] of the embeddings and of each layer, on request; None for layers that were not chosen."""
     row_last_hidden: torch.Tensor | None = None
-    """[1, T, D]: what the head is given, on request."""
+    """[1, T, D]: the head's input, on request."""
     routers: RouterStatistics | None = None
-    """Statistics of the routers on the real tokens; None: not requested, or no experts."""
+    """Router statistics over the real tokens; None: not requested, or no experts."""
     width: int | None = None
-    """S of the padded batch that was packed; None: it was a row already."""
+    """S of the padded batch that was packed; None: the input was already a row."""
     offsets: tuple[int, ...] = ()
     """First column of each sample in that batch."""
 
@@ -93,7 +94,7 @@ class StepResult:
 
     @property
     def aux_loss(self) -> torch.Tensor | None:
-        """Scalar: the routers' load-balancing loss; None: not requested, or no experts."""
+        """Scalar: the routers' load-balancing loss; None if not requested or there are no experts."""
         return None if self.routers is None else self.routers.aux_loss
 
     @property
@@ -103,17 +104,17 @@ class StepResult:
 
     @property
     def expert_counts(self) -> torch.Tensor | None:
-        """int64 [layers, E]: real tokens that each expert was sent; None: no router statistics."""
+        """int64 [layers, E]: real tokens sent to each expert; None: no router statistics."""
         return None if self.routers is None else self.routers.expert_counts
 
     @property
     def router_logits(self) -> tuple[torch.Tensor, ...] | None:
-        """[R, E] of each layer that has experts, R real tokens in row order; None: no router statistics."""
+        """[R, E] for each layer with experts, R real tokens in row order; None: no router statistics."""
         return None if self.routers is None else self.routers.logits
 
     @property
     def sample_losses(self) -> torch.Tensor:
-        """float32 [B]: `sample_loss_sums` over the number of each sample's targets; 0 for a sample without any."""
+        """float32 [B]: mean loss of each sample, `sample_loss_sums` / `sample_targets`; 0 for a sample without any."""
         return self.sample_loss_sums / self.sample_targets.clamp(min=1)
 
     @property
@@ -123,7 +124,8 @@ class StepResult:
 
     @property
     def entropies(self) -> torch.Tensor | None:
-        """float32 [B, S]: entropy (nats) of each position's prediction; 0 where no target is; None unless requested."""
+        """float32 [B, S]: entropy (nats) of each position's prediction; 0 where it has no target; None unless
+        requested."""
         return None if self.target_entropies is None else self._by_position(self.target_entropies)
 
     @property
@@ -143,15 +145,15 @@ class StepResult:
 
     @outside_graph
     def kept_logits(self, keep: int | torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """[B, K, V]: logits of these columns of the padded batch (of the last ones, if a number), 0 on padding."""
+        """Return [B, K, V]: logits of these columns of the padded batch (a number: the last ones), 0 on padding."""
         columns = slice(-keep, None) if isinstance(keep, int) else keep
-        if self.logits is not None:  # ranks share the row
+        if self.logits is not None:  # already computed if ranks share the row
             return self.logits[:, columns]
         assert self.last_hidden is not None
         return head(self.last_hidden[:, columns])
 
     def _by_position(self, values_L: torch.Tensor) -> torch.Tensor:
-        """[B, S]: values of targets, each where it is predicted, 0 elsewhere."""
+        """Return [B, S]: each target's value at the position that predicts it, 0 elsewhere."""
         row = values_L.new_zeros(1, self.segments.total)
         row = row.index_put((torch.zeros_like(self.target_index), self.target_index), values_L)
         return unpack(row, self.segments, width=self.width, offsets=self.offsets)
@@ -161,24 +163,24 @@ class StepResult:
 
 
 def _shown(loss: torch.Tensor) -> str:
-    """Format a loss; one on a device is not read."""
+    """Format a loss without reading it from an accelerator."""
     if not on_host(loss):
         return f"on {loss.device}"
     try:
         return f"{loss.item():.4f}"
-    except RuntimeError:  # inside a transform of functions, or of a tensor that stands for one
+    except RuntimeError:  # a tensor without a value: inside a functional transform, or a fake tensor
         return "not known"
 
 
 def weighted(losses_L: torch.Tensor, row: PackedRow, index_L: torch.Tensor) -> torch.Tensor:
-    """float32 [L]: cross-entropies of the targets at these places of the row, times the weights that it has."""
+    """Return float32 [L]: the cross-entropies of the targets at `index_L`, times the row's weights if it has any."""
     return losses_L if row.shift_weights is None else losses_L * row.shift_weights[0].float().index_select(0, index_L)
 
 
 def sums_by_sample(
     losses_L: torch.Tensor, index_L: torch.Tensor, segments: Segments
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss sums float32 [B], target counts int64 [B]) of each sample, detached."""
+    """Return (loss sums float32 [B], target counts int64 [B]), one entry per sample, detached."""
     sample_L = segments.seq_idx(index_L.device)[index_L].long()
     sums = losses_L.new_zeros(segments.num_samples, dtype=torch.float32)
     counts = torch.zeros(segments.num_samples, dtype=torch.int64, device=index_L.device)
@@ -193,28 +195,28 @@ def sums_by_sample(
 class PackedOutput(ModelOutput):
     """The output of an enabled model for packed input. B samples.
 
-    `sample_losses` and `sample_targets` reach `Trainer.predict` as its predictions, one entry a sample.
+    `Trainer.predict` returns `sample_losses` and `sample_targets` as its predictions, one entry per sample.
     """
 
     loss: torch.Tensor | None = None
     """Scalar; None without labels."""
     logits: torch.Tensor | None = None
-    """[B, S, V] for a padded batch, [1, T, V] for a row; on request (`output_logits=True`, `return_dict=False`) or
-    without labels. With `logits_to_keep` of those columns alone."""
+    """[B, S, V] for a padded batch, [1, T, V] for a row: only without labels or on request (`output_logits=True`, or
+    `return_dict=False` for a padded batch). With `logits_to_keep`, only these columns."""
     hidden_states: tuple[torch.Tensor | None, ...] | None = None
-    """[B, S, D] for a padded batch, [1, T, D] for a row, of the embeddings and of each layer; on request."""
+    """[B, S, D] for a padded batch, [1, T, D] for a row, for the embeddings and each layer; on request."""
     aux_loss: torch.Tensor | None = None
-    """Scalar: the routers' load-balancing loss, where the model computes one."""
+    """Scalar: the routers' load-balancing loss, if the model computes one."""
     z_loss: torch.Tensor | None = None
     """Scalar: the routers' z-loss, with `aux_loss` or if it is part of the loss (`StepConfig.z_loss_coef`)."""
     expert_counts: torch.Tensor | None = None
-    """int64 [layers, E]: real tokens that each expert was sent; with `output_router_logits=True`."""
+    """int64 [layers, E]: real tokens sent to each expert; with `output_router_logits=True`."""
     router_logits: tuple[torch.Tensor, ...] | None = None
-    """[R, E] of each layer that has experts, real tokens in row order; with `output_router_logits=True`."""
+    """[R, E] for each layer with experts, R real tokens in row order; with `output_router_logits=True`."""
     sample_losses: torch.Tensor | None = None
     """float32 [B]: mean cross-entropy (nats) of each sample's targets."""
     sample_targets: torch.Tensor | None = None
-    """int64 [B]: targets of each sample."""
+    """int64 [B]: number of targets of each sample."""
     target_logprobs: torch.Tensor | None = None
     """float32 [L]: log-probability of each target, for `PackedStep`."""
     target_entropies: torch.Tensor | None = None
@@ -223,14 +225,15 @@ class PackedOutput(ModelOutput):
     @classmethod
     @outside_graph
     def of(cls, result: StepResult, row: PackedRow, *, is_row: bool, routers: bool, targets: bool) -> PackedOutput:
-        """Select what comes back.
+        """Select the outputs to return.
 
         Args:
             result: the whole result.
-            row: the row, of which there are a loss and losses of samples if it has labels.
-            is_row: whether logits and hidden states come back as a row.
-            routers: whether router statistics were requested by name; those kept for a loss alone do not come back.
-            targets: whether values of each target come back: wrappers' hooks for the backward pass hang on outputs.
+            row: the row; if it has labels, the loss and the samples' losses are returned.
+            is_row: whether to return logits and hidden states as a row.
+            routers: whether router statistics were requested by name; otherwise the layers' logits and counts, which
+                the loss may need, are not returned.
+            targets: whether to return the values of each target, so that wrappers can attach backward hooks to them.
         """
         fields: dict[str, Any] = {
             "logits": result.row_logits if is_row else result.logits,
@@ -248,7 +251,7 @@ class PackedOutput(ModelOutput):
         return cls(**fields)
 
     def in_order(self, family: Family) -> tuple[Any, ...]:
-        """In the order of the unmodified model, which may put the routers' loss before the logits."""
+        """Return a tuple in the unmodified model's order, which may put the routers' loss before the logits."""
         if not family.has("experts") or not puts_aux_loss_first(family):
             return self.to_tuple()
         names = sorted(self.keys(), key=("loss", "aux_loss", *self.keys()).index)

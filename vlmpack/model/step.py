@@ -1,12 +1,12 @@
-"""The two model steps: a batch or row in, a `StepResult` out.
+"""The two model steps: each takes a batch or row and returns a `StepResult`.
 
-`PackedStep` calls a Hugging Face model that packing is enabled on. `ThdStep` calls a model that takes packed boundaries
-itself, under the names that its `forward` has: Megatron-Core's GPTModel, Megatron-Bridge's Qwen3-VL, a model of your
-own. It packs a batch by a `SlotRule` and hands over what the signature asks for. Lengths [3, 5, 2], slots of 4:
-
+`PackedStep` calls a Hugging Face model with packing enabled. `ThdStep` calls a model that takes packed boundaries
+itself, under the names in its `forward`: Megatron-Core's GPTModel, Megatron-Bridge's Qwen3-VL, or a custom model. It
+packs a batch by a `SlotRule` and passes the arguments that the signature names. Example: sample lengths [3, 5, 2],
+each padded to a multiple of 4:
     row                     a a a .  b b b b b . . .  c c . .
     cu_seqlens_q            [0, 3, 8, 10]       tokens to attend to
-    cu_seqlens_q_padded     [0, 4, 12, 16]      where each sample's slot starts in the row
+    cu_seqlens_q_padded     [0, 4, 12, 16]      where each sample starts in the row, padding included
     rope_cu_seqlens         [0, 3, 8, 10]       where MRoPE positions restart, counted in real tokens
     moe_padding_mask        F F F T  F F F F F T T T  F F T T
 """
@@ -53,9 +53,9 @@ from vlmpack.model.result import StepResult, Work, sums_by_sample, weighted
 
 @final
 class PackedStep:
-    """A callable that runs one batch or row through a model and returns a `StepResult`.
+    """Run one batch or row through a model and return a `StepResult`.
 
-    It calls the module that it was given, so wrappers around the model (PEFT, DDP, `torch.compile`) do their part.
+    The step calls the module that you passed, so wrappers around the model (PEFT, DDP, `torch.compile`) stay in effect.
 
         step = PackedStep(model)
         result = step(batch, num_items_in_batch=targets_of_all_micro_batches)
@@ -63,7 +63,7 @@ class PackedStep:
     """
 
     def __init__(self, model: nn.Module, config: StepConfig | None = None, *, parallel: Parallel | None = None) -> None:
-        """Enable packing on `model` (or the model that it holds). On an enabled one, what is not given stays.
+        """Enable packing on `model` (or on the model inside it). If it is enabled already, omitted settings stay.
 
         Raises:
             FamilyError: the model's family cannot be packed exactly.
@@ -89,18 +89,18 @@ class PackedStep:
         """Run one batch or row.
 
         Args:
-            batch: a padded batch, a packed row, or the dictionary of either, on any device.
-            num_items_in_batch: targets of all batches that make up one optimiser step; None: this one's own.
+            batch: a padded batch, a packed row, or either as a dictionary, on any device.
+            num_items_in_batch: number of targets in all batches of one optimizer step; None: in this batch.
             logits: also return logits.
-            last_hidden: also return what the head is given.
-            temperature: divisor of the logits, in log-probabilities, losses and entropies, as in sampling.
+            last_hidden: also return the head's input.
+            temperature: sampling temperature; divides the logits in log-probabilities, losses and entropies.
             entropy: also return the entropy of each target's prediction.
-            **inputs: further inputs by name, such as `rope_cu_seqlens`; they win over the batch's.
+            **inputs: further inputs by name, e.g. `rope_cu_seqlens`; they override the batch's.
 
         Raises:
-            LayoutError: the batch contradicts itself, or is the columns of samples.
+            LayoutError: the batch contradicts itself, or holds columns of unbatched samples.
             ConfigError: the batch is neither a padded batch with its 2D mask nor a packed row; or the temperature is
-                no positive number.
+                not a positive number.
         """
         scoring = Scoring(temperature=temperature, entropy=entropy)
         device = next(self.model.parameters()).device
@@ -120,21 +120,21 @@ class PackedStep:
         }
         if not hands_row and columns.get("inputs_embeds") is None:
             check_is_batch(columns)
-        logits = bool(columns.pop("output_logits", False)) or logits  # as a batch requests them of a model
+        logits = bool(columns.pop("output_logits", False)) or logits  # a batch may request them too
         output = self.model(**columns, num_items_in_batch=num_items_in_batch, output_logits=logits, **{STEP: call})
         if call.result is None:
             raise ConfigError(
                 f"this batch cannot be packed: give a 2D attention_mask or {METADATA_KEY!r} metadata or cu_seqlens_q; "
                 f"it has {sorted(columns)}"
             )
-        # As the wrappers handed them back: their hooks for the backward pass hang on them.
+        # Use the tensors that the wrappers returned: their backward hooks are attached to these.
         targets = {"target_logprobs": output.target_logprobs, "target_entropies": output.target_entropies}
         result = replace(call.result, **targets)
         return result if output.loss is None else replace(result, loss=output.loss)
 
 
 def _inputs_of(batch: PaddedBatch | PackedRow | Mapping[str, Any], needed: Collection[str]) -> dict[str, Any]:
-    """Keyword arguments of the model; extras are the caller's, but for those that are `needed`."""
+    """Return the model's keyword arguments. Extras are for the caller, so only the `needed` ones are passed on."""
     if isinstance(batch, Mapping):
         return dict(batch)
     if not isinstance(batch, PaddedBatch | PackedRow):
@@ -144,43 +144,43 @@ def _inputs_of(batch: PaddedBatch | PackedRow | Mapping[str, Any], needed: Colle
 
 
 def _travels(name: str) -> bool:
-    """Return whether a tensor goes to the model's device: boundaries are read on the host."""
+    """Return whether a tensor is moved to the model's device. Boundaries are not: they are read on the host."""
     return name not in ("cu_seqlens_q", "cu_seqlens_q_padded", "rope_cu_seqlens")
 
 
 # ---------------------------------------------------------------------- models that take boundaries themselves
 
 Boundaries = Literal["real", "padded"]
-"""What a boundary counts: real tokens, as `cu_seqlens_q`; or places in the row, as `cu_seqlens_q_padded`."""
+"""Unit of a boundary: real tokens, as in `cu_seqlens_q`, or positions in the row, as in `cu_seqlens_q_padded`."""
 
 REAL = frozenset({"cu_seqlens_q", "cu_seqlens_kv"})
 PADDED = frozenset({"cu_seqlens_q_padded", "cu_seqlens_kv_padded"})
 BOUNDARIES = REAL | PADDED | {"packed_seq_params"}
 PADDING_MASKS = frozenset({"moe_padding_mask", "padding_mask"})
 POSITIONS = frozenset({"position_ids", "rope_cu_seqlens", "packed_seq_params"})
-"""Names by which a model learns that positions restart; Megatron's rotary embedding reads `packed_seq_params`."""
+"""Arguments that tell a model where positions restart. Megatron's rotary embedding reads `packed_seq_params`."""
 
 WRAPPED = ("module", "_orig_mod", "base_model", "model")
-"""Where wrappers (DDP, Megatron's Float16Module, `torch.compile`, PEFT) keep the model."""
+"""Attributes in which wrappers (DDP, Megatron's Float16Module, `torch.compile`, PEFT) keep the model."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ThdInputs:
-    """One packed row, and the keyword arguments under which a model gets it."""
+    """A packed row and the keyword arguments to call a model with."""
 
     row: PackedRow
     """The whole row, on the model's device."""
     arguments: Mapping[str, Any]
-    """What the model is called with."""
+    """The model's keyword arguments."""
     part: LocalRow | None = None
-    """The part of the row that this context-parallel rank holds; None: one rank holds all of it."""
+    """The part of the row on this context-parallel rank; None: one rank holds all of it."""
 
     def halo(self, depth: int) -> Halo:
-        """The tokens of other ranks that multi-token prediction of `depth` further tokens reads.
+        """Return the halo for multi-token prediction: the tokens of other ranks that `depth` further tokens need.
 
         Raises:
-            ConfigError: one rank holds the whole row, and `vlmpack.layout.roll_left` rolls it.
+            ConfigError: one rank holds the whole row, which `vlmpack.layout.roll_left` can roll.
         """
         if self.part is None:
             raise ConfigError("one rank holds the whole row: roll it with vlmpack.layout.roll_left; there is no halo")
@@ -189,35 +189,35 @@ class ThdInputs:
 
 @final
 class ThdStep:
-    """A callable that packs a batch, calls a model that takes packed boundaries, and returns a `StepResult`.
+    """Pack a batch, call a model that takes packed boundaries, and return a `StepResult`.
 
         step = ThdStep(model, slots=SlotRule.for_parallel(context=2, layout="mirrored"), config=hf_config)
         result = step(batch, num_items_in_batch=targets_of_all_micro_batches)
         result.loss.backward()
 
-    A trainer that calls the model itself takes it in two halves: `inputs = step.inputs(batch)`, then
+    A trainer that calls the model itself uses the two halves: `inputs = step.inputs(batch)`, then
     `step.result(model(**inputs.arguments), inputs)`.
 
-    The model gets what its `forward` names, and only that:
+    The model gets only the arguments that its `forward` names:
 
     | name | value |
     |---|---|
     | `input_ids` or `tokens` | [1, T] int64 |
     | `labels` or `shift_labels` | [1, T] int64: the next token of each token, -100 for none |
-    | `loss_mask` | [1, T] float32: 1 where there is a next token to predict |
+    | `loss_mask` | [1, T] float32: 1 where there is a target |
     | `cu_seqlens_q`, `cu_seqlens_kv` | int32 [G + 1]: cumulative real tokens |
-    | `cu_seqlens_q_padded`, `cu_seqlens_kv_padded` | int32 [G + 1]: where slots start; the same object without gaps |
-    | `max_seqlen_q`, `max_seqlen_kv` | int: the widest slot |
-    | `packed_seq_params` | the same in an object of megatron-core, or with its fields where that is not installed |
+    | `cu_seqlens_q_padded`, `cu_seqlens_kv_padded` | int32 [G + 1]: samples' starts; the same object without gaps |
+    | `max_seqlen_q`, `max_seqlen_kv` | int: the largest padded length |
+    | `packed_seq_params` | megatron-core's object with these fields, or a plain object if it is not installed |
     | `rope_cu_seqlens` | int32: where MRoPE positions restart |
     | `position_ids` | [1, T], or [3, 1, T] time, height, width (`text_positions`: [4, 1, T]) |
-    | `moe_padding_mask` or `padding_mask` | [1, T] bool, True on padding: what a router must not count |
-    | `attention_mask` | None: boundaries stand for it |
+    | `moe_padding_mask` or `padding_mask` | [1, T] bool, True on padding, which routers must not count |
+    | `attention_mask` | None: the boundaries replace it |
     | `mm_token_type_ids`, `pixel_values`, `image_grid_thw`, ... | as in the batch |
 
-    It returns per-token losses [1, T]; logits [1, T, V]; a tuple that starts with either (a second entry as wide as the
-    row is compared with the loss mask); or a mapping with `losses` or `logits`, and perhaps `aux_loss`, a scalar that
-    is added to the loss as it is: of a context-parallel rank its share.
+    The model returns per-token losses [1, T]; logits [1, T, V]; a tuple that starts with either (if the second entry
+    has as many elements as the row, it is compared with the loss mask); or a mapping with `losses` or `logits`, and
+    optionally `aux_loss`, a scalar that is added to the loss unchanged (a context-parallel rank returns its share).
     """
 
     def __init__(
@@ -237,23 +237,25 @@ class ThdStep:
         """Read the model's signature.
 
         Args:
-            model: a module, or a function, with packed boundaries among the parameters of its `forward`.
-            slots: the room of each sample and of the row; None: no padding at all.
-            config: the Hugging Face configuration of the model's family (`AutoConfig.from_pretrained(name)`): positions
-                are computed by it, and placeholders compared with grids. None: text, or the batch brings positions.
-            rope: what `rope_cu_seqlens` counts. "real": as Megatron-Bridge's Qwen3-VL step hands it.
-            text_positions: True: `position_ids` of a family with MRoPE are [4, 1, T], the place in the sample first, as
-                transformers takes them; False: [3, 1, T].
-            has_experts: whether padding would reach a router; None: looked up in the model's configuration and modules.
+            model: a module or function whose `forward` has packed boundaries among its parameters.
+            slots: how samples and the row are padded; None: no padding at all.
+            config: the Hugging Face configuration of the model's family (`AutoConfig.from_pretrained(name)`), from
+                which positions are computed and placeholders checked against grids. None: the samples are text, or the
+                batch contains positions.
+            rope: unit of `rope_cu_seqlens`. "real" is what Megatron-Bridge's Qwen3-VL step passes.
+            text_positions: for a family with MRoPE, True: `position_ids` are [4, 1, T], the position in the sample
+                first, as transformers takes them; False: [3, 1, T].
+            has_experts: whether padding could reach a router; None: look in the model's configuration and modules.
             context_ranks: context-parallel ranks that share a row.
             context_rank: this rank, 0 to `context_ranks` - 1.
-            layout: how the row is cut over them.
-            model_cuts: True: the model gets the whole row and returns its part, as Megatron-Bridge's vision-language
-                models do. False: it gets its part, and the boundaries of the whole row, as GPTModel does.
+            layout: how the row is split across these ranks.
+            model_cuts: True: the model gets the whole row and returns its own part, as Megatron-Bridge's
+                vision-language models do. False: it gets its part of the row and the boundaries of the whole row, as
+                GPTModel does.
 
         Raises:
-            ConfigError: the model takes no boundaries; needs something that a row does not have; would count padding
-                in its routers, or let positions run on from sample to sample.
+            ConfigError: the model takes no boundaries; needs an argument that a row does not have; would count padding
+                in its routers; or would let positions run on from sample to sample.
         """
         self.model = model
         self.slots = slots or SlotRule()
@@ -286,9 +288,9 @@ class ThdStep:
         """Pack a batch, call the model, and read what it returns.
 
         Args:
-            batch: as `inputs`.
-            num_items_in_batch: targets of all batches of one optimizer step; None: this row's own.
-            rope_cu_seqlens: as `inputs`.
+            batch: see `inputs`.
+            num_items_in_batch: number of targets in all batches of one optimizer step; None: in this row.
+            rope_cu_seqlens: see `inputs`.
             **inputs: further arguments of the model, by name.
 
         Raises:
@@ -302,19 +304,19 @@ class ThdStep:
     def inputs(
         self, batch: PaddedBatch | PackedRow | Mapping[str, Any], *, rope_cu_seqlens: Any = None, **inputs: Any
     ) -> ThdInputs:
-        """Pack a batch into a row on the model's device, and the row into the model's arguments.
+        """Pack a batch into a row on the model's device, and build the model's arguments from it.
 
-        With host metadata (`VLMCollator` adds them) there is no host–device sync.
+        With host metadata (`VLMCollator` adds it) there is no host–device sync.
 
         Args:
-            batch: a padded batch with its 2D mask, padded on either side; a packed row; or the dictionary of either.
-            rope_cu_seqlens: finer boundaries at which positions restart, beside those of samples: a tensor, list or
-                tuple, in real tokens or places of the row.
+            batch: a padded batch with its 2D mask, padded on either side; a packed row; or either as a dictionary.
+            rope_cu_seqlens: further boundaries at which positions restart, in addition to the start of each sample: a
+                tensor, list or tuple, in real tokens or positions of the row.
             **inputs: further arguments of the model, by name.
 
         Raises:
-            LayoutError: the batch contradicts itself; or a row whose slots the ranks cannot share.
-            ConfigError: the row has something that the model would ignore.
+            LayoutError: the batch contradicts itself, or the ranks cannot share the row evenly.
+            ConfigError: the row has an input that the model would ignore; or the model needs one that the row lacks.
         """
         if isinstance(batch, Mapping):
             further = _further(batch, media=() if self.family is None else self.family.media)
@@ -356,7 +358,7 @@ class ThdStep:
         return pack(batch, rule=self.slots) if isinstance(batch, PaddedBatch) else batch
 
     def _from_dictionary(self, batch: Mapping[str, Any]) -> PaddedBatch | PackedRow:
-        """A batch or row of a dictionary without names that `inputs` hands on; what it says twice is compared."""
+        """Build a batch or row from a dictionary, without the further arguments. Duplicate information must agree."""
         check_is_batch(batch)
         columns = {name: whole_numbers(batch[name], name) for name in _WHOLE if batch.get(name) is not None}
         batch = {**batch, **columns}
@@ -379,7 +381,7 @@ class ThdStep:
         return row
 
     def _available(self, row: PackedRow, part: LocalRow | None, rope_cu_seqlens: Any) -> dict[str, Any]:
-        """The value that this row has for each name."""
+        """Return the value of every argument that this row can provide."""
         held = row if part is None or self.model_cuts else part
         segments, device, labels = row.segments, row.input_ids.device, held.shift_labels
         restarts = None if rope_cu_seqlens is None else rope_segments(rope_cu_seqlens, segments)
@@ -394,7 +396,7 @@ class ThdStep:
             **held.extras,
             **held.media.to_hf(),
         }
-        for name in PADDED:  # the same object without gaps: kernels then know that there are none
+        for name in PADDED:  # without gaps the same object: kernels take that as a sign that there are none
             values[name] = values["cu_seqlens_q"] if values[name] is None else values[name]
         if "packed_seq_params" in self._names:
             values["packed_seq_params"] = _params(segments, device)
@@ -411,7 +413,10 @@ class ThdStep:
         return values
 
     def positions(self, row: PackedRow, restarts: Segments | None = None) -> torch.Tensor | None:
-        """[1, T], or [3, 1, T] of a family with MRoPE; None: they follow from grids of a family that is not known."""
+        """Return positions [1, T], or [3, 1, T] for a family with MRoPE.
+
+        None if they depend on grids and the step has no `config`: the model computes them.
+        """
         family = self.family
         if family is None:
             if row.position_ids is not None:
@@ -434,7 +439,7 @@ class ThdStep:
         return self._rows(positions) if family.positions_rule.axes == 3 else positions[0]
 
     def _rows(self, positions: torch.Tensor) -> torch.Tensor:
-        """The rows that the model takes of [3, 1, T] or [4, 1, T] positions; [1, T] of text as it is."""
+        """Select the axes of [3, 1, T] or [4, 1, T] positions that the model takes. [1, T] text positions stay."""
         if positions.ndim < 3 or (self.text_positions and len(positions) == 4):
             return positions
         if self.text_positions:
@@ -448,18 +453,20 @@ class ThdStep:
     def result(
         self, output: Any, inputs: ThdInputs, *, num_items_in_batch: torch.Tensor | int | None = None
     ) -> StepResult:
-        """Read what the model returned: sums and counts, one entry a sample.
+        """Turn the model's output into sums and counts, one entry per sample.
 
-        Of a context-parallel rank's part, targets that other ranks hold count 0 in `target_logprobs`, `loss_sum` and
-        `sample_loss_sums`, and in full in `num_targets` and `sample_targets`: the ranks' results add up to the row's.
+        On a context-parallel rank, targets held by other ranks count as 0 in `target_logprobs`, `loss_sum` and
+        `sample_loss_sums`, and in full in `num_targets` and `sample_targets`, so that the ranks' results add up to the
+        row's.
 
         Args:
-            output: per-token losses [1, T] or logits [1, T, V] (t of a part), or a tuple or mapping with them.
-            inputs: what `inputs` returned.
-            num_items_in_batch: targets of all batches of one optimizer step; None: this row's own.
+            output: per-token losses [1, T] or logits [1, T, V] (t tokens on a context-parallel rank), alone or in a
+                tuple or mapping.
+            inputs: the return value of `inputs`.
+            num_items_in_batch: number of targets in all batches of one optimizer step; None: in this row.
 
         Raises:
-            ConfigError: neither losses nor logits of these tokens, or losses without labels.
+            ConfigError: the output is neither losses nor logits of these tokens.
         """
         row = inputs.row
         check_targets(row)
@@ -488,13 +495,13 @@ class ThdStep:
 
     @cached_property
     def _required(self) -> list[str]:
-        """Parameters without a default."""
+        """Return the names of parameters without a default."""
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         parameters = self._parameters.values()
         return [each.name for each in parameters if each.kind in kinds and each.default is inspect.Parameter.empty]
 
     def _check_signature(self) -> None:
-        """Refuse what is wrong whatever the row is."""
+        """Refuse a signature that would be wrong for every row."""
         rule = self.slots
         if not self._names & POSITIONS:
             raise ConfigError(
@@ -519,7 +526,7 @@ class ThdStep:
             )
 
     def _check_row(self, row: PackedRow) -> None:
-        """Refuse what this row has and the model would ignore, and slots that ranks cannot share."""
+        """Refuse inputs that the model would ignore, and padded lengths that ranks cannot share."""
         check_unshared(row, "a model that takes boundaries")
         segments, rule = row.segments, self.slots
         if segments.has_padding:
@@ -552,7 +559,7 @@ _COLUMNS = frozenset(
         *(*REAL, *PADDED, *PADDING_MASKS, *WEIGHTS, "max_seqlen_q", "max_seqlen_kv", "rope_cu_seqlens"),
     }
 )
-"""Columns of a batch dictionary that the step reads, beside media. Longest lengths are counted anew."""
+"""Columns of a batch dictionary that the step reads, besides media. Maximum lengths are recomputed."""
 _REFUSED = {
     "loss_mask": "set labels to -100 where nothing is to be predicted, and leave it out",
     "packed_seq_params": "hand over vlmpack.interop.megatron.from_megatron(batch)",
@@ -561,7 +568,7 @@ _REFUSED = {
 
 
 def _further(batch: Mapping[str, Any], *, media: Collection[str]) -> dict[str, torch.Tensor]:
-    """Tensors of a dictionary that are no columns of tokens and no media: further arguments of the model."""
+    """Return the dictionary's tensors that are neither token columns nor media: further arguments of the model."""
     ids = batch.get("input_ids")
     shape = ids.shape if isinstance(ids, torch.Tensor) else ()
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
@@ -570,7 +577,7 @@ def _further(batch: Mapping[str, Any], *, media: Collection[str]) -> dict[str, t
 
 
 def _check_masks(batch: Mapping[str, Any], padding: torch.Tensor | None) -> None:
-    """Compare a batch's own masks of padding with where it has padding."""
+    """Compare the batch's padding masks with its actual padding."""
     for name in PADDING_MASKS:
         given = batch.get(name)
         if given is None:
@@ -584,7 +591,7 @@ def _check_masks(batch: Mapping[str, Any], padding: torch.Tensor | None) -> None
 
 
 def _check_pixels(media: Media) -> None:
-    """Patches are as many as the grids describe. A grid is read where it is on the host alone."""
+    """Check that there are as many patches as the grids describe."""
     for pixels, grids in (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")):
         values, grid = media.to_hf().get(pixels), media.to_hf().get(grids)
         if grid is None:
@@ -597,9 +604,9 @@ def _check_pixels(media: Media) -> None:
 
 
 def _parameters_of(model: nn.Module | Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of the first forward, from the outermost wrapper inwards, that names boundaries.
+    """Return the parameters of the first forward that names boundaries, searching from the outermost wrapper inwards.
 
-    A name that only `**kwargs` would take does not count: models accept any keyword and ignore it.
+    A name that only `**kwargs` would accept does not count: models accept any keyword and ignore it.
     """
     inner: Any = model
     while inner is not None:
@@ -617,7 +624,7 @@ def _parameters_of(model: nn.Module | Callable[..., Any]) -> Mapping[str, inspec
 
 
 _EXPERT_COUNTS = ("num_moe_experts", "num_experts", "num_local_experts", "n_routed_experts")
-"""What configurations call the number of experts."""
+"""Names of the number of experts in configurations."""
 
 
 def _has_experts(model: Any) -> bool:
@@ -631,7 +638,7 @@ def _has_experts(model: Any) -> bool:
 
 
 def _params(segments: Segments, device: torch.device) -> Any:
-    """`PackedSeqParams` of the installed megatron-core, or an object with its fields."""
+    """Return `PackedSeqParams` of the installed megatron-core, or an object with its fields."""
     if installed_version() is not None:
         return packed_seq_params(segments, device=device)
     absent = dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"))
@@ -639,7 +646,7 @@ def _params(segments: Segments, device: torch.device) -> Any:
 
 
 def _main_output(output: Any, inputs: ThdInputs, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(losses [1, t] or logits [1, t, V], auxiliary loss) of what a model returned."""
+    """Return (losses [1, t] or logits [1, t, V], auxiliary loss) from a model's output."""
     aux_loss = None
     held = labels if inputs.part is None else inputs.part.shift_labels
     if isinstance(output, Mapping):
@@ -666,7 +673,7 @@ def _main_output(output: Any, inputs: ThdInputs, labels: torch.Tensor) -> tuple[
 
 
 def _target_losses(output: torch.Tensor, inputs: ThdInputs, labels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """float32 [L]: cross-entropy of each target of the row; 0 where another rank holds it."""
+    """Return float32 [L]: the cross-entropy of each target of the row, 0 if another rank holds it."""
     part = inputs.part
     if part is None:
         if output.ndim == 2:
@@ -682,7 +689,7 @@ def _target_losses(output: torch.Tensor, inputs: ThdInputs, labels: torch.Tensor
 
 
 def _work(inputs: ThdInputs) -> Work:
-    """The work of this rank, counted on the host."""
+    """Count the work of this rank on the host."""
     segments, media = inputs.row.segments, inputs.row.known_metadata.media
     ranks = 1 if inputs.part is None else inputs.part.partition.ranks
     return Work(
@@ -696,29 +703,29 @@ def _work(inputs: ThdInputs) -> Work:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RouterLosses:
-    """Losses of routers over real tokens alone. E experts."""
+    """Router losses over real tokens only. E experts."""
 
     aux_loss: torch.Tensor
     """Scalar: E times the sum over experts of (fraction of choices) times (mean probability), equations 4 to 6 of
-    Switch Transformer (2021), over the tokens of all layers together, as transformers counts; no coefficient."""
+    Switch Transformer (2021), over the tokens of all layers together, as in transformers; without a coefficient."""
     z_loss: torch.Tensor
-    """Scalar: the mean over tokens and layers of logsumexp(logits) squared, ST-MoE (2022), equation 5; no
+    """Scalar: the mean over tokens and layers of logsumexp(logits) squared, ST-MoE (2022), equation 5; without a
     coefficient."""
     expert_counts: torch.Tensor
-    """int64 [layers, E]: real tokens that each expert was sent."""
+    """int64 [layers, E]: real tokens sent to each expert."""
 
 
 def masked_router_losses(
     router_logits: Sequence[torch.Tensor], moe_padding_mask: torch.Tensor, *, top_k: int
 ) -> RouterLosses:
-    """Compute router losses as a model must that is given `moe_padding_mask`: padding takes no part in any of them.
+    """Compute the router losses that a model should compute when it gets `moe_padding_mask`.
 
-    Padding takes no part in a router's auxiliary loss, z-loss, counts and capacity, and is dispatched to no expert.
+    Padding must not enter a router's auxiliary loss, z-loss, counts or capacity, and is dispatched to no expert.
 
     Args:
         router_logits: [1, T, E] of each layer with experts.
         moe_padding_mask: [1, T] bool, True on padding.
-        top_k: experts that each token is sent to.
+        top_k: number of experts per token.
     """
     real_T = (~moe_padding_mask).reshape(-1).float()
     stacked_LTE = torch.stack([logits.flatten(0, -2).float() for logits in router_logits])
