@@ -591,7 +591,7 @@ def _check_masks(batch: Mapping[str, Any], padding: torch.Tensor | None) -> None
 
 
 def _check_pixels(media: Media) -> None:
-    """Check that there are as many patches as the grids describe."""
+    """Check that there are as many patches as the grids describe, without a host–device sync."""
     for pixels, grids in (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")):
         values, grid = media.to_hf().get(pixels), media.to_hf().get(grids)
         if grid is None:
