@@ -1,4 +1,4 @@
-"""The model step: a packed row in; loss, log-probabilities and per-sample results out."""
+"""Model steps: they take a packed row and return its loss, log-probabilities and per-sample results."""
 
 from __future__ import annotations
 

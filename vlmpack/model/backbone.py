@@ -1,12 +1,12 @@
-"""Pack calls of a model's backbone that go past its forward, as trainers with a head of their own make them (TRL).
+"""Pack direct calls of a model's backbone, as trainers with a custom head make them (TRL).
 
     trainer ──▶ core.forward, replaced ──▶ backbone(padded batch) ──▶ hidden states [B, S, D] ──▶ the trainer's head
                                              │ hook: pack, share          ▲ hook: unpack
                                              ▼                            │
                                            packed row [1, T] ──▶ hidden states [1, T, D]
 
-Two hooks on the backbone do it, so nothing of the trainer is replaced, and its head, loss and metrics are its own.
-Whatever the forward of the enabled model sends through the backbone is a row already, and passes the hooks untouched.
+Two hooks on the backbone do the packing. Nothing in the trainer is replaced: it keeps its head, loss and metrics.
+Calls from the enabled model's own forward are packed already and pass through the hooks unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vlmpack.model.result import Work
 from vlmpack.model.row import CONTEXT
 
 _ENTRY = "backbone"
-"""The entry of a row's context that says that its caller wants hidden states as the batch had them."""
+"""Entry in a row's context: present if the caller wants hidden states in the shape of its batch."""
 
 Report = Callable[[Work, int], None]
 """Called after each packed call with its work and the number of tokens of the batch, padding included."""
@@ -41,26 +41,26 @@ Report = Callable[[Work, int], None]
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Caller:
-    """The batch of a call, in whose shape the hidden states go back."""
+    """The caller's batch, whose shape the hidden states are returned in."""
 
     setup: RowSetup
     """The row that goes through the model."""
     compact: Compact
-    """The same, and the row that was made of the batch."""
+    """The same row, and the row before its gaps were removed."""
     mask: torch.Tensor
     """bool [B, S]: real tokens."""
     offsets: tuple[int, ...] | None
-    """First column of each sample; None: the batch was a row."""
+    """First column of each sample; None: the input was already a row."""
 
     def in_shape(self, part_t: torch.Tensor) -> torch.Tensor:
-        """[t, ...] of the tokens that were computed as [B, S, ...], 0 on padding."""
+        """Unpack computed tokens [t, ...] to [B, S, ...], 0 on padding."""
         row = self.compact.spread(self.setup.part.gather(part_t)[None])
         if self.offsets is None:
             return row
         return unpack(row, self.compact.given.segments, width=self.mask.shape[1], offsets=self.offsets)
 
     def of_real_tokens(self, part_t: torch.Tensor) -> torch.Tensor:
-        """[t, E] of the tokens that were computed as [B · S, E], 0 on padding."""
+        """Unpack computed tokens [t, E] to [B · S, E], 0 on padding."""
         values = self.setup.part.for_each_sample(part_t)[: self.compact.given.segments.num_tokens]
         places = self.mask.reshape(-1).nonzero()[:, 0]
         return values.new_zeros(self.mask.numel(), *values.shape[1:]).index_put((places,), values)
@@ -74,12 +74,12 @@ class _BackboneHooks:
         self.core, self._min_shared, self._report = core, min_shared, report
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy of the model: nobody counts its calls."""
+        """Drop the report callback from copies of the model: their calls are not counted."""
         return {**vars(self), "_report": None}
 
     @outside_graph
     def before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace the inputs of a padded batch, or of a row, by those of a packed row; None leaves them alone."""
+        """Replace the inputs (a padded batch or a row) by the inputs of a packed row; None: leave them unchanged."""
         state = stored_state(self.core)
         if state is None or CONTEXT in kwargs or is_passed_on():
             return None
@@ -94,10 +94,10 @@ class _BackboneHooks:
         return (), self._packed(packing_state(self.core), inputs)
 
     def _packed(self, state: PackingState, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Inputs of the backbone for the row of a batch."""
+        """Return the backbone's inputs for the packed row."""
         model, handed_row = state.parts_of(self.core), is_row_input(inputs)
         routers, mask = inputs.pop("output_router_logits", None), inputs["attention_mask"]
-        # Types of tokens are read off the ids: those of TRL's collators are of one side of padding.
+        # Derive token types from the ids: TRL's collators get them wrong for the other side of padding.
         types = state.family.media_types(inputs["input_ids"], model.core.config) if state.family.has_vision else None
         inputs |= {"labels": None, "mm_token_type_ids": types, **({"attention_mask": None} if handed_row else {})}
         check_keys(inputs, state.family, is_row=handed_row)
@@ -115,7 +115,7 @@ class _BackboneHooks:
 
     @outside_graph
     def after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Lay hidden states, and the routers' logits, out as the batch."""
+        """Unpack hidden states and router logits to the shape of the batch."""
         context, state = kwargs.get(CONTEXT), stored_state(self.core)
         if context is None or state is None or _ENTRY not in context.entries:
             return None
@@ -130,24 +130,24 @@ class _BackboneHooks:
 
 
 def _shared(row: PackedRow, min_shared: int, read_media: ReadMedia) -> PackedRow:
-    """Find the row's prefix tree on the host, where pixels are compared."""
+    """Find the row's shared prefixes. This happens on the host, because it compares pixels."""
     return share(row.to("cpu"), min_shared=min_shared, read_media=read_media).to(row.input_ids.device)
 
 
 def pack_backbone(model: nn.Module, *, min_shared: int | None = None, report: Report | None = None) -> None:
-    """Pack padded batches, and take packed rows, also where the backbone of an enabled model is called by itself.
+    """Pack direct calls of an enabled model's backbone, with padded batches or packed rows.
 
-    A second call replaces the settings of the first; `disable_packing` ends it.
+    A second call replaces the settings of the first. `disable_packing` undoes it.
 
     Args:
         model: a model with packing enabled, or a wrapper around it.
-        min_shared: compute beginnings of at least so many tokens that samples of a batch have in common, images
-            included, once; None: share none.
-        report: called after each such call with its work and the batch's number of tokens.
+        min_shared: compute prefixes (images included) that samples of a batch share only once, if they have at least
+            this many tokens; None: share nothing.
+        report: called after each packed call with its work and the batch's number of tokens.
 
     Raises:
-        ConfigError: packing is not enabled, `min_shared` is no positive number, or no part of the model is the model
-            without its head.
+        ConfigError: packing is not enabled, `min_shared` is not a positive number, or the family has no backbone
+            separate from its head.
     """
     core = find_model(model)
     state = packing_state(core)
@@ -165,7 +165,7 @@ def pack_backbone(model: nn.Module, *, min_shared: int | None = None, report: Re
 
 
 def leave_backbone(backbone: nn.Module, core: nn.Module | None = None) -> None:
-    """Undo `pack_backbone`; `core`: of this model alone, another one may have the same backbone."""
+    """Undo `pack_backbone`. `core`: only for this model, because another one may share the backbone."""
     by_kind = (
         (backbone._forward_pre_hooks, backbone._forward_pre_hooks_with_kwargs),
         (backbone._forward_hooks, backbone._forward_hooks_with_kwargs),

@@ -93,7 +93,7 @@ def packed_class(base: Any) -> type[nn.Module]:
 
 
 def _forward_of_classifier(base: Any) -> Any:
-    """Wrap a classifier's own forward: it scores a padded batch, and hooks on its backbone pack it (`pack_backbone`)."""
+    """Wrap a classifier's forward. It scores a padded batch, and hooks on its backbone pack it (`pack_backbone`)."""
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,10 @@
-"""What HF Trainer counts: targets of accumulated batches, and the losses of its own evaluation.
+"""Loss counting for HF Trainer: targets of accumulated batches, and the losses of its own evaluation.
 
-Trainer asks an enabled model for `accepts_loss_kwargs` before each batch: with gradients in training, without in its
-own evaluation. That takes the mean loss of each batch and averages these means over samples (over rows, of packed
-rows). On several ranks it also multiplies each rank's share of the loss by their number, and cuts off some with the
-last batch. So such an evaluation is refused, unless `loss_metrics(model)` replaces its loss.
+Trainer asks an enabled model for `accepts_loss_kwargs` before each batch: with gradients enabled in training, without
+them in its own evaluation. That evaluation takes the mean loss of each batch and averages these means over samples
+(over rows, if the batches are packed rows). On several ranks it also multiplies each rank's share of the loss by the
+number of ranks, and drops some losses with the last batch. We therefore refuse such an evaluation, unless
+`loss_metrics(model)` replaces its loss.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from vlmpack.model.result import PackedOutput
 
 @final
 class LossCount:
-    """Keep the losses of samples that HF Trainer's own evaluation computed, until `loss_metrics` has read them."""
+    """Keeps the per-sample losses of HF Trainer's own evaluation until `loss_metrics` reads them."""
 
     def __init__(self) -> None:
         self.unread: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -29,21 +30,21 @@ class LossCount:
         """True if the next forward pass is a batch of Trainer's evaluation."""
 
     def add(self, output: Any) -> None:
-        """Keep the losses of a batch of the evaluation."""
+        """Keep the losses of an evaluation batch."""
         if self.is_evaluating and not torch.is_grad_enabled() and isinstance(output, PackedOutput):
             losses, targets = output.sample_losses, output.sample_targets
             self.unread += [] if losses is None or targets is None else [(losses, targets)]
         self.is_evaluating = False
 
     def take(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the unread losses and begin anew."""
+        """Return the unread losses and clear them."""
         unread, self.unread = self.unread, []
         return unread
 
 
 @final
 class CountsTargets:
-    """`accepts_loss_kwargs` of an enabled model: true, for HF Trainer to count targets over the accumulated batch."""
+    """`accepts_loss_kwargs` of an enabled model: true, so that HF Trainer counts targets over accumulated batches."""
 
     def __init__(self, core: nn.Module) -> None:
         self._core = core
@@ -52,8 +53,8 @@ class CountsTargets:
         """Return True.
 
         Raises:
-            ConfigError: HF Trainer's own evaluation begins, on several ranks or without `loss_metrics(model)`; or one
-                has ended, and `loss_metrics` was not called with its losses.
+            ConfigError: HF Trainer's own evaluation begins, on several ranks or without `loss_metrics(model)`; or an
+                evaluation has ended and `loss_metrics` never received its losses.
         """
         if not torch.is_grad_enabled():
             begin_batch(self._core)
@@ -70,7 +71,7 @@ class CountsTargets:
 
 
 def begin_batch(core: nn.Module) -> None:
-    """Check that the loss of HF Trainer's own evaluation will be exact, and keep the losses of its next batch."""
+    """Check that the loss of HF Trainer's own evaluation will be exact, and record the losses of its next batch."""
     state = getattr(core, "_vlmpack_state", None)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """The plain Hugging Face model: find it in wrappers, check it, compile its layers, and pass calls on to it.
 
-generate()                    plain, in every step of it
+generate()                    plain, in every step
 forward, cannot be packed     plain: a cache, embeddings, attention weights
-model.model(...)              plain: it never comes to the forward of the enabled model
+model.model(...)              plain, unless `pack_backbone` was called: it bypasses the enabled model's forward
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from vlmpack.layout.device import on_host, outside_graph, require
 _HAS_HEAD = ("ForConditionalGeneration", "ForCausalLM")
 
 CACHES = ("cache", "past_key_values", "cache_params")
-"""Names of the cache among the arguments of a model or a layer: since transformers 5.24 it is the first everywhere."""
+"""Names of the cache argument in models and layers. Since transformers 5.24 the first is used everywhere."""
 
 
 def cache_name(forward: Callable[..., Any]) -> str:
-    """The name under which a forward takes a cache."""
+    """Return the name of a forward's cache argument."""
     return next(name for name in CACHES if name in inspect.signature(forward).parameters)
 
 
 def by_name(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names, positional ones in the order of this forward; none is added.
+    """Return a call's arguments by name. Positional ones are named by this forward; defaults are not added.
 
     Raises:
-        TypeError: too many positional arguments, or one that is given by name as well.
+        TypeError: too many positional arguments, or an argument given both by position and by name.
     """
     return dict(**inspect.signature(forward).bind_partial(*args).arguments, **kwargs) if args else dict(kwargs)
 
 
 def find_model(model: nn.Module) -> Any:
-    """Find the model with a head inside wrappers such as `PeftModel` or DDP: a `...ForConditionalGeneration`, a
-    `...ForCausalLM`, or a classifier.
+    """Find the model with a head (`...ForConditionalGeneration`, `...ForCausalLM` or a classifier) inside wrappers such
+    as `PeftModel` or DDP.
 
     Raises:
-        FamilyError: there is none, with what was given.
+        FamilyError: there is none; the message names the type that was given.
     """
     if not isinstance(model, nn.Module):
         raise FamilyError(
@@ -71,7 +71,7 @@ def find_model(model: nn.Module) -> Any:
 
 
 def _models(holder: nn.Module) -> Iterator[nn.Module]:
-    """PeftModelForCausalLM is only a wrapper, whatever its name."""
+    """Yield the models with a head. PeftModelForCausalLM is only a wrapper, despite its name."""
     for module in holder.modules():
         names = (base.__name__ for base in type(module).__mro__)
         has_head = any(name.endswith(_HAS_HEAD) for name in names) or is_classifier(module)
@@ -80,10 +80,10 @@ def _models(holder: nn.Module) -> Iterator[nn.Module]:
 
 
 def check_is_only_one(holder: nn.Module) -> None:
-    """Check that there is no second model, which would not pack: `find_model` finds the first.
+    """Check that there is no second model: `find_model` finds the first, so the second would not pack.
 
     Raises:
-        ConfigError: there are several, side by side.
+        ConfigError: there are several models side by side.
     """
     first, *others = _models(holder)
     within = set(map(id, first.modules()))
@@ -95,13 +95,12 @@ def check_is_only_one(holder: nn.Module) -> None:
 
 
 def check_unchanged(core: Any, family: Family) -> None:
-    """Check that nothing was added to a model that packed rows would bypass, or that would take a row for one sample.
+    """Check that the model has no additions that packed rows would bypass, or that would treat a row as one sample.
 
     Raises:
-        ConfigError: a language model has a loss of its own, or another forward of its class, for all models of the
-            class, as by Liger's function without `model=`; a LoRA that is activated at one place of each row of
-            `input_ids` (PEFT stores its configurations on the model that it wraps); or NEFTune's noise on embeddings in
-            training.
+        ConfigError: a language model has a custom loss; its class's forward was replaced for all models of the class,
+            as Liger's function without `model=` does; a LoRA is activated at one position per row of `input_ids` (PEFT
+            stores its configurations on the model that it wraps); or NEFTune adds noise to embeddings in training.
     """
     if not is_classifier(core):
         _check_head_unchanged(core, family)
@@ -141,10 +140,10 @@ _WITHOUT_LIGERS_LOSS = (
 
 
 def check_forward(core: nn.Module, family: Family) -> None:
-    """Check that the model has the forward of its class: packed rows go through the family's backbone and head.
+    """Check that the model has its class's own forward, because packed rows go directly to its backbone and head.
 
     Raises:
-        ConfigError: the model's class, or the object itself, has a forward of its own around them.
+        ConfigError: the model's class, or the object itself, has a custom forward.
     """
     stock = family.stock_class(core)
     if type(core).forward is not stock.forward:
@@ -169,20 +168,19 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def compile_layers(model: Model, **settings: Any) -> Model:
-    """Compile every part of every layer of the text model and every block of the vision tower, each in its place.
+    """Compile every part of every layer of the text model, and of every block of the vision tower, in place.
 
-    `torch.compile(model)` also compiles the code between them, which goes through lists of images, and is compiled
-    again for every number of images and every new size. Layers only see a row's width and the number of
-    its patches, so with `dynamic=True`, the default here, one row is enough. Parts of a kind share what is compiled,
-    however many layers there are.
+    `torch.compile(model)` also compiles the code between the layers. That code loops over images, so it is recompiled
+    for every number of images and every new size. Layers see only a row's width and its number of patches, so with
+    `dynamic=True` (the default here) compiling for one row is enough. Layers of the same kind share the compiled code.
 
-    Call it before the model is wrapped or sharded. Gradient checkpointing may be switched on before or after, and off.
-    Parameters, their names and what is saved stay as they are.
+    Call it before the model is wrapped or sharded. Gradient checkpointing may be switched on or off before or after.
+    Parameters, their names and the saved checkpoint do not change.
 
     Args:
         model: a `...ForConditionalGeneration` or `...ForCausalLM`, or a module that holds one, with or without packing.
-        settings: of `torch.compile`: `backend`, `mode`, ... With `dynamic=None` each length is first taken for the only
-            one, so everything is compiled at least twice.
+        settings: options of `torch.compile`: `backend`, `mode`, ... With `dynamic=None`, the first length is assumed to
+            be the only one, so everything is compiled at least twice.
 
     Returns:
         The same object.
@@ -201,21 +199,21 @@ def compile_layers(model: Model, **settings: Any) -> Model:
 _generating: ContextVar[nn.Module | None] = ContextVar("vlmpack_generating", default=None)
 _passed_on: ContextVar[bool] = ContextVar("vlmpack_passed_on", default=False)
 _masks_passed_on: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Masks that layers were given while a forward pass was passed on. Gradient checkpointing gives them to these layers
-again in the backward pass, when that is over, and on a GPU in another thread."""
+"""Masks that layers got during a passed-on forward pass. Gradient checkpointing passes them to the layers again in the
+backward pass, when the forward pass is over, and on a GPU in another thread."""
 _warned: set[str] = set()
-"""Reasons of which was warned; and those for which a mask on a device was read, a host–device sync."""
+"""Reasons that were warned of, and reasons for which a mask on an accelerator was read (a host–device sync)."""
 
 PAST_THE_FORWARD = (
     "a part of the model was called directly (model.model(...), as trainers with a loss of their own do), past the "
     "forward that packs. Call the model itself: logits_to_keep and output_hidden_states come packed too"
 )
 _LIBRARIES = tuple(str(Path(file).parents[1]) for file in (__file__, torch.__file__, transformers.__file__))
-"""vlmpack, and where PyTorch and transformers are installed, beside trainers."""
+"""Directories of vlmpack, PyTorch and transformers. Trainers installed next to them count as libraries too."""
 
 
 def plain_generate(base: Any) -> Callable[..., Any]:
-    """`generate` of a model class whose forward passes go to the model's own forward."""
+    """Return `generate` for a model class. Its forward passes go to the model's own forward."""
 
     @functools.wraps(base.generate)
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -229,13 +227,13 @@ def plain_generate(base: Any) -> Callable[..., Any]:
 
 
 def is_generating(model: nn.Module) -> bool:
-    """Return whether the forward pass is a step of this model's `generate`."""
+    """Return whether the current forward pass is a step of this model's `generate`."""
     return _generating.get() is model
 
 
 @contextmanager
 def passed_on() -> Iterator[None]:
-    """Surround a forward pass that the enabled model passes on to the model's own."""
+    """Mark a forward pass that the enabled model passes on to the model's own forward."""
     token = _passed_on.set(True)
     try:
         yield
@@ -244,16 +242,16 @@ def passed_on() -> Iterator[None]:
 
 
 def is_passed_on() -> bool:
-    """Return whether the enabled model passes this forward pass on to the model's own."""
+    """Return whether the current forward pass was passed on to the model's own forward."""
     return _passed_on.get()
 
 
 @outside_graph
 def warn_past_the_forward(mask: Any) -> None:
-    """Warn of padding that reaches a layer in training by a call that the enabled model's forward never saw.
+    """Warn if padding reaches a layer in training through a call that bypassed the enabled model's forward.
 
     Args:
-        mask: what the layer's attention was given: [B, S], or [B, 1, S, S] boolean or to be added.
+        mask: the layer's attention mask: [B, S], or [B, 1, S, S] boolean or additive.
     """
     if not isinstance(mask, torch.Tensor):
         return
@@ -264,7 +262,7 @@ def warn_past_the_forward(mask: Any) -> None:
 
 
 def warn_of_padding(mask: Any, reason: str) -> None:
-    """Warn once that padding is computed, and why. A mask on a device is read at the first call only."""
+    """Warn once that padding is computed, and why. A mask on an accelerator is read only at the first call."""
     if reason in _warned or not torch.is_grad_enabled() or not isinstance(mask, torch.Tensor):
         return
     if not on_host(mask):
@@ -276,16 +274,17 @@ def warn_of_padding(mask: Any, reason: str) -> None:
 
 
 def _has_padding(mask: torch.Tensor) -> bool:
-    """A causal mask hides nothing from the last query."""
+    """Look at the last query only: a causal mask hides nothing from it."""
     last = mask[..., -1, :] if mask.ndim > 2 else mask
     return bool((last < 0).any() if last.is_floating_point() else (last == 0).any())
 
 
 def check_not_bypassed(kwargs: dict[str, Any]) -> None:
-    """Check the keywords of a layer that got no row: transformers hands unknown ones to every layer, so boundaries that
-    arrive here were ignored.
+    """Check the keywords of a layer that got no row. transformers passes unknown keywords to every layer, so boundaries
+    that arrive here were ignored.
 
     Raises:
+        ConfigError: boundaries are among the keywords.
         ConfigError: there are some.
     """
     if kwargs.get(METADATA_KEY) is not None or kwargs.get("cu_seqlens_q") is not None:
@@ -298,7 +297,7 @@ def check_not_bypassed(kwargs: dict[str, Any]) -> None:
 
 
 def _callers_level() -> int:
-    """`stacklevel`, for the function above, of the first code that belongs to no library."""
+    """Return the `stacklevel`, for the function above, of the first caller outside the libraries."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         level, frame = level + 1, frame.f_back
@@ -308,20 +307,20 @@ def _callers_level() -> int:
 # ---------------------------------------------------------------------- boundaries that the plain model would ignore
 
 BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_q_padded", "rope_cu_seqlens", "moe_padding_mask")
-"""Names of boundaries, and of what follows from them."""
+"""Keywords for boundaries and for data derived from them."""
 
 _OF_MEGATRON = ("cu_seqlens_kv", "cu_seqlens_kv_padded", "cu_seqlens", "max_seqlen", "packed_seq_params")
 _OF_TRANSFORMERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cu_seqlens_k")
 _OF_OTHERS = ("seq_lengths", "sequence_ids", "document_ids")
 _LOST_BOUNDARIES = (*BOUNDARIES[1:], *_OF_MEGATRON, *_OF_TRANSFORMERS, *_OF_OTHERS)
-"""Names under which boundaries are given elsewhere, or to us with `cu_seqlens_q` forgotten."""
+"""Names of boundaries in other libraries, and our own names in case `cu_seqlens_q` was forgotten."""
 
 
 def check_boundaries_kept(inputs: dict[str, Any]) -> None:
-    """transformers' own attention ignores boundaries under most of their names, without a warning.
+    """Check that no boundaries get lost: transformers' own attention ignores most names for them without a warning.
 
     Raises:
-        ConfigError: there are some, or positions that restart.
+        ConfigError: there are boundaries, or positions that restart.
         LayoutError: a padded batch has lost its mask.
     """
     lost = [name for name, value in inputs.items() if value is not None and _looks_like_boundaries(name)]
@@ -336,7 +335,7 @@ def check_boundaries_kept(inputs: dict[str, Any]) -> None:
         )
     positions, caches = inputs.get("position_ids"), [inputs.get(name) for name in CACHES]
     if positions is not None and all(cache is None for cache in caches):
-        # The place in the sample, or time: neither goes back.
+        # The first axis is the position in the sample, or time: neither decreases.
         first = positions[0] if positions.ndim == 3 else positions
         goes_back = (first[..., 1:] < first[..., :-1]).any()
         require(
@@ -348,7 +347,7 @@ def check_boundaries_kept(inputs: dict[str, Any]) -> None:
 
 @functools.cache
 def _looks_like_boundaries(name: str) -> bool:
-    """One of those names, or misspelt."""
+    """Return whether a name is one of these, or a misspelling of one."""
     return bool(difflib.get_close_matches(name, ("cu_seqlens_q", *_LOST_BOUNDARIES), n=1, cutoff=0.88))
 
 

@@ -1,12 +1,12 @@
-"""Rotary positions that a caller gives: where they restart, and what they are. They are checked, not trusted.
+"""Rotary positions given by the caller: where they restart, and their values. Both are checked, not trusted.
 
-Restarts (`rope_cu_seqlens`) are counted in real tokens, as `cu_seqlens_q` is, or in places of the packed row, as
-`cu_seqlens_q_padded` is. Counted in real tokens they end at the number of real tokens; counted in places, not before
-the last sample does. Only where a row has gaps between samples are these two different.
+Restarts (`rope_cu_seqlens`) are counted in real tokens, like `cu_seqlens_q`, or in positions of the packed row, like
+`cu_seqlens_q_padded`. In real tokens, the last boundary is the number of real tokens. In positions of the row, it is at
+or after the end of the last sample. The two differ only if the row has gaps between samples.
 
-    row       a a a .  b b b b b . . .     two samples, slots a multiple of 4
+    row       a a a .  b b b b b . . .     two samples, each padded to a multiple of 4
     tokens    0        3     5       8     [0, 3, 5, 8]: at both samples, and before the third token of b
-    places    0        4     6       9     [0, 4, 6, 9] or [0, 4, 6, 12]: the same
+    positions 0        4     6       9     [0, 4, 6, 9] or [0, 4, 6, 12]: the same restarts
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ NAME = "rope_cu_seqlens"
 
 @outside_graph
 def rope_segments(boundaries: Any, segments: Segments) -> Segments | None:
-    """The row cut at each place where rotary positions restart; None: at its samples, as always.
+    """Return the row split wherever rotary positions restart; None: only at the samples, as usual.
 
     Args:
-        boundaries: a caller's `rope_cu_seqlens`: a tensor [any] (on a device: a host–device sync), a list or a
-            tuple.
+        boundaries: the caller's `rope_cu_seqlens`: a 1D tensor of any length (on an accelerator: a host–device sync), a
+            list or a tuple.
         segments: the row.
 
     Raises:
-        LayoutError: no boundaries, not of this row, or a sample whose positions would not start anew.
+        LayoutError: invalid boundaries, boundaries of another row, or a sample whose positions would not restart.
     """
     places = _places(checked_boundaries(boundaries, NAME), segments)
     for sample, (start, stop) in enumerate(segments.spans):
@@ -54,7 +54,7 @@ def rope_segments(boundaries: Any, segments: Segments) -> Segments | None:
 
 
 def _places(edges: tuple[int, ...], segments: Segments) -> frozenset[int]:
-    """Where in the row positions restart."""
+    """Return the positions in the row at which rotary positions restart."""
     if edges[-1] == segments.num_tokens:
         samples = [(token, bisect_right(segments.real, token) - 1) for token in edges if token < edges[-1]]
         return frozenset(segments.stride[sample] + token - segments.real[sample] for token, sample in samples)
@@ -87,18 +87,18 @@ def positions_of_row(
     *,
     restarts: Segments | None = None,
 ) -> torch.Tensor:
-    """Compute the positions of a row, [4, 1, T]; a caller's own, and its types of tokens, are compared.
+    """Compute the rotary positions of a row, [4, 1, T]. The caller's own positions and token types must agree.
 
     Args:
         row: the row.
-        table: its media.
-        types: [1, T] kinds of tokens by its ids.
+        table: the row's media.
+        types: [1, T] token types derived from the token ids.
         family: the model's family.
         config: the model's configuration.
-        restarts: the row cut at the caller's `rope_cu_seqlens`; None: at samples.
+        restarts: the row split at the caller's `rope_cu_seqlens`; None: at the samples.
 
     Raises:
-        LayoutError: types or positions that do not fit the row.
+        LayoutError: types or positions do not match the row.
     """
     segments = row.segments
     if row.mm_token_type_ids is not None:
@@ -113,7 +113,7 @@ def positions_of_row(
 
 
 def _check_types(column: torch.Tensor, types: torch.Tensor, segments: Segments, family: Family) -> None:
-    """Compare a caller's type of each token, [1, T], with the token ids; padding does not matter."""
+    """Compare the caller's token types, [1, T], with the token ids. Padding is ignored."""
     check_is_tensor(column, "mm_token_type_ids")
     if column.shape != types.shape or column.is_complex():
         raise LayoutError(
@@ -132,15 +132,15 @@ def _check_types(column: torch.Tensor, types: torch.Tensor, segments: Segments, 
 
 @outside_graph
 def check_restarts(rope: Segments, segments: Segments, table: MediaTable) -> None:
-    """Refuse restarts inside a run of image or video tokens, which no image or video could be placed around.
+    """Refuse restarts inside a run of image or video tokens: the image or video would have no valid positions.
 
     Args:
-        rope: the row cut at restarts.
+        rope: the row split at restarts.
         segments: the row.
-        table: its media.
+        table: the row's media.
 
     Raises:
-        LayoutError: there is one.
+        LayoutError: there is such a restart.
     """
     inner = {*rope.stride} - {*segments.stride}
     for medium in table.media:
@@ -154,10 +154,10 @@ def check_restarts(rope: Segments, segments: Segments, table: MediaTable) -> Non
 
 @outside_graph
 def check_rope_index(model: ModelParts) -> None:
-    """Compare positions of one sample with an image, and a video where the family takes any, with the model's own.
+    """Compare positions for a sample with an image (and a video, if the family takes videos) with the model's own.
 
     Raises:
-        FamilyError: its `get_rope_index` places them otherwise than its family is described with.
+        FamilyError: the model's `get_rope_index` gives other positions than the family's descriptor.
     """
     family, config = model.family, model.core.config
     if isinstance(family.positions_rule, AskModel):
@@ -179,13 +179,13 @@ def check_rope_index(model: ModelParts) -> None:
         grids["video_grid_thw"] = torch.tensor(videos)
     backbone: Any = family.backbone(model.core)
     types = torch.tensor([kinds])
-    # token ids are not read: the types are
+    # get_rope_index reads the types, not the token ids
     own, _ = backbone.get_rope_index(torch.zeros_like(types), mm_token_type_ids=types, **grids)
     _compare(own, expected, model, f"{len(videos)} videos")
 
 
 def _compare(stock: torch.Tensor, expected: torch.Tensor, model: ModelParts, others: str) -> None:
-    """Compare positions of the model's own code, [3, 1, L], with those of the descriptor, [4, 1, L]."""
+    """Compare positions from the model's own code, [3, 1, L], with those from the descriptor, [4, 1, L]."""
     family = model.family
     if (differs := stock.cpu() != expected[1:]).any():
         at = int(differs.any(0)[0].int().argmax())
@@ -198,7 +198,7 @@ def _compare(stock: torch.Tensor, expected: torch.Tensor, model: ModelParts, oth
 
 
 def _check_asked(model: ModelParts) -> None:
-    """Compare positions of a sample with audio, with and without a video, of a model whose own code reads tokens."""
+    """Compare positions of a sample with audio, with and without video, for a model whose own code reads token ids."""
     family, config = model.family, model.core.config
     assert family.audio is not None
     merge, frames = family.merge(config), 30
@@ -236,7 +236,7 @@ def _check_asked(model: ModelParts) -> None:
 
 
 def _marked(start: int, placeholder: int, count: int) -> list[int]:
-    """Tokens of one medium, with one of text before and one after it; 0 is the id of some word."""
+    """Return the tokens of one medium, with a text token before and after it (0 is the id of some word)."""
     return [0, start, *[placeholder] * count, 0]
 
 
@@ -244,18 +244,18 @@ def _marked(start: int, placeholder: int, count: int) -> list[int]:
 def check_positions(
     caller: torch.Tensor, positions: torch.Tensor, family: Family, segments: Segments, *, restarts: Segments | None
 ) -> None:
-    """A caller's own positions must be those of every sample alone. What stands on padding does not matter.
+    """Check that the caller's positions are the ones each sample would have on its own. Padding is ignored.
 
     Args:
-        caller: [3, 1, T] time, height, width; or [4, 1, T], the place in the sample first. Of a text family [1, T], or
-            [1, 1, T].
-        positions: [4, 1, T] as computed.
+        caller: [3, 1, T] time, height, width, or [4, 1, T] with the position in the sample first. For a text family
+            [1, T] or [1, 1, T].
+        positions: the computed positions, [4, 1, T].
         family: the model's family.
         segments: the row.
-        restarts: the row cut at the caller's `rope_cu_seqlens`; None: at samples.
+        restarts: the row split at the caller's `rope_cu_seqlens`; None: at the samples.
 
     Raises:
-        LayoutError: another shape, or other positions; on the host it names the first one.
+        LayoutError: another shape, or other positions; on the host the message names the first difference.
     """
     caller_kT = _rows(caller, family, segments.total)
     text_1T = segments.position_in_segment(positions.device)[None]
@@ -283,7 +283,7 @@ def check_positions(
 
 
 def _rows(positions: torch.Tensor, family: Family, total: int) -> torch.Tensor:
-    """[1, T] of a text family, [3, T] or [4, T] of others."""
+    """Check the shape and return [1, T] for a text family, [3, T] or [4, T] for others."""
     if not isinstance(positions, torch.Tensor):
         raise LayoutError(f"position_ids must be a tensor, got {type(positions).__name__}")
     has_axes = family.positions_rule.axes == 3

@@ -1,11 +1,11 @@
-"""One row as its layers see it: which part of it goes through the model on this rank, and what each mechanism needs.
+"""A row as the layers see it: the part that goes through the model on this rank, and each mechanism's data.
 
-    RowPart                how much of a row goes through the model on this rank: all of it, nothing is cut or sent
-    ├─ ContextParallelRow  a contiguous part of it; the other parts are on the other ranks of a context group
-    └─ PrefixTreeRow       a prefix tree: what several samples begin with, once
+    RowPart                all of the row goes through the model on this rank; nothing is split or sent
+    ├─ ContextParallelRow  a contiguous part of the row; the other ranks of the context group have the other parts
+    └─ PrefixTreeRow       a prefix tree: prefixes that several samples share are computed once
 
-Layers and losses call the methods of `RowPart` and contain no code for ranks or trees. T row tokens, t of them in the
-part, D features, L targets of the row, l of the part, R ranks.
+Layers and losses call the methods of `RowPart` and contain no code for ranks or trees. T tokens in the row, t in the
+part, D features, L targets in the row, l in the part, R ranks.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from vlmpack.layout.row import IGNORE, PackedRow, roll_left
 from vlmpack.layout.segments import Segments
 
 CONTEXT = "vlmpack_row"
-"""The keyword under which a `RowContext` reaches every layer."""
+"""The keyword that passes a `RowContext` to every layer."""
 
 OnTensors = Callable[..., torch.Tensor]
-"""[1, T, D], and further tensors [1, T, ...], to [1, T, D']."""
+"""Maps [1, T, D] and further tensors [1, T, ...] to [1, T, D']."""
 
 OnHeads = Callable[[torch.Tensor], torch.Tensor]
-"""[T, F] to [T, F']."""
+"""Maps [T, F] to [T, F']."""
 
 
 @final
@@ -46,107 +46,108 @@ class PartTargets:
     """The targets of a row that a part computes."""
 
     predictions: torch.Tensor
-    """int64 [l]: the place in the part that predicts each."""
+    """int64 [l]: the position in the part that predicts each target."""
     ids: torch.Tensor
-    """int64 [l]: the predicted tokens."""
+    """int64 [l]: the target tokens."""
     entries: torch.Tensor
-    """int64 [L]: for each target of the row, the one of the part; where ranks share the row, its place in the row."""
+    """int64 [L]: for each target of the row, its index among the part's targets. If ranks share the row, its position
+    in the row instead."""
 
 
 class RowPart:
-    """The part of a row that goes through the model on this rank: all of it, unless a subclass says otherwise."""
+    """The part of a row that goes through the model on this rank: all of it, except in subclasses."""
 
     ranks: int = 1
-    """Number of ranks that have a part of the row."""
+    """Number of ranks that share the row."""
     rank: int = 0
-    """Which of them this is."""
+    """This rank's index among them."""
 
     def __init__(self, segments: Segments, *, computed: Segments | None = None) -> None:
-        """`computed`: boundaries of all that goes through the model, on all ranks together; None: those of the part."""
+        """`computed`: boundaries of all that is computed, on all ranks together; None: the same as the part's."""
         self.segments = segments
         """The boundaries of the part."""
         self.computed = computed or segments
-        """The boundaries of all that goes through the model, on all ranks together."""
+        """The boundaries of everything that goes through the model, on all ranks together."""
         self.real = slice(0, segments.num_tokens)
-        """Which of the row's real tokens are in the part."""
+        """The slice of the row's real tokens that the part holds."""
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the part is the whole row."""
+        """Whether the part is the whole row."""
         return self.ranks == 1
 
     def attended_pairs(self, reach: Reach = EVERYTHING) -> int:
-        """Query-key pairs of causal attention in one layer, on all ranks together; `reach`: that of the layer."""
+        """Count query-key pairs of causal attention in a layer with this `reach`, on all ranks together."""
         return self.computed.attended_pairs if reach == EVERYTHING else attended_pairs(self.computed, reach)
 
     def spans(self, runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-        """Runs of tokens of the row, (start, stop) of each, as places of what attention gets."""
+        """Convert runs of the row's tokens, (start, stop) each, to positions in the tokens that attention gets."""
         return runs
 
     def computed_media(self, table: MediaTable) -> MediaTable:
-        """The media that go through the towers, on all ranks together, in their order; `table`: of all samples."""
+        """Return the media that go through the towers, on all ranks together, in order; `table`: all samples' media."""
         return table
 
     def check_shared(self, row_kT: torch.Tensor, name: str) -> None:
-        """Check that tokens which go through the model once for several samples are equal in all of them.
+        """Check that tokens computed once for several samples are equal in all of these samples.
 
         Args:
             row_kT: [1, T], or [k, 1, T].
-            name: what to call it in an error.
+            name: name of the values in the error message.
 
         Raises:
-            LayoutError: they are not (an accelerator asserts the same, asynchronously).
+            LayoutError: they differ (on an accelerator a device-side assertion fails instead, asynchronously).
         """
         return
 
     def cut(self, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
-        """Cut T entries of the whole row along `dim` to those of the part."""
+        """Select the part's entries from T entries of the whole row, along `dim`."""
         return row
 
     def gather(self, part_t: torch.Tensor) -> torch.Tensor:
-        """Gather [t, ...] of each rank to [T, ...]. All continue with the identical value: the backward pass sends
-        nothing."""
+        """Gather [t, ...] from each rank to [T, ...]. All ranks compute the same from the result, so the backward pass
+        communicates nothing."""
         return part_t
 
     def for_each_sample(self, part_t: torch.Tensor) -> torch.Tensor:
-        """[t, ...] of the tokens of this rank, a token that several samples share as often as they do."""
+        """Return [t, ...] of this rank's tokens, with shared tokens repeated for each sample that shares them."""
         return part_t
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks. All continue with the identical value: the backward pass sends nothing."""
+        """Sum over ranks. All ranks compute the same from the result, so the backward pass communicates nothing."""
         return x
 
     def attend(
         self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor, segments: Segments
     ) -> torch.Tensor:
-        """[t, N, H] by a back-end that takes a whole row, with these boundaries of the row."""
+        """Compute attention [t, N, H] with a back-end that takes a whole row and these boundaries of it."""
         return attend(q_tNH, k_tKH, v_tKH, segments)
 
     def by_heads(self, parts_tRF: Sequence[torch.Tensor], run: OnHeads, what: str) -> torch.Tensor:
-        """Run along the whole row for some heads: [t, R, F] of several blocks of channels to [t, R F'].
+        """Run `run` along the whole row for a subset of the heads: [t, R, F] per block of channels to [t, R F'].
 
         Args:
-            parts_tRF: the channels that each rank computes.
-            run: [T, sum of F] to [T, F'], for the heads of this rank.
-            what: the name under which bytes are counted.
+            parts_tRF: for each block, the channels that each rank computes.
+            run: maps [T, sum of F] to [T, F'], for this rank's heads.
+            what: name under which the communicated bytes are counted.
         """
         return run(torch.cat([part.flatten(1) for part in parts_tRF], -1))
 
     def on_whole_row(self, run: OnTensors, hidden_1tD: torch.Tensor, *others_1t: torch.Tensor) -> torch.Tensor:
-        """Run along the whole row for all channels, [1, t, D] to [1, t, D']. Further tensors have no gradient."""
+        """Run `run` along the whole row for all channels, [1, t, D] to [1, t, D']. `others_1t` get no gradient."""
         return run(hidden_1tD, *others_1t)
 
     def targets(self, index_L: torch.Tensor, labels_1T: torch.Tensor) -> PartTargets:
-        """Targets at these places of the row (rising), as far as they are in the part.
+        """Return the targets at these positions of the row (in increasing order) that are in the part.
 
         Args:
-            index_L: int64 [L]: places of predictions.
-            labels_1T: int64 [1, T]: shifted labels of the row.
+            index_L: int64 [L]: positions of predictions.
+            labels_1T: int64 [1, T]: the row's shifted labels.
         """
         return PartTargets(predictions=index_L, ids=labels_1T[0].index_select(0, index_L), entries=index_L)
 
     def gather_targets(self, part_l: torch.Tensor, targets: PartTargets) -> torch.Tensor:
-        """Values of the targets of each rank, [l], to those of the row, [L]."""
+        """Gather each rank's target values, [l], into the row's, [L]."""
         return part_l
 
 
@@ -154,21 +155,21 @@ class RowPart:
 class RowContext:
     """One row, as its layers see it.
 
-    It travels as one keyword through the model's own `**kwargs`, so gradient checkpointing, which calls a layer again
-    during the backward pass, hands each layer the row that it had before, and any number of models and rows can be
-    alive at a time. No dataclass: FSDP's mixed precision rebuilds those, for every layer.
+    It travels as one keyword through the model's own `**kwargs`. So when gradient checkpointing calls a layer again in
+    the backward pass, the layer gets the same row as before, and any number of models and rows can be in flight at a
+    time. It is not a dataclass, because FSDP's mixed precision would rebuild one for every layer.
     """
 
     def __init__(self, *, segments: Segments, part: RowPart | None = None, entries: Mapping[str, Any]) -> None:
         self.segments = segments
         """The row's boundaries."""
         self.part = part or RowPart(segments)
-        """The part of it on this rank."""
+        """The part of the row on this rank."""
         self.entries = dict(entries)
-        """The entry of each mechanism (`Mechanism.prepare`), by its name."""
+        """Each mechanism's entry (returned by `Mechanism.prepare`), by the mechanism's name."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowContext:
-        """Of one call: a copy is itself."""
+        """Return itself: the row belongs to one call."""
         return self
 
 
@@ -179,24 +180,24 @@ class RowContext:
 #     tree     P A B C D                       t tokens of queries, keys and values
 #     keys     P  P A  P B  P B C  P B D       the path of each node, one after the other, gathered for one call
 #
-# One call of any back-end computes all nodes (`keys=`). The gathered keys and values are copies, which a back-end would
-# keep for its backward pass. So they are not kept: what is kept of them is where it lies, and it is gathered again when
-# the backward pass needs it, bit for bit.
+# One call of any back-end computes all nodes (`keys=`). A back-end would save the gathered keys and values, which are
+# copies, for its backward pass. Instead we save only their origin, and gather them again, bit for bit, when the
+# backward pass needs them.
 #
 #     forward     k, v ── gather ──▶ k', v' ── attend, which saves q, k', v', out ──▶ out ── keep q, k, v, out ──▶ out
-#     backward         ◀── add up ──           ◀── asks for k': gathered of k again ──     ◀── restores q, k, v, out ──
+#     backward         ◀── add up ──           ◀── asks for k': gathered from k again  ◀── restores q, k, v, out ──
 #
-# Hooks of saved tensors do not add up: the innermost alone are called. Tensors that a hook keeps by itself would be
-# lost
-# to gradient checkpointing and to offloading, which are such hooks too. `_Keep` therefore saves them as any layer does.
+# Saved-tensor hooks do not stack: only the innermost ones are called. If our hook kept tensors by itself, gradient
+# checkpointing and offloading, which use such hooks too, would not see them. `_Keep` therefore saves them with
+# `save_for_backward`, as any layer does.
 #
-# t tree tokens, S of all paths together, N query heads, K key-value heads, H head dimension.
+# t tree tokens, S tokens of all paths together, N query heads, K key-value heads, H head dimension.
 
 
 def attend_along_paths(
     attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor, tree: PrefixTree
 ) -> torch.Tensor:
-    """[t, N, H] by a back-end that takes boundaries of queries and of keys."""
+    """Compute attention [t, N, H] with a back-end that takes separate boundaries for queries and keys."""
     saved = _Saved(tree.key_index(k_tKH.device))
     q_tNH, k_SKH, v_SKH = _Gather.apply(saved, q_tNH, k_tKH, v_tKH)
     if not q_tNH.requires_grad:
@@ -214,11 +215,11 @@ def attend_along_paths(
 
 
 class _Gather(torch.autograd.Function):
-    """Keys and values [t, K, H] to [S, K, H]; queries pass through. Gradients of what several nodes gather are added up
-    in float32 at least.
+    """Gather keys and values [t, K, H] to [S, K, H]; queries pass through. If several nodes gather a token, its
+    gradients are summed in at least float32.
 
-    Its backward pass comes after that of attention, whichever of the three have gradients, and lets go of what `_Keep`
-    restored: a graph lives on with its loss.
+    Because queries pass through, its backward pass runs after that of attention, whichever of the three need gradients.
+    It then drops the tensors that `_Keep` restored, because the graph lives as long as the loss.
     """
 
     @staticmethod
@@ -240,34 +241,34 @@ def _added_up(grad_SKH: torch.Tensor, index_S: torch.Tensor, rows: int) -> torch
 
 
 class _Place(NamedTuple):
-    """Where a tensor that attention saved is found again."""
+    """Where to find a tensor that attention saved."""
 
     place: int
-    """0 in the keys, 1 in the values, or its place among all saved tensors."""
+    """0 in the keys, 1 in the values, or its index among all saved tensors."""
     view: tuple[torch.Size, tuple[int, ...], int] | None = None
-    """Size, strides and offset of a view of gathered keys or values; None: another tensor, as it was."""
+    """Size, strides and offset of a view of gathered keys or values; None: any other tensor, saved whole."""
 
 
 @final
 class _Saved:
-    """The tensors that one attention call saved: keys and values before they were gathered, then the others.
+    """The tensors that one attention call saved: keys and values before gathering, then the others.
 
-    It holds tensors only while the call runs, and again from when `_Keep` has restored them.
+    It holds tensors only while the call runs, and again after `_Keep` has restored them.
     """
 
     def __init__(self, index_S: torch.Tensor) -> None:
         self.index_S = index_S
-        """Of the gathering."""
+        """The gather index."""
         self.tensors: tuple[torch.Tensor, ...] = ()
-        """The others while the call runs; in the backward pass all of them."""
+        """While the call runs: the others. In the backward pass: all of them."""
 
     def add(self, x: torch.Tensor) -> _Place:
-        """Take up a tensor that was not gathered."""
+        """Add a tensor that was not gathered."""
         self.tensors = (*self.tensors, x.detach())
         return _Place(1 + len(self.tensors))
 
     def take(self, place: _Place) -> torch.Tensor:
-        """The tensor again; of gathered ones only the rows that are asked for."""
+        """Return a saved tensor. For a gathered one, gather only the rows that its view covers."""
         x = self.tensors[place.place]
         if place.view is None:
             return x
@@ -297,15 +298,15 @@ class _Keep(torch.autograd.Function):
 
 # ---------------------------------------------------------------------- prefix tree row
 #
-# A row that goes through a model as a prefix tree: what several samples begin with is computed once.
+# A row that goes through a model as a prefix tree: prefixes that several samples share are computed once.
 #
 #     row      P A   P B C   P B D     3 samples, T tokens: ids, labels, results
 #     tree     P A B C D               t tokens: what the model sees; each token attends to its ancestors and itself
 #
-# Tensors of the row go in by `row[source]`, and come out by `part[place]`. The backward pass of the latter adds up the
-# gradients of shared tokens, so nothing is weighted by hand. A token of the tree is predicted by one token, the one
-# before it on its path, whoever shares it: so the head sees every distinct target once, and a branch point has as many
-# targets as children.
+# Row tensors become tree tensors by `row[source]`, and tree tensors become row tensors by `part[place]`. The backward
+# pass of the latter sums the gradients of shared tokens, so nothing needs explicit weights. Each token of the tree is
+# predicted by one token, the one before it on its path, no matter how many samples share it. So the head sees every
+# distinct target once, and a branch point has as many targets as children.
 #
 # T row tokens, t tree tokens, D features, L targets of the row, l distinct ones.
 
@@ -315,13 +316,13 @@ class PrefixTreeRow(RowPart):
     """A row whose shared tokens go through the model once, on one rank.
 
     Raises:
-        LayoutError: tokens that samples share differ, or the row's labels are others than its tokens.
+        LayoutError: tokens that samples share differ, or the row's labels are not its own next tokens.
     """
 
     def __init__(self, row: PackedRow, tree: PrefixTree) -> None:
         super().__init__(tree.nodes)
         self.tree = tree
-        """The tree."""
+        """The prefix tree."""
         self.real = slice(0, row.segments.num_tokens)
         self._num_distinct_targets = row.known_metadata.num_distinct_targets
         self.check_shared(row.input_ids, "input_ids")
@@ -330,20 +331,20 @@ class PrefixTreeRow(RowPart):
 
     @property
     def is_whole(self) -> bool:
-        """False: shared tokens are there once."""
+        """False: shared tokens occur only once."""
         return False
 
     def attended_pairs(self, reach: Reach = EVERYTHING) -> int:
-        """Count the pairs of every path, less those of the same path up to the node: they are its parent's."""
+        """Count the pairs along every node's path, minus the pairs before the node, which its ancestors count."""
         pairs = zip(self.tree.keys.lengths, self.tree.lengths, strict=True)
         before = Segments.from_lengths([total - length for total, length in pairs])
         return attended_pairs(self.tree.keys, reach) - attended_pairs(before, reach)
 
     def spans(self, runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-        """Runs of tokens of the tree, those that samples share once.
+        """Convert runs of row tokens to runs of tree tokens. A run that samples share appears once.
 
         Raises:
-            LayoutError: a run lies in several nodes: samples share a part of it.
+            LayoutError: a run lies in several nodes, so samples share only a part of it.
         """
         place, starts = self.tree.place().numpy(), [start for start, _ in self.tree.nodes.spans]
         shared = set()
@@ -360,7 +361,7 @@ class PrefixTreeRow(RowPart):
         return tuple(sorted(shared))
 
     def computed_media(self, table: MediaTable) -> MediaTable:
-        """Those that samples share once, in the order of the tree."""
+        """Return the media in the order of the tree; media that samples share appear once."""
         return table.in_tree(self.tree)
 
     def check_shared(self, row_kT: torch.Tensor, name: str) -> None:
@@ -381,17 +382,17 @@ class PrefixTreeRow(RowPart):
         return row.index_select(dim, self.tree.source(row.device))
 
     def gather(self, part_t: torch.Tensor) -> torch.Tensor:
-        """Lay the tokens of the tree out as the row. The backward pass adds up the gradients of all samples."""
+        """Lay out the tree's tokens as the row. The backward pass sums the gradients of all samples."""
         return part_t.index_select(0, self.tree.place(part_t.device))
 
     def for_each_sample(self, part_t: torch.Tensor) -> torch.Tensor:
-        """Lay out as the row, like `gather`."""
+        """Lay out the tree's tokens as the row, like `gather`."""
         return self.gather(part_t)
 
     def attend(
         self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor, segments: Segments
     ) -> torch.Tensor:
-        """Each node's queries attend to the keys of its ancestors and its own."""
+        """Compute attention: each node's queries attend to the keys of its ancestors and its own."""
         return attend_along_paths(attend, q_tNH, k_tKH, v_tKH, self.tree)
 
     def by_heads(self, parts_tRF: Sequence[torch.Tensor], run: OnHeads, what: str) -> torch.Tensor:
@@ -399,12 +400,12 @@ class PrefixTreeRow(RowPart):
         return self.cut(run(self.gather(torch.cat([part.flatten(1) for part in parts_tRF], -1))), dim=0)
 
     def on_whole_row(self, run: OnTensors, hidden_1tD: torch.Tensor, *others_1t: torch.Tensor) -> torch.Tensor:
-        """Run along every sample's path: shared tokens are computed as often as they are shared."""
+        """Run along every sample's path. Shared tokens are computed once per sample."""
         hidden_1TD, *others_1T = (self.gather(part[0])[None] for part in (hidden_1tD, *others_1t))
         return self.cut(run(hidden_1TD, *others_1T), dim=1)
 
     def targets(self, index_L: torch.Tensor, labels_1T: torch.Tensor) -> PartTargets:
-        """Distinct targets. Their number is that of the metadata; without one an accelerator is read: a host–device
+        """Return the distinct targets. Without their number in the metadata, an accelerator is read: a host–device
         sync."""
         device = index_L.device
         token_L = self.tree.place(device).index_select(0, index_L + 1)
@@ -417,11 +418,11 @@ class PrefixTreeRow(RowPart):
         )
 
     def gather_targets(self, part_l: torch.Tensor, targets: PartTargets) -> torch.Tensor:
-        """A target that several samples have counts for each of them."""
+        """Copy each distinct target's value to every sample that has the target."""
         return part_l.index_select(0, targets.entries)
 
     def _places(self, is_target_t: torch.Tensor) -> torch.Tensor:
-        """int64 [l]: where distinct targets are."""
+        """Return int64 [l]: the tree positions of distinct targets."""
         count = self._num_distinct_targets
         if count is None or on_host(is_target_t):
             return is_target_t.nonzero()[:, 0]
@@ -430,7 +431,7 @@ class PrefixTreeRow(RowPart):
         return torch.nonzero_static(is_target_t, size=count)[:, 0]
 
     def _differs(self, row_kT: torch.Tensor) -> torch.Tensor:
-        """bool [T]: tokens that are not equal to the one that is computed."""
+        """Return bool [T]: True for tokens that differ from the one that is computed in their place."""
         flat_kT = row_kT.reshape(-1, row_kT.shape[-1])
         shared_kT = self.cut(flat_kT).index_select(1, self.tree.place(row_kT.device))
         return (flat_kT != shared_kT).any(0)
@@ -440,10 +441,10 @@ _CHANGED = "a row cannot be changed after share(row): change it before, or take 
 
 
 def _check_labels(row: PackedRow) -> None:
-    """Check that each target is the next token itself: a shared prediction has one target a child.
+    """Check that each target is the sample's own next token: a shared token predicts one target per child.
 
     Raises:
-        LayoutError: one is another id, or a sample's last token has one.
+        LayoutError: a target is another id, or a sample's last token has a target.
     """
     labels = row.shift_labels
     if labels is None:
@@ -463,7 +464,7 @@ def _check_labels(row: PackedRow) -> None:
 
 # ---------------------------------------------------------------------- context parallel row
 #
-# The part of a row that one rank of a context group has: a contiguous piece of it, and some of its images.
+# The part of a row on one rank of a context group: a contiguous piece of it, and some of its images.
 
 
 @final
@@ -471,14 +472,14 @@ class ContextParallelRow(RowPart):
     """A contiguous part of a row, and a share of its images. With one rank the part is the whole row.
 
     Raises:
-        LayoutError: the row's width is no multiple of the ranks, or the ranks have different rows.
+        LayoutError: the row's width is not a multiple of the number of ranks, or the ranks have different rows.
     """
 
     def __init__(self, row: PackedRow, parallel: Parallel) -> None:
         self.collectives = parallel.collectives
         """The ranks of the context group."""
         self.partition = Partition(segments=row.segments, ranks=parallel.ranks, layout="contiguous")
-        """Which rank has which tokens."""
+        """Assignment of tokens to ranks."""
         self.ranks, self.rank = parallel.ranks, self.collectives.rank
         super().__init__(self.partition.local_segments(self.rank), computed=row.segments)
         before = sum(self.partition.local_segments(rank).num_tokens for rank in range(self.rank))
@@ -487,11 +488,11 @@ class ContextParallelRow(RowPart):
             self._check_equal(row)
 
     def cut(self, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
-        """A view of the part."""
+        """Return a view of the part."""
         return self.partition.cut(row, self.rank, token_dim=dim)
 
     def gather(self, part_t: torch.Tensor) -> torch.Tensor:
-        """All-gather."""
+        """All-gather the parts."""
         return self.collectives.all_gather_equal(part_t, "loss")
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -501,7 +502,7 @@ class ContextParallelRow(RowPart):
     def attend(
         self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor, segments: Segments
     ) -> torch.Tensor:
-        """Ulysses if the ranks divide the heads, otherwise all-gather KV."""
+        """Use Ulysses if the number of ranks divides the number of heads, otherwise all-gather keys and values."""
         if self.is_whole:
             return super().attend(attend, q_tNH, k_tKH, v_tKH, segments)
         if q_tNH.shape[1] % self.ranks:
@@ -509,18 +510,18 @@ class ContextParallelRow(RowPart):
         return attend_by_heads(attend, q_tNH, k_tKH, v_tKH, self.partition, self.collectives)
 
     def by_heads(self, parts_tRF: Sequence[torch.Tensor], run: OnHeads, what: str) -> torch.Tensor:
-        """Ulysses: an all-to-all before and one after."""
+        """Use Ulysses: one all-to-all before the computation and one after it."""
         row_TF = torch.cat(to_heads(parts_tRF, self.collectives, what), -1)
         return to_tokens(run(row_TF), self.collectives, what).flatten(1)
 
     def on_whole_row(self, run: OnTensors, hidden_1tD: torch.Tensor, *others_1t: torch.Tensor) -> torch.Tensor:
-        """Compute the whole row on every rank, of which each continues with its part."""
+        """Compute the whole row on every rank; each rank then continues with its part."""
         row_1TD = self.collectives.all_gather(hidden_1tD[0], "whole rows")[None]
         others_1T = [self.collectives.all_gather_equal(part[0], "whole rows")[None] for part in others_1t]
         return self.cut(run(row_1TD, *others_1T), dim=1)
 
     def targets(self, index_L: torch.Tensor, labels_1T: torch.Tensor) -> PartTargets:
-        """Count targets before and in the part: a host–device sync."""
+        """Count the targets before and in the part: a host–device sync."""
         if self.is_whole:
             return super().targets(index_L, labels_1T)
         start = self.rank * self.partition.local_total
@@ -530,7 +531,7 @@ class ContextParallelRow(RowPart):
         return PartTargets(predictions=part_l - start, ids=labels_1T[0].index_select(0, part_l), entries=index_L)
 
     def gather_targets(self, part_l: torch.Tensor, targets: PartTargets) -> torch.Tensor:
-        """All-gather, with zeros where the part has no target."""
+        """All-gather the values, with zeros for tokens without a target."""
         if self.is_whole:
             return part_l
         part_t = part_l.new_zeros(self.partition.local_total).index_add(0, targets.predictions, part_l)
@@ -541,7 +542,7 @@ class ContextParallelRow(RowPart):
         return GatheredKV(self.partition, self.collectives)
 
     def _check_equal(self, row: PackedRow) -> None:
-        """Ranks with different rows would block for ever, or send each other what does not belong."""
+        """Check that all ranks have the same row. With different rows they would deadlock, or exchange wrong data."""
         ids = row.input_ids
         labels = ids if row.shift_labels is None else row.shift_labels
         weights = torch.arange(1, ids.shape[1] + 1, device=ids.device)
